@@ -56,10 +56,10 @@ def report(row: dict[str, Any], *, only_json: bool) -> None:
 
 def opened(model: str, dtype: str, threads: int) -> tuple[Any, Any]:
     """(device, model on it), as a run has them: everything computes on the device's thread. 0 threads is all cores."""
-    from rondel.models.load import load
+    from rondel.models.load import load_model
     from rondel.runtime.devices import Device, pick_device, prepare_process
 
     prepare_process()
     where = pick_device("auto")
     device = Device(where, threads or None)
-    return device, device.call(lambda: load(model, dtype=dtype, device=where))
+    return device, device.call(lambda: load_model(model, dtype=dtype, device=where))

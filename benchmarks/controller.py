@@ -94,7 +94,7 @@ def measure(rollouts: int, seconds: float, tokens: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="controller-") as folder:
         journal = Journal(folder)
         stored = RolloutStore(Path(folder))
-        ends = [subscribe(reader) for reader in (journal.write, stored.write, StepMetrics().read, count)]
+        ends = [subscribe(reader) for reader in (journal.write, stored.write, StepMetrics().on_event, count)]
         try:
             with asyncio.Runner(loop_factory=VirtualLoop) as runner:
                 loop, memory = runner.get_loop(), [(0.0, rss())]
@@ -138,10 +138,10 @@ def made(rollouts: int, tokens: int) -> tuple[SimpleNamespace, Any]:
     from rondel.core.types import Score
     from rondel.driver.failure_budget import FailureBudget
     from rondel.generate.engine.router import EngineRouter
-    from rondel.generate.envs.order import ShuffledOrder, stream
+    from rondel.generate.envs.order import ShuffledOrder, stream_tasks
     from rondel.generate.envs.single_turn import SingleTurn
     from rondel.generate.envs.sources import load_tasks
-    from rondel.models.load import load
+    from rondel.models.load import load_model
 
     changes = {
         "run.folder": "nowhere",
@@ -150,7 +150,7 @@ def made(rollouts: int, tokens: int) -> tuple[SimpleNamespace, Any]:
         "engine.sampling.max_tokens": tokens,
     }
     job = Job.read(RECIPE, changes)
-    loaded, draw = load(job.model.path, dtype="float32", device="cpu"), random.Random(0)
+    loaded, draw = load_model(job.model.path, dtype="float32", device="cpu"), random.Random(0)
 
     async def score(trajectory: Any, task: Any) -> Any:
         return Score(float(draw.random() < 0.5))
@@ -160,7 +160,7 @@ def made(rollouts: int, tokens: int) -> tuple[SimpleNamespace, Any]:
         job=job, sampling=sampling_of(job), env=SingleTurn(), routes=False, failures=FailureBudget(), judge=judge_of(job, rows_of(job)), engines=engines,
         engine=EngineRouter(engines, max_inflight=2 * rollouts // ENGINES), pool=SimpleNamespace(score=score),
         known=SimpleNamespace(tokenizer=loaded.tokenizer, max_context=loaded.max_context, sight=None),
-    ), stream(ShuffledOrder(load_tasks(job.task.data, env=job.task.env).train, seed=0))  # fmt: skip
+    ), stream_tasks(ShuffledOrder(load_tasks(job.task.data, env=job.task.env).train, seed=0))  # fmt: skip
 
 
 async def drive(
@@ -183,10 +183,10 @@ async def drive(
         return buffer.version + 1
 
     async def milestone(step: int, version: int, batch: Any) -> None:
-        with clock.still():
+        with clock.freeze_clock():
             await stored.annotate(step, advantages=per_token(batch, None))
         if step % 10 == 0:  # what a checkpoint keeps of a buffer
-            json.dumps(buffer.state(version))
+            json.dumps(buffer.state_dict(version))
 
     async def reading() -> None:
         while True:
@@ -202,7 +202,7 @@ async def drive(
 
     readings = asyncio.create_task(reading())
     await house.run(
-        tasks, buffer, attempt=work.attempt, score=work.score, judge=parts.judge, prepare=prepare, trainer=Trainer(),
+        tasks, buffer, attempt=work.generate_group, score=work.score, judge=parts.judge, prepare=prepare, trainer=Trainer(),
         engine=parts.engine, devices=SplitDevices(), sync=sync, algo=None, steps=steps(), milestone=milestone,
     )  # fmt: skip
     readings.cancel()

@@ -56,9 +56,9 @@ def reading(folder: Path) -> dict[str, float]:
     from rondel.runtime.telemetry.diagnose import findings
 
     began, run = time.perf_counter(), DashboardRun(folder, findings)
-    run.look()
+    run.poll_journal()
     sampled = time.perf_counter()
-    while run.look():
+    while run.poll_journal():
         pass
     return {"sample_seconds": round(sampled - began, 3), "whole_seconds": round(time.perf_counter() - sampled, 2)}
 
@@ -78,7 +78,7 @@ def live(folder: Path) -> dict[str, float]:
             file.write(b"\n".join(lines[at : at + 40]) + b"\n")
             file.flush()
             began = time.perf_counter()
-            run.look()
+            run.poll_journal()
             spent += time.perf_counter() - began
     return {"live_events_a_second": round(len(lines) / spent)}
 

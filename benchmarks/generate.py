@@ -37,12 +37,12 @@ def main(argv: list[str] | None = None) -> None:
 
     from rondel.core.types import Request, Sampling, sample_key
     from rondel.generate.engine.builtin.engine import BuiltinEngine
-    from rondel.models.aligned_numerics import align
+    from rondel.models.aligned_numerics import align_numerics
     from rondel.models.cuda_graphs import serving_pass
 
     device, loaded = opened(a.model, a.dtype, a.threads)
     if a.numerics == "aligned":
-        device.call(align, loaded)
+        device.call(align_numerics, loaded)
     vocab = loaded.model.get_input_embeddings().weight.shape[0]
     dtype = str(loaded.dtype).removeprefix("torch.")
     began = time.perf_counter()

@@ -62,10 +62,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def compared(job: Any) -> dict[str, Any]:
-    from rondel.checks.calibration import measured
+    from rondel.checks.calibration import measure_run
     from rondel.core.events import Resident, subscribe
     from rondel.planner import cost
-    from rondel.planner.memory import bills
+    from rondel.planner.memory import memory_bills
 
     seen: list[Any] = []
 
@@ -75,10 +75,10 @@ def compared(job: Any) -> dict[str, Any]:
 
     end = subscribe(note)
     try:
-        setting, paced = measured(job)
+        setting, paced = measure_run(job)
     finally:
         end()
-    [bill] = bills(setting)
+    [bill] = memory_bills(setting)
     held = seen[-1].held["train"]
     names = {"weights": "policy weights", "masters": "masters", "gradients": "gradients", "moments": "moments"}
     memory = {
@@ -87,7 +87,7 @@ def compared(job: Any) -> dict[str, Any]:
     }
     planned = sum(pair[0] for pair in memory.values())
     counted = sum(pair[1] for pair in memory.values())
-    predicted = {"generate": cost.generation(setting).seconds, "train": cost.train_seconds(setting)}
+    predicted = {"generate": cost.generation_time(setting).seconds, "train": cost.train_seconds(setting)}
     real = {"generate": paced.generate, "train": paced.train}
     times = {
         name: [round(predicted[name], 3), round(real[name], 3), round(predicted[name] / real[name], 2)] for name in real

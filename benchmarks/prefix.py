@@ -38,16 +38,16 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from _work import median, report
 
-    from rondel.algos.table import resolve
-    from rondel.models.load import load
+    from rondel.algos.table import resolve_algorithm
+    from rondel.models.load import load_model
     from rondel.train.pack import TrainBatch, TrainSample
     from rondel.train.settings import TrainSettings
     from rondel.train.step import LocalTrainer
     from rondel.train.step_metrics import StepMetricSums
 
     device = Device("cpu", a.threads or None)
-    loaded = device.call(lambda: load(a.model, dtype=a.dtype))
-    row = resolve({"kind": "grpo"}).bounded(a.completion)
+    loaded = device.call(lambda: load_model(a.model, dtype=a.dtype))
+    row = resolve_algorithm({"kind": "grpo"}).bounded(a.completion)
     rng = np.random.default_rng(0)
     vocab = loaded.head.weight.shape[0]
 

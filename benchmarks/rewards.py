@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     from _work import median, report
 
     from rondel.core.types import Task, Trajectory
-    from rondel.score import build
+    from rondel.score import build_reward
     from rondel.score.pool import RewardPool
 
     def written(number: int) -> Trajectory:
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
             await asked(pool)
             return [await asked(pool) for _ in range(a.repeat)]
 
-    reward, alone = build(a.reward), []
+    reward, alone = build_reward(a.reward), []
     for _ in range(a.repeat + 1):
         began = time.perf_counter()
         for trajectory in trajectories:

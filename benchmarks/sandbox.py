@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     from rondel.runtime.sandbox.box import Sandbox
     from rondel.runtime.sandbox.cell import PYTHON
     from rondel.runtime.sandbox.pool import Functions
-    from rondel.runtime.sandbox.probe import isolation
+    from rondel.runtime.sandbox.probe import find_isolation
     from rondel.score.code import Code
 
     sandbox = Sandbox(wall=a.wall)
@@ -57,8 +57,8 @@ def main(argv: list[str] | None = None) -> None:
         cell.kill()
 
     result: dict[str, Any] = {
-        "wall": isolation(a.wall).wall,
-        "holds": ", ".join(isolation(a.wall).holds),
+        "wall": find_isolation(a.wall).wall,
+        "holds": ", ".join(find_isolation(a.wall).holds),
         "calls": a.calls,
     }
     few = max(5, a.calls // 5)

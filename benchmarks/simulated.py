@@ -103,7 +103,7 @@ def real(a: argparse.Namespace, folder: str, staleness: int, groups: int) -> Non
 def compared(folders: list[str], staleness: int, groups: int, ahead: Any) -> dict[str, Any]:
     from rondel.simulate import SimulatedWorld, simulate
     from rondel.simulate.costs import Timers, costs_of
-    from rondel.simulate.lengths import recorded
+    from rondel.simulate.lengths import recorded_lengths
 
     first = FIRST + staleness
     seen = [Timers(folder, first) for folder in folders]
@@ -114,13 +114,13 @@ def compared(folders: list[str], staleness: int, groups: int, ahead: Any) -> dic
         beat=[],
         prefill=0.0,
         train=0.0,
-        lengths=recorded(*folders),
+        lengths=recorded_lengths(*folders),
         prompts=groups,
         group=8,
         staleness=staleness,
     )
     said = {
-        which: simulate(costs.world(bare), steps=SIMULATED)
+        which: simulate(costs.with_costs(bare), steps=SIMULATED)
         for which, costs in (("ahead", ahead), ("after", costs_of(folders, first=first)))
     }
     return {

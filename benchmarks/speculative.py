@@ -70,10 +70,10 @@ def main(argv: list[str] | None = None) -> None:
     from rondel.generate.engine.builtin.engine import BuiltinEngine
     from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
     from rondel.generate.envs.template import Template
-    from rondel.models.load import load
+    from rondel.models.load import load_model
 
     device, loaded = opened(a.model, a.dtype, a.threads)
-    other = device.call(lambda: load(a.draft, dtype=a.dtype, device=str(loaded.device))) if a.draft else None
+    other = device.call(lambda: load_model(a.draft, dtype=a.dtype, device=str(loaded.device))) if a.draft else None
     template = Template(loaded.tokenizer)
 
     async def once(engine: BuiltinEngine, kind: str, heat: float, running: int, seed: int) -> tuple[int, float]:
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
         if kind == "copy":
             prompts = [loaded.tokenizer.encode(copied(n)) for n in seeds]
         else:
-            prompts = [template.opening([{"role": "user", "content": told(n)}]) for n in seeds]
+            prompts = [template.render_opening([{"role": "user", "content": told(n)}]) for n in seeds]
         sampling = Sampling(temperature=heat, max_tokens=a.new, ignore_eos=True)
         began = time.perf_counter()
         outs = await asyncio.gather(

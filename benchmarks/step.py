@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     from _work import SUFFIX, SUM_TASK, gemm_peak, median, multiplications, report
 
     from rondel.assemble import train
-    from rondel.assemble.deployment import cores
+    from rondel.assemble.deployment import usable_cores
     from rondel.core.config import Job
     from rondel.core.events import StepDone, subscribe
 
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
             "run": {"folder": folder, "checkpoint": {"every": 0}, "sinks": []},
         }
         train(Job.parse(tree, "rondel bench step"), quiet=True, built=parts.append)
-    loaded, threads = parts[0].trainer.loaded, a.threads or len(cores())
+    loaded, threads = parts[0].trainer.loaded, a.threads or len(usable_cores())
     dtype = str(loaded.dtype).removeprefix("torch.")
     body, head = multiplications(loaded.model)
     used = [e for e, _, _ in rows[1:]]

@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
 
         return run
 
-    plain, write, annotate = time_account.TimeAccount._lap, store.write_step, store.annotate_step
+    plain, write, annotate = time_account.TimeAccount._add_lap, store.write_step, store.annotate_step
 
     def lap(self: Any) -> None:
         began = time.thread_time()
@@ -92,12 +92,12 @@ def main(argv: list[str] | None = None) -> None:
         }
         job = Job.read(a.recipe, overrides)
         warm = job.loop.warmup.steps
-        before, controller.subscribe, time_account.TimeAccount._lap = controller.subscribe, timed, lap
+        before, controller.subscribe, time_account.TimeAccount._add_lap = controller.subscribe, timed, lap
         store.write_step, store.annotate_step = counted(write), counted(annotate)
         try:
             controller.train(job, quiet=True)
         finally:
-            controller.subscribe, time_account.TimeAccount._lap = before, plain
+            controller.subscribe, time_account.TimeAccount._add_lap = before, plain
             store.write_step, store.annotate_step = write, annotate
         done = [e for e in read(scratch) if e["kind"] == "StepDone" and e["step"] > warm]
     seconds = marks[-1] - marks[0] if warm else marks[-1]

@@ -74,7 +74,7 @@ def receiver(pipe, transport, shapes) -> None:
         held, seconds, hashed = {}, 0.0, 0.0
         for name, tensor in transport.receive(route, manifest, mine):
             t = time.perf_counter()
-            good = transport.holds == "begin" or names.digest(tensor) == sent[name]
+            good = transport.holds == "begin" or names.tensor_digest(tensor) == sent[name]
             hashed += time.perf_counter() - t
             assert good, f"{name} arrived with other bits"
             if transport.holds == "begin":
@@ -84,7 +84,7 @@ def receiver(pipe, transport, shapes) -> None:
         seconds = time.perf_counter() - began
         if transport.holds == "begin":
             t = time.perf_counter()
-            assert all(names.digest(mine[n]) == d for n, d in sent.items())
+            assert all(names.tensor_digest(mine[n]) == d for n, d in sent.items())
             hashed = time.perf_counter() - t
             seconds += hashed
         else:
@@ -121,7 +121,7 @@ def measure(kind: str, size: str, updates: int, folder: str) -> dict[str, float]
             nonlocal hashed
             for name, tensor in weights.items():
                 t = time.perf_counter()
-                row = names.info(name, tensor)
+                row = names.tensor_info(name, tensor)
                 hashed += time.perf_counter() - t
                 yield row, tensor
 
@@ -186,7 +186,7 @@ def small(count: int = 1000, updates: int = 3) -> dict[str, float]:
     from rondel.sync.from_distributed import BUCKET, FromDistributed
 
     weights = {f"t{i}": torch.randn(1000) for i in range(count)}
-    rows, out = list(names.described(weights.items())), {}
+    rows, out = list(names.describe_tensors(weights.items())), {}
     for name, bucket in (("per_tensor_s", 1), ("buckets_s", BUCKET)):
         sender, taker, seconds = FromDistributed(bucket=bucket), FromDistributed(bucket=bucket), []
         for _ in range(updates + 1):
@@ -210,13 +210,13 @@ def after_a_step(model: str, lr: float) -> dict[str, float]:
     from rondel.core.config import Job
     from rondel.core.types import Route
     from rondel.models import names
-    from rondel.sync.delta import Delta, bits, decode, encode
+    from rondel.sync.delta import Delta, decode, encode, view_as_integers
 
     parts, before = [], {}
 
     def keep(built) -> None:
         parts.append(built)
-        before.update({n: t.clone() for n, t in names.weights(built.loaded.model)})
+        before.update({n: t.clone() for n, t in names.named_weights(built.loaded.model)})
 
     with tempfile.TemporaryDirectory() as folder:
         tree = {
@@ -229,25 +229,27 @@ def after_a_step(model: str, lr: float) -> dict[str, float]:
             "run": {"folder": folder, "checkpoint": {"every": 0}, "sinks": []},
         }
         train(Job.parse(tree, "rondel bench transports"), quiet=True, built=keep)
-        after = dict(names.weights(parts[0].loaded.model))
-        changed = sum(int((bits(before[n]) != bits(after[n])).sum()) for n in before)
+        after = dict(names.named_weights(parts[0].loaded.model))
+        changed = sum(int((view_as_integers(before[n]) != view_as_integers(after[n])).sum()) for n in before)
         transport = Delta(Path(folder) / "delta")
-        manifest, _ = transport.publish(Route("delta"), 0, names.described(before.items()))
+        manifest, _ = transport.publish(Route("delta"), 0, names.describe_tensors(before.items()))
         began = time.perf_counter()
-        manifest, route = transport.publish(Route("delta", base=manifest.root), 1, names.described(after.items()))
+        manifest, route = transport.publish(
+            Route("delta", base=manifest.root), 1, names.describe_tensors(after.items())
+        )
         published = time.perf_counter() - began
         began = time.perf_counter()
         arrived = dict(transport.receive(route, manifest, before))
         received = time.perf_counter() - began
         began = time.perf_counter()
-        blobs = {n: encode(bits(before[n]), bits(after[n])) for n in before}
+        blobs = {n: encode(view_as_integers(before[n]), view_as_integers(after[n])) for n in before}
         encoded = time.perf_counter() - began
         began = time.perf_counter()
         for n, blob in blobs.items():
             if blob:
-                decode(bits(before[n]), blob)
+                decode(view_as_integers(before[n]), blob)
         decoded = time.perf_counter() - began
-    assert all(names.digest(arrived[n]) == names.digest(after[n]) for n in after)
+    assert all(names.tensor_digest(arrived[n]) == names.tensor_digest(after[n]) for n in after)
     numbers = sum(t.numel() for t in after.values())
     return {
         "lr": lr, "whole_bytes": 2 * numbers, "bytes": route.bytes, "share": round(route.bytes / 2 / numbers, 4), "changed": round(changed / numbers, 4),
@@ -271,7 +273,7 @@ def pause(model: str, updates: int) -> dict[str, float]:
     from rondel.sync.update import WeightUpdate
 
     device, loaded = opened(model, "bfloat16", 0)
-    weights = {n: t.clone() for n, t in names.weights(loaded.model)}
+    weights = {n: t.clone() for n, t in names.named_weights(loaded.model)}
 
     class Trainer:
         version, transport = 0, FromIpc()
@@ -279,7 +281,9 @@ def pause(model: str, updates: int) -> dict[str, float]:
         async def publish(self, route):
             self.version += 1
             next(iter(weights.values())).view(-1)[self.version] += 1
-            return await device.run(self.transport.publish, route, self.version, names.described(weights.items()))
+            return await device.run(
+                self.transport.publish, route, self.version, names.describe_tensors(weights.items())
+            )
 
         async def send(self, route): ...
 

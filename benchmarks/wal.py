@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=a.folder) as scratch:
         for durability in ("process", "disk"):
             log = TokenLog(Path(scratch) / durability, durable=durability == "disk")
-            log.committed(7, "root")
+            log.record_version(7, "root")
             times = []
             for _ in range(a.blocks):
                 began = time.perf_counter()

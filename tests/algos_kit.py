@@ -11,7 +11,7 @@ from torch import Tensor
 from rondel.algos.correction import Importance
 from rondel.algos.masked_surrogates import ClipCov, KlCov
 from rondel.algos.objective import objective
-from rondel.algos.precompute import NOTHING, UpdateMasks, ahead, counted, tokens_of
+from rondel.algos.precompute import NOTHING, UpdateMasks, compute_update_masks, counted_tokens, tokens_of
 from rondel.algos.reward_transforms import Overlong
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.surrogate import Clip
@@ -137,15 +137,17 @@ class Ragged:
             "proximal_T": self.others_3T[0, at_T],
             "behavior_T": self.others_3T[1, at_T],
             "advantages_T": row.advantages_T(scored),
-            "score_T": scored.each(scored.rewards_N),
-            "guided_T": scored.each(self.guided_N[order]),
-            "sample_T": scored.each(torch.arange(len(order))),
+            "score_T": scored.spread_to_tokens(scored.rewards_N),
+            "guided_T": scored.spread_to_tokens(self.guided_N[order]),
+            "sample_T": scored.spread_to_tokens(torch.arange(len(order))),
         }
         ref_T, decided = self.others_3T[2, at_T], NOTHING
         if noted:
             entropy_T = -(own_TV.exp() * own_TV).sum(-1)[at_T]
-            decided = ahead(row, tokens_of(row, logprobs_T=known["proximal_T"], entropy_T=entropy_T, **known))
-        weight_T = scored.each(row.aggregate(counted(row, scored.lengths_N, decided)))
+            decided = compute_update_masks(
+                row, tokens_of(row, logprobs_T=known["proximal_T"], entropy_T=entropy_T, **known)
+            )
+        weight_T = scored.spread_to_tokens(row.aggregate(counted_tokens(row, scored.lengths_N, decided)))
         total, terms = torch.zeros((), dtype=F64), []
         for first, end in pairwise([0, *(cuts or []), len(order)]):
             here = slice(int(scored.lengths_N[:first].sum()), int(scored.lengths_N[:end].sum()))

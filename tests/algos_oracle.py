@@ -62,7 +62,7 @@ def naive(row: Algorithm, batch: Ragged) -> tuple[Tensor, Tensor]:
         )  # fmt: skip
         total = total + per_token(row, counts, owner[t]) * (
             weights[t] * loss
-            + row.kl.coef * (penalty(row.kl, logp[t], ref[t], mu[t]) if kept[t] and row.kl.pulls else 0.0)
+            + row.kl.coef * (penalty(row.kl, logp[t], ref[t], mu[t]) if kept[t] and row.kl.in_loss else 0.0)
             - (row.entropy.coef * entropy[t] if acts[t] and kept[t] else 0.0)
         )
     if not owner:
@@ -77,7 +77,7 @@ def naive(row: Algorithm, batch: Ragged) -> tuple[Tensor, Tensor]:
 def token_advantages(row: Algorithm, batch: Ragged) -> list[float]:
     earned = rewarded(row, batch)
     mu, teacher, ref = batch.others_3T[1].tolist(), batch.teacher_T.tolist(), batch.others_3T[2].tolist()
-    if row.kl.follows:
+    if row.kl.in_advantage:
         owner = [i for i, n in enumerate(batch.lengths_N.tolist()) for _ in range(n)]
         cost = [
             row.kl.coef * penalty(replace(row.kl, through="own"), torch.tensor(m, dtype=F64), r, m).item()

@@ -11,7 +11,7 @@ import torch
 from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.models.head import LMHead
-from rondel.models.load import load
+from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 
 torch.set_num_threads(1)
@@ -31,7 +31,7 @@ def tiny(kind: str = "llama", **config) -> LoadedModel:
     """Random weights, larger than initialised, so that attention looks somewhere and
     distributions are far from uniform.
     """
-    loaded = load({"random": kind, "seed": 3, **(config or SIZE)}, dtype="float32")
+    loaded = load_model({"random": kind, "seed": 3, **(config or SIZE)}, dtype="float32")
     with torch.no_grad():
         for name, p in loaded.model.named_parameters():
             if p.dim() > 1:
@@ -42,7 +42,7 @@ def tiny(kind: str = "llama", **config) -> LoadedModel:
 def twin(loaded: LoadedModel) -> LoadedModel:
     """The same weights in other memory."""
     model = copy.deepcopy(loaded.model)
-    return replace(loaded, model=model, head=LMHead.of(model))
+    return replace(loaded, model=model, head=LMHead.from_model(model))
 
 
 async def inline(f, *args):
@@ -89,26 +89,26 @@ def plain_logprobs(loaded: LoadedModel, tokens: list[int], *, temperature: float
 def idle(e: BuiltinEngine) -> None:
     """Nothing runs, nothing waits, nothing is locked, every page is free or cached."""
     assert not e.scheduler.running and not e.scheduler.waiting and not e._gone
-    assert e.scheduler.tree.held == 0 and all(n.locks == 0 for n in e.scheduler.tree.nodes())
-    assert e.pages.free + e.scheduler.tree.cached == e.pages.count
-    cached = [p for n in e.scheduler.tree.nodes() for p in n.pages]
+    assert e.scheduler.tree.held == 0 and all(n.locks == 0 for n in e.scheduler.tree.iter_nodes())
+    assert e.pages.free_count + e.scheduler.tree.cached == e.pages.count
+    cached = [p for n in e.scheduler.tree.iter_nodes() for p in n.pages]
     assert sorted(cached + e.pages._free) == list(range(1, e.pages.count + 1)), "a page is lost or twice somewhere"
 
 
 def watched(e: BuiltinEngine) -> BuiltinEngine:
     """Law 7 after every step, before anything is delivered, on the pages themselves; no guess is in the tree."""
-    computed = e.scheduler.computed
+    computed = e.scheduler.mark_computed
 
     def after(plan):
         computed(plan)
-        e.scheduler.check()
+        e.scheduler.check_invariants()
         s = e.scheduler
         private = [p for live in s.running for p in [*live.pages[live.shared :], *live.ahead]]
-        cached = [p for node in s.tree.nodes() for p in node.pages]
+        cached = [p for node in s.tree.iter_nodes() for p in node.pages]
         assert sorted(private + cached + e.pages._free) == list(range(1, e.pages.count + 1))
-        assert s.tree.held == sum(len(n.pages) for n in s.tree.nodes() if n.locks)
+        assert s.tree.held == sum(len(n.pages) for n in s.tree.iter_nodes() if n.locks)
         assert all(len(live.guess) in (0, len(live.ahead)) for live in s.running)
         assert all(live.written + len(live.guess) < live.request.sampling.max_tokens for live in s.running)
 
-    e.scheduler.computed = after
+    e.scheduler.mark_computed = after
     return e

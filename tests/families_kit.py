@@ -14,7 +14,7 @@ from vision_kit import EYES
 
 from rondel.core.errors import ModelError
 from rondel.models.attention import PackedLayout, PackedSegment
-from rondel.models.load import load
+from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.routing_tape import RoutingTape
 
@@ -222,7 +222,7 @@ def _generated(fresh: Any, given: list[int]) -> list[int]:
 
 def _replayed(loaded: LoadedModel, tokens: torch.Tensor, routes: torch.Tensor, logprobs: list[float]) -> float:
     n = len(routes)
-    hidden = loaded.hidden(
+    hidden = loaded.hidden_states(
         tokens[:n], torch.arange(n), PackedLayout([PackedSegment(0, n)]), RoutingTape(loaded.routers, routes)
     )
     return _gap(loaded.head.logits(hidden), tokens, logprobs)
@@ -237,7 +237,7 @@ def _gap(logits: torch.Tensor, tokens: torch.Tensor, logprobs: list[float]) -> f
 def refusal(kind: str) -> str:
     """What `load` says instead of loading."""
     try:
-        load({"random": kind, **REFUSED[kind][0]}, dtype="float32")
+        load_model({"random": kind, **REFUSED[kind][0]}, dtype="float32")
     except ModelError as error:
         return str(error)
     raise AssertionError(f"{kind} was loaded")

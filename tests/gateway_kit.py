@@ -12,7 +12,7 @@ from typing import Any
 from units.chat_kit import chat, tokenizer
 
 from rondel.core.types import Completion, Task, Trajectory
-from rondel.generate.envs.gateway.agent import called
+from rondel.generate.envs.gateway.agent import function_agent
 from rondel.generate.envs.gateway.env import Gateway
 
 TASK = Task("t/1", "gateway", {"prompt": "what is three plus four?", "answer": "7"})
@@ -86,7 +86,7 @@ class Policy:
 
 def play(agent: Any, policy: Policy, *, timeout: float = 60.0, task: Task = TASK, **how: Any) -> list[Trajectory]:
     """One episode. -> its trajectories, each of which was recorded as it was drawn."""
-    gateway = Gateway(called(agent), timeout=timeout)
+    gateway = Gateway(function_agent(agent), timeout=timeout)
     how = {"max_tokens": 200, "max_context": 8192, **how}
     found = asyncio.run(gateway.run(task, chat(tok(), policy, **how)))
     assert gateway.listening.port is None and not gateway.listening.sessions, "the port is closed with the last episode"

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from rondel.algos.table import Algorithm, resolve
+from rondel.algos.table import Algorithm, resolve_algorithm
 from rondel.core.types import Group, Score, Task, Trajectory
-from rondel.generate.envs.episode import joined, rooted
-from rondel.models.load import load
+from rondel.generate.envs.episode import assign_parents, join_episodes
+from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
-from rondel.train.advantages import credit
+from rondel.train.advantages import compute_advantages
 from rondel.train.critic import Critic
 from rondel.train.pack import TrainBatch, batch_of
 from rondel.train.settings import TrainSettings
@@ -47,7 +47,7 @@ KINDS = {
 
 @cache
 def _model(kind: str, dtype: str) -> LoadedModel:
-    loaded = load({"random": kind, **SMALL, **KINDS[kind]}, dtype="float32")
+    loaded = load_model({"random": kind, **SMALL, **KINDS[kind]}, dtype="float32")
     with torch.no_grad():
         for parameter in loaded.model.parameters():  # far from the flat start, where mistakes would cancel
             parameter.mul_(3.0) if parameter.ndim >= 2 else parameter.add_(0.1 * torch.randn_like(parameter))
@@ -137,21 +137,21 @@ def forked_group(seed: int = 0, number: int = 3) -> Group:
         for branch in episode:
             branch.score = None
         episode[0].score = Score(score)
-    group = Group(number, Task(f"t{number}", "fake", {}), joined(map(rooted, episodes)), 0)
+    group = Group(number, Task(f"t{number}", "fake", {}), join_episodes(map(assign_parents, episodes)), 0)
     for t in group.trajectories:
         t.score = t.score if t.parent is None else group.trajectories[t.parent].score
     return group
 
 
 def row(kind: str = "grpo", **knobs: Any) -> Algorithm:
-    return resolve({"kind": kind, **knobs}).bounded(8)
+    return resolve_algorithm({"kind": kind, **knobs}).bounded(8)
 
 
 def batch(groups: list[Group], algo: Algorithm) -> TrainBatch:
     """With its advantages, where they are made of rewards alone."""
     b = batch_of(groups)
     if not algo.needs & {"values", "ref_logprobs", "teacher_logprobs"}:
-        credit(b, algo)
+        compute_advantages(b, algo)
     return b
 
 

@@ -24,7 +24,7 @@ def serve(pipe, make, kind, transport) -> None:
             verb, args = call
             try:
                 if verb == "bits":
-                    pipe.send((True, {n: t.clone() for n, t in names.weights(e.loaded.model)}))
+                    pipe.send((True, {n: t.clone() for n, t in names.named_weights(e.loaded.model)}))
                 else:
                     pipe.send((True, await getattr(e, verb)(*args)))
             except Exception as error:
@@ -70,11 +70,11 @@ def remote(make, kind, transport):
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(names.digest(a[n]) == names.digest(b[n]) for n in a)
+    return a.keys() == b.keys() and all(names.tensor_digest(a[n]) == names.tensor_digest(b[n]) for n in a)
 
 
 def bits(loaded) -> dict[str, torch.Tensor]:
-    return dict(names.weights(loaded.model))
+    return dict(names.named_weights(loaded.model))
 
 
 def left_behind() -> set[str]:

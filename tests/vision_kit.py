@@ -14,7 +14,7 @@ from engine_kit import SIZE
 from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import Group, Request, Sampling, Score, Task, Trajectory
 from rondel.models import vision
-from rondel.models.load import load
+from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 
 torch.set_num_threads(1)
@@ -42,7 +42,7 @@ def recipe(kind: str = "qwen2_5_vl", **more) -> dict:
 @cache
 def _model(kind: str) -> LoadedModel:
     """Larger than initialised, so that attention and positions matter."""
-    loaded = load({**recipe(kind), "seed": 3}, dtype="float32")
+    loaded = load_model({**recipe(kind), "seed": 3}, dtype="float32")
     with torch.no_grad():
         for name, p in loaded.model.named_parameters():
             if p.dim() > 1:
@@ -53,13 +53,13 @@ def _model(kind: str) -> LoadedModel:
 def model(kind: str = "qwen2_5_vl") -> LoadedModel:
     """A fresh copy; its tower is frozen, as a run's is."""
     loaded = copy.deepcopy(_model(kind))
-    vision.tower(loaded.model).requires_grad_(False)
+    vision.vision_tower(loaded.model).requires_grad_(False)
     return loaded
 
 
 def image(loaded: LoadedModel, seed: int, rows: int = 2, columns: int = 2) -> Image:
-    cell = loaded.sight.cell
-    return Image.of(
+    cell = loaded.sight.token_pixels
+    return Image.from_pixels(
         np.random.default_rng(seed).integers(0, 256, (rows * cell, columns * cell, 3), dtype=np.uint8), cell
     )
 

@@ -25,12 +25,12 @@ def run(recipe: str, *, quiet: bool = False, **sections: dict[str, Any]) -> dict
 
     from rondel.assemble import train
     from rondel.core.config import Job
-    from rondel.core.errors import ungrouped
+    from rondel.core.errors import unwrap_exception_group
 
     overrides = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
     job = Job.read(recipe, overrides)
     # a notebook's own event loop is already running in this one
-    with ungrouped(), ThreadPoolExecutor(1, "rondel-run") as thread:
+    with unwrap_exception_group(), ThreadPoolExecutor(1, "rondel-run") as thread:
         return thread.submit(train, job, quiet=quiet).result()
 
 

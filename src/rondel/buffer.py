@@ -29,7 +29,7 @@ from typing import Any
 
 from rondel.buffer_state import decode, encode
 from rondel.core.errors import LawError, RewardError, UserError
-from rondel.core.events import Admitted, Warned, emit, stalled
+from rondel.core.events import Admitted, Warned, emit, stalled_error
 from rondel.core.protocols import BufferOrder
 from rondel.core.types import Group, Slot, Task
 
@@ -40,10 +40,10 @@ SHORT = -1  # instead of a group's number: the batch stays as short as it is
 class AnyOrder:
     """What happens in a buffer happens when it can."""
 
-    def may(self, what: str, number: int) -> bool:
+    def may_proceed(self, what: str, number: int) -> bool:
         return True
 
-    def did(self, what: str, number: int) -> None: ...
+    def mark_done(self, what: str, number: int) -> None: ...
 
     def in_time(self, number: int) -> bool | None:
         return None
@@ -111,7 +111,7 @@ class Buffer:
         }
 
     @property
-    def lanes(self) -> int:
+    def max_open_groups(self) -> int:
         """How many groups can be written at once."""
         return (self.max_staleness + 1) * self.groups_per_step + self.oversample
 
@@ -120,70 +120,70 @@ class Buffer:
     def has_room(self) -> bool:
         gone = self.groups_per_step if self._batch_complete else len(self._taken)
         limit = (self.max_staleness + 1) * self.groups_per_step + self.oversample - gone
-        return len(self._open) < limit and not self._exhausted()
+        return len(self._open) < limit and not self._is_exhausted()
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Wait until the inequality holds."""
-        await self._until(self.has_room, who="feed", waits_for="room in the buffer")
+        await self._wait_until(self.has_room, who="feed", waits_for="room in the buffer")
 
     async def admit(self, task: Task) -> Slot:
         """Wait until the inequality holds, then give the task its number and its birth version."""
-        await self._turn(
+        await self._take_turn(
             "admit", lambda: self.admitted if self.has_room() else None, who="feed", waits_for="room in the buffer"
         )
-        return self._admit(task)
+        return self._admit_task(task)
 
-    def _admit(self, task: Task) -> Slot:
+    def _admit_task(self, task: Task) -> Slot:
         slot = Slot(self.admitted, task, self.version)
         self.admitted += 1
         self._waiting.append(slot)
-        self._opened(slot.number, slot.born)
-        self._wake("roll")
+        self._record_opened(slot.number, slot.born)
+        self._wake_one("roll")
         emit(Admitted(slot.number, task.id, slot.born))
         return slot
 
     async def close(self) -> None:
         """No more tasks will come: what is in flight is finished, and the last batch may be short."""
-        await self._turn("close", lambda: self.admitted, who="feed")
+        await self._take_turn("close", lambda: self.admitted, who="feed")
         self._closed = True
         self._wake_all("roll")
-        self._wake("learner")
+        self._wake_one("learner")
 
     # -- the rollouts' side ----------------------------------------------------------------------
 
     async def claim(self) -> Slot | None:
         """The next slot to work on; None once the tasks have ended."""
 
-        def first() -> int | None:
+        def first_waiting() -> int | None:
             return self._waiting[0].number if self._waiting else SHORT if self._closed else None
 
-        if await self._turn("claim", first, who="roll", waits_for="a task") == SHORT:
+        if await self._take_turn("claim", first_waiting, who="roll", waits_for="a task") == SHORT:
             return None
         slot = self._waiting.popleft()
         self._rolling[slot.number] = slot
         return slot
 
     async def put(self, slot: Slot, group: Group) -> None:
-        await self._turn("put", lambda: slot.number, who="roll")
+        await self._take_turn("put", lambda: slot.number, who="roll")
         self._leave_rolling(slot)
         if self._is_late(slot.born):
-            return self._lose(slot)
+            return self._refund_slot(slot)
         self._finished[slot.number] = group
         heapq.heappush(self._ripe, slot.number)
-        self._wake("learner")
+        self._wake_one("learner")
 
     async def drop(self, slot: Slot, reason: str, *, failed: bool = False) -> None:
         """The group ends here; its place is refunded, so the feed admits another task."""
-        await self._turn("drop", lambda: slot.number, who="roll")
+        await self._take_turn("drop", lambda: slot.number, who="roll")
         self._leave_rolling(slot)
         if self._is_late(slot.born):
-            return self._lose(slot)
-        self._gone(slot.number)
+            return self._refund_slot(slot)
+        self._record_closed(slot.number)
         (self.failed if failed else self.filtered)[reason] += 1
         self.refunded += 1
         self._dropped_since_take += 1
-        self._wake("feed")
-        self._wake("learner")
+        self._wake_one("feed")
+        self._wake_one("learner")
 
     async def in_time(self, slot: Slot, attempt: Callable[[Slot], Awaitable[Group]]) -> Group:
         """What comes of the attempt; a group without trajectories as soon as it would be late. A
@@ -192,7 +192,7 @@ class Buffer:
         if (known := self.order.in_time(slot.number)) is not None:
             if known:
                 return await attempt(slot)
-            await self.turn("late", slot.number, who="late")
+            await self.take_turn("late", slot.number, who="late")
             return Group(slot.number, slot.task, [], slot.born)
         rolling, late = asyncio.ensure_future(attempt(slot)), asyncio.ensure_future(self._until_late(slot))
         try:
@@ -202,27 +202,27 @@ class Buffer:
         finally:
             for each in (rolling, late):
                 each.cancel()
-        await self.turn("late", slot.number, who="late")
+        await self.take_turn("late", slot.number, who="late")
         return Group(slot.number, slot.task, [], slot.born)
 
     async def _until_late(self, slot: Slot) -> None:
-        await self._until(lambda: self._is_late(slot.born), who="late", waits_for="the end of its time")
+        await self._wait_until(lambda: self._is_late(slot.born), who="late", waits_for="the end of its time")
 
     def _is_late(self, born: int) -> bool:
         return self.oversample > 0 and self.version - born > self.max_staleness
 
-    def _lose(self, slot: Slot) -> None:
+    def _refund_slot(self, slot: Slot) -> None:
         """Its place is refunded, and taken again at once if its task is asked again: its
         number, and so its noise, is a new one.
         """
-        self._gone(slot.number)
+        self._record_closed(slot.number)
         self.filtered[LATE] += 1
         self.refunded += 1
         if self.retry:
             self.retried += 1
-            self._admit(slot.task)
-        self._wake("feed")
-        self._wake("learner")
+            self._admit_task(slot.task)
+        self._wake_one("feed")
+        self._wake_one("learner")
 
     def _leave_rolling(self, slot: Slot) -> None:
         if self._rolling.pop(slot.number, None) is None:
@@ -238,10 +238,10 @@ class Buffer:
             raise LawError("take() before the groups of the last step were settled")
         picked: list[Group] = []
         while len(picked) < self.groups_per_step:
-            number = await self._turn("pick", self._next, who="learner", waits_for="finished groups")
+            number = await self._take_turn("pick", self._next_finished, who="learner", waits_for="finished groups")
             if number == SHORT:
                 break
-            self._gone(number)
+            self._record_closed(number)
             picked.append(self._taken.setdefault(number, self._finished.pop(number)))
         self._explain_short(picked)
         self._batch_complete = True  # a short batch leaves its other places empty: whoever took them would be late
@@ -255,7 +255,7 @@ class Buffer:
                 )
         return picked
 
-    def settle(self, *, failed: str = "") -> None:
+    def settle_groups(self, *, failed: str = "") -> None:
         """Book the taken groups: trained, or failed for the given reason. Nobody is woken, nothing is admitted.
 
         A failed batch was consumed all the same, so its places are not refunded: v counts batches.
@@ -265,14 +265,14 @@ class Buffer:
         else:
             self.trained += len(self._taken)
         self._taken.clear()
-        self.check()
+        self.check_ledger()
 
     async def advance(self, version: int) -> None:
         """`version` serves from now on: room appears, the feed wakes, and who is late by now goes."""
-        await self._turn("advance", lambda: version, who="learner")
+        await self._take_turn("advance", lambda: version, who="learner")
         self.version, self._batch_complete = version, False
         self._lose_late()
-        self._wake("feed")
+        self._wake_one("feed")
         self._wake_all("late")
 
     def _lose_late(self) -> None:
@@ -281,16 +281,16 @@ class Buffer:
         for slot in sorted(late, key=lambda slot: slot.number):
             if self._finished.pop(slot.number, None) is None:
                 self._waiting.remove(slot)
-            self._lose(slot)
+            self._refund_slot(slot)
 
-    def _next(self) -> int | None:
+    def _next_finished(self) -> int | None:
         """The oldest finished group, unless a place must be kept for older ones that have not
         finished; SHORT if none will come for this step.
         """
         while self._ripe and self._ripe[0] not in self._finished:
             heapq.heappop(self._ripe)
         if not self._ripe:
-            return SHORT if self._idle() else None
+            return SHORT if self._is_drained() else None
         number = self._ripe[0]
         if self.oversample:
             return number
@@ -307,25 +307,25 @@ class Buffer:
                 return None
         return number
 
-    def _opened(self, number: int, born: int) -> None:
+    def _record_opened(self, number: int, born: int) -> None:
         self._open[number] = born
         self._births[born] += 1
 
-    def _gone(self, number: int) -> None:
+    def _record_closed(self, number: int) -> None:
         born = self._open.pop(number)
         self._births[born] -= 1
         if not self._births[born]:
             del self._births[born]
 
-    def _exhausted(self) -> bool:
+    def _is_exhausted(self) -> bool:
         return self._dropped_since_take > self.max_refills * self.groups_per_step
 
-    def _idle(self) -> bool:
+    def _is_drained(self) -> bool:
         """Nothing more will come for this step."""
-        return (self._closed or self._exhausted()) and not self._waiting and not self._rolling and not self._finished
+        return (self._closed or self._is_exhausted()) and not self._waiting and not self._rolling and not self._finished
 
     def _explain_short(self, picked: list[Group]) -> None:
-        if not self._exhausted():
+        if not self._is_exhausted():
             return
         reasons = ", ".join(f"{n} {r}" for r, n in (self.filtered + self.failed).most_common(3))
         if not picked and self.failed.total() > self.filtered.total():
@@ -362,12 +362,12 @@ class Buffer:
             **{f"failed/{reason}": n for reason, n in self.failed.items()},
         }
 
-    def check(self) -> None:
+    def check_ledger(self) -> None:
         book = self.ledger()
         if 2 * book["issued"] != sum(book.values()):
             raise LawError(f"the ledger does not balance: {book}")
 
-    def state(self, version: int) -> dict[str, Any]:
+    def state_dict(self, version: int) -> dict[str, Any]:
         """What a resume needs, with `version` serving: finished groups whole, also those that a step
         has picked and not trained, unfinished ones as tasks that are started again."""
         unfinished = sorted([*self._waiting, *self._rolling.values()], key=lambda s: s.number)
@@ -380,7 +380,7 @@ class Buffer:
             "finished": [encode(group) for _, group in sorted((self._finished | self._taken).items())],
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.version = state["version"]
         self.admitted, self.refunded, self.trained, self.retried = state["counts"]
         self.filtered, self.failed = Counter(state["filtered"]), Counter(state["failed"])
@@ -390,34 +390,36 @@ class Buffer:
         for number, born in [(s.number, s.born) for s in self._waiting] + [
             (g.id, g.born) for g in self._finished.values()
         ]:
-            self._opened(number, born)
+            self._record_opened(number, born)
         self._head = min(self._open, default=self.admitted)
         self._lose_late()  # the checkpoint was written before the advance
-        self.check()
+        self.check_ledger()
 
     # -- waiting ---------------------------------------------------------------------------------
 
-    async def turn(self, what: str, number: int, *, who: str) -> None:
+    async def take_turn(self, what: str, number: int, *, who: str) -> None:
         """Something that changes nothing here has its place in the order, too."""
-        await self._turn(what, lambda: number, who=who)
+        await self._take_turn(what, lambda: number, who=who)
 
-    async def _turn(self, what: str, ready: Callable[[], int | None], *, who: str, waits_for: str = "its turn") -> int:
+    async def _take_turn(
+        self, what: str, ready: Callable[[], int | None], *, who: str, waits_for: str = "its turn"
+    ) -> int:
         """Until `ready` gives a number and the order allows it. -> the number.  What is in order
         waits for what was before it, whoever does that.
         """
 
-        def may() -> bool:
-            return (number := ready()) is not None and self.order.may(what, number)
+        def is_turn() -> bool:
+            return (number := ready()) is not None and self.order.may_proceed(what, number)
 
-        await self._until(may, who=who, waits_for=waits_for)
+        await self._wait_until(is_turn, who=who, waits_for=waits_for)
         number = ready()
         assert number is not None
-        self.order.did(what, number)
+        self.order.mark_done(what, number)
         if not isinstance(self.order, AnyOrder):
             asyncio.get_running_loop().call_soon(self._wake_all, *self._asleep)
         return number
 
-    async def _until(self, ready: Callable[[], object], *, who: str, waits_for: str) -> None:
+    async def _wait_until(self, ready: Callable[[], object], *, who: str, waits_for: str) -> None:
         """What may have made it ready wakes one of those who wait for it, the first to come; the others sleep on."""
         seen, asleep = self._changes, self._asleep[who]
         while not ready():
@@ -431,13 +433,13 @@ class Buffer:
                     seen = self._changes
                     continue
                 rolling = sorted(self._rolling)
-                raise stalled(
+                raise stalled_error(
                     f"{who} waits for {waits_for} since {self.patience:.0f} s without any change; "
                     f"{len(self._waiting)} tasks unclaimed, rolling {rolling[:8]}, {len(self._finished)} finished, version {self.version}"
                 ) from error
             except asyncio.CancelledError:
                 if woken.done() and not woken.cancelled():
-                    self._wake(who)  # what it was woken for is another one's now
+                    self._wake_one(who)  # what it was woken for is another one's now
                 raise
             finally:
                 asleep.pop(woken, None)
@@ -445,9 +447,9 @@ class Buffer:
     def _wake_all(self, *names: str) -> None:
         for who in names:
             for _ in range(len(self._asleep[who])):
-                self._wake(who)
+                self._wake_one(who)
 
-    def _wake(self, who: str) -> None:
+    def _wake_one(self, who: str) -> None:
         self._changes += 1
         asleep = self._asleep[who]
         while asleep:

@@ -13,13 +13,13 @@ from rondel.core.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, T
 
 def encode(group: Group) -> dict[str, Any]:
     """A finished group as JSON-shaped data; `decode` gives it back."""
-    row = _shallow(group) | {
+    row = _shallow_dict(group) | {
         "task": asdict(group.task),
-        "trajectories": [_shallow(whole) for whole in group.trajectories],
+        "trajectories": [_shallow_dict(whole) for whole in group.trajectories],
     }
     if any(whole.media for whole in group.trajectories):
         row["images"] = {
-            place.image.digest: place.image.stored for whole in group.trajectories for place in whole.media
+            place.image.digest: place.image.stored_fields for whole in group.trajectories for place in whole.media
         }
     for plain, whole in zip(row["trajectories"], group.trajectories):
         plain["media"] = [[place.start, place.image.digest] for place in whole.media]
@@ -34,7 +34,7 @@ def encode(group: Group) -> dict[str, Any]:
     return row
 
 
-def _shallow(of: Any) -> dict[str, Any]:
+def _shallow_dict(of: Any) -> dict[str, Any]:
     """Its fields, lists and trees copied; `asdict` would look into every token, which
     takes seconds for a million of them.
     """
@@ -47,9 +47,9 @@ def decode(row: dict[str, Any]) -> Group:
     kinds = {"Score": Score, "Failed": Failed, "Ok": Ok, "EnvFault": EnvFault, "PolicyFault": PolicyFault}
     images: dict[str, Any] = {}
     if "images" in row:
-        images = {digest: Image.restored(stored) for digest, stored in row["images"].items()}
+        images = {digest: Image.from_stored_fields(stored) for digest, stored in row["images"].items()}
 
-    def whole(plain: dict[str, Any]) -> Trajectory:
+    def decode_trajectory(plain: dict[str, Any]) -> Trajectory:
         given = {key: kinds[plain[key][0]](**plain[key][1]) for key in ("score", "outcome") if plain[key] is not None}
         given["media"] = [ImagePlaceholder(start, images[digest]) for start, digest in plain.get("media", ())]
         given["conversation"] = [Turn(*turn) for turn in plain.get("conversation", ())]
@@ -61,7 +61,7 @@ def decode(row: dict[str, Any]) -> Group:
     return Group(
         row["id"],
         Task(**row["task"]),
-        [whole(t) for t in row["trajectories"]],
+        [decode_trajectory(t) for t in row["trajectories"]],
         row["born"],
         row.get("supervised", False),
     )

@@ -13,14 +13,14 @@ from rondel.core.types import Failed, Group, Slot, Task, Verdict
 from rondel.runtime.telemetry.spans import PhaseTimer
 
 
-async def feed(tasks: AsyncIterator[Task], buffer: Buffer) -> None:
+async def feed_tasks(tasks: AsyncIterator[Task], buffer: Buffer) -> None:
     """Offer tasks for ever; all flow control of the system is in this wait."""
     async for task in tasks:
         await buffer.admit(task)
     await buffer.close()
 
 
-async def roll(
+async def run_rollout_lane(
     buffer: Buffer,
     attempt: Callable[[Slot], Awaitable[Group]],
     score: Callable[[Group], Awaitable[None]],
@@ -31,7 +31,7 @@ async def roll(
         group = await attempt(slot)  # G trajectories at once; failures are data
         await score(group)
         verdict = judge(group)
-        emit(_finished(group, verdict))
+        emit(_group_finished(group, verdict))
         if verdict.failed:
             buffer.details[verdict.reason] = verdict.detail
         await (buffer.put(slot, group) if verdict.keep else buffer.drop(slot, verdict.reason, failed=verdict.failed))
@@ -42,24 +42,24 @@ async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: It
     clock = PhaseTimer()
     for step in steps:
         groups = await buffer.take()
-        clock.lap("wait")
+        clock.record_phase("wait")
         if not groups:
             return
         emit(GroupsTaken(step, buffer.version, groups, buffer.max_staleness))
         batch = await prepare(groups)  # one packed batch; annotators that need an engine run here
-        clock.lap("prepare")
+        clock.record_phase("prepare")
         async with devices.parked():  # Shared: requests stand still.  Split: nothing
             async with devices.training():  # Shared: the trainer has the memory.  Split: nothing
-                clock.lap("hand_over")
+                clock.record_phase("hand_over")
                 stats = await trainer.step(batch, algo)
-                clock.lap("train")
-            clock.lap("hand_over")
+                clock.record_phase("train")
+            clock.record_phase("hand_over")
             version = await sync(trainer, engine)  # nothing runs between the update and its commit
-            clock.lap("sync")
-        buffer.settle(failed="" if stats.stepped else stats.note.partition(":")[0])
-        emit(StepDone(step, version, stats.metrics, clock.turn(), buffer.ledger(), stats.note))
+            clock.record_phase("sync")
+        buffer.settle_groups(failed="" if stats.stepped else stats.note.partition(":")[0])
+        emit(StepDone(step, version, stats.metrics, clock.finish_step(), buffer.ledger(), stats.note))
         await milestone(step, version, batch)  # evaluate and checkpoint at a version, before anything new is admitted
-        clock.lap("milestone")  # counted with the step that follows
+        clock.record_phase("milestone")  # counted with the step that follows
         await buffer.advance(version)  # room appears, the feed wakes
 
 
@@ -68,25 +68,25 @@ async def run(
 ) -> None:
     """One feed, (S + 1)·P + X rolling lanes and the learner; ends with the learner, and the first error ends all."""
     async with asyncio.TaskGroup() as crew:
-        lanes = [crew.create_task(feed(tasks, buffer), name="feed")]
+        lanes = [crew.create_task(feed_tasks(tasks, buffer), name="feed")]
         for number in range(buffer.lanes):
-            lanes.append(crew.create_task(roll(buffer, attempt, score, judge), name=f"roll-{number}"))
+            lanes.append(crew.create_task(run_rollout_lane(buffer, attempt, score, judge), name=f"roll-{number}"))
         await learn(buffer, prepare, trainer, engine, devices, sync, algo, steps, milestone)
         for lane in lanes:
             lane.cancel()
 
 
-def _finished(group: Group, verdict: Verdict) -> GroupFinished:
+def _group_finished(group: Group, verdict: Verdict) -> GroupFinished:
     return GroupFinished(
         number=group.id,
         task=group.task.id,
         born=group.born,
         kept=verdict.keep,
         reason=verdict.reason,
-        rewards=[] if group.supervised else [t.reward for t in group.own if t.reward is not None],
-        lengths=[t.written for t in group.own],
-        failed=sum(isinstance(t.score, Failed) for t in group.own),
-        truncated=sum(t.finish_reason == "length" for t in group.own),
+        rewards=[] if group.supervised else [t.reward for t in group.policy_samples if t.reward is not None],
+        lengths=[t.written for t in group.policy_samples],
+        failed=sum(isinstance(t.score, Failed) for t in group.policy_samples),
+        truncated=sum(t.finish_reason == "length" for t in group.policy_samples),
         source=str(group.task.data.get("source", "")),
         supervised=group.supervised,
     )

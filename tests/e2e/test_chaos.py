@@ -32,11 +32,11 @@ def children(of: str) -> list[int]:
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file, open(f"/proc/{pid}/stat") as stat:
                 words, line = stat.read().rpartition(")")[2].split(), file.read()
-            if int(words[1]) not in (os.getpid(), forkserver.pid()) or words[0] == "Z":
+            if int(words[1]) not in (os.getpid(), forkserver.forkserver_pid()) or words[0] == "Z":
                 continue
             kind = (
                 os.readlink(f"/proc/{pid}/fd/1")
-                if b"rondel.runtime.cluster." in line and int(pid) != forkserver.pid()
+                if b"rondel.runtime.cluster." in line and int(pid) != forkserver.forkserver_pid()
                 else "reward"
                 if b"rondel.score.worker" in line
                 else None
@@ -171,7 +171,7 @@ def test_a_killed_engine_on_ray_comes_back(tmp_path):
         if isinstance(event, GroupFinished):
             left[0] -= 1
             if not left[0]:
-                parts[0].placed.remotes["engine-0"]._worker._kill()  # and says nothing to the worker's proxy
+                parts[0].placed.remotes["engine-0"]._worker._kill_actor()  # and says nothing to the worker's proxy
 
     stop = subscribe(strike)
     try:

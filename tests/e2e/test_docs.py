@@ -266,13 +266,13 @@ def test_a_recipe_is_read(name):
 @pytest.mark.parametrize("block", blocks("toml"), ids=lambda b: b.place)
 def test_a_piece_of_a_recipe_is_read(block):
     """Laid over the tiny recipe, section by section."""
-    from rondel.algos.table import resolve
+    from rondel.algos.table import resolve_algorithm
 
     tree = tomllib.loads((ROOT / "recipes" / "tiny.toml").read_text(encoding="utf-8"))
     for section, keys in tomllib.loads(block.text).items():
         tree[section] = tree.get(section, {}) | keys
     job = Job.parse(tree, block.place)
-    resolve({k: v for k, v in job.algo.model_dump().items() if v != {} and k not in OF_GROUPS})
+    resolve_algorithm({k: v for k, v in job.algo.model_dump().items() if v != {} and k not in OF_GROUPS})
     if (
         "data" in tomllib.loads(block.text).get("task", {}) and job.task.data["kind"] != "verifiers"
     ):  # a reader's own; test_verifiers.py has some
@@ -281,7 +281,7 @@ def test_a_piece_of_a_recipe_is_read(block):
         assert load_tasks(job.task.data, env=job.task.env).train
     import inspect
 
-    from rondel.score import REWARDS, build
+    from rondel.score import REWARDS, build_reward
 
     reward = job.task.reward
     # a reader's own model: the keys must be its own; test_reward_model.py builds some
@@ -293,7 +293,7 @@ def test_a_piece_of_a_recipe_is_read(block):
         }
         assert reward.keys() <= known
     else:
-        assert callable(build(reward, {"sandbox": NoBoxes, "deadline": lambda: job.task.reward_timeout}))
+        assert callable(build_reward(reward, {"sandbox": NoBoxes, "deadline": lambda: job.task.reward_timeout}))
 
 
 class NoBoxes:

@@ -10,7 +10,7 @@ import pytest
 
 from rondel.cli import main
 from rondel.runtime.cluster.cluster_check import ClusterProbe
-from rondel.runtime.cluster.node_probe import ProbedNode, ProbeResult, judge, look
+from rondel.runtime.cluster.node_probe import ProbedNode, ProbeResult, probe_nodes, probe_rows
 
 FACTS = {
     "host": "a",
@@ -31,7 +31,7 @@ def two():
 
 
 def test_a_fit_cluster_has_no_fault():
-    assert [state for _, state, _, _ in judge(two())] == ["ok"] * 5
+    assert [state for _, state, _, _ in probe_rows(two())] == ["ok"] * 5
 
 
 def older(seen):
@@ -113,7 +113,7 @@ def unasked(seen):
 def test_each_fault_has_its_one_fix(fault, state, what, fix):
     seen = two()
     fault(seen)
-    [row] = [row for row in judge(seen) if row[1] != "ok"]
+    [row] = [row for row in probe_rows(seen) if row[1] != "ok"]
     assert row[:2] == (what, state) and fix in row[3] and row[2]
 
 
@@ -135,7 +135,7 @@ class Near:
 
 def test_it_looks_through_sockets_clocks_and_files(tmp_path):
     seen = asyncio.run(
-        look({"a": ("127.0.0.1", Near()), "b": ("127.0.0.1", Near(ahead=30.0))}, folder=str(tmp_path / "runs"))
+        probe_nodes({"a": ("127.0.0.1", Near()), "b": ("127.0.0.1", Near(ahead=30.0))}, folder=str(tmp_path / "runs"))
     )
     assert [node.sees for node in seen.nodes] == [True, True] and not list((tmp_path / "runs").iterdir())
     assert seen.nodes[0].skew == pytest.approx(0, abs=0.5) and seen.nodes[1].skew == pytest.approx(30, abs=0.5)
@@ -146,7 +146,7 @@ def test_it_looks_through_sockets_clocks_and_files(tmp_path):
     assert ClusterProbe().reach("127.0.0.1", 9)["error"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ClusterProbe, "sees", lambda self, path: False)
-        seen = asyncio.run(look({"a": ("127.0.0.1", Near())}, folder=str(tmp_path)))
+        seen = asyncio.run(probe_nodes({"a": ("127.0.0.1", Near())}, folder=str(tmp_path)))
     assert seen.nodes[0].sees is False
 
 

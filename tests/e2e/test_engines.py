@@ -19,7 +19,7 @@ from rondel.generate.engine.foreign import ForeignEngine
 from rondel.generate.engine.sglang import SglangServer
 from rondel.models import linear, names
 from rondel.models import load as loading
-from rondel.models.save import save
+from rondel.models.save import save_model
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.update import WeightUpdate
 
@@ -72,7 +72,7 @@ def test_a_run_survives_the_death_of_an_engine(tmp_path):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    save(tiny_model("llama", **{**SIZE, "max_position_embeddings": 512}), path)
+    save_model(tiny_model("llama", **{**SIZE, "max_position_embeddings": 512}), path)
     return path
 
 
@@ -93,7 +93,7 @@ class Trainer:
 
     def __init__(self, folder, weights) -> None:
         self.loaded, self.disk, self.version = (
-            loading.load(str(folder), dtype="float32"),
+            loading.load_model(str(folder), dtype="float32"),
             FromDisk(weights, file=100_000),
             0,
         )
@@ -104,7 +104,8 @@ class Trainer:
                 p.data.mul_(1.02)
             linear.weights_changed()
         rows = [
-            (TensorInfo(n, tuple(t.shape), "float32", names.digest(t)), t) for n, t in names.weights(self.loaded.model)
+            (TensorInfo(n, tuple(t.shape), "float32", names.tensor_digest(t)), t)
+            for n, t in names.named_weights(self.loaded.model)
         ]
         self.version += 1
         return self.disk.publish(route, self.version, iter(rows))
@@ -310,11 +311,11 @@ def test_a_run_that_cannot_be_joined_is_named_before_a_model_is_loaded(tmp_path)
 
     from rondel.driver.controller import _without_none
 
-    (tmp_path / "job.toml").write_text(tomli_w.dumps(_without_none(tiny(tmp_path).tree())))
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(_without_none(tiny(tmp_path).to_dict())))
     with pytest.raises(UserError, match=r'engine\.kind = "builtin"'):
         check_run(tmp_path, "127.0.0.1")
     changed = tiny(tmp_path, **{**HTTP, "engine__url": "http://127.0.0.1:1", "model__path": "x"})
-    (tmp_path / "job.toml").write_text(tomli_w.dumps(_without_none(changed.tree())))
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(_without_none(changed.to_dict())))
     with pytest.raises(UserError, match="name the address"):
         check_run(tmp_path, "0.0.0.0")
     check_run(tmp_path, "127.0.0.1")

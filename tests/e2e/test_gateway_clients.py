@@ -14,7 +14,7 @@ from gateway_kit import ADD, AGAIN, ASK, TOOL, Policy, call, play, recorded, run
 from units.chat_kit import chat
 
 from rondel.core.types import Task
-from rondel.generate.envs.gateway.agent import called
+from rondel.generate.envs.gateway.agent import function_agent
 from rondel.generate.envs.gateway.env import Gateway
 
 pytestmark = pytest.mark.slow
@@ -261,7 +261,7 @@ def test_two_hundred_sessions_at_once_see_nothing_of_each_other():
         return "you said " + text.split("user\n")[1].split("<|im_end|>")[0]
 
     async def all_of_them():
-        gateway = Gateway(called(agent), timeout=60)
+        gateway = Gateway(function_agent(agent), timeout=60)
         policies = [Policy(echo) for _ in range(200)]
         tasks = [Task(f"n{i}n", "gateway", {}) for i in range(200)]
         async with openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=0, timeout=60) as client:

@@ -10,7 +10,7 @@ from serve_kit import Server
 
 from rondel.core.types import Score, Task, Trajectory
 from rondel.models import load as loading
-from rondel.models.save import save
+from rondel.models.save import save_model
 from rondel.score.pool import RewardPool
 
 pytestmark = pytest.mark.slow
@@ -23,7 +23,7 @@ KEY = "k-of-a-test"
 def server(tmp_path_factory):
     loaded = tiny("llama", **{**SIZE, "max_position_embeddings": 4096})
     loaded.tokenizer.chat_template = loading.CHAT
-    save(loaded, folder := tmp_path_factory.mktemp("model"))
+    save_model(loaded, folder := tmp_path_factory.mktemp("model"))
     running = Server(folder, tmp_path_factory.mktemp("server"), "--kv-pages", "20000", key=KEY)
     yield running
     running.stop()

@@ -123,7 +123,7 @@ def test_the_two_phases_are_one_run(tmp_path):
         tmp_path, loop__max_staleness=1, loop__window=1, loop__max_refills=9, task__eval__every=7, task__eval__n=4
     )
     train(job, quiet=True)
-    assert job.unread() == []
+    assert job.unread_keys() == []
     done = events(tmp_path, "StepDone")
     losses = [e["metrics"]["train/loss"] for e in done[:6]]
     assert losses[-1] < losses[0]

@@ -31,7 +31,7 @@ def told(*events, exporter=None):
     memory = exporter or InMemorySpanExporter()
     traces = TraceExporter(memory, "runs/x", "tiny")
     for event in events:
-        traces.read(event)
+        traces.on_event(event)
     traces.close()
     return {} if exporter else {span.name: span for span in memory.get_finished_spans()}
 
@@ -106,10 +106,10 @@ def test_a_collector_that_fails_is_said_once_and_stops_nothing(how):
     try:
         traces = TraceExporter(Broken(), "runs/x", "tiny")
         for number in range(3):
-            traces.read(Admitted(number, "sum/1", 0))
-            traces.read(GroupFinished(number, "sum/1", 0, False, "unanimous", [], []))
+            traces.on_event(Admitted(number, "sum/1", 0))
+            traces.on_event(GroupFinished(number, "sum/1", 0, False, "unanimous", [], []))
             traces._provider.force_flush()
-        traces.read(Admitted(9, "sum/1", 0))
+        traces.on_event(Admitted(9, "sum/1", 0))
         traces.close()
     finally:
         end()

@@ -55,7 +55,7 @@ def test_synchronous_split_is_synchronous_shared_bit_for_bit(tmp_path, place):
     run(tmp_path / "split", **aligned, **PLACES[place])
     ours, theirs = final(tmp_path / "split"), final(tmp_path / "shared")
     assert [name for name in theirs if name != "optimizer/rng" and not torch.equal(ours[name], theirs[name])] == []
-    for n in store.steps(tmp_path / "shared"):
+    for n in store.stored_steps(tmp_path / "shared"):
         for a, b in zip(store.read_step(tmp_path / "split", n), store.read_step(tmp_path / "shared", n), strict=True):
             a.pop("timings"), b.pop("timings")
             assert a == b
@@ -95,7 +95,7 @@ def test_no_process_and_no_segment_is_left(tmp_path):
         for pid in filter(str.isdigit, os.listdir("/proc")):
             try:
                 with open(f"/proc/{pid}/cmdline", "rb") as file:
-                    if b"rondel.runtime.cluster." in file.read() and int(pid) != forkserver.pid():
+                    if b"rondel.runtime.cluster." in file.read() and int(pid) != forkserver.forkserver_pid():
                         found.add(int(pid))
             except OSError:
                 continue

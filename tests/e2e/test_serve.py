@@ -32,7 +32,7 @@ from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.server.app import CONTROL, FACTS, GENERATING
 from rondel.models import load as loading
 from rondel.models import names
-from rondel.models.save import save
+from rondel.models.save import save_model
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def model():
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    save(model, path)
+    save_model(model, path)
     return path
 
 
@@ -418,7 +418,7 @@ class Streaming(threading.Thread):
 
 
 def test_a_paused_answer_goes_on_under_new_weights(server, first, model, tmp_path):
-    save(trained(model, 1), tmp_path / "new")
+    save_model(trained(model, 1), tmp_path / "new")
     old = int(server.info()["weight_version"])
     answer = Streaming(server, max_new_tokens=600).wrote(20)
     assert server.ok("/pause_generation", mode="in_place")["parked"] == 1
@@ -439,7 +439,7 @@ def test_a_paused_answer_goes_on_under_new_weights(server, first, model, tmp_pat
 def test_new_weights_from_a_folder_draw_what_they_must(server, first, model, tmp_path):
     prompt, params = model.tokenizer.encode("abcdef"), {"max_new_tokens": 12, "sampling_seed": 5}
     other = trained(model, 2)
-    save(other, tmp_path / "new")
+    save_model(other, tmp_path / "new")
     before = server.ok("/generate", text="abcdef", sampling_params=params)
     version = int(before["meta_info"]["weight_version"])
     reply = server.ok("/update_weights_from_disk", model_path=str(tmp_path / "new"), weight_version=str(version + 5))
@@ -452,7 +452,7 @@ def test_new_weights_from_a_folder_draw_what_they_must(server, first, model, tmp
 
 def test_tensors_travel_as_safetensors_and_never_as_pickle(server, first, model):
     other = trained(model, 3)
-    weights = {n: t.contiguous() for n, t in names.weights(other.model)}
+    weights = {n: t.contiguous() for n, t in names.named_weights(other.model)}
     blob, params = safetensors.torch.save(weights), {"max_new_tokens": 12, "sampling_seed": 5}
     (c,) = expected(other, model.tokenizer.encode("abc"), seed=5, max_tokens=12)
     octets = {"Content-Type": "application/octet-stream"}
@@ -523,7 +523,7 @@ def test_a_bad_folder_leaves_the_old_version_serving(server, model, folder, tmp_
     other = trained(model, 4)
     for what, says in FAULTS.items():
         bad = tmp_path / what.replace(" ", "-")
-        save(other, bad)
+        save_model(other, bad)
         spoil(what, bad)
         status, reply = server.post("/update_weights_from_disk", model_path=str(bad))
         assert (
@@ -547,7 +547,7 @@ def test_a_bad_folder_leaves_the_old_version_serving(server, model, folder, tmp_
 
 def test_updates_beside_requests(server, first, folder, model, tmp_path):
     """Every answer is whole, and its versions only rise."""
-    save(trained(model, 5), tmp_path / "new")
+    save_model(trained(model, 5), tmp_path / "new")
     answers = [Streaming(server, max_new_tokens=150 + 40 * i) for i in range(4)]
     for i in range(6):
         server.ok(

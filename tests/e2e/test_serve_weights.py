@@ -21,7 +21,7 @@ from engine_kit import tiny as tiny_model
 
 from rondel.core.types import Route
 from rondel.models import names
-from rondel.models.save import save
+from rondel.models.save import save_model
 from rondel.sync.from_ipc import FromIpc
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def model():
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
-    save(model, folder)
+    save_model(model, folder)
     running = serve_kit.Server(folder, tmp_path_factory.mktemp("server"), "--kv-pages", "8192")
     yield running
     running.stop()
@@ -137,7 +137,7 @@ def test_tensors_by_broadcast_in_buckets(server, model):
         with torch.no_grad():
             for p in other.model.parameters():
                 p.copy_(p.to(dtype))
-        rows = [(n, t.to(dtype)) for n, t in names.weights(other.model)]
+        rows = [(n, t.to(dtype)) for n, t in names.named_weights(other.model)]
         half = len(rows) // 2
         status, told = client.send(rows[:half], flat=flat)
         assert (status, told["weight_version"]) == (
@@ -155,7 +155,7 @@ def test_tensors_by_broadcast_in_buckets(server, model):
 
 
 def test_what_does_not_fit_is_refused_before_anyone_waits(server, model):
-    serves, rows = server.get("/get_weight_version")["weight_version"], list(names.weights(model.model))
+    serves, rows = server.get("/get_weight_version")["weight_version"], list(names.named_weights(model.model))
     ask = {"names": [rows[0][0]], "dtypes": ["float32"], "shapes": [list(rows[0][1].shape)], "group_name": "second"}
     status, told = server.post("/update_weights_from_distributed", **ask)
     assert status == 400 and "/init_weights_update_group makes one" in told["message"]
@@ -239,7 +239,7 @@ def test_a_group_at_a_dead_address_holds_up_nobody(server, model):
 
 def test_an_older_version_and_whole_numbers_are_not_served_by_mistake(server, model, tmp_path):
     serves = int(server.get("/get_weight_version")["weight_version"])
-    rows = {n: t.contiguous() for n, t in names.weights(model.model)}
+    rows = {n: t.contiguous() for n, t in names.named_weights(model.model)}
     server.ok("/update_weights_from_tensor", serialized_named_tensors=[_text(rows)], weight_version=serves + 5)
     for path, body in (
         ("/update_weights_from_tensor", {"serialized_named_tensors": [_text(rows)]}),
@@ -270,7 +270,7 @@ def _text(tensors) -> str:
 
 def test_a_trainer_that_dies_leaves_the_old_version(server, model):
     client, serves = Client(server, "dying"), server.get("/get_weight_version")["weight_version"]
-    rows = list(names.weights(model.model))
+    rows = list(names.named_weights(model.model))
     assert client.send(rows[:2])[0] == 200
     told: list = []
     ask = {"names": [rows[2][0]], "dtypes": ["float32"], "shapes": [list(rows[2][1].shape)], "group_name": "dying"}
@@ -293,11 +293,11 @@ def test_tensors_in_shared_memory_are_read_in_place(server, model):
     writer, serves = FromIpc(), int(server.get("/get_weight_version")["weight_version"])
     for number in range(3):
         other = moved(model, 20 + number)
-        rows = list(names.described((n, t) for n, t in names.weights(other.model)))
+        rows = list(names.describe_tensors((n, t) for n, t in names.named_weights(other.model)))
         manifest, route = writer.publish(Route("ipc"), 0, iter(rows))
         place = route.data
         body = {
-            "manifest": manifest.tree(),
+            "manifest": manifest.to_dict(),
             "segment": {"path": place.path, "size": place.size, "number": place.number},
         }
         reply = server.ok("/update_weights_from_ipc", **body)
@@ -312,7 +312,7 @@ def test_tensors_in_shared_memory_are_read_in_place(server, model):
         ({"zmq_handles": {"GPU-0": "ipc:///tmp/x"}}, "pickle is never read"),
         ({"manifest": {**body["manifest"], "root": "0" * 32}}, "its rows have"),
         ({"manifest": {"version": 1, "tensors": [[1, 2]]}}, "it is no manifest"),
-        ({"manifest": {**manifest.tree(), "tensors": manifest.tree()["tensors"][1:]}}, "its rows have"),
+        ({"manifest": {**manifest.to_dict(), "tensors": manifest.to_dict()["tensors"][1:]}}, "its rows have"),
     ):
         status, told = server.post("/update_weights_from_ipc", **{**body, **change})
         assert status == 400 and says in told["message"], (change, told)

@@ -18,7 +18,7 @@ import pytest
 from engine_kit import tiny as tiny_model
 from run_kit import run
 
-from rondel.models.save import save
+from rondel.models.save import save_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -119,7 +119,7 @@ def test_a_run_on_one_machine_listens_to_nobody_else(tmp_path, mode):
 def test_a_server_listens_at_one_port_of_this_machine(tmp_path, command):
     folder = tmp_path / "it"
     if command == "serve":
-        save(tiny_model("llama"), folder)
+        save_model(tiny_model("llama"), folder)
     else:
         run(folder, loop__steps=1)
     words = [sys.executable, "-u", "-c", "from rondel.cli import main; main()", command, str(folder), "--port", "0"]

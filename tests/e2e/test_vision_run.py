@@ -61,13 +61,13 @@ def test_a_run_that_looks_survives_a_kill_and_is_replayed(tmp_path):
     ours, theirs = final(broken), final(whole)
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == [] and ours.keys() == theirs.keys()
     assert steps(broken) == steps(whole)
-    for n in store.steps(whole):
+    for n in store.stored_steps(whole):
         mine, other = store.read_step(broken, n), store.read_step(whole, n)
         assert [(r["tokens"], r["media"], r["task_data"]) for r in mine] == [
             (r["tokens"], r["media"], r["task_data"]) for r in other
         ]
         assert all(len(r["media"]) == 1 for r in mine)
-    seen = {row["media"][0].image.digest for n in store.steps(whole) for row in store.read_step(whole, n)}
+    seen = {row["media"][0].image.digest for n in store.stored_steps(whole) for row in store.read_step(whole, n)}
     kept = list((whole / "rollouts" / "media").glob("*.png"))
     assert len(seen) <= len(kept) <= 2 * len(seen), "each picture as a model saw it, and as the task has it"
     again, done = replay(whole, 5), events(whole, "StepDone")[4]["metrics"]

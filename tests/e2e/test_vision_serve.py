@@ -26,7 +26,7 @@ from rondel.generate.engine.foreign import ForeignEngine
 from rondel.generate.engine.sglang import SglangServer
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.pictures import url_of
-from rondel.models.save import save
+from rondel.models.save import save_model
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def url(data: bytes, kind: str = "png") -> str:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    save(model(KIND), folder)
+    save_model(model(KIND), folder)
     running = Server(folder, tmp_path_factory.mktemp("server"), "--kv-pages", "4096")
     yield running
     assert running.process.poll() is None and "Traceback" not in running.said(), running.said()[-3000:]

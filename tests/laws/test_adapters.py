@@ -18,15 +18,15 @@ from train_kit import awkward_groups, batch, model, row, step, trainer
 
 from rondel.core.errors import ConfigError, EngineError, ModelError, SyncError
 from rondel.models import adapters, linear, names
-from rondel.models.aligned_numerics import align
+from rondel.models.aligned_numerics import align_numerics
 from rondel.models.compilation import CompiledModel
-from rondel.models.load import load
+from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.merge import merge
-from rondel.models.save import save as save_model
+from rondel.models.save import save_model as save_model
 from rondel.sync.from_tensor import FromTensor
-from rondel.train.annotate import annotate
-from rondel.train.checkpoint import flaw, load_trainer, save_trainer
+from rondel.train.annotate import annotate_logprobs
+from rondel.train.checkpoint import find_flaw, load_trainer, save_trainer
 
 peft = pytest.importorskip("peft")
 FAMILIES = {
@@ -48,18 +48,18 @@ def noise(loaded: LoadedModel, seed: int = 0, size: float = 0.1) -> LoadedModel:
 
 
 def adapted(kind: str = "llama", dtype: str = "float32", **how) -> LoadedModel:
-    loaded = load({"random": kind, "seed": 3, **FAMILIES[kind]}, dtype=dtype)
+    loaded = load_model({"random": kind, "seed": 3, **FAMILIES[kind]}, dtype=dtype)
     with torch.no_grad():
         for p in loaded.model.parameters():
             if p.dim() > 1:
                 p.mul_(3)
-    adapters.adapt(loaded, **{"rank": 4, "alpha": 8, **how})
+    adapters.add_adapter(loaded, **{"rank": 4, "alpha": 8, **how})
     return noise(loaded)
 
 
 def merged(loaded: LoadedModel) -> LoadedModel:
     """The oracle: a plain module in float64 whose weights are W + alpha/r · B A, by hand."""
-    plain = load(
+    plain = load_model(
         {"random": loaded.model.config.model_type, "seed": 3, **FAMILIES[loaded.model.config.model_type]},
         dtype="float32",
     )
@@ -91,7 +91,7 @@ def trained(loaded: LoadedModel, rows: list[list[int]]) -> list[list[float]]:
         t.extend(tokens[1:], logprobs=[-1.0] * (len(tokens) - 1), versions=[0] * (len(tokens) - 1))
         t.score = Score(0.0)
         groups.append(Group(i, Task(f"t{i}", "fake", {}), [t], 0))
-    b = annotate(loaded, batch_of(groups), "trained", budget=64, temperature=1.0)
+    b = annotate_logprobs(loaded, batch_of(groups), "trained", budget=64, temperature=1.0)
     return [s.notes["trained"].tolist() for s in b.samples]
 
 
@@ -108,7 +108,7 @@ def test_engine_and_trainer_compute_with_the_adapter(kind, dtype, limit):
     done = asyncio.run(all_of(e, asks))
     rows = [[*a.tokens, *c.tokens] for a, c in zip(asks, done)]
     ours, oracle = trained(loaded, rows), merged(loaded)
-    base = loaded.copied()
+    base = loaded.copy_trainable()
     base.adapter.off = True
     far = 0.0
     for request, c, own in zip(asks, done, ours, strict=True):
@@ -125,14 +125,14 @@ def test_engine_and_trainer_compute_with_the_adapter(kind, dtype, limit):
 def test_the_forward_pass_is_that_of_peft(tmp_path):
     """Base and adapter as files, read by transformers and peft alone."""
     loaded = adapted("llama")
-    plain = load({"random": "llama", "seed": 3, **SIZE}, dtype="float32")
+    plain = load_model({"random": "llama", "seed": 3, **SIZE}, dtype="float32")
     plain.model.load_state_dict(
         {n.replace(".base_layer.", "."): p for n, p in loaded.model.state_dict().items() if ".lora_" not in n},
         strict=True,
     )
     save_model(plain, tmp_path / "base")
     (tmp_path / "adapter").mkdir()
-    adapters.save(loaded, tmp_path / "adapter")
+    adapters.save_adapter(loaded, tmp_path / "adapter")
     from transformers import AutoModelForCausalLM
 
     theirs = peft.PeftModel.from_pretrained(
@@ -171,7 +171,7 @@ def test_the_compiled_pass_has_it(kind):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_aligned_numerics_have_it_with_the_same_bits(dtype):
     loaded = adapted("llama", dtype)
-    align(loaded)
+    align_numerics(loaded)
     asks = [ask(prompt(g, n), key=g, n=7) for g, n in enumerate((1, 37, 90))]
     together = asyncio.run(all_of(engine(loaded, prefill_tokens=16), asks))
     for a, c in zip(asks, together):
@@ -183,9 +183,9 @@ def test_aligned_numerics_have_it_with_the_same_bits(dtype):
 def test_the_proof_of_aligned_numerics_sees_a_fresh_adapter(monkeypatch):
     loaded = noise(adapted("llama"), size=0.0)
     seen = []
-    monkeypatch.setattr("rondel.models.aligned_numerics.prove", lambda of: seen.append(of.adapter.fresh))
-    align(loaded)
-    assert seen == [False] and loaded.adapter.fresh
+    monkeypatch.setattr("rondel.models.aligned_numerics.check_invariance", lambda of: seen.append(of.adapter.fresh))
+    align_numerics(loaded)
+    assert seen == [False] and loaded.adapter.is_zero
 
 
 # -- the base never moves --------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def bits(loaded: LoadedModel) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_moves_the_adapter_and_nothing_else(dtype):
     loaded = model("llama", dtype)
-    adapters.adapt(loaded, rank=2, alpha=4)
+    adapters.add_adapter(loaded, rank=2, alpha=4)
     t, algo = trainer(loaded, row()), row()
     before = bits(loaded)
     for _ in range(2):  # in the first one A has no gradient yet
@@ -206,13 +206,13 @@ def test_a_step_moves_the_adapter_and_nothing_else(dtype):
     moved = {n for n, p in loaded.model.named_parameters() if not torch.equal(p, before[n])}
     assert moved == {n for n in before if ".lora_" in n} == set(t.weights.names)
     assert all(m is p and m.dtype == torch.float32 for m, p in zip(t.weights.masters, t.weights.compute))
-    assert sum(m.numel() for m in t.weights.masters) == loaded.adapter.numbers
+    assert sum(m.numel() for m in t.weights.masters) == loaded.adapter.parameter_count
 
 
 def test_the_reference_is_the_base_without_a_copy():
     loaded = model("llama")
     wanted = plain_logprobs(loaded, tokens := prompt(1, 20))
-    adapters.adapt(loaded, rank=2, alpha=4)
+    adapters.add_adapter(loaded, rank=2, alpha=4)
     algo = row("grpo", kl={"coef": 0.1})
     t = trainer(loaded, algo, start_probe=8)
     assert t.start.model is loaded.model
@@ -235,7 +235,7 @@ def test_an_adapter_that_is_trained_on_starts_from_itself():
 
 def model_adapted(kind: str = "llama", **how) -> LoadedModel:
     loaded = model(kind)
-    adapters.adapt(loaded, **{"rank": 3, "alpha": 6, **how})
+    adapters.add_adapter(loaded, **{"rank": 3, "alpha": 6, **how})
     return loaded
 
 
@@ -314,7 +314,7 @@ def bytes_of(manifest) -> int:
 
 def test_only_the_adapter_travels():
     loaded = adapted("llama", "bfloat16", rank=4, targets=["q_proj", "v_proj"])
-    manifest = names.manifest(loaded.model, 1)
+    manifest = names.build_manifest(loaded.model, 1)
     h = SIZE["hidden_size"]
     kv = h // SIZE["num_attention_heads"] * SIZE["num_key_value_heads"]
     assert bytes_of(manifest) == SIZE["num_hidden_layers"] * (4 * (h + h) + 4 * (h + kv)) * 4
@@ -330,7 +330,11 @@ def test_an_engine_with_a_base_of_its_own_gets_the_adapter():
         noise(theirs, seed=version)
         p.version = version
         assert asyncio.run(sync(p, e)) == version
-        assert e.arrivals.bytes_copied == bytes_of(names.manifest(mine.model, 0)) == 4 * theirs.adapter.numbers
+        assert (
+            e.arrivals.bytes_copied
+            == bytes_of(names.build_manifest(mine.model, 0))
+            == 4 * theirs.adapter.parameter_count
+        )
         assert trained(mine, [prompt(1, 20)]) == trained(theirs, [prompt(1, 20)])
 
 
@@ -357,15 +361,15 @@ def test_an_adapter_of_another_base_is_refused():
 
 def test_the_digest_of_the_base_is_taken_once(monkeypatch):
     loaded = adapted()
-    counted, plain = [], names.digest
-    monkeypatch.setattr(names, "digest", lambda t: counted.append(t) or plain(t))
-    first = names.manifest(loaded.model, 0)
+    counted, plain = [], names.tensor_digest
+    monkeypatch.setattr(names, "tensor_digest", lambda t: counted.append(t) or plain(t))
+    first = names.build_manifest(loaded.model, 0)
     whole, travels = len(counted), len(first.tensors)
     assert whole == len(list(loaded.model.parameters()))
-    assert names.manifest(loaded.model, 1).base == first.base and len(counted) == whole + travels
+    assert names.build_manifest(loaded.model, 1).base == first.base and len(counted) == whole + travels
     with torch.no_grad():
         loaded.model.model.norm.weight[0] += 1
-    assert names.manifest(loaded.model, 2).base != first.base
+    assert names.build_manifest(loaded.model, 2).base != first.base
 
 
 # -- files ---------------------------------------------------------------------------------------------
@@ -376,9 +380,9 @@ def test_the_digest_of_the_base_is_taken_once(monkeypatch):
 def test_merged_weights_give_the_same_logits(tmp_path, kind, dtype, lost):
     loaded = noise(adapted_from(kind))
     (tmp_path / "adapter").mkdir()
-    adapters.save(loaded, tmp_path / "adapter")
+    adapters.save_adapter(loaded, tmp_path / "adapter")
     assert merge(tmp_path / "adapter", tmp_path / "merged", dtype=dtype) < lost
-    whole, tokens = load(str(tmp_path / "merged"), dtype="float32"), prompt(2, 40)
+    whole, tokens = load_model(str(tmp_path / "merged"), dtype="float32"), prompt(2, 40)
     assert whole.adapter is None and not (tmp_path / "merged" / adapters.CONFIG).exists()
     apart = max(abs(a - b) for a, b in zip(trained(whole, [tokens])[0], trained(loaded, [tokens])[0], strict=True))
     assert apart < (1e-5 if dtype == "float32" else 0.1)
@@ -386,8 +390,8 @@ def test_merged_weights_give_the_same_logits(tmp_path, kind, dtype, lost):
 
 def adapted_from(kind: str) -> LoadedModel:
     """A random base that `load` finds again."""
-    loaded = load({"random": kind, "seed": 3, **FAMILIES[kind]}, dtype="float32")
-    adapters.adapt(loaded, rank=4, alpha=8)
+    loaded = load_model({"random": kind, "seed": 3, **FAMILIES[kind]}, dtype="float32")
+    adapters.add_adapter(loaded, rank=4, alpha=8)
     return loaded
 
 
@@ -400,13 +404,13 @@ def test_a_checkpoint_is_the_adapter_alone_and_resumes_to_the_same_bits(tmp_path
     save_trainer(t, tmp_path / "c")
     stored = load_file(tmp_path / "c" / adapters.WEIGHTS)
     assert (
-        sum(x.numel() for x in stored.values()) == t.loaded.adapter.numbers
+        sum(x.numel() for x in stored.values()) == t.loaded.adapter.parameter_count
         and not (tmp_path / "c" / "model.safetensors").exists()
     )
     assert not any(key.startswith("master.") for key in load_file(tmp_path / "c" / "optimizer.safetensors"))
     other = trainer(adapted_from("llama"), algo)
     load_trainer(other, tmp_path / "c")
-    again = load(str(tmp_path / "c"), dtype="float32")
+    again = load_model(str(tmp_path / "c"), dtype="float32")
     tokens = prompt(3, 25)
     assert trained(again, [tokens]) == trained(other.loaded, [tokens]) == trained(t.loaded, [tokens])
     for x in (t, other):
@@ -418,30 +422,30 @@ def test_a_checkpoint_is_the_adapter_alone_and_resumes_to_the_same_bits(tmp_path
 def test_files_that_do_not_fit_are_refused(tmp_path):
     loaded = noise(adapted_from("llama"))
     (tmp_path / "a").mkdir()
-    adapters.save(loaded, tmp_path / "a")
+    adapters.save_adapter(loaded, tmp_path / "a")
 
     def refused(match: str, other: LoadedModel, error: type[Exception] = ModelError) -> None:
         with pytest.raises(error, match=match):
-            adapters.read(other, tmp_path / "a")
+            adapters.read_adapter(other, tmp_path / "a")
 
-    wide = load({"random": "llama", "seed": 3, **SIZE}, dtype="float32")
-    adapters.adapt(wide, rank=8, alpha=16)
+    wide = load_model({"random": "llama", "seed": 3, **SIZE}, dtype="float32")
+    adapters.add_adapter(wide, rank=8, alpha=16)
     refused("28 tensors differ", wide)
-    loud = load({"random": "llama", "seed": 3, **SIZE}, dtype="float32")
-    adapters.adapt(loud, rank=4, alpha=9)
+    loud = load_model({"random": "llama", "seed": 3, **SIZE}, dtype="float32")
+    adapters.add_adapter(loud, rank=4, alpha=9)
     refused("alpha/r = 2", loud)
-    stranger = load({"random": "llama", "seed": 4, **SIZE}, dtype="float32")
-    adapters.adapt(stranger, rank=4, alpha=8)
+    stranger = load_model({"random": "llama", "seed": 4, **SIZE}, dtype="float32")
+    adapters.add_adapter(stranger, rank=4, alpha=8)
     refused("other bits than the base", stranger)
     with pytest.raises(ModelError, match="has an adapter already"):
-        adapters.attach(loaded, tmp_path / "a")
+        adapters.attach_adapter(loaded, tmp_path / "a")
     config = json.loads((tmp_path / "a" / adapters.CONFIG).read_text())
     (tmp_path / "a" / adapters.CONFIG).write_text(json.dumps(config | {"use_dora": True}))
     with pytest.raises(ModelError, match="only plain LoRA"):
-        load(str(tmp_path / "a"))
+        load_model(str(tmp_path / "a"))
     (tmp_path / "a" / adapters.BASE).unlink()
     with pytest.raises(ModelError, match="base_model_name_or_path"):
-        load(str(tmp_path / "a"))
+        load_model(str(tmp_path / "a"))
 
 
 # -- what cannot be ------------------------------------------------------------------------------------
@@ -457,28 +461,28 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     ],
 )
 def test_targets_that_match_nothing_are_refused(targets, match):
-    loaded = load({"random": "llama", **SIZE})
+    loaded = load_model({"random": "llama", **SIZE})
     with pytest.raises(ConfigError, match=match):
-        adapters.adapt(loaded, rank=4, alpha=8, targets=targets)
+        adapters.add_adapter(loaded, rank=4, alpha=8, targets=targets)
     assert loaded.adapter is None
 
 
 def test_a_mixture_of_experts_is_adapted_by_name_only():
-    loaded = load({"random": "mixtral", **SIZE, "num_local_experts": 4}, dtype="float32")
+    loaded = load_model({"random": "mixtral", **SIZE, "num_local_experts": 4}, dtype="float32")
     with pytest.raises(ConfigError, match=r"mixture of experts.*targets = \['k_proj'"):
-        adapters.adapt(loaded, rank=4, alpha=8)
+        adapters.add_adapter(loaded, rank=4, alpha=8)
     with pytest.raises(ConfigError, match="'gate_up_proj' is no linear layer"):
-        adapters.adapt(loaded, rank=4, alpha=8, targets=["gate_up_proj"])
-    adapters.adapt(loaded, rank=4, alpha=8, targets=["q_proj", "o_proj"])
+        adapters.add_adapter(loaded, rank=4, alpha=8, targets=["gate_up_proj"])
+    adapters.add_adapter(loaded, rank=4, alpha=8, targets=["q_proj", "o_proj"])
     assert len(loaded.adapter.layers) == 2 * SIZE["num_hidden_layers"]
 
 
 def test_a_model_that_reads_a_layer_past_its_adapter_is_refused():
-    loaded = load({"random": "llama", **SIZE}, dtype="float32")
+    loaded = load_model({"random": "llama", **SIZE}, dtype="float32")
     mlp = loaded.model.model.layers[1].mlp
     mlp.forward = lambda x: torch.nn.functional.linear(x, mlp.gate_proj.weight)[..., : SIZE["hidden_size"]]
     with pytest.raises(ModelError, match=r"3 adapted layers .* first model.layers.1.mlp.down_proj"):
-        adapters.adapt(loaded, rank=4, alpha=8)
+        adapters.add_adapter(loaded, rank=4, alpha=8)
 
 
 RECIPES = {
@@ -513,7 +517,7 @@ def whole(tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_a_run_trains_publishes_and_stores_the_adapter_alone(whole):
     newest = sorted((whole / "checkpoints").glob("step-*"))[-1]
-    assert flaw(newest) is None and adapters.is_adapter(newest)
+    assert find_flaw(newest) is None and adapters.is_adapter(newest)
     assert not (newest / "model.safetensors").exists()
     done = events(whole, "StepDone")
     assert all(e["metrics"]["train/gap_mean"] < 0.05 for e in done if "train/gap_mean" in e["metrics"])
@@ -565,7 +569,7 @@ def test_a_served_adapter_takes_the_next_one_from_disk(whole):
     from rondel.generate.engine.builtin import staged_update
 
     first, second = sorted((whole / "checkpoints").glob("step-*"))[-2:]
-    mine, theirs = (load(str(folder), dtype="bfloat16") for folder in (first, second))
+    mine, theirs = (load_model(str(folder), dtype="bfloat16") for folder in (first, second))
     tokens, e = prompt(0, 12), engine(mine)
     assert trained(mine, [tokens]) != trained(theirs, [tokens])
 
@@ -573,9 +577,12 @@ def test_a_served_adapter_takes_the_next_one_from_disk(whole):
         return f(*args)
 
     assert (
-        asyncio.run(staged_update.update(e, inline, staged_update.from_disk, str(second), version=1, keep=False)) == 1
+        asyncio.run(staged_update.apply_update(e, inline, staged_update.from_disk, str(second), version=1, keep=False))
+        == 1
     )
     assert trained(mine, [tokens]) == trained(theirs, [tokens])
-    plain = engine(load(mine.path, dtype="bfloat16"))
+    plain = engine(load_model(mine.path, dtype="bfloat16"))
     with pytest.raises(SyncError, match="the model that serves has none"):
-        asyncio.run(staged_update.update(plain, inline, staged_update.from_disk, str(second), version=1, keep=False))
+        asyncio.run(
+            staged_update.apply_update(plain, inline, staged_update.from_disk, str(second), version=1, keep=False)
+        )

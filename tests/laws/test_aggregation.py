@@ -276,8 +276,8 @@ def step_gradient(kind, cut, **knobs):
     for i in cut:
         b.samples[i].truncated = True
     t = trainer(model(), algo, lr=0.0, clip=1e9)
-    t._known(b, algo, [b], set())
-    t._move(b, algo, StepMetricSums(), defaultdict(float), more=set(), critic=None, frozen=False)
+    t._precompute_update(b, algo, [b], set())
+    t._optimizer_step(b, algo, StepMetricSums(), defaultdict(float), more=set(), critic=None, frozen=False)
     return torch.cat([p.grad.flatten() for p in t.loaded.model.parameters()]), b
 
 
@@ -292,7 +292,7 @@ def test_a_masked_answer_gives_no_gradient_and_keeps_its_place_in_the_baseline(k
     for i in cut:
         b.samples[i].advantages[:] = 0
     t.weights.zero_grad()
-    t._accumulate(b, algo, StepMetricSums(), proximal_noted=False)
+    t._accumulate_gradients(b, algo, StepMetricSums(), proximal_noted=False)
     zeroed = torch.cat([p.grad.flatten() for p in t.loaded.model.parameters()])
     lengths = [len(s.trainable) for s in b.samples]
     scale = sum(lengths) / (sum(lengths) - sum(lengths[i] for i in cut)) if kind == "token_mean" else 1.0
@@ -307,7 +307,7 @@ def test_a_masked_answer_pays_no_kl_and_no_entropy_either_and_a_step_of_masked_a
     algo, own = row_of("grpo", **knobs), TrainBatch([b.samples[i] for i in (4, 5)])
     t = trainer(model(), algo)
     t.weights.zero_grad()
-    t._accumulate(own, algo, StepMetricSums(), proximal_noted=True)
+    t._accumulate_gradients(own, algo, StepMetricSums(), proximal_noted=True)
     alone = torch.cat([p.grad.flatten() for p in t.loaded.model.parameters()])
     assert float((masked - alone).norm()) <= 1e-5 * float(alone.norm()) and float(alone.norm()) > 0
     algo, b = row_of("ppo", mask_truncated=True), batch_of(awkward_groups())

@@ -18,11 +18,11 @@ from rondel.core.errors import ConfigError
 from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
-from rondel.models.aligned_numerics import align
+from rondel.models.aligned_numerics import align_numerics
 from rondel.models.attention import PackedLayout, PackedSegment
-from rondel.models.load import load
+from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
-from rondel.train.annotate import annotate
+from rondel.train.annotate import annotate_logprobs
 
 WIDE = SIZE | {"head_dim": 16}
 FAMILIES = {
@@ -36,12 +36,12 @@ DTYPES = ["float32", "bfloat16"]
 
 
 def model(kind: str, dtype: str) -> LoadedModel:
-    loaded = load({"random": kind, "seed": 3, **FAMILIES[kind]}, dtype=dtype)
+    loaded = load_model({"random": kind, "seed": 3, **FAMILIES[kind]}, dtype=dtype)
     with torch.no_grad():
         for p in loaded.model.parameters():
             if p.dim() > 1:
                 p.mul_(3)
-    align(loaded)
+    align_numerics(loaded)
     return loaded
 
 
@@ -99,7 +99,7 @@ def test_the_trainer_recomputes_the_same_bits(kind, dtype, temperature):
     rollouts = batch_of(asks, done)
     for budget in (64, 4096):
         for share in (True, False):
-            annotate(loaded, rollouts, "again", budget=budget, temperature=temperature, share=share)
+            annotate_logprobs(loaded, rollouts, "again", budget=budget, temperature=temperature, share=share)
             for sample in rollouts.samples:
                 assert np.array_equal(sample.notes["again"], sample.behavior), (budget, share)
 
@@ -111,7 +111,7 @@ def test_fast_numerics_do_not_have_this_property():
     asks = requests()
     done = asyncio.run(all_of(engine(loaded), asks))
     rollouts = batch_of(asks, done)
-    annotate(loaded, rollouts, "again", budget=4096, temperature=1.0)
+    annotate_logprobs(loaded, rollouts, "again", budget=4096, temperature=1.0)
     assert any(not np.array_equal(s.notes["again"], s.behavior) for s in rollouts.samples)
 
 
@@ -123,25 +123,25 @@ def test_the_gradient_is_that_of_the_fast_path():
     for loaded.aligned in (True, False):
         loaded.model.zero_grad()
         layout = PackedLayout([PackedSegment(0, 10), PackedSegment(10, 15, 0), PackedSegment(25, 15, 0)])
-        (loaded.hidden(tokens, at, layout) * up).sum().backward()
+        (loaded.hidden_states(tokens, at, layout) * up).sum().backward()
         grads.append([p.grad.clone() for p in loaded.model.parameters() if p.grad is not None])
     for a, b in zip(*grads, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
 
 
 def test_what_depends_on_the_batch_is_refused(monkeypatch):
-    loaded = load({"random": "llama", **SIZE, "seed": 3}, dtype="float32")
+    loaded = load_model({"random": "llama", **SIZE, "seed": 3}, dtype="float32")
     own = loaded.model.model.norm.forward
     loaded.model.model.norm.forward = lambda x: own(x) * (1 + 1e-6 * x.shape[1])
     with pytest.raises(ConfigError, match="numerics = 'fast'"):
-        align(loaded)
+        align_numerics(loaded)
 
 
 def test_mixtures_are_refused_by_name():
     """A probe may hold by luck: which tokens share an expert changes with every batch."""
     with pytest.raises(ConfigError, match="mixture of experts"):
-        align(
-            load(
+        align_numerics(
+            load_model(
                 {"random": "mixtral", "seed": 3, **SIZE, "num_local_experts": 4, "num_experts_per_tok": 2},
                 dtype="bfloat16",
             )
@@ -175,11 +175,11 @@ def test_a_draft_states_the_trainers_bits():
     e = engine(
         loaded,
         speculation=SpeculativeDecoder(
-            3, DraftModel(load({"random": "llama", "seed": 4, **SIZE}, dtype="bfloat16")), always=True
+            3, DraftModel(load_model({"random": "llama", "seed": 4, **SIZE}, dtype="bfloat16")), always=True
         ),
     )
     done = asyncio.run(all_of(e, asks))
     assert 0 < e.speculation.accepted < e.speculation.proposed
-    b = annotate(loaded, batch_of(asks, done), "again", budget=10_000, temperature=1.0)
+    b = annotate_logprobs(loaded, batch_of(asks, done), "again", budget=10_000, temperature=1.0)
     for sample in b.samples:
         assert np.array_equal(sample.notes["again"], sample.behavior)

@@ -14,7 +14,7 @@ from engine_kit import SIZE, all_of, ask, engine, idle, plain_logits, plain_logp
 
 from rondel.core.errors import EngineError
 from rondel.core.types import Sampling, sample_key
-from rondel.generate.engine.builtin.sampler import _inverse_cdf, choose, uniform, weights
+from rondel.generate.engine.builtin.sampler import _inverse_cdf, draw_uniform, sample_tokens, sampling_weights
 
 WINDOW = dict(head_dim=16, sliding_window=12, layer_types=["sliding_attention", "full_attention"])
 FAMILIES = {
@@ -84,7 +84,7 @@ DRAWS = 20_000
 
 
 def draw(logits, samplings, noise):
-    return choose(weights(logits, samplings), samplings, noise)
+    return sample_tokens(sampling_weights(logits, samplings), samplings, noise)
 
 
 TRANSFORMS = [
@@ -116,7 +116,7 @@ def test_draws_have_the_stated_distribution(vocab, how):
     s = Sampling(**how)
     tokens, logprobs = [], []
     for first in range(0, DRAWS, 5000):
-        noise = [uniform(sample_key(vocab, 0, TRANSFORMS.index(how)), t) for t in range(first, first + 5000)]
+        noise = [draw_uniform(sample_key(vocab, 0, TRANSFORMS.index(how)), t) for t in range(first, first + 5000)]
         drawn = draw(logits.repeat(5000, 1), [s] * 5000, noise)
         tokens += drawn[0]
         logprobs += drawn[1]
@@ -212,8 +212,8 @@ def test_uniform_is_philox():
     for key in (0, 1, 2**64 + 5, 2**128 - 1, sample_key(0, 1, 2)):
         for t in (0, 1, 7, 100_000):
             random = np.random.Generator(np.random.Philox(key=key, counter=t)).random()
-            assert uniform(key, t) == random and 0 <= random < 1
-    many = np.array([uniform(sample_key(0, 0, i), t) for i in range(100) for t in range(100)])
+            assert draw_uniform(key, t) == random and 0 <= random < 1
+    many = np.array([draw_uniform(sample_key(0, 0, i), t) for i in range(100) for t in range(100)])
     assert abs(many.mean() - 0.5) < 0.01 and abs(np.corrcoef(many[:-1], many[1:])[0, 1]) < 0.03
 
 

@@ -26,12 +26,12 @@ from rondel.runtime.sandbox import images, probe, users
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.cell import NamespaceCell
 from rondel.runtime.sandbox.pool import Functions
-from rondel.runtime.sandbox.session import opened
+from rondel.runtime.sandbox.session import open_session
 
 pytestmark = pytest.mark.slow
 
 try:
-    probe.isolation()
+    probe.find_isolation()
     MISSING = ""
 except SandboxError as error:
     MISSING = str(error)
@@ -43,10 +43,10 @@ boxed = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 CONTROLLER = """
 import asyncio, sys
 from rondel.runtime.sandbox.box import Sandbox
-from rondel.runtime.sandbox.session import opened
+from rondel.runtime.sandbox.session import open_session
 from rondel.core.errors import UnknownOutcome
 async def main():
-    async with opened(Sandbox(), sys.argv[1], resume=True) as session:
+    async with open_session(Sandbox(), sys.argv[1], resume=True) as session:
         before = set(session.log.ran)
         for n in range(12):
             try:
@@ -101,7 +101,7 @@ def test_a_session_goes_on_where_its_log_ends(tmp_path):
     add = ["sh", "-c", "echo x >> f; wc -l < f"]
 
     async def first():
-        async with opened(Sandbox(), tmp_path) as session:
+        async with open_session(Sandbox(), tmp_path) as session:
             await session.write("kept", b"text")
             return [
                 await session.run(add),
@@ -110,7 +110,7 @@ def test_a_session_goes_on_where_its_log_ends(tmp_path):
             ]
 
     async def again(*, more: bool):
-        async with opened(Sandbox(), tmp_path, resume=True) as session:
+        async with open_session(Sandbox(), tmp_path, resume=True) as session:
             await session.write("kept", b"text")
             ran = [
                 await session.run(add),
@@ -133,7 +133,7 @@ def test_a_session_goes_on_where_its_log_ends(tmp_path):
 @pytest.mark.parametrize("idempotent", [False, True])
 def test_what_was_begun_and_has_no_result(tmp_path, idempotent):
     async def one(resume: bool):
-        async with opened(Sandbox(), tmp_path, resume=resume) as session:
+        async with open_session(Sandbox(), tmp_path, resume=resume) as session:
             return await session.run(["sh", "-c", "echo x >> f; cat f"], idempotent=idempotent)
 
     asyncio.run(one(False))
@@ -152,7 +152,7 @@ def test_what_was_begun_and_has_no_result(tmp_path, idempotent):
 @boxed
 def test_another_session_is_not_answered_from_this_log(tmp_path):
     async def one(command: str, resume: bool):
-        async with opened(Sandbox(), tmp_path, resume=resume) as session:
+        async with open_session(Sandbox(), tmp_path, resume=resume) as session:
             return await session.run(["sh", "-c", command])
 
     asyncio.run(one("echo 1", False))
@@ -267,7 +267,7 @@ print(libc.shmget(7, 4096, 0), libc.semget(7, 1, 0), os.stat('/dev/null').st_mti
 def test_a_box_is_used_again_only_if_it_is_as_new(wall):
     """Whatever the command before was: the next one sees what it would see in a box of its own."""
     try:
-        probe.tried(wall)
+        probe.probe_isolation(wall)
     except SandboxError as error:
         pytest.skip(f"{wall}: {error}")
     limits = Limits(wall=5, processes=12, memory=128 << 20, disk=4 << 20)
@@ -294,7 +294,7 @@ def test_code_that_closes_the_home_of_its_session_is_no_fault_of_the_world(tmp_p
     """What it does to its own box its own next command finds; the box takes commands as before."""
 
     async def main():
-        async with opened(Sandbox(), tmp_path, Limits(disk=1 << 20)) as session:
+        async with open_session(Sandbox(), tmp_path, Limits(disk=1 << 20)) as session:
             await session.run(["sh", "-c", "chmod 0 /box"])
             assert (await session.run(["ls"])).exit == 2 and (await session.run(["pwd"])).stdout == b"/box\n"
             with pytest.raises(BoxFileError, match="cannot write 'f' in the box: f: Permission denied"):
@@ -318,17 +318,17 @@ def test_code_that_closes_the_home_of_its_session_is_no_fault_of_the_world(tmp_p
     ],
 )
 def test_the_numbers_that_boxes_may_have(uid, gid, expected, monkeypatch):
-    monkeypatch.setattr(users, "mapped", lambda kind: uid if kind == "uid" else gid)
+    monkeypatch.setattr(users, "mapped_ids", lambda kind: uid if kind == "uid" else gid)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert users.numbers() == expected and users.rooted() == bool(expected)
-    assert users.somebody() in (expected or [users.PLAIN])
+    assert users.sandbox_ids() == expected and users.is_real_root() == bool(expected)
+    assert users.random_user_id() in (expected or [users.PLAIN])
 
 
 @boxed
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
 @pytest.mark.parametrize("wall", probe.WALLS)
 def test_a_root_with_a_single_number_has_boxes_as_a_plain_user_does(wall):
-    trial = "from rondel.runtime.sandbox.probe import tried; import sys; print(tried(sys.argv[1]).line())"
+    trial = "from rondel.runtime.sandbox.probe import probe_isolation; import sys; print(probe_isolation(sys.argv[1]).summary_line())"
     python = ["/usr/bin/python3", "-B"] if os.access("/usr/bin/python3", os.X_OK) else [sys.executable]
     env = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
@@ -346,18 +346,18 @@ def test_where_nothing_would_contain_it_no_code_runs(monkeypatch):
     def none(wall):
         raise SandboxError("unshare: Operation not permitted" if wall == "native" else "bwrap is not installed")
 
-    monkeypatch.setattr(probe, "tried", none)
+    monkeypatch.setattr(probe, "probe_isolation", none)
     with pytest.raises(
         SandboxError, match=r"native: unshare.*bubblewrap: bwrap is not installed.*apt install bubblewrap"
     ):
-        probe.isolation.__wrapped__()
-    monkeypatch.setattr(probe, "tried", lambda wall: probe.Isolation(wall, ("files", "processes", "user")))
+        probe.find_isolation.__wrapped__()
+    monkeypatch.setattr(probe, "probe_isolation", lambda wall: probe.Isolation(wall, ("files", "processes", "user")))
     with pytest.raises(SandboxError, match="native: does not hold network"):
-        probe.isolation.__wrapped__()
+        probe.find_isolation.__wrapped__()
 
 
 def test_what_holds_and_what_does_not_is_one_line():
-    assert probe.Isolation("native", ("files", "network", "processes", "count")).line() == (
+    assert probe.Isolation("native", ("files", "network", "processes", "count")).summary_line() == (
         "native: files, network, processes, count; no user; no filter of system calls; memory is held for each process "
         "only"
     )

@@ -183,8 +183,8 @@ def test_many_requests_leak_no_page(count, together, pages):
             assert c.finish_reason == "length" and len(c.tokens) == requests[i].sampling.max_tokens
     assert len(aborts) > count / 12
     idle(e)
-    e.pages.give(e.scheduler.tree.evict(e.pages.count))
-    assert e.pages.free == e.pages.count and len(e.scheduler._rows) == together
+    e.pages.free_pages(e.scheduler.tree.evict(e.pages.count))
+    assert e.pages.free_count == e.pages.count and len(e.scheduler._rows) == together
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33])
@@ -202,8 +202,8 @@ def test_chunked_prefill_equals_unchunked(chunk):
 def test_max_running_smaller_than_the_requests():
     requests = [ask(prompt(i, 12), key=i) for i in range(11)]
     e, most = watched(engine(MODEL, max_running=2)), []
-    computed = e.scheduler.computed
-    e.scheduler.computed = lambda plan: (most.append(len(e.scheduler.running)), computed(plan))
+    computed = e.scheduler.mark_computed
+    e.scheduler.mark_computed = lambda plan: (most.append(len(e.scheduler.running)), computed(plan))
     assert tokens_of(asyncio.run(all_of(e, requests))) == tokens_of(asyncio.run(all_of(engine(MODEL), requests)))
     assert max(most) == 2
     idle(e)
@@ -215,9 +215,9 @@ async def new_weights(e, model, version, change=0.0):
 
     for p in model.model.parameters():
         p.data.mul_(1 + change)
-    manifest = names.manifest(model.model, version)
+    manifest = names.build_manifest(model.model, version)
     await e.receive(Begin(manifest))
-    await e.receive(Route("tensor", dict(names.weights(model.model))))
+    await e.receive(Route("tensor", dict(names.named_weights(model.model))))
     await e.receive(Commit(version, manifest.root))
 
 
@@ -288,15 +288,15 @@ def test_a_request_that_cannot_be_served_is_refused_alone(request_, says):
 def test_a_lost_page_is_an_error_not_a_slow_leak():
     async def main():
         e = engine(MODEL)
-        e.pages.take(1)
+        e.pages.allocate_pages(1)
         with pytest.raises(Exception, match=r"pages do not add up"):
             await e.generate(ask(prompt(1, 9)))
 
     asyncio.run(main())
     with pytest.raises(LawError, match=r"pages do not add up|cached pages are locked"):
         e = engine(MODEL)
-        e.pages.take(1)
-        e.scheduler.check()
+        e.pages.allocate_pages(1)
+        e.scheduler.check_invariants()
 
 
 def test_nothing_is_evicted_in_vain():
@@ -304,7 +304,7 @@ def test_nothing_is_evicted_in_vain():
     e = engine(MODEL, kv_pages=100)
     asyncio.run(e.generate(ask(prompt(1, 40), n=1)))
     holder = e.scheduler
-    node, _ = holder.tree.match((0, "", ""), prompt(1, 40)[:20])
+    node, _ = holder.tree.match_prefix((0, "", ""), prompt(1, 40)[:20])
     holder.tree.lock(node)
     assert not holder._has_room(81) and holder.tree.cached == 40
     assert holder._has_room(80) and holder.tree.cached == 20

@@ -14,7 +14,7 @@ from rondel.core.errors import ConfigError
 from rondel.models import compilation as module
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.compilation import CompiledModel
-from rondel.models.load import load
+from rondel.models.load import load_model
 
 pytestmark = pytest.mark.slow
 KINDS = {"llama": SIZE, "gemma2": SIZE, "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}}
@@ -48,12 +48,12 @@ def test_tokens_and_logprobs_are_those_of_the_model_before_and_after_an_update(k
 
 def test_bfloat16_rounds_where_the_model_rounds():
     """Most results have equal bits; a fused loop that kept float32 between operations would differ in nearly all."""
-    loaded = load({**LLAMA}, dtype="bfloat16")
+    loaded = load_model({**LLAMA}, dtype="bfloat16")
     compiled = CompiledModel(loaded)
     tokens, at = torch.tensor(prompt(0, 24)), torch.arange(24)
     layout = PackedLayout([PackedSegment(0, 24)])
     with torch.no_grad():
-        same = compiled.hidden(tokens, at, layout) == loaded.hidden(tokens, at, layout)
+        same = compiled.hidden_states(tokens, at, layout) == loaded.hidden_states(tokens, at, layout)
     assert same.float().mean() > 0.9
 
 

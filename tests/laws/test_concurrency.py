@@ -52,7 +52,7 @@ def test_it_goes_down_to_where_fewer_are_faster(best, seed):
         for _ in range(WINDOW):
             n = control.limit
             rate = 100 * min(n, best) / max(1.0, n / best) ** 0.5
-            control.note(n, n / rate * draw.gauss(1.0, 0.02), felt=True)
+            control.record_answer(n, n / rate * draw.gauss(1.0, 0.02), felt=True)
         limits.append(control.limit)
     assert all(abs(limit - best) <= 2 * control.step for limit in limits[40:]), limits
     assert best > 1 or sum(limit == 1 for limit in limits[40:]) > 60
@@ -67,14 +67,16 @@ def test_it_halves_where_there_is_no_room_and_comes_back(room):
 
 def test_where_nobody_waits_nothing_is_learned():
     control = ConcurrencyController(most=64)
-    assert set(driven(control, 10**9, windows=20, felt=lambda window: False)) == {16} and control.told() is None
+    assert (
+        set(driven(control, 10**9, windows=20, felt=lambda window: False)) == {16} and control.settled_limit() is None
+    )
 
 
 def test_it_says_once_what_it_found_and_the_gain():
     control, said = ConcurrencyController(most=128, limit=8), []
     for _ in range(60):
         driven(control, 40, windows=1, noise=0.0)
-        if found := control.told():
+        if found := control.settled_limit():
             said.append(found)
     assert len(said) == 1
     message, gain = said[0]

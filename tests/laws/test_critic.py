@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from rondel.assemble import replay
 from rondel.core.errors import ConfigError
 from rondel.core.types import Group, Score, Task
-from rondel.models.save import save
+from rondel.models.save import save_model
 from rondel.runtime.journal import store
-from rondel.train.advantages import credit, kl_of_samples
+from rondel.train.advantages import compute_advantages, kl_of_samples
 from rondel.train.checkpoint import load_trainer, save_trainer
 from rondel.train.pack import TrainBatch, batch_of
 from rondel.train.step_metrics import StepMetricSums
@@ -65,7 +65,7 @@ def gradient(
 def noted(t, groups, algo) -> TrainBatch:
     b = batch_of(groups)
     t._annotate(b, algo.needs)
-    credit(b, algo)
+    compute_advantages(b, algo)
     rng = np.random.default_rng(3)
     for s in b.samples:  # as if the critic had moved since: some tokens lie beyond the clip
         s.notes["values"] = s.notes["values"] + rng.normal(scale=0.3, size=len(s.trainable)).astype(np.float32)
@@ -114,7 +114,7 @@ def test_both_gradients_are_those_of_the_formula(kind):
         g.score = Score(g.score.value, steps=((g.mask.index(True), 0.5), (len(g.tokens) - 1, -0.25)))
     b = batch_of(groups)
     t._annotate(b, algo.needs)
-    credit(b, algo)
+    compute_advantages(b, algo)
     mine = gradient(t, b, algo, micro_tokens=30)
 
     def plain(loaded):
@@ -197,7 +197,7 @@ def test_an_observation_changes_no_advantage():
         for s, note in zip(b.samples, notes):
             s.notes |= note
             s.behavior = note["ref"] - 0.1
-        credit(b, CHARGED)
+        compute_advantages(b, CHARGED)
     for a, c in zip(bare.samples, chatty.samples):
         assert (
             len(a.tokens) < len(c.tokens)
@@ -222,7 +222,7 @@ def test_the_kl_is_charged_to_the_reward_of_a_row_without_time_too():
     b, rng = batch_of(awkward_groups()), np.random.default_rng(0)
     for s in b.samples:
         s.notes["ref"] = rng.normal(size=len(s.trainable)).astype(np.float32)
-    credit(b, algo)
+    compute_advantages(b, algo)
     paid = {
         (s.group, s.index): s.reward - 0.2 * float((s.behavior.astype(float) - s.notes["ref"]).sum()) for s in b.samples
     }
@@ -249,7 +249,7 @@ def test_what_is_not_finite_names_its_sample_and_moves_nothing(broken):
         groups[1].trajectories[0].score = Score(1.0, steps=((5, float("nan")), (5, 1.0)))
     b = batch_of(groups)
     if broken == "value":
-        t.critic.annotate = lambda batch, settings: [
+        t.critic.annotate_values = lambda batch, settings: [
             s.notes.update(values=np.full(len(s.trainable), np.inf if s.group == 7 else 0, np.float32))
             for s in batch.samples
         ]
@@ -268,14 +268,14 @@ def test_what_is_not_finite_names_its_sample_and_moves_nothing(broken):
 def test_the_first_mini_batch_is_on_policy_to_the_bit():
     """r = 1 and nothing clipped, of the policy and of the critic, although both were annotated beforehand."""
     t, b = learned(updates_per_step=3, micro_tokens=20), batch_of(awkward_groups())
-    first = b.updates(3)[0]
-    for update in b.updates(3):
+    first = b.split_updates(3)[0]
+    for update in b.split_updates(3):
         t._annotate(update, PPO.needs | {"proximal_logprobs"})
-    credit(b, PPO)
+    compute_advantages(b, PPO)
     sums = StepMetricSums()
-    t._accumulate(first, PPO, sums, proximal_noted=True)
-    t.critic.accumulate(first, PPO, t.settings, sums)
-    metrics = sums.metrics(1)
+    t._accumulate_gradients(first, PPO, sums, proximal_noted=True)
+    t.critic.accumulate_gradients(first, PPO, t.settings, sums)
+    metrics = sums.to_metrics(1)
     assert (
         metrics["train/ratio_max_deviation"]
         == metrics["train/clip_fraction"]
@@ -470,7 +470,7 @@ def test_a_critic_may_be_another_model_that_reads_the_same_tokens(tmp_path):
     assert kept["critic/master.lm_head.weight"].shape == (1, 16) and bool(kept["critic/master.lm_head.weight"].any())
     foreign = model()
     foreign.tokenizer.add_tokens(["<more>"])
-    save(foreign, tmp_path)
+    save_model(foreign, tmp_path)
     with pytest.raises(ConfigError, match=r"trainer.critic.path = .* has another vocabulary.*first '<more>'"):
         run(tmp_path / "other", **{**TINY, "trainer__critic": {"path": str(tmp_path)}})
 

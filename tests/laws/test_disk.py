@@ -19,12 +19,12 @@ from disk_kit import FullDisk, PowerCut, ReadOnlyDisk, apart, small_disk
 from run_kit import context, events, final, run
 
 from rondel.core.config import Job
-from rondel.core.errors import CheckpointError, RondelError, SyncError, leaves
+from rondel.core.errors import CheckpointError, RondelError, SyncError, leaf_errors
 from rondel.core.events import Checkpointed, subscribe
 from rondel.sync.delta import Delta
-from rondel.sync.from_disk import FromDisk, versions
-from rondel.system.files import checkpoints_in, numbered
-from rondel.train.checkpoint import Checkpoints, flaw
+from rondel.sync.from_disk import FromDisk, complete_versions
+from rondel.system.files import checkpoints_in, numbered_paths
+from rondel.train.checkpoint import Checkpoints, find_flaw
 
 SHORT = {
     "loop__warmup__steps": 0, "loop__steps": 8, "loop__groups_per_step": 2, "algo__group_size": 2, "run__checkpoint": {"every": 2, "keep": 1},
@@ -61,7 +61,7 @@ def test_a_name_is_the_runs_only_as_the_run_writes_it(tmp_path):
     ]
     for name in [*odd, "step-999999", "step-000004", "step-1000000"]:
         (tmp_path / name).mkdir()
-    assert list(numbered(tmp_path, "step-")) == [4, 999999, 1000000]
+    assert list(numbered_paths(tmp_path, "step-")) == [4, 999999, 1000000]
 
 
 def test_what_a_user_copied_is_neither_resumed_from_nor_deleted(whole, tmp_path):
@@ -74,7 +74,7 @@ def test_what_a_user_copied_is_neither_resumed_from_nor_deleted(whole, tmp_path)
     run(folder, **SHORT | {"loop__steps": 10})
     assert [e["step"] for e in events(folder, "Resumed")] == [8]
     assert {p.name for p in (folder / "checkpoints").iterdir()} == {"step-000010", *(copy.name for copy in copies)}
-    assert all(flaw(copy) is None for copy in copies)
+    assert all(find_flaw(copy) is None for copy in copies)
 
 
 def test_a_copy_where_the_run_will_write_is_refused(whole, tmp_path):
@@ -92,7 +92,7 @@ def test_the_newest_is_that_of_the_highest_number(whole, tmp_path):
         (copy / "manifest.json").write_text(
             (copy / "manifest.json").read_text().replace('"step": 8', f'"step": {step}', 1)
         )
-    found = Checkpoints(tmp_path, 1).latest()
+    found = Checkpoints(tmp_path, 1).find_latest()
     assert found is not None and found[0].name == "step-1000000"
 
 
@@ -117,7 +117,7 @@ def test_versions_that_a_user_copied_are_neither_served_nor_deleted(tmp_path):
         for version in (1, 2, 1000000):
             transport.publish(*_published(transport, version))
             (tmp_path / f"v-{version:06d}-keep").mkdir(exist_ok=True)
-    assert list(versions(tmp_path)) == [1000000] and list(numbered(tmp_path, "d-")) == [1000000]
+    assert list(complete_versions(tmp_path)) == [1000000] and list(numbered_paths(tmp_path, "d-")) == [1000000]
     assert len(list(tmp_path.glob("v-*-keep"))) == 3
 
 
@@ -145,7 +145,7 @@ def test_a_power_cut_at_any_moment_leaves_the_last_checkpoint(whole, tmp_path, m
 
     def moment() -> None:
         image = disk.image(tmp_path / "image", rng)
-        sound = [step for step, path in checkpoints_in(image / "checkpoints").items() if flaw(path) is None]
+        sound = [step for step, path in checkpoints_in(image / "checkpoints").items() if find_flaw(path) is None]
         assert max(sound, default=0) >= saved[0], f"checkpoint {saved[0]} was told of, and is gone"
         if saved[0]:
             assert Job.read(image / "job.toml").run.folder == str(folder)
@@ -229,7 +229,7 @@ def _strikes(at: Path, whole: Path, kind: type[FullDisk] | type[ReadOnlyDisk]) -
         finally:
             stop()
             disk.mend()
-        found = Checkpoints(folder / "checkpoints", 1).latest()
+        found = Checkpoints(folder / "checkpoints", 1).find_latest()
         assert (found[1]["step"] if found else 0) >= saved
         if error is None:
             assert same(folder, whole)
@@ -237,8 +237,8 @@ def _strikes(at: Path, whole: Path, kind: type[FullDisk] | type[ReadOnlyDisk]) -
             folder.mkdir()
             continue
         struck += 1
-        assert all(isinstance(leaf, RondelError) for leaf in leaves(error)), traceback.format_exception(error)
-        said = " ".join(map(str, leaves(error)))
+        assert all(isinstance(leaf, RondelError) for leaf in leaf_errors(error)), traceback.format_exception(error)
+        said = " ".join(map(str, leaf_errors(error)))
         assert str(folder) in said and all(word in said for word in kind.words), said
         assert kind is ReadOnlyDisk or "are wanted" in said, said
     run(folder, **SHORT)
@@ -265,7 +265,7 @@ def _read(disk: Path, whole: Path) -> None:
         assert not end.value.code and said.getvalue(), noted.getvalue()
         assert ("the card is only shown: writing" in noted.getvalue()) == (words[0] == "card")
     seen = DashboardRun(folder, findings)
-    while seen.look():
+    while seen.poll_journal():
         pass
     assert seen.state == "complete" and seen.step == 8
 

@@ -18,7 +18,7 @@ from rondel.assemble.components import build
 from rondel.core.errors import ConfigError, RondelError, TrainError
 from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.models.attention import PackedLayout, PackedSegment
-from rondel.models.load import load
+from rondel.models.load import load_model
 from rondel.runtime.journal import store
 from rondel.train.pack import TrainBatch
 from rondel.train.teachers import Teacher, TeacherEnsemble
@@ -85,7 +85,7 @@ def reverse_kl(loaded, teacher, b: TrainBatch) -> float:
 
 @pytest.mark.slow
 def test_without_any_reward_the_reverse_kl_falls_and_falls():
-    loaded, teacher = model(), load({"random": "llama", **SMALL, **KINDS["llama"], "seed": 5}, dtype="float32")
+    loaded, teacher = model(), load_model({"random": "llama", **SMALL, **KINDS["llama"], "seed": 5}, dtype="float32")
     opd = row("opd")
     t = trainer(loaded, opd, teacher=teacher, lr=2e-3, micro_tokens=600)
     seen, told = [], []
@@ -128,7 +128,7 @@ def test_a_run_learns_from_its_teacher(tmp_path):
     reported, and only the teacher is learnt from.
     """
     run(tmp_path, algo__kind="opd", model__teacher=TEACHER, loop__steps=3)
-    for event, number in zip(events(tmp_path, "StepDone")[-3:], store.steps(tmp_path)[-3:]):
+    for event, number in zip(events(tmp_path, "StepDone")[-3:], store.stored_steps(tmp_path)[-3:]):
         metrics, rows = event["metrics"], store.read_step(tmp_path, number)
         advantages = [a for r in rows for a, written in zip(r["advantages"], r["mask"]) if written]
         # they are the teacher's alone
@@ -146,7 +146,9 @@ def tables(*more: dict) -> list[dict]:
 def test_several_teachers_are_heard_by_their_weights_and_each_by_its_source():
     """log q = (w_1 log q_1 + w_2 log q_2) / (w_1 + w_2); whoever has a source speaks of its tasks alone."""
     loaded, opd = model(), row("opd")
-    wise = [load({"random": "llama", **SMALL, **KINDS["llama"], "seed": seed}, dtype="float32") for seed in (5, 6, 7)]
+    wise = [
+        load_model({"random": "llama", **SMALL, **KINDS["llama"], "seed": seed}, dtype="float32") for seed in (5, 6, 7)
+    ]
     alone = []
     for one in wise:
         b = batch(rollouts(loaded, 0), opd)
@@ -184,7 +186,7 @@ SOURCES = {
 def test_each_source_learns_from_its_teacher_and_one_may_learn_from_none(tmp_path):
     teachers = tables({"source": "low"}, {"source": "low", "weight": 2.0})
     run(tmp_path, task__data=SOURCES, model__teacher=teachers, algo__sources={"low": {"kind": "opd"}}, loop__steps=2)
-    rows = store.read_step(tmp_path, store.steps(tmp_path)[-1])
+    rows = store.read_step(tmp_path, store.stored_steps(tmp_path)[-1])
     assert {r["group"] for r in rows} and events(tmp_path, "StepDone")[-1]["metrics"]["train/kl_teacher"] > 0
 
 

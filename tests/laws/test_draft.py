@@ -60,7 +60,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_what_was_written():
     with torch.no_grad():
         for s in b.samples:
             tokens = torch.from_numpy(s.tokens)
-            hidden = t.draft.loaded.hidden(
+            hidden = t.draft.loaded.hidden_states(
                 tokens, torch.arange(len(tokens)), PackedLayout([PackedSegment(0, len(tokens))])
             )
             logp = t.draft.loaded.head.logits(hidden).double().log_softmax(-1)

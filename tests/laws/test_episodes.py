@@ -15,9 +15,9 @@ from train_kit import batch, forked_group, model, row, trainer, trajectory
 from rondel.buffer_state import decode, encode
 from rondel.core.errors import ConfigError, EnvError
 from rondel.core.types import Group, Score, Task, Trajectory
-from rondel.generate.envs.episode import joined, listed, rooted
+from rondel.generate.envs.episode import as_trajectories, assign_parents, join_episodes
 from rondel.runtime.journal import store
-from rondel.train.advantages import credit
+from rondel.train.advantages import compute_advantages
 from rondel.train.pack import TrainBatch, batch_of
 
 TASK = Task("t", "fake", {})
@@ -31,9 +31,9 @@ def test_the_first_of_each_agent_is_its_root_and_what_nothing_was_written_in_is_
         t.agent, t.score = agent, None if score is None else Score(score)
         return t
 
-    found = joined(
+    found = join_episodes(
         map(
-            rooted,
+            assign_parents,
             [
                 [made(wrote=0), made()],
                 [made("a"), made("b"), made("a"), made("b", score=2.0), made("c", wrote=0)],
@@ -47,12 +47,12 @@ def test_the_first_of_each_agent_is_its_root_and_what_nothing_was_written_in_is_
         ("", None, 0),
     ]  # fmt: skip
     with pytest.raises(EnvError, match="empty list"):
-        listed([])
+        as_trajectories([])
 
 
 def test_a_baseline_counts_an_episode_once_however_often_it_was_forked():
     group = forked_group()
-    alone = Group(group.id, TASK, group.roots, 0)
+    alone = Group(group.id, TASK, group.root_trajectories, 0)
     assert group.rewards == alone.rewards == [1.0, 0.0, 0.5]
     for kind in ("grpo", "dr_grpo", "rloo", "reinforce", "maxrl"):
         whole, plain = batch([group], row(kind)), batch([alone], row(kind))
@@ -79,7 +79,7 @@ def test_agents_are_compared_with_their_own_kind():
         ]
         pair[0].agent, pair[1].agent = "a", "b"
         episodes.append(pair)
-    group = Group(0, TASK, joined(map(rooted, episodes)), 0)
+    group = Group(0, TASK, join_episodes(map(assign_parents, episodes)), 0)
     got = [float(s.advantages[0]) for s in batch([group], row("dr_grpo")).samples]
     assert got == [0.5, -0.5, 0.5, -0.5, -0.5, 0.5, -0.5, 0.5]
     apart = [
@@ -101,7 +101,7 @@ def test_the_gradient_is_that_of_the_walks_one_by_one(kind, kl):
     algo, t = row("grpo", kl={"coef": kl}), trainer(model(kind), row("grpo", kl={"coef": 0.1}))
     tree = batch([forked_group(), forked_group(5, number=9)], algo)
     t._annotate(tree, algo.needs | {"proximal_logprobs"})
-    credit(tree, algo)
+    compute_advantages(tree, algo)
     walks = TrainBatch([replace(s, group=i, index=0, parent=None, notes={}) for i, s in enumerate(tree.samples)])
     t._annotate(walks, algo.needs | {"proximal_logprobs"})
     assert all(
@@ -116,7 +116,7 @@ def test_the_gradient_is_that_of_the_walks_one_by_one(kind, kl):
 @pytest.mark.parametrize("kind", ["reinforce_pp_baseline", "reinforce_pp"])
 def test_a_row_that_credits_tokens_names_the_branches_it_cannot_share_a_number_with(kind):
     with pytest.raises(ConfigError, match=f"'{kind}' gives every token a credit of its own.*group 3, sample 0"):
-        credit(batch_of([forked_group()]), row(kind))
+        compute_advantages(batch_of([forked_group()]), row(kind))
 
 
 def test_it_is_stored_and_read_back_and_survives_the_journal(tmp_path):

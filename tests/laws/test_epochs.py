@@ -7,7 +7,7 @@ import torch
 from run_kit import events, run
 from train_kit import awkward_groups, batch, model, row, step, trainer
 
-from rondel.train.advantages import credit
+from rondel.train.advantages import compute_advantages
 from rondel.train.step_metrics import StepMetricSums
 
 ROW = {"kl": {"coef": 0.05}, "surrogate": {"high": 0.28}}
@@ -21,13 +21,13 @@ def test_two_epochs_are_two_passes_written_out(updates):
     stats = step(once, batch(awkward_groups(), algo), algo)
 
     written, b = trainer(model(), algo, **HOW), batch(awkward_groups(), algo)
-    parts = b.updates(updates)
+    parts = b.split_updates(updates)
     for part in parts:
         written._annotate(part, algo.needs | {"proximal_logprobs"})
-    credit(b, algo)
+    compute_advantages(b, algo)
     for part in (*parts, *parts):
         written.weights.zero_grad()
-        written._accumulate(part, algo, StepMetricSums(), proximal_noted=True)
+        written._accumulate_gradients(part, algo, StepMetricSums(), proximal_noted=True)
         written.weights.step(lr=HOW["lr"], clip=written.settings.clip, norm=written.weights.gradient_norm())
     assert all(torch.equal(p, q) for p, q in zip(once.weights.masters, written.weights.masters))
     assert stats.metrics["train/ratio_max_deviation"] > 0, (

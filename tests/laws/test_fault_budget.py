@@ -46,8 +46,8 @@ class Bandit(GroupRollouts):
                 return Trajectory(text=f"{slot.number} {index}", score=Score(float(coin.random() < RIGHT)))
 
         view = GroupRollouts(SimpleNamespace(**{**vars(parts), "env": Env()}), self.group_size)
-        view.chat = lambda *a, **k: None
-        return await view._one(slot, index, policy)
+        view.open_chat = lambda *a, **k: None
+        return await view._sample_episode(slot, index, policy)
 
 
 def bandit(tmp_path, faults, steps=60, groups=8, size=8):
@@ -86,20 +86,20 @@ def test_five_percent_faults_leave_the_training_reward_unbiased(tmp_path):
 def test_the_limit():
     failures = FailureBudget(0.1)
     for _ in range(LEAST - 1):
-        failures.count(Failed("timeout"))
+        failures.count_score(Failed("timeout"))
         assert not failures.why
-    failures.count(Failed("environment fault", "no disk"))
+    failures.count_score(Failed("environment fault", "no disk"))
     assert (
         failures.spent.is_set()
         and failures.why == f"{LEAST} of the last {LEAST} answers have no score, {LEAST - 1} of them: timeout"
     )
     calm = FailureBudget(0.1)
     for n in range(10 * LAST):
-        calm.count(Failed("timeout") if n % 10 == 9 else Score(1.0))  # a tenth is not more than a tenth
+        calm.count_score(Failed("timeout") if n % 10 == 9 else Score(1.0))  # a tenth is not more than a tenth
     assert not calm.why
     never = FailureBudget(1.0)
     for _ in range(LAST):
-        never.count(Failed("timeout"))
+        never.count_score(Failed("timeout"))
     assert not never.why
 
 
@@ -162,7 +162,7 @@ def test_what_was_scored_twice_is_counted_once(tmp_path):
     rollouts.faults = 1.0
 
     async def group():
-        found = await rollouts.attempt(Slot(0, Task("t", "x", {}), 0))
+        found = await rollouts.generate_group(Slot(0, Task("t", "x", {}), 0))
         await rollouts.score(found)
 
     asyncio.run(group())
@@ -209,7 +209,7 @@ def test_patience_has_an_end():
     async def down():
         failures = FailureBudget(0.3, patience=0.05, first=0.01)
         for _ in range(LEAST):
-            failures.count(Failed("timeout"))
+            failures.count_score(Failed("timeout"))
         assert failures.since is not None and not failures.why
         return failures, await asyncio.gather(*(hopes(failures) for _ in range(5)))
 
@@ -227,13 +227,13 @@ def test_who_is_given_up_in_its_turn_leaves_it_to_others():
     async def two():
         failures = FailureBudget(0.3, patience=60, first=0.01)
         for _ in range(LEAST):
-            failures.count(Failed("timeout"))
-        first = asyncio.create_task(failures.again(Failed("timeout")))
-        second = asyncio.create_task(failures.again(Failed("timeout")))
+            failures.count_score(Failed("timeout"))
+        first = asyncio.create_task(failures.should_retry(Failed("timeout")))
+        second = asyncio.create_task(failures.should_retry(Failed("timeout")))
         await asyncio.sleep(0)
         first.cancel()
         assert await second
-        assert not await failures.again(Score(1.0)) and failures.since is None
+        assert not await failures.should_retry(Score(1.0)) and failures.since is None
 
     asyncio.run(asyncio.wait_for(two(), 20))
 

@@ -162,7 +162,7 @@ def test_faults_of_the_data_are_found_before_the_first_of_two_updates():
     algo = row("grpo")
     t = trainer(model("llama"), algo, updates_per_step=2)
     b = batch(awkward_groups(), algo)
-    last = b.updates(2)[1].samples[-1]
+    last = b.split_updates(2)[1].samples[-1]
     last.behavior[-1] = np.nan
     before = bits(t)
     stats = step(t, b, algo)
@@ -237,4 +237,4 @@ def test_staged_weights_of_8_bits_are_looked_at():
         return {"weight": torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn)}
 
     with pytest.raises(SyncError, match="weight holds NaN or infinity"):
-        asyncio.run(staged_update.update(SimpleNamespace(loaded=None), inline, read, None, version=1, keep=False))
+        asyncio.run(staged_update.apply_update(SimpleNamespace(loaded=None), inline, read, None, version=1, keep=False))

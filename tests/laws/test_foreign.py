@@ -22,10 +22,10 @@ from rondel.core.types import Abort, Begin, Commit, Manifest, Request, Route, Sa
 from rondel.generate.engine.foreign import DrawnTokens, ForeignEngine
 from rondel.generate.engine.http import ServerClient
 from rondel.generate.engine.sglang import SglangServer
-from rondel.generate.engine.sglang import params as sglang_params
-from rondel.generate.engine.sglang import piece as sglang_piece
+from rondel.generate.engine.sglang import drawn_tokens as sglang_piece
+from rondel.generate.engine.sglang import sampling_params as sglang_params
 from rondel.generate.engine.vllm import VllmServer
-from rondel.generate.engine.vllm import piece as vllm_piece
+from rondel.generate.engine.vllm import drawn_tokens as vllm_piece
 
 
 class Fake:
@@ -346,7 +346,7 @@ def test_images_go_as_they_are_seen_or_not_at_all():
     """Law 5 over a wire: the ids with all placeholders, lossless pixels; a server that
     made another prompt of them is refused.
     """
-    picture = Image.of(np.arange(4 * 8 * 3, dtype=np.uint8).reshape(4, 8, 3), 4)
+    picture = Image.from_pixels(np.arange(4 * 8 * 3, dtype=np.uint8).reshape(4, 8, 3), 4)
     request = Request([1, 9, 9, 2], Sampling(max_tokens=1), media=(ImagePlaceholder(1, picture),))
     meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 3, None]], "prompt_tokens": 4}
     meta |= {"input_token_logprobs": [[None, 1, None], [-1.0, 777, None], [-2.0, 777, None], [-3.0, 2, None]]}

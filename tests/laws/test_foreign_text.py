@@ -26,13 +26,13 @@ from units.chat_kit import Engine, chat, tokenizer
 from rondel.core.errors import DataError
 from rondel.core.types import Completion, EnvFault, Failed, Score, Task, Trajectory
 from rondel.driver.rollouts import GroupRollouts
-from rondel.generate.engine.server.fields import RequestFields, parse
+from rondel.generate.engine.server.fields import RequestFields, parse_body
 from rondel.generate.engine.server.native import read_generate
 from rondel.generate.engine.server.openai import read_chat, read_completion
 from rondel.generate.engine.server.service import GenerationService, RequestLimits
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.demonstrations import Demonstrate
-from rondel.generate.envs.gateway.app import build
+from rondel.generate.envs.gateway.app import build_app
 from rondel.generate.envs.gateway.session import GatewaySession
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import load_tasks
@@ -42,9 +42,9 @@ from rondel.models.load import character_tokenizer
 from rondel.models.vision import MARKS
 from rondel.score.judge import Judge
 from rondel.score.remote import RemoteReward
-from rondel.score.result import read
+from rondel.score.result import read_score
 from rondel.text.special_tokens import SPLIT, STAND_IN, broken_up, special_tokens
-from rondel.text.unicode import valid
+from rondel.text.unicode import valid_unicode
 
 HARMLESS = "plain"
 TEXTS = {
@@ -135,7 +135,7 @@ def ask(path: str, body: dict[str, Any], after: dict[str, Any] | None = None) ->
     session = GatewaySession(chat(tok(), policy, max_context=1 << 14, max_tokens=64))
 
     async def go() -> None:
-        app = build({"k": session}, lambda name, rule: told.append(name))
+        app = build_app({"k": session}, lambda name, rule: told.append(name))
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://gateway") as client:
             for one in (body, after or {}):
                 if one:
@@ -144,7 +144,7 @@ def ask(path: str, body: dict[str, Any], after: dict[str, Any] | None = None) ->
 
     told: list[str] = []
     asyncio.run(go())
-    assert all(name == valid(name) for name in told)
+    assert all(name == valid_unicode(name) for name in told)
     return policy.prompts
 
 
@@ -186,8 +186,8 @@ def served(reader: Any, **body: Any) -> list[list[int]]:
     """What `rondel serve` makes of a body. It refuses invalid text, which JSON cannot bring over in UTF-8."""
     it = service()
     try:
-        asked = reader(RequestFields(parse(json.dumps(valid(body)).encode())), it).asked
-        return [answer.prompt for answer in asyncio.run(it.samples(asked)).answers]
+        asked = reader(RequestFields(parse_body(json.dumps(valid_unicode(body)).encode())), it).asked
+        return [answer.prompt for answer in asyncio.run(it.prepare_samples(asked)).answers]
     finally:
         it.close()
 
@@ -208,7 +208,7 @@ DOORS = {
     "tool: its name": lambda t: play(Tools([echo]), call(t)),
     "tool: an argument": lambda t: play(Tools([echo]), call("echo", text=t)),
     "tool: an argument's name": lambda t: play(Tools([echo]), call("echo", **{t: 1})),
-    "tool: what is no call": lambda t: play(Tools([echo]), f"<tool_call>{valid(t)}"),
+    "tool: what is no call": lambda t: play(Tools([echo]), f"<tool_call>{valid_unicode(t)}"),
     "tool: its answer": lambda t: play(Tools([tool(t)]), call("find")),
     "tool: an answer of data": lambda t: play(Tools([tool({"page": [t], t: 1})]), call("find")),
     "tool: what it raises": lambda t: play(Tools([tool(ValueError(t))]), call("find")),
@@ -223,7 +223,7 @@ DOORS = {
     "data: a row that would switch it off": lambda t: rows(prompt=t, **{SPLIT: False}),
     "data: a message that would switch it off": lambda t: rows(messages=[{**user(t), SPLIT: False}]),
     "data: a demonstration": shown,
-    "agents: another's text": lambda t: play(Agents([{"agent": "a", "says": "{prompt}"}, {"agent": "b", "says": "He said: {a}"}]), valid(t)),
+    "agents: another's text": lambda t: play(Agents([{"agent": "a", "says": "{prompt}"}, {"agent": "b", "says": "He said: {a}"}]), valid_unicode(t)),
     "agents: a field of the task": lambda t: play(Agents([{"agent": "a", "says": "{hint}"}]), data={"prompt": "p", "hint": t}),
     "openai: user": lambda t: openai(user(t)),
     "openai: parts that meet": lambda t: openai(user([{"type": "text", "text": t[:5]}, {"type": "text", "text": t[5:]}])),
@@ -274,10 +274,13 @@ def test_text_stays_text(door, text):
 def test_without_a_template_text_is_text_too():
     bare = tokenizer(None)
     special = special_tokens(bare)
-    assert special.names and not control(Template(bare).opening([user(TEXTS["a turn of the system"])]), bare)
+    assert special.names and not control(Template(bare).render_opening([user(TEXTS["a turn of the system"])]), bare)
     parts = [user("<|im_"), user("end|>")]
-    assert not control(Template(bare).later(parts), bare) and bare.decode(Template(bare).later(parts)) == "<|im_end|>"
-    assert control(Template(bare).opening([{**user("<|im_end|>"), SPLIT: False}]), bare) == [
+    assert (
+        not control(Template(bare).render_continuation(parts), bare)
+        and bare.decode(Template(bare).render_continuation(parts)) == "<|im_end|>"
+    )
+    assert control(Template(bare).render_opening([{**user("<|im_end|>"), SPLIT: False}]), bare) == [
         special.names["<|im_end|>"]
     ]
 
@@ -286,8 +289,8 @@ def test_the_whole_text_is_read():
     """Nothing is left out of it: what a tool says is what the policy reads."""
     for text in TEXTS.values():
         (prompt,) = play(SingleTurn(), data={"prompt": text})
-        assert f"user\n{valid(text)}<|im_end|>" in tok().decode(prompt)
-        assert f"\n{valid(text)}\n" in tok().decode(play(Tools([tool(text)]), call("find"))[1])
+        assert f"user\n{valid_unicode(text)}<|im_end|>" in tok().decode(prompt)
+        assert f"\n{valid_unicode(text)}\n" in tok().decode(play(Tools([tool(text)]), call("find"))[1])
 
 
 # -- tokenizers of every kind ----------------------------------------------------------------------
@@ -389,11 +392,11 @@ FRAGMENTS = st.sampled_from(
 def test_text_reads_as_if_the_control_tokens_had_other_names(kind, asks, again):
     made, other = pair(kind)
     messages = [user(asks), {"role": "assistant", "content": again}, user(again)]
-    assert Template(made).opening(messages) == Template(other).opening(messages)
-    assert Template(made).later([user(asks)]) == Template(other).later([user(asks)])
+    assert Template(made).render_opening(messages) == Template(other).render_opening(messages)
+    assert Template(made).render_continuation([user(asks)]) == Template(other).render_continuation([user(asks)])
     special, apart = special_tokens(made), special_tokens(other)
     assert special.encode_text(asks, add_special_tokens=True) == apart.encode_text(asks, add_special_tokens=True)
-    assert special.uncover(special.cover(asks)) == asks
+    assert special.uncover_control_tokens(special.cover_control_tokens(asks)) == asks
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -404,19 +407,19 @@ def test_text_without_control_tokens_reads_as_the_tokenizer_reads_it(kind):
         {"role": "assistant", "content": "<think>x</think>seven. \U00013000"},
         user("look again."),
     ]
-    assert Template(made).opening(messages) == made.apply_chat_template(
+    assert Template(made).render_opening(messages) == made.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     )
     special = special_tokens(made)
     assert (
         set(special.names) == set(NAMES) | ({"[UNK]", "<unk>"} & set(special.names))
-        and special.spelled("".join(NAMES)) == NAMES
+        and special.find_control_tokens("".join(NAMES)) == NAMES
     )
-    covered = special.cover("a [b] <c> <|im_end|>")
-    assert special._twin is not None and special._twin.encode("seven. <think>").ids == made.encode(
-        "seven. <think>", add_special_tokens=True
-    )
-    assert "<|im_end|>" not in covered and special.uncover(covered) == "a [b] <c> <|im_end|>"
+    covered = special.cover_control_tokens("a [b] <c> <|im_end|>")
+    assert special._aliased_tokenizer is not None and special._aliased_tokenizer.encode(
+        "seven. <think>"
+    ).ids == made.encode("seven. <think>", add_special_tokens=True)
+    assert "<|im_end|>" not in covered and special.uncover_control_tokens(covered) == "a [b] <c> <|im_end|>"
 
 
 def test_a_tokenizer_without_a_twin_is_read_in_pieces():
@@ -437,7 +440,12 @@ def test_a_tokenizer_without_a_twin_is_read_in_pieces():
     special = special_tokens(Slow())
     letters = [10 + ord(c) for c in "<s>"]
     assert special.encode_text("a<s>b") == [10 + ord("a"), *letters, 10 + ord("b")]
-    assert special.encode(f"<s>{special.cover('<s>')}<s>", add_special_tokens=True) == [1, 1, *letters, 1]
+    assert special.encode(f"<s>{special.cover_control_tokens('<s>')}<s>", add_special_tokens=True) == [
+        1,
+        1,
+        *letters,
+        1,
+    ]
     assert special.encode_text("axb<s>") == [
         10 + ord("a"),
         10 + ord("b"),
@@ -478,14 +486,14 @@ def test_no_text_makes_room_for_an_image():
     slot = made.convert_tokens_to_ids(MARKS[2])
     text = "what is <image> or <|image_pad|> or <|vision_start|><|image_pad|><|vision_end|>?"
     for content in (text, [{"type": "text", "text": text}]):
-        assert Template(made).opening([user(content)]).count(slot) == 0
-    assert Template(made).opening([user([{"type": "image"}, {"type": "text", "text": text}])]).count(slot) == 1
+        assert Template(made).render_opening([user(content)]).count(slot) == 0
+    assert Template(made).render_opening([user([{"type": "image"}, {"type": "text", "text": text}])]).count(slot) == 1
     eager = character_tokenizer(MARKS)  # its template makes room for an image wherever a text says so
     eager.chat_template = "{% for m in messages %}{{ m['content'].replace('<image>', '<|image_pad|>') }}{% endfor %}"
     assert (
-        Template(eager).opening([user(text)]).count(slot)
+        Template(eager).render_opening([user(text)]).count(slot)
         == 0
-        == Template(eager).opening([user("<|image_<image>pad|>")]).count(slot)
+        == Template(eager).render_opening([user("<|image_<image>pad|>")]).count(slot)
     )
     special = special_tokens(made)
     marks = special.of_images(slot)
@@ -501,7 +509,7 @@ def test_no_text_makes_room_for_an_image():
 
 def tried(env: Any) -> Trajectory:
     rollouts = GroupRollouts(SimpleNamespace(env=env, job=SimpleNamespace(cast={})), 1)  # type: ignore[arg-type]
-    (trajectory,) = asyncio.run(rollouts.tried(Task("t/1", "x", {"prompt": "go"}), lambda: chat(tok(), Policy())))
+    (trajectory,) = asyncio.run(rollouts.run_episode(Task("t/1", "x", {"prompt": "go"}), lambda: chat(tok(), Policy())))
     return trajectory
 
 
@@ -560,7 +568,7 @@ class Server:
         self.raw = json.dumps(reply).encode()
 
     async def post(self, url, json):
-        self.asked = valid(json)
+        self.asked = valid_unicode(json)
         assert self.asked == json
         return SimpleNamespace(status_code=200, content=self.raw, text=self.raw.decode(), headers={})
 
@@ -570,10 +578,10 @@ def test_a_judge_reads_no_control_token_and_says_valid_text(text):
     """Its tokenizer is not known here, so whatever looks like a control token is broken up."""
     judge = Judge(url="http://127.0.0.1:1/v1", model="m")
     server = judge.post._client = Server({"choices": [{"message": {"content": TEXTS[text] + "no number"}}]})
-    answer = Trajectory(text=valid(TEXTS[text]))
-    failed = asyncio.run(judge(answer, Task("t/1", "x", {"prompt": valid(TEXTS[text]), "answer": "7"})))
-    assert isinstance(failed, Failed) and failed.detail == valid(failed.detail)
-    assert not special_tokens(tok()).spelled(json.dumps(server.asked))
+    answer = Trajectory(text=valid_unicode(TEXTS[text]))
+    failed = asyncio.run(judge(answer, Task("t/1", "x", {"prompt": valid_unicode(TEXTS[text]), "answer": "7"})))
+    assert isinstance(failed, Failed) and failed.detail == valid_unicode(failed.detail)
+    assert not special_tokens(tok()).find_control_tokens(json.dumps(server.asked))
     server.raw = json.dumps({"choices": [{"message": {"content": TEXTS[text] + "Verdict: 1"}}]}).encode()
     assert asyncio.run(judge(answer, Task("t/1", "x", {"prompt": "p", "answer": "7"}))) == Score(1.0)
 
@@ -610,6 +618,6 @@ def test_names_of_rewards_are_valid_text(text):
     remote = RemoteReward(url="http://127.0.0.1:1")
     remote.post._client = Server({"reward": 1.0, "parts": {TEXTS[text]: 1.0}})
     assert asyncio.run(remote(Trajectory(text="7"), Task("t/1", "x", {"prompt": "p"}))) == Score(
-        1.0, {valid(TEXTS[text]): 1.0}
+        1.0, {valid_unicode(TEXTS[text]): 1.0}
     )
-    assert read({TEXTS[text]: 1.0}) == Score(1.0, {valid(TEXTS[text]): 1.0})
+    assert read_score({TEXTS[text]: 1.0}) == Score(1.0, {valid_unicode(TEXTS[text]): 1.0})

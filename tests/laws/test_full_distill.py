@@ -13,9 +13,9 @@ from train_kit import KINDS, SMALL, awkward_groups, batch, model, row, step, tra
 
 from rondel.core.errors import ConfigError
 from rondel.models.head import LMHead
-from rondel.models.load import load
+from rondel.models.load import load_model
 from rondel.train import logprobs
-from rondel.train.advantages import credit
+from rondel.train.advantages import compute_advantages
 from rondel.train.step_metrics import StepMetricSums
 from rondel.train.teacher_distributions import TeacherDistribution, TeacherOpinion
 from rondel.train.teachers import Teacher, TeacherEnsemble
@@ -61,14 +61,14 @@ def gradient(algo, b, teachers, **settings) -> torch.Tensor:
     t = trainer(model(), algo, teacher=teachers[0].loaded, **settings)
     t.teachers = TeacherEnsemble(teachers)
     t._annotate(b, algo.needs)
-    credit(b, algo)
+    compute_advantages(b, algo)
     t.weights.zero_grad()
-    t._accumulate(b, algo, StepMetricSums(), proximal_noted=False)
+    t._accumulate_gradients(b, algo, StepMetricSums(), proximal_noted=False)
     return torch.cat([p.grad.flatten() for p in t.loaded.model.parameters()])
 
 
 def wise(seed: int):
-    return load({"random": "llama", **SMALL, **KINDS["llama"], "seed": seed}, dtype="float32")
+    return load_model({"random": "llama", **SMALL, **KINDS["llama"], "seed": seed}, dtype="float32")
 
 
 @pytest.mark.parametrize("settings", [{"micro_tokens": 1}, {"micro_tokens": 25}, {"share_prompts": False}])

@@ -99,7 +99,7 @@ def test_beside_the_samples_stand_a_greedy_answer_and_demonstrations(tmp_path):
             await parts.sync(parts.trainer, parts.engine)
             found = []
             for rollouts in (luffy, replace(luffy, guides=0, greedy=True)):
-                group = await rollouts.attempt(Slot(0, parts.tasks.train[0], 0))
+                group = await rollouts.generate_group(Slot(0, parts.tasks.train[0], 0))
                 await rollouts.score(group)
                 found.append(group)
             return found
@@ -112,9 +112,9 @@ def test_beside_the_samples_stand_a_greedy_answer_and_demonstrations(tmp_path):
     assert [s.guided for s in batch_of([guided]).samples] == [False] * 4 + [True] * 2
     assert [t.policy for t in greedy.trajectories] == ["policy"] * 4 + [GREEDY]
     samples = batch_of([greedy])
-    assert len(samples.samples) == 4 and samples.scored.greedy_N.tolist() == [greedy.baseline] * 4
+    assert len(samples.samples) == 4 and samples.scored_samples.greedy_N.tolist() == [greedy.baseline] * 4
     remax = row("remax")
-    assert torch.equal(remax.advantage(samples.scored), samples.scored.rewards_N - greedy.baseline)
+    assert torch.equal(remax.advantage(samples.scored_samples), samples.scored_samples.rewards_N - greedy.baseline)
 
 
 def test_a_group_whose_greedy_answer_could_not_be_scored_is_a_failure():
@@ -147,7 +147,7 @@ def test_demonstrations_nobody_reads_and_readers_without_any_are_refused(tmp_pat
 def test_whole_runs(tmp_path, changes, beside, trained):
     """Every group is stored with what stood beside it; a demonstration is trained, a greedy answer is not."""
     run(tmp_path, loop__steps=3, **changes)
-    for event, number in zip(events(tmp_path, "StepDone")[-3:], store.steps(tmp_path)[-3:]):
+    for event, number in zip(events(tmp_path, "StepDone")[-3:], store.stored_steps(tmp_path)[-3:]):
         rows = store.read_step(tmp_path, number)
         for group in {r["group"] for r in rows}:
             *own, last = [r for r in rows if r["group"] == group]

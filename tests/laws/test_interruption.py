@@ -25,10 +25,12 @@ class Publisher:
         self.loaded, self.version, self.transport = loaded, version, transport or FromTensor()
 
     async def publish(self, route):
-        return self.transport.publish(route, self.version, names.described(names.weights(self.loaded.model)))
+        return self.transport.publish(
+            route, self.version, names.describe_tensors(names.named_weights(self.loaded.model))
+        )
 
     async def send(self, route):
-        await asyncio.to_thread(self.transport.send, route, names.weights(self.loaded.model))
+        await asyncio.to_thread(self.transport.send, route, names.named_weights(self.loaded.model))
 
     def train(self, size=0.15):
         """Another direction each time, the same for equal versions."""
@@ -80,7 +82,7 @@ def test_new_weights_in_the_middle_of_a_sample(kind, copied, cache):
         before = [(list(live.tokens), list(live.logprobs)) for live in e.scheduler.running]
         if cache == "dropped":
             await e.sleep(("kv_cache",))
-            assert e.pages.free == e.pages.count and e.pages.keys.bytes == 0
+            assert e.pages.free_count == e.pages.count and e.pages.keys.pool_bytes == 0
         trainer.train()
         assert await sync(trainer, e) == 1
         if cache == "dropped":
@@ -179,7 +181,7 @@ def test_sleep_and_update_of_an_engine_that_runs_are_errors():
         with pytest.raises(EngineError, match=r"pause the engine first"):
             await e.sleep(("kv_cache",))
         with pytest.raises(SyncError, match="pause the engine first"):
-            await e.receive(Begin(names.manifest(model.model, 1)))
+            await e.receive(Begin(names.build_manifest(model.model, 1)))
         done = await task
         assert len(done.tokens) == 40 and (await e.status()).state == "serving"
         await e.sleep(("kv_cache",))  # idle: no pause needed

@@ -74,7 +74,7 @@ def test_short_batches_make_nobody_late(p, s, refills, hard, keep_every, cut, se
 
     async def remember(step, version, batch):
         if step == cut - 1:
-            state.update(json.loads(json.dumps(first.state(version))))
+            state.update(json.loads(json.dumps(first.state_dict(version))))
 
     async def nothing(step, version, batch):
         assert len(second._open) <= s * p
@@ -82,7 +82,7 @@ def test_short_batches_make_nobody_late(p, s, refills, hard, keep_every, cut, se
     first, second = buffer(), buffer()
     try:
         asyncio.run(loop.run(endless(), first, **kit(cut, remember)))
-        second.restore(state)
+        second.load_state_dict(state)
         asyncio.run(loop.run(endless(), second, **kit(12 - cut, nothing)))
     except ExceptionGroup as group:
         assert not group.subgroup(lambda error: not isinstance(error, (UserError, ExceptionGroup))), (
@@ -109,11 +109,11 @@ def test_the_step_after_a_short_batch_is_whole_and_fresh():
                 else:
                     await buffer.put(slot, Group(slot.number, slot.task, [], slot.born))
 
-        crew = [asyncio.create_task(feed()), *(asyncio.create_task(lane()) for _ in range(buffer.lanes))]
+        crew = [asyncio.create_task(feed()), *(asyncio.create_task(lane()) for _ in range(buffer.max_open_groups))]
         taken = []
         for version in range(1, 5):
             taken.append([group.born for group in await buffer.take()])
-            buffer.settle()
+            buffer.settle_groups()
             await buffer.advance(version)
         for task in crew:
             task.cancel()
@@ -188,14 +188,14 @@ def test_take_picks_whatever_leaves_all_others_their_time(p, s, moves, dice):
                 may = [
                     k for k in sorted(buffer._finished) if in_time([b for j, b in births.items() if j != k], after, s)
                 ]
-                picked = buffer._next()
+                picked = buffer._next_finished()
                 assert (picked is None) == (not may) and (picked is None or picked == may[0])
                 if picked is None:
                     break
                 buffer._taken[picked] = buffer._finished.pop(picked)
-                buffer._gone(picked)
+                buffer._record_closed(picked)
                 if len(buffer._taken) == p:
-                    buffer.settle()
+                    buffer.settle_groups()
                     await buffer.advance(buffer.version + 1)
 
     asyncio.run(scenario())
@@ -210,7 +210,7 @@ def test_the_slow_one_is_overtaken_until_its_deadline_and_then_waited_for():
         for slot in slots[1:]:
             await buffer.put(slot, Group(slot.number, slot.task, [], 0))
         first = [group.id for group in await buffer.take()]
-        buffer.settle()
+        buffer.settle_groups()
         await buffer.advance(1)
         second = asyncio.create_task(buffer.take())
         await asyncio.sleep(0.01)

@@ -12,18 +12,18 @@ from run_kit import events, run
 
 from rondel.core.errors import WorkerError
 from rondel.core.events import WorkerTime
-from rondel.runtime.memory import ran_out, report
+from rondel.runtime.memory import format_memory_report, ran_out
 from rondel.runtime.stacks import StackDumper
-from rondel.system.process_memory import resident
+from rondel.system.process_memory import resident_memory
 
 
 def test_the_kernel_counts_what_is_touched():
-    before = resident()
+    before = resident_memory()
     with mmap.mmap(-1, 64 << 20) as block:  # of the kernel itself: a heap may hold as much already
         block[::4096] = b"x" * (len(block) // 4096)
-        after = resident(os.getpid())
+        after = resident_memory(os.getpid())
     assert 48 << 20 <= after["rss"] - before["rss"] <= 96 << 20 and after["peak"] >= after["rss"]
-    assert resident(2**22 + 1) == {}, "nobody has this number"
+    assert resident_memory(2**22 + 1) == {}, "nobody has this number"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_what_counts_as_having_run_out(error, is_it):
 
 
 def test_a_report_has_a_line_a_process_and_its_tenants():
-    lines = report(
+    lines = format_memory_report(
         {"engine-0": os.getpid(), "trainer-0": 2**22 + 1}, {"engine-0": {"rss": 5, "kv_cache": 96_000_000, "draft": 0}}
     ).splitlines()
     assert (
@@ -62,16 +62,16 @@ def test_python_s_own_where_it_is_traced():
     tracemalloc.start()
     try:
         kept = [bytes(1000) for _ in range(2000)]
-        assert "Python's own, by line" in report({}, {}) and kept
+        assert "Python's own, by line" in format_memory_report({}, {}) and kept
     finally:
         tracemalloc.stop()
 
 
 def test_the_tenants_of_workers_without_a_process_are_the_controller_s(tmp_path):
     stacks = StackDumper(tmp_path, pids=lambda: {"engine-0": os.getpid()})
-    stacks.read(WorkerTime("trainer", {}, memory={"rss": 1, "moments": 7_000_000}))
-    stacks.read(WorkerTime("engine-0", {}, memory={"rss": 1, "kv_cache": 3_000_000}))
-    _, controller, engine = stacks.memory().splitlines()
+    stacks.on_event(WorkerTime("trainer", {}, memory={"rss": 1, "moments": 7_000_000}))
+    stacks.on_event(WorkerTime("engine-0", {}, memory={"rss": 1, "kv_cache": 3_000_000}))
+    _, controller, engine = stacks.memory_report().splitlines()
     assert (
         controller.endswith("moments 7.00 MB") and "kv_cache" not in controller and engine.endswith("kv_cache 3.00 MB")
     )

@@ -16,7 +16,7 @@ from rondel.core.errors import UserError
 from rondel.core.types import Group, Score, Trajectory
 from rondel.driver.rollouts import prepare_of
 from rondel.runtime.journal import store
-from rondel.train.advantages import credit
+from rondel.train.advantages import compute_advantages
 from rondel.train.pack import TrainBatch
 from rondel.train.step_metrics import StepMetricSums
 
@@ -37,12 +37,12 @@ def mixed() -> tuple[TrainBatch, Mixture]:
 
 def gradient(b: TrainBatch, algo, **settings) -> torch.Tensor:
     t = trainer(model(), row("grpo", kl={"coef": 0.1}), **settings)
-    for r, _, share in b.shares(algo):
+    for r, _, share in b.split_by_row(algo):
         t._annotate(share, r.needs)
-        credit(share, r)
+        compute_advantages(share, r)
     t.weights.zero_grad()
-    for r, weight, share in b.shares(algo):
-        t._accumulate(share, r, StepMetricSums(), weight=weight, proximal_noted=False)
+    for r, weight, share in b.split_by_row(algo):
+        t._accumulate_gradients(share, r, StepMetricSums(), weight=weight, proximal_noted=False)
     return torch.cat([p.grad.flatten() for p in t.loaded.model.parameters()])
 
 
@@ -50,7 +50,7 @@ def test_the_gradient_is_the_weighted_sum_of_each_row_on_its_own_samples():
     b, mixture = mixed()
     whole = gradient(b, mixture)
     alone = torch.zeros_like(whole)
-    for algo, weight, share in mixed()[0].shares(mixture):
+    for algo, weight, share in mixed()[0].split_by_row(mixture):
         alone += weight * gradient(share, algo)
     assert (whole - alone).norm() <= TOLERANCE * whole.norm()
 

@@ -54,7 +54,11 @@ def crowded(dtype: str, *, claim: OneAtATime | None = None, shared=None, algo=AL
 
 def everything(t: LocalTrainer) -> list[bytes]:
     tensors = [
-        x for owner in t.offload.owners for kind, held in owner.state().items() if kind != "gradients" for x in held
+        x
+        for owner in t.offload.owners
+        for kind, held in owner.state_tensors().items()
+        if kind != "gradients"
+        for x in held
     ]
     tensors += [
         x
@@ -79,7 +83,7 @@ def test_after_any_number_of_naps_a_trainer_has_the_same_bits(dtype):
         for _ in range(4):
             asyncio.run(napping.sleep(("optimizer",))), asyncio.run(napping.wake(("optimizer",)))
         assert everything(napping) == before == everything(awake)
-        spent = [x for owner in napping.offload.owners for x in owner.state()["gradients"]]
+        spent = [x for owner in napping.offload.owners for x in owner.state_tensors()["gradients"]]
         assert spent and not any(bool(g.any()) for g in spent), "gradients are spent, and zeros again"
     assert bits(napping) == bits(awake)
 
@@ -218,7 +222,7 @@ def test_shared_hands_over_in_the_order_that_never_needs_room_for_both():
         devices, off = SharedDevice(e, t, offload=True), subscribe(lambda event: seen.append(event))
         for number in range(3):
             asked = asyncio.create_task(e.generate(ask(prompt(number, 5), n=20)))
-            while not e.pages.keys.bytes:
+            while not e.pages.keys.pool_bytes:
                 await asyncio.sleep(0)
             async with devices.parked():
                 async with devices.training():

@@ -82,7 +82,7 @@ def test_whose_task_is_asked_again_is_trained_like_any_other():
                 return await super().step(batch, algo)
 
         whole(buffer, Reading(), Slow(3), 30)
-        state = buffer.state(buffer.version)
+        state = buffer.state_dict(buffer.version)
         return seen, {slot["task"]["id"] for slot in state["unfinished"]} | {
             group["task"]["id"] for group in state["finished"]
         }
@@ -154,7 +154,7 @@ def test_the_state_of_a_buffer_knows_where_its_stream_is():
     buffer = Buffer(groups_per_step=2, oversample=3, retry=True)
     whole(buffer, CountingTrainer(), Rollouts(2, spread=30), 5)
     other = Buffer(groups_per_step=2, oversample=3, retry=True)
-    other.restore(buffer.state(buffer.version))
+    other.load_state_dict(buffer.state_dict(buffer.version))
     assert buffer.retried <= other.retried and other.admitted - other.retried == buffer.admitted - buffer.retried
 
 
@@ -169,11 +169,11 @@ def test_who_is_late_when_a_checkpoint_is_read_goes_then(retry):
             await buffer.claim()
             await buffer.put(slot, Group(slot.number, slot.task, [], slot.born))
         await buffer.take()
-        buffer.settle()
-        return buffer.state(1)
+        buffer.settle_groups()
+        return buffer.state_dict(1)
 
     other = Buffer(groups_per_step=1, oversample=1, retry=retry)
-    other.restore(asyncio.run(scenario()))
+    other.load_state_dict(asyncio.run(scenario()))
     assert not other._finished and other.filtered["late"] == 1 and [s.task.id for s in other._waiting] == ["t1"] * retry
 
 
@@ -187,7 +187,7 @@ LONG = {
 
 
 def rewards(folder) -> list[float]:
-    return [row["reward"] for step in store.steps(folder) for row in store.read_step(folder, step)]
+    return [row["reward"] for step in store.stored_steps(folder) for row in store.read_step(folder, step)]
 
 
 def mean(values) -> float:
@@ -294,13 +294,13 @@ def test_a_sample_that_was_given_back_keeps_its_tokens_and_its_group(tmp_path, t
 @pytest.mark.slow
 def test_the_histogram_of_lag_is_that_of_the_stored_rollouts(tmp_path):
     rows: list[dict[str, float]] = []
-    stop = subscribe(StepMetrics(lambda step, row: rows.append(row)).read)
+    stop = subscribe(StepMetrics(lambda step, row: rows.append(row)).on_event)
     try:
         run(tmp_path, **{**LONG, "loop__max_staleness": 2}, loop__steps=10, algo__correction={"kind": "importance"})
     finally:
         stop()
     told = [row for row in rows if "loop/lag_mean" in row]
-    for step, row in zip(store.steps(tmp_path), told, strict=True):
+    for step, row in zip(store.stored_steps(tmp_path), told, strict=True):
         groups = {r["group"]: r["trained_at"] - r["born"] for r in store.read_step(tmp_path, step)}
         share = {f"loop/lag_is_{lag}": n / len(groups) for lag, n in Counter(groups.values()).items()}
         assert share == {name: value for name, value in row.items() if name.startswith("loop/lag_is_")}

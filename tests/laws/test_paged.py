@@ -56,7 +56,7 @@ def test_the_kernel_computes_what_the_layouts_do(heads, shared, size, wide, wind
     keys, values = torch.randn(shared, 160, size, device=DEVICE), torch.randn(shared, 160, wide, device=DEVICE)
 
     q = torch.randn(4, heads, size, device=DEVICE)
-    feeds = LaunchBatch.of(table, [TokenRun(i, i, 1, n) for i, n in enumerate(lengths)])
+    feeds = LaunchBatch.from_runs(table, [TokenRun(i, i, 1, n) for i, n in enumerate(lengths)])
     wanted = DecodeBatch(table[:, :70].long(), torch.tensor(lengths, device=DEVICE)).attend(q, keys, values, **how)
     assert feeds.splits > 1
     torch.testing.assert_close(feeds.attend(q, keys, values, **how), wanted, atol=2e-6, rtol=1e-5)
@@ -69,8 +69,10 @@ def test_the_kernel_computes_what_the_layouts_do(heads, shared, size, wide, wind
         torch.zeros(0, dtype=torch.int64),
         [PrefillChunk(f.row, f.new, table[f.line, : f.context].long()) for f in fed],
     )
-    wanted = torch.cat([plain._prefill(chunk, q, keys, values, 0.3, window, softcap) for chunk in plain.chunks])
-    torch.testing.assert_close(LaunchBatch.of(table, fed).attend(q, keys, values, **how), wanted, atol=2e-6, rtol=1e-5)
+    wanted = torch.cat([plain._attend_prefill(chunk, q, keys, values, 0.3, window, softcap) for chunk in plain.chunks])
+    torch.testing.assert_close(
+        LaunchBatch.from_runs(table, fed).attend(q, keys, values, **how), wanted, atol=2e-6, rtol=1e-5
+    )
 
 
 def test_a_row_has_the_same_bits_in_every_batch():
@@ -82,12 +84,13 @@ def test_a_row_has_the_same_bits_in_every_batch():
         torch.randn(3, 4, 16, device=DEVICE),
     )
     how = {"scale": 0.3, "window": None, "softcap": None}
-    together = LaunchBatch.of(table, [TokenRun(i, i, 1, n) for i, n in enumerate(lengths)]).attend(
+    together = LaunchBatch.from_runs(table, [TokenRun(i, i, 1, n) for i, n in enumerate(lengths)]).attend(
         q, keys, values, **how
     )
     for i, n in enumerate(lengths):
         assert torch.equal(
-            LaunchBatch.of(table, [TokenRun(i, 0, 1, n)]).attend(q[i : i + 1], keys, values, **how)[0], together[i]
+            LaunchBatch.from_runs(table, [TokenRun(i, 0, 1, n)]).attend(q[i : i + 1], keys, values, **how)[0],
+            together[i],
         )
 
 

@@ -10,13 +10,13 @@ from poisons import POISONS, SLOW
 from rondel.assemble.components import LENDS
 from rondel.core.errors import SandboxError
 from rondel.core.types import Failed, Score, Task, Trajectory
-from rondel.runtime.sandbox.probe import isolation
+from rondel.runtime.sandbox.probe import find_isolation
 from rondel.score.pool import RewardPool
 
 pytestmark = pytest.mark.slow
 
 try:
-    isolation()
+    find_isolation()
 except SandboxError as error:
     pytest.skip(str(error), allow_module_level=True)
 

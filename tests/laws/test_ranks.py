@@ -23,7 +23,7 @@ from rondel.models import adapters, names
 from rondel.models.loaded_model import LoadedModel
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.sync.from_tensor import FromTensor
-from rondel.train.advantages import credit
+from rondel.train.advantages import compute_advantages
 from rondel.train.critic import Critic
 from rondel.train.fsdp import FsdpRank, Rendezvous
 from rondel.train.parallel import ALONE
@@ -40,7 +40,7 @@ def made(kind: str, dtype: str) -> LoadedModel:
     kind, _, adapter = kind.partition(" + ")
     loaded = looking(kind) if kind in EYES else model(kind, dtype)
     if adapter:
-        adapters.adapt(loaded, rank=4, alpha=8)
+        adapters.add_adapter(loaded, rank=4, alpha=8)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for layer in loaded.adapter.layers.values() if adapter == "used" else ():
@@ -62,7 +62,9 @@ class Rank:
         return self.meeting.address
 
     def join(self, address: tuple[str, int]) -> None:
-        self.ranks = FsdpRank(self.rank, 2, self.meeting if self.rank == 0 else Rendezvous.at(address), patience=60)
+        self.ranks = FsdpRank(
+            self.rank, 2, self.meeting if self.rank == 0 else Rendezvous.connect_to(address), patience=60
+        )
 
     def make(self, kind: str, dtype: str = "float32", algo=None, *, teacher: bool = False, **settings) -> None:
         loaded, chosen = (
@@ -89,8 +91,8 @@ class Rank:
         t.weights.zero_grad()
         if not noted:
             t._annotate(b, algo.needs)
-            credit(b, algo)
-        t._accumulate(b, algo, StepMetricSums(), proximal_noted=noted)
+            compute_advantages(b, algo)
+        t._accumulate_gradients(b, algo, StepMetricSums(), proximal_noted=noted)
         t.weights.gradient_norm()
         return self._whole(t.weights)
 
@@ -114,11 +116,11 @@ class Rank:
         return [s.notes["ref"] for s in b.samples]
 
     def weights(self) -> dict[str, np.ndarray]:
-        return {name: t.float().numpy().copy() for name, t in self.ranks.whole(self.trainer.loaded.model)}
+        return {name: t.float().numpy().copy() for name, t in self.ranks.full_weights(self.trainer.loaded.model)}
 
     def masters(self) -> np.ndarray:
         w = self.trainer.weights
-        return torch.cat([w.full(i, m.detach()).flatten() for i, m in enumerate(w.masters)]).double().numpy()
+        return torch.cat([w.gather_full(i, m.detach()).flatten() for i, m in enumerate(w.masters)]).double().numpy()
 
     def save(self, path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -131,7 +133,7 @@ class Rank:
         if (told := _now(self.trainer.publish(Route("tensor")))) is None:
             return None  # it gave its shards to the first
         manifest, route = told
-        return (manifest.root, manifest.base), {name: names.digest(t) for name, t in route.data.items()}
+        return (manifest.root, manifest.base), {name: names.tensor_digest(t) for name, t in route.data.items()}
 
 
 def _now(coroutine):
@@ -215,7 +217,7 @@ def test_every_row_has_the_same_gradient_on_two_ranks(pair, name):
             s.baseline = 0.3
     alone.make("llama", algo=algo, teacher=True)
     alone.trainer._annotate(b, algo.needs | {"proximal_logprobs"})
-    credit(b, algo)
+    compute_advantages(b, algo)
     for s in b.samples:
         own = s.notes["proximal"]
         s.behavior = own + rng.normal(0, 0.2, len(own)).astype(np.float32)

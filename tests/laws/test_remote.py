@@ -107,7 +107,7 @@ def test_an_engine_that_ends_in_an_update_ends_the_update(verb):
         with pytest.raises((WorkerError, SyncError)):
             await asyncio.wait_for(update(Trainer(), engine), 5)
         assert not started
-        assert await asyncio.wait_for(engine.whole(), 5) and len(started) == 1
+        assert await asyncio.wait_for(engine.restart_if_dead(), 5) and len(started) == 1
         assert await asyncio.wait_for(update(Trainer(), engine), 5) == 1
 
     asyncio.run(work())

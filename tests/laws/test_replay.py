@@ -16,8 +16,8 @@ from test_interruption import Publisher
 
 from rondel.core.errors import ConfigError, LawError, UserError
 from rondel.driver import replay
-from rondel.generate.engine.resumption import resumed
-from rondel.models.aligned_numerics import align
+from rondel.generate.engine.resumption import generate_until_done
+from rondel.models.aligned_numerics import align_numerics
 from rondel.runtime.journal import store
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import WeightUpdate
@@ -57,7 +57,7 @@ def record(folder: Path, seed: int, **changes) -> list[dict]:
     train(tiny(folder, **{**BASE, **changes}), quiet=True, built=delays(seed))
     return [
         row
-        for step in store.steps(folder)
+        for step in store.stored_steps(folder)
         for row in store.read_step(folder, step)
         if row["env"] and row["trained_at"] >= 1
     ]
@@ -152,7 +152,7 @@ def test_two_engines_in_processes_are_replayed_in_one(tmp_path):
 
 def aligned_model():
     loaded = tiny_model()
-    align(loaded)
+    align_numerics(loaded)
     return loaded
 
 
@@ -173,7 +173,7 @@ async def life(e, trainer, requests, *, moments: list[int], how: str, arrive: ra
     async def one(request):
         for _ in range(arrive.randrange(40)):
             await asyncio.sleep(0)
-        return await resumed(asked, request)
+        return await generate_until_done(asked, request)
 
     tasks = [asyncio.create_task(one(r)) for r in requests]
     for moment in moments:

@@ -62,17 +62,21 @@ def test_packed_copies_are_made_again_at_their_next_use():
     loaded = tiny()
     e = engine(loaded, transports={"tensor": FromTensor()})
     first = asyncio.run(all_of(e, REQUESTS[:1]))[0]
-    packed = e.resting.bytes["packed"]
+    packed = e.resting.memory_bytes["packed"]
     if not packed:
         pytest.skip("this processor packs nothing")
     matrices = sum(m.weight.nbytes for m in loaded.model.modules() if isinstance(m, torch.nn.Linear))
     assert packed <= matrices
     asyncio.run(e.sleep(("weights",)))
-    assert e.resting.bytes["packed"] == 0 and not any(stack.bytes for stack in linear.stacks(loaded.model))
+    assert e.resting.memory_bytes["packed"] == 0 and not any(
+        stack.packed_bytes for stack in linear.packed_linears(loaded.model)
+    )
     asyncio.run(e.wake(("weights",)))
     e.scheduler.drop_cache(e.version)
     again = asyncio.run(all_of(e, REQUESTS[:1]))[0]
-    assert (again.tokens, again.logprobs) == (first.tokens, first.logprobs) and 0 < e.resting.bytes["packed"] <= packed
+    assert (again.tokens, again.logprobs) == (first.tokens, first.logprobs) and 0 < e.resting.memory_bytes[
+        "packed"
+    ] <= packed
 
 
 def test_an_engine_in_the_trainers_module_gives_no_weights_away():

@@ -20,7 +20,7 @@ from train_kit import awkward_groups, batch, bits, model, row, step, trainer
 from rondel.core.errors import CheckpointError, ConfigError
 from rondel.core.events import subscribe
 from rondel.runtime.journal import store
-from rondel.train.checkpoint import Checkpoints, flaw, load_trainer, save_trainer
+from rondel.train.checkpoint import Checkpoints, find_flaw, load_trainer, save_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def same_run(folder: Path, whole: Path) -> None:
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     assert steps(folder) == steps(whole)
-    for n in store.steps(whole):
+    for n in store.stored_steps(whole):
         for a, b in zip(store.read_step(folder, n), store.read_step(whole, n), strict=True):
             a.pop("timings"), b.pop("timings")
             assert a == b
@@ -182,7 +182,7 @@ def test_with_refills_the_samples_are_the_same(tmp_path):
     done = events(tmp_path / "run", "StepDone")
     assert [e["ledger"] for e in done] == [e["ledger"] for e in events(tmp_path / "whole", "StepDone")]
     assert done[-1]["ledger"].get("filtered/unanimous", 0) > 0
-    for n in store.steps(tmp_path / "whole"):
+    for n in store.stored_steps(tmp_path / "whole"):
         for a, b in zip(store.read_step(tmp_path / "run", n), store.read_step(tmp_path / "whole", n), strict=True):
             assert all(a[key] == b[key] for key in ("group", "sample", "task", "tokens", "mask", "versions", "reward"))
             assert a["trainer_logprobs"] == pytest.approx(b["trainer_logprobs"], abs=1e-4)
@@ -238,12 +238,12 @@ def test_a_corrupt_newest_checkpoint_is_skipped_with_a_warning(whole, tmp_path, 
     said = []
     end = subscribe(lambda event: said.append(event.message))
     try:
-        path, state = Checkpoints(tmp_path / "checkpoints", 2).latest()
+        path, state = Checkpoints(tmp_path / "checkpoints", 2).find_latest()
     finally:
         end()
     assert path == folders[-2] and state["step"] == 12
     assert len(said) == 1 and "step-000014 is skipped" in said[0]
-    assert flaw(folders[-1]) and not flaw(folders[-2])
+    assert find_flaw(folders[-1]) and not find_flaw(folders[-2])
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_a_corrupt_one(whole, tmp_path):
@@ -265,7 +265,7 @@ def test_a_corrupt_leftover_never_outlives_a_good_checkpoint(tmp_path):
         asyncio.run(store.write(n, t.save, {"step": n}))
     spoil(tmp_path / "step-000009", "flipped")
     asyncio.run(store.write(6, t.save, {"step": 6}))
-    assert list(store.all()) == [6] and store.latest()[1]["step"] == 6
+    assert list(store.list_checkpoints()) == [6] and store.find_latest()[1]["step"] == 6
 
 
 def test_a_complete_run_says_so_and_trains_nothing(whole):

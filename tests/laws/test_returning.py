@@ -32,9 +32,9 @@ def steps_of(p: int, s: int, n: int):
 def test_each_comes_back_once_and_within_its_bound(p, s, n):
     again, seen, trained = ReplayBuffer(n, s, seed=3), [], {}
     for step, groups in steps_of(p, s, 40):
-        again.take(step, groups)
+        again.record_step(step, groups)
         trained |= {group.id: step for group in groups}
-        for group in again.due():
+        for group in again.due_groups():
             assert trained[group.id] < step and step - 1 - group.born <= s
             seen.append(group.id)
     assert len(seen) == len(set(seen)) and seen, "each at most once"
@@ -45,10 +45,10 @@ def test_each_comes_back_once_and_within_its_bound(p, s, n):
 def test_whoever_comes_later_draws_the_same():
     whole, late, told = ReplayBuffer(3, 2, seed=1), ReplayBuffer(3, 2, seed=1), []
     for step, groups in steps_of(8, 2, 12):
-        whole.take(step, groups)
+        whole.record_step(step, groups)
         if step > 5:
-            late.take(step, groups)
-        told.append(([g.id for g in whole.due()], [g.id for g in late.due()] if step > 7 else None))
+            late.record_step(step, groups)
+        told.append(([g.id for g in whole.due_groups()], [g.id for g in late.due_groups()] if step > 7 else None))
     assert any(a for a, _ in told) and all(a == b for a, b in told if b is not None)
 
 

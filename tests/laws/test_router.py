@@ -138,9 +138,9 @@ def test_nothing_is_lost_and_nothing_twice_whatever_happens(acts, seed):
                         return e.version
 
                     everyone[name] = fake
-                    await r.join(name, fake, bring)
+                    await r.add_engine(name, fake, bring)
                 case "leave" if len(alive) > 1:
-                    await r.leave(alive[n % len(alive)])
+                    await r.remove_engine(alive[n % len(alive)])
                 case "die" if len(alive) > 1:
                     everyone[alive[n % len(alive)]].dead = True
                 case "update":
@@ -301,10 +301,10 @@ def test_a_newcomer_gets_the_version_that_serves_even_if_it_changes_meanwhile():
                 return brought[0]
             return e.version
 
-        await r.join("new", new, bring)
+        await r.add_engine("new", new, bring)
         assert brought == [0, 4] and new.version == 4 and r.replicas["new"].engine is new
         with pytest.raises(EngineError, match="another name"):
-            await r.join("new", new, bring)
+            await r.add_engine("new", new, bring)
 
     asyncio.run(work())
 
@@ -320,9 +320,9 @@ def test_nobody_joins_in_the_middle_of_an_update():
             return e.version
 
         with pytest.raises(StalledError, match=r"'new' waits to join since 0\.05 s: update"):
-            await r.join("new", new, bring)
+            await r.add_engine("new", new, bring)
         r.deadline = 10.0
-        joining = asyncio.create_task(r.join("new", new, bring))
+        joining = asyncio.create_task(r.add_engine("new", new, bring))
         await asyncio.sleep(0)
         await r.receive(Commit(1, Manifest(1, ()).root))
         await joining
@@ -391,8 +391,8 @@ def test_two_real_engines_draw_what_one_draws_through_a_death_and_an_update(tmp_
             from rondel.core.types import TensorInfo
             from rondel.models import names
 
-            other = {n: t * 1.01 for n, t in names.weights(twin(loaded).model)}
-            rows = [(TensorInfo(n, tuple(t.shape), "float32", names.digest(t)), t) for n, t in other.items()]
+            other = {n: t * 1.01 for n, t in names.named_weights(twin(loaded).model)}
+            rows = [(TensorInfo(n, tuple(t.shape), "float32", names.tensor_digest(t)), t) for n, t in other.items()]
             return FromDisk(tmp_path).publish(route, 3, iter(rows))
 
         async def send(self, route):

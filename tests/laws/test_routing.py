@@ -18,7 +18,7 @@ from rondel.core.errors import LawError, ModelError, TrainError, UserError
 from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.head import LMHead
-from rondel.models.load import load
+from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.routing_tape import RoutingTape
 from rondel.train import annotate
@@ -45,14 +45,14 @@ def model(kind: str) -> LoadedModel:
 
 def forward(loaded: LoadedModel, tokens: list[int], tape: RoutingTape | None = None) -> torch.Tensor:
     n = len(tokens)
-    return loaded.hidden(torch.tensor(tokens), torch.arange(n), PackedLayout([PackedSegment(0, n)]), tape)
+    return loaded.hidden_states(torch.tensor(tokens), torch.arange(n), PackedLayout([PackedSegment(0, n)]), tape)
 
 
 @torch.no_grad()
 def own_routes(loaded: LoadedModel, tokens: list[int]) -> np.ndarray:
     tape = RoutingTape(loaded.routers)
     forward(loaded, tokens, tape)
-    return tape.recorded.sort(-1).values.numpy()
+    return tape.recorded_routes.sort(-1).values.numpy()
 
 
 def group_of(prompt_tokens: list[int], outs) -> Group:
@@ -107,16 +107,16 @@ def test_replay_closes_the_gap_that_a_rounded_router_opens(kind, rounding):
         for name, p in other.named_parameters():
             if name.endswith("gate.weight"):
                 p.copy_(p.to(rounding).float())
-    rounded = replace(loaded, model=other, head=LMHead.of(other))
+    rounded = replace(loaded, model=other, head=LMHead.from_model(other))
     batch = batch_of([group_of(given, outs)])
     gaps, flips = {}, 0.0
     for replay in (False, True):
         gap = []
         with torch.no_grad():
             for packed in micro_batches(batch, 10_000):
-                tape = annotate.replaying(rounded, packed) if replay else None
+                tape = annotate.replay_tape(rounded, packed) if replay else None
                 logprobs, _ = annotate.forward(rounded, packed, temperature=1.0, tape=tape)
-                gap.append((logprobs - annotate.gather(batch, packed, "behavior")).abs())
+                gap.append((logprobs - annotate.gather_notes(batch, packed, "behavior")).abs())
                 flips = float(torch.cat(tape.flips).mean()) if tape else flips
         gaps[replay] = float(torch.cat(gap).max())
     assert flips > 0 and gaps[True] * 10 <= gaps[False], (flips, gaps)
@@ -130,7 +130,7 @@ def test_replaying_its_own_routes_changes_nothing(kind):
     with torch.no_grad():
         plain = forward(loaded, tokens, tape)
     gradients = []
-    for routes in (None, tape.recorded):
+    for routes in (None, tape.recorded_routes):
         loaded.model.zero_grad()
         out = forward(loaded, tokens, None if routes is None else RoutingTape(loaded.routers, routes))
         assert torch.equal(out, plain)
@@ -162,7 +162,7 @@ def test_a_token_without_a_route_stops_the_step():
         out.experts = None
     batch = batch_of([group_of(given, outs)])
     with pytest.raises(TrainError, match=r"Completion\.experts"):
-        annotate.annotate(loaded, batch, "proximal", budget=1000, temperature=1.0, replay=True)
+        annotate.annotate_logprobs(loaded, batch, "proximal", budget=1000, temperature=1.0, replay=True)
 
 
 def test_who_cannot_record_says_so():
@@ -174,6 +174,6 @@ def test_who_cannot_record_says_so():
     with pytest.raises(ModelError, match="no router of the kind"):
         from rondel.models import routing_tape
 
-        strange = load({"random": "llama", **SIZE}, dtype="float32").model
+        strange = load_model({"random": "llama", **SIZE}, dtype="float32").model
         strange.config.num_experts = 4
-        routing_tape.arm(strange)
+        routing_tape.install_routing_tape(strange)

@@ -26,9 +26,9 @@ from transformers.generation import (
 
 from rondel.core.errors import ConfigError, UserError
 from rondel.core.types import Request, Sampling, sample_key
-from rondel.generate.engine.builtin.logits_processors import shape
+from rondel.generate.engine.builtin.logits_processors import process_logits
 from rondel.generate.engine.builtin.request import SequenceState
-from rondel.generate.engine.builtin.sampler import uniform, weights
+from rondel.generate.engine.builtin.sampler import draw_uniform, sampling_weights
 from rondel.generate.engine.builtin.text import open_reader, split_stops
 
 MODEL = tiny()
@@ -82,9 +82,9 @@ def test_draws_have_the_stated_distribution(how):
     logits[sorted({END, *GIVEN, *OWN})] += 2  # what the transforms touch is likely
     s, n = Sampling(**how), 20_000
     shaped = logits.repeat(n, 1)
-    shape(shaped, [(row, standing(s, GIVEN, OWN)) for row in range(n)])
+    process_logits(shaped, [(row, standing(s, GIVEN, OWN)) for row in range(n)])
     key = sample_key(1, 0, SHAPES.index(how))
-    tokens, logprobs = draw(shaped, [s] * n, [uniform(key, t) for t in range(n)])
+    tokens, logprobs = draw(shaped, [s] * n, [draw_uniform(key, t) for t in range(n)])
     p = reference(logits, s, GIVEN, OWN)
     stated = {t: math.exp(lp) for t, lp in zip(tokens, logprobs)}
     assert all(p[t] == pytest.approx(x, rel=2e-5) for t, x in stated.items())
@@ -102,9 +102,9 @@ def test_the_stated_distribution_sums_to_one_over_its_support(seed):
         for how in (dict(), dict(top_k=5), dict(top_p=0.9), dict(min_p=0.1), dict(top_p=0.999, temperature=3.0))
     ]
     hows += [Sampling(**EVERYTHING), Sampling(top_k=1), Sampling(top_p=1e-6)]
-    shape(logits, [(5, standing(hows[5], GIVEN, OWN))])
+    process_logits(logits, [(5, standing(hows[5], GIVEN, OWN))])
     before = logits.clone()
-    p = weights(logits, hows)
+    p = sampling_weights(logits, hows)
     for row, s in enumerate(hows):
         kept = p[row].double() / p[row].double().sum()
         assert torch.allclose(kept, torch.from_numpy(truncated(before[row], s)), atol=1e-7)
@@ -120,7 +120,7 @@ def test_the_stated_distribution_sums_to_one_over_its_support(seed):
 
 def test_top_p_that_needs_more_than_the_likely_ones():
     logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(1)) * 0.1
-    p = weights(logits.clone(), [Sampling(top_p=0.9), Sampling(top_p=0.01)])
+    p = sampling_weights(logits.clone(), [Sampling(top_p=0.9), Sampling(top_p=0.01)])
     for row, s in enumerate([Sampling(top_p=0.9), Sampling(top_p=0.01)]):
         assert ((p[row] > 0).numpy() == (truncated(logits[row], s) > 0)).all()
     assert int((p[0] > 0).sum()) > 4000
@@ -150,8 +150,8 @@ def test_each_transform_is_that_of_transformers(seed):
         ),
     ):  # fmt: skip
         s, ours = Sampling(**how), logits.clone()
-        shape(ours, [(0, standing(s, given, own))])
-        p = weights(ours, [s])[0]
+        process_logits(ours, [(0, standing(s, given, own))])
+        p = sampling_weights(ours, [s])[0]
         expected = LogitsProcessorList(theirs)(ids, logits.clone())[0].softmax(-1)
         assert torch.allclose(p / p.sum(), expected, atol=1e-6), how
         assert ((p > 0) == (expected > 0)).all(), how
@@ -164,11 +164,11 @@ def test_a_row_does_not_change_its_neighbours():
         (1, standing(Sampling(**EVERYTHING), GIVEN, OWN)),
         (3, standing(Sampling(presence_penalty=1.0, logit_bias={299: 1.0}), GIVEN, OWN)),
     ]
-    shape(together, rows)
+    process_logits(together, rows)
     assert torch.equal(together[0], logits[0]) and torch.equal(together[2], logits[2])
     for row, live in rows:
         alone = logits[row : row + 1].clone()
-        shape(alone, [(0, live)])
+        process_logits(alone, [(0, live)])
         assert torch.equal(alone[0], together[row])
 
 
@@ -176,8 +176,8 @@ def test_a_continuation_counts_as_written():
     logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(3))
     s = Sampling(presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.1)
     whole, rest = logits.clone(), logits.clone()
-    shape(whole, [(0, standing(s, GIVEN, OWN))])
-    shape(rest, [(0, standing(s, GIVEN, OWN, continued=3))])
+    process_logits(whole, [(0, standing(s, GIVEN, OWN))])
+    process_logits(rest, [(0, standing(s, GIVEN, OWN, continued=3))])
     assert torch.equal(whole, rest)
 
 
@@ -285,26 +285,27 @@ def test_values_that_mean_nothing(how, says):
 
 
 def test_what_cannot_be_trained_is_named():
-    assert Sampling(temperature=0.7, stop=("x", 3), ignore_eos=True, n=4, seed=3).untrainable == ""
-    assert Sampling(**EVERYTHING | {"min_tokens": 0}).untrainable == (
+    assert Sampling(temperature=0.7, stop=("x", 3), ignore_eos=True, n=4, seed=3).untrainable_settings == ""
+    assert Sampling(**EVERYTHING | {"min_tokens": 0}).untrainable_settings == (
         "min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias"
     )
     assert (
-        Sampling(temperature=0, min_tokens=2, grammar={"regex": "a"}).untrainable == "temperature, min_tokens, grammar"
+        Sampling(temperature=0, min_tokens=2, grammar={"regex": "a"}).untrainable_settings
+        == "temperature, min_tokens, grammar"
     )
 
 
 def test_training_refuses_what_evaluation_may_use():
     from rondel.assemble.refusals import refuse_untrainable
     from rondel.core.config import EvaluationConfig
-    from rondel.driver.evaluation import profile
+    from rondel.driver.evaluation import evaluation_sampling
 
     more = {"top_p": 0.9, "logit_bias": {"5": 1.0}, "repetition_penalty": 1.1, "stop": ["x", 7]}
-    s = profile(EvaluationConfig(temperature=0.5, sampling=more), Sampling(max_tokens=9, stop=("y",)))
+    s = evaluation_sampling(EvaluationConfig(temperature=0.5, sampling=more), Sampling(max_tokens=9, stop=("y",)))
     assert s == Sampling(
         temperature=0.5, max_tokens=9, top_p=0.9, logit_bias={5: 1.0}, repetition_penalty=1.1, stop=("x", 7)
     )
-    assert profile(EvaluationConfig(), Sampling(max_tokens=9, stop=("y",))) == Sampling(
+    assert evaluation_sampling(EvaluationConfig(), Sampling(max_tokens=9, stop=("y",))) == Sampling(
         temperature=0, max_tokens=9, stop=("y",)
     )
     with pytest.raises(ConfigError, match="drawn with repetition_penalty, logit_bias cannot be trained"):
@@ -394,7 +395,7 @@ def test_the_reader_finds_what_a_search_of_the_whole_text_finds(bytes_tokenizer,
     before = text.find(stops[0])
     reader = open_reader(bytes_tokenizer, stops, tokens[:given])
     for n in range(given + 1, len(tokens) + 1):
-        if (said := reader.add(tokens[:n])) is not None:
+        if (said := reader.find_stop(tokens[:n])) is not None:
             break
     assert bytes_tokenizer.decode(tokens[:n]) == text[: before + len(stops[0])] and n > given
     assert text[:before].endswith(said) and len(said) >= before - given

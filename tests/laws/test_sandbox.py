@@ -21,7 +21,7 @@ from rondel.core.errors import SandboxError
 from rondel.core.sandbox_types import BoxFileError, Limits
 from rondel.runtime.sandbox.cell import NamespaceCell
 from rondel.runtime.sandbox.inside import groups
-from rondel.runtime.sandbox.probe import WALLS, tried
+from rondel.runtime.sandbox.probe import WALLS, probe_isolation
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ SMALL = {
 def wall(request):
     """The wall's name and what it was seen to hold; skipped by what the machine answered."""
     try:
-        found = tried(request.param)
+        found = probe_isolation(request.param)
     except SandboxError as error:
         pytest.skip(f"{request.param}: {error}")
     return found
@@ -179,7 +179,9 @@ def test_an_attack_is_held(wall, host, waiting, number: int):
         waiting[wall.wall] = cell
         return
     assert cell.process.poll() is not None and all(not Path(f"/proc/{pid}").exists() for pid in (keeper, *first))
-    assert not [name for home, _ in groups.homes().values() for name in os.listdir(home) if name == f"rondel-{keeper}"]
+    assert not [
+        name for home, _ in groups.cgroup_folders().values() for name in os.listdir(home) if name == f"rondel-{keeper}"
+    ]
 
 
 def test_there_are_enough_attacks():
@@ -273,7 +275,7 @@ def test_a_plain_users_box_holds_too(name):
         name == "bubblewrap" and not os.access("/usr/bin/bwrap", os.X_OK)
     ):
         pytest.skip(f"no interpreter for all, or no {name}")
-    trial = "from rondel.runtime.sandbox.probe import tried; import sys; print(tried(sys.argv[1]).line())"
+    trial = "from rondel.runtime.sandbox.probe import probe_isolation; import sys; print(probe_isolation(sys.argv[1]).summary_line())"
     done = subprocess.run(
         ["/usr/bin/python3", "-B", "-c", trial, name], env={"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "PATH": "/usr/bin:/bin"},
         user=65534, group=65534, extra_groups=[], capture_output=True, text=True, cwd="/", timeout=60,
@@ -289,7 +291,7 @@ def test_a_plain_users_box_holds_too(name):
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs a root, and setpriv")
 def test_a_root_that_may_not_do_much_has_a_box_by_user_namespaces_or_none():
     """As in a container without CAP_SYS_ADMIN. And one that may do nothing at all is told the remedy."""
-    trial = "from rondel.runtime.sandbox.probe import isolation; print(isolation('native').line())"
+    trial = "from rondel.runtime.sandbox.probe import find_isolation; print(find_isolation('native').summary_line())"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     some, none = (
         subprocess.run(

@@ -45,24 +45,24 @@ class Machine:
         return live
 
     def step(self, *, fresh=True):
-        plan = self.scheduler.plan(self.version, fresh=fresh)
+        plan = self.scheduler.plan_step(self.version, fresh=fresh)
         assert plan.tokens, "a step that computes nothing"
         for live, n in [*plan.chunks, *((live, 1) for live in plan.decoding)]:
             self.compute(live, n)
-        drawn = [live for live in [*(live for live, _ in plan.chunks), *plan.decoding] if live.pending == 0]
+        drawn = [live for live in [*(live for live, _ in plan.chunks), *plan.decoding] if live.pending_tokens == 0]
         words = [drawn_from(self.memory[live.pages[-1]][0], live) for live in drawn]
-        self.scheduler.computed(plan)
+        self.scheduler.mark_computed(plan)
         for live, token in zip(drawn, words):
             live.tokens.append(token)
-            if live.done():
+            if live.check_finish():
                 self.end(live)
-        self.scheduler.check()
+        self.scheduler.check_invariants()
         self.now += 1
 
     def compute(self, live, n):
         """Write n pages after looking at all those before: none may have been given to another meanwhile."""
-        truth, first = self.truth[live], live.computed - n
-        for at in range(len(truth), live.computed):
+        truth, first = self.truth[live], live.computed_tokens - n
+        for at in range(len(truth), live.computed_tokens):
             truth.append(after(truth[-1] if truth else len(live.request.namespace), live.tokens[at]))
         held = [self.memory[page] for page in live.pages[:first]]
         assert [context for context, _ in held] == truth[:first], "a page does not hold what its request put there"
@@ -74,7 +74,7 @@ class Machine:
             self.memory[page] = context, self.version
 
     def end(self, live):
-        self.scheduler.release(live, self.version)
+        self.scheduler.release_sequence(live, self.version)
         self.took.append(self.now - self.arrived.pop(live))
         live.finish(live)
 
@@ -91,7 +91,7 @@ class Machine:
     def idle(self):
         s = self.scheduler
         assert not self.inside and not self.arrived and s.tree.held == 0 and len(s._rows) == s.max_running
-        s.pages.give(s.tree.evict(s.pages.count))
+        s.pages.free_pages(s.tree.evict(s.pages.count))
         assert sorted(s.pages._free) == list(range(1, s.pages.count + 1))
 
 
@@ -184,7 +184,7 @@ def test_a_cached_prompt_is_admitted_before_a_cold_one_that_came_earlier():
         m.step()
     cold = m.add(ask([k % 3 for k in range(60)], key=2, n=1))
     hot = m.add(ask([k % TOKENS for k in range(100)] + [1], key=3, n=1))
-    assert m.scheduler.plan(0).chunks[0][0] is hot and cold.overtaken == 1
+    assert m.scheduler.plan_step(0).chunks[0][0] is hot and cold.overtaken == 1
 
 
 def test_a_cold_prompt_is_overtaken_so_many_times_and_no_more():

@@ -15,7 +15,7 @@ from rondel.planner import split
 from rondel.planner.workload import what_if
 from rondel.simulate import SimulatedWorld, simulate, world_of
 from rondel.simulate.clock import VirtualLoop
-from rondel.simulate.lengths import log_normal, recorded, tailed
+from rondel.simulate.lengths import log_normal, long_tailed, recorded_lengths
 
 pytestmark = pytest.mark.slow
 
@@ -37,10 +37,10 @@ def test_rates_are_the_closed_forms(cost_of_training):
     world = flat(seconds_a_sample=cost_of_training)
     R, T = 8 * PLACES / LENGTH, 8 / cost_of_training
     rate = {s: simulate(replace(world, staleness=s), steps=30)["samples_per_second"] for s in (0, 2)}
-    assert rate[2] == pytest.approx(split.overlapped(R, T), rel=0.05)
-    assert rate[0] == pytest.approx(split.synchronous(R, T), rel=0.05)
+    assert rate[2] == pytest.approx(split.overlapped_rate(R, T), rel=0.05)
+    assert rate[0] == pytest.approx(split.synchronous_throughput(R, T), rel=0.05)
     turns = simulate(replace(world, shared=True), steps=30)["samples_per_second"]
-    assert turns == pytest.approx(split.colocated(8, R / 8, T / 8), rel=0.05)
+    assert turns == pytest.approx(split.colocated_throughput(8, R / 8, T / 8), rel=0.05)
     if pytest.approx(T, rel=0.01) == R:
         assert rate[2] / rate[0] >= 1.6, "Y1: overlap of equal pools"
 
@@ -50,7 +50,7 @@ def test_the_faster_pool_idles():
         R, T = 8 * PLACES / LENGTH, 8 / cost_of_training
         told = simulate(flat(seconds_a_sample=cost_of_training, staleness=2), steps=30)
         faster, slower = ("trainer_idle", "rollout_idle") if T > R else ("rollout_idle", "trainer_idle")
-        assert told[faster] == pytest.approx(split.idle(R, T), abs=0.05)
+        assert told[faster] == pytest.approx(split.idle_share(R, T), abs=0.05)
         assert told[slower] == pytest.approx(0, abs=0.05)
 
 
@@ -68,7 +68,7 @@ def test_no_lag_is_more_than_allowed(staleness, shared, in_flight):
 def test_tails_idle_as_they_do_in_real_runs(staleness, measured):
     """`rondel bench tails`: 64 places on a shared device, one of ten answers of 16 tokens has 128; twelve steps."""
     world = SimulatedWorld(
-        engines=1, places=64, beat=[1.0] * 65, prefill=0.0, train=0.001, lengths=tailed(16, 0.1, 8), prompts=16, group=4, shared=True,
+        engines=1, places=64, beat=[1.0] * 65, prefill=0.0, train=0.001, lengths=long_tailed(16, 0.1, 8), prompts=16, group=4, shared=True,
         staleness=staleness,
     )  # fmt: skip
     idle = [simulate(replace(world, seed=seed), steps=12, first=0)["places_idle"] for seed in range(8)]
@@ -81,7 +81,7 @@ def test_no_step_is_shorter_than_the_longest_answer_allows(staleness, least):
     1 - 27.2·(S + 1)/128 are empty at least.
     """
     world = SimulatedWorld(
-        engines=1, places=64, beat=[1.0] * 65, prefill=0.0, train=0.001, lengths=tailed(16, 0.1, 8), prompts=16, group=4, shared=True,
+        engines=1, places=64, beat=[1.0] * 65, prefill=0.0, train=0.001, lengths=long_tailed(16, 0.1, 8), prompts=16, group=4, shared=True,
         staleness=staleness,
     )  # fmt: skip
     told = simulate(world, steps=60)
@@ -123,9 +123,9 @@ def test_ten_thousand_devices():
 
 
 def test_the_chain_names_what_helps_and_it_does():
-    from rondel.simulate.chain import PUBLISHED, TIERS, told
+    from rondel.simulate.chain import PUBLISHED, TIERS, build_chain
 
-    rows = told((8, 64, 256, 4096, 10240), gain_devices=8, steps=2)
+    rows = build_chain((8, 64, 256, 4096, 10240), gain_devices=8, steps=2)
     assert [row["devices"] for row in rows["tiers"]] == [n for n in TIERS if n != 1024]
     assert all(row["gain"] > 1 for row in rows["tiers"])
     gain = [row["gain"] for row in rows["gains"]]
@@ -189,10 +189,10 @@ def test_lengths_of_a_recorded_run(tmp_path):
     import random
 
     (tmp_path / "journal.jsonl").write_text('{"kind": "GroupFinished", "lengths": [3, 9]}\n{"kind": "StepDone"}\n')
-    drawn = {recorded(tmp_path)(random.Random(seed)) for seed in range(20)}
+    drawn = {recorded_lengths(tmp_path)(random.Random(seed)) for seed in range(20)}
     assert drawn == {3, 9}
     with pytest.raises(ValueError, match="no journal at"):
-        recorded(tmp_path / "nowhere")
+        recorded_lengths(tmp_path / "nowhere")
 
 
 def test_a_clock_that_would_spin_is_refused():
@@ -205,7 +205,7 @@ def test_virtual_time_stands_still_while_something_real_is_waited_for():
         loop = asyncio.get_running_loop()
         timer = asyncio.create_task(asyncio.sleep(3600))
         await asyncio.sleep(0)
-        with loop.still():
+        with loop.freeze_clock():
             await asyncio.to_thread(time.sleep, 0.05)
         before, due = loop.time(), timer.done()
         await timer

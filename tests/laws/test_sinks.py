@@ -12,7 +12,7 @@ from run_kit import events, tiny
 
 from rondel.assemble import train
 from rondel.core.errors import CheckpointError
-from rondel.core.events import Event, RunStarted, StepDone, Warned, dispensable, emit, subscribe, warn_aloud
+from rondel.core.events import Event, RunStarted, StepDone, Warned, drop_on_failure, emit, subscribe, warn_aloud
 from rondel.runtime.journal.log import Journal
 
 SINKS = """
@@ -73,7 +73,7 @@ def test_a_sink_that_fails_is_told_once_and_not_asked_again(capsys):
         raise ValueError("\ud83d\x1b[2J")
 
     told, stop = heard(Warned)
-    ends = [subscribe(dispensable("the console", breaks, tell=warn_aloud)), stop]
+    ends = [subscribe(drop_on_failure("the console", breaks, tell=warn_aloud)), stop]
     for _ in range(5):
         emit(StepDone(1, 1, {}, {}, {}))
     for end in ends:
@@ -93,7 +93,7 @@ def test_two_that_fail_at_each_others_news_end(order):
         raise ValueError("no")
 
     told, stop = heard(Warned)
-    readers = [dispensable("a", breaks), dispensable("b", breaks)]
+    readers = [drop_on_failure("a", breaks), drop_on_failure("b", breaks)]
     ends = [subscribe(reader) for reader in (readers if order else reversed(readers))]
     emit(RunStarted("x", "h"))
     emit(RunStarted("x", "h"))
@@ -105,7 +105,7 @@ def test_two_that_fail_at_each_others_news_end(order):
 def test_a_journal_that_cannot_be_written_ends_the_run(tmp_path):
     """Also where it fails at what a sink that can be done without had to say."""
     journal = Journal(tmp_path)
-    says = dispensable("b", lambda event: emit(Warned("seen")) if isinstance(event, StepDone) else None)
+    says = drop_on_failure("b", lambda event: emit(Warned("seen")) if isinstance(event, StepDone) else None)
     ends = [subscribe(says), subscribe(journal.write)]
     emit(Warned("fine"))
     journal.close()

@@ -22,9 +22,9 @@ from rondel.core.events import Warned, subscribe
 from rondel.core.types import Begin, Commit, Route, Sampling, sample_key
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.ngrams import NgramIndex
-from rondel.generate.engine.builtin.rejection import accepts, agreeing, leftover
-from rondel.generate.engine.builtin.sampler import choose, uniform
-from rondel.generate.engine.builtin.speculative import PROBE, SpeculationController, SpeculativeDecoder, expected
+from rondel.generate.engine.builtin.rejection import accept_draft_tokens, matching_prefix_length, residual_weights
+from rondel.generate.engine.builtin.sampler import draw_uniform, sample_tokens
+from rondel.generate.engine.builtin.speculative import PROBE, SpeculationController, SpeculativeDecoder, expected_tokens
 from rondel.models import names
 
 MODEL = tiny()
@@ -73,19 +73,19 @@ def test_the_index_finds_what_a_search_finds(seed):
     while at < len(tokens):
         at += int(rng.integers(1, 6))
         k = int(rng.integers(1, 7))
-        guess = grams.guess(tokens[:at], k)
+        guess = grams.draft_tokens(tokens[:at], k)
         assert guess == by_search(tokens[:at], k)
         found += bool(guess)
-    assert found > 5 and NgramIndex().guess([1, 2], 3) == [] and NgramIndex().guess([], 3) == []
+    assert found > 5 and NgramIndex().draft_tokens([1, 2], 3) == [] and NgramIndex().draft_tokens([], 3) == []
 
 
 def test_a_period_goes_on():
-    assert NgramIndex().guess([5, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
-    assert NgramIndex().guess([9, 9, 9], 4) == [9, 9, 9, 9]
+    assert NgramIndex().draft_tokens([5, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
+    assert NgramIndex().draft_tokens([9, 9, 9], 4) == [9, 9, 9, 9]
 
 
 def test_agreeing():
-    assert [agreeing([1, 2, 3], g) for g in ([], [1], [1, 2], [2, 2], [1, 3, 3])] == [0, 1, 2, 0, 1]
+    assert [matching_prefix_length([1, 2, 3], g) for g in ([], [1], [1, 2], [2, 2], [1, 3, 3])] == [0, 1, 2, 0, 1]
 
 
 # -- the same tokens -----------------------------------------------------------------------------
@@ -137,8 +137,8 @@ def accepted_run(model, k: int = 4) -> tuple[list[int], list[int], int]:
         given = echoing(seed, 20)
         tokens = asyncio.run(engine(model).generate(ask(given, key=1, n=60, temperature=0.5))).tokens
         for at in range(2, len(tokens)):
-            guess = NgramIndex().guess(given + tokens[:at], k)
-            if agreeing(tokens[at:], guess) >= 3 and len(set(guess[:3]) | {tokens[at - 1]}) == 4:
+            guess = NgramIndex().draft_tokens(given + tokens[:at], k)
+            if matching_prefix_length(tokens[at:], guess) >= 3 and len(set(guess[:3]) | {tokens[at - 1]}) == 4:
                 return given, tokens, at
     raise AssertionError("no round accepted three guesses: the test shows nothing")
 
@@ -382,11 +382,13 @@ def test_one_guess_is_a_draw_from_the_target(seed):
     p, q = (torch.rand(12, generator=g) * (torch.rand(12, generator=g) < 0.8) + 1e-9 for _ in range(2))
     n, s = 20_000, Sampling()
     key = sample_key(seed, 1, 2)
-    noise = {word: torch.tensor([uniform(key, t, word) for t in range(n)], dtype=torch.float64) for word in (1, 2, 3)}
+    noise = {
+        word: torch.tensor([draw_uniform(key, t, word) for t in range(n)], dtype=torch.float64) for word in (1, 2, 3)
+    }
     rows_p, rows_q = p.repeat(n, 1), q.repeat(n, 1)
-    guess = torch.tensor(choose(rows_q, [s] * n, noise[1].tolist())[0])
-    stays = accepts(rows_p, rows_q, guess, noise[2])
-    again = torch.tensor(choose(leftover(rows_p, rows_q), [s] * n, noise[3].tolist())[0])
+    guess = torch.tensor(sample_tokens(rows_q, [s] * n, noise[1].tolist())[0])
+    stays = accept_draft_tokens(rows_p, rows_q, guess, noise[2])
+    again = torch.tensor(sample_tokens(residual_weights(rows_p, rows_q), [s] * n, noise[3].tolist())[0])
     tokens = torch.where(stays, guess, again)
     whole_p, whole_q = p.double() / p.double().sum(), q.double() / q.double().sum()
     assert chi_square(np.bincount(tokens, minlength=12), whole_p.numpy()) > 1e-3
@@ -397,13 +399,13 @@ def test_one_guess_is_a_draw_from_the_target(seed):
 
 def test_a_distribution_is_left_over_from_itself():
     p = torch.rand(3, 7)
-    assert torch.allclose(leftover(p, p), p.double() / p.double().sum(-1, keepdim=True))
+    assert torch.allclose(residual_weights(p, p), p.double() / p.double().sum(-1, keepdim=True))
 
 
 def test_every_number_of_a_token_is_another():
     for key in (1, sample_key(0, 1, 2)):
-        words = [uniform(key, t, w) for t in range(500) for w in range(4)]
-        assert len(set(words)) == 2000 and [uniform(key, t) for t in range(500)] == words[::4]
+        words = [draw_uniform(key, t, w) for t in range(500) for w in range(4)]
+        assert len(set(words)) == 2000 and [draw_uniform(key, t) for t in range(500)] == words[::4]
         rows = np.array(words).reshape(-1, 4)
         assert (np.abs(np.corrcoef(rows.T) - np.eye(4)) < 0.2).all()
 
@@ -433,8 +435,10 @@ def test_mean_tokens_of_a_round(k):
     done = asyncio.run(all_of(e, [ask([5, 6], key=i, n=400) for i in range(16)]))
     s = e.speculation
     measured = (s.accepted + s.rounds) / s.rounds
-    print(f"ROUNDS k={k} alpha={alpha:.3f} expected {expected(alpha, k):.3f} measured {measured:.3f} of {s.rounds}")
-    assert 0.3 < alpha < 0.9 and measured == pytest.approx(expected(alpha, k), rel=0.03)
+    print(
+        f"ROUNDS k={k} alpha={alpha:.3f} expected {expected_tokens(alpha, k):.3f} measured {measured:.3f} of {s.rounds}"
+    )
+    assert 0.3 < alpha < 0.9 and measured == pytest.approx(expected_tokens(alpha, k), rel=0.03)
     counts = np.bincount([t for c in done for t in c.tokens], minlength=len(p))
     assert chi_square(counts, p.double().numpy() / float(p.double().sum())) > 1e-3
 
@@ -481,9 +485,9 @@ async def renew(e, draft=None):
     e.scheduler.check()
     if draft is not None:
         draft.model.load_state_dict(near(draft, 9, 1.0).model.state_dict())
-    manifest = names.manifest(e.loaded.model, e.version + 1)
+    manifest = names.build_manifest(e.loaded.model, e.version + 1)
     await e.receive(Begin(manifest))
-    await e.receive(Route("tensor", dict(names.weights(e.loaded.model))))
+    await e.receive(Route("tensor", dict(names.named_weights(e.loaded.model))))
     await e.receive(Commit(e.version + 1, manifest.root))
     await e.resume()
     return counts
@@ -498,13 +502,13 @@ def test_what_the_draft_knows_is_what_it_would_compute(pages):
     draft = near(MODEL, share=0.1)
     weights_by_version = {0: twin(draft)}
     e = drafted(MODEL, draft, kv_pages=pages)
-    rounds, note = [], e.speculation.note
+    rounds, note = [], e.speculation.record_step
 
     def noting(plan, drawn, seconds):
         rounds.extend((e.version, list(live.tokens), list(live.guess)) for live in plan.decoding if live.guess)
         note(plan, drawn, seconds)
 
-    e.speculation.note = noting
+    e.speculation.record_step = noting
 
     async def main():
         jobs = [asyncio.create_task(e.generate(ask(prompt(i, 12), key=i, n=60, temperature=0.0))) for i in range(6)]
@@ -542,7 +546,7 @@ def test_a_draft_whose_numbers_overflow_costs_its_guesses_and_nothing_else():
     assert len(warned) == 1 and "guesses nothing until it gets new weights" in warned[0] and e.speculation.rounds == 0
     with torch.no_grad():
         draft.head.weight.copy_(good)
-    e.speculation.draft.forget()
+    e.speculation.draft.forget_cache()
     asyncio.run(all_of(e, [replace(r, key=r.key + 50) for r in requests]))
     assert e.speculation.rounds > 0
     quiet(e)
@@ -591,7 +595,7 @@ def test_it_guesses_as_long_as_that_pays():
     slow_draft = served(SpeculationController(4), a=1.0, b=0.01, c=1.0, alpha=0.6)
     assert usual(slow_draft) == 0
     between = served(SpeculationController(8), a=1.0, b=0.05, alpha=0.7)
-    best = max(range(9), key=lambda k: (4 * expected(0.7, k)) / (1 + 0.05 * 4 * (1 + k)))
+    best = max(range(9), key=lambda k: (4 * expected_tokens(0.7, k)) / (1 + 0.05 * 4 * (1 + k)))
     assert 0 < best < 8 and abs(usual(between) - best) <= 1
 
 
@@ -605,7 +609,7 @@ def test_it_notices_when_the_world_changes():
 def test_the_mean_of_a_round():
     for alpha in (0.0, 0.3, 0.9, 1.0):
         for k in range(6):
-            assert expected(alpha, k) == pytest.approx(sum(alpha**i for i in range(k + 1)))
+            assert expected_tokens(alpha, k) == pytest.approx(sum(alpha**i for i in range(k + 1)))
 
 
 def test_switching_off_changes_no_token():

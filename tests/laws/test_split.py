@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rondel.algos.table import TABLE
 from rondel.core.types import Score, Trajectory
-from rondel.train.advantages import credit
+from rondel.train.advantages import compute_advantages
 from rondel.train.pack import TrainBatch, batch_of, micro_batches
 from rondel.train.step_metrics import StepMetricSums
 
@@ -50,7 +50,7 @@ def gradient(
     t.weights.zero_grad()
     if not noted:
         t._annotate(b, algo.needs)
-        credit(b, algo)
+        compute_advantages(b, algo)
     t._accumulate(b, algo, StepMetricSums(), proximal_noted=noted)
     return (
         torch.cat([(torch.zeros_like(m) if m.grad is None else m.grad).flatten() for m in t.weights.masters])
@@ -145,7 +145,7 @@ def test_every_row_is_the_same_for_any_split_of_a_stale_batch(name):
     for s in b.samples:
         s.baseline = 0.1 * s.group  # of the greedy answer beside the group
     t._annotate(b, algo.needs | {"proximal_logprobs"})
-    credit(b, algo)
+    compute_advantages(b, algo)
     for s in b.samples:
         own = s.notes["proximal"]
         s.behavior = own + rng.normal(0, 0.2, len(own)).astype(np.float32)
@@ -269,7 +269,7 @@ def test_denominators_count_the_update_not_the_micro_batch():
 def test_the_batch_falls_into_updates_of_whole_groups():
     b = batch(awkward_groups(), ROWS["grpo"])
     for n in range(1, 9):
-        parts = b.updates(n)
+        parts = b.split_updates(n)
         groups = [[s.group for s in part.samples] for part in parts]
         assert len(parts) == min(n, 5)
         assert sum(map(len, groups)) == len(b.samples)

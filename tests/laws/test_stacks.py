@@ -34,10 +34,10 @@ class Rank:
         return self.meeting.address
 
     def join(self, rank: int, address: tuple[str, int], patience: float) -> None:
-        self.ranks = FsdpRank(rank, 2, self.meeting if rank == 0 else Rendezvous.at(address), patience=patience)
+        self.ranks = FsdpRank(rank, 2, self.meeting if rank == 0 else Rendezvous.connect_to(address), patience=patience)
 
     async def total(self, absent: int | None = None) -> float:
-        with self.ranks.together("total"):
+        with self.ranks.collective_section("total"):
             return await asyncio.to_thread(self.daydream if self.ranks.rank == absent else self.summed)
 
     def summed(self) -> float:
@@ -53,7 +53,7 @@ class Rank:
 def cluster(tmp_path):
     made = ProcessCluster(tmp_path / "logs", patience=30.0)
     stacks = StackDumper(tmp_path, made.dump)
-    stop = subscribe(stacks.read)
+    stop = subscribe(stacks.on_event)
     yield made, stacks
     stop()
     made.close()
@@ -113,7 +113,7 @@ def test_a_signal_writes_them_on_demand(cluster, tmp_path):
     with stacks.on_demand():
         os.kill(os.getpid(), SIGNAL)
     assert "test_a_signal_writes_them_on_demand" in said(tmp_path / "logs" / "controller.log", "on_demand")
-    assert "in _pulse" in said(tmp_path / "logs" / "engine-0.log", "_pulse")
+    assert "in _send_pulses" in said(tmp_path / "logs" / "engine-0.log", "_send_pulses")
 
 
 def said(log, word: str) -> str:

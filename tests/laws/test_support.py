@@ -24,7 +24,7 @@ from rondel.core.errors import ConfigError, DataError
 from rondel.core.types import DATA, Group, Sampling, Score, Task, Trajectory
 from rondel.models.head import LMHead
 from rondel.runtime.journal import store
-from rondel.train.annotate import annotate
+from rondel.train.annotate import annotate_logprobs
 from rondel.train.logprobs import LOGITS, logprob_and_entropy
 from rondel.train.sampling_mask import SupportMask
 
@@ -66,8 +66,8 @@ def test_behavior_and_trainer_agree_at_ratio_one(cut):
     loaded, how = model(), CUTS[cut]
     b = batch(groups(loaded, how), row("grpo"))
     settings = {"budget": 40, "temperature": how.get("temperature", 1.0)}
-    annotate(loaded, b, "own", drawn=True, **settings)
-    annotate(loaded, b, "whole", **settings)
+    annotate_logprobs(loaded, b, "own", drawn=True, **settings)
+    annotate_logprobs(loaded, b, "whole", **settings)
     drawn = [s for s in b.samples if not s.guided]
     assert max(np.abs(s.notes["own"] - s.behavior).max() for s in drawn) < 1e-5
     lost = np.concatenate([s.notes["own"] - s.notes["whole"] for s in drawn])

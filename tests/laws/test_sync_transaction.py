@@ -30,7 +30,10 @@ def update(trainer, *, probe=PROBE, score=None, moved=True, tolerance=1e-4):
 
 
 def equal(a, b):
-    return all(torch.equal(x, y) for (_, x), (_, y) in zip(names.weights(a.model), names.weights(b.model), strict=True))
+    return all(
+        torch.equal(x, y)
+        for (_, x), (_, y) in zip(names.named_weights(a.model), names.named_weights(b.model), strict=True)
+    )
 
 
 def test_one_shared_copy_moves_nothing():
@@ -45,7 +48,7 @@ def test_one_shared_copy_moves_nothing():
         e.arrivals.bytes_copied == 0
         and e.version == 1
         and synced.version == 1
-        and synced.root == names.manifest(model.model, 1).root
+        and synced.root == names.build_manifest(model.model, 1).root
     )
     assert synced.bytes_copied == 0 and synced.probe_gap < 1e-5
 
@@ -60,7 +63,7 @@ def test_a_separate_copy_becomes_bitwise_equal():
         assert not equal(theirs, mine)
         assert asyncio.run(sync(trainer, e)) == version == e.version
         assert equal(theirs, mine)
-        assert e.arrivals.bytes_copied == sum(p.numel() * 4 for _, p in names.weights(mine.model))
+        assert e.arrivals.bytes_copied == sum(p.numel() * 4 for _, p in names.named_weights(mine.model))
     after = asyncio.run(e.generate(ask(prompt(1, 20))))
     assert after.tokens == asyncio.run(engine(theirs).generate(ask(prompt(1, 20)))).tokens != before
     assert after.cached_tokens == 0 and set(after.versions) == {3}
@@ -77,7 +80,7 @@ def test_a_tied_tensor_travels_once():
             "head_dim": 16,
         },
     )
-    sent = [n for n, _ in names.weights(model.model)]
+    sent = [n for n, _ in names.named_weights(model.model)]
     assert len(sent) == len(set(sent)) and not any("lm_head" in n for n in sent)
     trainer, e = Publisher(twin(model)), engine(model)
     trainer.train()
@@ -202,8 +205,12 @@ def test_messages_out_of_order():
         assert (await e.status()).state == "refusing"
 
     model = tiny()
-    manifest = names.manifest(model.model, 1)
-    begin, data, commit = Begin(manifest), Route("tensor", dict(names.weights(model.model))), Commit(1, manifest.root)
+    manifest = names.build_manifest(model.model, 1)
+    begin, data, commit = (
+        Begin(manifest),
+        Route("tensor", dict(names.named_weights(model.model))),
+        Commit(1, manifest.root),
+    )
     asyncio.run(main(commit, says="commit without begin"))
     asyncio.run(main(data, says="data without begin"))
     asyncio.run(main(begin, data, commit, commit, says="commit without begin"))
@@ -413,7 +420,7 @@ def test_the_probe_runs_while_requests_are_parked_and_memory_is_lent(tags):
         await e.sleep(tags)
         trainer.train()
         await update(trainer, probe=prompt(3, 60))(trainer, e)
-        assert not tags or e.pages.keys.bytes == 0
+        assert not tags or e.pages.keys.pool_bytes == 0
         await e.wake(tags)
         await e.resume()
         assert len((await task).tokens) == 30
@@ -425,7 +432,7 @@ def test_the_probe_runs_while_requests_are_parked_and_memory_is_lent(tags):
 def test_moved_and_unmoved_weights():
     model = tiny()
     trainer, e = Publisher(model), engine(model)
-    first = names.manifest(model.model, 0).root
+    first = names.build_manifest(model.model, 0).root
     sync = update(trainer, moved=False)
     asyncio.run(sync(trainer, e))
     asyncio.run(sync(trainer, e))  # no update was applied: the root is the same, and that is right
@@ -452,13 +459,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
 def test_any_flipped_bit_changes_the_digest(shape, dtype):
     r = random.Random(0)
     t = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)
-    raw, whole = t.view(-1).view(torch.uint8), names.digest(t)
+    raw, whole = t.view(-1).view(torch.uint8), names.tensor_digest(t)
     places = [(0, 0), (len(raw) - 1, 7)] + [(r.randrange(len(raw)), r.randrange(8)) for _ in range(30)]
     for byte, bit in places:
         raw[byte] ^= 1 << bit
-        assert names.digest(t) != whole
+        assert names.tensor_digest(t) != whole
         raw[byte] ^= 1 << bit
-    assert names.digest(t) == whole
+    assert names.tensor_digest(t) == whole
 
 
 def test_accidents_that_keep_the_sum_of_words():
@@ -468,7 +475,7 @@ def test_accidents_that_keep_the_sum_of_words():
         t = torch.randn(n, n, generator=g)
         odd = torch.arange(n) % 2 * -2 + 1  # negates every other column
         seen = {
-            names.digest(x)
+            names.tensor_digest(x)
             for x in (t, t.clone(), t.T, -t, t * odd, t * -odd, t.flip(0), t.flip(1), t.bfloat16(), -t.bfloat16())
         }
         assert len(seen) == 9
@@ -476,7 +483,7 @@ def test_accidents_that_keep_the_sum_of_words():
             i, j = torch.randperm(n, generator=g)[:2].tolist()
             swapped = t.clone()
             swapped[[i, j]] = t[[j, i]]
-            seen.add(names.digest(swapped))
+            seen.add(names.tensor_digest(swapped))
         assert len(seen) >= 9 + 38
 
 
@@ -488,7 +495,7 @@ def test_flipped_signs_of_all_or_of_every_second_number(dtype, n):
     assert (
         len(
             {
-                names.digest(t * sign)
+                names.tensor_digest(t * sign)
                 for sign in (1, -1, torch.arange(n) % 2 * -2 + 1, torch.arange(n) % 4 // 2 * -2 + 1)
             }
         )
@@ -499,8 +506,8 @@ def test_flipped_signs_of_all_or_of_every_second_number(dtype, n):
 def test_the_digest_of_a_gpu_is_that_of_a_cpu():
     """Both ways to multiply, on random rows."""
     rows = torch.randint(-(2**63), 2**63 - 1, (5, names._ROW), generator=torch.Generator().manual_seed(7))
-    odd = names._multipliers(rows.device, names._ROW, names._INSIDE)
-    assert torch.equal(names._inside(rows, odd), (rows * odd).sum(1))
+    odd = names._hash_multipliers(rows.device, names._ROW, names._INSIDE)
+    assert torch.equal(names._row_products(rows, odd), (rows * odd).sum(1))
 
 
 @pytest.mark.parametrize("bit", [15, 31, 47, 62, 63])
@@ -509,37 +516,41 @@ def test_two_flips_of_the_same_high_bit_do_not_cancel(bit):
     signs at odd places would be invisible.
     """
     words = torch.randint(-(2**62), 2**62, (100_000,), generator=torch.Generator().manual_seed(3))
-    whole, r = names.digest(words), random.Random(bit)
+    whole, r = names.tensor_digest(words), random.Random(bit)
     for _ in range(60):
         i, j = r.sample(range(len(words)), 2)
         both = words.clone()
         for at in (i, j):
             both[at] ^= -(2**63) if bit == 63 else 1 << bit
-        assert names.digest(both) != whole
+        assert names.tensor_digest(both) != whole
 
 
 def test_words_swapped_across_rows_are_seen():
     """Position (row j, word i+1) and (row i, word j+1): equal products if rows and words shared their multipliers."""
     t = torch.randint(-(2**62), 2**62, (4, names._ROW), generator=torch.Generator().manual_seed(4))
-    whole = names.digest(t)
+    whole = names.tensor_digest(t)
     for i, j in ((0, 1), (1, 3), (0, 2)):
         other = t.clone()
         other[i, j + 1], other[j, i + 1] = t[j, i + 1].clone(), t[i, j + 1].clone()
-        assert names.digest(other) != whole
+        assert names.tensor_digest(other) != whole
 
 
 def test_the_digest_is_of_the_bits_not_of_the_memory():
     base = torch.randn(1001, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
     for view in (base[1:], base[3:500], base[::2], base[:1000].view(10, 100).T):
-        assert names.digest(view) == names.digest(view.clone().contiguous())
-    assert names.digest(torch.zeros(0)) != names.digest(torch.zeros(1)) != names.digest(torch.zeros(2))
-    assert names.digest(torch.tensor(0.0)) != names.digest(torch.tensor(-0.0))
+        assert names.tensor_digest(view) == names.tensor_digest(view.clone().contiguous())
+    assert (
+        names.tensor_digest(torch.zeros(0))
+        != names.tensor_digest(torch.zeros(1))
+        != names.tensor_digest(torch.zeros(2))
+    )
+    assert names.tensor_digest(torch.tensor(0.0)) != names.tensor_digest(torch.tensor(-0.0))
 
 
 def test_the_root_knows_names_shapes_and_dtypes():
     def root(**tensors):
         model = torch.nn.ParameterDict({k: torch.nn.Parameter(v, requires_grad=False) for k, v in tensors.items()})
-        return names.manifest(model, 0).root
+        return names.build_manifest(model, 0).root
 
     a, b = torch.arange(6.0), torch.ones(6)
     roots = [

@@ -24,14 +24,14 @@ def test_an_account_leaves_no_moment_out():
     account = TimeAccount("engine")
     inside = time.perf_counter()
     for kind in ("generate", "held", "generate", "idle"):
-        account.turn(kind)
-        account.turn(kind)  # the same is no turn
+        account.switch_to(kind)
+        account.switch_to(kind)  # the same is no turn
         time.sleep(0.002)
     last = time.perf_counter()
     account.counts["tokens"] += 7
-    account.tell()
+    account.report_time()
     after = time.perf_counter()
-    account.tell()
+    account.report_time()
     end()
     first, second = heard
     assert (

@@ -39,7 +39,7 @@ from rondel.generate.engine.server.errors import RequestRefusal
 from rondel.generate.engine.server.fields import RequestFields
 from rondel.models import names
 from rondel.models.compilation import CompiledModel
-from rondel.models.load import load
+from rondel.models.load import load_model
 from rondel.sync import delta, from_disk, from_distributed, from_ipc
 from rondel.sync.delta import Delta
 from rondel.sync.from_disk import FromDisk
@@ -101,7 +101,9 @@ def models():
     )
     yield (
         "bf16",
-        load({"random": "llama", **SIZE, "vocab_size": 101, "intermediate_size": 77, "seed": 4}, dtype="bfloat16"),
+        load_model(
+            {"random": "llama", **SIZE, "vocab_size": 101, "intermediate_size": 77, "seed": 4}, dtype="bfloat16"
+        ),
     )
 
 
@@ -262,7 +264,7 @@ def test_messages_repeated_or_missing(kind, tmp_path):
 
     async def main():
         trainer.train()
-        manifest, route = await trainer.publish(await trainer.transport.route(trainer, [first]))
+        manifest, route = await trainer.publish(await trainer.transport.plan_route(trainer, [first]))
         begin, commit = Begin(manifest, beside=True), Commit(1, manifest.root)
         for messages, says in [
             ((route,), "data without begin"),
@@ -335,7 +337,7 @@ def test_the_engine_decodes_until_the_commit(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["ipc", "disk"])
 def test_a_compiled_pass_reads_what_the_module_points_to(kind, tmp_path):
     trainer, e, sync = ends(kind, tmp_path, tiny())
-    e.runner.hidden = CompiledModel(e.loaded).hidden
+    e.runner.hidden = CompiledModel(e.loaded).hidden_states
 
     async def main():
         before = await e.generate(ask(prompt(4, 12)))
@@ -402,16 +404,20 @@ def test_a_mixture_leaves_under_the_names_of_its_checkpoints(kind, name, tmp_pat
     """
     trainer, e, sync = ends(kind, tmp_path, tiny(name, **(SIZE | MIXTURES[name])))
     heard = []
-    begin = e.arrivals.begin
-    e.arrivals.begin = lambda message, version: (heard.append(message.manifest), begin(message, version))
+    begin = e.arrivals.begin_update
+    e.arrivals.begin_update = lambda message, version: (heard.append(message.manifest), begin(message, version))
 
     async def publish(route):
-        tensors = names.weights(trainer.loaded.model)
-        tensors = names.published(trainer.loaded.model, tensors) if trainer.transport.names == "checkpoint" else tensors
-        return trainer.transport.publish(route, trainer.version, names.described(tensors))
+        tensors = names.named_weights(trainer.loaded.model)
+        tensors = (
+            names.published_tensors(trainer.loaded.model, tensors)
+            if trainer.transport.names == "checkpoint"
+            else tensors
+        )
+        return trainer.transport.publish(route, trainer.version, names.describe_tensors(tensors))
 
     async def send(route):
-        tensors = list(names.published(trainer.loaded.model, names.weights(trainer.loaded.model)))
+        tensors = list(names.published_tensors(trainer.loaded.model, names.named_weights(trainer.loaded.model)))
         await asyncio.to_thread(trainer.transport.send, route, tensors)
 
     trainer.publish, trainer.send = publish, send
@@ -429,7 +435,7 @@ def test_a_mixture_leaves_under_the_names_of_its_checkpoints(kind, name, tmp_pat
     if kind == "ipc":
         assert sent.keys() == bits(trainer.loaded).keys()
     else:
-        assert sent == {n: (tuple(t.shape), names.digest(t)) for n, t in saved.items()}
+        assert sent == {n: (tuple(t.shape), names.tensor_digest(t)) for n, t in saved.items()}
     if kind == "disk":
         read = load_file(next((tmp_path / "weights" / "v-000003").glob("*.safetensors")))
         assert same(read, saved)
@@ -440,10 +446,10 @@ def test_a_mixture_leaves_under_the_names_of_its_checkpoints(kind, name, tmp_pat
     "kind", ["gpt_neox", "granitemoe", "ernie4_5_moe", "deepseek_v3", "apertus", "gpt2", "qwen2_5_vl", "gemma3_text"]
 )
 def test_published_tensors_are_those_of_save_pretrained_and_parts_of_the_module(kind, tmp_path):
-    loaded = looking(kind) if kind in EYES else load({"random": kind, **FAMILIES[kind]}, dtype="bfloat16")
+    loaded = looking(kind) if kind in EYES else load_model({"random": kind, **FAMILIES[kind]}, dtype="bfloat16")
     loaded.model.save_pretrained(tmp_path)
     saved = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
-    told = dict(names.published(loaded.model, names.weights(loaded.model)))
+    told = dict(names.published_tensors(loaded.model, names.named_weights(loaded.model)))
     assert told.keys() == saved.keys() and all(
         torch.equal(t, saved[name]) and t.dtype == saved[name].dtype for name, t in told.items()
     )
@@ -456,7 +462,9 @@ def test_the_broadcast_endpoint_knows_the_names_of_checkpoints():
     service = SimpleNamespace(engine=SimpleNamespace(loaded=loaded))
 
     def rows(name, shape):
-        return broadcast._rows(service, RequestFields({"names": [name], "dtypes": ["float32"], "shapes": [shape]}))
+        return broadcast._announced_tensors(
+            service, RequestFields({"names": [name], "dtypes": ["float32"], "shapes": [shape]})
+        )
 
     for name, shape in (
         ("experts.3.gate_proj.weight", [32, 64]),
@@ -477,7 +485,7 @@ def test_shards_are_gathered_once_an_update():
         size = 2
 
         def whole(self, model):
-            for name, tensor in names.weights(model):
+            for name, tensor in names.named_weights(model):
                 gathered.append(name)
                 yield name, tensor
 
@@ -494,8 +502,10 @@ def test_shards_are_gathered_once_an_update():
     trainer = LocalTrainer(loaded, TrainSettings(lr=1e-3, start_probe=0), run=inline, ranks=Two(), transport=Later())
     manifest, _ = asyncio.run(trainer.publish(Route("distributed")))
     asyncio.run(trainer.send(Route("distributed")))
-    assert gathered == [name for name, _ in names.weights(loaded.model)] and not trainer._held
-    assert {row.name: row.digest for row in manifest.tensors} == {name: names.digest(t) for name, t in sent.items()}
+    assert gathered == [name for name, _ in names.named_weights(loaded.model)] and not trainer._held
+    assert {row.name: row.digest for row in manifest.tensors} == {
+        name: names.tensor_digest(t) for name, t in sent.items()
+    }
 
 
 @pytest.mark.parametrize("kind", ["disk", "delta"])
@@ -527,7 +537,7 @@ def test_a_run_that_was_rolled_back_reads_what_it_publishes(kind, tmp_path):
 
 
 def rows_of(tensors):
-    return list(names.described(tensors.items()))
+    return list(names.describe_tensors(tensors.items()))
 
 
 def test_two_segments_take_turns_and_none_is_written_while_it_is_read():
@@ -621,7 +631,7 @@ def test_a_segment_whose_writer_died_is_reaped():
     mine = from_ipc.SHARED / f"rondel-{os.getpid()}-abc"
     left.write_bytes(b"x"), mine.write_bytes(b"x")
     try:
-        assert left.name in from_ipc.reap() and not left.exists() and mine.exists()
+        assert left.name in from_ipc.reap_segments() and not left.exists() and mine.exists()
     finally:
         mine.unlink()
 
@@ -638,10 +648,10 @@ def test_a_segment_whose_writer_died_is_reaped():
 )
 def test_decode_undoes_encode(n, share, dtype, seed):
     g = torch.Generator().manual_seed(seed)
-    old = delta.bits((torch.randn(n, generator=g) * 50).to(getattr(torch, dtype)))
+    old = delta.view_as_integers((torch.randn(n, generator=g) * 50).to(getattr(torch, dtype)))
     new = torch.where(
         torch.rand(n, generator=g) < share,
-        delta.bits((torch.randn(n, generator=g) * 50).to(getattr(torch, dtype))),
+        delta.view_as_integers((torch.randn(n, generator=g) * 50).to(getattr(torch, dtype))),
         old,
     )
     blob = delta.encode(old, new)
@@ -709,12 +719,12 @@ def test_a_delta_on_another_base_is_refused(lies, tmp_path):
 @given(st.lists(st.integers(0, 4000), min_size=1, max_size=40), st.integers(1, 5000))
 def test_buckets_hold_everything_once_and_in_order(sizes, most):
     rows = [TensorInfo(str(i), (n,), "uint8", "") for i, n in enumerate(sizes)]
-    plan = from_distributed.buckets(rows, most)
+    plan = from_distributed.split_into_buckets(rows, most)
     assert [row for bucket in plan for row in bucket] == rows and all(plan)
     for bucket in plan:
         assert len(bucket) == 1 or sum(row.shape[0] for row in bucket) <= most
-        buffer = torch.zeros(sum(map(from_distributed._aligned, bucket)), dtype=torch.uint8)
-        for _, slot in from_distributed.slots(bucket, buffer):
+        buffer = torch.zeros(sum(map(from_distributed._aligned_size, bucket)), dtype=torch.uint8)
+        for _, slot in from_distributed.split_bucket(bucket, buffer):
             assert not slot.any()
             slot += 1
         assert int(buffer.sum()) == sum(row.shape[0] for row in bucket)
@@ -727,10 +737,10 @@ def test_who_fails_wakes_the_other_and_the_engine_refuses_until_a_good_update(wh
     async def main():
         trainer.train()
         await sync(trainer, e)
-        send, accept = trainer.send, e.arrivals._accept
+        send, accept = trainer.send, e.arrivals._accept_tensor
 
         async def half(route):
-            tensors = list(names.weights(trainer.loaded.model))
+            tensors = list(names.named_weights(trainer.loaded.model))
             await asyncio.to_thread(trainer.transport.send, route, tensors[:5])
 
         def strange(*one):
@@ -738,7 +748,7 @@ def test_who_fails_wakes_the_other_and_the_engine_refuses_until_a_good_update(wh
             raise SyncError("no room")
 
         trainer.send = half if who == "trainer" else send
-        e.arrivals._accept = strange if who == "engine" else accept
+        e.arrivals._accept_tensor = strange if who == "engine" else accept
         trainer.train()
         began = time.monotonic()
         with pytest.raises((SyncError, StalledError)):
@@ -746,7 +756,7 @@ def test_who_fails_wakes_the_other_and_the_engine_refuses_until_a_good_update(wh
         assert time.monotonic() - began < 14, "somebody waited for its deadline"
         with pytest.raises(EngineError, match="refuses"):
             await e.generate(ask([1, 2, 3]))
-        trainer.send, e.arrivals._accept = send, accept
+        trainer.send, e.arrivals._accept_tensor = send, accept
         trainer.train()
         assert await sync(trainer, e) == 3 and same(bits(trainer.loaded), bits(e.loaded))
 

@@ -17,7 +17,7 @@ from engine_kit import SIZE, all_of, ask, engine, prompt, tiny
 from run_kit import run, run_and_die
 
 from rondel.core.types import Begin, Commit, Request, Route, sample_key
-from rondel.generate.engine.resumption import resumed
+from rondel.generate.engine.resumption import generate_until_done
 from rondel.models import names
 from rondel.runtime.journal import store
 from rondel.runtime.journal.wal import TokenLog
@@ -30,17 +30,17 @@ def rows(key: int, first: int, n: int, version: int, prompt: int = 7) -> list:
 
 
 def said(log: TokenLog, key: int, prompt: int = 7, first: int = 0) -> list[int]:
-    return [found.token for found in log.written(key, prompt, first=first)]
+    return [found.token for found in log.recall_tokens(key, prompt, first=first)]
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A life that served versions 3 and 4: sample 1 is of both, sample 2 of the first, sample 3 of the second."""
     log = TokenLog(tmp_path)
-    log.committed(3, "root-3")
+    log.record_version(3, "root-3")
     log.write(rows(1, 0, 4, 3) + rows(2, 0, 3, 3))
     log.write(rows(1, 4, 1, 3))
-    log.committed(4, "root-4")
+    log.record_version(4, "root-4")
     log.write(rows(1, 5, 2, 4) + rows(3, 0, 2, 4))
     log.close()
     return tmp_path
@@ -48,10 +48,10 @@ def folder(tmp_path):
 
 def test_a_sample_goes_on_from_its_tokens(folder):
     log = TokenLog(folder)
-    log.committed(4, "root-4")
-    got = list(log.written(1, 7))
+    log.record_version(4, "root-4")
+    got = list(log.recall_tokens(1, 7))
     assert got == [(100 + i, -0.1 * (i + 1), 3 if i < 5 else 4, None) for i in range(7)]
-    assert list(log.written(1, 7)) == []  # it is this life's now
+    assert list(log.recall_tokens(1, 7)) == []  # it is this life's now
     assert said(log, 3, first=1) == [101]
     assert said(log, 99) == []
 
@@ -60,30 +60,30 @@ def test_a_sample_goes_on_at_another_engine_from_one_log_alone(folder, tmp_path_
     """Where two engines have drawn it, the longer one counts: a mixture of both was drawn by nobody."""
     mine = tmp_path_factory.mktemp("other")
     log = TokenLog(mine)
-    log.committed(4, "root-4")
+    log.record_version(4, "root-4")
     log.write([(1, i, 7, -1.0, 900 + i, 4) for i in range(3)])
     log.close()
     log = TokenLog(mine, beside=[folder, mine])
-    log.committed(4, "root-4")
+    log.record_version(4, "root-4")
     assert said(log, 1) == list(range(100, 107)) and said(log, 1) == []
     assert said(log, 3) == [100, 101]
     shorter = TokenLog(mine, beside=[folder])
-    shorter.committed(4, "root-4")
+    shorter.record_version(4, "root-4")
     assert said(shorter, 1, first=5) == [105, 106] and said(shorter, 2) == [100, 101, 102]
 
 
 def test_what_a_lost_life_had_trained_does_not_count(folder):
     """Resumed at version 3, the weights of version 4 are other ones until they have been trained again, bit for bit."""
     log = TokenLog(folder)
-    log.committed(3, "root-3")
+    log.record_version(3, "root-3")
     assert said(log, 1) == [100, 101, 102, 103, 104] and said(log, 3) == []
     log = TokenLog(folder)
-    log.committed(3, "root-3")
-    log.committed(4, "root-other")
+    log.record_version(3, "root-3")
+    log.record_version(4, "root-other")
     assert said(log, 1) == [100, 101, 102, 103, 104]
     log = TokenLog(folder)
-    log.committed(3, "root-3")
-    log.committed(4, "root-4")
+    log.record_version(3, "root-3")
+    log.record_version(4, "root-4")
     assert len(said(log, 1)) == 7 and said(log, 3) == [100, 101]
 
 
@@ -92,15 +92,15 @@ def test_what_two_lives_drew_is_not_one_sample(tmp_path):
     8 more there. Both are true; a mixture is not.
     """
     log = TokenLog(tmp_path)
-    log.committed(3, "root-3")
+    log.record_version(3, "root-3")
     log.write(rows(1, 0, 5, 3))
-    log.committed(4, "root-4")
+    log.record_version(4, "root-4")
     log.write(rows(1, 5, 3, 4))
-    log.committed(3, "root-3")
+    log.record_version(3, "root-3")
     log.write([(1, 5 + i, 7, -1.0, 900 + i, 3) for i in range(8)])
     log.close()
     again = TokenLog(tmp_path)
-    again.committed(4, "root-4")
+    again.record_version(4, "root-4")
     assert said(again, 1) == list(range(100, 108))
 
 
@@ -114,7 +114,7 @@ def test_routes_stand_beside_their_tokens(tmp_path, experts):
     once a segment, and again by another life.
     """
     log, given = TokenLog(tmp_path), routes(500, experts)
-    log.committed(3, "root-3")
+    log.record_version(3, "root-3")
     step = [*rows(1, 0, 1, 3), *rows(2, 0, 1, 3), *rows(3, 0, 1, 3)]
     log.write(step, [(0, given), None, (0, given)])
     one = (tmp_path / "000003.bin").stat().st_size
@@ -127,20 +127,20 @@ def test_routes_stand_beside_their_tokens(tmp_path, experts):
     log.close()
     for sample, seed in ((1, 0), (3, 9)):
         again = TokenLog(tmp_path)
-        again.committed(3, "root-3")
-        got = list(again.written(sample, 7))
+        again.record_version(3, "root-3")
+        got = list(again.recall_tokens(sample, 7))
         assert [f.token for f in got] == [100, 101, 102, 103] and [f.routes[0] for f in got] == [0, 500, 501, 502]
         whole = np.concatenate([given, *(routes(1, experts, seed + i) for i in range(1, 4))])
         assert np.array_equal(np.concatenate([f.routes[1] for f in got]), whole)
-        assert [f.routes for f in again.written(2, 7)] == [None]
+        assert [f.routes for f in again.recall_tokens(2, 7)] == [None]
         again.close()
     again = TokenLog(tmp_path)
-    again.committed(3, "root-3")
+    again.record_version(3, "root-3")
     again.write(rows(4, 0, 1, 3), [(0, given)])
     again.close()
     last = TokenLog(tmp_path)
-    last.committed(3, "root-3")
-    assert np.array_equal(next(last.written(4, 7)).routes[1], given)
+    last.record_version(3, "root-3")
+    assert np.array_equal(next(last.recall_tokens(4, 7)).routes[1], given)
 
 
 def damage(path, rng, first, *, torn):
@@ -157,53 +157,53 @@ def damage(path, rng, first, *, torn):
 @pytest.mark.parametrize("seed", range(12))
 def test_a_torn_block_with_routes_ends_its_segment(tmp_path, seed):
     rng, log = np.random.default_rng(seed), TokenLog(tmp_path)
-    log.committed(3, "root-3")
+    log.record_version(3, "root-3")
     for i in range(6):
         log.write([*rows(1, i, 1, 3), *rows(2, i, 1, 3)], [(i, routes(2, 8, i)), (i, routes(2, 8, i))])
     log.close()
     damage(tmp_path / "000003.bin", rng, 60, torn=seed % 2)
     again = TokenLog(tmp_path)
-    again.committed(3, "root-3")
+    again.record_version(3, "root-3")
     for key in (1, 2):
-        got = list(again.written(key, 7))
+        got = list(again.recall_tokens(key, 7))
         assert len(got) < 6 and [f.token for f in got] == [100 + i for i in range(len(got))]
         assert all(np.array_equal(f.routes[1], routes(2, 8, i)) for i, f in enumerate(got))
 
 
 def test_another_model_has_another_past(folder):
     log = TokenLog(folder)
-    log.committed(3, "root-of-something-else")
+    log.record_version(3, "root-of-something-else")
     assert said(log, 1) == said(log, 2) == []
 
 
 def test_a_changed_task_finds_nothing(folder):
     log = TokenLog(folder)
-    log.committed(4, "root-4")
-    assert said(log, 1, prompt=TokenLog.mark([1, 2, 3])) == []
+    log.record_version(4, "root-4")
+    assert said(log, 1, prompt=TokenLog.context_hash([1, 2, 3])) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_torn_or_wrong_block_ends_its_segment_and_the_next_life_writes_behind_what_is_whole(folder, seed):
     whole = TokenLog(folder)
-    whole.committed(4, "root-4")
+    whole.record_version(4, "root-4")
     everything = {key: said(whole, key) for key in (1, 2, 3)}
     damage(folder / "000003.bin", np.random.default_rng(seed), 1, torn=seed % 2)
     log = TokenLog(folder)
-    log.committed(3, "root-3")
+    log.record_version(3, "root-3")
     for key in (1, 2):
         got = said(log, key)
         assert got == everything[key][: len(got)]
     log.write(rows(BIG, 0, 6, 3))
     log.close()
     again = TokenLog(folder)
-    again.committed(3, "root-3")
+    again.record_version(3, "root-3")
     assert said(again, BIG) == [100 + i for i in range(6)]
 
 
 def test_segments_do_not_pile_up(tmp_path):
     log = TokenLog(tmp_path, keep=3)
     for version in range(10):
-        log.committed(version, f"root-{version}")
+        log.record_version(version, f"root-{version}")
     assert [p.stem for p in sorted(tmp_path.glob("*.bin"))] == ["000007", "000008", "000009"]
 
 
@@ -211,7 +211,7 @@ def test_a_token_that_is_read_back_takes_an_entry_of_an_array(tmp_path):
     """It took 203 bytes of objects. Of a past that is not this life's nothing is kept."""
     log, n = TokenLog(tmp_path), 0
     for version in range(3):
-        log.committed(version, f"root-{version}")
+        log.record_version(version, f"root-{version}")
         for step in range(300):
             log.write([(key, 300 * version + step, 7, -1.0, key, version) for key in range(64)])
             n += 64
@@ -219,13 +219,13 @@ def test_a_token_that_is_read_back_takes_an_entry_of_an_array(tmp_path):
     tracemalloc.start()
     again = TokenLog(tmp_path)
     taken, _ = tracemalloc.get_traced_memory()
-    again.committed(2, "another root")
+    again.record_version(2, "another root")
     again.close()
     left, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert taken < 64 * n and left < 20_000 and said(again, 5) == []
     other = TokenLog(tmp_path)
-    other.committed(1, "root-1")
+    other.record_version(1, "root-1")
     assert said(other, 5) == [5] * 600 and said(other, 5) == []
 
 
@@ -233,14 +233,14 @@ def test_a_life_that_was_rolled_back_keeps_what_it_writes(tmp_path):
     """Segments of later versions, which a lost life wrote, do not count as newer ones."""
     log = TokenLog(tmp_path, keep=3)
     for version in range(10):
-        log.committed(version, f"root-{version}")
+        log.record_version(version, f"root-{version}")
     log.close()
     log = TokenLog(tmp_path, keep=3)
-    log.committed(5, "root-5")
+    log.record_version(5, "root-5")
     log.write(rows(1, 0, 4, 5))
     log.close()
     again = TokenLog(tmp_path, keep=3)
-    again.committed(5, "root-5")
+    again.record_version(5, "root-5")
     assert said(again, 1) == [100, 101, 102, 103]
 
 
@@ -251,7 +251,7 @@ def test_interrupted_lengths_are_those_of_uninterrupted_samples(tmp_path):
     """
     rng, h, q, n = np.random.default_rng(0), 0.02, 0.01, 4000
     log = TokenLog(tmp_path / "wal")
-    log.committed(0, "root")
+    log.record_version(0, "root")
 
     def life(key: int, noise: np.random.Generator, done: int) -> tuple[int, bool]:
         """Draw until the end or an interruption. -> (tokens, finished)."""
@@ -275,7 +275,7 @@ def test_interrupted_lengths_are_those_of_uninterrupted_samples(tmp_path):
         restarted.append(done)
     log.close()
     again = TokenLog(tmp_path / "wal")
-    again.committed(0, "root")
+    again.record_version(0, "root")
     assert all(len(said(again, key, 0)) == length for key, length in enumerate(kept))
     assert np.mean(kept) == pytest.approx(1 / h, rel=0.05)
     assert np.mean(restarted) == pytest.approx(1 / (1 - (1 - h) * (1 - q)), rel=0.05)
@@ -297,12 +297,12 @@ def serving(folder, loaded=None, **how):
     """An engine of a life that serves version 1."""
     log = TokenLog(folder)
     e = engine(loaded or tiny("llama"), log=log, **how)
-    manifest = names.manifest(e.loaded.model, 1)
+    manifest = names.build_manifest(e.loaded.model, 1)
 
     async def commit():
         for message in (
             Begin(manifest),
-            Route("tensor", dict(names.weights(e.loaded.model))),
+            Route("tensor", dict(names.named_weights(e.loaded.model))),
             Commit(1, manifest.root),
         ):
             await e.receive(message)
@@ -380,7 +380,7 @@ def test_what_the_log_cannot_bring_back_is_drawn_again(tmp_path):
     ]
     for other in others:
         asyncio.run(e.generate(other))
-    assert len(list(e.log.written(r.key, e.log.mark(r.tokens)))) == 24
+    assert len(list(e.log.recall_tokens(r.key, e.log.context_hash(r.tokens)))) == 24
 
 
 MIXTURES = {
@@ -445,7 +445,7 @@ def test_a_sample_that_was_given_back_in_between_has_its_first_routes(tmp_path):
         async def generate(request):
             return await e.generate(request)
 
-        call = asyncio.create_task(resumed(generate, routed()[0]))
+        call = asyncio.create_task(generate_until_done(generate, routed()[0]))
         for moment in (5, 11):
             while not e.scheduler.running or e.scheduler.running[0].drawn < moment:
                 await asyncio.sleep(0)
@@ -453,10 +453,10 @@ def test_a_sample_that_was_given_back_in_between_has_its_first_routes(tmp_path):
             with torch.no_grad():
                 for p in e.loaded.model.parameters():
                     p.mul_(1.01)
-            manifest = names.manifest(e.loaded.model, e.version + 1)
+            manifest = names.build_manifest(e.loaded.model, e.version + 1)
             for message in (
                 Begin(manifest),
-                Route("tensor", dict(names.weights(e.loaded.model))),
+                Route("tensor", dict(names.named_weights(e.loaded.model))),
                 Commit(e.version + 1, manifest.root),
             ):
                 await e.receive(message)
@@ -474,12 +474,12 @@ def test_a_sample_that_was_given_back_in_between_has_its_first_routes(tmp_path):
     asyncio.run(pieces(first, True))
     log = TokenLog(tmp_path / "wal")
     e = engine(first.loaded, log=log, routes=True)
-    manifest = names.manifest(e.loaded.model, 3)
+    manifest = names.build_manifest(e.loaded.model, 3)
 
     async def commit():
         for message in (
             Begin(manifest),
-            Route("tensor", dict(names.weights(e.loaded.model))),
+            Route("tensor", dict(names.named_weights(e.loaded.model))),
             Commit(3, manifest.root),
         ):
             await e.receive(message)

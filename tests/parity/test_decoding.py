@@ -13,7 +13,7 @@ from rondel.core.types import Request, Sampling
 from rondel.generate.engine.builtin import runner
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.models.attention import DecodeBatch
-from rondel.models.load import load
+from rondel.models.load import load_model
 
 torch.set_num_threads(1)
 PAGES, K, H, D = 200, 2, 6, 8
@@ -64,7 +64,7 @@ def test_families_equal_whole_contexts(window, softcap, families):
 
 @pytest.fixture(scope="module")
 def tiny():
-    return load(
+    return load_model(
         {
             "random": "llama",
             "hidden_size": 32,

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from rondel.core.errors import ModelError
 from rondel.models.attention import PackedLayout, PackedSegment
-from rondel.models.load import _max_context, load, refuse
+from rondel.models.load import _max_context, load_model, refuse_architecture
 
 LINES = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8").splitlines()
 
@@ -52,7 +52,7 @@ def test_packed_and_paged_equal_the_plain_forward(kind):
     e = engine(loaded, prefill_tokens=16)
     done = asyncio.run(all_of(e, [ask(shared, key=i, n=n) for i, n in enumerate((25, 3, 14, 1))]))
     idle(e)
-    assert (e.pages.keys.bytes + e.pages.values.bytes) / (e.pages.count + 1) == loaded.cached > 0, (
+    assert (e.pages.keys.pool_bytes + e.pages.values.pool_bytes) / (e.pages.count + 1) == loaded.cached > 0, (
         "what a page is billed at"
     )
     tails = [c.tokens for c in done]
@@ -100,7 +100,7 @@ def test_gradients_of_all_weights_are_those_of_transformers(kind):
     row = torch.tensor(prompt(5, 24))
     weights = torch.linspace(-1, 1, 23)
     with torch.enable_grad():
-        hidden = loaded.hidden(row, torch.arange(24), PackedLayout([PackedSegment(0, 24)]))
+        hidden = loaded.hidden_states(row, torch.arange(24), PackedLayout([PackedSegment(0, 24)]))
         both = [loaded.head.logits(hidden), fresh(row[None], use_cache=False).logits[0]]
         sums = [(logits[:-1].log_softmax(-1).gather(1, row[1:, None])[:, 0] * weights).sum() for logits in both]
         named = [(name, p) for name, p in loaded.model.named_parameters() if p.requires_grad]
@@ -125,18 +125,18 @@ def test_the_page_has_a_line_for_each_family_and_no_other():
 def test_falcon_is_refused_with_alibi_and_without():
     for alibi, why in ((True, "ALiBi"), (False, "attention interface")):
         with pytest.raises(ModelError, match=why):
-            refuse(AutoConfig.for_model("falcon", alibi=alibi))
+            refuse_architecture(AutoConfig.for_model("falcon", alibi=alibi))
 
 
 @pytest.mark.parametrize("kind", ["bert-generation", "roberta"])
 def test_an_encoder_may_be_told_to_decode(kind):
     """Its class is the same; whether it then works is for the proof at load to say."""
-    refuse(AutoConfig.for_model(kind, is_decoder=True))
+    refuse_architecture(AutoConfig.for_model(kind, is_decoder=True))
 
 
 def test_a_key_that_a_config_only_drags_along_refuses_nothing():
     """config.json of a decoder may still say "is_decoder": false, as all did once."""
-    refuse(AutoConfig.for_model("llama", is_decoder=False))
+    refuse_architecture(AutoConfig.for_model("llama", is_decoder=False))
 
 
 def test_longrope_carries_the_range_in_which_a_position_means_the_same_in_every_batch():
@@ -149,7 +149,7 @@ def test_longrope_carries_the_range_in_which_a_position_means_the_same_in_every_
         "rope_theta": 1e4,
         "original_max_position_embeddings": 64,
     }
-    loaded = load(
+    loaded = load_model(
         {"random": "phi3", **SIZE, "original_max_position_embeddings": 64, "rope_parameters": rope}, dtype="float32"
     )
     assert loaded.max_context == _max_context(loaded.model.config) == 64
@@ -160,7 +160,7 @@ def test_a_head_that_is_not_carried_is_noticed_at_load(monkeypatch):
     """The proof at load compares logprobs: a final softcap that the head forgot must not pass."""
     from rondel.models.head import LMHead
 
-    whole = LMHead.of
-    monkeypatch.setattr(LMHead, "of", lambda m: LMHead(whole(m).weight, scale=7.0))
+    whole = LMHead.from_model
+    monkeypatch.setattr(LMHead, "from_model", lambda m: LMHead(whole(m).weight, scale=7.0))
     with pytest.raises(ModelError, match=re.escape("packed attention differs from the model's own by")):
-        load({"random": "llama", **SIZE}, dtype="float32")
+        load_model({"random": "llama", **SIZE}, dtype="float32")

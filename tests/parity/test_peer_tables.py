@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from rondel.algos.table import resolve
+from rondel.algos.table import resolve_algorithm
 from rondel.cli.import_ import RecipeTable
 from rondel.core.config import Job
 from rondel.importing.openrlhf import OPENRLHF
 from rondel.importing.peer import PeerFormat
-from rondel.importing.read import read
-from rondel.importing.translate import nested, translate
+from rondel.importing.read import read_config
+from rondel.importing.translate import nest_lines, translate_config
 from rondel.importing.trl import TRL
 from rondel.importing.verl import VERL
 
@@ -31,7 +31,7 @@ def installed(peer: PeerFormat) -> Path:
 
 
 def compare(peer: PeerFormat, theirs: dict[str, Any]) -> None:
-    assert len(theirs) > 100 and [key for key in theirs if not peer.knows(peer.canonical(key))] == []
+    assert len(theirs) > 100 and [key for key in theirs if not peer.knows_key(peer.canonical_key(key))] == []
     plain = {
         key: value
         for key, value in theirs.items()
@@ -57,7 +57,7 @@ def test_trl():
 
 def test_verl():
     text = (installed(VERL) / "trainer" / "config" / "_generated_ppo_trainer.yaml").read_text(encoding="utf-8")
-    theirs = read("verl", text)
+    theirs = read_config("verl", text)
     compare(
         VERL, {key: value for key, value in theirs.items() if not key.endswith("_target_") and "${" not in str(value)}
     )
@@ -81,12 +81,12 @@ def test_openrlhf():
 def test_the_whole_config_of_verl_becomes_a_recipe():
     """A printed config names every key: all are known, none is lost, and the run is that of a bare command."""
     text = (installed(VERL) / "trainer" / "config" / "_generated_ppo_trainer.yaml").read_text(encoding="utf-8")
-    given = read("verl", text)
-    report, bare = translate(VERL, given, RecipeTable()), translate(VERL, {}, RecipeTable())
+    given = read_config("verl", text)
+    report, bare = translate_config(VERL, given, RecipeTable()), translate_config(VERL, {}, RecipeTable())
     assert sorted([*report.translated, *report.same, *report.missing]) == sorted(given) and not report.unknown
-    whole, short = (Job.parse(nested(r.lines)).tree() for r in (report, bare))
+    whole, short = (Job.parse(nest_lines(r.lines)).to_dict() for r in (report, bare))
     rows = [
-        resolve({key: table for key, table in tree.pop("algo").items() if table and key != "group_size"})
+        resolve_algorithm({key: table for key, table in tree.pop("algo").items() if table and key != "group_size"})
         for tree in (whole, short)
     ]
     # speed alone

@@ -122,12 +122,14 @@ def test_a_call_is_read_back_as_the_real_template_writes_it(name):
         text([user, asks, answer], add_generation_prompt=True),
     )
     at = next(i for i, (a, b) in enumerate(zip(opened + "\0", asked)) if a != b)
-    assert [(c.name, c.arguments, c.fault) for c in template.calls.read(asked[at:])] == [("find", arguments, "")]
-    if ends := template.calls.ends:
+    assert [(c.name, c.arguments, c.fault) for c in template.call_format.parse_calls(asked[at:])] == [
+        ("find", arguments, "")
+    ]
+    if ends := template.call_format.ends:
         behind = whole[whole.rindex(ends) + len(ends) :]
         assert "6617" in behind
         written = tok.encode("x" + ends, add_special_tokens=False)
-        assert tok.decode(template.after(written, [answer])) == behind
+        assert tok.decode(template.render_after_turn(written, [answer])) == behind
 
 
 MARKS = re.compile(
@@ -159,11 +161,11 @@ def test_text_becomes_no_control_token_in_a_real_template(name):
             {"role": "tool", "tool_call_id": "call00001", "name": text, "content": text},
         )
         yield from (
-            (template.opening, (m, tools))
+            (template.render_opening, (m, tools))
             for tools in ([], [TOOL])
             for m in ([user], [{**user, "role": "system"}, user])
         )
-        yield from ((template.after, (ended, [message])) for message in (user, answer))
+        yield from ((template.render_after_turn, (ended, [message])) for message in (user, answer))
 
     written = 0
     for (ask, plain), (_, spelled) in zip(forms("plain"), forms(hostile)):

@@ -14,16 +14,16 @@ from train_kit import row, trainer
 from vision_kit import EYES, ask, groups_with_images, image, model, own_logprobs, recipe, stream, trajectory
 
 from rondel.core.errors import ModelError, UserError
-from rondel.core.media import positions
+from rondel.core.media import rope_positions
 from rondel.core.types import Group, Sampling, Score, Task
 from rondel.generate.envs.chat import TokenChat
 from rondel.models import vision
-from rondel.models.aligned_numerics import align
-from rondel.models.load import load
+from rondel.models.aligned_numerics import align_numerics
+from rondel.models.load import load_model
 from rondel.train import annotate as notes
 from rondel.train import pack as packing
-from rondel.train.advantages import credit
-from rondel.train.pack import TrainBatch, batch_of, pack
+from rondel.train.advantages import compute_advantages
+from rondel.train.pack import TrainBatch, batch_of, pack_samples
 from rondel.train.step_metrics import StepMetricSums
 
 KINDS = sorted(EYES)
@@ -52,7 +52,7 @@ def test_engine_trainer_and_transformers_agree(kind):
     ]
     for g in groups:
         g.trajectories[0].score = Score(1.0)
-    batch = notes.annotate(m, batch_of(groups), "proximal", budget=10**6, temperature=1.0)
+    batch = notes.annotate_logprobs(m, batch_of(groups), "proximal", budget=10**6, temperature=1.0)
     for sample, d, theirs, (tokens, media) in zip(batch.samples, done, own, whole):
         written = theirs[-len(d.tokens) :]
         assert max(abs(np.subtract(d.logprobs, written))) < LIMIT, "decode"
@@ -64,7 +64,7 @@ def test_engine_trainer_and_transformers_agree(kind):
 def test_aligned_numerics_have_the_same_bits_with_pictures():
     """Engine in chunks, several pictures encoded one by one; trainer with siblings and all pictures at once."""
     m = model()
-    align(m)
+    align_numerics(m)
     given = [g for g in streams(m) for _ in range(2)]
     done = asyncio.run(all_of(engine(m, prefill_tokens=7), [ask(*g, key=i + 1) for i, g in enumerate(given)]))
     groups = [
@@ -73,7 +73,7 @@ def test_aligned_numerics_have_the_same_bits_with_pictures():
     ]
     for g in groups:
         g.trajectories[0].score = Score(1.0)
-    batch = notes.annotate(m, batch_of(groups), "proximal", budget=10**6, temperature=1.0)
+    batch = notes.annotate_logprobs(m, batch_of(groups), "proximal", budget=10**6, temperature=1.0)
     assert all(np.array_equal(s.notes["proximal"], s.behavior) for s in batch.samples)
 
 
@@ -85,10 +85,13 @@ def test_positions_and_pictures_are_what_makes_them_agree():
     other = [replace(place, image=image(m, 9, 2, 3)) for place in media]
     scored = asyncio.run(engine(m).score(ask(tokens, other))).logprobs[1:]
     assert max(abs(np.subtract(scored, right))) > 0.1
-    ids, seen = torch.tensor(tokens), vision.VisionFeatures(torch.arange(3, media[0].end), m.look([media[0].image]))
+    ids, seen = (
+        torch.tensor(tokens),
+        vision.VisionFeatures(torch.arange(3, media[0].end), m.encode_images([media[0].image])),
+    )
     layout = packing.PackedLayout([packing.PackedSegment(0, len(ids))])
     with torch.no_grad():
-        hidden = m.hidden(ids, torch.arange(len(ids)), layout, seen=seen)
+        hidden = m.hidden_states(ids, torch.arange(len(ids)), layout, seen=seen)
         plain = m.head.logits(hidden).log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
     assert max(abs(np.subtract(plain.tolist(), right))) > 0.01
 
@@ -101,11 +104,11 @@ def test_positions_are_those_of_transformers(kind):
         theirs, delta = m.model.model.get_rope_index(
             torch.tensor([tokens]), mm_token_type_ids=given["mm_token_type_ids"], image_grid_thw=given["image_grid_thw"]
         )
-        ours = positions(len(tokens), media)
+        ours = rope_positions(len(tokens), media)
         assert np.array_equal(ours, theirs[:, 0].numpy())
-        assert packing.media.shift(media) == int(delta)
+        assert packing.media.position_shift(media) == int(delta)
         cut = media[0].end - 1  # in the middle of a picture
-        assert np.array_equal(positions(cut, media), ours[:, :cut])
+        assert np.array_equal(rope_positions(cut, media), ours[:, :cut])
 
 
 def test_patches_are_those_of_the_processor_of_transformers():
@@ -119,7 +122,7 @@ def test_patches_are_those_of_the_processor_of_transformers():
         raw = Pillow.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
         given, ours = theirs(raw), seen_as(raw, sight)
         assert given["image_grid_thw"][0].tolist() == [1, 2 * ours.rows, 2 * ours.columns]
-        assert np.abs(vision.patches(ours, sight) - given["pixel_values"]).max() < 1e-5
+        assert np.abs(vision.image_patches(ours, sight) - given["pixel_values"]).max() < 1e-5
 
 
 # -- the prefix cache ------------------------------------------------------------------------------
@@ -165,13 +168,13 @@ def test_what_was_seen_is_forgotten_with_the_weights_that_saw_it():
         await e.pause("hold")
         assert e.runner.eyes.looked == 1
         await e.sleep(("kv_cache",))  # its cache is lost, its tokens are not
-        manifest = names.manifest(m.model, 0)
+        manifest = names.build_manifest(m.model, 0)
         with torch.no_grad():
-            vision.tower(m.model).merger.mlp[0].weight.add_(0.5)
-        changed = names.manifest(m.model, 1)
+            vision.vision_tower(m.model).merger.mlp[0].weight.add_(0.5)
+        changed = names.build_manifest(m.model, 1)
         assert changed.root != manifest.root, "the tower is among what travels"
         await e.receive(Begin(changed))
-        await e.receive(Route("tensor", dict(names.weights(m.model))))
+        await e.receive(Route("tensor", dict(names.named_weights(m.model))))
         await e.receive(Commit(1, changed.root))
         await e.wake(("kv_cache",))
         await e.resume()
@@ -218,7 +221,7 @@ def test_an_observation_with_a_picture_costs_only_itself():
     assert done.cached_tokens == before - 1, "all but the token drawn last, whose keys nobody had computed"
     assert e.runner.eyes.looked == 2
     chat.trajectory.score = Score(1.0)
-    batch = notes.annotate(
+    batch = notes.annotate_logprobs(
         m, batch_of([Group(0, Task("t", "x", {}), [chat.trajectory], 0)]), "proximal", budget=999, temperature=1.0
     )
     assert np.abs(batch.samples[0].notes["proximal"] - batch.samples[0].behavior).max() < LIMIT
@@ -241,7 +244,9 @@ def test_a_placeholder_that_the_policy_draws_is_a_token_like_any_other():
     scored = asyncio.run(engine(m).score(ask(tokens + drawn, media))).logprobs[-4:]
     t = trajectory(m, (tokens, media), drawn, scored)
     t.score = Score(1.0)
-    batch = notes.annotate(m, batch_of([Group(0, Task("t", "x", {}), [t], 0)]), "proximal", budget=99, temperature=1.0)
+    batch = notes.annotate_logprobs(
+        m, batch_of([Group(0, Task("t", "x", {}), [t], 0)]), "proximal", budget=99, temperature=1.0
+    )
     assert batch.samples[0].notes["proximal"] == pytest.approx(scored, abs=LIMIT)
 
 
@@ -257,7 +262,7 @@ def gradient(t, batch: TrainBatch, *, budget: int = 10**6, share: bool = True) -
     object.__setattr__(t.settings, "share_prompts", share)
     t.weights.zero_grad()
     t._annotate(batch, algo.needs)
-    credit(batch, algo)
+    compute_advantages(batch, algo)
     t._accumulate(batch, algo, StepMetricSums(), proximal_noted=False)
     return torch.cat(
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in t.weights.masters]
@@ -269,11 +274,11 @@ def gradient(t, batch: TrainBatch, *, budget: int = 10**6, share: bool = True) -
 def test_the_gradient_does_not_depend_on_the_cut(kind, trained):
     """Law 3 with pictures, the tower frozen or not: against one sample at a time with nothing shared."""
     m = model(kind)
-    vision.tower(m.model).requires_grad_(trained)
+    vision.vision_tower(m.model).requires_grad_(trained)
     t = trainer(m, ROW)
     groups = groups_with_images(m)
     exact = gradient(t, batch_of(groups), budget=1, share=False)
-    eye = sum(p.numel() for p in vision.tower(m.model).parameters())
+    eye = sum(p.numel() for p in vision.vision_tower(m.model).parameters())
     assert t.weights.gradient_norm() > 0 and len(exact) == sum(p.numel() for p in m.model.parameters()) - (
         0 if trained else eye
     )
@@ -287,7 +292,7 @@ def test_the_gradient_does_not_depend_on_the_cut(kind, trained):
 def test_a_micro_batch_joins_pixels_once_and_holds_each_picture_once(monkeypatch):
     m = model()
     batch = batch_of(groups_with_images(m))
-    packed = pack(batch, list(range(len(batch.samples))))
+    packed = pack_samples(batch, list(range(len(batch.samples))))
     assert len(packed.looks.images) == 3 and packed.positions.shape == (3, len(packed.tokens))
     assert len(packed.looks.rows) == 4 + (4 + 4) + 6 + 2 * (6 + 4), (
         "siblings share the picture that they were given together"
@@ -300,9 +305,9 @@ def test_a_micro_batch_joins_pixels_once_and_holds_each_picture_once(monkeypatch
     monkeypatch.setattr(
         vision.np, "concatenate", lambda parts, *a, **k: (joins.append(len(parts)), real(parts, *a, **k))[1]
     )
-    m.look(packed.looks.images)
+    m.encode_images(packed.looks.images)
     assert joins == [3]
-    text = pack(batch, [i for i, s in enumerate(batch.samples) if s.group == 2])
+    text = pack_samples(batch, [i for i, s in enumerate(batch.samples) if s.group == 2])
     assert text.looks is None and text.positions.ndim == 1, "text alone is packed as ever"
 
 
@@ -312,13 +317,15 @@ def test_a_micro_batch_joins_pixels_once_and_holds_each_picture_once(monkeypatch
 def test_who_cannot_look_says_so():
     m, blind = (
         model(),
-        load({"random": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, dtype="float32"),
+        load_model(
+            {"random": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, dtype="float32"
+        ),
     )
     tokens, media = stream(m, 3, image(m, 1), 4)
     with pytest.raises(UserError, match=r"1 images for 'random-llama', which reads text alone.*vision-language"):
         asyncio.run(engine(blind).generate(ask([5] * 20, media)))
     with pytest.raises(ModelError, match="reads text alone"):
-        blind.look([media[0].image])
+        blind.encode_images([media[0].image])
     with pytest.raises(UserError, match="an image of 4 tokens at token 3, where the prompt has no such run"):
         asyncio.run(engine(m).generate(ask([5] * 20, media)))
     assert (
@@ -329,9 +336,9 @@ def test_who_cannot_look_says_so():
         ModelError,
         match="'llava' is not supported: it looks at images in a way of its own; qwen2_vl, qwen2_5_vl, qwen3_vl",
     ):
-        load({"random": "llava"})
+        load_model({"random": "llava"})
     with pytest.raises(ModelError, match="the vision_config of a qwen2_5_vl has no 'dept'"):
-        load(recipe() | {"vision_config": {"dept": 2}})
+        load_model(recipe() | {"vision_config": {"dept": 2}})
     t = trajectory(m, (tokens, media), [5], [-1.0])
     with pytest.raises(ValueError, match="5 placeholders for images of 4 cells"):
         t.extend([*tokens, m.sight.placeholder], media=media)
@@ -340,11 +347,11 @@ def test_who_cannot_look_says_so():
 
 
 def test_a_saved_model_is_loaded_as_it_was(tmp_path):
-    from rondel.models.save import save
+    from rondel.models.save import save_model
 
     m = model("qwen3_vl")
-    save(m, tmp_path)
-    again = load(str(tmp_path), dtype="float32")
+    save_model(m, tmp_path)
+    again = load_model(str(tmp_path), dtype="float32")
     tokens, media = stream(m, 3, image(m, 1), 4)
     assert again.sight == m.sight
     assert own_logprobs(again, [(tokens, media)]) == own_logprobs(m, [(tokens, media)])

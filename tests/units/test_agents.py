@@ -18,7 +18,7 @@ from rondel.driver.failure_budget import FailureBudget
 from rondel.driver.rollouts import GroupRollouts
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.episode import rooted, share
+from rondel.generate.envs.episode import assign_parents, share_scores
 from rondel.runtime.journal import store
 
 TASK = Task("t", "agents", {"prompt": "2+2", "hint": "even"})
@@ -70,9 +70,9 @@ def test_turns_that_do_not_wait_for_each_other_run_side_by_side():
 
 def test_who_has_no_score_shares_the_answers():
     found, *_ = play(TURNS)
-    episode = rooted(found)
+    episode = assign_parents(found)
     episode[0].score = Score(0.7, {"a": 0.7}, ((3, 0.1),))
-    share(episode)
+    share_scores(episode)
     assert [t.score for t in episode[1:]] == [Score(0.7, {"a": 0.7})] * 2 and [t.parent for t in episode] == [None] * 3
 
 
@@ -155,7 +155,7 @@ def rollouts(env, engine, folder) -> GroupRollouts:
 
 
 def tried(env, engine, folder):
-    return asyncio.run(rollouts(env, engine, folder)._one(Slot(0, TASK, 0), 0))
+    return asyncio.run(rollouts(env, engine, folder)._sample_episode(Slot(0, TASK, 0), 0))
 
 
 async def broken(request):

@@ -23,13 +23,15 @@ def streamed(tokens: list[int], stops: tuple[str, ...]) -> tuple[list[str], str]
     judge, said = IncrementalDetokenizer(decode, stops), None
     answer, pieces = SampleAnswer(0, [1], stops, IncrementalDetokenizer(decode, ())), []
     for n, token in enumerate(tokens, 1):
-        said = judge.add(tokens[:n])
-        pieces.append(answer.add(answer.reader, token, -1.0, 0, None))
+        said = judge.find_stop(tokens[:n])
+        pieces.append(answer.append_token(answer.reader, token, -1.0, 0, None))
         if said is not None:
             tokens = tokens[:n]
             break
     text = decode(tokens) if said is None else said
-    pieces.append(answer.end(Completion(list(tokens), [-1.0] * len(tokens), [0] * len(tokens), "stop", text=text)))
+    pieces.append(
+        answer.finish_answer(Completion(list(tokens), [-1.0] * len(tokens), [0] * len(tokens), "stop", text=text))
+    )
     return pieces, text
 
 
@@ -45,5 +47,5 @@ def test_the_pieces_are_the_text(tokens, stops):
 def test_a_stop_string_that_is_passed_over_is_given_later():
     """min_tokens: it was complete too early, the sample went on."""
     answer = SampleAnswer(0, [1], ("ab",), IncrementalDetokenizer(decode, ()))
-    pieces = [answer.add(answer.reader, token, -1.0, 0, None) for token in b"xabcd"]
+    pieces = [answer.append_token(answer.reader, token, -1.0, 0, None) for token in b"xabcd"]
     assert pieces == ["x", "", "", "abc", "d"]

@@ -107,15 +107,15 @@ def test_state_and_restore_are_inverse(moves, p, s):
                 await (
                     buffer.put(slot, simple(slot)) if move == "put" else buffer.drop(slot, "why", failed=move == "fail")
                 )
-        state = json.loads(json.dumps(buffer.state(buffer.version)))
+        state = json.loads(json.dumps(buffer.state_dict(buffer.version)))
         other = Buffer(groups_per_step=p, max_staleness=s)
-        other.restore(state)
+        other.load_state_dict(state)
         assert other.ledger() == buffer.ledger() and other.has_room() == buffer.has_room()
         assert other._finished == buffer._finished
         unfinished = sorted([*buffer._waiting, *rolling], key=lambda slot: slot.number)
         assert list(map(asdict, other._waiting)) == list(map(asdict, unfinished)) and not other._rolling
-        assert other.state(other.version) == state
-        other.check()
+        assert other.state_dict(other.version) == state
+        other.check_ledger()
 
     asyncio.run(scenario())
 
@@ -129,12 +129,12 @@ def test_a_loop_cut_at_any_step_trains_every_group_once_and_in_time(p, s, drop, 
 
     async def milestone(step, version, batch):
         if step == cut - 1:
-            kept["state"] = json.dumps(buffer.state(version))
+            kept["state"] = json.dumps(buffer.state_dict(version))
 
     kit = loop_kit(trainer, Rollouts(5, drop), cut)
     asyncio.run(loop.run(endless(), buffer, **{**kit, "milestone": milestone}))
     resumed = Buffer(groups_per_step=p, max_staleness=s)
-    resumed.restore(json.loads(kept["state"]))
+    resumed.load_state_dict(json.loads(kept["state"]))
     assert resumed.version == trainer.version == cut
 
     async def rest():
@@ -153,6 +153,6 @@ def test_a_loop_cut_at_any_step_trains_every_group_once_and_in_time(p, s, drop, 
 
 def test_a_state_that_does_not_add_up_is_refused():
     buffer = Buffer(groups_per_step=2)
-    state = buffer.state(0)
+    state = buffer.state_dict(0)
     with pytest.raises(LawError, match="ledger"):
-        Buffer(groups_per_step=2).restore({**state, "counts": [5, 0, 3, 0]})
+        Buffer(groups_per_step=2).load_state_dict({**state, "counts": [5, 0, 3, 0]})

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from run_kit import events, run, tiny
 from units.synthetic import write_run
 
-from rondel.assemble.facts import devices_of, digest
+from rondel.assemble.facts import devices_of, tasks_digest
 from rondel.cli import main
-from rondel.cli.train import ending
+from rondel.cli.train import closing_summary
 from rondel.core.errors import UserError
 from rondel.core.types import Task
-from rondel.dashboard.rollouts import answer, table
-from rondel.runtime.journal.log import history
-from rondel.runtime.telemetry.card import normal, sparkline, wilson, write_card
-from rondel.runtime.telemetry.comparison import compare, comparison
+from rondel.dashboard.rollouts import read_answer, rollout_table
+from rondel.runtime.journal.log import read_history
+from rondel.runtime.telemetry.card import normal_interval, sparkline, wilson_interval, write_card
+from rondel.runtime.telemetry.comparison import compare_cards, render_comparison
 from rondel.runtime.telemetry.scores import is_share
 
 
@@ -26,35 +26,35 @@ from rondel.runtime.telemetry.scores import is_share
     [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (81, 263, 0.2553, 0.3662), (0, 0, 0.0, 1.0)],
 )
 def test_wilson_against_published_values(successes, n, low, high):
-    assert wilson(successes, n) == pytest.approx((low, high), abs=1e-4)  # 81 of 263: Newcombe 1998, method 3
+    assert wilson_interval(successes, n) == pytest.approx((low, high), abs=1e-4)  # 81 of 263: Newcombe 1998, method 3
 
 
 @given(st.integers(1, 2000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_wilson_solves_its_equation_and_is_symmetric(case):
     k, n = case
-    low, high = wilson(k, n)
+    low, high = wilson_interval(k, n)
     assert low <= k / n <= high or math.isclose(low, k / n, abs_tol=1e-12) or math.isclose(high, k / n)
     for end in {low, high} - {0.0, 1.0}:
         assert (end - k / n) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / n, rel=1e-6)
-    assert wilson(n - k, n) == pytest.approx((1 - high, 1 - low))
+    assert wilson_interval(n - k, n) == pytest.approx((1 - high, 1 - low))
 
 
 def test_the_interval_of_a_mean_of_numbers_of_any_size():
-    low, high = normal([-1.0, 3.0, 2.0, 4.0])
+    low, high = normal_interval([-1.0, 3.0, 2.0, 4.0])
     assert (low, high) == pytest.approx((2 - 1.959964 * math.sqrt(14 / 3 / 4), 2 + 1.959964 * math.sqrt(14 / 3 / 4)))
-    assert normal([7.0]) == (7.0, 7.0)
+    assert normal_interval([7.0]) == (7.0, 7.0)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
 def test_the_interval_of_graded_rewards_stays_between_0_and_1(rewards):
-    low, high = wilson(sum(rewards), len(rewards))
+    low, high = wilson_interval(sum(rewards), len(rewards))
     mean = sum(rewards) / len(rewards)
     assert 0 <= low <= mean + 1e-9 and mean - 1e-9 <= high <= 1
 
 
 def test_wilson_refuses_nonsense():
     with pytest.raises(ValueError, match="11 successes of 10"):
-        wilson(11, 10)
+        wilson_interval(11, 10)
 
 
 def test_sparkline():
@@ -105,7 +105,7 @@ def test_a_mean_reward_above_1_is_no_percentage(tmp_path):
     page = (tmp_path / "card.md").read_text()
     assert card["score_is_share"] is False and "| mean reward | 95 % interval | tasks |" in page
     assert "| before | 0.6 | 0.3 to 0.9 | 48 | 0 |" in page and "| after | 1.8 | 1.5 to 2.1 | 48 | 4 |" in page
-    said = ending("runs/a", card)
+    said = closing_summary("runs/a", card)
     assert "before     0.6   95 % interval 0.3 to 0.9 " in said and "after      1.8   95 % interval 1.5 to 2.1 " in said
     assert is_share({"score": 0.4, "low": 0.1, "high": 0.7}) and not is_share(
         {"score": 0.873, "low": 0.54, "high": 1.2}
@@ -138,33 +138,33 @@ def test_an_empty_journal_and_a_missing_folder_are_readable_errors(tmp_path):
 
 def test_only_what_differs_is_shown(tmp_path):
     a, b = (write_card(write_run(tmp_path / name, steps=steps)) for name, steps in (("a", 4), ("b", 6)))
-    assert compare(a, a) == {} and "No difference" in comparison("a", "a", {})
-    found = compare(a, b)
+    assert compare_cards(a, a) == {} and "No difference" in render_comparison("a", "a", {})
+    found = compare_cards(a, b)
     assert found.keys() == {"results", "answers"}, "one recipe, one machine"
     assert found["results"]["steps"] == (4, 6) and found["results"]["ledger.trained"] == (8, 12)
     other = b | {
         "recipe": {**b["recipe"], "loop": {**b["recipe"]["loop"], "seed": 7}},
         "data": {"digests": {"train": "ab"}},
     }
-    found = compare(b, other)
+    found = compare_cards(b, other)
     assert found == {"recipe": {"loop.seed": (None, 7)}, "data": {"digests.train": (None, "ab")}}
-    assert "| loop.seed |  | 7 |" in comparison("b", "c", found)
+    assert "| loop.seed |  | 7 |" in render_comparison("b", "c", found)
 
 
 def test_what_it_takes_to_do_it_again(tmp_path, capsys):
     run(tmp_path, loop__warmup__steps=1, loop__steps=1, loop__seed=5)
     card = json.loads((tmp_path / "card.json").read_text())
-    told = [(e["supervised"], len(e["rewards"])) for e in history(tmp_path) if e["kind"] == "GroupFinished"]
+    told = [(e["supervised"], len(e["rewards"])) for e in read_history(tmp_path) if e["kind"] == "GroupFinished"]
     assert set(told) == {(True, 0), (False, 4)} and told[-1] == (False, 4)
     assert card["rewards"][0] is None and "at step 2 to" in (tmp_path / "card.md").read_text()
     with pytest.raises(SystemExit):
         main(["view", str(tmp_path), "--step", "1", "--limit", "1"])
     said = capsys.readouterr().out
     assert "the task's own answer, not scored" in said and not any(word in said for word in ("reward", "gap", "lag"))
-    first, second = (table(tmp_path, step)["rows"][0] for step in (1, 2))
+    first, second = (rollout_table(tmp_path, step)["rows"][0] for step in (1, 2))
     for name in ("reward", "gap", "lag"):
         assert first[name] is None and second[name] is not None
-    assert {t[3] for t in answer(tmp_path, 1, 0)["tokens"]} == {None}
+    assert {t[3] for t in read_answer(tmp_path, 1, 0)["tokens"]} == {None}
     assert (
         "largest K3 of fresh tokens in a step" in (said := " ".join(card["questions"].values()))
         and "a warning above 1e-06" in said
@@ -173,7 +173,7 @@ def test_what_it_takes_to_do_it_again(tmp_path, capsys):
     assert (
         card["eval_supervised"]["step"] == 1 and "| after the supervised phase |" in (tmp_path / "card.md").read_text()
     )
-    told = ending(str(tmp_path), card | {"eval_after": card["eval_after"] | {"request": {}}})
+    told = closing_summary(str(tmp_path), card | {"eval_after": card["eval_after"] | {"request": {}}})
     lines = told.splitlines()
     assert lines[1] == "held-out tasks, greedy" and [line.split("  ")[1] for line in lines[2:5]] == [
         "before",
@@ -198,8 +198,10 @@ def test_what_it_takes_to_do_it_again(tmp_path, capsys):
 
 def test_the_digest_of_tasks_knows_content_and_not_order():
     tasks = [Task(f"t/{i}", "single_turn", {"prompt": f"{i} + 4 =", "answer": str(i + 4)}) for i in range(5)]
-    assert digest(tasks) == digest(tasks[::-1]) != digest(tasks[:4])
-    assert digest(tasks) != digest([*tasks[:4], Task("t/4", "single_turn", {"prompt": "4 + 4 =", "answer": "9"})])
+    assert tasks_digest(tasks) == tasks_digest(tasks[::-1]) != tasks_digest(tasks[:4])
+    assert tasks_digest(tasks) != tasks_digest(
+        [*tasks[:4], Task("t/4", "single_turn", {"prompt": "4 + 4 =", "answer": "9"})]
+    )
 
 
 def test_two_devices_cost_twice_as_much(tmp_path):

@@ -14,11 +14,11 @@ import pytest
 from units.synthetic import evaluated, group, write_run
 
 from rondel import cli, run
-from rondel.cli import VERBS, ending, main
-from rondel.cli.view import gap, tokenizer
+from rondel.cli import VERBS, describe_error, main
+from rondel.cli.view import load_tokenizer, logprob_gap
 from rondel.core.config import ORIGIN, SYNONYMS, Job
 from rondel.core.errors import EngineError, UserError
-from rondel.core.registry import imported, located
+from rondel.core.registry import import_attribute, locate_path
 from rondel.runtime.journal.store import path_of, write_step
 
 RECIPE = """[model]
@@ -95,10 +95,10 @@ def test_endings():
     tree = ExceptionGroup(
         "crew", [ExceptionGroup("in", [KeyError("x"), EngineError("no\n  pages")]), UserError("later")]
     )
-    assert ending(tree) == ("error: no pages (and 2 more; --debug shows them)", 1)
-    assert ending(KeyboardInterrupt()) == ("stopped; continue with the same command", 130)
-    assert ending(BaseExceptionGroup("crew", [KeyboardInterrupt()]))[1] == 130
-    assert ending(KeyError("x")) == ("error: KeyError: 'x'; run again with --debug; this is a bug of ours", 2)
+    assert describe_error(tree) == ("error: no pages (and 2 more; --debug shows them)", 1)
+    assert describe_error(KeyboardInterrupt()) == ("stopped; continue with the same command", 130)
+    assert describe_error(BaseExceptionGroup("crew", [KeyboardInterrupt()]))[1] == 130
+    assert describe_error(KeyError("x")) == ("error: KeyError: 'x'; run again with --debug; this is a bug of ours", 2)
 
 
 def test_the_notebook_raises_the_error_and_no_group_of_them(assemble, recipe):
@@ -252,14 +252,14 @@ def test_explain_shows_what_is_trained_beside(rondel, recipe):
 
 
 def test_explain_shows_every_leaf(recipe):
-    from rondel.cli.explain import values
+    from rondel.cli.explain import list_values
 
     def leaves(model, prefix=""):
         for name, f in model.model_fields.items():
             inner = hasattr(f.annotation, "model_fields")
             yield from leaves(f.annotation, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
 
-    assert [key for key, _, _ in values(Job.read(recipe), set())] == list(leaves(Job))
+    assert [key for key, _, _ in list_values(Job.read(recipe), set())] == list(leaves(Job))
 
 
 def test_card_prints_what_it_wrote(rondel, tmp_path):
@@ -327,12 +327,12 @@ def test_tokens_are_read_by_the_tokenizer_of_the_run(rondel, tmp_path):
     tokens = group(1, 0, [1.0]).trajectories[0].tokens
     out = rondel("view", tmp_path)[1]
     assert " ".join(f"w{t}" for t in tokens[:5]) in out and " ".join(f"w{t}" for t in tokens[5:]) in out
-    assert tokenizer(tmp_path / "elsewhere") is None
+    assert load_tokenizer(tmp_path / "elsewhere") is None
 
 
 def test_the_gap_is_over_written_tokens_only():
     row = {"mask": [False, True, True], "trainer_logprobs": [9.0, -1.0, -2.5], "behavior_logprobs": [0.0, -1.0, -2.0]}
-    assert gap(row) == 0.5 and gap(row | {"trainer_logprobs": None}) is None
+    assert logprob_gap(row) == 0.5 and logprob_gap(row | {"trainer_logprobs": None}) is None
 
 
 def test_doctor_finds_this_machine_fit(rondel):
@@ -344,9 +344,9 @@ def test_doctor_finds_this_machine_fit(rondel):
 
 
 def test_doctor_names_one_fix_for_each_fault():
-    from rondel.cli.doctor import _package
+    from rondel.cli.doctor import _check_package
 
-    old, missing = _package("pytest", (999, 0)), _package("no-such-package", (1, 2))
+    old, missing = _check_package("pytest", (999, 0)), _check_package("no-such-package", (1, 2))
     assert old.state == missing.state == "broken"
     assert old.fix == "pip install 'pytest>=999.0'" and missing.fix == "pip install 'no-such-package>=1.2'"
 
@@ -382,9 +382,12 @@ def test_what_a_recipe_names_lies_beside_it(tmp_path, monkeypatch):
     for recipe in (home / "run.toml", run / "job.toml"):
         monkeypatch.delitem(sys.modules, "rondel_both_have_it", raising=False)
         assert Job.read(recipe).origin == str(home / "run.toml")
-        assert imported("reward", "rondel_both_have_it:where") == "home"
-        assert located("both.jsonl") == home / "both.jsonl" and located("only_here.jsonl") == here / "only_here.jsonl"
-        assert located("nowhere") == Path("nowhere") and located(str(run / "both.jsonl")) == run / "both.jsonl"
+        assert import_attribute("reward", "rondel_both_have_it:where") == "home"
+        assert (
+            locate_path("both.jsonl") == home / "both.jsonl"
+            and locate_path("only_here.jsonl") == here / "only_here.jsonl"
+        )
+        assert locate_path("nowhere") == Path("nowhere") and locate_path(str(run / "both.jsonl")) == run / "both.jsonl"
     monkeypatch.delitem(sys.modules, "rondel_both_have_it")
 
 

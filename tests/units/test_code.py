@@ -22,7 +22,7 @@ from units.chat_kit import Engine, chat, tokenizer
 from rondel.assemble import components as parts_module
 from rondel.assemble.components import LENDS, env_of
 from rondel.assemble.components import build as build_parts
-from rondel.checks.recipe_check import _boxes as boxes_of
+from rondel.checks.recipe_check import _check_sandboxes as boxes_of
 from rondel.checks.recipe_check import check
 from rondel.core.errors import BoxError, ConfigError, DataError, EnvError, SandboxError
 from rondel.core.sandbox_types import Limits
@@ -32,19 +32,19 @@ from rondel.generate.envs import python as tool
 from rondel.generate.envs.sources import TaskSet
 from rondel.generate.envs.tools import Tools
 from rondel.runtime.sandbox.box import Sandbox
-from rondel.runtime.sandbox.probe import isolation
-from rondel.score import build, examine
-from rondel.score.boxed.compare import same
+from rondel.runtime.sandbox.probe import find_isolation
+from rondel.score import build_reward, examine_task
+from rondel.score.boxed.compare import values_equal
 from rondel.score.boxed.plain import pack, unpack
 from rondel.score.code import BOXED, Code, same_text
-from rondel.score.code_tests import checked, extracted, free_names
+from rondel.score.code_tests import extract_code, free_names, read_tests
 from rondel.score.pool import RewardPool
 from rondel.score.preflight import check_reward
 
 pytestmark = pytest.mark.slow
 
 try:
-    isolation()
+    find_isolation()
     MISSING = ""
 except SandboxError as error:
     MISSING = str(error)
@@ -275,7 +275,7 @@ def test_a_function_that_is_called_like_a_built_in_one(reward, answer, test, dat
 )  # fmt: skip
 def test_a_test_that_could_be_passed_for_nothing_is_a_fault_of_the_data(test, said):
     with pytest.raises(DataError, match=said):
-        checked(task([test]))
+        read_tests(task([test]))
 
 
 @boxed
@@ -547,21 +547,21 @@ def test_a_box_that_cannot_be_made_is_a_failure_and_no_score():
         cell.kill()
     with pytest.raises(SandboxError, match="no more boxes"):
         earned(made, SQUARE, ["assert f(2) == 4"])
-    from rondel.score.worker import call
+    from rondel.score.worker import call_reward
 
     with asyncio.Runner() as runner:
-        failed = call(made, Trajectory(text=SQUARE), task(["assert f(2) == 4"]), runner)
+        failed = call_reward(made, Trajectory(text=SQUARE), task(["assert f(2) == 4"]), runner)
     assert isinstance(failed, Failed) and failed.reason == "raised SandboxError"
 
 
 @boxed
 def test_it_is_a_part_like_others():
     parts = {"solved": {"kind": "code", "weight": 2.0}, "form": {"kind": "format", "pattern": "```", "weight": 0.5}}
-    made = build({"kind": "combine", "parts": parts}, {"sandbox": Sandbox, "deadline": lambda: 10.0})
+    made = build_reward({"kind": "combine", "parts": parts}, {"sandbox": Sandbox, "deadline": lambda: 10.0})
     score = asyncio.run(made(Trajectory(text=SQUARE), task(["assert f(2) == 4"])))
     assert score == Score(2.5, {"solved": 2.0, "form": 0.5})
     with pytest.raises(ConfigError, match="sandbox"):
-        build("code")
+        build_reward("code")
     with pytest.raises(ConfigError, match=r"raise task\.reward_timeout"):
         Code(sandbox=Sandbox(), seconds=5.0, deadline=5.0)
     with pytest.raises(ConfigError, match="Did you mean 'fraction'"):
@@ -581,14 +581,14 @@ def test_it_is_a_part_like_others():
 )
 def test_tests_that_cannot_be_read_are_named(tests, said):
     with pytest.raises(DataError, match=said):
-        checked(task(tests))
+        read_tests(task(tests))
 
 
 def test_the_last_block_is_the_answer():
-    assert extracted("a ```x``` b") == "a ```x``` b"
-    assert extracted("```\n1\n```\n```py\n2\n```") == "2\n"
-    assert extracted("```python\nunfinished") == "```python\nunfinished"
-    assert extracted('```python\ns = "```"\n```') == 's = "```"\n'
+    assert extract_code("a ```x``` b") == "a ```x``` b"
+    assert extract_code("```\n1\n```\n```py\n2\n```") == "2\n"
+    assert extract_code("```python\nunfinished") == "```python\nunfinished"
+    assert extract_code('```python\ns = "```"\n```') == 's = "```"\n'
 
 
 def test_the_names_that_a_test_asks_the_candidate_for():
@@ -607,15 +607,18 @@ def test_the_names_that_a_test_asks_the_candidate_for():
 
 def test_equal_as_json_can_say_it():
     assert (
-        same(Fraction(1, 2), 0.5) and same(Decimal(3), 3) and not same(Fraction(1, 3), 0.5) and same(math.inf, math.inf)
+        values_equal(Fraction(1, 2), 0.5)
+        and values_equal(Decimal(3), 3)
+        and not values_equal(Fraction(1, 3), 0.5)
+        and values_equal(math.inf, math.inf)
     )
-    assert same((1, [2.0]), [1, [2]]) and same({"a": (1,)}, {"a": [1]}) and same(0.1 + 0.2, 0.3)
+    assert values_equal((1, [2.0]), [1, [2]]) and values_equal({"a": (1,)}, {"a": [1]}) and values_equal(0.1 + 0.2, 0.3)
     assert (
-        not same(True, 1)
-        and not same(1, True)
-        and not same([1], [1, 2])
-        and not same("1", 1)
-        and not same(float("nan"), 1.0)
+        not values_equal(True, 1)
+        and not values_equal(1, True)
+        and not values_equal([1], [1, 2])
+        and not values_equal("1", 1)
+        and not values_equal(float("nan"), 1.0)
     )
     assert same_text("a \nb\n\n", "a\nb") and not same_text("a\n\nb", "a\nb")
 
@@ -808,9 +811,9 @@ def test_tests_that_never_run_are_refused_before_the_first_step(tmp_path):
     assert not found.ok and "tests nothing" in found.message
     parts = {"a": "number", "b": {"kind": "by", "parts": {"sums": "number", "code": "code"}}}
     good, bad = (Task("t", "x", {"tests": ["f(1)"], "source": source}) for source in ("sums", "code"))
-    examine({"kind": "combine", "parts": parts}, good)
+    examine_task({"kind": "combine", "parts": parts}, good)
     with pytest.raises(DataError, match="tests nothing"):
-        examine({"kind": "combine", "parts": parts}, bad)
+        examine_task({"kind": "combine", "parts": parts}, bad)
 
 
 def test_a_python_tool_without_time_for_its_own_limit_is_refused(tmp_path):
@@ -823,7 +826,7 @@ def test_a_python_tool_without_a_box_is_refused_before_the_run(tmp_path, monkeyp
     def none():
         raise SandboxError("code of the policy cannot be run here. Install bubblewrap (apt install bubblewrap)")
 
-    monkeypatch.setattr(parts_module, "isolation", none)
+    monkeypatch.setattr(parts_module, "find_isolation", none)
     job = tiny(tmp_path, task__env="tools", task__tools=["calculator", "python"])
     with pytest.raises(
         ConfigError, match=r'task\.tools has "python": code of the policy cannot be run here\. Install bubblewrap'

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 import uvicorn
 
-from rondel.system.http import PatientConnection, QuietServer, bind
+from rondel.system.http import PatientConnection, QuietServer, bind_socket
 
 WHOLE = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -22,7 +22,7 @@ async def app(scope, receive, send):
 
 @asynccontextmanager
 async def serving():
-    with bind("127.0.0.1", 0, api_key="") as sock:
+    with bind_socket("127.0.0.1", 0, api_key="") as sock:
         config = uvicorn.Config(
             app, http=PatientConnection, ws="none", lifespan="off", log_level="critical", timeout_graceful_shutdown=60
         )

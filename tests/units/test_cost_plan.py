@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from rondel.planner import cost, layout, split
-from rondel.planner.hardware import GB, hardware
-from rondel.planner.shapes import shape
+from rondel.planner.hardware import GB, find_hardware
+from rondel.planner.shapes import model_shape
 from rondel.planner.workload import Workload, what_if
 
 
 def test_generation_of_a_long_step():
-    new = cost.tokens(64, 8, 32768)
+    new = cost.batch_tokens(64, 8, 32768)
     assert new == 16_777_216
     assert cost.rollout_seconds(new, 1200) / 3600 == pytest.approx(3.88, abs=0.005)
     assert cost.rollout_seconds(new, 1200, 8) / 60 == pytest.approx(29.1, abs=0.05)
@@ -30,47 +30,49 @@ def test_a_transfer(size, bandwidth, seconds):
 
 def test_64_gb_in_20_ms_is_a_bucket():
     """C5: it would need 3.2 TB/s."""
-    assert 64 * GB / 0.02 == 3.2e12 > max(hardware(name).link for name in ("h100", "b200"))
+    assert 64 * GB / 0.02 == 3.2e12 > max(find_hardware(name).link for name in ("h100", "b200"))
 
 
 def test_decoding_is_bound_by_reading_then_by_arithmetic():
-    s, on = shape("7b"), hardware("h100")
+    s, on = model_shape("7b"), find_hardware("h100")
     alone = cost.decode_seconds(s, on, 1, 0)
-    assert alone == pytest.approx((s.body + s.embedding) * 2 / (on.bandwidth * on.stream))
+    assert alone == pytest.approx((s.body_parameters + s.embedding_parameters) * 2 / (on.bandwidth * on.stream))
     assert cost.decode_seconds(s, on, 8, 0) == alone, "the weights are read once for all"
     many = 4096
-    assert cost.decode_seconds(s, on, many, 0) == pytest.approx(2 * s.active * many / (on.flops * on.decode_efficiency))
+    assert cost.decode_seconds(s, on, many, 0) == pytest.approx(
+        2 * s.active_parameters * many / (on.flops * on.decode_efficiency)
+    )
     assert cost.decode_seconds(s, on, 8, 4096) - alone == pytest.approx(
         8 * 4096 * s.kv_bytes() / (on.bandwidth * on.stream)
     )
 
 
 def test_few_requests_read_few_experts():
-    s = shape("235b-a22b")
-    assert cost.touched(s, 1) == pytest.approx(s.active)
-    assert cost.touched(s, 10_000) == pytest.approx(s.body + s.embedding)
-    assert s.active < cost.touched(s, 16) < s.body
+    s = model_shape("235b-a22b")
+    assert cost.decode_parameters(s, 1) == pytest.approx(s.active_parameters)
+    assert cost.decode_parameters(s, 10_000) == pytest.approx(s.body_parameters + s.embedding_parameters)
+    assert s.active_parameters < cost.decode_parameters(s, 16) < s.body_parameters
 
 
 def test_training_is_six_or_eight_n_a_token():
-    s = shape("8b")
-    setting = Workload(s, hardware("h100"), prompt=0, mean=1, output=1)
+    s = model_shape("8b")
+    setting = Workload(s, find_hardware("h100"), prompt=0, mean=1, output=1)
     plain, again = (
         cost.train_seconds(one) - cost.update_seconds(one) for one in (setting, replace(setting, checkpointing=True))
     )
-    assert plain * 989e12 * 0.4 / setting.packed_tokens == pytest.approx(6 * s.active, rel=1e-3)
+    assert plain * 989e12 * 0.4 / setting.packed_tokens == pytest.approx(6 * s.active_parameters, rel=1e-3)
     assert again / plain == pytest.approx(8 / 6)
-    assert cost.update_seconds(setting) == pytest.approx(36 * s.parameters / 3350e9)
+    assert cost.update_seconds(setting) == pytest.approx(36 * s.parameter_count / 3350e9)
 
 
 def test_ways_of_new_weights():
-    assert [way.kind for way in cost.ways(what_if(["model=7b"]))] == ["tensor"]
-    inside = {way.kind: way.seconds for way in cost.ways(what_if(["model=70b", "gpus=8", "place=split"]))}
-    across = {way.kind: way.seconds for way in cost.ways(what_if(["model=70b", "gpus=128"]))}
+    assert [way.kind for way in cost.sync_options(what_if(["model=7b"]))] == ["tensor"]
+    inside = {way.kind: way.seconds for way in cost.sync_options(what_if(["model=70b", "gpus=8", "place=split"]))}
+    across = {way.kind: way.seconds for way in cost.sync_options(what_if(["model=70b", "gpus=128"]))}
     assert "ipc" in inside and "ipc" not in across
     assert across["distributed"] == pytest.approx(141.1 / 50, rel=0.01)
     assert across["delta"] < across["disk"] / 10
-    thin = {way.kind: way.seconds for way in cost.ways(what_if(["model=70b", "gpus=128", "lora=16"]))}
+    thin = {way.kind: way.seconds for way in cost.sync_options(what_if(["model=70b", "gpus=128", "lora=16"]))}
     assert thin["distributed"] < across["distributed"] / 100
 
 
@@ -83,29 +85,35 @@ def test_what_an_interruption_costs():
 
 
 def test_pools():
-    assert split.overlapped(3, 5) == 3 and split.idle(3, 5) == pytest.approx(0.4)
-    assert split.synchronous(4, 4) == 2
+    assert split.overlapped_rate(3, 5) == 3 and split.idle_share(3, 5) == pytest.approx(0.4)
+    assert split.synchronous_throughput(4, 4) == 2
     for r, t in ((1.0, 1.0), (1.0, 3.0), (0.2, 0.7)):
         G, a = 120, split.engine_share(r, t)
-        best = split.overlapped(a * G * r, (1 - a) * G * t)
-        assert best == pytest.approx(split.colocated(G, r, t)), "balanced async is perfect colocation"
-        assert best == pytest.approx(2 * split.synchronous(a * G * r, (1 - a) * G * t)), "and twice a synchronous split"
+        best = split.overlapped_rate(a * G * r, (1 - a) * G * t)
+        assert best == pytest.approx(split.colocated_throughput(G, r, t)), "balanced async is perfect colocation"
+        assert best == pytest.approx(2 * split.synchronous_throughput(a * G * r, (1 - a) * G * t)), (
+            "and twice a synchronous split"
+        )
 
 
 def test_advice():
-    found = split.advise(64, 1.0, 3.0, trainers=32)
+    found = split.advise_split(64, 1.0, 3.0, trainers=32)
     assert (found.bound, found.engines, found.trainers) == ("rollout", 48, 16)
     assert "48:16 would give +50%" in found.text
-    assert split.advise(1, 1.0, 3.0).text == "one device: 75% of the time generates, 25% trains"
-    assert split.advise(64, 3.0, 1.0, unit=8).engines % 8 == 0
-    assert [split.placement(n)[:5] for n in (8, 64, 96, 1024)] == ["all r", "all r", "engin", "pools"]
+    assert split.advise_split(1, 1.0, 3.0).text == "one device: 75% of the time generates, 25% trains"
+    assert split.advise_split(64, 3.0, 1.0, unit=8).engines % 8 == 0
+    assert [split.recommend_placement(n)[:5] for n in (8, 64, 96, 1024)] == ["all r", "all r", "engin", "pools"]
 
 
 # -- layouts -----------------------------------------------------------------------------------------
 
 
 def test_bubbles():
-    assert layout.bubble(4, 12) == 3 / 15 and layout.bubble(4, 12, 2) == 3 / 27 and layout.bubble(1, 5) == 0
+    assert (
+        layout.pipeline_bubble(4, 12) == 3 / 15
+        and layout.pipeline_bubble(4, 12, 2) == 3 / 27
+        and layout.pipeline_bubble(1, 5) == 0
+    )
 
 
 def test_bubble_is_that_of_a_schedule():
@@ -118,7 +126,7 @@ def test_bubble_is_that_of_a_schedule():
             for stage in range(p):
                 before = max(ends[stage - 1][i] if stage else 0.0, ends[stage][i - 1] if i else 0.0)
                 ends[stage][i] = before + 1
-        assert 1 - m / ends[-1][-1] == pytest.approx(layout.bubble(p, m))
+        assert 1 - m / ends[-1][-1] == pytest.approx(layout.pipeline_bubble(p, m))
 
 
 def test_traffic():
@@ -135,10 +143,10 @@ def test_shards_travel_in_every_micro_batch():
     setting = replace(what_if(["model=7b", "gpus=4", "prompts=16", "group=8", "mean=1000", "prompt=480"]), micro=8192)
     s = setting.shape
     assert (setting.packed_tokens, setting.packed_tokens / 4 / 8192) == (135680, pytest.approx(4.14, abs=0.01))
-    once = 3 / 4 * (8 * s.body + 6 * 2 * s.embedding)
+    once = 3 / 4 * (8 * s.body_parameters + 6 * 2 * s.embedding_parameters)
 
     def traffic(**changed):
-        return next(row.traffic for row in layout.layouts(replace(setting, **changed)) if row.dp == 4)
+        return next(row.traffic for row in layout.parallel_layouts(replace(setting, **changed)) if row.dp == 4)
 
     assert traffic() == pytest.approx(5 * once)
     assert traffic(micro=1 << 20) == pytest.approx(once)
@@ -174,19 +182,21 @@ def test_traffic_of_shards_is_what_fsdp_sends():
     ids = torch.arange(12)
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
-        held = FsdpRank(0, 4, None).hold(tiny("llama"))
+        held = FsdpRank(0, 4, None).shard_model(tiny("llama"))
 
         def work(head):
-            return logprob_and_entropy(held.hidden(ids, ids, PackedLayout([PackedSegment(0, 12)])), ids, head)[0]
+            return logprob_and_entropy(held.hidden_states(ids, ids, PackedLayout([PackedSegment(0, 12)])), ids, head)[0]
 
         for _ in range(3):
             with Count():
-                held.within(work).sum().backward()
+                held.run_with_head(work).sum().backward()
     finally:
         dist.destroy_process_group()
     s = of_config(held.model.config.to_dict())
-    root = s.embedding * (1 if s.tied else 2)
-    assert sum(sent) == pytest.approx(layout.sharded_traffic(s.body, root, ranks=4, micro_batches=3, width=4), rel=0.01)
+    root = s.embedding_parameters * (1 if s.tied else 2)
+    assert sum(sent) == pytest.approx(
+        layout.sharded_traffic(s.body_parameters, root, ranks=4, micro_batches=3, width=4), rel=0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,13 +204,13 @@ def test_traffic_of_shards_is_what_fsdp_sends():
 )
 def test_layouts_fill_the_devices_and_the_best_fits(words):
     setting = what_if([*words, "checkpointing=yes"])
-    found = layout.layouts(setting)
+    found = layout.parallel_layouts(setting)
     assert all(
         row.dp * row.tp * row.pp * row.cp == setting.train_devices and row.dp * row.cp % row.ep == 0 for row in found
     )
     assert len({(row.dp, row.tp, row.pp, row.cp, row.ep) for row in found}) == len(found)
     assert found[0].fits and found[0].seconds == min(row.seconds for row in found if row.fits)
-    assert all(18 * setting.shape.parameters / setting.train_devices <= row.memory for row in found)
+    assert all(18 * setting.shape.parameter_count / setting.train_devices <= row.memory for row in found)
     assert any(row.tp > 1 for row in found) and any(row.pp > 1 and row.bubble > 0 for row in found)
     if setting.shape.experts:
         assert any(row.ep > 1 for row in found)
@@ -213,11 +223,11 @@ def test_the_best_split_is_the_best_of_all_and_none_worse_is_advised(unit, cappe
     for _ in range(200):
         G, r, t = rng.randrange(3 * unit, 64), rng.uniform(0.1, 5), rng.uniform(0.1, 5)
         most = rng.uniform(0.1, 40) if capped else float("inf")
-        best = split.balanced(G, r, t, unit=unit, most=most)
+        best = split.balanced_split(G, r, t, unit=unit, most=most)
         every = {a: min(a * r, most, (G - a) * t) for a in range(unit, G, unit)}
         assert every[best] == max(every.values())
         trainers = rng.randrange(1, G)
-        told = split.advise(G, r, t, trainers=trainers, unit=unit, most=most).text
+        told = split.advise_split(G, r, t, trainers=trainers, unit=unit, most=most).text
         assert ("would give" in told) == (
             every[best] > min((G - trainers) * r, most, trainers * t)
         ) and "give -" not in told
@@ -227,14 +237,14 @@ def test_the_best_split_is_the_best_of_all_and_none_worse_is_advised(unit, cappe
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 def test_no_step_is_shorter_than_its_longest_answer(place, staleness):
     """At S = 0 a step waits for it; an answer that may be S versions late has S + 1 steps."""
-    from rondel.planner.plan import plan
+    from rondel.planner.plan import make_plan
 
     for words in itertools.product(["7b", "70b"], ["h100", "h200"], ["8", "64"], ["2k", "16k"], ["16", "512"]):
         names = ("model", "hardware", "gpus", "output", "prompts")
         setting = what_if([f"{n}={w}" for n, w in zip(names, words)] + [f"place={place}", f"staleness={staleness}"])
         late = setting.prompt + setting.output / 2
         alone = cost.decode_seconds(setting.shape, setting.hardware, 1, late, tensor=setting.tensor) * setting.output
-        told = plan(setting)
+        told = make_plan(setting)
         assert told["step_seconds"] >= alone / (staleness + 1), words
         assert (
             told["generate"]["seconds"] >= alone / (staleness + 1)

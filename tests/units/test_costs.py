@@ -12,8 +12,8 @@ import pytest
 
 from rondel.core.errors import DataError
 from rondel.simulate import SimulatedWorld, simulate
-from rondel.simulate.costs import Timers, costs_of, least
-from rondel.simulate.lengths import recorded
+from rondel.simulate.costs import Timers, costs_of, fit_nonnegative
+from rondel.simulate.lengths import recorded_lengths
 
 STEP, REQUEST, READ, FIXED, TRAIN, HOST, ANSWER, SYNC, PAUSE = 2e-3, 5e-5, 1e-4, 0.05, 2e-4, 0.01, 1e-3, 0.03, 0.004
 PROMPT, GROUP = 10, 4
@@ -101,9 +101,9 @@ def test_a_simulation_at_these_costs_takes_that_time(tmp_path):
     folder = journal(tmp_path / "run", 8, steps=60, answer=0.0)
     run, costs = Timers(folder), costs_of([folder])
     bare = SimulatedWorld(
-        engines=1, places=64, beat=[], prefill=0.0, train=0.0, lengths=recorded(folder), prompts=8, group=GROUP
+        engines=1, places=64, beat=[], prefill=0.0, train=0.0, lengths=recorded_lengths(folder), prompts=8, group=GROUP
     )
-    told = simulate(costs.world(bare), steps=100)
+    told = simulate(costs.with_costs(bare), steps=100)
     assert told["samples_per_second"] == pytest.approx(run.samples / run.seconds, rel=0.02)
 
 
@@ -126,8 +126,8 @@ def test_an_answer_costs_the_controller_even_where_nothing_else_does():
 
 def test_least_is_not_negative_where_the_plain_solution_is():
     rows, wanted = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]), np.array([3.0, 2.0, 1.0])
-    assert least(rows, wanted) == pytest.approx([2.0, 0.0])
-    assert least(rows, rows @ np.array([0.5, 2.0])) == pytest.approx([0.5, 2.0])
+    assert fit_nonnegative(rows, wanted) == pytest.approx([2.0, 0.0])
+    assert fit_nonnegative(rows, rows @ np.array([0.5, 2.0])) == pytest.approx([0.5, 2.0])
 
 
 def test_a_journal_that_says_too_little_is_named(tmp_path):

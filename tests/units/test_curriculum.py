@@ -15,7 +15,7 @@ from run_kit import events, final, run, run_and_die
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.events import GroupFinished, StepDone
 from rondel.core.types import Task
-from rondel.generate.envs.curriculum import EasyFirst, admissions, band, priority
+from rondel.generate.envs.curriculum import EasyFirst, band, build_curriculum, priority
 from rondel.generate.envs.order import MixedOrder, PureOrder, ShuffledOrder
 from rondel.generate.envs.sources import load_tasks
 
@@ -33,14 +33,14 @@ class Counting(PureOrder):
 @given(st.lists(st.integers(1, 9) | st.floats(0.1, 9), min_size=2, max_size=4), st.integers(1, 2500))
 def test_a_mixture_keeps_its_weights_at_every_moment_and_skips_nothing(weights, n):
     mixed = MixedOrder([(w, Counting("abcd"[i])) for i, w in enumerate(weights)])
-    ids = [mixed.nth(i).id for i in range(n)]
+    ids = [mixed.task_at(i).id for i in range(n)]
     for i, weight in enumerate(weights):
         own = [id for id in ids if id[0] == "abcd"[i]]
         assert own == [f"{'abcd'[i]}{k}" for k in range(len(own))]  # its own order, without a gap
         assert abs(len(own) - n * weight / sum(weights)) <= len(weights) + n * 2e-3 * (
             not float(sum(weights)).is_integer()
         )
-    assert mixed.nth(10**12).id[0] in "abcd"
+    assert mixed.task_at(10**12).id[0] in "abcd"
 
 
 def finished(number: int, task: str, rewards: list[float]) -> GroupFinished:
@@ -58,7 +58,7 @@ def test_priority_draws_in_proportion_to_what_fails():
     """Chi-square of 20,000 draws against (1 - s_i) / sum, s_i = i/10."""
     order = priority(TASKS, 3, floor=0.01)
     step(order, 1, {t.id: [1.0] * i + [0.0] * (10 - i) for i, t in enumerate(TASKS)})
-    counts = Counter(order.nth(n).id for n in range(20_000))
+    counts = Counter(order.task_at(n).id for n in range(20_000))
     weights = [1 - i / 10 for i in range(10)]
     expected = [20_000 * w / sum(weights) for w in weights]
     chi = sum((counts[t.id] - e) ** 2 / e for t, e in zip(TASKS, expected))
@@ -67,9 +67,9 @@ def test_priority_draws_in_proportion_to_what_fails():
 
 def test_a_band_leaves_what_always_or_never_succeeds_to_the_floor():
     order = band(TASKS, 0, low=0.25, high=0.75, floor=0.1)
-    assert len({order.nth(n).id for n in range(200)}) == 10  # nobody knows them yet
+    assert len({order.task_at(n).id for n in range(200)}) == 10  # nobody knows them yet
     step(order, 1, {"t0": [0, 0], "t1": [1, 1], "t2": [0, 1], "t3": [-5.0, 9.0]})
-    counts = Counter(order.nth(n).id for n in range(8_200))
+    counts = Counter(order.task_at(n).id for n in range(8_200))
     assert all(abs(counts[t] - 100) < 60 for t in ("t0", "t1")) and all(
         abs(counts[f"t{i}"] - 1000) < 150 for i in range(2, 10)
     )
@@ -78,28 +78,28 @@ def test_a_band_leaves_what_always_or_never_succeeds_to_the_floor():
 def test_rates_forget_by_halves_change_between_versions_only_and_do_not_depend_on_who_ends_first():
     results = {"t0": [1.0, 0.0], "t1": [1.0, 1.0]}
     one, other = priority(TASKS, 0), priority(TASKS, 0)
-    before = [one.nth(n).id for n in range(50)]
-    one.read(finished(0, "t0", [1.0, 0.0]))
-    assert [one.nth(n).id for n in range(50)] == before and one.state() == {}
+    before = [one.task_at(n).id for n in range(50)]
+    one.on_event(finished(0, "t0", [1.0, 0.0]))
+    assert [one.task_at(n).id for n in range(50)] == before and one.state_dict() == {}
     one = priority(TASKS, 0)
     step(one, 1, results)
     step(other, 1, results, backwards=True)
     step(one, 2, {"t0": [0.0, 0.0]})
     step(other, 2, {"t0": [0.0, 0.0]})
-    assert one.state() == other.state() == {"t0": 0.25, "t1": 1.0}
+    assert one.state_dict() == other.state_dict() == {"t0": 0.25, "t1": 1.0}
     again = priority(TASKS, 0)
-    again.load(json.loads(json.dumps(one.state())))
-    assert [again.nth(n).id for n in range(300)] == [one.nth(n).id for n in range(300)]
+    again.load(json.loads(json.dumps(one.state_dict())))
+    assert [again.task_at(n).id for n in range(300)] == [one.task_at(n).id for n in range(300)]
 
 
 def test_easy_first_widens_from_the_easiest():
     order = EasyFirst(TASKS, 0, by="level", start=0.2, admissions=1000)
-    levels = [order.nth(n).data["level"] for n in range(3000)]
+    levels = [order.task_at(n).data["level"] for n in range(3000)]
     assert set(levels[:50]) == {0, 1, 2} - {2} | set(levels[:50]) and max(levels[:100]) <= 2 and max(levels[:500]) <= 6
     counts = Counter(levels[1000:])
     assert set(counts) == set(range(10)) and all(abs(c - 200) < 60 for c in counts.values())
     hardest = EasyFirst(TASKS, 0, by="-level", start=0.1, admissions=1000)
-    assert hardest.nth(0).data["level"] == 9
+    assert hardest.task_at(0).data["level"] == 9
     with pytest.raises(DataError, match="task t0 has None; every task needs a number there"):
         EasyFirst(TASKS, 0, by="lvl", admissions=10)
 
@@ -113,8 +113,8 @@ def test_bad_settings_say_what_to_write():
         ({"kind": "easy_first", "by": "level"}, "admissions"),
     ]:
         with pytest.raises(ConfigError, match=said):
-            admissions(TASKS, 0, spec)
-    assert isinstance(admissions(TASKS, 0, {}), ShuffledOrder)
+            build_curriculum(TASKS, 0, spec)
+    assert isinstance(build_curriculum(TASKS, 0, {}), ShuffledOrder)
 
 
 def source(name: str, prompts: list[str], **more) -> dict:

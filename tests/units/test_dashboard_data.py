@@ -19,12 +19,12 @@ from rondel.core.errors import UserError
 from rondel.core.events import Resident, WorkerTime
 from rondel.dashboard import plan_api, rollouts
 from rondel.dashboard.columns import MetricColumns, MetricRow, StepGrid
-from rondel.dashboard.pages import DashboardPages, build
+from rondel.dashboard.pages import DashboardPages, build_app
 from rondel.dashboard.run import DashboardRun
-from rondel.dashboard.sample import sample
+from rondel.dashboard.sample import read_sampled_columns
 from rondel.dashboard.tail import FileTail, kind_of
-from rondel.dashboard.views import said, state
-from rondel.planner.plan import plan
+from rondel.dashboard.views import findings_view, run_states
+from rondel.planner.plan import make_plan
 from rondel.planner.workload import what_if
 from rondel.runtime.journal.store import annotate_step
 from rondel.runtime.telemetry.diagnose import diagnose, findings, read_story
@@ -35,13 +35,15 @@ HOSTILE = '<img src=x onerror="window.pwned=1"></script><b>&amp;\u202e'
 
 def read(folder) -> DashboardRun:
     run = DashboardRun(folder, findings)
-    while run.look():
+    while run.poll_journal():
         pass
     return run
 
 
 def client(*folders, key="") -> TestClient:
-    return TestClient(build(DashboardPages([read(f) for f in folders], plan, key)), base_url="http://127.0.0.1")
+    return TestClient(
+        build_app(DashboardPages([read(f) for f in folders], make_plan, key)), base_url="http://127.0.0.1"
+    )
 
 
 # -- rows and findings -------------------------------------------------------------------------------
@@ -58,7 +60,7 @@ def test_rows_are_those_of_the_story(tmp_path):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_findings_are_those_of_diagnose(tmp_path, fault):
     write(tmp_path, **FAULTS[fault][0])
-    assert [(f["name"], f["evidence"]) for f in read(tmp_path).findings()] == [
+    assert [(f["name"], f["evidence"]) for f in read(tmp_path).ranked_findings()] == [
         (f.name, f.evidence) for f in diagnose(tmp_path)
     ]
 
@@ -74,13 +76,13 @@ def test_no_verdict_on_half_a_journal(tmp_path, monkeypatch):
     """A run that is complete does not look dead while its journal is being read; the
     badge counts what the findings view lists.
     """
-    monkeypatch.setattr(FileTail.lines, "__defaults__", (4096,))
+    monkeypatch.setattr(FileTail.read_lines, "__defaults__", (4096,))
     write(tmp_path, **FAULTS["held out falls, trained rises"][0])
     run, states = DashboardRun(tmp_path, findings), []
-    while run.look():
-        told = state([run])[0]
+    while run.poll_journal():
+        told = run_states([run])[0]
         states.append(told["state"])
-        page = said(run)
+        page = findings_view(run)
         assert sum(told["alarms"][s] for s in ("error", "warning", "note")) == len(page["findings"]) and page[
             "reading"
         ] == (states[-1] == "reading")
@@ -89,7 +91,7 @@ def test_no_verdict_on_half_a_journal(tmp_path, monkeypatch):
         len(states) > 5
         and set(states[:-1]) == {"reading"}
         and states[-1] == "complete"
-        and len(said(run)["findings"]) == 1
+        and len(findings_view(run)["findings"]) == 1
     )
 
 
@@ -120,8 +122,8 @@ def test_a_resumed_run_is_told_once(tmp_path):
 def test_accounts_are_100_percent_of_what_was_told(tmp_path):
     run = read(write_run(tmp_path))
     assert (
-        run.accounts(1) == {"controller": {"wait": 8.0, "train": 6.0, "sync": 2.0}}
-        and run.columns.sum("time/step", 1) == 16.0
+        run.time_accounts(1) == {"controller": {"wait": 8.0, "train": 6.0, "sync": 2.0}}
+        and run.columns.sum_between("time/step", 1) == 16.0
     )
 
 
@@ -133,26 +135,26 @@ def test_a_journal_that_grows_tears_shrinks_and_is_replaced(tmp_path):
     folder, path = tmp_path / "b", tmp_path / "b" / "journal.jsonl"
     folder.mkdir()
     run = DashboardRun(folder, findings)
-    assert not run.look() and run.state == "nothing yet"
+    assert not run.poll_journal() and run.state == "nothing yet"
     (folder / "job.toml").write_text("[loop]\nsteps = 4\n")  # the page was open before the run was begun
     steps = set()
     for size in (10, 700, 1500, 4000, len(whole)):
         path.write_bytes(b"") if not path.exists() else None
         with path.open("r+b") as file:
             file.write(whole[:size])
-        while run.look():
+        while run.poll_journal():
             steps.add(len(run.columns))
-    assert len(run.columns) == 4 and run.damaged == 0 and len(steps) > 1 and run.planned == 4
+    assert len(run.columns) == 4 and run.damaged == 0 and len(steps) > 1 and run.planned_steps == 4
     path.write_bytes(whole[:1500])  # a crash tore what was written, the writer cut it off
-    assert run.look() and run.step < 4
+    assert run.poll_journal() and run.step < 4
     (folder / "new").write_bytes(whole)
     (folder / "new").replace(path)  # another file under the same name
-    while run.look():
+    while run.poll_journal():
         pass
     assert run.step == 4
     with path.open("ab") as file:
         file.write(b'{"n":1,"t":2.0,"kind":"StepDone"}\nnonsense\n{"n":3,"t":')
-    assert run.look() and run.damaged == 2 and run.step == 4
+    assert run.poll_journal() and run.damaged == 2 and run.step == 4
 
 
 def test_a_tail_gives_each_whole_line_once(tmp_path):
@@ -163,8 +165,8 @@ def test_a_tail_gives_each_whole_line_once(tmp_path):
         path.touch()
         with path.open("r+b") as file:  # the same file grows, at times in the middle of a line
             file.write(written[: -(at % 2) or None])
-        tail.replaced()
-        while got := tail.lines(stretch=16):
+        tail.was_replaced()
+        while got := tail.read_lines(stretch=16):
             given += got
     assert given == lines
 
@@ -177,7 +179,7 @@ def test_kinds_are_read_without_reading_the_event():
 def test_a_sample_has_exact_rows(tmp_path):
     write(tmp_path, steps=24)
     whole = {s.number: s.row for s in read_story(tmp_path).steps}
-    found = sample(tmp_path / "journal.jsonl", places=9)
+    found = read_sampled_columns(tmp_path / "journal.jsonl", places=9)
     assert 5 <= len(found) < 24 and found.steps[-1] == 24
     for i, step in enumerate(found.steps):
         assert dict(MetricRow(found, i)) == pytest.approx(
@@ -193,11 +195,11 @@ def test_a_curve_on_a_grid_is_mean_and_extremes_of_each_cell(points):
     rng, columns = np.random.default_rng(0), MetricColumns()
     told = {step: rng.normal() for step in range(3, 120) if step % 5}
     for step in range(3, 120):
-        columns.add(step, {"b": 1.0} | ({"a": told[step]} if step in told else {}))
+        columns.add_row(step, {"b": 1.0} | ({"a": told[step]} if step in told else {}))
     grid = StepGrid(1, 130, points)
-    drawn = columns.drawn("a", grid)
-    assert len(grid.x()) == grid.cells <= points and columns.drawn("none", grid) is None
-    for cell, x in enumerate(grid.x()):
+    drawn = columns.curve_on_grid("a", grid)
+    assert len(grid.cell_centers()) == grid.cells <= points and columns.curve_on_grid("none", grid) is None
+    for cell, x in enumerate(grid.cell_centers()):
         first = 1 + cell * grid.width
         assert first <= x <= first + grid.width - 1
         inside = [v for step, v in told.items() if first <= step < first + grid.width]
@@ -211,8 +213,8 @@ def test_a_curve_on_a_grid_is_mean_and_extremes_of_each_cell(points):
 def test_a_step_told_again_voids_what_followed():
     columns = MetricColumns()
     for step, value in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 5.0)):
-        columns.add(step, {"a": value})
-    assert columns.series("a") == [(1, 1.0), (2, 5.0)] and columns.last("a") == 5.0
+        columns.add_row(step, {"a": value})
+    assert columns.series("a") == [(1, 1.0), (2, 5.0)] and columns.last_value("a") == 5.0
 
 
 # -- answers -------------------------------------------------------------------------------------------
@@ -220,19 +222,19 @@ def test_a_step_told_again_voids_what_followed():
 
 def test_answers_of_a_step_and_one_of_them(tmp_path):
     write_run(tmp_path)
-    told = rollouts.table(tmp_path, None)
+    told = rollouts.rollout_table(tmp_path, None)
     assert told["step"] == 4 and len(told["rows"]) == 8 and told["stored"] == [1, 4, 4]
     first = told["rows"][0]
     assert first["length"] == 8 and first["gap"] is not None and told["rows"][2]["error"] == "timeout"
-    one = rollouts.answer(tmp_path, 4, 0)
+    one = rollouts.read_answer(tmp_path, 4, 0)
     written = [t for t in one["tokens"] if t[1]]
     assert (
         one["of"] == 13 and len(written) == 8 and max(abs(t[3] - t[4]) for t in written) == pytest.approx(first["gap"])
     )
     annotate_step(tmp_path, 4, trainer_logprobs={(6, 0): [-9.0] * 13})  # the file is another one now
-    assert rollouts.answer(tmp_path, 4, 0)["tokens"][-1][4] == -9.0
+    assert rollouts.read_answer(tmp_path, 4, 0)["tokens"][-1][4] == -9.0
     with pytest.raises(UserError, match="8 answers and no number 99"):
-        rollouts.answer(tmp_path, 4, 99)
+        rollouts.read_answer(tmp_path, 4, 99)
 
 
 def test_tokens_are_spelled_by_what_they_add():
@@ -241,34 +243,34 @@ def test_tokens_are_spelled_by_what_they_add():
     def spell(ids):
         return b"".join(letters[i] for i in ids).decode(errors="replace")
 
-    assert rollouts.spelled([0, 1, 2, 3, 4, 0], spell, 0, 6) == ["a", " b", "", "é", "\n", "a"]
-    assert "".join(rollouts.spelled([0, 1, 2, 3, 4] * 20, spell, 50, 100)) == spell([0, 1, 2, 3, 4] * 10)
+    assert rollouts.token_texts([0, 1, 2, 3, 4, 0], spell, 0, 6) == ["a", " b", "", "é", "\n", "a"]
+    assert "".join(rollouts.token_texts([0, 1, 2, 3, 4] * 20, spell, 50, 100)) == spell([0, 1, 2, 3, 4] * 10)
 
 
 def test_a_task_at_two_steps(tmp_path):
     write_run(tmp_path)
     assert rollouts.steps_of(tmp_path, "sum/4", 2) == [3]
-    assert rollouts.worded("the sum is 7.", "the sum was 7.") == [
+    assert rollouts.word_diff("the sum is 7.", "the sum was 7.") == [
         ("same", "the sum "),
         ("gone", "is"),
         ("new", "was"),
         ("same", " 7."),
     ]
-    assert rollouts.beside(tmp_path, "sum/4", 3, 3)["diff"] == [("same", "the <b>sum</b> is 1.0")]
+    assert rollouts.compare_groups(tmp_path, "sum/4", 3, 3)["diff"] == [("same", "the <b>sum</b> is 1.0")]
     with pytest.raises(UserError, match="step 1 has no answer to sum/4"):
-        rollouts.beside(tmp_path, "sum/4", 1, 3)
+        rollouts.compare_groups(tmp_path, "sum/4", 1, 3)
 
 
 # -- planner -------------------------------------------------------------------------------------------
 
 
 def test_the_sliders_ask_the_planner(tmp_path):
-    assert plan_api.ask({"model": "14b", "gpus": "8", "place": "split"}, plan)["plan"] == plan(
+    assert plan_api.answer_plan_query({"model": "14b", "gpus": "8", "place": "split"}, make_plan)["plan"] == make_plan(
         what_if(["model=14b", "hardware=h100", "gpus=8", "place=split"])
     )
     for wrong in ({"model": "/etc"}, {"hardware": "abacus"}, {"gpus": "0"}, {"trainers": "a"}):
         with pytest.raises(UserError):
-            plan_api.ask(wrong, plan)
+            plan_api.answer_plan_query(wrong, make_plan)
 
 
 # -- the server ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from rondel.core import events as words
 from rondel.core.events import Advised, StepDone, subscribe
 from rondel.runtime.journal.log import Journal
 from rondel.runtime.telemetry import diagnose
-from rondel.runtime.telemetry.advice import Advisor, PlacementFacts, advise
+from rondel.runtime.telemetry.advice import Advisor, PlacementFacts, advise_runtime
 from rondel.runtime.telemetry.diagnose import RULES, read_story
 
 SEEDS = (0, 1, 2)
@@ -172,18 +172,18 @@ def test_the_gain_is_that_of_the_closed_form():
     more, which is as far as twice as many go.
     """
     split = PlacementFacts(split=True, engines=1, ranks=1, staleness=1)
-    told = advise({"wait": 6.0, "train": 3.0}, 0.0, split)
+    told = advise_runtime({"wait": 6.0, "train": 3.0}, 0.0, split)
     assert (
         told.gain == pytest.approx(9 / max(9 / 2, 3)) and "place.engines = 2" in told.message and "67%" in told.message
     )
-    four = advise({"wait": 6.0, "train": 3.0}, 0.0, PlacementFacts(True, 4, 1, 1))
+    four = advise_runtime({"wait": 6.0, "train": 3.0}, 0.0, PlacementFacts(True, 4, 1, 1))
     assert four.gain == pytest.approx(9 / max(9 * 4 / 8, 3)) and "place.engines = 8" in four.message
-    idle = advise({"wait": 0.0, "train": 9.0}, 0.7, split)
+    idle = advise_runtime({"wait": 0.0, "train": 9.0}, 0.7, split)
     assert idle.gain == pytest.approx(9 / max(0.3 * 9, 9 / 2)) and "place.ranks = 2" in idle.message
-    synchronous = advise({"wait": 4.0, "train": 6.0}, 0.5, PlacementFacts(True, 1, 1, 0))
+    synchronous = advise_runtime({"wait": 4.0, "train": 6.0}, 0.5, PlacementFacts(True, 1, 1, 0))
     assert synchronous.gain == pytest.approx(10 / max(4, 6)) and "max_staleness = 1" in synchronous.message
-    assert advise({"wait": 1.0, "train": 9.0}, 0.1, split) is None, "all is well"
-    assert advise({"wait": 8.0, "train": 1.0}, 0.0, PlacementFacts(False, 1, 1, 0)) is None, (
+    assert advise_runtime({"wait": 1.0, "train": 9.0}, 0.1, split) is None, "all is well"
+    assert advise_runtime({"wait": 8.0, "train": 1.0}, 0.0, PlacementFacts(False, 1, 1, 0)) is None, (
         "one device can do one thing"
     )
 
@@ -192,8 +192,8 @@ def test_advice_is_given_once_in_twenty_steps():
     heard, advisor = [], Advisor(PlacementFacts(True, 1, 1, 1), after=2)
     end = subscribe(heard.append)
     for step in range(1, 45):
-        advisor.read(engine(step, generate=9.0))
-        advisor.read(StepDone(step, step, {}, {"wait": 6.0, "train": 3.0, "milestone": 50.0, "step": 59.0}, {}))
+        advisor.on_event(engine(step, generate=9.0))
+        advisor.on_event(StepDone(step, step, {}, {"wait": 6.0, "train": 3.0, "milestone": 50.0, "step": 59.0}, {}))
     end()
     assert [e.step for e in heard if isinstance(e, Advised)] == [22, 42] and heard[0].gain == pytest.approx(2.0)
 

@@ -114,12 +114,18 @@ def test_the_form_is_read_off_and_reads_back_what_the_template_writes(name):
     expected = {
         k: v if name != "glm" or isinstance(v, list | dict) else str(v) if k != "b" else "true" for k, v in WHAT.items()
     }
-    assert found.read(text) == [ToolCall(n, expected if n == "find" else {}) for n, _ in asked]
-    assert found.read("thinking aloud " + text) == found.read(text) and found.read("the answer is 7") == []
+    assert found.parse_calls(text) == [ToolCall(n, expected if n == "find" else {}) for n, _ in asked]
+    assert (
+        found.parse_calls("thinking aloud " + text) == found.parse_calls(text)
+        and found.parse_calls("the answer is 7") == []
+    )
     before = "hm. "
-    start = found.begins(before + text)
-    assert found.read((before + text)[start:]) == found.read(text) and found.read((before + text)[:start]) == []
-    assert found.begins(before) == len(before)
+    start = found.find_call_start(before + text)
+    assert (
+        found.parse_calls((before + text)[start:]) == found.parse_calls(text)
+        and found.parse_calls((before + text)[:start]) == []
+    )
+    assert found.find_call_start(before) == len(before)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -186,22 +192,22 @@ def test_what_cannot_be_read_is_a_call_with_a_fault(form, text, fault):
 
 def test_forms_that_templates_do_not_show_are_read_too():
     new = "<tool_call>add<arg_key>a</arg_key><arg_value>[1, 2]</arg_value><arg_key>s</arg_key><arg_value></tool_call></arg_value></tool_call>"
-    assert KeyedCalls().read(new) == [ToolCall("add", {"a": [1, 2], "s": "</tool_call>"})]
+    assert KeyedCalls().parse_calls(new) == [ToolCall("add", {"a": [1, 2], "s": "</tool_call>"})]
     listed = '<|tool_call_start|>[{"name": "add", "arguments": {"a": 1}}, sub(s=\'\\u00e9\\n\\q\', t=("x"), n=None,)]<|tool_call_end|>'
-    with_tuple = PythonCalls().read(listed)
+    with_tuple = PythonCalls().parse_calls(listed)
     assert with_tuple[0].fault and "stands where a name must" in with_tuple[0].fault, "a tuple is no argument"
-    assert PythonCalls().read(listed.replace('("x")', '"x"')) == [
+    assert PythonCalls().parse_calls(listed.replace('("x")', '"x"')) == [
         ToolCall("add", {"a": 1}),
         ToolCall("sub", {"s": "\u00e9\n\\q", "t": "x", "n": None}),
     ]
     function = BracedCalls("<start_function_call>", "<end_function_call>", "<escape>")
-    assert function.read("<start_function_call>call:f{a:<escape>x<escape>,n:2}<end_function_call>") == [
+    assert function.parse_calls("<start_function_call>call:f{a:<escape>x<escape>,n:2}<end_function_call>") == [
         ToolCall("f", {"a": "x", "n": 2})
     ]
-    assert ChannelCalls().read(' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>') == [
+    assert ChannelCalls().parse_calls(' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>') == [
         ToolCall("add", {"a": 1})
     ]
-    assert ChannelCalls().read("<|channel|>commentary<|message|>I will look.<|end|>") == []
+    assert ChannelCalls().parse_calls("<|channel|>commentary<|message|>I will look.<|end|>") == []
     write = writer(SHOWS.replace("[tools", "<|tool_list_start|>[tools") + "{{ m.role }}: {{ m.content }}\n{% endfor %}")
     assert isinstance(read_off(write), PythonCalls), "an older LFM2 shows tools, and leaves calls out"
 
@@ -228,7 +234,7 @@ def test_no_text_breaks_a_reader(form):
         text = "".join(rng.choices(PIECES, k=rng.randrange(40)))
         for call in form.read(text):
             assert isinstance(call.name, str) and isinstance(call.arguments, dict) and isinstance(call.fault, str)
-        assert 0 <= form.begins(text) <= len(text)
+        assert 0 <= form.find_call_start(text) <= len(text)
 
 
 @pytest.mark.parametrize("form", ALL, ids=lambda form: type(form).__name__)

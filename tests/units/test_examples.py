@@ -18,13 +18,13 @@ from rondel.generate.envs.python import python_tool
 from rondel.generate.envs.sources import load_tasks
 from rondel.generate.envs.tools import Tools
 from rondel.runtime.sandbox.box import Sandbox
-from rondel.runtime.sandbox.probe import isolation
-from rondel.score import build
+from rondel.runtime.sandbox.probe import find_isolation
+from rondel.score import build_reward
 
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-boxed = pytest.mark.skipif(not isolation("auto").wall, reason="nothing contains code here")
+boxed = pytest.mark.skipif(not find_isolation("auto").wall, reason="nothing contains code here")
 
 
 @pytest.fixture(autouse=True)
@@ -157,4 +157,4 @@ def test_a_repository_is_mended_by_a_passing_test():
 def test_an_interpreter_helps_to_a_number():
     task = Task("sum/1", "tools", {"prompt": "17 * 23 + 4 =", "answer": "395"})
     found, asked = play(Tools([python_tool(Sandbox)]), task, call("python", code="17 * 23 + 4"), "It is 395")
-    assert "\n395\n" in asked[1] and build("number")(found, task) == 1.0
+    assert "\n395\n" in asked[1] and build_reward("number")(found, task) == 1.0

@@ -9,12 +9,12 @@ import pytest
 
 from rondel.core.errors import ConfigError
 from rondel.core.types import KEEP, EnvFault, Failed, Group, Score, Task, Trajectory, Verdict
-from rondel.filter import FILTERS, chain
+from rondel.filter import FILTERS, chain_filters
 from rondel.filter.complete import Complete
 from rondel.filter.length import truncated
 from rondel.filter.repetition import Repetition
 from rondel.filter.signal import signal
-from rondel.text.repetition import repeated
+from rondel.text.repetition import repeated_fraction
 
 
 def group(*trajectories: Trajectory) -> Group:
@@ -65,7 +65,7 @@ def test_a_group_is_dropped_when_nobody_ended():
     ],
 )
 def test_the_share_of_repeated_ngrams(trajectory, n, share):
-    found = repeated(trajectory.tokens, trajectory.mask, n)
+    found = repeated_fraction(trajectory.tokens, trajectory.mask, n)
     assert found is None if share is None else found == pytest.approx(share)
 
 
@@ -86,10 +86,10 @@ def test_too_few_scored_is_a_failure_under_its_commonest_reason():
 
 
 def test_a_chain_gives_the_first_verdict_that_drops():
-    judge = chain([Complete(), signal, truncated])
+    judge = chain_filters([Complete(), signal, truncated])
     assert judge(group(*scored(1), BROKEN)) == Verdict(False, "verifier", failed=True)
     assert judge(group(*scored(1, 1))) == Verdict(False, "unanimous")
-    assert judge(group(*scored(0, 1))) == KEEP == chain([])(group())
+    assert judge(group(*scored(0, 1))) == KEEP == chain_filters([])(group())
 
 
 def test_every_name_makes_a_filter():

@@ -49,7 +49,7 @@ def forest(policy, play, **how):
     """-> what each leaf's policy said, turn by turn."""
     s = session(policy, **how)
     asyncio.run(play(s))
-    found = s.forest.trajectories()
+    found = s.forest.leaf_trajectories()
     for trajectory in found:
         recorded(trajectory, policy)
     return [said(t) for t in found]
@@ -74,7 +74,7 @@ def test_what_the_policy_wrote_is_never_tokenised_again():
         await ask(s, [*await ask(s, ASK), AGAIN])
 
     asyncio.run(play())
-    (one,) = s.forest.trajectories()
+    (one,) = s.forest.leaf_trajectories()
     assert [x for x, m in zip(one.tokens, one.mask) if m] == [*letters, t.eos_token_id, t.eos_token_id]
     assert engine.requests[1].tokens[: len(engine.requests[0].tokens)] == engine.requests[0].tokens
 
@@ -222,7 +222,7 @@ def test_a_rewritten_history_keeps_the_turns_before_and_their_record():
         await ask(s, [*messages, AGAIN])
 
     asyncio.run(play())
-    old, new = s.forest.trajectories()
+    old, new = s.forest.leaf_trajectories()
     n = len(policy.requests[0].tokens) + len(policy.drawn[0][1].tokens)
     for what in ("tokens", "mask", "logprobs", "versions"):
         assert getattr(old, what)[:n] == getattr(new, what)[:n]
@@ -239,7 +239,7 @@ def test_a_fork_takes_routes_and_support_along():
     async def play():
         talk.give(ASK)
         done = await talk.reply()
-        mark = talk.mark
+        mark = talk.turn_mark
         assert done.finish_reason == "stop"
         talk.trajectory.experts = np.arange(len(talk.trajectory.tokens) - 1)[:, None, None]
         talk.trajectory.support = [None] * len(talk.trajectory.tokens)
@@ -256,7 +256,9 @@ def test_a_fork_takes_routes_and_support_along():
         and twin.turn == 1
     )
     assert (
-        twin.trajectory.experts.shape == (n - 1, 1, 1) and twin.trajectory.support == [None] * n and twin.mark == mark
+        twin.trajectory.experts.shape == (n - 1, 1, 1)
+        and twin.trajectory.support == [None] * n
+        and twin.turn_mark == mark
     )
 
 
@@ -266,7 +268,7 @@ def test_a_fork_takes_routes_and_support_along():
 @pytest.mark.parametrize("bad", ["<tool_call>\n{'name'}\n</tool_call>", call(a=1) + "<tool_call>"])
 def test_a_call_that_cannot_be_read_is_text(bad):
     s = session(Policy(bad, bad))
-    (reply,) = asyncio.run(s.replies(ChatRequest(read_messages(ASK), [TOOL])))
+    (reply,) = asyncio.run(s.generate_replies(ChatRequest(read_messages(ASK), [TOOL])))
     assert reply.text == bad and not reply.calls
 
 
@@ -274,7 +276,8 @@ def test_nothing_is_called_where_nothing_was_offered_or_allowed():
     asked = call(a=1, b=2)
     s = session(Policy(asked, asked))
     replies = [
-        asyncio.run(s.replies(ChatRequest(read_messages(ASK), tools, calls=not tools)))[0] for tools in ([], [TOOL])
+        asyncio.run(s.generate_replies(ChatRequest(read_messages(ASK), tools, calls=not tools)))[0]
+        for tools in ([], [TOOL])
     ]
     assert [(r.text, r.calls) for r in replies] == [(asked, [])] * 2
 
@@ -282,7 +285,7 @@ def test_nothing_is_called_where_nothing_was_offered_or_allowed():
 def test_a_thought_of_a_call_stays_a_thought():
     thought = "<think>perhaps " + call(a=9, b=9) + "</think>"
     s = session(Policy(thought + "look. " + call(a=3, b=4) + call(a=1, b=1)))
-    (reply,) = asyncio.run(s.replies(ChatRequest(read_messages(ASK), [TOOL])))
+    (reply,) = asyncio.run(s.generate_replies(ChatRequest(read_messages(ASK), [TOOL])))
     assert [(name, given) for _, name, given in reply.calls] == [("add", {"a": 3, "b": 4}), ("add", {"a": 1, "b": 1})]
     assert reply.text == thought + "look." and len({id for id, _, _ in reply.calls}) == 2
 
@@ -297,7 +300,7 @@ def test_a_template_without_tools_tells_a_history_with_tools_in_words():
         {"role": "assistant", "content": "seven."},
         {"role": "tool", "content": "9"},
     ]
-    text = made.tokenizer.decode(made.opening(history))
+    text = made.tokenizer.decode(made.render_opening(history))
     assert text.endswith(
         'assistant\nlook.\n<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call><|im_end|>\n'
         "<|im_start|>user\n<tool_response>\n7\n</tool_response>\n<tool_response>\n8\n</tool_response><|im_end|>\n"
@@ -319,7 +322,9 @@ def test_an_engine_that_fails_leaves_no_trace_of_its_turn():
         await ask(s, [*one, AGAIN])
 
     asyncio.run(play())
-    assert [said(t) for t in s.forest.trajectories()] == [ended("one", "two")] and isinstance(s.fault, RuntimeError)
+    assert [said(t) for t in s.forest.leaf_trajectories()] == [ended("one", "two")] and isinstance(
+        s.fault, RuntimeError
+    )
 
 
 def test_a_request_that_is_given_up_leaves_no_trace():
@@ -335,7 +340,7 @@ def test_a_request_that_is_given_up_leaves_no_trace():
 
     async def play():
         one = await ask(s, ASK)
-        work = s.begin(ask(s, [*one, AGAIN]))
+        work = s.start_task(ask(s, [*one, AGAIN]))
         while len(policy.requests) < 2:
             await asyncio.sleep(0)
         other = await ask(s, [*one, AGAIN])
@@ -343,7 +348,7 @@ def test_a_request_that_is_given_up_leaves_no_trace():
         assert work.cancelled() and other[-1]["content"] == "two"
 
     asyncio.run(play())
-    assert [said(t) for t in s.forest.trajectories()] == [ended("one", "two")], (
+    assert [said(t) for t in s.forest.leaf_trajectories()] == [ended("one", "two")], (
         "the one that was left is a part of the other"
     )
 
@@ -358,7 +363,7 @@ def test_a_full_context_is_told_and_ends_the_branch_with_length():
             await ask(s, [*one, {"role": "user", "content": "look again. " * 20}])
 
     asyncio.run(play())
-    (one,) = s.forest.trajectories()
+    (one,) = s.forest.leaf_trajectories()
     assert s.full and one.finish_reason == "length" and one.mask[-1] and runs(one) == 1
 
 
@@ -375,4 +380,4 @@ def test_what_a_template_cannot_write_is_the_requests_fault():
         await ask(s, ASK)
 
     asyncio.run(play())
-    assert s.fault is None and len(s.forest.trajectories()) == len(engine.requests) == 1
+    assert s.fault is None and len(s.forest.leaf_trajectories()) == len(engine.requests) == 1

@@ -14,7 +14,7 @@ import pytest
 from gateway_kit import ADD, TOOL, Policy, call, tok
 from units.chat_kit import chat
 
-from rondel.generate.envs.gateway.app import build
+from rondel.generate.envs.gateway.app import build_app
 from rondel.generate.envs.gateway.session import GatewaySession
 
 CALLS = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
@@ -85,7 +85,7 @@ async def asked(path: str, bodies: list[bytes]) -> list[tuple[bytes, int, str]]:
     policy = Policy(lambda text: call(a=1, b=2) if len(policy.requests) % 3 == 0 else "seven.")
     sessions: dict[str, GatewaySession] = {}
     out = []
-    transport = httpx2.ASGITransport(app=build(sessions, lambda name, rule: None))
+    transport = httpx2.ASGITransport(app=build_app(sessions, lambda name, rule: None))
     async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
         for body in bodies:
             sessions["k"] = GatewaySession(chat(tok(), policy, max_tokens=8, max_context=4096))

@@ -22,7 +22,7 @@ from units.chat_kit import chat
 from rondel.core.errors import ConfigError, EngineError, EnvError
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Score
-from rondel.generate.envs.gateway.agent import agent_of, called, command, score_of
+from rondel.generate.envs.gateway.agent import agent_of, command_agent, function_agent, score_of
 from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.gateway.session import GatewaySession
 
@@ -129,7 +129,7 @@ def test_an_agent_that_outlives_its_episode_is_not_heard_of(caplog):
 
     async def episode():
         with pytest.raises(EnvError, match="did not end"):
-            await Gateway(called(agent), timeout=0.05).run(TASK, chat(tok(), Policy("seven.")))
+            await Gateway(function_agent(agent), timeout=0.05).run(TASK, chat(tok(), Policy("seven.")))
         late.set()
         await asyncio.to_thread(over.wait, 30)
 
@@ -151,7 +151,7 @@ def test_answers_leave_at_once():
             for link in gateway.listening.port.server.server_state.connections:
                 seen.append(link.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
-    gateway = Gateway(called(agent))
+    gateway = Gateway(function_agent(agent))
     asyncio.run(gateway.run(TASK, chat(tok(), Policy("seven."))))
     assert len(seen) == 1 and seen[0]
 
@@ -177,8 +177,10 @@ def test_a_key_is_one_episodes_and_ends_with_it():
         return float(speak(base_url, api_key) == "seven.")
 
     async def both():
-        gateway = Gateway(called(agent))
-        async with gateway.listening.to(GatewaySession(chat(tok(), Policy()))):  # another episode keeps the port open
+        gateway = Gateway(function_agent(agent))
+        async with gateway.listening.serve_session(
+            GatewaySession(chat(tok(), Policy()))
+        ):  # another episode keeps the port open
             for _ in range(2):
                 await gateway.run(TASK, chat(tok(), Policy("seven.")))
 
@@ -207,7 +209,7 @@ def test_a_client_that_leaves_takes_its_request_along():
         assert speak(base_url, api_key) == "seven."
 
     policy = Slow("-", "seven.")
-    gateway = Gateway(called(agent))
+    gateway = Gateway(function_agent(agent))
     one = asyncio.run(gateway.run(TASK, chat(tok(), policy)))
     del policy.drawn[0]
     recorded(one, policy)
@@ -319,7 +321,7 @@ print(json.dumps({"correct": float(task["data"]["answer"] in said["choices"][0][
 
 
 def episode(words, policy, timeout=60.0):
-    return asyncio.run(Gateway(command(words), timeout=timeout).run(TASK, chat(tok(), policy)))
+    return asyncio.run(Gateway(command_agent(words), timeout=timeout).run(TASK, chat(tok(), policy)))
 
 
 def test_a_command_is_an_agent_and_its_last_line_the_score():

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rondel.core.types import Failed, Score, Task, Trajectory
-from rondel.score import build
-from rondel.score.answer_text import plain, said, wild
+from rondel.score import build_reward
+from rondel.score.answer_text import extract_answer, is_too_expensive, plain_number
 from rondel.score.pool import RewardPool
-from rondel.score.result import read
+from rondel.score.result import read_score
 
 
 def task(gold):
@@ -53,14 +53,14 @@ def test_what_is_graded_wrongly_is_known():
 
 
 def test_the_table_of_numbers():
-    reward = build("number")
+    reward = build_reward("number")
     assert [(g, t[:20], r) for g, t, r in NUMBER if reward(Trajectory(text=t), task(g)) != float(r)] == []
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.fractions(max_denominator=10**6).filter(lambda f: abs(f) < 10**12))
 def test_a_plain_number_is_read_exactly(value):
-    assert plain(f"{value}") == value and plain(said(rf"so \boxed{{{value}}}.")) == value
+    assert plain_number(f"{value}") == value and plain_number(extract_answer(rf"so \boxed{{{value}}}.")) == value
 
 
 @settings(max_examples=300, deadline=None)
@@ -69,13 +69,15 @@ def test_a_plain_number_is_read_exactly(value):
     | st.lists(st.sampled_from(["\\boxed{", "}", "7", "<answer>", "</answer>", "not ", " but ", "$"])).map("".join)
 )
 def test_any_text_says_something(text):
-    assert isinstance(said(text), str) and wild(said(text)) in (True, False)
+    assert isinstance(extract_answer(text), str) and is_too_expensive(extract_answer(text)) in (True, False)
 
 
 def test_texts_that_would_hang_are_known_as_such():
-    assert not any(wild(said(text)) for _, text, right in MATH if right)
-    assert sum(wild(said(text)) for _, text, right in HOSTILE if right is REFUSED) >= 12
-    assert said("\\boxed{" * 10**5) and said("<answer>" * 10**5) and said("not " * 10**5)  # and soon
+    assert not any(is_too_expensive(extract_answer(text)) for _, text, right in MATH if right)
+    assert sum(is_too_expensive(extract_answer(text)) for _, text, right in HOSTILE if right is REFUSED) >= 12
+    assert (
+        extract_answer("\\boxed{" * 10**5) and extract_answer("<answer>" * 10**5) and extract_answer("not " * 10**5)
+    )  # and soon
 
 
 class Number:
@@ -91,9 +93,9 @@ class Number:
      {"a": 1.0, "total": None}, 10**400, -(10**400), {"a": 10**400}, lambda: 1.0, Ellipsis, NotImplemented, ValueError("1.0"), float],
 )  # fmt: skip
 def test_what_is_no_number_never_becomes_one(returned):
-    assert isinstance(read(returned), Failed)
+    assert isinstance(read_score(returned), Failed)
 
 
 def test_a_sum_beyond_all_numbers_is_a_failure():
-    assert isinstance(read({"a": 1.5e308, "b": 1.5e308}), Failed)
-    assert isinstance(read([(0, 1.5e308), (1, 1.5e308)]), Failed)
+    assert isinstance(read_score({"a": 1.5e308, "b": 1.5e308}), Failed)
+    assert isinstance(read_score([(0, 1.5e308), (1, 1.5e308)]), Failed)

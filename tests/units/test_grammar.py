@@ -20,9 +20,9 @@ from test_behaviour import chi_square, draw
 from rondel.core.errors import EngineError, UserError
 from rondel.core.types import Request, Sampling
 from rondel.generate.engine.builtin.grammar import GrammarCache
-from rondel.generate.engine.builtin.logits_processors import shape
+from rondel.generate.engine.builtin.logits_processors import process_logits
 from rondel.generate.engine.builtin.request import SequenceState
-from rondel.generate.engine.builtin.sampler import uniform
+from rondel.generate.engine.builtin.sampler import draw_uniform
 
 pytest.importorskip("llguidance")
 MODEL = tiny()
@@ -88,7 +88,7 @@ def mask(loaded, constraint, drawn):
     )
     live.constraint = constraint
     logits = torch.zeros(2, loaded.head.weight.shape[0])
-    shape(logits, [(1, live)])
+    process_logits(logits, [(1, live)])
     assert live.fault is None and (logits[0] == 0).all()
     return set((logits[1] == 0).nonzero()[:, 0].tolist())
 
@@ -109,7 +109,7 @@ def test_the_mask_is_that_of_brute_force(loaded, kind):
     ends, goals = set(loaded.stop_ids), [s.encode() for s in sentences]
     grammars, rng, seen = GrammarCache(loaded), np.random.default_rng(0), 0
     for _ in range(25):
-        constraint, drawn, written = grammars.start(given, []), [], b""
+        constraint, drawn, written = grammars.start_constraint(given, []), [], b""
         while True:
             expected = {i for i, b in spelled.items() if b and any(g.startswith(written + b) for g in goals)}
             allowed = mask(loaded, constraint, drawn)
@@ -134,14 +134,14 @@ def _bytes(loaded, token):
 
 def test_draws_under_a_grammar_have_the_stated_distribution():
     logits = torch.randn(105, generator=torch.Generator().manual_seed(4)) * 2
-    constraint = GrammarCache(MODEL).start({"regex": "[a-m]+"}, [])
+    constraint = GrammarCache(MODEL).start_constraint({"regex": "[a-m]+"}, [])
     kept = mask(MODEL, constraint, [])
     s, n = Sampling(grammar={"regex": "[a-m]+"}, temperature=0.8, top_p=0.95), 20_000
     live = SequenceState(Request([5], s), lambda _: None, [5], 1)
     live.constraint = constraint
     row = logits[None].clone()
-    shape(row, [(0, live)])
-    tokens, logprobs = draw(row.repeat(n, 1), [s] * n, [uniform(9, t) for t in range(n)])
+    process_logits(row, [(0, live)])
+    tokens, logprobs = draw(row.repeat(n, 1), [s] * n, [draw_uniform(9, t) for t in range(n)])
     p = (logits.double() / 0.8).softmax(-1).numpy()
     p[[i for i in range(105) if i not in kept]] = 0
     p /= p.sum()
@@ -206,7 +206,7 @@ def test_the_stated_logprob_is_that_of_what_was_allowed():
     )
     c = asyncio.run(engine(MODEL).generate(request))
     logits = plain_logits(MODEL, request.tokens + c.tokens)[len(request.tokens) - 1 : -1]
-    constraint = GrammarCache(MODEL).start({"json_schema": SCHEMA}, [])
+    constraint = GrammarCache(MODEL).start_constraint({"json_schema": SCHEMA}, [])
     for t, (row, token) in enumerate(zip(logits, c.tokens)):
         allowed = sorted(mask(MODEL, constraint, c.tokens[:t]))
         assert c.support[t] == allowed

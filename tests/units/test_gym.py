@@ -125,7 +125,7 @@ def test_a_run_of_the_example(tmp_path, monkeypatch):
 
 def test_levels_of_reasoning_gym_come_easy_first():
     from rondel.core.errors import ConfigError, DataError
-    from rondel.generate.envs.curriculum import admissions
+    from rondel.generate.envs.curriculum import build_curriculum
 
     pytest.importorskip("reasoning_gym")
     data = {"kind": "reasoning_gym", "name": "chain_sum", "size": 31, "levels": [0, 2, 4]}
@@ -135,8 +135,8 @@ def test_levels_of_reasoning_gym_come_easy_first():
         for level in (0, 2, 4)
     }
     assert terms == {0: {2}, 2: {4}, 4: {6}} and len(tasks) == 31
-    order = admissions(tasks, 0, {"kind": "easy_first", "by": "level", "start": 0.3, "admissions": 200})
-    early, late = ([order.nth(n).data["level"] for n in range(a, a + 40)] for a in (0, 400))
+    order = build_curriculum(tasks, 0, {"kind": "easy_first", "by": "level", "start": 0.3, "admissions": 200})
+    early, late = ([order.task_at(n).data["level"] for n in range(a, a + 40)] for a in (0, 400))
     assert sum(early) / 40 < 0.5 < 1.2 < sum(late) / 40
     for levels, error, said in (
         ([99], DataError, "goes from 0 to"),

@@ -6,7 +6,7 @@ import pytest
 
 from rondel.core.events import GroupsTaken, StepDone, Warned, subscribe
 from rondel.core.types import Failed, Group, Score, Task, Trajectory
-from rondel.runtime.telemetry.metrics import StepMetrics, meaning
+from rondel.runtime.telemetry.metrics import StepMetrics, metric_meaning
 from rondel.runtime.telemetry.reward_hacking import SPAN, HackingMonitor, from_scored
 
 
@@ -122,9 +122,9 @@ def test_the_numbers_of_a_step():
 def test_they_are_in_the_row_of_the_step():
     rows = []
     metrics = StepMetrics(lambda step, row: rows.append(row))
-    metrics.read(
+    metrics.on_event(
         GroupsTaken(1, 0, [group(answer([1], Score(1.0, {"a": 1.0})), answer([1, 2], Score(0.0, {"a": 0.0})))])
     )
-    metrics.read(StepDone(1, 1, {}, {}, {}, ""))
+    metrics.on_event(StepDone(1, 1, {}, {}, {}, ""))
     assert rows[0]["score/length_correlation"] == pytest.approx(-1.0) and rows[0]["score/part_a"] == 0.5
-    assert all(meaning(name) for name in rows[0])
+    assert all(metric_meaning(name) for name in rows[0])

@@ -16,19 +16,19 @@ from algos_oracle import far_reference, of_verl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rondel.algos.table import FAMILIES, resolve
+from rondel.algos.table import FAMILIES, resolve_algorithm
 from rondel.cli import main
-from rondel.cli.import_ import RecipeTable, imported
+from rondel.cli.import_ import RecipeTable, import_config
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError
 from rondel.generate.envs.sources import load_tasks
 from rondel.importing import openrlhf, trl, verl
 from rondel.importing.openrlhf import OPENRLHF
 from rondel.importing.peer import SINKS
-from rondel.importing.read import overrides, read, scalar
-from rondel.importing.render import lists, recipe
-from rondel.importing.shell import commands
-from rondel.importing.translate import nested, translate
+from rondel.importing.read import parse_scalar, read_config, read_overrides
+from rondel.importing.render import render_lists, render_recipe
+from rondel.importing.shell import read_commands
+from rondel.importing.translate import nest_lines, translate_config
 from rondel.importing.trl import TRL
 from rondel.importing.verl import VERL
 from rondel.runtime.telemetry.sinks import SINKS as TRACKERS
@@ -45,18 +45,18 @@ ALIVE = {
 
 def said(name: str, **given) -> dict:
     """{"algo.surrogate.high": 0.28, ...}: the lines that a config becomes; keys may be written with __ for a dot."""
-    report = translate(PEERS[name], {key.replace("__", "."): value for key, value in given.items()}, ROWS)
+    report = translate_config(PEERS[name], {key.replace("__", "."): value for key, value in given.items()}, ROWS)
     return {line.key: line.value for line in report.lines}
 
 
 def whole(report) -> Job:
     """The text is TOML that says the lines, and a recipe; the row is one wherever it exists."""
-    text = recipe(report, "a config")
+    text = render_recipe(report, "a config")
     tree = tomllib.loads(text)
-    assert tree == json.loads(json.dumps(nested(report.lines)))
+    assert tree == json.loads(json.dumps(nest_lines(report.lines)))
     job = Job.parse(tree)
     if job.algo.kind in ROWS.names:
-        resolve({key: value for key, value in tree["algo"].items() if key != "group_size"})
+        resolve_algorithm({key: value for key, value in tree["algo"].items() if key != "group_size"})
     return job
 
 
@@ -72,8 +72,8 @@ def one_fate_each(report, given) -> None:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
 def test_an_example_becomes_a_recipe_in_which_every_key_has_one_fate(path):
     name = path.stem
-    report, _ = imported(name, str(path))
-    given = read(name, path.read_text(), path.parent)
+    report, _ = import_config(name, str(path))
+    given = read_config(name, path.read_text(), path.parent)
     assert len(given) > 10
     one_fate_each(report, given)
     whole(report)
@@ -112,16 +112,16 @@ def test_any_config_becomes_a_recipe_in_which_every_key_has_one_fate(name, data)
         if new in peer.defaults
     }
     given |= ALIVE[name]
-    report = translate(peer, given, ROWS)
+    report = translate_config(peer, given, ROWS)
     one_fate_each(report, given)
     whole(report)
-    assert all(f"  {key}" in lists(report) for key in [*report.missing, *report.unknown, *report.same])
+    assert all(f"  {key}" in render_lists(report) for key in [*report.missing, *report.unknown, *report.same])
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_bare_config_is_written_with_their_defaults(name):
     """Nothing set but the model: whatever is not ours is written, and nothing else is."""
-    report = translate(PEERS[name], ALIVE[name], ROWS)
+    report = translate_config(PEERS[name], ALIVE[name], ROWS)
     whole(report)
     other = {line.key: (line.value, ours) for line, ours in report.other}
     assert all(value != ours for value, ours in other.values())
@@ -183,8 +183,8 @@ def test_every_row_and_part_that_an_importer_knows_exists():
     aggregates = {a for _, a in trl.LOSSES.values()} | {*verl.AGGREGATES.values(), *openrlhf.AGGREGATES.values()}
     for family, kinds in (("advantage", advantages - {None}), ("aggregate", aggregates)):
         assert kinds <= FAMILIES[family].keys()
-    report = translate(TRL, ALIVE["trl"] | {"loss_type": "vespo"}, ROWS)
-    assert "algo.kind" in {line.key for line in report.asks} and not any(
+    report = translate_config(TRL, ALIVE["trl"] | {"loss_type": "vespo"}, ROWS)
+    assert "algo.kind" in {line.key for line in report.open_questions} and not any(
         line.key == "algo.aggregate.kind" for line in report.lines
     )
 
@@ -210,7 +210,7 @@ def test_every_row_and_part_that_an_importer_knows_exists():
 )
 def test_another_trainer_of_theirs_is_refused(name, command, remedy):
     with pytest.raises(ConfigError, match=r"is another trainer of") as refused:
-        read(name, command)
+        read_config(name, command)
     assert remedy in str(refused.value)
 
 
@@ -229,7 +229,7 @@ def test_another_trainer_of_theirs_is_refused(name, command, remedy):
     ],
 )
 def test_their_trainer_is_read_among_other_commands(name, command):
-    assert len(read(name, command)) == 1
+    assert len(read_config(name, command)) == 1
 
 
 @pytest.mark.parametrize(
@@ -263,10 +263,10 @@ def test_delta_of_trl_holds_good_and_bad_answers_as_there(delta):
     1.28: the same gradient for either sign of A.
     """
     config = ALIVE["trl"] | {"epsilon": 0.2, "epsilon_high": 0.28, "delta": delta}
-    row = resolve(
+    row = resolve_algorithm(
         {
             k: v
-            for k, v in nested(translate(TRL, config, ROWS).lines)["algo"].items()
+            for k, v in nest_lines(translate_config(TRL, config, ROWS).lines)["algo"].items()
             if k not in ("group_size", "mask_truncated")
         }
     )
@@ -281,7 +281,7 @@ def test_delta_of_trl_holds_good_and_bad_answers_as_there(delta):
 
 
 def test_delta_of_trl_below_1_is_named():
-    assert "on-policy token" in translate(TRL, ALIVE["trl"] | {"delta": 0.9}, ROWS).missing["delta"]
+    assert "on-policy token" in translate_config(TRL, ALIVE["trl"] | {"delta": 0.9}, ROWS).missing["delta"]
 
 
 def test_steps_of_trl_are_moves_of_the_optimizer():
@@ -300,18 +300,18 @@ def test_steps_of_trl_are_moves_of_the_optimizer():
     assert got == [50, 25, 3, 5]
     shares = said("trl", **batch, save_steps=0.5)
     assert shares["run.checkpoint.every"] == 25
-    report = translate(TRL, ALIVE["trl"] | {"save_steps": 0.5, "warmup_ratio": 0.1}, ROWS)
-    assert {"run.checkpoint.every", "trainer.warmup_steps"} <= {line.key for line in report.asks}
+    report = translate_config(TRL, ALIVE["trl"] | {"save_steps": 0.5, "warmup_ratio": 0.1}, ROWS)
+    assert {"run.checkpoint.every", "trainer.warmup_steps"} <= {line.key for line in report.open_questions}
 
 
 def test_the_entropy_bonus_of_trl_acts_where_its_loss_does():
     """Their mean runs over the chosen tokens only, ours over all: coef / top. (Of 40
     tokens 10 are chosen: no rounding.)
     """
-    lines = nested(translate(TRL, ALIVE["trl"] | {"top_entropy_quantile": 0.25, "entropy_coef": 0.02}, ROWS).lines)[
-        "algo"
-    ]
-    row = resolve({k: v for k, v in lines.items() if k not in ("group_size", "mask_truncated")})
+    lines = nest_lines(
+        translate_config(TRL, ALIVE["trl"] | {"top_entropy_quantile": 0.25, "entropy_coef": 0.02}, ROWS).lines
+    )["algo"]
+    row = resolve_algorithm({k: v for k, v in lines.items() if k not in ("group_size", "mask_truncated")})
     assert (row.entropy.coef, row.entropy.top, row.surrogate.top) == (0.08, 0.25, 0.25)
     entropy = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     chosen = row.entropy.select(entropy)
@@ -320,35 +320,39 @@ def test_the_entropy_bonus_of_trl_acts_where_its_loss_does():
 
 
 def test_a_kl_of_trl_beside_a_ratio_of_answers_is_not_weighed_by_tokens():
-    report = translate(
+    report = translate_config(
         TRL, ALIVE["trl"] | {"beta": 0.1, "use_bias_correction_kl": True, "importance_sampling_level": "sequence"}, ROWS
     )
     assert "ratio of its answer" in report.missing["use_bias_correction_kl"]
-    assert "unbiased" not in nested(report.lines)["algo"]["kl"]
+    assert "unbiased" not in nest_lines(report.lines)["algo"]["kl"]
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "dr_grpo", "rloo", "reinforce_baseline"])
 def test_what_openrlhf_does_behind_the_baseline_is_named(estimator):
     given = {"actor.model_name_or_path": "m", "algo.advantage.estimator": estimator, "rollout.n_samples_per_prompt": 4}
-    report = translate(OPENRLHF, given | {"reward.clip_range": [-1, 1]}, ROWS)
+    report = translate_config(OPENRLHF, given | {"reward.clip_range": [-1, 1]}, ROWS)
     assert "before the baseline" in report.missing["reward.clip_range"]
     assert not any(line.key.startswith("algo.shaping") for line in report.lines)
-    row = resolve({key: value for key, value in nested(report.lines)["algo"].items() if key != "group_size"})
+    row = resolve_algorithm(
+        {key: value for key, value in nest_lines(report.lines)["algo"].items() if key != "group_size"}
+    )
     draw = Ragged.make([3, 2, 4], 3, groups=1)
     base = replace(row, kl=replace(row.kl, coef=0.0)).advantages_T(draw.scored())
     cost = 0.01 * (draw.others_3T[1] - draw.others_3T[2])  # of k1
     owed = torch.cat([piece.flip(0).cumsum(0).flip(0) for piece in cost.split([3, 2, 4])])
     assert torch.allclose(row.advantages_T(draw.scored()), base - owed, atol=1e-12, rtol=0)
     assert any("algo.kl.init_coef" in keys for keys, _ in report.lost) == (estimator == "reinforce_baseline")
-    plain = translate(OPENRLHF, given | {"algo.advantage.estimator": "reinforce", "reward.clip_range": [-1, 1]}, ROWS)
-    assert nested(plain.lines)["algo"]["shaping"] == {"kind": "clip", "limit": 1.0}
+    plain = translate_config(
+        OPENRLHF, given | {"algo.advantage.estimator": "reinforce", "reward.clip_range": [-1, 1]}, ROWS
+    )
+    assert nest_lines(plain.lines)["algo"]["shaping"] == {"kind": "clip", "limit": 1.0}
     assert not any("algo.kl.init_coef" in keys for keys, _ in plain.lost)
 
 
 def test_gspo_of_openrlhf_with_a_correction_starts_its_ratio_at_the_engine():
     given = ALIVE["openrlhf"] | {"actor.policy_loss_type": "gspo", "algo.advantage.is_correction_level": "token"}
-    report = translate(OPENRLHF, given | {"algo.advantage.is_correction_mode": "clip"}, ROWS)
-    algo = nested(report.lines)["algo"]
+    report = translate_config(OPENRLHF, given | {"algo.advantage.is_correction_mode": "clip"}, ROWS)
+    algo = nest_lines(report.lines)["algo"]
     assert algo["ratio"] == {"anchor": "behavior"} and "correction" not in algo
     assert "no effect" in report.missing["algo.advantage.is_correction_mode"]
 
@@ -359,21 +363,25 @@ def test_entropy_and_kl_of_openrlhf_are_means_over_tokens():
         "actor.entropy_coef": 0.01,
         "algo.kl.use_loss": True,
     }
-    report = translate(OPENRLHF, given, ROWS)
+    report = translate_config(OPENRLHF, given, ROWS)
     assert (
         "mean over tokens" in report.missing["actor.entropy_coef"]
         and "mean over tokens" in report.missing["algo.kl.use_loss"]
     )
-    tokens = translate(OPENRLHF, given | {"actor.loss_agg_mode": "token-mean"}, ROWS)
+    tokens = translate_config(OPENRLHF, given | {"actor.loss_agg_mode": "token-mean"}, ROWS)
     assert not {"actor.entropy_coef", "algo.kl.use_loss"} & tokens.missing.keys()
 
 
 def test_the_clip_ratio_of_verl_has_no_effect_beside_its_defaults():
-    report = translate(VERL, {"actor_rollout_ref.actor.clip_ratio": 0.3, "algorithm.adv_estimator": "grpo"}, ROWS)
+    report = translate_config(
+        VERL, {"actor_rollout_ref.actor.clip_ratio": 0.3, "algorithm.adv_estimator": "grpo"}, ROWS
+    )
     assert "clip_ratio_low = 0.2" in report.missing["actor_rollout_ref.actor.clip_ratio"]
     assert not any(line.value == 0.3 for line in report.lines)
     wide = {"actor_rollout_ref.actor.clip_ratio": 0.3, "actor_rollout_ref.actor.clip_ratio_low": None}
-    lines = {line.key: line.value for line in translate(VERL, wide | {"algorithm.adv_estimator": "grpo"}, ROWS).lines}
+    lines = {
+        line.key: line.value for line in translate_config(VERL, wide | {"algorithm.adv_estimator": "grpo"}, ROWS).lines
+    }
     assert lines["algo.surrogate.low"] == 0.3 and "algo.surrogate.high" not in lines
 
 
@@ -395,28 +403,30 @@ def test_the_loss_of_verl():
 
 def test_the_kl_that_openrlhf_charges_by_default_is_there_or_named():
     """Never in the loss when it is in the reward there, never left out in silence."""
-    report = translate(OPENRLHF, ALIVE["openrlhf"], ROWS)
+    report = translate_config(OPENRLHF, ALIVE["openrlhf"], ROWS)
     wished = {"kind": "k1", "coef": 0.01, "clamp": 10.0, "where": "advantage"}
-    if ROWS.refuses({"kind": "grpo", "kl": wished}):
+    if ROWS.rejection_reason({"kind": "grpo", "kl": wished}):
         assert "algo.kl.init_coef = 0.01" in " ".join(keys for keys, _ in report.lost)
         assert not any(line.key.startswith("algo.kl") for line in report.lines)
     else:
-        assert nested(report.lines)["algo"]["kl"] == wished
-    without = translate(OPENRLHF, ALIVE["openrlhf"] | {"algo.kl.init_coef": 0}, ROWS)
-    assert nested(without.lines)["algo"]["kl"] == {"coef": 0.0} and "init_coef" not in lists(without)
+        assert nest_lines(report.lines)["algo"]["kl"] == wished
+    without = translate_config(OPENRLHF, ALIVE["openrlhf"] | {"algo.kl.init_coef": 0}, ROWS)
+    assert nest_lines(without.lines)["algo"]["kl"] == {"coef": 0.0} and "init_coef" not in render_lists(without)
 
 
 def test_flat_flags_of_openrlhf_mean_what_they_are_called_today():
-    old = read(
+    old = read_config(
         "openrlhf",
         "python -m openrlhf.cli.train_ppo_ray --advantage_estimator rloo --n_samples_per_prompt 4 --actor_learning_rate 2e-6",
     )
-    new = read("openrlhf", "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 4 --actor.adam.lr 2e-6")
-    a, b = (translate(OPENRLHF, given, ROWS) for given in (old, new))
+    new = read_config(
+        "openrlhf", "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 4 --actor.adam.lr 2e-6"
+    )
+    a, b = (translate_config(OPENRLHF, given, ROWS) for given in (old, new))
     assert (
-        nested(a.lines) == nested(b.lines)
+        nest_lines(a.lines) == nest_lines(b.lines)
         and set(a.translated) == set(old)
-        and "# n_samples_per_prompt" in recipe(a, "x")
+        and "# n_samples_per_prompt" in render_recipe(a, "x")
     )
 
 
@@ -483,9 +493,11 @@ def test_a_correction_gives_the_weights_of_the_peer(name, config, weight):
     engine's probability by the trainer's.
     """
     config = ALIVE[name] | ({"algorithm.adv_estimator": "grpo"} if name == "verl" else {}) | config
-    report = translate(PEERS[name], config, ROWS)
+    report = translate_config(PEERS[name], config, ROWS)
     one_fate_each(report, config)
-    row = resolve({key: value for key, value in nested(report.lines)["algo"].items() if key != "group_size"})
+    row = resolve_algorithm(
+        {key: value for key, value in nest_lines(report.lines)["algo"].items() if key != "group_size"}
+    )
     generator = torch.Generator().manual_seed(5)
     x, sample = 0.3 * torch.randn(60, generator=generator, dtype=torch.float64), torch.arange(60) // 4
     got = row.correction(x, sample, torch.ones(60))
@@ -499,9 +511,11 @@ def test_a_config_of_verl_has_the_gradient_of_verls_formula(name):
     tests/algos_oracle.py, and compared with verl's in test_peers.py.
     """
     config = {"algorithm.adv_estimator": "grpo"} | VERL_CASES[name]
-    report = translate(VERL, config, ROWS)
+    report = translate_config(VERL, config, ROWS)
     one_fate_each(report, config)
-    row = resolve({key: value for key, value in nested(report.lines)["algo"].items() if key != "group_size"})
+    row = resolve_algorithm(
+        {key: value for key, value in nest_lines(report.lines)["algo"].items() if key != "group_size"}
+    )
     batch = far_reference(Ragged.make([3, 7, 1, 10, 5, 2, 8, 4], 11))
     gradient = batch.loss(row)[1]
     wanted = of_verl(VERL_CASES[name], batch, row.advantages_T(batch.scored()).tolist())
@@ -515,18 +529,19 @@ def test_what_of_verl_cannot_be_said_is_named():
     actor, base = "actor_rollout_ref.actor", {"algorithm.adv_estimator": "grpo"}
     sapo = base | {f"{actor}.policy_loss.loss_mode": "sapo", f"{actor}.entropy_coeff": 0.1}
     assert any(
-        f"{actor}.loss_agg_mode" in keys and "KL and entropy" in why for keys, why in translate(VERL, sapo, ROWS).lost
+        f"{actor}.loss_agg_mode" in keys and "KL and entropy" in why
+        for keys, why in translate_config(VERL, sapo, ROWS).lost
     )
     both = {f"{ROLLOUT}.rollout_is": "token", f"{ROLLOUT}.rollout_is_batch_normalize": True}
     both |= {f"{ROLLOUT}.rollout_rs": "token_k1", f"{ROLLOUT}.rollout_rs_threshold": "0.5_2.0"}
     assert (
         "before anything is rejected"
-        in translate(VERL, base | both, ROWS).missing[f"{ROLLOUT}.rollout_is_batch_normalize"]
+        in translate_config(VERL, base | both, ROWS).missing[f"{ROLLOUT}.rollout_is_batch_normalize"]
     )
     remax = {"algorithm.adv_estimator": "remax", "algorithm.use_kl_in_reward": True}
-    assert nested(translate(VERL, remax, ROWS).lines)["algo"]["kl"]["where"] == "advantage"
+    assert nest_lines(translate_config(VERL, remax, ROWS).lines)["algo"]["kl"]["where"] == "advantage"
     dppo = base | {f"{actor}.policy_loss.loss_mode": "dppo_tv"}
-    lines = {line.key: line.value for line in translate(VERL, dppo, ROWS).lines}
+    lines = {line.key: line.value for line in translate_config(VERL, dppo, ROWS).lines}
     assert (lines["algo.ratio.anchor"], lines["algo.surrogate.cap"]) == ("proximal", 3.0)
 
 
@@ -544,14 +559,14 @@ def test_what_of_verl_cannot_be_said_is_named():
 )
 def test_a_loss_of_theirs_is_a_row_with_their_knobs(name, config, row, surrogate):
     config = ALIVE[name] | ({"algorithm.adv_estimator": "grpo"} if name == "verl" else {}) | config
-    algo = nested(translate(PEERS[name], config, ROWS).lines)["algo"]
+    algo = nest_lines(translate_config(PEERS[name], config, ROWS).lines)["algo"]
     assert algo["kind"] == row and surrogate.items() <= algo["surrogate"].items()
-    resolve({key: value for key, value in algo.items() if key != "group_size"})
+    resolve_algorithm({key: value for key, value in algo.items() if key != "group_size"})
 
 
 def test_ppo_of_the_peers_is_a_row_with_its_critic():
     job = whole(
-        translate(
+        translate_config(
             VERL,
             {"critic.optim.lr": 2e-5, "trainer.critic_warmup": 20, "algorithm.lam": 0.95, "critic.model.path": "v"},
             ROWS,
@@ -564,11 +579,13 @@ def test_ppo_of_the_peers_is_a_row_with_its_critic():
         "v",
     )
     assert (
-        resolve({"kind": "ppo", **{k: getattr(job.algo, k) for k in ("advantage", "value", "shaping")}}).advantage.lam
+        resolve_algorithm(
+            {"kind": "ppo", **{k: getattr(job.algo, k) for k in ("advantage", "value", "shaping")}}
+        ).advantage.lam
         == 0.95
     )
     job = whole(
-        translate(
+        translate_config(
             OPENRLHF, {"actor.model_name_or_path": "m", "critic_learning_rate": 4e-6, "algo.kl.target": 6.0}, ROWS
         )
     )
@@ -583,28 +600,34 @@ def test_ppo_of_the_peers_is_a_row_with_its_critic():
     }
     assert (
         "the row has no critic"
-        in translate(VERL, {"algorithm.adv_estimator": "grpo", "critic.optim.lr": 1.0}, ROWS).missing["critic.optim.lr"]
+        in translate_config(VERL, {"algorithm.adv_estimator": "grpo", "critic.optim.lr": 1.0}, ROWS).missing[
+            "critic.optim.lr"
+        ]
     )
 
 
 def test_a_row_that_does_not_exist_is_named_and_nothing_else_is_trained():
-    report = translate(
+    report = translate_config(
         VERL,
         {"algorithm.adv_estimator": "optimal_token_baseline", "actor_rollout_ref.actor.clip_ratio_high": 0.3},
         ROWS,
     )
-    assert {line.key for line in report.asks} >= {"algo.kind"} and "does not exist here yet" in lists(report)
+    assert {line.key for line in report.open_questions} >= {"algo.kind"} and "does not exist here yet" in render_lists(
+        report
+    )
     assert report.missing["actor_rollout_ref.actor.clip_ratio_high"].startswith(
         "it belongs to the row 'optimal_token_baseline'"
     )
     with pytest.raises(ConfigError, match="optimal_token_baseline"):
-        resolve({"kind": whole(report).algo.kind})
+        resolve_algorithm({"kind": whole(report).algo.kind})
 
 
 def test_a_knob_that_the_row_does_not_read_is_named():
-    report = translate(OPENRLHF, ALIVE["openrlhf"] | {"algo.kl.init_coef": 0.0, "algo.kl.estimator": "k2"}, ROWS)
+    report = translate_config(OPENRLHF, ALIVE["openrlhf"] | {"algo.kl.init_coef": 0.0, "algo.kl.estimator": "k2"}, ROWS)
     assert "algo.kl.estimator" in report.same
-    report = translate(VERL, {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.kl_loss_coef": 0.1}, ROWS)
+    report = translate_config(
+        VERL, {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.kl_loss_coef": 0.1}, ROWS
+    )
     assert "use_kl_loss is false" in report.missing["actor_rollout_ref.actor.kl_loss_coef"]
 
 
@@ -620,7 +643,7 @@ def test_rewards_that_trl_normalises_one_by_one_are_gdpo():
         "multi_objective_aggregation": "normalize_then_sum",
         "reward_funcs": ["accuracy_reward", "think_format_reward"],
     }
-    report = translate(TRL, ALIVE["trl"] | given | {"reward_weights": [1.0, 0.5]}, ROWS)
+    report = translate_config(TRL, ALIVE["trl"] | given | {"reward_weights": [1.0, 0.5]}, ROWS)
     job = whole(report)
     assert job.algo.advantage == {
         "kind": "parts_norm",
@@ -634,28 +657,30 @@ def test_rewards_that_trl_normalises_one_by_one_are_gdpo():
 
 
 def test_masked_truncated_answers_of_trl_are_masked_here():
-    job = whole(translate(TRL, ALIVE["trl"] | {"mask_truncated_completions": True}, ROWS))
-    assert job.algo.mask_truncated and not whole(translate(TRL, ALIVE["trl"], ROWS)).algo.mask_truncated
+    job = whole(translate_config(TRL, ALIVE["trl"] | {"mask_truncated_completions": True}, ROWS))
+    assert job.algo.mask_truncated and not whole(translate_config(TRL, ALIVE["trl"], ROWS)).algo.mask_truncated
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_an_adapter_of_theirs_is_one_here(name):
     given, rank, alpha, targets = ADAPTERS[name]
-    report = translate(PEERS[name], given | ALIVE[name], ROWS)
+    report = translate_config(PEERS[name], given | ALIVE[name], ROWS)
     one_fate_each(report, given | ALIVE[name])
     adapter = whole(report).model.adapter
     assert (adapter.kind, adapter.rank, adapter.alpha, adapter.targets) == ("lora", rank, alpha, targets)
-    assert whole(translate(PEERS[name], ALIVE[name], ROWS)).model.adapter.kind == "off"
+    assert whole(translate_config(PEERS[name], ALIVE[name], ROWS)).model.adapter.kind == "off"
 
 
 def test_dropout_in_an_adapter_is_named():
-    report = translate(TRL, ALIVE["trl"] | {"use_peft": True, "lora_dropout": 0.05, "use_rslora": True}, ROWS)
+    report = translate_config(TRL, ALIVE["trl"] | {"use_peft": True, "lora_dropout": 0.05, "use_rslora": True}, ROWS)
     assert "could not recompute" in report.missing["lora_dropout"] and "plain LoRA" in report.missing["use_rslora"]
     assert "q_proj" in next(line.value for line in report.lines if line.key == "model.adapter")["targets"]
 
 
 def test_a_typo_gets_the_nearest_name():
-    report = translate(VERL, {"actor_rollout_ref.rollout.temprature": 0.9, "algorithm.adv_estimator": "grpo"}, ROWS)
+    report = translate_config(
+        VERL, {"actor_rollout_ref.rollout.temprature": 0.9, "algorithm.adv_estimator": "grpo"}, ROWS
+    )
     assert report.unknown == {
         "actor_rollout_ref.rollout.temprature": "Did you mean 'actor_rollout_ref.rollout.temperature'?"
     }
@@ -663,9 +688,9 @@ def test_a_typo_gets_the_nearest_name():
 
 def test_of_two_names_of_one_key_the_later_counts():
     given = {"pretrain": "a", "actor.model_name_or_path": "b", "algo.advantage.estimator": "rloo"}
-    report = translate(OPENRLHF, given, ROWS)
+    report = translate_config(OPENRLHF, given, ROWS)
     one_fate_each(report, given)
-    assert nested(report.lines)["model"]["path"] == "b" and "says it again" in report.missing["pretrain"]
+    assert nest_lines(report.lines)["model"]["path"] == "b" and "says it again" in report.missing["pretrain"]
 
 
 # -- the data and what stands around the loop ---------------------------------------------------------
@@ -681,17 +706,17 @@ def test_of_two_names_of_one_key_the_later_counts():
     ],
 )
 def test_passes_over_the_data_are_passes(name, given, passes):
-    report = translate(PEERS[name], ALIVE[name] | given, ROWS)
+    report = translate_config(PEERS[name], ALIVE[name] | given, ROWS)
     job = whole(report)
     assert (job.loop.passes, job.loop.steps) == (passes, None) and not any(
-        line.key.startswith("loop.") and line.key != "loop.groups_per_step" for line in report.asks
+        line.key.startswith("loop.") and line.key != "loop.groups_per_step" for line in report.open_questions
     )
 
 
 def test_prompts_that_verl_filters_are_filtered_here():
     given = {"data.max_prompt_length": 700, "data.filter_overlong_prompts": True}
-    assert whole(translate(VERL, given, ROWS)).task.max_prompt_tokens == 700
-    alone = translate(VERL, {"data.max_prompt_length": 700}, ROWS)
+    assert whole(translate_config(VERL, given, ROWS)).task.max_prompt_tokens == 700
+    alone = translate_config(VERL, {"data.max_prompt_length": 700}, ROWS)
     assert (
         whole(alone).task.max_prompt_tokens is None
         and "task.max_prompt_tokens" in alone.missing["data.max_prompt_length"]
@@ -704,13 +729,13 @@ def test_images_several_files_and_scorers_by_source(tmp_path):
         "data.val_files": "c.parquet",
         "data.image_key": "images",
     }
-    job = whole(translate(VERL, given, ROWS))
+    job = whole(translate_config(VERL, given, ROWS))
     assert (
         job.task.data["path"] == [str(Path.home() / "a.parquet"), "b.parquet"]
         and job.task.data["eval_path"] == "c.parquet"
     )
-    assert job.task.data["image"] == "images" and "image" not in whole(translate(VERL, {}, ROWS)).task.data
-    printed = translate(VERL, {"data.image_key": "images", "data.video_key": "videos"}, ROWS)
+    assert job.task.data["image"] == "images" and "image" not in whole(translate_config(VERL, {}, ROWS)).task.data
+    printed = translate_config(VERL, {"data.image_key": "images", "data.video_key": "videos"}, ROWS)
     assert "image" not in whole(printed).task.data and "add image = 'images'" in printed.missing["data.image_key"]
     reward = job.task.reward
     assert (reward["kind"], reward["field"], reward["parts"]["openai/gsm8k"]) == ("by", "data_source", "number")
@@ -726,7 +751,7 @@ def test_several_sets_of_openrlhf_are_a_mixture():
         "data.prompt_probs": "0.2,0.8",
         "data.image_key": "image",
     }
-    sources = whole(translate(OPENRLHF, given, ROWS)).task.data["sources"]
+    sources = whole(translate_config(OPENRLHF, given, ROWS)).task.data["sources"]
     assert [(s["source"], s["weight"], s["kind"], s["image"]) for s in sources] == [
         ("1-a", 0.2, "jsonl", "image"),
         ("2-b", 0.8, "datasets", "image"),
@@ -742,7 +767,7 @@ def test_several_sets_of_openrlhf_are_a_mixture():
     ],
 )
 def test_sinks_that_exist_here_are_kept(name, given, kept):
-    report = translate(PEERS[name], ALIVE[name] | given, ROWS)
+    report = translate_config(PEERS[name], ALIVE[name] | given, ROWS)
     assert whole(report).run.sinks == kept and set(SINKS) <= {*TRACKERS}
 
 
@@ -754,13 +779,15 @@ def test_distillation_of_verl_has_a_teacher_here():
         "algorithm.adv_estimator": "grpo",
     }
     loss = {f"{root}.distillation_loss.loss_mode": "k1", f"{root}.distillation_loss.use_policy_gradient": True}
-    report = translate(VERL, given | loss | {f"{root}.distillation_loss.use_task_rewards": False}, ROWS)
-    algo = nested(report.lines)["algo"]
+    report = translate_config(VERL, given | loss | {f"{root}.distillation_loss.use_task_rewards": False}, ROWS)
+    algo = nest_lines(report.lines)["algo"]
     assert (whole(report).model.teacher, algo["distill"], algo["kind"]) == ("big", {"coef": 1.0}, "opd")
-    assert "algo.distill.coef" not in {line.key for line in report.asks}
-    assert "algo.distill.coef" in {line.key for line in translate(VERL, given, ROWS).asks}  # theirs is k3 in the loss
+    assert "algo.distill.coef" not in {line.key for line in report.open_questions}
+    assert "algo.distill.coef" in {
+        line.key for line in translate_config(VERL, given, ROWS).open_questions
+    }  # theirs is k3 in the loss
     assert not any(
-        line.key == "model.teacher" for line in translate(VERL, given | {f"{root}.enabled": False}, ROWS).lines
+        line.key == "model.teacher" for line in translate_config(VERL, given | {f"{root}.enabled": False}, ROWS).lines
     )
 
 
@@ -777,18 +804,20 @@ def test_yaml_json_and_the_command_line_of_trl_say_the_same(tmp_path):
     }
     (tmp_path / "c.yaml").write_text("beta: 0.04\nnum_generations: 16\nlearning_rate: 1e-6\n")
     line = "--num-generations 4 --reward_funcs accuracy_reward think_format_reward --bf16"
-    assert read("trl", json.dumps(want)) == want
+    assert read_config("trl", json.dumps(want)) == want
     assert (
-        read(
+        read_config(
             "trl",
             "# c\n---\nbeta: 0.04\nnum_generations: 4\nlearning_rate: 1e-6\nbf16: true\nreward_funcs: [accuracy_reward, "
             "think_format_reward]\n",
         )
         == want
     )
-    assert read("trl", f"trl grpo --beta 0.04 --learning_rate 1e-6 {line}") == want
-    assert read("trl", f"trl grpo --config c.yaml {line}", tmp_path) == want | {"config": "c.yaml"}
-    launched = read("trl", f"accelerate launch --num_processes 8 --mixed_precision bf16 grpo.py --beta 0.04 {line}")
+    assert read_config("trl", f"trl grpo --beta 0.04 --learning_rate 1e-6 {line}") == want
+    assert read_config("trl", f"trl grpo --config c.yaml {line}", tmp_path) == want | {"config": "c.yaml"}
+    launched = read_config(
+        "trl", f"accelerate launch --num_processes 8 --mixed_precision bf16 grpo.py --beta 0.04 {line}"
+    )
     assert (
         launched["num_processes"] == 8 and launched["launcher --mixed_precision"] == "bf16" and launched["beta"] == 0.04
     )
@@ -796,12 +825,24 @@ def test_yaml_json_and_the_command_line_of_trl_say_the_same(tmp_path):
 
 def test_nested_yaml_of_verl_and_its_overrides_say_the_same():
     text = "algorithm:\n  adv_estimator: grpo\ntrainer:\n  logger: [console]\ndata:\n  seed: null\n"
-    assert read("verl", text) == {"algorithm.adv_estimator": "grpo", "trainer.logger": ["console"], "data.seed": None}
+    assert read_config("verl", text) == {
+        "algorithm.adv_estimator": "grpo",
+        "trainer.logger": ["console"],
+        "data.seed": None,
+    }
     refers = "a: 1\nb: ${a}\nc: ${oc.select:x.y,512}\nd: runs/${e}/x\ne: n${b}\nf: ${x.y}\ng: ${c}\n"
-    assert read("verl", refers) == {"a": 1, "b": 1, "c": 512, "d": "runs/n1/x", "e": "n1", "f": "${x.y}", "g": 512}
-    assert overrides(
+    assert read_config("verl", refers) == {
+        "a": 1,
+        "b": 1,
+        "c": 512,
+        "d": "runs/n1/x",
+        "e": "n1",
+        "f": "${x.y}",
+        "g": 512,
+    }
+    assert read_overrides(
         ["algorithm.adv_estimator=grpo", "+trainer.logger=['console']", "++data.seed=null", "~data.x"]
-    ) == read("verl", text)
+    ) == read_config("verl", text)
 
 
 def test_a_script_is_read_as_its_shell_would():
@@ -820,7 +861,7 @@ def test_a_script_is_read_as_its_shell_would():
         a.b=${B} \\
         a.c="$WHERE" "${LIST[@]}" a.d=$UNKNOWN $@ 2>&1 | tee log.txt
     """
-    assert read("verl", text) == {
+    assert read_config("verl", text) == {
         "a.b": 2050,
         "a.c": "/data/run 2",
         "x.one": 2,
@@ -828,7 +869,7 @@ def test_a_script_is_read_as_its_shell_would():
         "x.three": 1025,
         "a.d": "$UNKNOWN",
     }
-    assert list(commands('echo "don\'t"\nA=1 python x --n $A')) == [
+    assert list(read_commands('echo "don\'t"\nA=1 python x --n $A')) == [
         ["echo", "don't"],
         ["A=1", "python", "x", "--n", "$A"],
     ]
@@ -836,7 +877,7 @@ def test_a_script_is_read_as_its_shell_would():
 
 def test_a_variable_where_a_number_counts_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"data.train_batch_size = '\$BATCH' is not a number; write the value itself"):
-        translate(VERL, read("verl", "data.train_batch_size=$BATCH"), ROWS)
+        translate_config(VERL, read_config("verl", "data.train_batch_size=$BATCH"), ROWS)
 
 
 @pytest.mark.parametrize(
@@ -854,7 +895,7 @@ def test_a_variable_where_a_number_counts_is_refused_by_name():
     ],
 )
 def test_what_a_word_means(text, value):
-    assert scalar(text) == value and type(scalar(text)) is type(value)
+    assert parse_scalar(text) == value and type(parse_scalar(text)) is type(value)
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -906,6 +947,6 @@ def test_what_cannot_be_read_is_one_line(rondel, tmp_path, monkeypatch, words, m
 
 def test_the_page_shows_what_the_command_says():
     page = (EXAMPLES.parents[1] / "docs" / "import.md").read_text()
-    report, _ = imported("trl", str(EXAMPLES / "trl.yaml"))
+    report, _ = import_config("trl", str(EXAMPLES / "trl.yaml"))
     shown = page.partition("```text\n")[2].partition("```")[0]
-    assert shown.strip() in recipe(report, "trl.yaml") and shown.startswith("[algo]")
+    assert shown.strip() in render_recipe(report, "trl.yaml") and shown.startswith("[algo]")

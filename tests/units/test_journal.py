@@ -12,7 +12,7 @@ from units.synthetic import group, step_events, write_run
 
 from rondel.core.errors import CheckpointError, UserError
 from rondel.core.events import Admitted, Checkpointed, Generating, GroupFinished, GroupsTaken, Resumed, StepDone, Warned
-from rondel.runtime.journal.log import Journal, decode, encode, history, read
+from rondel.runtime.journal.log import Journal, decode, encode, read, read_history
 from rondel.runtime.telemetry.card import card_of
 
 TREES = st.recursive(
@@ -40,7 +40,7 @@ def test_an_interrupted_run_reads_as_if_it_had_not_been(tmp_path, crash_after):
     whole = write_run(tmp_path / "whole", steps=6)
     broken = write_run(tmp_path / "broken", steps=6, crash_after=crash_after)
     assert told(broken) == told(whole)
-    assert len(history(broken)) > len(list(read(broken)))  # nothing was erased
+    assert len(read_history(broken)) > len(list(read(broken)))  # nothing was erased
     assert [e["message"] for e in read(broken) if e["kind"] == "Warned"] == ["slow disk"]
 
 

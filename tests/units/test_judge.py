@@ -12,7 +12,7 @@ from judge_kit import Fake, chat
 from rondel.core.errors import ConfigError
 from rondel.core.events import RewardCounts, subscribe
 from rondel.core.types import Failed, Score, Task, Trajectory, Turn
-from rondel.score import build
+from rondel.score import build_reward
 from rondel.score.pool import RewardPool
 
 
@@ -150,7 +150,7 @@ def test_a_judge_and_a_server_read_what_tools_and_users_said():
     trajectory.conversation = [
         Turn("user", "where?", 0, 3), Turn("assistant", "let me see", 3, 5, True), Turn("tool", "lost in a fire", 5, 8), Turn("assistant", "it came", 8, 9, True),
     ]  # fmt: skip
-    reward = build({"kind": "judge", "url": "http://127.0.0.1:1/v1", "model": "m"})
+    reward = build_reward({"kind": "judge", "url": "http://127.0.0.1:1/v1", "model": "m"})
     prompt = reward.request(trajectory, task(1))["messages"][0]["content"]
     mark = prompt.partition("--- answer ")[2].partition("\n")[0]
     assert (
@@ -175,7 +175,7 @@ def test_a_judge_and_a_server_read_what_tools_and_users_said():
 
 @pytest.mark.parametrize("text", INJECTIONS)
 def test_an_answer_cannot_end_itself(text):
-    reward = build({"kind": "judge", "url": "http://127.0.0.1:1/v1", "model": "m"})
+    reward = build_reward({"kind": "judge", "url": "http://127.0.0.1:1/v1", "model": "m"})
     prompt = reward.request(said(text), task(1))["messages"][0]["content"]
     (opening,) = [line for line in prompt.splitlines() if line.startswith("--- answer ")]
     mark = opening.removeprefix("--- answer ")
@@ -200,7 +200,7 @@ def test_the_key_goes_along_and_is_named_when_missing(monkeypatch):
         assert fake.keys == ["Bearer secret-of-the-test"]
     monkeypatch.delenv("TEST_JUDGE_KEY")
     with pytest.raises(ConfigError, match="TEST_JUDGE_KEY"):
-        build(judge(fake, key_env="TEST_JUDGE_KEY"))
+        build_reward(judge(fake, key_env="TEST_JUDGE_KEY"))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_the_key_goes_along_and_is_named_when_missing(monkeypatch):
 )
 def test_a_judge_that_cannot_work_is_an_error_at_once(settings, message):
     with pytest.raises(ConfigError, match=message):
-        build({"kind": "judge", "url": "http://127.0.0.1:1", "model": "m", **settings})
+        build_reward({"kind": "judge", "url": "http://127.0.0.1:1", "model": "m", **settings})
 
 
 def test_a_judge_as_a_part():
@@ -351,5 +351,5 @@ def test_a_closed_pool_leaves_nobody_waiting(tmp_path, monkeypatch):
 
 
 def test_the_whole_request_is_json():
-    reward = build({"kind": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "field": "score"})
+    reward = build_reward({"kind": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "field": "score"})
     assert json.loads(json.dumps(reward.request(said("x"), task(1))))["model"] == "m"

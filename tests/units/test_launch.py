@@ -14,7 +14,7 @@ import yaml
 from rondel.cli import main, read_job
 from rondel.core.config import Job
 from rondel.core.errors import UserError
-from rondel.planner.cluster_jobs import ClusterLayout, kuberay, slurm
+from rondel.planner.cluster_jobs import ClusterLayout, kuberay, slurm_script
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "quickstart.toml"
@@ -36,7 +36,7 @@ REQUIRED = {
 
 def layout(nodes: int, gpus: int, *overrides: str, way: str = "ray", recipe: Path = RECIPE) -> ClusterLayout:
     place = ("--place.kind=split", f"--place.cluster={way}")
-    return ClusterLayout(recipe, read_job(str(recipe), *overrides, *place)[0], nodes, gpus, overrides).check(way)
+    return ClusterLayout(recipe, read_job(str(recipe), *overrides, *place)[0], nodes, gpus, overrides).check_layout(way)
 
 
 def trained(text: str) -> Job:
@@ -50,7 +50,7 @@ def trained(text: str) -> Job:
 @pytest.mark.parametrize("way", ["ray", "torchrun"])
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 2), (2, 8), (16, 4)])
 def test_a_batch_script_is_good_shell_and_fills_the_cluster(tmp_path, way, nodes, gpus):
-    text = slurm(layout(nodes, gpus, "--loop.steps=7", way=way), way=way)
+    text = slurm_script(layout(nodes, gpus, "--loop.steps=7", way=way), way=way)
     (tmp_path / "run.sh").write_text(text)
     assert subprocess.run(["bash", "-n", tmp_path / "run.sh"], capture_output=True, text=True).stderr == ""
     if found := shutil.which("shellcheck"):
@@ -83,7 +83,7 @@ def test_a_batch_script_starts_what_it_should_where_it_should(tmp_path, way):
     for name, body in FAKES.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "run.sh").write_text(slurm(layout(3, 4, "--place.engines=2", way=way), way=way))
+    (tmp_path / "run.sh").write_text(slurm_script(layout(3, 4, "--place.engines=2", way=way), way=way))
     env = {
         "PATH": f"{tmp_path}:/usr/bin:/bin",
         "SLURM_JOB_ID": "41",
@@ -182,7 +182,7 @@ def test_recipes_for_a_machine_and_for_a_ray_cluster_differ_by_four_lines():
     ]
     assert len(lines[1] - lines[0]) == 4 and not lines[0] - lines[1]
     jobs = [Job.parse(over_tiny(block), "docs/place.md") for block in (one, two)]
-    trees = [job.tree() for job in jobs]
+    trees = [job.to_dict() for job in jobs]
     places = [tree.pop("place") for tree in trees]
     assert trees[0] == trees[1] and places[0]["cluster"] == "local" and places[1]["cluster"] == "ray"
 

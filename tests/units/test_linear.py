@@ -14,7 +14,7 @@ from train_kit import awkward_groups, batch, model, row, trainer
 
 from rondel.models import linear
 from rondel.models.attention import PackedLayout, PackedSegment
-from rondel.models.linear import PackedLinear, adopt, matmul, product
+from rondel.models.linear import PackedLinear, install_cpu_linear, matmul, product
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -60,7 +60,7 @@ def block(dtype=torch.float32, bias=True):
     torch.manual_seed(0)
     plain = Block(bias).to(dtype)
     ours = copy.deepcopy(plain)
-    adopt(ours)
+    install_cpu_linear(ours)
     return plain, ours
 
 
@@ -83,7 +83,7 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype, inside):
     x, w = numbers(90, inside, dtype=dtype), numbers(64, inside, seed=1, dtype=dtype)
     stack = PackedLinear()
     with torch.no_grad():
-        if not stack.carries(x, [w], []):
+        if not stack.can_pack(x, [w], []):
             pytest.skip("no oneDNN products of this dtype here")
         whole = stack(x)[0]
         for first, n in ((0, 1), (5, 1), (3, 2), (40, 7), (1, 16), (13, 33), (10, 64)):
@@ -143,8 +143,8 @@ def test_a_whole_model_serves_the_bits_it_trains_with():
     tokens = torch.tensor(prompt(3, 20))
     where, layout = torch.arange(20), PackedLayout([PackedSegment(0, 20)])
     with torch.no_grad():
-        serving = loaded.hidden(tokens, where, layout)
-    training = loaded.hidden(tokens, where, layout)
+        serving = loaded.hidden_states(tokens, where, layout)
+    training = loaded.hidden_states(tokens, where, layout)
     assert training.requires_grad and torch.equal(serving, training)
 
 
@@ -185,16 +185,18 @@ def test_packed_copies_are_not_held_while_gradients_are_and_none_of_the_referenc
     t = trainer(model("llama"), algo, start_probe=4)
     groups = batch(awkward_groups(), algo)
     held = []
-    accumulate = t._accumulate
+    accumulate = t._accumulate_gradients
 
     def watched(*args, **kwargs):
-        held.append(sum(stack.bytes for stack in linear.stacks(t.loaded.model)))
+        held.append(sum(stack.packed_bytes for stack in linear.packed_linears(t.loaded.model)))
         return accumulate(*args, **kwargs)
 
-    t._accumulate = watched
+    t._accumulate_gradients = watched
     with torch.no_grad():
-        t.loaded.hidden(torch.arange(5, 9), torch.arange(4), PackedLayout([PackedSegment(0, 4)]))  # as the engine does
-    assert sum(stack.bytes for stack in linear.stacks(t.loaded.model)) > 0
+        t.loaded.hidden_states(
+            torch.arange(5, 9), torch.arange(4), PackedLayout([PackedSegment(0, 4)])
+        )  # as the engine does
+    assert sum(stack.packed_bytes for stack in linear.packed_linears(t.loaded.model)) > 0
     t._step(groups, algo)
     assert held == [0]
-    assert t.start is not None and sum(stack.bytes for stack in linear.stacks(t.start.model)) == 0
+    assert t.start is not None and sum(stack.packed_bytes for stack in linear.packed_linears(t.start.model)) == 0

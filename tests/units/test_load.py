@@ -17,8 +17,8 @@ from safetensors import safe_open
 from rondel.core.errors import ModelError
 from rondel.models import load as loading
 from rondel.models import names
-from rondel.models.load import load
-from rondel.models.save import save
+from rondel.models.load import load_model
+from rondel.models.save import save_model
 from rondel.planner import workload
 
 
@@ -28,9 +28,9 @@ from rondel.planner import workload
 )
 def test_a_saved_folder_is_the_same_model(tmp_path, kind, config):
     model = tiny(kind, **config)
-    save(model, tmp_path)
-    again = load(str(tmp_path), dtype="float32")
-    assert names.manifest(again.model, 0).root == names.manifest(model.model, 0).root
+    save_model(model, tmp_path)
+    again = load_model(str(tmp_path), dtype="float32")
+    assert names.build_manifest(again.model, 0).root == names.build_manifest(model.model, 0).root
     assert torch.equal(plain_logits(again, prompt(1, 20)), plain_logits(model, prompt(1, 20)))
     assert again.tokenizer.encode("Hello, 3 + 4?") == model.tokenizer.encode("Hello, 3 + 4?")
     chat = [{"role": "user", "content": "hi"}]
@@ -44,9 +44,9 @@ def test_a_saved_folder_is_the_same_model(tmp_path, kind, config):
 
 def test_given_weights_replace_the_modules_own(tmp_path):
     model = tiny()
-    masters = {n: t.double() for n, t in names.weights(model.model)}
+    masters = {n: t.double() for n, t in names.named_weights(model.model)}
     masters["lm_head.weight"] = masters["lm_head.weight"] + 1
-    save(model, tmp_path, masters)
+    save_model(model, tmp_path, masters)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float64"
     with safe_open(tmp_path / "model.safetensors", "pt") as written:
         assert torch.equal(written.get_tensor("lm_head.weight"), masters["lm_head.weight"])
@@ -54,19 +54,20 @@ def test_given_weights_replace_the_modules_own(tmp_path):
 
 def test_the_same_seed_is_the_same_model():
     roots = [
-        names.manifest(load({"random": "llama", **SIZE, "seed": s}, dtype="float32").model, 0).root for s in (1, 1, 2)
+        names.build_manifest(load_model({"random": "llama", **SIZE, "seed": s}, dtype="float32").model, 0).root
+        for s in (1, 1, 2)
     ]
     assert roots[0] == roots[1] != roots[2]
 
 
 def test_a_recipe_is_not_changed_by_loading():
     recipe = {"random": "llama", "seed": 4, **SIZE}
-    load(recipe, dtype="float32")
+    load_model(recipe, dtype="float32")
     assert recipe == {"random": "llama", "seed": 4, **SIZE}
 
 
 def test_bfloat16_is_loaded_proved_and_kept():
-    assert load({"random": "llama", **SIZE}, dtype="bfloat16").dtype == torch.bfloat16
+    assert load_model({"random": "llama", **SIZE}, dtype="bfloat16").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -88,34 +89,34 @@ def test_bfloat16_is_loaded_proved_and_kept():
 )
 def test_what_is_not_a_model_says_so(path, says):
     with pytest.raises(ModelError, match=says) as error:
-        load(path, dtype="float32")
+        load_model(path, dtype="float32")
     assert len(str(error.value)) < 400
 
 
 def test_a_folder_without_a_config_says_what_it_holds(tmp_path):
     with pytest.raises(ModelError, match=r"no config.json in it \(it holds nothing\)"):
-        load(str(tmp_path))
+        load_model(str(tmp_path))
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(ModelError, match=r"it holds notes.txt"):
-        load(str(tmp_path))
+        load_model(str(tmp_path))
 
 
 def test_a_folder_with_half_a_model_is_one_readable_error(tmp_path):
-    save(tiny(), tmp_path)
+    save_model(tiny(), tmp_path)
     os.truncate(tmp_path / "model.safetensors", 1000)
     with pytest.raises(ModelError, match="loading the model"):
-        load(str(tmp_path), dtype="float32")
+        load_model(str(tmp_path), dtype="float32")
 
 
 def test_an_unknown_dtype_is_an_error():
     with pytest.raises(ModelError, match=r"model.dtype = 'fp32': it is one of auto, float32, bfloat16, float16"):
-        load({"random": "llama", **SIZE}, dtype="fp32")
+        load_model({"random": "llama", **SIZE}, dtype="fp32")
 
 
 def test_a_demo_wheel_that_is_not_installed_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(loading.DEMO, "ghost", ("no_such_package_at_all", "pip install ghost"))
     with pytest.raises(ModelError, match="'ghost' comes in a wheel that is not installed: pip install ghost"):
-        load("ghost")
+        load_model("ghost")
 
 
 # -- GGUF ------------------------------------------------------------------------------------------
@@ -142,24 +143,24 @@ def content(folder):
 
 
 def cached():
-    return sorted(p.name for p in loading.cache().iterdir())
+    return sorted(p.name for p in loading.cache_folder().iterdir())
 
 
 def test_a_gguf_is_converted_once(gguf, monkeypatch):
-    folder = loading._folder(str(gguf))
+    folder = loading._model_folder(str(gguf))
     monkeypatch.setattr(loading, "_convert", None)
-    assert loading._folder(str(gguf)) == folder and len(cached()) == 1
+    assert loading._model_folder(str(gguf)) == folder and len(cached()) == 1
 
 
 def test_fine_tunes_of_one_name_and_size_are_different_models(gguf, tmp_path):
-    first = loading._folder(str(gguf))
+    first = loading._model_folder(str(gguf))
     other = tmp_path / "tuned" / gguf.name
     other.parent.mkdir()
     other.write_bytes(b"WEIGHTS")
-    second = loading._folder(str(other))
+    second = loading._model_folder(str(other))
     gguf.write_bytes(b"updated")
     os.utime(gguf, ns=(1, 1))
-    third = loading._folder(str(gguf))
+    third = loading._model_folder(str(gguf))
     assert [content(f) for f in (first, second, third)] == ["weights", "WEIGHTS", "updated"]
 
 
@@ -173,10 +174,10 @@ def test_a_conversion_that_dies_leaves_nothing(gguf, monkeypatch, error):
 
     monkeypatch.setattr(loading, "_convert", dies)
     with pytest.raises(ModelError if isinstance(error, Exception) else KeyboardInterrupt):
-        loading._folder(str(gguf))
+        loading._model_folder(str(gguf))
     assert cached() == []
     monkeypatch.setattr(loading, "_convert", whole)
-    assert content(loading._folder(str(gguf))) == "weights"
+    assert content(loading._model_folder(str(gguf))) == "weights"
 
 
 def test_a_faster_process_wins(gguf, monkeypatch):
@@ -185,16 +186,16 @@ def test_a_faster_process_wins(gguf, monkeypatch):
     def overtaken(source, folder):
         whole(source, folder)
         monkeypatch.setattr(loading, "_convert", whole)
-        loading._folder(str(gguf))
+        loading._model_folder(str(gguf))
 
     monkeypatch.setattr(loading, "_convert", overtaken)
-    assert content(loading._folder(str(gguf))) == "weights" and len(cached()) == 1
+    assert content(loading._model_folder(str(gguf))) == "weights" and len(cached()) == 1
 
 
 def test_a_gguf_without_the_package_says_what_to_install(gguf, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install 'rondel\[demo\]'"):
-        loading._folder(str(gguf))
+        loading._model_folder(str(gguf))
 
 
 def test_a_file_that_is_no_gguf_is_one_readable_error(tmp_path, monkeypatch):
@@ -202,7 +203,7 @@ def test_a_file_that_is_no_gguf_is_one_readable_error(tmp_path, monkeypatch):
     monkeypatch.setenv("RONDEL_CACHE", str(tmp_path / "cache"))
     (tmp_path / "broken.gguf").write_bytes(b"not a model")
     with pytest.raises(ModelError, match=r"converting broken\.gguf"):
-        load(str(tmp_path / "broken.gguf"))
+        load_model(str(tmp_path / "broken.gguf"))
     assert cached() == []
 
 
@@ -210,9 +211,9 @@ def test_a_layer_that_attends_its_own_way_is_found_whatever_its_weights_are(monk
     """codegen and gptj never call the attention interface: with flat random weights the proof by
     numbers let them pass.
     """
-    monkeypatch.setattr(loading, "refuse", lambda config: None)
+    monkeypatch.setattr(loading, "refuse_architecture", lambda config: None)
     with pytest.raises(ModelError, match="each must ask once"):
-        load({"random": "gptj", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 16})
+        load_model({"random": "gptj", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 16})
 
 
 @pytest.mark.parametrize(("machine", "avx512", "amx", "picked"), [

@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rondel.models.embedding import adopt_embedding
 from rondel.models.head import LMHead
-from rondel.models.linear import adopt
-from rondel.models.main_grad import adopt_embedding, main_grad
+from rondel.models.linear import install_cpu_linear
+from rondel.models.main_grad import main_grad
 from rondel.train import logprobs
 from rondel.train.optim import MasterWeights
 
@@ -32,7 +33,9 @@ def backward(model: LlamaForCausalLM, rounds: int, logits: int = 1 << 25) -> Non
         hidden = model.model(ids).last_hidden_state[0]
         old, logprobs.LOGITS = logprobs.LOGITS, logits
         try:
-            logprob, entropy = logprobs.logprob_and_entropy(hidden[:-1], ids[0, 1:], LMHead.of(model), temperature=0.7)
+            logprob, entropy = logprobs.logprob_and_entropy(
+                hidden[:-1], ids[0, 1:], LMHead.from_model(model), temperature=0.7
+            )
             (logprob.sum() + 0.1 * entropy.sum()).backward()
         finally:
             logprobs.LOGITS = old
@@ -45,7 +48,7 @@ def backward(model: LlamaForCausalLM, rounds: int, logits: int = 1 << 25) -> Non
 def test_the_sum_over_micro_batches_is_that_of_autograd(dtype, tied, padding, logits) -> None:
     plain, ours = one(tied, padding, torch.float32), one(tied, padding, dtype)
     plain.load_state_dict(ours.state_dict())
-    adopt(ours)
+    install_cpu_linear(ours)
     adopt_embedding(ours)
     weights = MasterWeights(ours, betas=(0.9, 0.999), weight_decay=0.0)
     backward(plain, 3)

@@ -10,29 +10,39 @@ import pytest
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError
 from rondel.planner import cost, memory, workload
-from rondel.planner.advice import helps, words, worst
-from rondel.planner.hardware import GB, hardware
-from rondel.planner.memory import FSDP2, MIXED, PHASES, RONDEL, RONDEL32, account, bills, kv_advice, kv_room
-from rondel.planner.shapes import shape
+from rondel.planner.advice import bill_sentences, least_room, rank_changes
+from rondel.planner.hardware import GB, find_hardware
+from rondel.planner.memory import (
+    FSDP2,
+    MIXED,
+    PHASES,
+    RONDEL,
+    RONDEL32,
+    job_memory_bytes,
+    kv_advice,
+    kv_room,
+    memory_bills,
+)
+from rondel.planner.shapes import model_shape
 from rondel.planner.workload import Workload, of_job, what_if
 
 
 def test_the_account_of_seventy_billion():
-    told = account(70e9)
+    told = job_memory_bytes(70e9)
     assert told == {"train": 1120 * GB, "reference": 140 * GB, "reward model": 140 * GB, "actor copy": 140 * GB}
     assert sum(told.values()) == 1540 * GB
-    assert account(70e9, critic=True)["critic"] == 1120 * GB, "16 N more"
+    assert job_memory_bytes(70e9, critic=True)["critic"] == 1120 * GB, "16 N more"
 
 
 def test_bytes_of_a_trained_number():
-    assert [s.total for s in (MIXED, FSDP2, RONDEL, RONDEL32)] == [16, 16, 18, 16]
+    assert [s.persistent_bytes for s in (MIXED, FSDP2, RONDEL, RONDEL32)] == [16, 16, 18, 16]
     assert FSDP2.transient == 2
     assert 7e9 * MIXED.moments == 56 * GB, "Adam's two moments in fp32; 28 GB would be half of them (C16)"
 
 
 def test_a_terabyte_of_parameters_is_not_on_one_card():
     """C12: half a byte a weight."""
-    assert 1e12 / 2 == 500 * GB > hardware("h200").memory
+    assert 1e12 / 2 == 500 * GB > find_hardware("h200").memory
 
 
 @pytest.mark.parametrize(
@@ -45,34 +55,37 @@ def test_mem_fraction_static(share, room, says):
 
 
 def test_offloading_takes_turns():
-    [together] = bills(what_if(["model=7b", "reference=7b"]))
-    [turns] = bills(what_if(["model=7b", "reference=7b", "offload=yes"]))
-    assert all(turns.total(phase) <= together.total(phase) for phase in PHASES)
+    [together] = memory_bills(what_if(["model=7b", "reference=7b"]))
+    [turns] = memory_bills(what_if(["model=7b", "reference=7b", "offload=yes"]))
+    assert all(turns.phase_bytes(phase) <= together.phase_bytes(phase) for phase in PHASES)
     assert turns.rows["KV cache"]["train"] == turns.rows["moments"]["generate"] == turns.rows["reference"]["train"] == 0
-    assert turns.rows["reference"]["logprob"] == 2 * shape("7b").parameters
+    assert turns.rows["reference"]["logprob"] == 2 * model_shape("7b").parameter_count
 
 
 def test_shards_add_up():
     """Over all ranks the state is 18 N, whatever their number."""
     for ranks in (2, 8, 64):
-        bill, _ = bills(what_if(["model=7b", f"gpus={ranks + 8}", "place=split", f"trainers={ranks}"]))
+        bill, _ = memory_bills(what_if(["model=7b", f"gpus={ranks + 8}", "place=split", f"trainers={ranks}"]))
         state = sum(bill.rows[tenant]["train"] for tenant in ("policy weights", "masters", "gradients", "moments"))
-        assert state * ranks == pytest.approx(18 * shape("7b").parameters)
+        assert state * ranks == pytest.approx(18 * model_shape("7b").parameter_count)
 
 
 def test_what_is_advised_helps():
     tight = what_if(["model=32b", "gpus=8"])
-    assert worst(tight) < 0
-    found = helps(tight)
+    assert least_room(tight) < 0
+    found = rank_changes(tight)
     assert found and all(saved > 0 for _, saved, _ in found)
-    assert any("change: " in line for line in words(tight))
-    assert not any("change: " in line for line in words(what_if(["model=0.5b"])))
+    assert any("change: " in line for line in bill_sentences(tight))
+    assert not any("change: " in line for line in bill_sentences(what_if(["model=0.5b"])))
 
 
 def test_an_adapter_needs_no_reference_and_little_state():
-    plain, thin = (bills(what_if(["model=7b", *more]))[0] for more in ([], ["lora=16"]))
-    assert thin.rows["moments"]["train"] == 8 * shape("7b").lora(16)
-    assert worst(what_if(["model=7b", "lora=16"])) - worst(what_if(["model=7b"])) > 15.5 * shape("7b").parameters
+    plain, thin = (memory_bills(what_if(["model=7b", *more]))[0] for more in ([], ["lora=16"]))
+    assert thin.rows["moments"]["train"] == 8 * model_shape("7b").lora_parameters(16)
+    assert (
+        least_room(what_if(["model=7b", "lora=16"])) - least_room(what_if(["model=7b"]))
+        > 15.5 * model_shape("7b").parameter_count
+    )
     assert "masters" in plain.rows and "masters" not in thin.rows
 
 
@@ -83,7 +96,7 @@ def test_a_recipe_is_read(tmp_path):
     setting = of_job(job)
     assert (setting.prompts, setting.group, setting.output, setting.micro, setting.width) == (4, 4, 4, 512, 4)
     assert setting.critic is not None and setting.reference is not None
-    assert of_job(tiny(tmp_path, algo__kind="opd", model__teacher="8b")).teacher == shape("8b")
+    assert of_job(tiny(tmp_path, algo__kind="opd", model__teacher="8b")).teacher == model_shape("8b")
 
 
 def test_sizes_that_stand_elsewhere_are_those():
@@ -123,7 +136,7 @@ def test_the_bill_is_what_a_run_holds(tmp_path, dtype):
     )
     train(job, quiet=True)
     held = events(tmp_path, "Resident")[-1]["held"]["train"]
-    [bill] = bills(of_job(job))
+    [bill] = memory_bills(of_job(job))
     planned = {tenant: row["train"] for tenant, row in bill.rows.items()}
     names = {
         "weights": "policy weights",
@@ -156,7 +169,7 @@ def test_the_bill_of_a_model_that_sees_is_what_a_run_holds(tmp_path, tower):
     job = Job.read(Path(__file__).parents[2] / "recipes" / "vision.toml", small)
     train(job, quiet=True)
     held, setting = events(tmp_path, "Resident")[-1]["held"]["train"], of_job(job)
-    [bill] = bills(setting)
+    [bill] = memory_bills(setting)
     planned = {tenant: row["train"] for tenant, row in bill.rows.items()}
     assert setting.tower == (tower == "trained") and setting.image and planned["images"] > 0
     for theirs, ours in {"weights": "policy weights", "gradients": "gradients", "moments": "moments"}.items():
@@ -169,9 +182,9 @@ def test_an_image_costs_room_and_time_by_its_size_and_more_where_the_tower_learn
 
     plain, large, learning = asked(), asked("image=4096"), asked("tower=yes")
     assert (plain.image, plain.prompt, large.prompt) == (1024, 1536, 512 + 4096) and asked("image=0").prompt == 512
-    images = [bills(s)[0].rows["images"]["train"] for s in (plain, learning)]
-    assert images[1] > 10 * images[0] > 0 and "images" not in bills(asked("image=0"))[0].rows
-    assert learning.trained - plain.trained == plain.shape.tower.parameters
+    images = [memory_bills(s)[0].rows["images"]["train"] for s in (plain, learning)]
+    assert images[1] > 10 * images[0] > 0 and "images" not in memory_bills(asked("image=0"))[0].rows
+    assert learning.trained_parameters - plain.trained_parameters == plain.shape.tower.parameter_count
     looks = [cost.look_seconds(s, 1, 1, 0.4) for s in (plain, large)]
     assert looks[1] > 4 * looks[0] > 0 and cost.train_seconds(learning) > cost.train_seconds(plain)
     with pytest.raises(ConfigError, match=r"image and tower: qwen2\.5-7b reads text alone"):
@@ -179,8 +192,13 @@ def test_an_image_costs_room_and_time_by_its_size_and_more_where_the_tower_learn
 
 
 def test_phases_and_tenants_have_names():
-    bill = bills(
-        replace(Workload(shape("7b"), hardware("h100")), critic=shape("7b"), teacher=shape("32b"), reward=shape("7b"))
+    bill = memory_bills(
+        replace(
+            Workload(model_shape("7b"), find_hardware("h100")),
+            critic=model_shape("7b"),
+            teacher=model_shape("32b"),
+            reward=model_shape("7b"),
+        )
     )[0]
     assert {"critic", "teacher", "reward model"} <= bill.rows.keys()
     assert memory.PHASES == ("generate", "logprob", "train", "sync", "wake")
@@ -193,9 +211,9 @@ def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width):
     from engine_kit import LLAMA
 
     from rondel.models.attention import PackedLayout, PackedSegment
-    from rondel.models.load import load
+    from rondel.models.load import load_model
 
-    loaded = load({**LLAMA, "hidden_size": 128, "intermediate_size": 384}, dtype=dtype)
+    loaded = load_model({**LLAMA, "hidden_size": 128, "intermediate_size": 384}, dtype=dtype)
     prompt, each = 40, 24
     segments = [PackedSegment(0, prompt), *(PackedSegment(prompt + i * each, each, 0) for i in range(8))]
     total = prompt + 8 * each
@@ -208,11 +226,11 @@ def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width):
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        loaded.hidden(torch.arange(total) % 50, places, PackedLayout(segments))
+        loaded.hidden_states(torch.arange(total) % 50, places, PackedLayout(segments))
     held = sum(t.untyped_storage().nbytes() for t in kept.values())
-    s = shape({**LLAMA, "hidden_size": 128, "intermediate_size": 384})
+    s = model_shape({**LLAMA, "hidden_size": 128, "intermediate_size": 384})
     setting = replace(
-        Workload(s, hardware("cpu")),
+        Workload(s, find_hardware("cpu")),
         prompts=1,
         group=8,
         prompt=prompt,
@@ -221,11 +239,11 @@ def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width):
         width=width,
         micro=total,
     )
-    assert held / total == pytest.approx(memory.saved(setting, total), rel=0.1)
+    assert held / total == pytest.approx(memory.activation_bytes(setting, total), rel=0.1)
     assert (
-        memory.saved(replace(setting, hardware=hardware("h100")), total)
-        == s.saved(width)
-        < memory.saved(setting, total)
+        memory.activation_bytes(replace(setting, hardware=find_hardware("h100")), total)
+        == s.activation_bytes(width)
+        < memory.activation_bytes(setting, total)
     )
 
 
@@ -239,7 +257,7 @@ def test_the_bill_of_the_quickstart_is_its_resident_memory():
         "engine.sampling.max_tokens": 32,
     }
     job = Job.read(Path(__file__).parents[2] / "recipes" / "quickstart.toml", then)
-    [bill] = bills(of_job(job))
+    [bill] = memory_bills(of_job(job))
     assert {
         "packed weights",
         "starting weights",
@@ -247,7 +265,7 @@ def test_the_bill_of_the_quickstart_is_its_resident_memory():
         "activations",
         "freed and kept",
     } <= bill.rows.keys()
-    assert bill.peak[1] == pytest.approx(9.09 * GB, rel=0.15)
+    assert bill.peak_phase[1] == pytest.approx(9.09 * GB, rel=0.15)
 
 
 @pytest.mark.slow
@@ -262,16 +280,16 @@ def test_the_bill_of_a_run_is_its_resident_memory(tmp_path):
         "train(Job.read(sys.argv[1], "
         "{'run.folder': sys.argv[2], 'loop.steps': 2, 'loop.warmup.steps': 1, 'run.sinks': [], 'place.threads': 1}), "
         "quiet=True)\n"
-        "from rondel.system.process_memory import resident\n"
+        "from rondel.system.process_memory import resident_memory\n"
         # not ru_maxrss, which begins with that of whoever started the process
-        "print('PEAK', resident(os.getpid())['peak'])"
+        "print('PEAK', resident_memory(os.getpid())['peak'])"
     )
     recipe = Path(__file__).parents[2] / "recipes" / "tiny.toml"
     done = subprocess.run(
         [sys.executable, "-c", program, str(recipe), str(tmp_path / "run")], capture_output=True, text=True, check=True
     )
     peak = int(done.stdout.rpartition("PEAK ")[2])
-    assert bills(of_job(Job.read(recipe, {})))[0].peak[1] == pytest.approx(peak, rel=0.15)
+    assert memory_bills(of_job(Job.read(recipe, {})))[0].peak_phase[1] == pytest.approx(peak, rel=0.15)
 
 
 def test_every_rank_loads_the_whole_model():
@@ -279,14 +297,14 @@ def test_every_rank_loads_the_whole_model():
     weights; with one device there is nothing to cut.
     """
     setting = what_if(["model=7b", "gpus=16", "place=split", "trainers=8"])
-    n = setting.shape.parameters
-    trainer = bills(setting)[0]
+    n = setting.shape.parameter_count
+    trainer = memory_bills(setting)[0]
     assert trainer.loading == 4 * n + 2 * n / 8
-    assert bills(replace(setting, width=4))[0].loading == 2 * 4 * n
-    assert bills(what_if(["model=7b"]))[0].loading == 0 and bills(setting)[1].loading == 0
+    assert memory_bills(replace(setting, width=4))[0].loading == 2 * 4 * n
+    assert memory_bills(what_if(["model=7b"]))[0].loading == 0 and memory_bills(setting)[1].loading == 0
     large = what_if(["model=32b", "gpus=72", "place=split", "trainers=64", "micro=512", "output=512"])
-    [bill] = [b for b in bills(large) if b.pool == "trainer"]
-    assert bill.peak == ("load", bill.loading) and bill.room < 0 < bill.memory - bill.total("train"), (
-        "its shards fit, and it cannot be loaded"
-    )
-    assert any("most in load" in line and "the whole model is 100%" in line for line in words(large))
+    [bill] = [b for b in memory_bills(large) if b.pool == "trainer"]
+    assert bill.peak_phase == ("load", bill.loading) and bill.free_bytes < 0 < bill.memory - bill.phase_bytes(
+        "train"
+    ), "its shards fit, and it cannot be loaded"
+    assert any("most in load" in line and "the whole model is 100%" in line for line in bill_sentences(large))

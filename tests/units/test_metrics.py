@@ -14,7 +14,7 @@ from units.synthetic import evaluated, finished, group, step_events
 
 from rondel.core.errors import ConfigError
 from rondel.core.events import Generating, GroupFinished, GroupsTaken, Resumed, RunEnded, RunStarted, StepDone, Warned
-from rondel.runtime.telemetry.metrics import SCHEMA, StepMetrics, from_groups, from_taken, meaning
+from rondel.runtime.telemetry.metrics import SCHEMA, StepMetrics, from_groups, from_taken, metric_meaning
 from rondel.runtime.telemetry.progress import ProgressPrinter
 from rondel.runtime.telemetry.sinks import open_sinks
 
@@ -70,11 +70,11 @@ def test_each_step_is_one_complete_row_and_every_name_is_in_the_schema():
     rows = []
     reader = StepMetrics(lambda step, row: rows.append((step, row)))
     for event in [evaluated(0, 0, 0.2), *step_events(1), *step_events(2)]:
-        reader.read(event)
+        reader.on_event(event)
     assert [step for step, _ in rows] == [0, 1, 2]
     assert rows[0][1] == {"eval/score": 0.2, "eval/low": 0.1, "eval/high": pytest.approx(0.3)}
     for name in rows[2][1]:
-        assert meaning(name) is not None, name
+        assert metric_meaning(name) is not None, name
     assert rows[2][1]["score/reward_mean"] == pytest.approx((1.0 + 0.0 + 0.2) / 3)  # of step 2 alone
     assert rows[2][1]["time/step"] == 4.0 and rows[2][1]["ledger/trained"] == 4
     assert rows[2][1]["loop/tokens_per_second"] == 2 * 4 * 8 / 4.0
@@ -85,7 +85,7 @@ def test_what_a_resume_repeats_is_not_counted_twice():
     rows = []
     reader = StepMetrics(lambda step, row: rows.append(row))
     for event in [*step_events(1)[:4], Resumed(0, 0, ""), *step_events(1)]:
-        reader.read(event)
+        reader.on_event(event)
     assert rows[0]["generate/tokens"] == 2 * 4 * 8
 
 
@@ -151,7 +151,7 @@ def watch(events, *, terminal=False, **kwargs):
     out = io.StringIO()
     with ProgressPrinter(2, console=Console(file=out, force_terminal=terminal, width=80), **kwargs) as progress:
         for event in events:
-            progress.read(event)
+            progress.on_event(event)
     return out.getvalue()
 
 
@@ -192,7 +192,7 @@ def test_a_supervised_step_has_a_loss_and_no_reward():
     row = {}
     fold = StepMetrics(lambda step, told: row.update(told))
     for event in SUPERVISED:
-        fold.read(event)
+        fold.on_event(event)
     assert row["loop/supervised"] == 1 and not [
         name for name in row if name.startswith(("score/", "filter/", "generate/"))
     ]

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rondel.runtime.telemetry.metrics import SCHEMA, meaning
-from rondel.train.mismatch import BOUNDS, MIXTURE, MismatchAlarm, bound_of, measure, mismatch
+from rondel.runtime.telemetry.metrics import SCHEMA, metric_meaning
+from rondel.train.mismatch import BOUNDS, MIXTURE, MismatchAlarm, bound_of, measure_mismatch, mismatch_metrics
 from rondel.train.pack import TrainSample
 
 
@@ -44,7 +44,7 @@ def test_each_number_is_its_formula(seed, tokens, size):
     x = size * torch.randn(tokens, generator=g, dtype=torch.float64)
     mu = -torch.rand(tokens, generator=g, dtype=torch.float64) * 5 - 1e-3
     sample, mask = torch.randint(0, 5, (tokens,), generator=g), torch.rand(tokens, generator=g) < 0.8
-    got = mismatch(x, mu, sample, mask)
+    got = mismatch_metrics(x, mu, sample, mask)
     if not mask.any():
         assert got == {}
         return
@@ -65,7 +65,7 @@ def test_the_k3_of_gaussian_logit_noise_is_predicted(size):
     engine, trainer = logits.log_softmax(-1), noisy.log_softmax(-1)
     drawn = engine.exp().multinomial(1, generator=g)
     mu, pi = engine.gather(1, drawn)[:, 0], trainer.gather(1, drawn)[:, 0]
-    got = mismatch(pi - mu, mu, torch.arange(len(mu)) // 100, torch.ones(len(mu), dtype=torch.bool))
+    got = mismatch_metrics(pi - mu, mu, torch.arange(len(mu)) // 100, torch.ones(len(mu), dtype=torch.bool))
     predicted = size**2 / 2 * float((1 - engine.exp().square().sum(-1)).mean())
     assert got["k3"] == pytest.approx(predicted, rel=0.1)
     # the mean of 2x is noise of size s
@@ -75,14 +75,16 @@ def test_the_k3_of_gaussian_logit_noise_is_predicted(size):
 
 def test_two_equal_policies_and_two_far_ones_are_numbers():
     mu, sample = torch.full((6,), -1.0), torch.tensor([0, 0, 0, 1, 1, 1])
-    same = mismatch(torch.zeros(6), mu, sample, torch.ones(6, dtype=torch.bool))
+    same = mismatch_metrics(torch.zeros(6), mu, sample, torch.ones(6, dtype=torch.bool))
     assert same["k3"] == same["chi2_sample"] == same["probability_max"] == same["weight_std"] == 0
     assert same["ess_sample"] == same["perplexity_ratio"] == same["weight_mean"] == 1
     for far in (-1e3, 1e3):
         assert all(
             map(
                 math.isfinite,
-                mismatch(torch.full((6,), far), mu - abs(far), sample, torch.ones(6, dtype=torch.bool)).values(),
+                mismatch_metrics(
+                    torch.full((6,), far), mu - abs(far), sample, torch.ones(6, dtype=torch.bool)
+                ).values(),
             )
         )
 
@@ -102,13 +104,13 @@ def test_by_position_and_by_version():
     that is no fault of trainer or engine."""
     off = [0.5] * 20
     k3 = math.exp(0.5) - 1.5
-    got = measure([sample([0.0] * 20, [6] * 10 + [7] * 10), sample(off, [7] * 20)], 7)
+    got = measure_mismatch([sample([0.0] * 20, [6] * 10 + [7] * 10), sample(off, [7] * 20)], 7)
     assert got["train/mismatch_k3_lag_1"] == 0 and got["train/mismatch_k3_lag_0"] == pytest.approx(k3)
-    got = measure([sample([0.0] * 10 + [0.5] * 10, [7] * 20)], 7)
+    got = measure_mismatch([sample([0.0] * 10 + [0.5] * 10, [7] * 20)], 7)
     assert [got[f"train/mismatch_k3_tenth_{i}"] for i in range(1, 11)] == pytest.approx([0] * 5 + [k3] * 5)
-    assert got["train/mismatch_k3"] == pytest.approx(k3 / 2) and all(meaning(name) for name in got)
-    assert measure([], 7) == {}
-    assert {name for name in measure([sample([0.1, 0.2, 0.3], [7] * 3)], 7) if "tenth" in name} == {
+    assert got["train/mismatch_k3"] == pytest.approx(k3 / 2) and all(metric_meaning(name) for name in got)
+    assert measure_mismatch([], 7) == {}
+    assert {name for name in measure_mismatch([sample([0.1, 0.2, 0.3], [7] * 3)], 7) if "tenth" in name} == {
         f"train/mismatch_k3_tenth_{i}" for i in (1, 4, 7)
     }
 
@@ -116,7 +118,9 @@ def test_by_position_and_by_version():
 def test_the_alarm_speaks_once_a_crossing_and_of_fresh_tokens_only():
     alarm = MismatchAlarm(1e-3)
     fresh = [1e-5, 2e-3, 5e-3, 1e-4, 2e-3, math.nan]
-    assert [bool(alarm.heard({"train/mismatch_k3_lag_0": k3, "train/mismatch_k3_lag_1": 9.0})) for k3 in fresh] == [
+    assert [
+        bool(alarm.check_metrics({"train/mismatch_k3_lag_0": k3, "train/mismatch_k3_lag_1": 9.0})) for k3 in fresh
+    ] == [
         False,
         True,
         False,
@@ -124,8 +128,8 @@ def test_the_alarm_speaks_once_a_crossing_and_of_fresh_tokens_only():
         True,
         False,
     ]
-    assert not MismatchAlarm(1e-3).heard({"train/mismatch_k3_lag_1": 9.0})
-    assert "model.dtype" in MismatchAlarm(1e-3).heard({"train/mismatch_k3_lag_0": 1.0})
+    assert not MismatchAlarm(1e-3).check_metrics({"train/mismatch_k3_lag_1": 9.0})
+    assert "model.dtype" in MismatchAlarm(1e-3).check_metrics({"train/mismatch_k3_lag_0": 1.0})
 
 
 def test_a_healthy_run_of_any_precision_is_silent_and_a_worse_one_is_not():
@@ -138,9 +142,9 @@ def test_a_healthy_run_of_any_precision_is_silent_and_a_worse_one_is_not():
         (torch.float16, 4e-5, 1e-3),
     ):
         bound = bound_of(dtype, mixture=False, foreign=False)
-        assert not MismatchAlarm(bound).heard({"train/mismatch_k3_lag_0": noise}) and MismatchAlarm(bound).heard(
-            {"train/mismatch_k3_lag_0": broken}
-        )
+        assert not MismatchAlarm(bound).check_metrics({"train/mismatch_k3_lag_0": noise}) and MismatchAlarm(
+            bound
+        ).check_metrics({"train/mismatch_k3_lag_0": broken})
     assert bound_of(torch.float32, mixture=False, foreign=True) == bound_of(
         torch.bfloat16, mixture=False, foreign=False
     )
@@ -167,14 +171,14 @@ def test_rounding_alone_stays_below_the_bound(dtype):
     mu, pi = (logits.log_softmax(-1) for logits in twice)
     token = mu.exp().multinomial(1, generator=draw)
     x = (pi - mu).gather(1, token).squeeze(1)
-    found = mismatch(
+    found = mismatch_metrics(
         x, mu.gather(1, token).squeeze(1), torch.zeros(64, dtype=torch.long), torch.ones(64, dtype=torch.bool)
     )
     assert 0 <= found["k3"] < bound_of(dtype, mixture=False, foreign=False)
 
 
 def test_what_the_metric_says_of_its_bounds_is_what_they_are():
-    _, told = meaning("train/mismatch_k3_lag_0")
+    _, told = metric_meaning("train/mismatch_k3_lag_0")
     for bound in (*BOUNDS.values(), MIXTURE):
         assert f"{bound:g} " in told.replace(",", " "), bound
-    assert "1e-3" not in meaning("train/gap_max")[1]
+    assert "1e-3" not in metric_meaning("train/gap_max")[1]

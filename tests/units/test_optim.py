@@ -216,7 +216,7 @@ def test_moving_and_loading_on_a_gpu(dtype, tmp_path):
 def test_metrics_over_updates_are_means_and_extremes():
     sums = StepMetricSums()
     for loss, norm in ((1.0, 3.0), (2.0, 1.0)):
-        sums.add(
+        sums.add_terms(
             torch.tensor(loss),
             {
                 "ratio": torch.tensor([1.0, 1.5 * loss]),
@@ -226,11 +226,11 @@ def test_metrics_over_updates_are_means_and_extremes():
             | {"correction": torch.tensor([0.0, 3.0])},
         )
         sums.put("train/grad_norm", norm)
-    got = sums.metrics(2)
+    got = sums.to_metrics(2)
     assert got["train/loss"] == 1.5 and got["train/grad_norm"] == 3.0 and got["train/clip_fraction"] == 0.5
     assert got["train/gap_max"] == 0.25 and got["train/gap_mean"] == 0.1875 and got["train/ratio_max_deviation"] == 2.0
     assert got["train/correction"] == 1.5 and got["train/correction_dropped"] == 0.5
-    assert StepMetricSums().metrics(0)["train/loss"] == 0.0
+    assert StepMetricSums().to_metrics(0)["train/loss"] == 0.0
 
 
 def test_the_first_of_two_updates_has_ratio_one_by_construction():

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from train_kit import forked_group, model, trajectory
 
 from rondel.core.types import Failed, Group, Task, Trajectory
-from rondel.train.annotate import forward, gather, note
-from rondel.train.balance import PromptFamilies, balanced
-from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, batch_of, micro_batches, pack
+from rondel.train.annotate import forward, gather_notes, store_values
+from rondel.train.balance import PromptFamilies, balance_micro_batches
+from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, batch_of, micro_batches, pack_samples
 
 piece = st.tuples(st.integers(1, 6), st.booleans())
 sample = st.tuples(st.integers(0, 3), st.lists(piece, min_size=0, max_size=4), st.integers(1, 5))
@@ -35,7 +35,9 @@ def batches(draw) -> TrainBatch:
         for index, (cut, pieces, last) in enumerate(draw(st.lists(sample, min_size=1, max_size=4))):
             asked = prompt[: max(1, len(prompt) - cut)]
             samples.append(
-                TrainSample.of(trajectory([*pieces, (last, True)], rng, prompt=asked), group=number, index=index)
+                TrainSample.from_trajectory(
+                    trajectory([*pieces, (last, True)], rng, prompt=asked), group=number, index=index
+                )
             )
     return TrainBatch(samples)
 
@@ -123,7 +125,7 @@ def test_ranks_get_the_same_load_of_lognormal_lengths(prompt, median, ranks, bud
         own = np.minimum(rng.lognormal(np.log(median), 1, 128).astype(int) + 1, 4096).tolist()
         prompts = rng.integers(prompt // 2, 2 * prompt, 16).tolist()
         family = [i // 8 for i in range(128)]
-        cuts = balanced(PromptFamilies(own, family, prompts), budget=budget, ranks=ranks)
+        cuts = balance_micro_batches(PromptFamilies(own, family, prompts), budget=budget, ranks=ranks)
         loads = [sum(own[i] for i in cut) + sum(prompts[f] for f in {family[i] for i in cut}) for cut in cuts]
         rounds = [loads[k : k + ranks] for k in range(0, len(loads), ranks)]
         assert sorted(i for cut in cuts for i in cut) == list(range(128))
@@ -143,11 +145,12 @@ def test_a_group_costs_its_prompt_once_and_its_completions(p, lengths, seed):
     rng = np.random.default_rng(seed)
     prompt = rng.integers(5, 100, p).tolist()
     rows = [
-        TrainSample.of(trajectory([(n, True)], rng, prompt=prompt), group=0, index=i) for i, n in enumerate(lengths)
+        TrainSample.from_trajectory(trajectory([(n, True)], rng, prompt=prompt), group=0, index=i)
+        for i, n in enumerate(lengths)
     ]
-    packed = pack(TrainBatch(rows), list(range(len(rows))))
+    packed = pack_samples(TrainBatch(rows), list(range(len(rows))))
     assert len(packed.tokens) == p + sum(n - 1 for n in lengths)
-    apart = pack(TrainBatch(rows), list(range(len(rows))), share=False)
+    apart = pack_samples(TrainBatch(rows), list(range(len(rows))), share=False)
     assert len(apart.tokens) == len(lengths) * p + sum(n - 1 for n in lengths)
 
 
@@ -165,7 +168,7 @@ def test_groups_that_begin_alike_compute_it_once():
     """
     rng, system = np.random.default_rng(0), list(range(200, 240))
     rows = [
-        TrainSample.of(
+        TrainSample.from_trajectory(
             trajectory([(3, True)], rng, prompt=[*(system if group < 4 else [9]), 100 + group, *range(group)]),
             group=group,
             index=i,
@@ -193,16 +196,16 @@ def test_written_tokens_and_other_routes_are_never_a_strangers():
     """
     rng, asked = np.random.default_rng(0), list(range(200, 230))
     rows = [
-        TrainSample.of(trajectory([(4, True)], np.random.default_rng(3), prompt=asked), group=g, index=0)
+        TrainSample.from_trajectory(trajectory([(4, True)], np.random.default_rng(3), prompt=asked), group=g, index=0)
         for g in range(2)
     ]
     assert (rows[0].tokens == rows[1].tokens).all()
-    assert len(pack(TrainBatch(rows), [0, 1]).tokens) == 30 + 3 + 3
+    assert len(pack_samples(TrainBatch(rows), [0, 1]).tokens) == 30 + 3 + 3
     for row in rows:
         row.experts = rng.integers(0, 9, (len(row.tokens) - 1, 2, 2))
-    assert len(pack(TrainBatch(rows), [0, 1]).tokens) == 2 * 33
+    assert len(pack_samples(TrainBatch(rows), [0, 1]).tokens) == 2 * 33
     rows[1].experts[:25] = rows[0].experts[:25]
-    assert len(pack(TrainBatch(rows), [0, 1]).tokens) == 25 + 2 * 8
+    assert len(pack_samples(TrainBatch(rows), [0, 1]).tokens) == 25 + 2 * 8
 
 
 def test_what_walks_share_is_computed_once():
@@ -222,13 +225,17 @@ def test_one_layout_by_hand():
         return t
 
     rows = [written([10, 11, 12], [20, 21]), written([10, 11, 12], [30]), written([10, 11, 13], [40, 41])]
-    packed = pack(TrainBatch([TrainSample.of(t, group=0, index=i) for i, t in enumerate(rows)]), [0, 1, 2])
+    packed = pack_samples(
+        TrainBatch([TrainSample.from_trajectory(t, group=0, index=i) for i, t in enumerate(rows)]), [0, 1, 2]
+    )
     assert packed.tokens.tolist() == [10, 11, 12, 20, 13, 40]
     assert packed.positions.tolist() == [0, 1, 2, 3, 2, 3]
     assert packed.source.tolist() == [2, 3, 2, 4, 5]
     assert packed.target.tolist() == [20, 21, 30, 40, 41]
     assert packed.sample.tolist() == [0, 0, 1, 2, 2]
-    packed = pack(TrainBatch([TrainSample.of(t, group=0, index=i) for i, t in enumerate(rows)]), [0, 1])
+    packed = pack_samples(
+        TrainBatch([TrainSample.from_trajectory(t, group=0, index=i) for i, t in enumerate(rows)]), [0, 1]
+    )
     assert packed.tokens.tolist() == [10, 11, 12, 20]
     assert packed.source.tolist() == [2, 3, 2]  # both first tokens come from the prompt's last position
 
@@ -240,22 +247,26 @@ def test_changing_one_sample_changes_nothing_in_another(kind, share):
     loaded, rng = model(kind), np.random.default_rng(0)
     prompts = [rng.integers(5, 100, n).tolist() for n in (8, 3)]
     rows = [
-        TrainSample.of(trajectory([(n, True), (2, False), (3, True)], rng, prompt=prompts[g]), group=g, index=i)
+        TrainSample.from_trajectory(
+            trajectory([(n, True), (2, False), (3, True)], rng, prompt=prompts[g]), group=g, index=i
+        )
         for i, (n, g) in enumerate([(9, 0), (4, 0), (7, 0), (5, 1), (2, 1)])
     ]
     batch = TrainBatch(rows)
 
     def logprobs():
-        packed = pack(batch, list(range(5)), share=share)
+        packed = pack_samples(batch, list(range(5)), share=share)
         with torch.no_grad():
             values, _ = forward(loaded, packed, temperature=1.0)
-        note(batch, packed, "x", values)
+        store_values(batch, packed, "x", values)
         return [s.notes["x"].copy() for s in batch.samples]
 
     before = logprobs()
     for changed in range(5):
         kept = rows[changed].tokens.copy()
-        rows[changed].tokens[rows[changed].prompt :] = rng.integers(5, 100, len(kept) - rows[changed].prompt)
+        rows[changed].tokens[rows[changed].prompt_length :] = rng.integers(
+            5, 100, len(kept) - rows[changed].prompt_length
+        )
         after = logprobs()
         assert not np.array_equal(after[changed], before[changed])
         assert all(np.array_equal(after[i], before[i]) for i in range(5) if i != changed)
@@ -266,16 +277,16 @@ def test_gather_is_the_inverse_of_note():
     rng = np.random.default_rng(1)
     batch = TrainBatch(
         [
-            TrainSample.of(trajectory([(n, True)], rng, prompt=[7, 8]), group=i // 2, index=i)
+            TrainSample.from_trajectory(trajectory([(n, True)], rng, prompt=[7, 8]), group=i // 2, index=i)
             for i, n in enumerate([3, 1, 5, 2])
         ]
     )
     for packed in micro_batches(batch, 6):
         values = torch.randn(len(packed.target))
-        note(batch, packed, "v", values)
-        assert torch.equal(gather(batch, packed, "v"), values)
+        store_values(batch, packed, "v", values)
+        assert torch.equal(gather_notes(batch, packed, "v"), values)
         expected = np.concatenate([batch.samples[i].behavior for i in packed.samples])
-        assert np.array_equal(gather(batch, packed, "behavior").numpy(), expected)
+        assert np.array_equal(gather_notes(batch, packed, "behavior").numpy(), expected)
 
 
 def test_only_scored_trajectories_that_wrote_something_are_trained():
@@ -284,9 +295,9 @@ def test_only_scored_trajectories_that_wrote_something_are_trained():
     failed.score = Failed("timeout")
     b = batch_of([Group(4, Task("t", "fake", {}), [failed, silent, good], 0)])
     assert [(s.group, s.index) for s in b.samples] == [(4, 2)]
-    assert b.name(0) == "group 4, sample 2"
+    assert b.sample_name(0) == "group 4, sample 2"
 
 
 def test_a_first_token_without_a_past_is_refused_by_name():
     with pytest.raises(ValueError, match="group 9, sample 2"):
-        TrainSample.of(trajectory([(2, True)], np.random.default_rng(0)), group=9, index=2)
+        TrainSample.from_trajectory(trajectory([(2, True)], np.random.default_rng(0)), group=9, index=2)

@@ -22,13 +22,13 @@ def resident() -> int:
 def test_a_pool_is_empty_then_written_then_empty_again(dtype):
     layers = LayerPools(10)
     like = torch.ones(3, 2, 4, dtype=dtype)
-    pool = layers.at(0, like)
+    pool = layers.layer_pool(0, like)
     assert pool.shape == (2, 10, 4) and pool.dtype == dtype and not pool.any()
-    assert layers.bytes == pool.numel() * pool.element_size()
+    assert layers.pool_bytes == pool.numel() * pool.element_size()
     pool.fill_(7)
     layers.clear()
-    assert layers.bytes == 0
-    assert not layers.at(0, like).any() and layers.bytes == pool.numel() * pool.element_size()
+    assert layers.pool_bytes == 0
+    assert not layers.layer_pool(0, like).any() and layers.pool_bytes == pool.numel() * pool.element_size()
 
 
 @linux
@@ -36,12 +36,12 @@ def test_sleep_gives_memory_back_and_moves_nothing():
     pages = PageAllocator((256 * MB) // 4096)  # 1,024 floats a page
     like = torch.zeros(1, 1, 1024)
     before = resident()
-    keys = pages.keys.at(0, like)
+    keys = pages.keys.layer_pool(0, like)
     assert resident() - before < 32 * MB, "what nobody wrote costs nothing"
     keys.fill_(1)
     assert resident() - before > 200 * MB
     address = keys.data_ptr()
     pages.release_memory()
-    assert resident() - before < 64 * MB and pages.keys.bytes == 0
-    again = pages.keys.at(0, like)
+    assert resident() - before < 64 * MB and pages.keys.pool_bytes == 0
+    again = pages.keys.layer_pool(0, like)
     assert again.data_ptr() == address and not again.any()

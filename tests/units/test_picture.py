@@ -6,7 +6,7 @@ import xml.etree.ElementTree as tree
 
 import pytest
 
-from rondel.simulate.picture import picture
+from rondel.simulate.picture import render_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 ROWS = {
@@ -20,7 +20,7 @@ ROWS = {
 
 
 def test_every_row_is_in_it_to_scale():
-    root = tree.fromstring(picture(ROWS))
+    root = tree.fromstring(render_svg(ROWS))
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert {
         "8 devices",

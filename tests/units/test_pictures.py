@@ -18,18 +18,18 @@ from PIL import Image as Pillow
 from vision_kit import image, model, stream, trajectory
 
 from rondel.buffer_state import decode, encode
-from rondel.cli.view import trajectory as card
+from rondel.cli.view import trajectory_view as card
 from rondel.core.errors import CheckpointError, DataError
 from rondel.core.types import Completion, Group, Sampling, Score, Task
 from rondel.generate import pictures
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.gateway import anthropic, responses
-from rondel.generate.envs.gateway.agent import called
+from rondel.generate.envs.gateway.agent import function_agent
 from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.gateway.errors import GatewayRefusal
 from rondel.generate.envs.gateway.openai import read_messages
 from rondel.generate.envs.single_turn import SingleTurn
-from rondel.generate.envs.sources import asked, load_tasks
+from rondel.generate.envs.sources import load_tasks, question_text
 from rondel.runtime.journal.store import groups_of, read_step, write_step
 
 QWEN = (  # of Qwen2.5-VL, without its videos
@@ -118,7 +118,7 @@ def test_a_conversation_with_images_only_grows(template):
     place = c.trajectory.media[2]
     assert not any(c.trajectory.mask[place.start : place.end])
     asyncio.run(c.reply())
-    mark = c.mark
+    mark = c.turn_mark
     c.give([said({"type": "image", "image": raw(0)}, "same")])
     assert c.trajectory.media[3].image.digest == c.trajectory.media[0].image.digest
     twin = c.fork(mark)
@@ -161,16 +161,16 @@ def test_what_stands_for_an_image_must_have_one():
 )
 def test_a_bad_image_is_refused_by_what_is_wrong_with_it(source, words):
     with pytest.raises(DataError, match=words):
-        pictures.seen(source, model().sight)
+        pictures.process_image(source, model().sight)
 
 
 def test_a_large_image_is_scaled_to_the_budget():
     from dataclasses import replace
 
     sight = replace(model().sight, most=16 * 28 * 28)
-    seen = pictures.seen(raw(0, 900, 300), sight)
+    seen = pictures.process_image(raw(0, 900, 300), sight)
     assert (seen.rows, seen.columns) == (2, 6) and seen.tokens <= 16
-    assert pictures.seen(raw(0, 20, 20), sight).tokens == 4
+    assert pictures.process_image(raw(0, 20, 20), sight).tokens == 4
 
 
 # -- tasks -----------------------------------------------------------------------------------------
@@ -190,7 +190,9 @@ def test_a_row_brings_its_image_as_path_bytes_or_picture(tmp_path):
     tasks = load_tasks({"kind": "jsonl", "path": str(file), "image": "image"}, env="single_turn")
     assert len(tasks.train) == 2 and tasks.duplicates == 1
     assert json.loads(json.dumps(tasks.train[0].data)) == tasks.train[0].data
-    assert asked(tasks.train[0]).startswith("user: [image ") and asked(tasks.train[0]).endswith("]what?")
+    assert question_text(tasks.train[0]).startswith("user: [image ") and question_text(tasks.train[0]).endswith(
+        "]what?"
+    )
     c = chat(model())
     c.give(*SingleTurn(suffix=" say").prompt(tasks.train[0]))
     assert c.trajectory.media[0].image.tokens == 4
@@ -363,11 +365,13 @@ def test_other_clients_talk_about_pictures_over_two_turns(api):
         m.tokenizer, e.generate, sampling=Sampling(max_tokens=4), key=lambda t: t + 1, max_context=400, sight=m.sight
     )
     agent = {"messages": with_messages, "responses": with_responses}[api]
-    found = asyncio.run(Gateway(called(agent), timeout=60.0).run(Task("t", "gateway", {"prompt": "x"}), own))
+    found = asyncio.run(Gateway(function_agent(agent), timeout=60.0).run(Task("t", "gateway", {"prompt": "x"}), own))
     [trajectory] = found if isinstance(found, list) else [found]
     assert trajectory.score.value == 1.0
     assert [place.image.tokens for place in trajectory.media] == [4, 8] and e.runner.eyes.looked == 2
-    assert [place.image for place in trajectory.media] == [pictures.seen(p, m.sight) for p in (raw(4), raw(5, 112, 56))]
+    assert [place.image for place in trajectory.media] == [
+        pictures.process_image(p, m.sight) for p in (raw(4), raw(5, 112, 56))
+    ]
     assert sum(now and not before for before, now in zip([False, *trajectory.mask], trajectory.mask)) == 2
     assert counted == [] or counted[0] == counted[1] == trajectory.mask.index(True)
 
@@ -385,7 +389,9 @@ def test_pictures_of_clients_are_read_beside_the_loop(monkeypatch):
     async def work():
         beats, look = (
             0,
-            asyncio.create_task(pictures.looked([said("a", {"type": "image", "image": url(raw(31))})], m.sight, 100)),
+            asyncio.create_task(
+                pictures.load_message_images([said("a", {"type": "image", "image": url(raw(31))})], m.sight, 100)
+            ),
         )
         while not look.done():
             await asyncio.sleep(0.01)
@@ -393,22 +399,24 @@ def test_pictures_of_clients_are_read_beside_the_loop(monkeypatch):
         return beats, look.result()
 
     beats, [message] = asyncio.run(work())
-    assert beats > 5 and message["content"][1]["image"] == pictures.seen(raw(31), m.sight)
+    assert beats > 5 and message["content"][1]["image"] == pictures.process_image(raw(31), m.sight)
     many = [said(*({"type": "image", "image": url(raw(40 + i))} for i in range(3)))]
     opened.clear()
     with pytest.raises(pictures.TooLarge, match="3 images of 12 tokens together; there is room for 11"):
-        asyncio.run(pictures.looked(many, m.sight, 11))
+        asyncio.run(pictures.load_message_images(many, m.sight, 11))
     assert opened == []
     vast = [said(*({"type": "image", "image": Pillow.new("L", (8000, 8000))} for i in range(5)))]
     with pytest.raises(pictures.TooLarge, match="5 images of 305 megapixels together; at most 256"):
-        asyncio.run(pictures.looked(vast, m.sight, 1 << 30))
+        asyncio.run(pictures.load_message_images(vast, m.sight, 1 << 30))
 
 
 def test_what_is_sent_as_png_is_seen_as_it_was():
     m = model()
     for seed, rows, columns in ((1, 2, 2), (2, 1, 5), (3, 7, 3)):
         one = image(m, seed, rows, columns)
-        assert pictures.seen(pictures.url_of(one), m.sight) == one and pictures.seen(one, m.sight) is one
+        assert (
+            pictures.process_image(pictures.url_of(one), m.sight) == one and pictures.process_image(one, m.sight) is one
+        )
 
 
 def test_an_unmodified_client_talks_about_a_picture_over_two_turns():
@@ -435,7 +443,7 @@ def test_an_unmodified_client_talks_about_a_picture_over_two_turns():
     own = TokenChat(
         m.tokenizer, e.generate, sampling=Sampling(max_tokens=4), key=lambda t: t + 1, max_context=400, sight=m.sight
     )
-    found = asyncio.run(Gateway(called(agent), timeout=60.0).run(Task("t", "gateway", {"prompt": "x"}), own))
+    found = asyncio.run(Gateway(function_agent(agent), timeout=60.0).run(Task("t", "gateway", {"prompt": "x"}), own))
     [trajectory] = found if isinstance(found, list) else [found]
     assert [place.image.tokens for place in trajectory.media] == [4] and e.runner.eyes.looked == 1
     assert sum(now and not before for before, now in zip([False, *trajectory.mask], trajectory.mask)) == 2

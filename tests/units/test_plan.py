@@ -17,11 +17,11 @@ from run_kit import RECIPE
 
 import rondel
 from rondel.cli import main
-from rondel.core.config import ConfigSection, Job, place
-from rondel.planner.advice import changes
-from rondel.planner.hardware import DEVICES, calibration_file, remember, this_machine
-from rondel.planner.plan import plan
-from rondel.planner.shapes import shape
+from rondel.core.config import ConfigSection, Job, set_dotted
+from rondel.planner.advice import suggest_changes
+from rondel.planner.hardware import DEVICES, calibration_file, save_calibration, this_machine
+from rondel.planner.plan import make_plan
+from rondel.planner.shapes import model_shape
 from rondel.planner.workload import what_if
 
 
@@ -41,7 +41,7 @@ def test_a_recipe_and_what_if(capsys):
     )
     told = json.loads(out)
     assert (told["work"]["prompts"], told["devices"]["count"], told["devices"]["hardware"]) == (4, 64, "h100")
-    assert told["model"]["parameters"] == shape("70b").parameters
+    assert told["model"]["parameters"] == model_shape("70b").parameter_count
 
 
 def test_the_table_says_what_dominates(capsys):
@@ -60,7 +60,7 @@ def test_the_table_says_what_dominates(capsys):
 
 def test_layouts_that_rondel_does_not_have_are_marked(capsys):
     words = ["model=70b", "gpus=64", "checkpointing=yes"]
-    rows = plan(what_if(words))["layouts"]
+    rows = make_plan(what_if(words))["layouts"]
     assert rows[0]["name"] == "dp64" and [row["exists"] for row in rows] == [True] + [False] * 4
     lines = [line for line in ask(capsys, "--what-if", " ".join(words))[1].splitlines() if line.startswith("layout")]
     assert ["(not in Rondel yet)" in line for line in lines] == [False, True, True]
@@ -113,7 +113,7 @@ def test_devices_have_sources_and_plausible_figures():
         assert on.on_gpu == (
             "cpu" not in name and "laptop" not in name and not name.startswith("m2") and name[:2] not in ("m3", "m4")
         ), name
-    assert plan(what_if(["model=135m", "hardware=m4-max"]))["memory"][0]["rows"]["Python and libraries"]
+    assert make_plan(what_if(["model=135m", "hardware=m4-max"]))["memory"][0]["rows"]["Python and libraries"]
     assert [DEVICES[n].bandwidth / 1e9 for n in ("m2-max", "m3-max", "m4-max", "rtx5090", "mi300x")] == [
         400,
         400,
@@ -136,11 +136,11 @@ def test_it_starts_without_torch():
 def test_more_of_everything_never_takes_less():
     """More tokens, more prompts, a larger model: no step gets shorter; more devices: none gets longer."""
     base = ["model=7b", "gpus=8"]
-    step = plan(what_if(base))["step_seconds"]
+    step = make_plan(what_if(base))["step_seconds"]
     for more in ("output=8k", "prompts=64", "group=32", "model=32b", "checkpointing=yes", "reference=7b", "critic=7b"):
-        assert plan(what_if([*base, more]))["step_seconds"] > step, more
-    assert plan(what_if(["model=7b", "gpus=16"]))["step_seconds"] < step
-    assert plan(what_if([*base, "hardware=b200"]))["step_seconds"] < step
+        assert make_plan(what_if([*base, more]))["step_seconds"] > step, more
+    assert make_plan(what_if(["model=7b", "gpus=16"]))["step_seconds"] < step
+    assert make_plan(what_if([*base, "hardware=b200"]))["step_seconds"] < step
 
 
 def test_what_was_measured_is_used(tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_what_was_measured_is_used(tmp_path, monkeypatch):
 
     monkeypatch.setenv("RONDEL_CACHE", str(tmp_path))
     guess = this_machine()
-    assert remember(replace(guess, flops=123e9, source="measured")) == calibration_file()
+    assert save_calibration(replace(guess, flops=123e9, source="measured")) == calibration_file()
     assert this_machine().flops == 123e9 and this_machine().memory == guess.memory
     calibration_file().write_text("{}")
     with pytest.raises(ValueError, match="delete it"):
@@ -202,16 +202,16 @@ def test_advice_is_a_key_that_can_be_written():
         what_if(["model=7b", *more])
         for more in ([], ["critic=7b", "reference=7b"], ["gpus=8", "place=split"], ["lora=8"])
     ]
-    told = {text.partition(":")[0] for setting in settings for text, _ in changes(setting)}
+    told = {text.partition(":")[0] for setting in settings for text, _ in suggest_changes(setting)}
     assert len(told) >= 8
     base = {"model": {"path": "x"}, "task": {"data": {}}, "loop": {"steps": 1}, "run": {"folder": "x"}}
     for text in told:
         for assignment in re.split(r", (?=[a-z]+\.)", text):
             name, _, value = assignment.partition(" = ")
             tree = copy.deepcopy(base)
-            place(tree, name, tomllib.loads(f"v = {value}")["v"])
+            set_dotted(tree, name, tomllib.loads(f"v = {value}")["v"])
             if name == "model.adapter.kind":
-                place(tree, "model.adapter.rank", 16)
+                set_dotted(tree, "model.adapter.rank", 16)
             if name.startswith("place.ranks"):
-                place(tree, "place.kind", "split")
+                set_dotted(tree, "place.kind", "split")
             assert Job.parse(tree, "a test")

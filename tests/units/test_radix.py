@@ -62,19 +62,19 @@ def test_fuzz(operations):
         locked = {page for _, held in locks for page in held}
         verb = r.choices(["match", "insert", "lock", "unlock", "evict", "forget"], [2, 6, 2, 2.5, 1, 0.1])[0]
         if verb == "match":
-            assert tree.match(root, tokens)[1] == oracle.match(root, tokens)
+            assert tree.match_prefix(root, tokens)[1] == oracle.match(root, tokens)
         elif verb == "insert":
-            if pages.free < len(tokens):
+            if pages.free_count < len(tokens):
                 continue
-            mine, known = pages.take(len(tokens)), oracle.match(root, tokens)
+            mine, known = pages.allocate_pages(len(tokens)), oracle.match(root, tokens)
             assert not locked & set(mine), "a locked page was given out"
             node, theirs, duplicates = tree.insert(root, tokens, mine)
             assert theirs == known + mine[len(known) :] and duplicates == mine[: len(known)]
-            pages.give(duplicates)
+            pages.free_pages(duplicates)
             oracle.insert(root, tokens, theirs)
             assert spelled(node) == tokens
         elif verb == "lock":
-            node, known = tree.match(root, tokens)
+            node, known = tree.match_prefix(root, tokens)
             assert known == oracle.match(root, tokens)
             tree.lock(node)
             locks.append((node, known))
@@ -86,22 +86,22 @@ def test_fuzz(operations):
             assert len(freed) >= min(wanted, len(order)) and set(freed) == set(order[: len(freed)]), (
                 "not the least recently used"
             )
-            pages.give(freed)
+            pages.free_pages(freed)
             oracle.freed(freed)
         elif verb == "forget":
             version += 1
-            freed = tree.forget(version)
+            freed = tree.free_stale_nodes(version)
             assert set(freed) == {page for (root, _), (page, _) in oracle.known.items() if root[0] != version} - locked
-            pages.give(freed)
+            pages.free_pages(freed)
             oracle.freed(freed)
         locked = {page for _, held in locks for page in held}
-        cached = [page for node in tree.nodes() for page in node.pages]
+        cached = [page for node in tree.iter_nodes() for page in node.pages]
         assert sorted(cached + pages._free) == list(range(1, pages.count + 1))
         assert set(cached) == oracle.pages() >= locked and (tree.cached, tree.held) == (len(cached), len(locked))
     for node, _ in locks:
         tree.unlock(node)
-    pages.give(tree.evict(pages.count))
-    assert pages.free == pages.count and tree.cached == tree.held == 0
+    pages.free_pages(tree.evict(pages.count))
+    assert pages.free_count == pages.count and tree.cached == tree.held == 0
 
 
 def spelled(node):
@@ -115,7 +115,7 @@ def test_a_split_keeps_the_locks_of_both_halves():
     tree = RadixTree()
     node, *_ = tree.insert((0, "", ""), [1, 2, 3, 4], [11, 12, 13, 14])
     tree.lock(node)
-    upper, pages = tree.match((0, "", ""), [1, 2, 9])
+    upper, pages = tree.match_prefix((0, "", ""), [1, 2, 9])
     assert pages == [11, 12] and upper.locks == node.locks == 1 and node.parent is upper and tree.held == 4
     assert tree.evict(4) == []
     tree.unlock(node)
@@ -126,7 +126,7 @@ def test_the_least_recently_used_leaf_goes_first():
     tree, root = RadixTree(), (0, "", "")
     for first in (1, 2, 3):
         tree.insert(root, [first, 7], [10 * first, 10 * first + 1])
-    tree.match(root, [1, 7])
+    tree.match_prefix(root, [1, 7])
     assert tree.evict(1) == [20, 21] and tree.evict(1) == [30, 31] and tree.evict(9) == [10, 11]
 
 
@@ -136,9 +136,9 @@ def test_an_eviction_works_for_what_it_frees_and_not_for_all_that_is_cached(monk
     for i in range(2000):
         tree.insert((0, "", ""), [i // 40, 7, 1000 + i], [3 * i, 3 * i + 1, 3 * i + 2])
     for i in range(10):
-        tree.match((0, "", ""), [0, 7, 1000 + i])
+        tree.match_prefix((0, "", ""), [0, 7, 1000 + i])
     monkeypatch.setattr(radix, "heappop", lambda heap: looked.append(1) or heapq.heappop(heap))
-    monkeypatch.setattr(tree, "nodes", None)
+    monkeypatch.setattr(tree, "iter_nodes", None)
     freed = tree.evict(8)
     assert freed == [3 * i + 2 for i in range(10, 18)] and len(looked) <= 8 + 10 + 2
     looked.clear()
@@ -150,7 +150,7 @@ def test_what_is_forgotten_leaves_nothing_behind():
     for version in range(50):
         for i in range(20):
             tree.insert((version, "", ""), [i, 5], [2 * i, 2 * i + 1])
-        tree.forget(version)
+        tree.free_stale_nodes(version)
         assert len(tree._leaves) <= 2 * 20 + 1
 
 
@@ -158,8 +158,8 @@ def test_another_root_never_matches():
     tree = RadixTree()
     tree.insert((0, "", ""), [1, 2, 3], [4, 5, 6])
     for other in ((1, "", ""), (0, "lora", ""), (0, "", "held-out")):
-        assert tree.match(other, [1, 2, 3])[1] == []
-    assert tree.match((0, "", ""), [1, 2, 3])[1] == [4, 5, 6]
+        assert tree.match_prefix(other, [1, 2, 3])[1] == []
+    assert tree.match_prefix((0, "", ""), [1, 2, 3])[1] == [4, 5, 6]
 
 
 def test_an_unlock_too_many_is_noticed():
@@ -175,5 +175,5 @@ def test_a_path_deeper_than_the_recursion_limit_is_forgotten():
     tree = RadixTree()
     for n in range(1, 3000):
         tree.insert((0, "", ""), [1] * n, list(range(n)))
-    assert sum(1 for _ in tree.nodes()) == 2999
-    assert len(tree.forget(1)) == 2999 and tree.cached == 0 and not tree.roots
+    assert sum(1 for _ in tree.iter_nodes()) == 2999
+    assert len(tree.free_stale_nodes(1)) == 2999 and tree.cached == 0 and not tree.roots

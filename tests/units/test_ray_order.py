@@ -11,7 +11,7 @@ import pytest
 from run_kit import tiny
 
 from rondel.assemble.components import sampling_of
-from rondel.assemble.deployment import _spawned
+from rondel.assemble.deployment import _spawn_trainers
 from rondel.assemble.rows import rows_of
 from rondel.assemble.workers import TrainerHost
 from rondel.core.events import subscribe
@@ -34,13 +34,13 @@ def test_a_shuffled_inventory_always_comes_out_in_the_same_order():
     rng = random.Random(0)
     for _ in range(4):  # names that nobody knows are asked for each time
         found = rng.sample(expected, len(expected))
-        assert [found[i] for i in ray.ordered(found)] == expected
+        assert [found[i] for i in ray.sort_bundles(found)] == expected
 
 
 def test_names_count_as_their_addresses_and_nodes_without_gpus_keep_together():
     found = [("10.0.0.10", []), ("10.0.0.2", []), ("10.0.0.10", []), ("localhost", []), ("10.0.0.2", [])]
-    assert ray.ordered(found) == [1, 4, 0, 2, 3]
-    assert ray.ordered([("10.0.0.2", [10]), ("10.0.0.2", [9]), ("10.0.0.2", [0, 1])]) == [2, 1, 0]
+    assert ray.sort_bundles(found) == [1, 4, 0, 2, 3]
+    assert ray.sort_bundles([("10.0.0.2", [10]), ("10.0.0.2", [9]), ("10.0.0.2", [0, 1])]) == [2, 1, 0]
 
 
 def test_workers_go_into_bundles_in_that_order(monkeypatch):
@@ -52,7 +52,7 @@ def test_workers_go_into_bundles_in_that_order(monkeypatch):
     cluster = ray.RayCluster.__new__(ray.RayCluster)
     cluster._group, cluster.gpus, cluster.cpus = None, 0, 1
     found = cluster._found(3)
-    assert found == [("10.0.0.10", []), ("10.0.0.2", []), ("10.0.0.2", [])] and ray.ordered(found) == [1, 2, 0]
+    assert found == [("10.0.0.10", []), ("10.0.0.2", []), ("10.0.0.2", [])] and ray.sort_bundles(found) == [1, 2, 0]
 
 
 def test_ranks_of_several_machines_meet_where_the_first_one_is():
@@ -73,7 +73,7 @@ def test_ranks_of_several_machines_meet_where_the_first_one_is():
     plan = SimpleNamespace(
         job=None, needs=frozenset(), sampling=None, transport=lambda: None, called=lambda who, i: f"{who}-{i}"
     )
-    _spawned(plan, SimpleNamespace(spawn=lambda *a, **k: Worker()), ["cpu", "cpu"], [(), ()], 1)
+    _spawn_trainers(plan, SimpleNamespace(spawn=lambda *a, **k: Worker()), ["cpu", "cpu"], [(), ()], 1)
     assert ("meet", "10.9.8.7", 2) in asked
     assert [a for a in asked if a[0] == "join"] == [("join", rank, 2, ("10.9.8.7", 4242)) for rank in range(2)]
 

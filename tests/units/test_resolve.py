@@ -14,8 +14,8 @@ from rondel.core.errors import ConfigError, DataError
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Sampling
 from rondel.planner import cost, memory
-from rondel.planner.hardware import hardware
-from rondel.planner.resolve import SPARE, engine_reserve, kv_pages, transport
+from rondel.planner.hardware import find_hardware
+from rondel.planner.resolve import SPARE, engine_reserve, kv_pages, resolve_transport
 from rondel.planner.workload import what_if
 
 GB = 10**9
@@ -42,19 +42,19 @@ GB = 10**9
     ],
 )
 def test_how_weights_travel(wanted, apart, weights, room, value, why):
-    found = transport(wanted, apart=apart, weights=weights, room=room)
+    found = resolve_transport(wanted, apart=apart, weights=weights, room=room)
     assert found.value == value and why in found.why
 
 
 @pytest.mark.parametrize("wanted", ["ipc", "disk", "distributed", "delta"])
 def test_one_module_needs_no_transport(wanted):
     with pytest.raises(ConfigError, match=f"sync.kind = '{wanted}' has no effect with place.kind = 'shared'"):
-        transport(wanted, apart="module")
+        resolve_transport(wanted, apart="module")
 
 
 def test_tensors_cannot_leave_their_process():
     with pytest.raises(ConfigError, match="hands over the tensors of one process"):
-        transport("tensor", apart="process")
+        resolve_transport("tensor", apart="process")
 
 
 def test_a_recipe_may_name_each_of_them():
@@ -144,8 +144,8 @@ def test_ipc_without_room_is_refused_before_anything_is_loaded():
     with pytest.raises(
         ConfigError, match=r"'ipc': two versions need 2.0 GB of shared memory, and 1.9 GB are free. Leave it at 'auto'"
     ):
-        transport("ipc", apart="process", weights=GB, room=19 * GB // 10)
-    assert transport("ipc", apart="process", weights=GB, room=2 * GB).value == "ipc"
+        resolve_transport("ipc", apart="process", weights=GB, room=19 * GB // 10)
+    assert resolve_transport("ipc", apart="process", weights=GB, room=2 * GB).value == "ipc"
 
 
 @pytest.mark.parametrize(("room", "kind"), [(0, "distributed"), (GB, "ipc")])
@@ -193,28 +193,28 @@ def test_a_cache_of_its_own_gives_the_throughput_that_the_formula_says(more):
     )
     setting = replace(setting, sync=sync)
     s, on = setting.shape, setting.hardware
-    [bill] = [b for b in memory.bills(setting) if b.pool == "engine"]
-    assert bill.room >= 0
-    left = on.memory * (1 - SPARE) - setting.weights / setting.tensor
+    [bill] = [b for b in memory.memory_bills(setting) if b.pool == "engine"]
+    assert bill.free_bytes >= 0
+    left = on.memory * (1 - SPARE) - setting.weight_bytes / setting.tensor
     tokens = memory.kv_tokens(setting)
-    assert tokens * s.kv_bytes() / setting.tensor > 0.6 * (left - memory.staged(setting)), (
+    assert tokens * s.kv_bytes() / setting.tensor > 0.6 * (left - memory.staged_bytes(setting)), (
         "most of what the weights leave"
     )
     requests = int(tokens // (setting.prompt + setting.mean))
-    assert cost.together(setting) == min(requests, setting.samples // setting.engines)
+    assert cost.decode_concurrency(setting) == min(requests, setting.samples // setting.engine_count)
     quarter = int(left / 4 / (s.kv_bytes() / setting.tensor) // (setting.prompt + setting.mean))
     middle = setting.prompt + setting.mean / 2
 
     def rate(n):
         return n / cost.decode_seconds(s, on, n, middle, tensor=setting.tensor)
 
-    assert rate(cost.together(setting)) >= rate(quarter)
+    assert rate(cost.decode_concurrency(setting)) >= rate(quarter)
 
 
 def test_a_cache_that_takes_turns_with_the_trainer_fills_the_device_and_no_more():
     for words in (["model=7b"], ["model=7b", "gpus=8"], ["model=7b", "gpus=8", "lora=16", "reference=7b"]):
-        [turns] = memory.bills(what_if([*words, "offload=yes", "running=4096", "output=16k"]))
-        peak = turns.total("generate")
+        [turns] = memory.memory_bills(what_if([*words, "offload=yes", "running=4096", "output=16k"]))
+        peak = turns.phase_bytes("generate")
         assert 0.9 * turns.memory * (1 - SPARE) < peak <= turns.memory * (1 - SPARE), words
 
 
@@ -224,4 +224,4 @@ def test_the_reserve_has_a_second_version_where_weights_are_staged():
         16 * GB - 2 * memory.BUCKET, abs=2
     )
     assert engine_reserve(**known) > SPARE * 80 * GB
-    assert hardware("h100").on_gpu and not hardware("cpu").on_gpu
+    assert find_hardware("h100").on_gpu and not find_hardware("cpu").on_gpu

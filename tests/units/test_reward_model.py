@@ -16,7 +16,7 @@ from units.chat_kit import tokenizer as chat_tokenizer
 from rondel.core.errors import ConfigError, RewardError
 from rondel.core.types import Completion, Failed, Sampling, Score, Task, Trajectory
 from rondel.generate.envs.chat import TokenChat
-from rondel.score import build
+from rondel.score import build_reward
 from rondel.score.answer_text import asked_of, turns_of
 from rondel.score.pool import RewardPool
 from rondel.score.process import steps_of
@@ -70,7 +70,7 @@ def test_steps_of_later_turns_stand_where_they_were_written(tmp_path):
     """Each turn is split alone, and a turn before it shifts no place."""
     tokenizer = chat_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    reward = build(
+    reward = build_reward(
         {
             "kind": "process",
             "scorer": here("steps_by_number"),
@@ -92,8 +92,8 @@ def test_a_reward_model_reads_what_tools_and_users_said(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     trajectory = in_turns(chat_tokenizer())
     for reward in (
-        build({"kind": "model", "path": str(tmp_path)}),
-        build({"kind": "model", "path": str(tmp_path), "template": "user: {question}\n{answer}\n"}),
+        build_reward({"kind": "model", "path": str(tmp_path)}),
+        build_reward({"kind": "model", "path": str(tmp_path), "template": "user: {question}\n{answer}\n"}),
     ):
         said = reward.tokenizer.decode(reward.ids(asked_of(trajectory, task("q")), turns_of(trajectory)))
         assert (
@@ -102,7 +102,7 @@ def test_a_reward_model_reads_what_tools_and_users_said(tmp_path):
         )
     tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     tokenizer.save_pretrained(tmp_path)
-    reward = build({"kind": "model", "path": str(tmp_path)})
+    reward = build_reward({"kind": "model", "path": str(tmp_path)})
     assert "user: tool: lost in a fire\n" in reward.tokenizer.decode(
         reward.ids(asked_of(trajectory, task("q")), turns_of(trajectory))
     )
@@ -152,7 +152,7 @@ def padded(model, rows, side):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_score_is_that_of_transformers_whatever_is_beside_it(tmp_path, family):
-    reward = build({"kind": "model", "path": str(saved(tmp_path, family)), "template": TEMPLATE})
+    reward = build_reward({"kind": "model", "path": str(saved(tmp_path, family)), "template": TEMPLATE})
     rows = [ids_of(reward, question, text) for question in ("?", "What is 3 + 4?") for text in TEXTS]
     assert reward.packs and len({len(row) for row in rows}) > 5
     alone = [reward.values([row])[0][-1] for row in rows]
@@ -191,7 +191,7 @@ def test_through_the_pool_in_batches_and_the_main_process_stays_without(tmp_path
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr[-2000:]
     values, counts, torch_here = __import__("json").loads(run.stdout.splitlines()[-1])
-    reward = build({"kind": "model", "path": str(tmp_path), "template": TEMPLATE})
+    reward = build_reward({"kind": "model", "path": str(tmp_path), "template": TEMPLATE})
     rows = [ids_of(reward, "What is 3 + 4?", text) for text in TEXTS]
     assert values == pytest.approx([reward.values([row])[0][-1] for row in rows] * 5, abs=1e-5)
     assert not torch_here and counts["model_texts"] == 35 and counts["model_batches"] < 35
@@ -204,7 +204,7 @@ def test_a_chat_template_and_an_answer_that_wants_to_end_itself(tmp_path):
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|user|>"]})
     tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
     tokenizer.save_pretrained(tmp_path)
-    reward = build({"kind": "model", "path": str(tmp_path)})
+    reward = build_reward({"kind": "model", "path": str(tmp_path)})
     plain = ids_of(reward, "3 + 4?", "7")
     assert (
         plain
@@ -223,17 +223,17 @@ def test_a_chat_template_and_an_answer_that_wants_to_end_itself(tmp_path):
 @pytest.mark.slow
 def test_what_cannot_be_a_reward_model_says_so(tmp_path):
     with pytest.raises(ConfigError, match="2 labels"):
-        build({"kind": "model", "path": str(saved(tmp_path / "two", labels=2)), "template": TEMPLATE})
+        build_reward({"kind": "model", "path": str(saved(tmp_path / "two", labels=2)), "template": TEMPLATE})
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        build({"kind": "model", "path": str(tmp_path / "nowhere"), "template": TEMPLATE})
+        build_reward({"kind": "model", "path": str(tmp_path / "nowhere"), "template": TEMPLATE})
     with pytest.raises(ConfigError, match=r"no \{answer\}"):
-        build({"kind": "model", "path": str(tmp_path / "two"), "template": "x"})
+        build_reward({"kind": "model", "path": str(tmp_path / "two"), "template": "x"})
     with pytest.raises(ConfigError, match="in one process; leave it at 1"):
         RewardPool({"kind": "model", "path": str(saved(tmp_path / "one")), "template": TEMPLATE}, workers=2)
 
 
 def test_a_text_that_does_not_fit_is_a_failure(tmp_path):
-    reward = build({"kind": "model", "path": str(saved(tmp_path)), "template": TEMPLATE})
+    reward = build_reward({"kind": "model", "path": str(saved(tmp_path)), "template": TEMPLATE})
     failed = asyncio.run(reward(Trajectory(text="7 " * 2000), task()))
     assert isinstance(failed, Failed) and failed.reason == "text does not fit the reward model"
 
@@ -265,17 +265,17 @@ def test_steps():
 
 @pytest.mark.parametrize(("aggregate", "value"), [("min", 0.1), ("mean", 0.2), ("last", 0.2), ("sum", 0.6)])
 def test_steps_are_aggregated(aggregate, value):
-    reward = build({"kind": "process", "scorer": here("lengths"), "aggregate": aggregate})
+    reward = build_reward({"kind": "process", "scorer": here("lengths"), "aggregate": aggregate})
     score = asyncio.run(reward(Trajectory(text="a\n\nccc\n\nbb"), task()))
     assert score.value == pytest.approx(value) and score.steps == ()
 
 
 @pytest.mark.parametrize("name", ["too_few", "not_a_number"])
 def test_steps_that_were_not_valued_are_a_failure(name):
-    failed = asyncio.run(build({"kind": "process", "scorer": here(name)})(Trajectory(text="a\n\nb"), task()))
+    failed = asyncio.run(build_reward({"kind": "process", "scorer": here(name)})(Trajectory(text="a\n\nb"), task()))
     assert isinstance(failed, Failed) and failed.reason == "steps were not valued"
     assert (
-        asyncio.run(build({"kind": "process", "scorer": here(name)})(Trajectory(text=" "), task())).reason
+        asyncio.run(build_reward({"kind": "process", "scorer": here(name)})(Trajectory(text=" "), task())).reason
         == "answer has no steps"
     )
 
@@ -284,7 +284,9 @@ def test_steps_that_were_not_valued_are_a_failure(name):
 def test_a_value_stands_at_the_last_token_of_its_step(tmp_path, aggregate):
     tokenizer = tiny().tokenizer
     tokenizer.save_pretrained(tmp_path)
-    reward = build({"kind": "process", "scorer": here("lengths"), "aggregate": aggregate, "tokenizer": str(tmp_path)})
+    reward = build_reward(
+        {"kind": "process", "scorer": here("lengths"), "aggregate": aggregate, "tokenizer": str(tmp_path)}
+    )
     text = "first odd step\n\nsecond\n\nthird one"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     trajectory = Trajectory(text=tokenizer.decode(ids))
@@ -303,13 +305,13 @@ def test_a_value_stands_at_the_last_token_of_its_step(tmp_path, aggregate):
     ]
     assert sum(score.over(trajectory.mask)) == pytest.approx(score.value)
     with pytest.raises(ConfigError, match="add up"):
-        build({"kind": "process", "scorer": here("lengths"), "aggregate": "min", "tokenizer": str(tmp_path)})
+        build_reward({"kind": "process", "scorer": here("lengths"), "aggregate": "min", "tokenizer": str(tmp_path)})
 
 
 @pytest.mark.parametrize("labels", [1, 2])
 def test_a_model_for_steps_is_that_of_transformers(tmp_path, labels):
     saved(tmp_path, labels=labels, what="TokenClassification")
-    reward = build({"kind": "process", "path": str(tmp_path), "aggregate": "sum", "separator": "\n"})
+    reward = build_reward({"kind": "process", "path": str(tmp_path), "aggregate": "sum", "separator": "\n"})
     plain = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path, attn_implementation="eager").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
 
@@ -343,8 +345,8 @@ def test_after_any_number_of_naps_the_scores_have_the_same_bits(tmp_path):
     are the same tensors, counted from them.
     """
     path = str(saved(tmp_path))
-    plain = build({"kind": "model", "path": path, "template": TEMPLATE})
-    napping = build({"kind": "model", "path": path, "template": TEMPLATE, "offload": True, "tokens": 40})
+    plain = build_reward({"kind": "model", "path": path, "template": TEMPLATE})
+    napping = build_reward({"kind": "model", "path": path, "template": TEMPLATE, "offload": True, "tokens": 40})
     rows, size = [ids_of(plain, "?", text) for text in TEXTS], bytes_of(path)
     expected = plain.values(rows)
     objects = [id(p) for p in napping.model.parameters()]

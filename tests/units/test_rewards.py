@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.types import Failed, Score, Task, Trajectory
-from rondel.score import build
+from rondel.score import build_reward
 from rondel.score.number import last_number
 from rondel.score.pool import RewardPool
 from rondel.score.preflight import check_reward
-from rondel.score.result import placed, read
+from rondel.score.result import check_score, read_score
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -61,13 +61,13 @@ def test_last_number(text, value):
 
 
 def test_number_is_exact_and_takes_a_tolerance():
-    assert build("number")(said("0.1"), task(0.1)) == 1.0
-    assert build("number")(said("1/3"), task("0.3333333333333333")) == 0.0
-    assert build({"kind": "number", "tolerance": 0.001})(said("1/3"), task("0.3333333333333333")) == 1.0
-    assert build("number")(said("I do not know"), task(3)) == 0.0
-    assert build("number")(said("72"), task("48 + 24 = 72 #### 72")) == 1.0
+    assert build_reward("number")(said("0.1"), task(0.1)) == 1.0
+    assert build_reward("number")(said("1/3"), task("0.3333333333333333")) == 0.0
+    assert build_reward({"kind": "number", "tolerance": 0.001})(said("1/3"), task("0.3333333333333333")) == 1.0
+    assert build_reward("number")(said("I do not know"), task(3)) == 0.0
+    assert build_reward("number")(said("72"), task("48 + 24 = 72 #### 72")) == 1.0
     with pytest.raises(ValueError, match="no number"):
-        build("number")(said("7"), task("seven"))
+        build_reward("number")(said("7"), task("seven"))
 
 
 @pytest.mark.parametrize(
@@ -82,16 +82,16 @@ def test_number_is_exact_and_takes_a_tolerance():
     ],
 )
 def test_math(gold, text, value):
-    assert build("math")(said(text), task(gold)) == value
+    assert build_reward("math")(said(text), task(gold)) == value
 
 
 def test_math_gold_that_cannot_be_read_is_a_fault_and_no_zero():
     with pytest.raises(ValueError, match="cannot read the gold answer"):
-        build("math")(said("7"), task(""))
+        build_reward("math")(said("7"), task(""))
 
 
 def test_format():
-    one = build({"kind": "format", "tag": "answer"})
+    one = build_reward({"kind": "format", "tag": "answer"})
     assert [
         one(said(t), task(1))
         for t in ("<answer>1</answer>", "</answer>1<answer>", "<answer>1</answer><answer>2</answer>", "1")
@@ -101,25 +101,27 @@ def test_format():
         0,
         0,
     ]
-    assert build({"kind": "format", "pattern": r"#### \d+$"})(said("so\n#### 12"), task(1)) == 1.0
+    assert build_reward({"kind": "format", "pattern": r"#### \d+$"})(said("so\n#### 12"), task(1)) == 1.0
     with pytest.raises(ConfigError, match="one of tag"):
-        build("format")
+        build_reward("format")
 
 
 def test_reasoning_gym_uses_the_scorer_of_the_data_set():
     gym = pytest.importorskip("reasoning_gym")
     entry = gym.create_dataset("countdown", size=1, seed=1)[0]
     other = task(entry["answer"], entry=entry)
-    assert build("reasoning_gym")(said(entry["answer"]), other) == 1.0
-    assert build("reasoning_gym")(said("1 + 1"), other) < 1.0
+    assert build_reward("reasoning_gym")(said(entry["answer"]), other) == 1.0
+    assert build_reward("reasoning_gym")(said("1 + 1"), other) < 1.0
     sums = gym.create_dataset("chain_sum", size=1, seed=1)[0]
     answer = sums["answer"]
     assert (
-        build({"kind": "reasoning_gym", "extract": "last_number"})(said(f"It is {answer}."), task(answer, entry=sums))
+        build_reward({"kind": "reasoning_gym", "extract": "last_number"})(
+            said(f"It is {answer}."), task(answer, entry=sums)
+        )
         == 1.0
     )
     assert (
-        build({"kind": "reasoning_gym", "extract": "tag"})(
+        build_reward({"kind": "reasoning_gym", "extract": "tag"})(
             said(f"<answer> {answer} </answer>"), task(answer, entry=sums)
         )
         == 1.0
@@ -137,21 +139,21 @@ def test_combine_reports_weighted_parts_that_add_up():
 
 
 def test_reading_what_a_reward_returned():
-    assert read(1) == Score(1.0) and read(True) == Score(1.0)
-    assert read({"a": 1.0, "b": -0.5}) == Score(0.5, {"a": 1.0, "b": -0.5})
-    assert read({"a": 1.0, "total": 0.25}) == Score(0.25, {"a": 1.0})
-    assert [read(x).reason for x in (None, float("nan"), float("inf"), "1.0", [1.0], {}, {"a": None})] == [
+    assert read_score(1) == Score(1.0) and read_score(True) == Score(1.0)
+    assert read_score({"a": 1.0, "b": -0.5}) == Score(0.5, {"a": 1.0, "b": -0.5})
+    assert read_score({"a": 1.0, "total": 0.25}) == Score(0.25, {"a": 1.0})
+    assert [read_score(x).reason for x in (None, float("nan"), float("inf"), "1.0", [1.0], {}, {"a": None})] == [
         "returned None", "returned nan", "returned inf", "returned str", "returned list", "returned no parts", "returned None",
     ]  # fmt: skip
 
 
 def test_reading_what_was_earned_on_the_way():
-    assert read([(3, 0.5), [7, 1]]) == Score(1.5, {}, ((3, 0.5), (7, 1.0)))
-    assert read({"right": 1.0, "turns": [(3, 0.5), (7, -1.0)]}) == Score(
+    assert read_score([(3, 0.5), [7, 1]]) == Score(1.5, {}, ((3, 0.5), (7, 1.0)))
+    assert read_score({"right": 1.0, "turns": [(3, 0.5), (7, -1.0)]}) == Score(
         0.5, {"right": 1.0, "turns": -0.5}, ((3, 0.5), (7, -1.0))
     )
-    assert read({"turns": [(3, 0.5)], "total": 2.0}) == Score(2.0, {"turns": 0.5}, ((3, 0.5),))
-    assert read(Score(2.0, {"a": 1.0}, ((3, 0.5),))) == Score(2.0, {"a": 1.0}, ((3, 0.5),))
+    assert read_score({"turns": [(3, 0.5)], "total": 2.0}) == Score(2.0, {"turns": 0.5}, ((3, 0.5),))
+    assert read_score(Score(2.0, {"a": 1.0}, ((3, 0.5),))) == Score(2.0, {"a": 1.0}, ((3, 0.5),))
     bad = [
         [],
         [3, 0.5],
@@ -161,7 +163,7 @@ def test_reading_what_was_earned_on_the_way():
         {"turns": [(3, None)]},
         Score(1.0, steps=((3, float("inf")),)),
     ]
-    assert [(failed.reason, failed.detail) for failed in map(read, bad)] == [
+    assert [(failed.reason, failed.detail) for failed in map(read_score, bad)] == [
         ("returned list", "steps are a list of (position, value), at least one"),
         ("returned list", "steps are a list of (position, value), at least one"),
         ("misplaced a reward", "position 3.0 is not a whole number"),
@@ -204,7 +206,7 @@ def test_a_step_counts_for_the_token_that_was_written_before_it(score, earned):
 def test_no_reward_is_lost_and_no_position_forgiven(mask, value, steps):
     score, first = Score(value, steps=tuple(steps)), mask.index(True) if True in mask else len(mask)
     if all(first <= position < len(mask) for position, _ in steps):
-        earned = score.over(mask)
+        earned = score.token_rewards(mask)
         assert len(earned) == sum(mask) and (not earned or sum(earned) == pytest.approx(value, abs=1e-9))
         # reached by the steps up to the next written token
         for i, at in enumerate(i for i, written in enumerate(mask) if written):
@@ -213,7 +215,7 @@ def test_no_reward_is_lost_and_no_position_forgiven(mask, value, steps):
             assert earned[i] == pytest.approx(sum(v for p, v in steps if at <= p < until) + rest, abs=1e-9)
     else:
         with pytest.raises(ValueError, match="at position"):
-            score.over(mask)
+            score.token_rewards(mask)
 
 
 def test_a_step_out_of_place_is_a_failure_of_the_reward():
@@ -223,14 +225,16 @@ def test_a_step_out_of_place_is_a_failure_of_the_reward():
         (-1, "at position -1 of 9 tokens"),
         (1, "wrote nothing before 2"),
     ):
-        failed = placed(read([(position, 1.0)]), turns)
+        failed = check_score(read_score([(position, 1.0)]), turns)
         assert failed.reason == "misplaced a reward" and why in failed.detail
-    assert placed(read([(8, 1.0)]), turns) == Score(1.0, {}, ((8, 1.0),)) and placed(
+    assert check_score(read_score([(8, 1.0)]), turns) == Score(1.0, {}, ((8, 1.0),)) and check_score(
         Failed("timeout"), turns
     ) == Failed("timeout")
-    assert isinstance(placed(read([(8, 1.0)]), Trajectory(text="7")), Score)  # `rondel check` asks about texts
+    assert isinstance(
+        check_score(read_score([(8, 1.0)]), Trajectory(text="7")), Score
+    )  # `rondel check` asks about texts
     # of an environment that scores by itself
-    assert placed(Score(float("nan")), turns) == Failed("returned nan", "in a Score")
+    assert check_score(Score(float("nan")), turns) == Failed("returned nan", "in a Score")
 
 
 def test_steps_come_through_the_worker_and_through_a_combination():
@@ -431,7 +435,7 @@ def test_a_pool_that_is_closed_leaves_nobody_waiting(tmp_path, monkeypatch):
 
 
 def test_a_field_of_the_task_names_its_reward():
-    reward = build({"kind": "by", "parts": {"sums": "number", "form": {"kind": "format", "pattern": "^ok"}}})
+    reward = build_reward({"kind": "by", "parts": {"sums": "number", "form": {"kind": "format", "pattern": "^ok"}}})
 
     def asked(text, **data):
         t = Trajectory(text=text)
@@ -442,7 +446,7 @@ def test_a_field_of_the_task_names_its_reward():
     with pytest.raises(DataError, match="has source = None, and reward 'by' has parts for: sums, form"):
         asked("x")
     with pytest.raises(ConfigError, match="has no parts"):
-        build({"kind": "by", "parts": {}})
+        build_reward({"kind": "by", "parts": {}})
 
 
 @pytest.mark.parametrize("kind", ["combine", "by"])

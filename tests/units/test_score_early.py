@@ -57,7 +57,7 @@ def test_a_sample_is_scored_while_others_are_written(tmp_path):
     crew = rollouts(tmp_path, Env(log, scored), Pool(log, scored))
 
     async def group():
-        found = await crew.attempt(Slot(0, Task("t", "x", {}), 0))
+        found = await crew.generate_group(Slot(0, Task("t", "x", {}), 0))
         await crew.score(found)
         return found
 
@@ -76,7 +76,7 @@ def test_a_fault_of_the_environment_is_not_scored(tmp_path):
             raise AssertionError
 
     crew = rollouts(tmp_path, Broken(), Never())
-    found = asyncio.run(crew.attempt(Slot(0, Task("t", "x", {}), 0)))
+    found = asyncio.run(crew.generate_group(Slot(0, Task("t", "x", {}), 0)))
     assert {t.score for t in found.trajectories} == {Failed("environment fault", "RuntimeError: no disk")}
     assert all(isinstance(t.outcome, EnvFault) and t.reward is None for t in found.trajectories)
     assert found.rewards == []

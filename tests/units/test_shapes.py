@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from rondel.core.errors import ModelError
 from rondel.planner import tower
 from rondel.planner.families import DEFAULTS, MODELS, PUBLIC
-from rondel.planner.shapes import of_config, shape
+from rondel.planner.shapes import model_shape, of_config
 
 SMALL = {
     "hidden_size": 64,
@@ -59,17 +59,19 @@ def test_every_number_of_a_model_that_sees_is_counted(tmp_path):
     from vision_kit import EYES, model, recipe
 
     from rondel.models import vision
-    from rondel.models.save import save
+    from rondel.models.save import save_model
 
     assert EYES.keys() == tower.DEFAULTS.keys()
     for kind in EYES:
-        loaded, found = model(kind), shape(recipe(kind))
+        loaded, found = model(kind), model_shape(recipe(kind))
         exact = sum(p.numel() for p in loaded.model.parameters())
-        eye = sum(p.numel() for p in vision.tower(loaded.model).parameters())
-        assert (found.parameters, found.tower.parameters) == (exact, eye), kind
-        assert found.active == exact - eye - found.embedding * (not found.tied), "a token is multiplied with none of it"
-        save(loaded, tmp_path / kind)
-        assert shape(str(tmp_path / kind)).parameters == exact
+        eye = sum(p.numel() for p in vision.vision_tower(loaded.model).parameters())
+        assert (found.parameter_count, found.tower.parameter_count) == (exact, eye), kind
+        assert found.active_parameters == exact - eye - found.embedding_parameters * (not found.tied), (
+            "a token is multiplied with none of it"
+        )
+        save_model(loaded, tmp_path / kind)
+        assert model_shape(str(tmp_path / kind)).parameter_count == exact
 
 
 def test_what_an_image_costs_is_what_the_tower_computes_and_keeps():
@@ -84,16 +86,16 @@ def test_what_an_image_costs_is_what_the_tower_computes_and_keeps():
     from rondel.models import vision
 
     for kind in tower.DEFAULTS:
-        loaded, found = model(kind), shape(recipe(kind)).tower
+        loaded, found = model(kind), model_shape(recipe(kind)).tower
         one = image(loaded, 1, 6, 8)
         plain = AutoModelForImageTextToText.from_config(
             loaded.model.config, attn_implementation="eager"
         )  # whose operations are torch's own
         with FlopCounterMode(display=False) as counted:
-            vision.encode(plain, loaded.sight, [one])
+            vision.encode_images(plain, loaded.sight, [one])
         # its windows see less than all
         fused = 0 if kind != "qwen2_5_vl" else 4 * (one.tokens * 4) ** 2 * found.width * found.layers
-        told = found.flops(one.tokens)
+        told = found.forward_flops(one.tokens)
         assert 0.999 * (told - fused) <= counted.get_total_flops() <= 1.001 * told, kind
         kept: dict[int, int] = {}
         mine = {p.untyped_storage().data_ptr() for p in plain.parameters()}
@@ -105,9 +107,12 @@ def test_what_an_image_costs_is_what_the_tower_computes_and_keeps():
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            features = vision.encode(plain, loaded.sight, [one])
-        assert features.main.requires_grad and 0.7 < sum(kept.values()) / found.saved(one.tokens, 4) < 1.5, (kind, kept)
-        assert found.saved(one.tokens, 4, trained=False) < found.saved(one.tokens, 4)
+            features = vision.encode_images(plain, loaded.sight, [one])
+        assert features.main.requires_grad and 0.7 < sum(kept.values()) / found.activation_bytes(one.tokens, 4) < 1.5, (
+            kind,
+            kept,
+        )
+        assert found.activation_bytes(one.tokens, 4, trained=False) < found.activation_bytes(one.tokens, 4)
 
 
 @pytest.mark.parametrize("kind", TINY)
@@ -115,8 +120,8 @@ def test_every_number_of_a_family_is_counted(kind, tmp_path):
     config, model = built(kind)
     exact = sum(p.numel() for p in model.parameters())
     config.save_pretrained(tmp_path)
-    assert of_config({"model_type": kind, **(SMALL | TINY[kind])}).parameters == exact
-    assert shape(str(tmp_path)).parameters == exact, "from the file that transformers writes"
+    assert of_config({"model_type": kind, **(SMALL | TINY[kind])}).parameter_count == exact
+    assert model_shape(str(tmp_path)).parameter_count == exact, "from the file that transformers writes"
     assert TINY.keys() == DEFAULTS.keys() - tower.DEFAULTS.keys()
 
 
@@ -125,7 +130,9 @@ def test_a_token_is_multiplied_with_what_it_is_routed_to(kind):
     _, model = built(kind)
     s = of_config({"model_type": kind, **(SMALL | TINY[kind])})
     idle = s.expert_parameters * (s.experts - s.per_token) // s.experts if s.experts else 0
-    assert s.active == sum(p.numel() for p in model.parameters()) - idle - s.embedding * (not s.tied)
+    assert s.active_parameters == sum(p.numel() for p in model.parameters()) - idle - s.embedding_parameters * (
+        not s.tied
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,8 +146,8 @@ def test_a_token_is_multiplied_with_what_it_is_routed_to(kind):
     ],
 )  # fmt: skip
 def test_public_models_are_as_large_as_their_cards_say(name, billions, kv):
-    found = shape(name)
-    assert found.parameters == round(billions * 1e9) and found.source
+    found = model_shape(name)
+    assert found.parameter_count == round(billions * 1e9) and found.source
     assert kv is None or found.kv_bytes() == kv
 
 
@@ -153,10 +160,10 @@ def test_public_models_are_as_large_as_their_cards_say(name, billions, kv):
     ],
 )  # fmt: skip
 def test_sizes_of_cards_are_met_within_three_percent(name, billions):
-    assert shape(name).parameters == pytest.approx(billions * 1e9, rel=0.03)
-    assert shape("gpt-oss-120b").active == pytest.approx(5.1e9, rel=0.03) and shape(
+    assert model_shape(name).parameter_count == pytest.approx(billions * 1e9, rel=0.03)
+    assert model_shape("gpt-oss-120b").active_parameters == pytest.approx(5.1e9, rel=0.03) and model_shape(
         "qwen3.5-397b-a17b"
-    ).active == pytest.approx(17e9, rel=0.05)
+    ).active_parameters == pytest.approx(17e9, rel=0.05)
 
 
 def test_the_cache_is_as_large_as_the_model_writes():
@@ -170,7 +177,7 @@ def test_the_cache_is_as_large_as_the_model_writes():
         cache = model(torch.zeros(1, 7, dtype=torch.long), use_cache=True).past_key_values
         held = sum(t.numel() for layer in cache.layers for t in (layer.keys, layer.values))
         assert of_config({"model_type": kind, **(SMALL | TINY[kind])}).kv_bytes(1, expanded=False) * 7 == held
-    assert shape("deepseek-v3").kv_bytes(expanded=False) == 61 * (512 + 64) * 2
+    assert model_shape("deepseek-v3").kv_bytes(expanded=False) == 61 * (512 + 64) * 2
 
 
 def test_the_cache_is_as_large_as_the_engine_keeps():
@@ -192,7 +199,7 @@ def test_the_cache_is_as_large_as_the_engine_keeps():
         loaded = tiny(kind, **(sizes | more))
         e = engine(loaded, kv_pages=100)
         asyncio.run(e.generate(ask(prompt(1, 10), n=3)))
-        held = (e.pages.keys.bytes + e.pages.values.bytes) / 101
+        held = (e.pages.keys.pool_bytes + e.pages.values.pool_bytes) / 101
         assert of_config({"model_type": kind, **sizes, **more}).kv_bytes(4) == held == loaded.cached, kind
 
 
@@ -204,15 +211,15 @@ def test_an_adapter_is_as_large_as_peft_makes_it():
         wrapped = peft.get_peft_model(
             built("qwen3")[1], peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
         )
-        assert s.lora(4, targets) == sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
-    assert sum(p.numel() for p in model.parameters()) == s.parameters
+        assert s.lora_parameters(4, targets) == sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
+    assert sum(p.numel() for p in model.parameters()) == s.parameter_count
 
 
 def test_fifty_megabytes_fit_only_two_projections():
     """C19: an adapter of rank 32 on a 32B model."""
-    big = shape("qwen2.5-32b")
-    assert 2 * big.lora(32, ["q_proj", "v_proj"]) == pytest.approx(67e6, rel=0.02)
-    assert 2 * big.lora(32) == pytest.approx(537e6, rel=0.02)
+    big = model_shape("qwen2.5-32b")
+    assert 2 * big.lora_parameters(32, ["q_proj", "v_proj"]) == pytest.approx(67e6, rel=0.02)
+    assert 2 * big.lora_parameters(32) == pytest.approx(537e6, rel=0.02)
 
 
 def test_quantised_weights_are_read_off_the_config():
@@ -224,14 +231,14 @@ def test_quantised_weights_are_read_off_the_config():
 
 def test_who_is_unknown_is_told_the_nearest():
     with pytest.raises(ModelError, match="Did you mean 'qwen3-8b'"):
-        shape("qwen3-8bb")
+        model_shape("qwen3-8bb")
     with pytest.raises(ModelError, match=r"model type 'llamma'\. Did you mean 'llama'"):
         of_config({"model_type": "llamma"})
 
 
 def test_every_name_leads_to_a_shape(tmp_path):
-    assert all(shape(name).parameters > 1e8 for name in [*MODELS, *PUBLIC])
-    assert shape("Qwen/Qwen3-8B").name == "qwen3-8b"
+    assert all(model_shape(name).parameter_count > 1e8 for name in [*MODELS, *PUBLIC])
+    assert model_shape("Qwen/Qwen3-8B").name == "qwen3-8b"
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"})[:-2])
     with pytest.raises(ModelError, match="is no config of a model"):
-        shape(str(tmp_path))
+        model_shape(str(tmp_path))

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from rondel.checks.recipe_check import _tasks
+from rondel.checks.recipe_check import _check_tasks
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.types import Task
 from rondel.generate.envs.holdout import content_key
-from rondel.generate.envs.order import ShuffledOrder, stream
+from rondel.generate.envs.order import ShuffledOrder, stream_tasks
 from rondel.generate.envs.sources import TaskSet, load_tasks
 
 
@@ -188,7 +188,7 @@ TASKS = [Task(str(n), "x", {}) for n in range(7)]
 
 async def first(n, *, seed, **where):
     found = []
-    async for task in stream(ShuffledOrder(TASKS, seed), **where):
+    async for task in stream_tasks(ShuffledOrder(TASKS, seed), **where):
         found.append(task.id)
         if len(found) == n:
             return found
@@ -205,13 +205,13 @@ def test_a_resumed_stream_goes_on_exactly():
     ids = asyncio.run(first(40, seed=5))
     for start in (0, 1, 6, 7, 13, 30):
         assert asyncio.run(first(40 - start, seed=5, start=start)) == ids[start:]
-    assert [ShuffledOrder(TASKS, 5).nth(n).id for n in range(40)] == ids
-    assert ShuffledOrder(TASKS, 5).nth(10**15) == ShuffledOrder(TASKS, 5).nth(10**15)
+    assert [ShuffledOrder(TASKS, 5).task_at(n).id for n in range(40)] == ids
+    assert ShuffledOrder(TASKS, 5).task_at(10**15) == ShuffledOrder(TASKS, 5).task_at(10**15)
 
 
 def test_the_order_is_pinned():
     """Do not change without a decision: a changed order breaks the resume of runs that are under way."""
-    assert [t.id for t in (ShuffledOrder(TASKS, 0).nth(n) for n in range(14))] == PINNED
+    assert [t.id for t in (ShuffledOrder(TASKS, 0).task_at(n) for n in range(14))] == PINNED
 
 
 PINNED = list("03415266312045")
@@ -227,10 +227,13 @@ def test_a_field_may_lie_in_a_table_of_the_row():
 
 def test_a_check_tells_what_was_left_out():
     one, two = Task("a", "e", {"prompt": "1"}), Task("b", "e", {"prompt": "2"})
-    told = _tasks(SimpleNamespace(tasks=TaskSet([one], [two], duplicates=1, leaked=7, too_long=2)))
+    told = _check_tasks(SimpleNamespace(tasks=TaskSet([one], [two], duplicates=1, leaked=7, too_long=2)))
     assert (
         told.ok
         and told.message
         == "1 to train on, 1 held out; left out: 1 duplicate, 7 that the evaluation contains, 2 with too long a prompt"
     )
-    assert _tasks(SimpleNamespace(tasks=TaskSet([one], [two]))).message == "1 to train on, 1 held out; left out: none"
+    assert (
+        _check_tasks(SimpleNamespace(tasks=TaskSet([one], [two]))).message
+        == "1 to train on, 1 held out; left out: none"
+    )

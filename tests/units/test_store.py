@@ -12,7 +12,15 @@ from units.synthetic import group, write_run
 from rondel.core.errors import CheckpointError, UserError
 from rondel.core.events import GroupsTaken, Resumed
 from rondel.core.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, Task, Trajectory
-from rondel.runtime.journal.store import RolloutStore, annotate_step, groups_of, path_of, read_step, steps, write_step
+from rondel.runtime.journal.store import (
+    RolloutStore,
+    annotate_step,
+    groups_of,
+    path_of,
+    read_step,
+    stored_steps,
+    write_step,
+)
 
 # a token of probability 0 is never drawn
 logprobs = st.floats(max_value=0.0, width=32, allow_nan=False, allow_infinity=False)
@@ -103,7 +111,7 @@ def test_a_resume_takes_back_the_steps_it_repeats(tmp_path):
         store.write(GroupsTaken(step, step, [group(step, 0, [1.0])]))
     store.write(Resumed(1, 1, "c"))
     store.close()
-    assert steps(tmp_path) == [1]
+    assert stored_steps(tmp_path) == [1]
 
 
 def test_a_run_does_not_wait_for_what_it_stores_and_learns_what_was_not(tmp_path):
@@ -121,13 +129,13 @@ def test_a_run_does_not_wait_for_what_it_stores_and_learns_what_was_not(tmp_path
     async def go():
         store = RolloutStore(tmp_path)
         store.write(GroupsTaken(1, 1, Shown(batch)))
-        await store.annotate(1, advantages={(1, 1): np.full(13, 0.25, np.float32)})
-        await store.written()
+        await store.annotate_rollouts(1, advantages={(1, 1): np.full(13, 0.25, np.float32)})
+        await store.wait_until_written()
         assert read_step(tmp_path, 1)[1]["advantages"] == [0.25] * 13
         path_of(tmp_path, 2).mkdir()
         store.write(GroupsTaken(2, 2, batch))
-        await store.annotate(2)
-        for told in (store.annotate(3), store.written()):
+        await store.annotate_rollouts(2)
+        for told in (store.annotate_rollouts(3), store.wait_until_written()):
             with pytest.raises(CheckpointError, match=r"writing .*step-000002\.parquet"):
                 await told
         store.close()
@@ -147,12 +155,12 @@ def test_who_waits_no_more_loses_nothing_of_what_is_being_stored(tmp_path):
     async def go():
         store = RolloutStore(tmp_path)
         store.write(GroupsTaken(1, 1, Slow(batch)))
-        await store.annotate(1, advantages={(1, 1): [0.25] * 13})
-        waits = asyncio.create_task(store.annotate(1, trainer_logprobs={(1, 0): [-0.5] * 13}))
+        await store.annotate_rollouts(1, advantages={(1, 1): [0.25] * 13})
+        waits = asyncio.create_task(store.annotate_rollouts(1, trainer_logprobs={(1, 0): [-0.5] * 13}))
         await asyncio.sleep(0.01)
         waits.cancel()
         hold.set()
-        await store.written()
+        await store.wait_until_written()
         store.close()
 
     asyncio.run(go())
@@ -195,4 +203,4 @@ def test_columns_that_disagree_are_refused(tmp_path):
 def test_no_draft_is_left_and_none_is_read(tmp_path):
     write_step(tmp_path, 1, [group(1, 0, [1.0])])
     (tmp_path / "rollouts" / ".step-000002.parquet.tmp").write_bytes(b"half")
-    assert steps(tmp_path) == [1] and len(list((tmp_path / "rollouts").iterdir())) == 2
+    assert stored_steps(tmp_path) == [1] and len(list((tmp_path / "rollouts").iterdir())) == 2

@@ -43,7 +43,7 @@ def test_a_run_goes_on_without_its_reader(monkeypatch, capsys, broken):
     with ProgressPrinter(3) as progress:
         for step in range(1, 4):
             for event in step_events(step):
-                progress.read(event)
+                progress.on_event(event)
     stream.close()  # nothing is left in it that could fail
     said = capsys.readouterr().err
     assert said.count("warning: the output cannot be written") == 1 and "the run goes on" in said
@@ -52,7 +52,7 @@ def test_a_run_goes_on_without_its_reader(monkeypatch, capsys, broken):
 def test_what_a_terminal_does_not_know_is_a_question_mark(monkeypatch):
     monkeypatch.setattr(sys, "stdout", stream := ascii_only())
     with ProgressPrinter(1) as progress:
-        progress.read(Advised(1, "▁▂▃ 95 % · \ud83d", 1.0))
+        progress.on_event(Advised(1, "▁▂▃ 95 % · \ud83d", 1.0))
     assert stream.buffer.getvalue().decode() == "  ??? 95 % ? \\ud83d\n"
 
 

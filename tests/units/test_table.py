@@ -19,7 +19,7 @@ from rondel.algos import (
     surrogate,
     trust_region_surrogates,
 )
-from rondel.algos.table import DAPO, DR_GRPO, FAMILIES, GRPO, REINFORCE, RLOO, SFT, TABLE, resolve
+from rondel.algos.table import DAPO, DR_GRPO, FAMILIES, GRPO, REINFORCE, RLOO, SFT, TABLE, resolve_algorithm
 from rondel.core.errors import ConfigError
 
 # -- rows
@@ -82,7 +82,7 @@ def test_a_row_needs_what_its_parts_read():
 
 
 def test_what_reads_the_behavior_need_not_correct_for_it():
-    assert {name for name, row in TABLE.items() if row.corrects} == {
+    assert {name for name, row in TABLE.items() if row.corrects_staleness} == {
         "dppo_tv",
         "dppo_kl",
         "decoupled",
@@ -91,13 +91,16 @@ def test_what_reads_the_behavior_need_not_correct_for_it():
         "m2po",
     }
     charged = replace(GRPO, kl=kl.Kl("k1", 0.1, where="reward"))
-    assert "behavior_logprobs" in charged.needs and not charged.corrects
-    assert replace(charged, correction=correction.OffPolicyMask()).corrects
-    assert replace(GRPO, ratio=ratio.TokenRatio("behavior")).corrects
+    assert "behavior_logprobs" in charged.needs and not charged.corrects_staleness
+    assert replace(charged, correction=correction.OffPolicyMask()).corrects_staleness
+    assert replace(GRPO, ratio=ratio.TokenRatio("behavior")).corrects_staleness
 
 
 def test_a_teacher_makes_advantages_that_can_be_negative():
-    assert resolve({"kind": "opd", "correction": {"kind": "off_policy_mask"}}).correction == correction.OffPolicyMask()
+    assert (
+        resolve_algorithm({"kind": "opd", "correction": {"kind": "off_policy_mask"}}).correction
+        == correction.OffPolicyMask()
+    )
 
 
 def test_lengths_left_open_become_the_recipes_max_tokens():
@@ -150,7 +153,7 @@ MINE = replace(GRPO, name="mine")
 
 @pytest.mark.parametrize("section,row", OVERRIDES, ids=lambda x: str(x)[:60] if isinstance(x, dict) else "")
 def test_an_override_changes_its_knob_and_nothing_else(section, row):
-    assert resolve(section) == (replace(GRPO, advantage=Halved(3.0)) if row is None else row)
+    assert resolve_algorithm(section) == (replace(GRPO, advantage=Halved(3.0)) if row is None else row)
 
 
 def test_every_family_is_a_field_of_the_row_and_every_class_can_be_chosen():
@@ -159,7 +162,7 @@ def test_every_family_is_a_field_of_the_row_and_every_class_can_be_chosen():
         for kind, cls in classes.items():
             if family in ("kl", "entropy", "value"):
                 continue  # one class each, and kl.kind is its own knob
-            assert type(getattr(resolve({"kind": "grpo", family: {"kind": kind}}), family)) is cls
+            assert type(getattr(resolve_algorithm({"kind": "grpo", family: {"kind": kind}}), family)) is cls
 
 
 # -- errors
@@ -313,13 +316,13 @@ MISTAKES += [
 @pytest.mark.parametrize("section,message", MISTAKES, ids=[message[:50] for _, message in MISTAKES])
 def test_a_mistake_is_named_with_its_remedy(section, message):
     with pytest.raises(ConfigError) as caught:
-        resolve(section)
+        resolve_algorithm(section)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_buffer_longer_than_the_recipes_answers_is_found_when_they_meet():
     with pytest.raises(ConfigError, match="buffer = 4096; it must not exceed max_tokens = 64"):
-        resolve({"kind": "dapo", "shaping": {"buffer": 4096}}).bounded(64)
+        resolve_algorithm({"kind": "dapo", "shaping": {"buffer": 4096}}).bounded(64)
 
 
 def test_an_unset_limit_is_said_aloud():

@@ -13,14 +13,14 @@ from rich.console import Console
 from units.synthetic import finished, group, step_events, write_run
 
 from rondel.cli import main
-from rondel.cli.check_env import show
+from rondel.cli.check_env import print_findings
 from rondel.core.events import GroupsTaken, Warned
 from rondel.core.types import Trajectory
-from rondel.runtime.journal.log import Journal, encode, history
+from rondel.runtime.journal.log import Journal, encode, read_history
 from rondel.runtime.journal.store import RolloutStore
 from rondel.runtime.telemetry.progress import ProgressPrinter
 from rondel.score.preflight import CheckFinding
-from rondel.text.unicode import read_json, valid, visible
+from rondel.text.unicode import read_json, valid_unicode, visible_text
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202egnp.exe \r overwritten \ud83d"
 OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -30,10 +30,10 @@ ANY = st.text(st.characters(codec=None, categories=None), max_size=20)
 @settings(max_examples=200, deadline=None)
 @given(text=ANY, other=ANY)
 def test_what_is_made_valid_is_what_utf8_can_write_and_nothing_else_changes(text, other):
-    made = valid({text: [other, (text, 1, None, 2.5, True)]})
+    made = valid_unicode({text: [other, (text, 1, None, 2.5, True)]})
     json.dumps(made, ensure_ascii=False).encode()
     ((key, (first, (again, *rest))),) = made.items()
-    assert key == again and rest == [1, None, 2.5, True] and valid(made) == made
+    assert key == again and rest == [1, None, 2.5, True] and valid_unicode(made) == made
     for before, after in ((text, key), (other, first)):
         assert after == before or any(0xD800 <= ord(c) < 0xE000 for c in before)
         assert after.replace("\ufffd", "") == "".join(
@@ -50,12 +50,12 @@ def joined(text: str) -> str:
 
 def test_valid_by_example():
     assert (
-        valid("a\ud83db") == "a\ufffdb"
-        and valid("\ud83d\ude00") == "\U0001f600"
-        and valid("é \U0001f600") == "é \U0001f600"
+        valid_unicode("a\ud83db") == "a\ufffdb"
+        and valid_unicode("\ud83d\ude00") == "\U0001f600"
+        and valid_unicode("é \U0001f600") == "é \U0001f600"
     )
     image = object()
-    assert valid([{"image": image, "\udc00": b"\xff"}]) == [{"image": image, "\ufffd": b"\xff"}]
+    assert valid_unicode([{"image": image, "\udc00": b"\xff"}]) == [{"image": image, "\ufffd": b"\xff"}]
 
 
 def test_json_is_read_as_valid_text():
@@ -69,14 +69,14 @@ def test_json_is_read_as_valid_text():
 @settings(max_examples=100, deadline=None)
 @given(text=ANY)
 def test_nothing_that_a_terminal_obeys_is_left(text):
-    shown = visible(text)
-    assert not OBEYED.search(shown) and visible(shown) == shown
+    shown = visible_text(text)
+    assert not OBEYED.search(shown) and visible_text(shown) == shown
     shown.encode()
     assert shown.count("\n") == text.count("\n") and shown.count("\t") == text.count("\t")
 
 
 def test_visible_by_example():
-    assert visible("a\x1b[2Jb\n\té\u202e\x9b\ud83d") == "a\\x1b[2Jb\n\té\\u202e\\x9b\\ud83d"
+    assert visible_text("a\x1b[2Jb\n\té\u202e\x9b\ud83d") == "a\\x1b[2Jb\n\té\\u202e\\x9b\\ud83d"
 
 
 @pytest.fixture
@@ -113,13 +113,13 @@ def test_no_verb_lets_the_text_of_a_run_reach_the_terminal_raw(folder, capsys, w
 
 
 def test_what_a_journal_says_is_valid_text(folder):
-    assert [e["message"] for e in history(folder) if e["kind"] == "Warned"] == [valid(HOSTILE)]
+    assert [e["message"] for e in read_history(folder) if e["kind"] == "Warned"] == [valid_unicode(HOSTILE)]
 
 
 def test_errors_and_findings_are_shown_visibly(capsys, tmp_path):
     with pytest.raises(SystemExit):
         main(["view", str(tmp_path / HOSTILE[:8])])
-    show([CheckFinding(HOSTILE, False, HOSTILE, HOSTILE)])
+    print_findings([CheckFinding(HOSTILE, False, HOSTILE, HOSTILE)])
     said = capsys.readouterr()
     assert not OBEYED.search(said.out + said.err) and "\\x1b[2J" in said.out and "\\x1b[2J" in said.err
 
@@ -130,7 +130,7 @@ def test_the_console_outlives_text_that_it_cannot_write(capsys, quiet):
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     with ProgressPrinter(2, quiet=quiet, console=Console(file=out, width=200)) as progress:
         for event in (Warned(HOSTILE), *step_events(1)):
-            progress.read(event)
+            progress.on_event(event)
     out.flush()
     said = out.buffer.getvalue().decode() + capsys.readouterr().err
     assert "warning: \\x1b[2J" in said and ("step 1/2" in said) == (not quiet) and not OBEYED.search(said)

@@ -89,7 +89,7 @@ def test_the_format_is_read_off_the_template_and_reads_back_what_it_writes(templ
         "tool_calls": [{"type": "function", "function": {"name": "find", "arguments": arguments}}],
     }
     before = write([{"role": "user", "content": "u"}], ())
-    (one,) = found.read(
+    (one,) = found.parse_calls(
         write([{"role": "user", "content": "u"}, asked], ())[len(before) :].replace("<|im_start|>assistant\n", "")
     )
     assert (one.name, one.arguments, one.fault) == ("find", arguments, "")
@@ -114,7 +114,7 @@ def test_a_template_without_tools_is_told_in_words():
     ],
 )
 def test_what_cannot_be_read_is_a_call_with_a_fault(text, said):
-    (one,) = HERMES.read(text)
+    (one,) = HERMES.parse_calls(text)
     assert said in one.fault
 
 
@@ -124,12 +124,12 @@ def test_a_call_that_is_only_thought_of_is_not_made():
 
 
 def test_several_calls_and_none():
-    assert [c.arguments for c in HERMES.read(call("f", x=1) + " and " + call("f", x=2))] == [{"x": 1}, {"x": 2}]
-    assert HERMES.read("the answer is 7") == []
+    assert [c.arguments for c in HERMES.parse_calls(call("f", x=1) + " and " + call("f", x=2))] == [{"x": 1}, {"x": 2}]
+    assert HERMES.parse_calls("the answer is 7") == []
     assert [
-        c.name for c in JsonCalls("", "").read('{"name": "a", "arguments": {}}; {"name": "b", "arguments": {}}')
+        c.name for c in JsonCalls("", "").parse_calls('{"name": "a", "arguments": {}}; {"name": "b", "arguments": {}}')
     ] == ["a", "b"]
-    assert JsonCalls("", "").read("{7}") == []
+    assert JsonCalls("", "").parse_calls("{7}") == []
 
 
 # -- the environment -------------------------------------------------------------------------------

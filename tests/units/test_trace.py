@@ -9,7 +9,7 @@ from run_kit import events, run
 
 from rondel.cli import main
 from rondel.core import events as words
-from rondel.runtime.telemetry.trace import trace
+from rondel.runtime.telemetry.trace import build_trace
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +95,7 @@ def test_verdicts_and_lives(tmp_path):
         finished=lambda s: {"kept": False, "reason": "no signal"},
         beside=lambda s: [words.Warned("slow")],
     )
-    told = trace(tmp_path)
+    told = build_trace(tmp_path)
     check_format(told)
     named = Counter((e["name"], e.get("cname")) for e in told["traceEvents"] if e["ph"] == "b")
     assert (
@@ -112,4 +112,4 @@ def test_verdicts_and_lives(tmp_path):
 def test_nothing_to_draw(tmp_path):
     (tmp_path / "journal.jsonl").touch()
     with pytest.raises(Exception, match="nothing to draw"):
-        trace(tmp_path)
+        build_trace(tmp_path)

@@ -16,7 +16,7 @@ from units.chat_kit import chat
 from rondel.core.errors import ConfigError, EnvError
 from rondel.core.types import Task
 from rondel.generate.envs.external_envs import OpenEnv
-from rondel.generate.envs.gym import Gym, maker
+from rondel.generate.envs.gym import Gym, world_factory
 from rondel.generate.envs.sources import load_tasks
 
 websockets = pytest.importorskip("websockets.sync.server")
@@ -109,14 +109,14 @@ def test_an_address_that_is_none():
 def test_a_game_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "textarena", None)
     with pytest.raises(ConfigError, match="pip install textarena"):
-        maker("textarena:GuessTheNumber-v0")()
+        world_factory("textarena:GuessTheNumber-v0")()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("textarena") is None, reason="textarena is not installed")
 def test_a_real_game_of_textarena():
     """Bisection finds any number from 1 to 20: the policy reads hints, and its reward comes with the end."""
     task, low, high = Task("g/5", "gym", {"world": "textarena:GuessTheNumber-v0", "seed": 5}), 1, 20
-    world = maker(task.data["world"])()
+    world = world_factory(task.data["world"])()
     seen, _ = world.reset(seed=5)
     assert "between 1 and 20" in seen
     for _ in range(6):

@@ -10,23 +10,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rondel.algos.group_statistics import deviations, over_group, sizes, spreads
+from rondel.algos.group_statistics import group_deviations, group_sizes, group_stds, over_group
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
 
 
-def standardised(rewards_N: Tensor, group_N: Tensor, eps: float) -> Tensor:
+def standardize_rewards(rewards_N: Tensor, group_N: Tensor, eps: float) -> Tensor:
     """(r_i - mean) / (std + eps) over its group.  [N], [N] -> [N]."""
-    return deviations(rewards_N, group_N) / (spreads(rewards_N, group_N) + eps)
+    return group_deviations(rewards_N, group_N) / (group_stds(rewards_N, group_N) + eps)
 
 
-def whitened(values_M: Tensor) -> Tensor:
+def whiten_values(values_M: Tensor) -> Tensor:
     """(v - mean) / sqrt(var + 1e-8) over all of them, var unbiased.  [M] -> [M].  All 0
     where they agree, or where there is only one.
     """
     whole_M = torch.zeros_like(values_M, dtype=torch.int64)
-    return deviations(values_M, whole_M) / (spreads(values_M, whole_M).square() + 1e-8).sqrt()
+    return group_deviations(values_M, whole_M) / (group_stds(values_M, whole_M).square() + 1e-8).sqrt()
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class GroupNorm:
             raise ConfigError(f"eps = {self.eps}; it must be positive, or a constant group would divide 0 by 0")
 
     def __call__(self, scored: ScoredSamples) -> Tensor:
-        return standardised(scored.rewards_N, scored.group_N, self.eps)
+        return standardize_rewards(scored.rewards_N, scored.group_N, self.eps)
 
     def __str__(self) -> str:
         return f"(R - mean of its group) / (std of its group + {self.eps:g})"
@@ -61,7 +61,7 @@ class GroupCenter:
     compares: ClassVar[bool] = True
 
     def __call__(self, scored: ScoredSamples) -> Tensor:
-        return deviations(scored.rewards_N, scored.group_N)
+        return group_deviations(scored.rewards_N, scored.group_N)
 
     def __str__(self) -> str:
         return "R - mean of its group"
@@ -77,8 +77,8 @@ class LeaveOneOut:
     compares: ClassVar[bool] = True
 
     def __call__(self, scored: ScoredSamples) -> Tensor:
-        size_N = sizes(scored.rewards_N, scored.group_N)
-        return deviations(scored.rewards_N, scored.group_N) * size_N / (size_N - 1).clamp(min=1)
+        size_N = group_sizes(scored.rewards_N, scored.group_N)
+        return group_deviations(scored.rewards_N, scored.group_N) * size_N / (size_N - 1).clamp(min=1)
 
     def __str__(self) -> str:
         return "R - mean of the others in its group"
@@ -153,7 +153,7 @@ class Preference:
     def __call__(self, scored: ScoredSamples) -> Tensor:
         assert scored.proximal_T is not None and scored.ref_T is not None
         written_N, out_N = scored.lengths_N > 0, torch.zeros_like(scored.rewards_N)
-        moved_N = scored.total((scored.proximal_T - scored.ref_T).to(scored.rewards_N.dtype))
+        moved_N = scored.sum_by_sample((scored.proximal_T - scored.ref_T).to(scored.rewards_N.dtype))
         pairs = 0
         for group in scored.group_N[written_N].unique():
             mine = ((scored.group_N == group) & written_N).nonzero()[:, 0]
@@ -214,7 +214,7 @@ class PassAtK:
         alone_N = best_N & (over_group(best_N.to(scored.rewards_N.dtype), scored.group_N, "sum") == 1)
         second_N = over_group(scored.rewards_N.masked_fill(best_N, -torch.inf), scored.group_N, "amax")
         lead_N = torch.where(alone_N & second_N.isfinite(), scored.rewards_N - second_N, 0.0)
-        return lead_N / (spreads(scored.rewards_N, scored.group_N) + self.eps) if self.divide else lead_N
+        return lead_N / (group_stds(scored.rewards_N, scored.group_N) + self.eps) if self.divide else lead_N
 
     def __str__(self) -> str:
         return f"R - second best, for the best of its group only{' / (std of its group + eps)' if self.divide else ''}"
@@ -239,7 +239,9 @@ class MeanNorm:
 
     def __call__(self, scored: ScoredSamples) -> Tensor:
         mean_N = over_group(scored.rewards_N, scored.group_N, "mean")
-        return torch.where(mean_N > 0, deviations(scored.rewards_N, scored.group_N) / (mean_N.abs() + self.eps), 0.0)
+        return torch.where(
+            mean_N > 0, group_deviations(scored.rewards_N, scored.group_N) / (mean_N.abs() + self.eps), 0.0
+        )
 
     def __str__(self) -> str:
         return f"(R - mean of its group) / (mean of its group + {self.eps:g})"
@@ -256,8 +258,8 @@ class SignalCenter:
     compares: ClassVar[bool] = True
 
     def __call__(self, scored: ScoredSamples) -> Tensor:
-        deviation_N = deviations(scored.rewards_N, scored.group_N)
-        telling = (spreads(scored.rewards_N, scored.group_N) > 0).sum().clamp(min=1)
+        deviation_N = group_deviations(scored.rewards_N, scored.group_N)
+        telling = (group_stds(scored.rewards_N, scored.group_N) > 0).sum().clamp(min=1)
         return deviation_N * len(deviation_N) / telling
 
     def __str__(self) -> str:
@@ -293,7 +295,7 @@ class WhitenedCenter:
     compares: ClassVar[bool] = True
 
     def __call__(self, scored: ScoredSamples) -> Tensor:
-        return whitened(scored.each(deviations(scored.rewards_N, scored.group_N)))
+        return whiten_values(scored.spread_to_tokens(group_deviations(scored.rewards_N, scored.group_N)))
 
     def __str__(self) -> str:
         return "R - mean of its group, less its mean and by its std over all tokens"
@@ -335,7 +337,7 @@ class PartsNorm:
         total_N, counted_N = torch.zeros_like(scored.rewards_N), torch.zeros_like(scored.rewards_N, dtype=torch.bool)
         for name, part_N in scored.parts.items():
             has_N = ~part_N.isnan()
-            own = standardised(part_N[has_N], scored.group_N[has_N], self.eps)
+            own = standardize_rewards(part_N[has_N], scored.group_N[has_N], self.eps)
             total_N[has_N] += self.weights.get(name, 1.0) * own
             counted_N |= has_N
         if not counted_N.all():
@@ -344,7 +346,7 @@ class PartsNorm:
                 f"samples were scored with a "
                 f"number alone. Let every reward return {{ name: value }}, as those with {', '.join(scored.parts)} do"
             )
-        return whitened(total_N)
+        return whiten_values(total_N)
 
     def __str__(self) -> str:
         return f"sum over parts of w·(part - mean) / (std + {self.eps:g}) in its group, less its mean and by its std over all samples"

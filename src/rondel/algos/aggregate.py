@@ -16,7 +16,7 @@ from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
 
 
-def _share(counted_N: Tensor, denominator: Tensor | int) -> Tensor:
+def _reciprocal_where(counted_N: Tensor, denominator: Tensor | int) -> Tensor:
     """1 / denominator where counted, else 0; no division by 0 when nothing is counted."""
     return torch.where(counted_N, 1.0 / torch.as_tensor(denominator).double().clamp(min=1), 0.0)
 
@@ -39,7 +39,7 @@ class TokenMean:
     """
 
     def __call__(self, lengths_N: Tensor) -> Tensor:
-        return _share(lengths_N > 0, lengths_N.sum())
+        return _reciprocal_where(lengths_N > 0, lengths_N.sum())
 
     def __str__(self) -> str:
         return "1 / trainable tokens"
@@ -54,7 +54,7 @@ class SeqMeanTokenMean:
     counts_samples: ClassVar[bool] = True
 
     def __call__(self, lengths_N: Tensor) -> Tensor:
-        return _share(lengths_N > 0, (lengths_N > 0).sum() * lengths_N)
+        return _reciprocal_where(lengths_N > 0, (lengths_N > 0).sum() * lengths_N)
 
     def __str__(self) -> str:
         return "1 / (samples · trainable tokens of the sample)"
@@ -69,7 +69,7 @@ class SeqMeanTokenSum:
     counts_samples: ClassVar[bool] = True
 
     def __call__(self, lengths_N: Tensor) -> Tensor:
-        return _share(lengths_N > 0, (lengths_N > 0).sum())
+        return _reciprocal_where(lengths_N > 0, (lengths_N > 0).sum())
 
     def __str__(self) -> str:
         return "1 / samples"
@@ -96,7 +96,7 @@ class FixedNorm:
     def __call__(self, lengths_N: Tensor) -> Tensor:
         if self.length is None:
             raise ConfigError("algo.aggregate.length is not set: set it, or call row.bounded(max_tokens) first")
-        return _share(lengths_N > 0, (lengths_N > 0).sum() * self.length)
+        return _reciprocal_where(lengths_N > 0, (lengths_N > 0).sum() * self.length)
 
     def __str__(self) -> str:
         return f"1 / (samples · {'max_tokens' if self.length is None else self.length})"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rondel.algos.exponent import bounded_exp
-from rondel.algos.group_statistics import over_group, sizes
+from rondel.algos.group_statistics import group_sizes, over_group
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
 from rondel.core.registry import one_of
@@ -26,7 +26,7 @@ LEVELS = ("token", "sequence", "geometric")
 DENOMINATORS = ("all", "kept", "accepted")
 
 
-def leveled(log_weight_T: Tensor, sample_T: Tensor, level: str) -> Tensor:
+def level_weights(log_weight_T: Tensor, sample_T: Tensor, level: str) -> Tensor:
     """log w of the token itself, the sum over its sample, or the mean over its sample.  [T], [T] -> [T]."""
     return (
         log_weight_T
@@ -122,20 +122,20 @@ class Importance:
             idle["denominator"] = "nothing is masked, rejected or vetoed"
         return idle
 
-    def _weights(self, log_weight_T: Tensor, sample_T: Tensor) -> Tensor:
+    def _importance_weights(self, log_weight_T: Tensor, sample_T: Tensor) -> Tensor:
         """Before anything is rejected.  [T], [T] -> [T]."""
         if self.level == "none":
             return torch.ones_like(log_weight_T)
-        weight_T = bounded_exp(leveled(log_weight_T, sample_T, self.level))
+        weight_T = bounded_exp(level_weights(log_weight_T, sample_T, self.level))
         if self.action == "mask":
             return torch.where((weight_T >= self.low) & (weight_T <= self.high), weight_T, 0.0)
         return weight_T.clamp(self.low if self.action == "clip" else None, self.high)
 
-    def _accepts(self, log_weight_T: Tensor, sample_T: Tensor) -> Tensor:
+    def _accepted_mask(self, log_weight_T: Tensor, sample_T: Tensor) -> Tensor:
         """Neither rejected nor vetoed.  [T], [T] -> [T] bool."""
         accepted_T = torch.ones_like(log_weight_T, dtype=torch.bool)
         if self.reject != "none":
-            found_T = bounded_exp(leveled(log_weight_T, sample_T, self.reject))
+            found_T = bounded_exp(level_weights(log_weight_T, sample_T, self.reject))
             accepted_T = (found_T >= self.reject_low) & (found_T <= self.reject_high)
         if self.veto:
             accepted_T = accepted_T & (over_group(log_weight_T, sample_T, "amin") >= math.log(self.veto))
@@ -144,14 +144,14 @@ class Importance:
     def counts(self, log_weight_T: Tensor, sample_T: Tensor, weight_T: Tensor) -> Tensor:
         """The tokens that count in the denominators, of which weight_T are the weights.  [T], [T], [T] -> [T] bool."""
         if self.denominator == "accepted":
-            return self._accepts(log_weight_T.detach(), sample_T)
+            return self._accepted_mask(log_weight_T.detach(), sample_T)
         return weight_T != 0 if self.denominator == "kept" else torch.ones_like(weight_T, dtype=torch.bool)
 
     def __call__(self, log_weight_T: Tensor, sample_T: Tensor, advantages_T: Tensor) -> Tensor:
         log_weight_T = log_weight_T.detach()
-        weight_T = self._weights(log_weight_T, sample_T)
-        weight_T = torch.where(self._accepts(log_weight_T, sample_T), weight_T, 0.0)
-        return weight_T if self.normalize == "none" else weight_T / _mean(weight_T, sample_T, self.normalize)
+        weight_T = self._importance_weights(log_weight_T, sample_T)
+        weight_T = torch.where(self._accepted_mask(log_weight_T, sample_T), weight_T, 0.0)
+        return weight_T if self.normalize == "none" else weight_T / _mean_weight(weight_T, sample_T, self.normalize)
 
     def __str__(self) -> str:
         low = "0" if self.action == "truncate" else f"{self.low:g}"
@@ -175,9 +175,9 @@ class Importance:
         )
 
 
-def _mean(weight_T: Tensor, sample_T: Tensor, over: str) -> Tensor:
+def _mean_weight(weight_T: Tensor, sample_T: Tensor, over: str) -> Tensor:
     """The mean weight of all tokens, or of all samples with each sample's tokens averaged; 1 where all weigh 0."""
-    share_T = torch.ones_like(weight_T) if over == "token" else 1 / sizes(weight_T, sample_T)
+    share_T = torch.ones_like(weight_T) if over == "token" else 1 / group_sizes(weight_T, sample_T)
     mean = (share_T * weight_T).sum() / share_T.sum().clamp(min=1)
     return torch.where(mean > 0, mean, 1.0)
 

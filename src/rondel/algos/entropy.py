@@ -9,14 +9,14 @@ from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
 
 
-def highest(values_T: Tensor, share: float) -> Tensor:
+def top_share_mask(values_T: Tensor, share: float) -> Tensor:
     """The share of tokens with the largest values, at least one; those equal to the
     smallest of them too.  [T] -> [T] bool.
     """
-    return largest(values_T, max(1, math.ceil(share * len(values_T))))
+    return top_count_mask(values_T, max(1, math.ceil(share * len(values_T))))
 
 
-def largest(values_T: Tensor, count: int) -> Tensor:
+def top_count_mask(values_T: Tensor, count: int) -> Tensor:
     """So many tokens with the largest values; those equal to the smallest of them too.  [T] -> [T] bool."""
     if not len(values_T):
         return torch.zeros_like(values_T, dtype=torch.bool)
@@ -71,14 +71,14 @@ class EntropyBonus:
             raise ConfigError(f"target = {self.target}; it must be positive: entropy is never below 0")
 
     @property
-    def chooses(self) -> bool:
+    def selects_tokens(self) -> bool:
         return bool(self.coef or self.delta) and (self.target is not None or self.top < 1)
 
     @property
-    def steers(self) -> bool:
+    def is_adaptive(self) -> bool:
         return self.delta > 0
 
-    def steered(self, measured: float) -> float:
+    def next_coef(self, measured: float) -> float:
         """coef ± delta, within [least, most]: what comes after a step whose tokens had this mean entropy."""
         if self.target is None:
             return self.coef
@@ -86,7 +86,7 @@ class EntropyBonus:
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"proximal_logprobs"} if self.chooses else ())
+        return frozenset({"proximal_logprobs"} if self.selects_tokens else ())
 
     @property
     def idle(self) -> dict[str, str]:
@@ -97,7 +97,7 @@ class EntropyBonus:
 
     def select(self, entropy_T: Tensor) -> Tensor:
         """The tokens of a whole update on which it acts.  [T] -> [T] bool."""
-        chosen_T = highest(entropy_T, self.top)
+        chosen_T = top_share_mask(entropy_T, self.top)
         return chosen_T if self.target is None or not len(entropy_T) else chosen_T & (entropy_T.mean() < self.target)
 
     def __call__(self, entropy_T: Tensor) -> Tensor:

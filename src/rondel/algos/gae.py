@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rondel.algos.advantage import whitened
+from rondel.algos.advantage import whiten_values
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
@@ -19,7 +19,7 @@ from rondel.core.errors import ConfigError
 CHUNK = 128  # tokens that one matrix product carries at once
 
 
-def following(values_T: Tensor, length_N: Tensor) -> Tensor:
+def next_values(values_T: Tensor, length_N: Tensor) -> Tensor:
     """v_{t+1} of the same sample, 0 behind its last token.  [T], [N] -> [T]."""
     next_T = torch.empty_like(values_T)
     next_T[:-1] = values_T[1:]
@@ -27,7 +27,7 @@ def following(values_T: Tensor, length_N: Tensor) -> Tensor:
     return next_T
 
 
-def discounted(x_T: Tensor, length_N: Tensor, w: float) -> Tensor:
+def discounted_sums(x_T: Tensor, length_N: Tensor, w: float) -> Tensor:
     """y_t = x_t + w·y_{t+1} within a sample.  [T], [N] -> [T].  Blelloch 1990 (scans).  Time O(TC), space O(T + C²).
 
     Every sample is cut into chunks of C tokens: within a chunk y is one product with the
@@ -45,8 +45,8 @@ def discounted(x_T: Tensor, length_N: Tensor, w: float) -> Tensor:
     step_C = torch.arange(size, device=x_T.device)
     y_KC = y_KC @ power_C[(step_C[:, None] - step_C).clamp(min=0)].tril()
     if len(y_KC) > len(length_N):
-        head_K = discounted(y_KC[:, 0], chunks_N, w**size)
-        y_KC.addr_(following(head_K, chunks_N), power_C[size - step_C])
+        head_K = discounted_sums(y_KC[:, 0], chunks_N, w**size)
+        y_KC.addr_(next_values(head_K, chunks_N), power_C[size - step_C])
     return y_KC.view(-1)[slot_T]
 
 
@@ -58,18 +58,18 @@ def gae(rewards_T: Tensor, values_T: Tensor, sample_T: Tensor, *, gamma: float, 
     """
     if not len(rewards_T):
         return rewards_T, rewards_T
-    length_N = lengths(sample_T)
-    deltas_T = rewards_T.add(following(values_T, length_N), alpha=gamma).sub_(values_T)
-    advantages_T = discounted(deltas_T, length_N, gamma * lam)
+    length_N = sample_lengths(sample_T)
+    deltas_T = rewards_T.add(next_values(values_T, length_N), alpha=gamma).sub_(values_T)
+    advantages_T = discounted_sums(deltas_T, length_N, gamma * lam)
     return advantages_T, advantages_T + values_T
 
 
-def returns(rewards_T: Tensor, sample_T: Tensor, *, gamma: float) -> Tensor:
+def discounted_returns(rewards_T: Tensor, sample_T: Tensor, *, gamma: float) -> Tensor:
     """G_t = r_t + gamma·G_{t+1} within a sample.  [T], [T] -> [T]."""
-    return discounted(rewards_T, lengths(sample_T), gamma) if len(rewards_T) else rewards_T
+    return discounted_sums(rewards_T, sample_lengths(sample_T), gamma) if len(rewards_T) else rewards_T
 
 
-def lengths(sample_T: Tensor) -> Tensor:
+def sample_lengths(sample_T: Tensor) -> Tensor:
     """How many tokens stand together.  [T] -> [N], none of them 0."""
     return sample_T.unique_consecutive(return_counts=True)[1]
 
@@ -96,17 +96,21 @@ class Gae:
         _check_shares(gamma=self.gamma, lam=self.lam)
 
     def __call__(self, scored: ScoredSamples) -> Tensor:
-        advantages_T, _ = self._both(scored)
-        return whitened(advantages_T) if self.whiten else advantages_T
+        advantages_T, _ = self._compute_gae(scored)
+        return whiten_values(advantages_T) if self.whiten else advantages_T
 
     def returns(self, scored: ScoredSamples) -> Tensor:
         """What the critic is to expect of each token.  -> [T]."""
-        return self._both(scored)[1]
+        return self._compute_gae(scored)[1]
 
-    def _both(self, scored: ScoredSamples) -> tuple[Tensor, Tensor]:
+    def _compute_gae(self, scored: ScoredSamples) -> tuple[Tensor, Tensor]:
         assert scored.values_T is not None, "no critic has said what it expects"
         return gae(
-            scored.earned, scored.values_T.to(scored.rewards_N.dtype), scored.sample_T, gamma=self.gamma, lam=self.lam
+            scored.token_rewards,
+            scored.values_T.to(scored.rewards_N.dtype),
+            scored.sample_T,
+            gamma=self.gamma,
+            lam=self.lam,
         )
 
     def __str__(self) -> str:
@@ -131,8 +135,8 @@ class Returns:
         _check_shares(gamma=self.gamma)
 
     def __call__(self, scored: ScoredSamples) -> Tensor:
-        returns_T = returns(scored.earned, scored.sample_T, gamma=self.gamma)
-        return whitened(returns_T) if self.whiten else returns_T
+        returns_T = discounted_returns(scored.token_rewards, scored.sample_T, gamma=self.gamma)
+        return whiten_values(returns_T) if self.whiten else returns_T
 
     def __str__(self) -> str:
         text = f"sum of {self.gamma:g}^k·reward over the k tokens that follow"

@@ -13,12 +13,12 @@ def over_group(values_N: Tensor, group_N: Tensor, how: str) -> Tensor:
     return values_N.new_zeros(len(groups_P)).scatter_reduce(0, index_N, values_N, how, include_self=False)[index_N]
 
 
-def sizes(values_N: Tensor, group_N: Tensor) -> Tensor:
+def group_sizes(values_N: Tensor, group_N: Tensor) -> Tensor:
     """How many entries its group has.  [N], [N] -> [N]."""
     return over_group(torch.ones_like(values_N), group_N, "sum")
 
 
-def deviations(rewards_N: Tensor, group_N: Tensor) -> Tensor:
+def group_deviations(rewards_N: Tensor, group_N: Tensor) -> Tensor:
     """d_i = r_i - mean of its group.  [N], [N] -> [N].
 
     The group's minimum is taken off first, so that a constant group gives exactly 0.
@@ -29,7 +29,7 @@ def deviations(rewards_N: Tensor, group_N: Tensor) -> Tensor:
     return height_N - over_group(height_N, group_N, "mean")
 
 
-def spreads(rewards_N: Tensor, group_N: Tensor) -> Tensor:
+def group_stds(rewards_N: Tensor, group_N: Tensor) -> Tensor:
     """The unbiased standard deviation of its group; 0 for a group of 1.  [N], [N] -> [N]."""
-    freedom_N = (sizes(rewards_N, group_N) - 1).clamp(min=1)
-    return (over_group(deviations(rewards_N, group_N).square(), group_N, "sum") / freedom_N).sqrt()
+    freedom_N = (group_sizes(rewards_N, group_N) - 1).clamp(min=1)
+    return (over_group(group_deviations(rewards_N, group_N).square(), group_N, "sum") / freedom_N).sqrt()

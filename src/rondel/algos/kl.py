@@ -99,24 +99,25 @@ class Kl:
     def needs(self) -> frozenset[str]:
         return (
             frozenset(
-                {"ref_logprobs"} | ({"behavior_logprobs"} if self.unbiased or self.charged or self.follows else set())
+                {"ref_logprobs"}
+                | ({"behavior_logprobs"} if self.unbiased or self.in_reward or self.in_advantage else set())
             )
             if self.coef
             else frozenset()
         )
 
     @property
-    def charged(self) -> bool:
+    def in_reward(self) -> bool:
         """The tokens pay it out of their rewards."""
         return self.coef > 0 and self.where == "reward"
 
     @property
-    def follows(self) -> bool:
+    def in_advantage(self) -> bool:
         """The tokens pay it out of their advantages, behind the baseline."""
         return self.coef > 0 and self.where == "advantage"
 
     @property
-    def pulls(self) -> bool:
+    def in_loss(self) -> bool:
         """The loss has it."""
         return self.coef > 0 and self.where == "loss"
 
@@ -126,17 +127,17 @@ class Kl:
         if not self.coef:
             return dict.fromkeys(("kind", "where", "through", "unbiased", "target", "horizon", "clamp"), "kl.coef is 0")
         idle = {} if self.target is not None else {"horizon": "kl.target is not set"}
-        if self.charged or self.follows:
+        if self.in_reward or self.in_advantage:
             return idle | dict.fromkeys(
                 ("through", "unbiased"), "a reward has no gradient, and the behavior drew the tokens"
             )
         return idle | ({"through": "k2 has that gradient already"} if self.kind == "k2" else {})
 
     @property
-    def steers(self) -> bool:
+    def is_adaptive(self) -> bool:
         return self.coef > 0 and self.target is not None
 
-    def steered(self, measured: float, samples: int) -> float:
+    def next_coef(self, measured: float, samples: int) -> float:
         """coef·(1 + clip(measured/target - 1, ±0.2)·samples/horizon): what comes after a step
         of so many samples.  arXiv:1909.08593.
 
@@ -146,11 +147,11 @@ class Kl:
             return self.coef
         return self.coef * (1 + min(max(measured / self.target - 1, -0.2), 0.2) * samples / self.horizon)
 
-    def cost(self, behavior_T: Tensor, ref_T: Tensor) -> Tensor:
+    def token_cost(self, behavior_T: Tensor, ref_T: Tensor) -> Tensor:
         """coef·k, what each token pays where the reward has it.  [T], [T] -> [T]."""
-        return self.coef * self._estimate(behavior_T - ref_T)
+        return self.coef * self._estimate_kl(behavior_T - ref_T)
 
-    def _estimate(self, x_T: Tensor) -> Tensor:
+    def _estimate_kl(self, x_T: Tensor) -> Tensor:
         """k, held to ±clamp.  [T] -> [T]."""
         kl_T = ESTIMATORS[self.kind](x_T)
         return kl_T if self.clamp is None else kl_T.clamp(-self.clamp, self.clamp)
@@ -162,7 +163,7 @@ class Kl:
 
     def __call__(self, logprobs_T: Tensor, ref_T: Tensor, log_drift_T: Tensor) -> Tensor:
         """`log_drift_T` = log pi - log pi_behavior, read where `unbiased`."""
-        kl_T = self._estimate(logprobs_T - ref_T)
+        kl_T = self._estimate_kl(logprobs_T - ref_T)
         if self.through == "k2" and self.kind != "k2":
             slope_T = k2(logprobs_T - ref_T)
             kl_T = kl_T.detach() + slope_T - slope_T.detach()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rondel.algos.entropy import highest, largest
+from rondel.algos.entropy import top_count_mask, top_share_mask
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.surrogate import Clip, Surrogate
 from rondel.algos.tensors import Tensor, torch
@@ -21,13 +21,13 @@ from rondel.core.errors import ConfigError
 NEEDS = frozenset({"proximal_logprobs"})
 
 
-def covariances(tokens: Tokens) -> Tensor:
+def token_covariances(tokens: Tokens) -> Tensor:
     """cov_t.  -> [T]."""
     a_T, logp_T = tokens.advantages, tokens.logprobs.detach()
     return (a_T - a_T.mean()) * (logp_T - logp_T.mean()) if len(a_T) else a_T
 
 
-def _share(share: float) -> None:
+def _check_share(share: float) -> None:
     if not 0 < share <= 1:
         raise ConfigError(f"share = {share}; it must lie in (0, 1]: a share of the update's tokens")
 
@@ -56,12 +56,12 @@ class ClipCov(Clip):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _share(self.share)
+        _check_share(self.share)
         if not self.least < self.most:
             raise ConfigError(f"least = {self.least}, most = {self.most}; no covariance lies between them")
 
     def select(self, tokens: Tokens) -> Tensor:
-        cov_T = covariances(tokens)
+        cov_T = token_covariances(tokens)
         order = torch.arange(len(cov_T), device=cov_T.device)
         # two tokens always tie: not the first that came
         for key_T in (tokens.logprobs.detach(), tokens.advantages, cov_T):
@@ -96,12 +96,12 @@ class KlCov:
     slope: ClassVar[str] = "-A"
 
     def __post_init__(self) -> None:
-        _share(self.share)
+        _check_share(self.share)
         if not self.coef > 0:
             raise ConfigError(f"coef = {self.coef}; it must be positive, or nothing holds the policy")
 
     def select(self, tokens: Tokens) -> Tensor:
-        return largest(covariances(tokens), max(1, int(self.share * len(tokens.logprobs))))
+        return top_count_mask(token_covariances(tokens), max(1, int(self.share * len(tokens.logprobs))))
 
     def __call__(self, tokens: Tokens) -> Surrogate:
         x_T = tokens.log_ratio
@@ -134,7 +134,7 @@ class Forking(Clip):
             raise ConfigError(f"top = {self.top}; it must lie in (0, 1]: a share of the update's tokens")
 
     def select(self, tokens: Tokens) -> Tensor:
-        return highest(tokens.entropy, self.top)
+        return top_share_mask(tokens.entropy, self.top)
 
     def __call__(self, tokens: Tokens) -> Surrogate:
         own = super().__call__(tokens)

@@ -29,7 +29,7 @@ class Mixture:
     def needs(self) -> frozenset[str]:
         return self.main.needs.union(*(row.needs for row, _ in self.streams.values()))
 
-    def shares(self, of: list[str]) -> list[tuple[Algorithm, float, list[int]]]:
+    def split_by_row(self, of: list[str]) -> list[tuple[Algorithm, float, list[int]]]:
         """Each row with its weight and the places of its samples among `of`, the streams of all
         samples; rows without any are left out.
         """

@@ -92,7 +92,7 @@ def objective(
         terms["gap"] = tokens.log_weight
     if ref_T is not None:
         terms["kl"] = row.kl(logprobs_T, ref_T, logprobs_T - logprobs_T.detach() + tokens.log_drift)
-    if row.kl.pulls:
+    if row.kl.in_loss:
         token_T = token_T + counts_T * row.kl.coef * terms["kl"]
     if taught_T is not None:
         terms["taught"] = taught_T
@@ -106,20 +106,20 @@ def objective(
     return (weight_T * token_T).sum(), {name: term_T.detach() for name, term_T in terms.items()}
 
 
-def explain(row: Algorithm) -> str:
+def explain_objective(row: Algorithm) -> str:
     """The effective formula in plain text: loss, what its letters stand for, gradient at ratio 1, knobs."""
     idle = {path for path in row.idle if "." not in path} | {
         name for name in ("kl", "entropy", "distill") if not getattr(row, name).coef
     }
     shown = {family: part for family, part in row.parts.items() if family not in idle}
-    penalty = f" + {row.kl.coef:g}·k" if row.kl.pulls else ""
+    penalty = f" + {row.kl.coef:g}·k" if row.kl.in_loss else ""
     penalty += f" + {row.distill.coef:g}·d" if row.distill.coef and not row.distill.charged else ""
     bonus = f" - {row.entropy.coef:g}·H" if row.entropy.coef else ""
-    slope = f" + {row.kl.coef:g}·({row.kl.slope})" if row.kl.pulls else ""
-    cost = [f"  each token pays {row.kl.coef:g}·k of its reward, with logp of the behavior"] if row.kl.charged else []
+    slope = f" + {row.kl.coef:g}·({row.kl.slope})" if row.kl.in_loss else ""
+    cost = [f"  each token pays {row.kl.coef:g}·k of its reward, with logp of the behavior"] if row.kl.in_reward else []
     cost += (
         [f"  each token pays {row.kl.coef:g}·k of its own and of those behind it, after the baseline"]
-        if row.kl.follows
+        if row.kl.in_advantage
         else []
     )
     critic = (
@@ -145,7 +145,7 @@ def explain(row: Algorithm) -> str:
         ),
         f"groups    {'trained if they pass: ' + ', '.join(row.filters) if row.filters else 'all are trained'}",
         f"needs     {', '.join(sorted(row.needs)) or 'nothing beside the tokens'}",
-        *_knobs(row),
+        *_describe_knobs(row),
         *(
             f"idle      {', '.join(path for path, other in row.idle.items() if other == why)}: {why}"
             for why in dict.fromkeys(row.idle.values())
@@ -154,7 +154,7 @@ def explain(row: Algorithm) -> str:
     return "\n".join(lines)
 
 
-def _knobs(row: Algorithm) -> Iterator[str]:
+def _describe_knobs(row: Algorithm) -> Iterator[str]:
     """One line for every field that can change the loss; its meaning is its line in the docstring."""
     for family, part in row.parts.items():
         meanings = dict(

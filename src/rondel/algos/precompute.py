@@ -67,7 +67,7 @@ def tokens_of(
     )
 
 
-def ahead(row: Algorithm, tokens: Tokens) -> UpdateMasks:
+def compute_update_masks(row: Algorithm, tokens: Tokens) -> UpdateMasks:
     """`tokens` are all of the update, and their policy is the proximal one."""
     correction_T = row.correction(tokens.log_weight, tokens.sample, tokens.advantages)
     counts_T: Tensor | None = None
@@ -77,11 +77,11 @@ def ahead(row: Algorithm, tokens: Tokens) -> UpdateMasks:
         correction=correction_T,
         counts=counts_T,
         selected=row.surrogate.select(tokens).to(tokens.logprobs.dtype) if hasattr(row.surrogate, "select") else None,
-        undecided=row.entropy.select(tokens.entropy).to(tokens.logprobs.dtype) if row.entropy.chooses else None,
+        undecided=row.entropy.select(tokens.entropy).to(tokens.logprobs.dtype) if row.entropy.selects_tokens else None,
     )
 
 
-def counted(row: Algorithm, lengths_N: Tensor, decided: UpdateMasks) -> Tensor:
+def counted_tokens(row: Algorithm, lengths_N: Tensor, decided: UpdateMasks) -> Tensor:
     """The tokens of each sample that count in the denominators: all, or those that the
     correction lets count.  [N] -> [N].
     """

@@ -83,16 +83,18 @@ class Overlong:
     def __call__(self, scored: ScoredSamples) -> Tensor:
         if self.max_tokens is None:
             raise ConfigError("algo.shaping.max_tokens is not set: set it, or call row.bounded(max_tokens) first")
-        start, buffer = self._ramp(self.max_tokens)
+        start, buffer = self._penalty_ramp(self.max_tokens)
         return scored.rewards_N - self.factor * ((scored.lengths_N - start).to(scored.rewards_N.dtype) / buffer).clamp(
             0, 1
         )
 
     def __str__(self) -> str:
-        start, buffer = ("max_tokens + buffer", "buffer") if self.max_tokens is None else self._ramp(self.max_tokens)
+        start, buffer = (
+            ("max_tokens + buffer", "buffer") if self.max_tokens is None else self._penalty_ramp(self.max_tokens)
+        )
         return f"reward - {self.factor:g}·clip((length - {start}) / {buffer}, 0, 1)"
 
-    def _ramp(self, max_tokens: int) -> tuple[int, int]:
+    def _penalty_ramp(self, max_tokens: int) -> tuple[int, int]:
         """Where the penalty starts, and over how many tokens it grows."""
         buffer = self.buffer if self.buffer is not None else max(1, max_tokens // 5)
         return max_tokens - buffer, buffer

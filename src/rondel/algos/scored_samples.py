@@ -28,16 +28,16 @@ class ScoredSamples:
     proximal_T: Tensor | None = None
 
     @property
-    def earned(self) -> Tensor:
+    def token_rewards(self) -> Tensor:
         """[T] what each token earned."""
         return self.at_end(self.rewards_N) if self.earned_T is None else self.earned_T
 
     @property
     def sample_T(self) -> Tensor:
         """Whose token it is, by its place among the samples."""
-        return self.each(torch.arange(len(self.lengths_N), device=self.lengths_N.device))
+        return self.spread_to_tokens(torch.arange(len(self.lengths_N), device=self.lengths_N.device))
 
-    def each(self, values_N: Tensor) -> Tensor:
+    def spread_to_tokens(self, values_N: Tensor) -> Tensor:
         """Every token gets the value of its sample.  [N] -> [T]."""
         return values_N.repeat_interleave(self.lengths_N)
 
@@ -47,6 +47,6 @@ class ScoredSamples:
         out_T = values_N.new_zeros(int(self.lengths_N.sum()))
         return out_T.index_copy(0, (self.lengths_N.cumsum(0) - 1)[written_N], values_N[written_N])
 
-    def total(self, values_T: Tensor) -> Tensor:
+    def sum_by_sample(self, values_T: Tensor) -> Tensor:
         """Added up over the tokens of each sample.  [T] -> [N]."""
         return values_T.new_zeros(len(self.lengths_N)).index_add(0, self.sample_T, values_T)

@@ -28,11 +28,11 @@ from rondel.algos.aggregate import FixedNorm, SeqMeanTokenMean, SeqMeanTokenSum,
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
 from rondel.algos.distill import Distill, FullDistill
 from rondel.algos.entropy import EntropyBonus
-from rondel.algos.gae import Gae, Returns, returns
+from rondel.algos.gae import Gae, Returns, discounted_returns
 from rondel.algos.kl import Kl
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
 from rondel.algos.off_policy_surrogates import CappedWeight, Guided, SecondMoment, Tapered
-from rondel.algos.override import override
+from rondel.algos.override import override_knobs
 from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from rondel.algos.reward_transforms import ClipReward, KimiLength, NoShaping, Overlong
 from rondel.algos.scored_samples import ScoredSamples
@@ -42,7 +42,7 @@ from rondel.algos.tokens import Tokens
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
 from rondel.algos.value import ClippedValue
 from rondel.core.errors import ConfigError
-from rondel.core.registry import find, nearest
+from rondel.core.registry import find_registered, suggest_name
 
 FAMILIES: dict[str, dict[str, type]] = {
     "shaping": {"none": NoShaping, "clip": ClipReward, "overlong": Overlong, "kimi_length": KimiLength},
@@ -127,7 +127,7 @@ class Algorithm:
                 f"algo.ratio beside {self.surrogate}: it compares the token's own probabilities. Use ratio.kind = "
                 f"'token'"
             )
-        if self.spans and getattr(self.correction, "weighs", False):
+        if self.uses_behavior_ratio and getattr(self.correction, "weighs", False):
             raise ConfigError(
                 f"algo.correction beside {self.surrogate}: it already reaches from the behavior to the policy, and "
                 f"would be weighed twice. "
@@ -145,7 +145,7 @@ class Algorithm:
         return own.union(*(getattr(part, "needs", ()) for part in self.parts.values()))
 
     @property
-    def spans(self) -> bool:
+    def uses_behavior_ratio(self) -> bool:
         """Whether its ratio, or what the surrogate weighs by, reaches from the behavior to the policy."""
         return (
             "behavior" in getattr(self.surrogate, "reads", ())
@@ -153,9 +153,9 @@ class Algorithm:
         )
 
     @property
-    def corrects(self) -> bool:
+    def corrects_staleness(self) -> bool:
         """Whether tokens that an older policy drew are weighed, masked or dropped for it."""
-        return self.spans or "behavior_logprobs" in getattr(self.correction, "needs", ())
+        return self.uses_behavior_ratio or "behavior_logprobs" in getattr(self.correction, "needs", ())
 
     @property
     def idle(self) -> dict[str, str]:
@@ -170,9 +170,9 @@ class Algorithm:
             idle["shaping"] = "no reward is read"
         elif getattr(self.advantage, "reads_parts", False):
             idle["shaping"] = "the advantage reads the parts of the reward"
-        if "shaping" in idle and self.kl.charged:
+        if "shaping" in idle and self.kl.in_reward:
             idle["kl"] = f"it is part of the reward, and {idle['shaping']}"
-        if "advantage" in idle and self.kl.follows:
+        if "advantage" in idle and self.kl.in_advantage:
             idle["kl"] = f"it is part of the advantage, and {idle['advantage']}"
         if "advantage" in idle and not isinstance(self.distill, FullDistill):
             idle["distill"] = idle["advantage"]
@@ -188,26 +188,26 @@ class Algorithm:
             idle |= {f"{family}.{knob}": why for knob, why in getattr(part, "idle", {}).items()}
         return idle
 
-    def rewarded(self, scored: ScoredSamples) -> ScoredSamples:
+    def with_shaped_rewards(self, scored: ScoredSamples) -> ScoredSamples:
         """Rewards, shaped and charged with the KL: `rewards_N`, and the same by token in
         `earned_T`. What shaping changes is due at the end.
         """
         shaped_N = self.shaping(scored)
-        earned_T = scored.earned + scored.at_end(shaped_N - scored.rewards_N)
-        if self.kl.charged:
+        earned_T = scored.token_rewards + scored.at_end(shaped_N - scored.rewards_N)
+        if self.kl.in_reward:
             assert scored.behavior_T is not None and scored.ref_T is not None
-            cost_T = self.kl.cost(scored.behavior_T, scored.ref_T).to(earned_T.dtype)
-            earned_T, shaped_N = earned_T - cost_T, shaped_N - scored.total(cost_T)
+            cost_T = self.kl.token_cost(scored.behavior_T, scored.ref_T).to(earned_T.dtype)
+            earned_T, shaped_N = earned_T - cost_T, shaped_N - scored.sum_by_sample(cost_T)
         return replace(scored, rewards_N=shaped_N, earned_T=earned_T)
 
     def advantages_T(self, scored: ScoredSamples) -> Tensor:
         """The advantage of every trainable token, in the order of the samples."""
-        found = self.advantage(self.rewarded(scored))
-        found_T = found if getattr(self.advantage, "per_token", False) else scored.each(found)
-        if self.kl.follows:
+        found = self.advantage(self.with_shaped_rewards(scored))
+        found_T = found if getattr(self.advantage, "per_token", False) else scored.spread_to_tokens(found)
+        if self.kl.in_advantage:
             assert scored.behavior_T is not None and scored.ref_T is not None
-            cost_T = self.kl.cost(scored.behavior_T, scored.ref_T).to(found_T.dtype)
-            found_T = found_T - returns(cost_T, scored.sample_T, gamma=1.0)
+            cost_T = self.kl.token_cost(scored.behavior_T, scored.ref_T).to(found_T.dtype)
+            found_T = found_T - discounted_returns(cost_T, scored.sample_T, gamma=1.0)
         if not isinstance(self.distill, Distill) or not self.distill.coef:
             return found_T
         assert scored.behavior_T is not None and scored.teacher_T is not None
@@ -215,7 +215,7 @@ class Algorithm:
 
     def returns_T(self, scored: ScoredSamples) -> Tensor:
         """What the critic of a row with one is to learn."""
-        return self.advantage.returns(self.rewarded(scored))  # type: ignore[attr-defined]
+        return self.advantage.returns(self.with_shaped_rewards(scored))  # type: ignore[attr-defined]
 
     def bounded(self, max_tokens: int) -> Algorithm:
         """Every length that the recipe left open becomes its max_tokens."""
@@ -360,22 +360,22 @@ TABLE = {
 }
 
 
-def resolve(section: dict[str, Any]) -> Algorithm:
+def resolve_algorithm(section: dict[str, Any]) -> Algorithm:
     """The row that a recipe's [algo] means: {"kind": "dapo", "surrogate": {"high": 0.3}, "filters": []}."""
     known = ["kind", "filters", "mask_truncated", *FAMILIES]
     for key in section:
         if key not in known:
-            raise ConfigError(f"algo.{key} does not exist.{nearest(key, known)} Known: {', '.join(known)}.")
-    row = _row(section.get("kind"))
+            raise ConfigError(f"algo.{key} does not exist.{suggest_name(key, known)} Known: {', '.join(known)}.")
+    row = _find_row(section.get("kind"))
     changes = {
-        family: override(row.parts[family], section[family], FAMILIES[family], f"algo.{family}")
+        family: override_knobs(row.parts[family], section[family], FAMILIES[family], f"algo.{family}")
         for family in FAMILIES
         if family in section
     }
     if "filters" in section:
-        changes["filters"] = _filters(section["filters"])
+        changes["filters"] = _filter_names(section["filters"])
     if "mask_truncated" in section:
-        changes["mask_truncated"] = _switch("algo.mask_truncated", section["mask_truncated"])
+        changes["mask_truncated"] = _checked_bool("algo.mask_truncated", section["mask_truncated"])
     row = replace(row, **changes)
     for path, why in row.idle.items():
         family, _, knob = path.partition(".")
@@ -385,10 +385,10 @@ def resolve(section: dict[str, Any]) -> Algorithm:
     return row
 
 
-def _row(kind: Any) -> Algorithm:
+def _find_row(kind: Any) -> Algorithm:
     if not isinstance(kind, str):
         raise ConfigError(f"algo.kind = {kind!r}; it must name a row: {', '.join(TABLE)}, or your own as 'module:name'")
-    row = find("algo.kind", kind, TABLE, called=False)
+    row = find_registered("algo.kind", kind, TABLE, called=False)
     if not isinstance(row, Algorithm):
         raise ConfigError(
             f"algo.kind = '{kind}' is {row!r}; it must be a rondel.algos.table.Algorithm: "
@@ -406,13 +406,13 @@ def _row(kind: Any) -> Algorithm:
     return row
 
 
-def _switch(name: str, value: Any) -> bool:
+def _checked_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{name} = {value!r} is not true or false")
     return value
 
 
-def _filters(names: Any) -> tuple[str, ...]:
+def _filter_names(names: Any) -> tuple[str, ...]:
     if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
         raise ConfigError(f"algo.filters = {names!r} is not a list of names; write algo.filters = ['signal']")
     return tuple(names)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from rondel.algos.table import Algorithm
-from rondel.assemble.deployment import ENGINES, TOLERANCE, place
+from rondel.assemble.deployment import ENGINES, TOLERANCE, deploy_job
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment
 from rondel.assemble.refusals import (
-    refuse,
     refuse_idle_evaluation,
+    refuse_job,
     refuse_shown_tasks,
     refuse_unanswered,
     refuse_unplayed,
@@ -26,28 +26,28 @@ from rondel.assemble.rows import AlgorithmRows, refuse_unknown_sources, rows_bes
 from rondel.assemble.run_components import Components
 from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
 from rondel.core.config import Job
-from rondel.core.errors import ConfigError, DataError, SandboxError, TemplateError, boundary
+from rondel.core.errors import ConfigError, DataError, SandboxError, TemplateError, error_boundary
 from rondel.core.events import Warned, emit
-from rondel.core.registry import find, one_of, refuse_uncallable
+from rondel.core.registry import find_registered, one_of, refuse_uncallable
 from rondel.core.types import POLICY, Completion, Group, Request, Sampling, Task, Trajectory, Verdict
 from rondel.driver.demonstration_stream import DemonstrationStream
 from rondel.driver.failure_budget import FailureBudget
-from rondel.driver.remote_teachers import served
+from rondel.driver.remote_teachers import connect_teachers
 from rondel.driver.replay_buffer import ReplayBuffer
 from rondel.driver.rollouts import shown_of
-from rondel.filter import FILTERS, chain
+from rondel.filter import FILTERS, chain_filters
 from rondel.filter.complete import Complete
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.curriculum import admissions
+from rondel.generate.envs.curriculum import build_curriculum
 from rondel.generate.envs.gateway.agent import agent_of
 from rondel.generate.envs.gateway.env import Gateway
-from rondel.generate.envs.gym import Gym, maker
+from rondel.generate.envs.gym import Gym, world_factory
 from rondel.generate.envs.mcp import Mcp
 from rondel.generate.envs.order import MixedOrder, TaskAdmissions
 from rondel.generate.envs.python import GRACE, SECONDS, python_tool
 from rondel.generate.envs.single_turn import SingleTurn
-from rondel.generate.envs.sources import TaskSet, asked, load_tasks
+from rondel.generate.envs.sources import TaskSet, load_tasks, question_text
 from rondel.generate.envs.template import Template
 from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tools
@@ -56,8 +56,8 @@ from rondel.models import adapters, nf4
 from rondel.models.load import tokenizer_of
 from rondel.models.vision import ImageProcessorConfig
 from rondel.runtime.sandbox.box import Sandbox
-from rondel.runtime.sandbox.probe import isolation
-from rondel.score import examine
+from rondel.runtime.sandbox.probe import find_isolation
+from rondel.score import examine_task
 from rondel.score.pool import RewardPool
 from rondel.sync.update import WeightUpdate
 
@@ -80,11 +80,11 @@ def build(job: Job, folder: Path | None = None) -> Components:
     a run that may be continued after a crash.
     """
     job, _ = with_steps(job)
-    find("engine", job.engine.kind, ENGINES)
+    find_registered("engine", job.engine.kind, ENGINES)
     one_of("trainer.kind", job.trainer.kind, ["fsdp"])
     rows, sampling = rows_of(job), sampling_of(job)
-    refuse(job, rows, sampling)
-    for row in rows.all:
+    refuse_job(job, rows, sampling)
+    for row in rows.all_rows:
         if row.entropy.coef < 0:
             emit(
                 Warned(
@@ -94,9 +94,9 @@ def build(job: Job, folder: Path | None = None) -> Components:
                 )
             )
     if job.model.adapter.kind != "off":
-        adapters.require()
+        adapters.require_peft()
     if job.model.adapter.kind == "qlora":
-        nf4.require()
+        nf4.require_bitsandbytes()
     tasks = load_tasks(job.task.data, env=job.task.env)
     for key, shows in (("algo.guides", job.algo.guides), ("loop.warmup", job.loop.warmup.steps)):
         if shows:
@@ -122,12 +122,12 @@ def build(job: Job, folder: Path | None = None) -> Components:
         ends.callback(pool.close)
         every = [*tasks.train, *tasks.held_out]
         for task in every[:: 1 + len(every) // EXAMINED]:
-            examine(t.reward, task)
-        placed = place(
+            examine_task(t.reward, task)
+        placed = deploy_job(
             job,
             rows.needs,
             sampling,
-            lambda known: encoded(job, tasks, shown, env, known, sampling),
+            lambda known: check_encoded_tasks(job, tasks, shown, env, known, sampling),
             folder,
             pool if pool.naps else None,
         )
@@ -148,12 +148,12 @@ def build(job: Job, folder: Path | None = None) -> Components:
             env,
             placed.resolved,
             shown,
-            served(
+            connect_teachers(
                 job,
                 placed.known.tokenizer,
                 ENGINES,
-                rows.taught,
-                lambda: longest(job, tasks, env, placed.known, sampling),
+                rows.needs_teacher,
+                lambda: longest_conversation(job, tasks, env, placed.known, sampling),
             ),
             ReplayBuffer(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None,
             ends.pop_all().close,
@@ -164,7 +164,7 @@ def build(job: Job, folder: Path | None = None) -> Components:
 def sampling_of(job: Job) -> Sampling:
     section = job.engine.sampling
     section._read.update(type(section).model_fields)
-    with boundary(ConfigError, "engine.sampling"):
+    with error_boundary(ConfigError, "engine.sampling"):
         return Sampling(**{**section.model_dump(), "stop": tuple(section.stop)})
 
 
@@ -172,8 +172,10 @@ def order_of(job: Job, tasks: TaskSet) -> TaskAdmissions:
     """Each source of a mixture in an order of its own."""
     seed, spec = job.loop.seed, job.task.curriculum
     if not tasks.sources:
-        return admissions(tasks.train, seed, spec)
-    return MixedOrder([(weight, admissions(own, seed + i, spec)) for i, (weight, own) in enumerate(tasks.sources)])
+        return build_curriculum(tasks.train, seed, spec)
+    return MixedOrder(
+        [(weight, build_curriculum(own, seed + i, spec)) for i, (weight, own) in enumerate(tasks.sources)]
+    )
 
 
 def env_of(job: Job, tasks: TaskSet) -> Any:
@@ -186,15 +188,18 @@ def env_of(job: Job, tasks: TaskSet) -> Any:
             "from"
         )
     if not named:
-        return _env(job, job.task.env, job.task.data)
+        return _build_env(job, job.task.env, job.task.data)
     return ByTask(
-        {name: _env(job, name, named.get(name, {})) for name in {task.env for task in [*tasks.train, *tasks.held_out]}}
+        {
+            name: _build_env(job, name, named.get(name, {}))
+            for name in {task.env for task in [*tasks.train, *tasks.held_out]}
+        }
     )
 
 
-def _env(job: Job, name: str, data: dict[str, Any]) -> Any:
+def _build_env(job: Job, name: str, data: dict[str, Any]) -> Any:
     """One of ours, a class of the user's, or the user's async function of (task, chat)."""
-    found = find("environment", name, ENVS)
+    found = find_registered("environment", name, ENVS)
     t = job.task
     if found is SingleTurn:
         return SingleTurn(suffix=t.suffix, system=t.system, examples=t.shown_examples)
@@ -204,7 +209,8 @@ def _env(job: Job, name: str, data: dict[str, Any]) -> Any:
         if "python" in t.tools:
             _python_can_run(t.tool_timeout)
         tools = [
-            Mcp(name) if name.startswith(("mcp:", "mcp+shared:")) else find("tool", name, TOOLS) for name in t.tools
+            Mcp(name) if name.startswith(("mcp:", "mcp+shared:")) else find_registered("tool", name, TOOLS)
+            for name in t.tools
         ]
         return Tools(tools, turns=t.turns, timeout=t.tool_timeout, suffix=t.suffix, system=t.system)
     if found is Gym:
@@ -213,7 +219,7 @@ def _env(job: Job, name: str, data: dict[str, Any]) -> Any:
                 'task.env = "gym" plays the worlds of its tasks: set task.data = '
                 '{ kind = "gym", name = "my_module:make", n = 100 }'
             )
-        maker(str(data.get("name", "")))  # the first episode would be late
+        world_factory(str(data.get("name", "")))  # the first episode would be late
         return Gym(turns=t.turns, timeout=t.tool_timeout, suffix=t.suffix, system=t.system)
     if found is Gateway:
         if t.agent is None:
@@ -230,7 +236,7 @@ def _env(job: Job, name: str, data: dict[str, Any]) -> Any:
     if found is agent_of_verifiers:
         return Gateway(agent_of_verifiers(data), timeout=t.agent_timeout)
     if isinstance(found, type):
-        with boundary(ConfigError, f"task.env: making '{name}'"):
+        with error_boundary(ConfigError, f"task.env: making '{name}'"):
             return found()
     refuse_uncallable(f"environment '{name}'", found, "task", "chat")
     return AsFunction(found)
@@ -245,7 +251,7 @@ def _python_can_run(timeout: float) -> None:
             "environment gives up first would count as the world's fault; set it above, or leave it out"
         )
     try:
-        isolation()
+        find_isolation()
     except SandboxError as error:
         raise ConfigError(f'task.tools has "python": {error}') from error
 
@@ -276,19 +282,21 @@ class ByTask:
         return await self.envs[task.env].run(task, chat)
 
 
-def _filter(name: str) -> Any:
-    with boundary(ConfigError, f"task.filters: making '{name}'"):
-        return find("filter", name, FILTERS)()
+def _build_filter(name: str) -> Any:
+    with error_boundary(ConfigError, f"task.filters: making '{name}'"):
+        return find_registered("filter", name, FILTERS)()
 
 
 def judge_of(job: Job, rows: AlgorithmRows) -> Callable[[Group], Verdict]:
     """A group passes the filters of its own row, and those of the task."""
 
-    def one(row: Algorithm) -> Callable[[Group], Verdict]:
+    def row_filter(row: Algorithm) -> Callable[[Group], Verdict]:
         names = list(dict.fromkeys([*row.filters, *job.task.filters]))
-        return chain([Complete(min(2, job.algo.group_size), greedy="greedy" in row.needs), *map(_filter, names)])
+        return chain_filters(
+            [Complete(min(2, job.algo.group_size), greedy="greedy" in row.needs), *map(_build_filter, names)]
+        )
 
-    main, of = one(rows.main), {source: one(row) for source, (row, _) in rows.of.items()}
+    main, of = row_filter(rows.main), {source: row_filter(row) for source, (row, _) in rows.of.items()}
     return lambda group: of.get(group.task.stream, main)(group)
 
 
@@ -332,15 +340,15 @@ def _prompt_counter(
 ) -> Callable[[Task], int]:
     """Task -> tokens of its rendered prompt."""
 
-    async def silent(request: Request) -> Completion:
+    async def refuse_generation(request: Request) -> Completion:
         raise AssertionError("only prompts are rendered here")
 
     prompt = env.prompt if hasattr(env, "prompt") else SingleTurn(suffix=job.task.suffix).prompt
 
-    def count(task: Task) -> int:
+    def count_tokens(task: Task) -> int:
         chat = TokenChat(
             tokenizer,
-            silent,
+            refuse_generation,
             sampling=sampling,
             key=lambda turn: 0,
             max_context=max_context,
@@ -353,10 +361,10 @@ def _prompt_counter(
             raise DataError(f"task {task.id}: {error}") from error
         return len(chat.trajectory.tokens)
 
-    return count
+    return count_tokens
 
 
-def encoded(
+def check_encoded_tasks(
     job: Job, tasks: TaskSet, shown: list[DemonstrationStream], env: Any, known: ModelInfo, sampling: Sampling
 ) -> int:
     """What is wrong with the tasks or the chat template as tokens is said here, before
@@ -367,37 +375,39 @@ def encoded(
     refuse_deaf_template(env, known.tokenizer)
     if told := read_as_text(everything, known.tokenizer):
         emit(Warned(told))
-    return longest(job, tasks, env, known, sampling)
+    return longest_conversation(job, tasks, env, known, sampling)
 
 
-def longest(job: Job, tasks: TaskSet, env: Any, known: ModelInfo, sampling: Sampling) -> int:
+def longest_conversation(job: Job, tasks: TaskSet, env: Any, known: ModelInfo, sampling: Sampling) -> int:
     """Tokens of the longest conversation. Renders the prompts that look longest: one that
     leaves no room for its answer is an error now, not at step 120."""
 
-    def size(task: Task) -> int:
+    def task_size(task: Task) -> int:
         """Characters, and for each cell of an image as many as a token has."""
         parts = [
             part
             for m in task.data.get("messages", ())
             for part in (m["content"] if isinstance(m["content"], list) else ())
         ]
-        cells = [math.prod(part["size"]) // known.sight.cell**2 for part in parts if known.sight and "size" in part]
-        return len(asked(task)) + 4 * sum(cells)
+        cells = [
+            math.prod(part["size"]) // known.sight.token_pixels**2 for part in parts if known.sight and "size" in part
+        ]
+        return len(question_text(task)) + 4 * sum(cells)
 
     count, most = _prompt_counter(job, env, known.tokenizer, known.sight, known.max_context, sampling), 0
-    for task in sorted([*tasks.train, *tasks.held_out], key=size)[-32:]:
+    for task in sorted([*tasks.train, *tasks.held_out], key=task_size)[-32:]:
         n = count(task)
         if n + sampling.max_tokens > known.max_context:
             raise DataError(
                 f"the prompt of task {task.id} has {n} tokens; with engine.sampling.max_tokens = {sampling.max_tokens} "
                 f"that exceeds the model's context of "
-                f"{known.max_context}: {_shorter(known.max_context - sampling.max_tokens)}lower max_tokens"
+                f"{known.max_context}: {_length_hint(known.max_context - sampling.max_tokens)}lower max_tokens"
             )
         most = max(most, n)
     return min(known.max_context, most + getattr(env, "turns", 1) * sampling.max_tokens)
 
 
-def _shorter(room: int) -> str:
+def _length_hint(room: int) -> str:
     return f"leave out what is too long with task.max_prompt_tokens = {room}, or " if room > 0 else ""
 
 
@@ -405,7 +415,7 @@ def sync_of(job: Job, placed: Deployment) -> WeightUpdate:
     """The same probe through engine and trainer after every update."""
     known = placed.known
     probe = (
-        Template(known.tokenizer).opening([{"role": "user", "content": "One, two, three."}])[:PROBE]
+        Template(known.tokenizer).render_opening([{"role": "user", "content": "One, two, three."}])[:PROBE]
         if job.sync.probe
         else []
     )

@@ -40,9 +40,9 @@ from rondel.assemble.workers import (
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError, UserError
 from rondel.core.protocols import Cluster, Transport
-from rondel.core.registry import find
+from rondel.core.registry import find_registered
 from rondel.core.types import POLICY, Sampling
-from rondel.driver.multi_policy import joined
+from rondel.driver.multi_policy import join_deployments
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.concurrency import ConcurrencyController
 from rondel.generate.engine.foreign import ForeignEngine
@@ -70,7 +70,7 @@ def bytes_sent(job: Job) -> int:
     if job.model.adapter.kind != "off":
         return 0
     try:
-        return of_recipe(job.model.path, hub_cache()).parameters * (2 if job.model.dtype == "bfloat16" else 4)
+        return of_recipe(job.model.path, hub_cache()).parameter_count * (2 if job.model.dtype == "bfloat16" else 4)
     except UserError:
         return 0
 
@@ -117,16 +117,16 @@ class DeploymentPlan:
             apart = "server"
         # those of a GPU are read where they lie
         weights = bytes_sent(self.job) if apart == "process" and self.device == "cpu" else 0
-        way = planner.transport(self.job.sync.kind, apart=apart, weights=weights, room=planner.shared_memory())
+        way = planner.resolve_transport(self.job.sync.kind, apart=apart, weights=weights, room=planner.shared_memory())
         self.kind, self.resolved = way.value, {"sync.kind": f"{way.value} ({way.why})"}
 
-    def transport(self) -> Transport:
+    def new_transport(self) -> Transport:
         """Driver, trainer and engine have an instance each."""
         # others read it from where they are
         folder = (self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}").resolve()
         return transport_of(self.kind, folder=folder / "weights", one_module=self.job.place.kind == "shared")
 
-    def cluster(self, workers: int, threads: int | None) -> Cluster:
+    def make_cluster(self, workers: int, threads: int | None) -> Cluster:
         """What starts the workers."""
         where = self.job.place
         if where.cluster != "ray":
@@ -139,21 +139,21 @@ class DeploymentPlan:
             workers, cpus=threads or 1, gpus=self.device != "cpu", address=where.address, patience=where.patience
         )
 
-    def names(self, workers: int) -> list[str]:
+    def worker_devices(self, workers: int) -> list[str]:
         """The device of each worker; a Ray actor sees only its own."""
         if self.job.place.cluster == "ray":
             return [self.device.partition(":")[0]] * workers
-        return _names(self.device, self.before + workers)[self.before :]
+        return _device_names(self.device, self.before + workers)[self.before :]
 
-    def called(self, role: str, number: int) -> str:
+    def worker_name(self, role: str, number: int) -> str:
         """engine-0, or engine-critic-0."""
         return f"{role}-{number}" if self.policy == POLICY else f"{role}-{self.policy}-{number}"
 
-    def log(self, engine: int = 0) -> Path | None:
+    def wal_path(self, engine: int = 0) -> Path | None:
         return self.folder / "wal" / f"engine-{engine}" if self.folder else None
 
 
-def place(
+def deploy_job(
     job: Job,
     needs: frozenset[str],
     sampling: Sampling,
@@ -169,7 +169,7 @@ def place(
             "leave it out, and give it a device of its own"
         )
     if not job.policies:
-        return placed(DeploymentPlan(job, needs, sampling, longest, folder, reward=reward))
+        return deploy_plan(DeploymentPlan(job, needs, sampling, longest, folder, reward=reward))
     frozen = {name for name, policy in job.policies.items() if policy.frozen}
     workers = {name: 1 if name in frozen else 2 for name in (POLICY, *job.policies)}
     each: dict[str, Deployment] = {}
@@ -189,44 +189,46 @@ def place(
             )
             plan.policy, plan.frozen, plan.beside = name, name in frozen, beside
             plan.before, plan.workers = sum(workers[other] for other in each), sum(workers.values())
-            each[name] = placed(plan)
+            each[name] = deploy_plan(plan)
             ends.callback(each[name].close)
-        whole = joined(job, each, device)
+        whole = join_deployments(job, each, device)
         whole.close = ends.pop_all().close
         return whole
 
 
-def placed(plan: DeploymentPlan) -> Deployment:
+def deploy_plan(plan: DeploymentPlan) -> Deployment:
     where = plan.job.place
     with plan.ends as ends:
         if plan.frozen:
-            placed = _alone(plan) if where.cluster == "process" else _alone_here(plan)
+            placed = _deploy_engine_worker(plan) if where.cluster == "process" else _alone_here(plan)
         else:
-            placed = (_shared if where.kind == "shared" else _split_here if where.cluster == "local" else _split)(plan)
+            placed = (
+                _deploy_shared if where.kind == "shared" else _split_here if where.cluster == "local" else _deploy_split
+            )(plan)
         placed.resolved |= plan.resolved
         placed.close = ends.pop_all().close
         return placed
 
 
-def _shared(plan: DeploymentPlan) -> Deployment:
+def _deploy_shared(plan: DeploymentPlan) -> Deployment:
     job, device = plan.job, plan.beside or Device(plan.device, plan.threads)
     if plan.beside is None:
         plan.ends.callback(device.close)
     loaded = device.call(policy_of, job, plan.device)
     known, speculation, transport = (
-        ModelInfo.of(loaded),
+        ModelInfo.from_model(loaded),
         device.call(speculation_of, job, plan.device),
-        plan.transport(),
+        plan.new_transport(),
     )
     draft = speculation.draft if speculation else None
     claim = OneAtATime("engine") if job.trainer.offload else None
     engine, ours = engine_of(
-        job, loaded, device, plan.longest(known), speculation, transports={}, log=plan.log(), claim=claim
+        job, loaded, device, plan.longest(known), speculation, transports={}, log=plan.wal_path(), claim=claim
     )
     trainer, theirs = trainer_of(
         job, plan.needs, plan.sampling, loaded, device, draft=draft, transport=transport, claim=claim
     )
-    where = f"one process, {_threads(device.threads)} on {plan.device} for engine and trainer"
+    where = f"one process, {_format_threads(device.threads)} on {plan.device} for engine and trainer"
     devices = SharedDevice(
         engine, trainer, how=job.loop.in_flight, offload=job.trainer.offload, device=plan.device, beside=plan.reward
     )
@@ -234,19 +236,21 @@ def _shared(plan: DeploymentPlan) -> Deployment:
 
 
 def _split_here(plan: DeploymentPlan) -> Deployment:
-    each = plan.threads or max(1, len(cores()) // 2)
-    first, second = plan.names(2)
-    trainer = TrainerHost(plan.job, plan.needs, plan.sampling, first, each, plan.transport())
+    each = plan.threads or max(1, len(usable_cores()) // 2)
+    first, second = plan.worker_devices(2)
+    trainer = TrainerHost(plan.job, plan.needs, plan.sampling, first, each, plan.new_transport())
     plan.ends.callback(trainer.close)
-    engine = EngineHost(plan.job, second, each, {plan.kind: plan.transport()}, plan.log())
+    engine = EngineHost(plan.job, second, each, {plan.kind: plan.new_transport()}, plan.wal_path())
     plan.ends.callback(engine.close)
     known, resolved, size = trainer.join()
     resolved |= engine.open(plan.longest(known))
-    where = f"one process, {_threads(each)} each for engine and trainer"
-    return Deployment(known, engine.engine, trainer.trainer, SplitDevices(), resolved, where, size, plan.transport())
+    where = f"one process, {_format_threads(each)} each for engine and trainer"
+    return Deployment(
+        known, engine.engine, trainer.trainer, SplitDevices(), resolved, where, size, plan.new_transport()
+    )
 
 
-def _split(plan: DeploymentPlan) -> Deployment:
+def _deploy_split(plan: DeploymentPlan) -> Deployment:
     job, mine, led = plan.job, plan.job.engine.kind == "builtin", plan.job.place.cluster == "torchrun"
     ranks = torchrun.rank_and_size()[1] if led else job.place.ranks
     if led and job.place.ranks not in (1, ranks):
@@ -260,38 +264,43 @@ def _split(plan: DeploymentPlan) -> Deployment:
     engines = job.place.engines if mine else 0
     workers = ranks + engines
     here = torchrun.ranks_here() if led else ranks  # under torchrun the others are on machines of their own
-    on_cpu, names = plan.device == "cpu", plan.names(here + engines)
+    on_cpu, names = plan.device == "cpu", plan.worker_devices(here + engines)
     in_all = plan.workers or workers
-    shares: list[tuple[int, ...]] = _shares(in_all)[plan.before :] if on_cpu and not led else [()] * workers
-    each = plan.threads or (max(1, len(cores()) // in_all) if on_cpu else None)
-    cluster = plan.cluster(workers, each)
+    shares: list[tuple[int, ...]] = _cores_per_worker(in_all)[plan.before :] if on_cpu and not led else [()] * workers
+    each = plan.threads or (max(1, len(usable_cores()) // in_all) if on_cpu else None)
+    cluster = plan.make_cluster(workers, each)
     plan.ends.callback(cluster.close)
 
-    def start(i: int) -> Any:
-        made_of = (job, names[here + i], each, {plan.kind: plan.transport()}, plan.log(i))
-        return cluster.spawn(plan.called("engine", i), EngineHost, *made_of, cores=shares[ranks + i])
+    def start_engine(i: int) -> Any:
+        made_of = (job, names[here + i], each, {plan.kind: plan.new_transport()}, plan.wal_path(i))
+        return cluster.spawn(plan.worker_name("engine", i), EngineHost, *made_of, cores=shares[ranks + i])
 
-    hosts = [start(i) for i in range(engines)]
+    hosts = [start_engine(i) for i in range(engines)]
     trainers, (known, resolved, size) = (
-        _led(plan, ranks, names[0], each) if led else _spawned(plan, cluster, names[:ranks], shares, each)
+        _lead_torchrun(plan, ranks, names[0], each)
+        if led
+        else _spawn_trainers(plan, cluster, names[:ranks], shares, each)
     )
     for worker in hosts:
         worker.now()
     longest = plan.longest(known)
     for worker in hosts:
         resolved |= worker.now("open", longest)
-    where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {engines} of the engine"
+    where = f"{workers} processes with {_format_threads(each)} each: {ranks} of the trainer, {engines} of the engine"
     remotes = {
-        plan.called("engine", i): RemoteEngine(worker, partial(start, i), longest) for i, worker in enumerate(hosts)
+        plan.worker_name("engine", i): RemoteEngine(worker, partial(start_engine, i), longest)
+        for i, worker in enumerate(hosts)
     }
     if not mine:
         refuse_routes_of(job, known.routers)
-    reach = None if mine else partial(_reach, job, plan.sampling, longest)
+    reach = None if mine else partial(_connect_engine, job, plan.sampling, longest)
     others = {url: reach(url) for url in job.engine.urls} if reach else {}
     if others:
         where += f", which is {job.engine.kind} at {', '.join(others)}"
-    engine = remotes[plan.called("engine", 0)] if mine and engines == 1 else _routed(remotes | others, job, known)
-    trainer, way = RemoteTrainer(trainers), plan.transport()
+    engine = (
+        remotes[plan.worker_name("engine", 0)] if mine and engines == 1 else _build_router(remotes | others, job, known)
+    )
+    trainer, way = RemoteTrainer(trainers), plan.new_transport()
     return Deployment(
         known,
         engine,
@@ -303,7 +312,7 @@ def _split(plan: DeploymentPlan) -> Deployment:
         way,
         remotes,
         reach,
-        lost=trainer.lost,
+        lost=trainer.find_lost_rank,
         dump=cluster.dump,
         pids=cluster.pids,
     )
@@ -314,63 +323,67 @@ def _alone_here(plan: DeploymentPlan) -> Deployment:
     Asked again, they draw the same tokens again, so they need no token log."""
     shared = plan.job.place.kind == "shared"
     device = (
-        plan.beside if shared and plan.beside else Device(plan.device if shared else plan.names(1)[0], plan.threads)
+        plan.beside
+        if shared and plan.beside
+        else Device(plan.device if shared else plan.worker_devices(1)[0], plan.threads)
     )
     if device is not plan.beside:
         plan.ends.callback(device.close)
     loaded = device.call(policy_of, plan.job, device.name)
     speculation = device.call(speculation_of, plan.job, device.name)
-    known = ModelInfo.of(loaded)
+    known = ModelInfo.from_model(loaded)
     engine, resolved = engine_of(plan.job, loaded, device, plan.longest(known), speculation, transports={})
-    return Deployment(known, engine, None, SplitDevices(), resolved, f"an engine on {device.name}", 0, plan.transport())
+    return Deployment(
+        known, engine, None, SplitDevices(), resolved, f"an engine on {device.name}", 0, plan.new_transport()
+    )
 
 
-def _alone(plan: DeploymentPlan) -> Deployment:
+def _deploy_engine_worker(plan: DeploymentPlan) -> Deployment:
     """The same in a process of its own."""
-    cluster, [name] = plan.cluster(1, plan.threads), plan.names(1)
+    cluster, [name] = plan.make_cluster(1, plan.threads), plan.worker_devices(1)
     plan.ends.callback(cluster.close)
     on_cpu = plan.device == "cpu"
-    each = plan.threads or (max(1, len(cores()) // plan.workers) if on_cpu else None)
-    [share, *_] = _shares(plan.workers)[plan.before :] if on_cpu else [()]
+    each = plan.threads or (max(1, len(usable_cores()) // plan.workers) if on_cpu else None)
+    [share, *_] = _cores_per_worker(plan.workers)[plan.before :] if on_cpu else [()]
 
-    def start() -> Any:
-        return cluster.spawn(plan.called("engine", 0), EngineHost, plan.job, name, each, {}, None, cores=share)
+    def start_engine() -> Any:
+        return cluster.spawn(plan.worker_name("engine", 0), EngineHost, plan.job, name, each, {}, None, cores=share)
 
-    worker = start()
+    worker = start_engine()
     worker.now()
     known = worker.now("known")
     longest = plan.longest(known)
     resolved = worker.now("open", longest)
-    remotes = {plan.called("engine", 0): RemoteEngine(worker, start, longest)}
-    engine = remotes[plan.called("engine", 0)]
+    remotes = {plan.worker_name("engine", 0): RemoteEngine(worker, start_engine, longest)}
+    engine = remotes[plan.worker_name("engine", 0)]
     return Deployment(
         known,
         engine,
         None,
         SplitDevices(),
         resolved,
-        f"a process of its own with {_threads(each)}",
+        f"a process of its own with {_format_threads(each)}",
         0,
-        plan.transport(),
+        plan.new_transport(),
         remotes,
         dump=cluster.dump,
         pids=cluster.pids,
     )
 
 
-def _spawned(
+def _spawn_trainers(
     plan: DeploymentPlan, cluster: Cluster, names: list[str], shares: list[tuple[int, ...]], each: int | None
 ) -> tuple[list[Any], Any]:
     """The trainer's ranks as workers of the cluster. -> they, and what the first one says of itself."""
     made_of = (plan.job, plan.needs, plan.sampling)
     trainers = [
         cluster.spawn(
-            plan.called("trainer", rank),
+            plan.worker_name("trainer", rank),
             TrainerHost,
             *made_of,
             name,
             each,
-            plan.transport(),
+            plan.new_transport(),
             cores=shares[rank],
             tells=rank == 0,
         )
@@ -384,19 +397,19 @@ def _spawned(
     return trainers, told
 
 
-def _led(plan: DeploymentPlan, ranks: int, device: str, each: int | None) -> tuple[list[Any], Any]:
+def _lead_torchrun(plan: DeploymentPlan, ranks: int, device: str, each: int | None) -> tuple[list[Any], Any]:
     """This process is the first rank, the others follow it."""
-    host = TrainerHost(plan.job, plan.needs, plan.sampling, device, each, plan.transport())
-    calls = host.device.call(torchrun.joined, host.device.name, collective_patience(plan.job))
+    host = TrainerHost(plan.job, plan.needs, plan.sampling, device, each, plan.new_transport())
+    calls = host.device.call(torchrun.init_process_groups, host.device.name, collective_patience(plan.job))
     told = host.join(0, ranks)
     leader = torchrun.LeaderWorker(host, calls)
     plan.ends.callback(leader.close)
     return [leader], told
 
 
-def _reach(job: Job, sampling: Sampling, longest: int, url: str) -> ForeignEngine:
+def _connect_engine(job: Job, sampling: Sampling, longest: int, url: str) -> ForeignEngine:
     """An engine of others, asked whether it can carry this run."""
-    server = find("engine", job.engine.kind, ENGINES)(url)
+    server = find_registered("engine", job.engine.kind, ENGINES)(url)
     if (room := server.open(sampling)) < longest:
         raise ConfigError(
             f"the longest prompt and its answer have {longest} tokens, and {job.engine.kind} at {url} carries {room}: "
@@ -405,7 +418,7 @@ def _reach(job: Job, sampling: Sampling, longest: int, url: str) -> ForeignEngin
     return ForeignEngine(server)
 
 
-def _routed(engines: Mapping[str, Any], job: Job, known: ModelInfo) -> EngineRouter:
+def _build_router(engines: Mapping[str, Any], job: Job, known: ModelInfo) -> EngineRouter:
     auto = job.engine.concurrency == "auto" and job.engine.kind != "builtin"  # ours find it themselves
     concurrency = ConcurrencyController(job.engine.max_running) if auto else None
     return EngineRouter(
@@ -417,20 +430,20 @@ def _routed(engines: Mapping[str, Any], job: Job, known: ModelInfo) -> EngineRou
     )
 
 
-def cores() -> list[int]:
+def usable_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
-def _shares(workers: int) -> list[tuple[int, ...]]:
+def _cores_per_worker(workers: int) -> list[tuple[int, ...]]:
     """Cores of its own for each worker, as long as there are enough: two OpenMP pools on one core
     wait for each other.
     """
-    mine = cores()
+    mine = usable_cores()
     each = len(mine) // workers
     return [tuple(mine[i * each : (i + 1) * each]) for i in range(workers)] if each else [()] * workers
 
 
-def _names(device: str, workers: int) -> list[str]:
+def _device_names(device: str, workers: int) -> list[str]:
     """One device each, in the order of their numbers: the trainer's ranks first."""
     if device == "cpu":
         return ["cpu"] * workers
@@ -444,5 +457,5 @@ def _names(device: str, workers: int) -> list[str]:
     return [f"cuda:{first + i}" for i in range(workers)]
 
 
-def _threads(n: int | None) -> str:
+def _format_threads(n: int | None) -> str:
     return f"{n or 'all'} thread{'s' * (n != 1)}"

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from rondel.algos.objective import explain
+from rondel.algos.objective import explain_objective
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError, UserError
 from rondel.core.types import POLICY, Task
-from rondel.planner.memory import bills
+from rondel.planner.memory import memory_bills
 from rondel.planner.workload import of_job
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.journal.log import encode
@@ -29,7 +29,7 @@ def facts_of(parts: Components) -> dict[str, Any]:
     """What the run card says about the machine and the software, as measured or read."""
     from importlib.metadata import version
 
-    job, known = parts.job, parts.known
+    job, known = parts.job, parts.model_info
     on_gpu = torch.cuda.is_available() and job.place.device != "cpu"
     return {
         "versions": {
@@ -51,7 +51,7 @@ def facts_of(parts: Components) -> dict[str, Any]:
         "mismatch_bound": parts.mismatch_bound,
         "model": {"name": known.name, "parameters": known.parameters},
         **({"policies": policies_of(parts)} if job.policies else {}),
-        "memory_planned": planned(job),
+        "memory_planned": planned_memory(job),
         "batch": batch_line(job),
         "tasks": {
             "train": len(parts.tasks.train),
@@ -59,18 +59,22 @@ def facts_of(parts: Components) -> dict[str, Any]:
             "duplicates": parts.tasks.duplicates,
             "leaked": parts.tasks.leaked,
             "too_long": parts.tasks.too_long,
-            "digests": {"train": digest(parts.tasks.train), "held_out": digest(parts.tasks.held_out)},
+            "digests": {"train": tasks_digest(parts.tasks.train), "held_out": tasks_digest(parts.tasks.held_out)},
         },
         "seed": job.loop.seed,
         "algorithm": parts.row.name,
-        "loss": explain(parts.row),
+        "loss": explain_objective(parts.row),
         **(
-            {"losses": {name: f"{weight:g} · {explain(row)}" for name, (row, weight) in parts.rows.of.items()}}
+            {
+                "losses": {
+                    name: f"{weight:g} · {explain_objective(row)}" for name, (row, weight) in parts.rows.of.items()
+                }
+            }
             if parts.rows.of
             else {}
         ),
         "needs": sorted(parts.rows.needs),
-        "corrects": all(row.corrects for row in parts.rows.all),
+        "corrects": all(row.corrects_staleness for row in parts.rows.all_rows),
         "resolved": parts.resolved,
     }
 
@@ -79,10 +83,10 @@ def policies_of(parts: Components) -> dict[str, dict[str, Any]]:
     """Who plays whom, with which weights."""
     job = parts.job
     told: dict[str, dict[str, Any]] = {}
-    for name, known in {POLICY: parts.known, **parts.placed.others}.items():
+    for name, known in {POLICY: parts.model_info, **parts.placed.others}.items():
         own = job.policies.get(name)
         told[name] = {
-            "agents": [agent for agent, plays in job.cast.items() if plays == name],
+            "agents": [agent for agent, plays in job.agent_policies.items() if plays == name],
             "model": known.name,
             "parameters": known.parameters,
             "lr": job.of_policy(name).trainer.lr,
@@ -91,7 +95,7 @@ def policies_of(parts: Components) -> dict[str, dict[str, Any]]:
     return told
 
 
-def planned(job: Job) -> dict[str, int]:
+def planned_memory(job: Job) -> dict[str, int]:
     """The planner's bill of a training device, in the words in which a trainer tells what it
     holds; empty for families that it does not know.
     """
@@ -103,7 +107,7 @@ def planned(job: Job) -> dict[str, int]:
         "KV cache": "kv_cache",
     }
     try:
-        bill = bills(of_job(job))
+        bill = memory_bills(of_job(job))
     except (ConfigError, UserError):
         return {}
     rows = [
@@ -126,7 +130,7 @@ def devices_of(job: Job) -> int:
     return ranks + (job.place.engines if job.engine.kind == "builtin" else 0) + others
 
 
-def digest(tasks: Iterable[Task]) -> str:
+def tasks_digest(tasks: Iterable[Task]) -> str:
     """Of ids and contents, in whatever order they came: two runs with equal digests had the same tasks."""
     each = sorted(blake2b(encode([t.id, t.env, t.data]).encode(), digest_size=16).digest() for t in tasks)
     return blake2b(b"".join(each), digest_size=16).hexdigest()

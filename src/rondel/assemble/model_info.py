@@ -24,17 +24,17 @@ class ModelInfo:
     dtype: torch.dtype
 
     @property
-    def bytes(self) -> int:
+    def weight_bytes(self) -> int:
         return self.parameters * self.dtype.itemsize
 
     @classmethod
-    def of(cls, loaded: LoadedModel) -> ModelInfo:
+    def from_model(cls, loaded: LoadedModel) -> ModelInfo:
         return cls(
             loaded.name,
             loaded.tokenizer,
             loaded.max_context,
             loaded.routers,
             loaded.sight,
-            loaded.numbers,
+            loaded.parameter_count,
             loaded.dtype,
         )

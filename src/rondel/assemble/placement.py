@@ -19,7 +19,7 @@ from rondel.sync.update import WeightUpdate
 from rondel.train.multi_policy import MultiPolicyTrainer
 
 
-async def _nobody() -> None:
+async def _no_lost_worker() -> None:
     """A trainer in this process is there as long as we are."""
 
 
@@ -37,7 +37,7 @@ class Deployment:
     transport: Transport
     remotes: dict[str, RemoteEngine] = field(default_factory=dict)  # engines that may end and be started again
     reach: Callable[[str], ForeignEngine] | None = None  # an engine of others by its address, if it can carry this run
-    lost: Callable[[], Awaitable[WorkerError | None]] = _nobody  # a rank of the trainer that has ended
+    lost: Callable[[], Awaitable[WorkerError | None]] = _no_lost_worker  # a rank of the trainer that has ended
     dump: Callable[[], None] = lambda: None  # makes the workers write their stacks
     pids: Callable[[], dict[str, int]] = dict  # of those on this machine
     close: Callable[[], None] = lambda: None
@@ -57,12 +57,12 @@ class Deployment:
         [name] = [name for name, engine in self.engine.each.items() if engine is self.remotes[worker]]
         return (lambda fresh: sync.catch_up(MultiPolicyEngine({name: fresh}))) if name in self.engine.trained else None
 
-    async def heal(self) -> bool:
+    async def restart_engines(self) -> bool:
         """Start again the engines that have ended; one that a router has lost joins again. -> was there any?"""
         healed = False
         for name, remote in self.remotes.items():
-            healed |= await remote.whole()
+            healed |= await remote.restart_if_dead()
             if isinstance(self.engine, EngineRouter) and name in self.engine.lost:
-                await self.engine.join(name, remote, remote.caught_up)
+                await self.engine.add_engine(name, remote, remote.caught_up)
                 healed = True
         return healed

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rondel.core.config import CriticConfig, EvaluationConfig, Job
 from rondel.core.errors import ConfigError, DataError
-from rondel.core.registry import nearest
+from rondel.core.registry import suggest_name
 from rondel.core.types import DATA, GREEDY, POLICY, Sampling, Task, Trajectory
 from rondel.generate.envs.holdout import content_key
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WIDEST = 4096  # tokens that one is drawn from where others were cut: 16 kB a token of an answer
 
 
-def refuse(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
+def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     """What the keys of a recipe cannot know of each other, and the row says."""
     if sampling.temperature == 0:
         raise ConfigError(
@@ -26,14 +26,14 @@ def refuse(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             "trainable. Use 1.0"
         )
     refuse_untrainable(sampling)
-    _foreign(job, sampling)
-    _guides(job, rows.main)
-    _critic(job, rows.main)
-    _teacher(job, rows, sampling)
-    _policies(job, rows)
-    for row in rows.all:
-        _baseline(job, row)
-        _reference(job, row)
+    _check_foreign(job, sampling)
+    _check_demonstrations(job, rows.main)
+    _check_critic(job, rows.main)
+    _check_teacher(job, rows, sampling)
+    _check_policies(job, rows)
+    for row in rows.all_rows:
+        _check_baseline(job, row)
+        _check_reference(job, row)
     if job.trainer.offload and job.place.kind != "shared":
         raise ConfigError(
             'trainer.offload = true has no effect on a device of its own: use place.kind = "shared", or remove it'
@@ -69,13 +69,13 @@ def refuse_shown_tasks(job: Job, held_out: list[Task]) -> None:
 
 def refuse_untrainable(sampling: Sampling) -> None:
     """Law 4: what is trained was drawn from a distribution that the trainer can compute again."""
-    if names := sampling.untrainable:
+    if names := sampling.untrainable_settings:
         raise ConfigError(
             f"samples drawn with {names} cannot be trained: the trainer recomputes logits, temperature, top_k and top_p, and nothing else. "
             "Train with temperature above 0 and no min_p, penalties, bias, grammar or min_tokens; task.eval.sampling may use them all"
         )
     if sampling.top_k > WIDEST:
-        raise ConfigError(f"engine.sampling.top_k = {sampling.top_k}; {_recorded()}")
+        raise ConfigError(f"engine.sampling.top_k = {sampling.top_k}; {_recording_hint()}")
 
 
 def refuse_wide(support: list[Any | None], sampling: Sampling) -> None:
@@ -85,13 +85,13 @@ def refuse_wide(support: list[Any | None], sampling: Sampling) -> None:
     widest = max((len(ids) for ids in support if ids is not None), default=0)
     if widest > WIDEST:
         raise ConfigError(
-            f"engine.sampling.top_k = {sampling.top_k}, top_p = {sampling.top_p} left {widest} tokens to draw one from; {_recorded()}"
+            f"engine.sampling.top_k = {sampling.top_k}, top_p = {sampling.top_p} left {widest} tokens to draw one from; {_recording_hint()}"
         )
 
 
 def refuse_without_support(trajectory: Trajectory, sampling: Sampling) -> None:
     if (
-        sampling.truncated
+        sampling.truncates_support
         and trajectory.support is None
         and trajectory.written
         and trajectory.policy not in (DATA, GREEDY)
@@ -102,7 +102,7 @@ def refuse_without_support(trajectory: Trajectory, sampling: Sampling) -> None:
         )
 
 
-def _recorded() -> str:
+def _recording_hint() -> str:
     return f"at most {WIDEST} are recorded for the trainer. Set engine.sampling.top_k = {WIDEST // 2}, or top_k = 0 and top_p = 1 for the whole vocabulary"
 
 
@@ -167,7 +167,7 @@ def refuse_unrepeatable(job: Job, device: str, ranks: int) -> None:
             raise ConfigError(f"run.record: {rule}")
 
 
-def _foreign(job: Job, sampling: Sampling) -> None:
+def _check_foreign(job: Job, sampling: Sampling) -> None:
     """What an engine of others does not have, each by name."""
     e, p = job.engine, job.place
     if e.kind == "builtin":
@@ -190,7 +190,7 @@ def _foreign(job: Job, sampling: Sampling) -> None:
             'does not compute as the trainer does, bit by bit: numerics = "aligned" is for the built-in engine',
         ),
         (
-            not sampling.truncated,
+            not sampling.truncates_support,
             f"does not tell which tokens it drew from (top_k = {sampling.top_k}, top_p = {sampling.top_p}), and the trainer needs them: "
             "use top_k = 0 and top_p = 1",
         ),
@@ -210,10 +210,14 @@ NAMELESS = {"single_turn", "tools", "gateway", "verifiers", "gym"}  # environmen
 def refuse_unplayed(job: Job, env: Any) -> None:
     """A policy whose agents the environment does not have; one of the user's may say whom it has in `agents`."""
     known = getattr(env, "agents", None)
-    if job.policies and known is not None and (odd := next((agent for agent in job.cast if agent not in known), None)):
+    if (
+        job.policies
+        and known is not None
+        and (odd := next((agent for agent in job.agent_policies if agent not in known), None))
+    ):
         raise ConfigError(
-            f"policies.{job.cast[odd]} plays the agent '{odd}', and the environment has none of that name.{nearest(odd, list(known))} "
-            f"It has {', '.join(known)}; name them in policies.{job.cast[odd]}.agents"
+            f"policies.{job.agent_policies[odd]} plays the agent '{odd}', and the environment has none of that name.{suggest_name(odd, list(known))} "
+            f"It has {', '.join(known)}; name them in policies.{job.agent_policies[odd]}.agents"
         )
 
 
@@ -227,7 +231,7 @@ def refuse_miscast(trajectory: Trajectory, cast: dict[str, str]) -> None:
         )
 
 
-def _policies(job: Job, rows: AlgorithmRows) -> None:
+def _check_policies(job: Job, rows: AlgorithmRows) -> None:
     """What weights of their own are not carried with, each by name."""
     if not job.policies:
         return
@@ -267,14 +271,14 @@ def _policies(job: Job, rows: AlgorithmRows) -> None:
             raise ConfigError(f"policies.{first} has weights of its own, which is not carried here: {rule}")
 
 
-def _baseline(job: Job, row: Algorithm) -> None:
+def _check_baseline(job: Job, row: Algorithm) -> None:
     if job.algo.group_size == 1 and getattr(row.advantage, "compares", False):
         raise ConfigError(
             f"algo.group_size = 1 gives {row.name} no baseline: every advantage would be 0. Use 4 or more, or kind = 'reinforce'"
         )
 
 
-def _guides(job: Job, row: Algorithm) -> None:
+def _check_demonstrations(job: Job, row: Algorithm) -> None:
     if ("guidance" in row.needs) != (job.algo.guides > 0):
         raise ConfigError(
             f"algo.guides = {job.algo.guides} has no effect on kind = '{row.name}', which would train demonstrations as its own samples: use "
@@ -284,7 +288,7 @@ def _guides(job: Job, row: Algorithm) -> None:
         )
 
 
-def _critic(job: Job, row: Algorithm) -> None:
+def _check_critic(job: Job, row: Algorithm) -> None:
     knobs = [
         name for name, field in CriticConfig.model_fields.items() if getattr(job.trainer.critic, name) != field.default
     ]
@@ -295,8 +299,8 @@ def _critic(job: Job, row: Algorithm) -> None:
         )
 
 
-def _teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
-    pupil = rows.pupil
+def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
+    pupil = rows.student_row
     if (pupil is not None) != (job.model.teacher is not None):
         raise ConfigError(
             f"{pupil.name} learns from a teacher: name one with model.teacher = 'folder or hub id'"
@@ -316,7 +320,7 @@ def _teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             "reads the teacher's last hidden states, and a server tells logprobs: use path, or kind = 'distill'",
         ),
         (
-            not sampling.truncated,
+            not sampling.truncates_support,
             "compares whole distributions, and top_k or top_p cut the policy's: set them to 0 and 1",
         ),
         (
@@ -333,7 +337,7 @@ def _teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             raise ConfigError(f'algo.distill.kind = "full" {rule}')
 
 
-def _reference(job: Job, row: Algorithm) -> None:
+def _check_reference(job: Job, row: Algorithm) -> None:
     if job.loop.warmup.steps and "ref_logprobs" in row.needs:
         asks = "algo.kl.coef" if row.kl.coef else f"algo.kind = '{row.name}'"
         raise ConfigError(

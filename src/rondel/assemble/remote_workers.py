@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rondel.core.errors import EngineError, SilentError, StalledError, WorkerError
-from rondel.core.events import Warned, emit, stalled
+from rondel.core.events import Warned, emit, stalled_error
 from rondel.core.protocols import RemoteProxy
 from rondel.core.types import Completion, Message, Request, StepStats
 from rondel.train.pack import TrainBatch
@@ -48,18 +48,18 @@ class RemoteEngine:
             except WorkerError as error:
                 if worker.alive:
                     raise
-                await self._again(worker, error)
+                await self._restart_worker(worker, error)
 
     def __getattr__(self, verb: str) -> Any:
         if verb.startswith("_"):
             raise AttributeError(verb)
         return getattr(self._worker, verb)
 
-    async def whole(self) -> bool:
+    async def restart_if_dead(self) -> bool:
         """Start it again if it has ended. -> had it?"""
         if (worker := self._worker).alive:
             return False
-        await self._again(worker, WorkerError(worker.fate))
+        await self._restart_worker(worker, WorkerError(worker.fate))
         return True
 
     async def caught_up(self, _: Any) -> int:
@@ -68,7 +68,7 @@ class RemoteEngine:
         self.version = await self.catch_up(self)
         return self.version
 
-    async def _again(self, dead: RemoteProxy, why: Exception) -> None:
+    async def _restart_worker(self, dead: RemoteProxy, why: Exception) -> None:
         async with self._one:
             while self._worker is dead:
                 self.restarts += 1
@@ -103,12 +103,12 @@ class RemoteTrainer:
         self.moved = False
 
     async def annotate(self, batch: TrainBatch, needs: frozenset[str]) -> TrainBatch:
-        _learn(batch, await self._all("annotate", batch, needs))
+        _copy_notes(batch, await self._call_ranks("annotate", batch, needs))
         return batch
 
     async def step(self, batch: TrainBatch, algo: Any) -> StepStats:
-        stats, self.moved, told = await self._all("step", batch, algo)
-        _learn(batch, told)
+        stats, self.moved, told = await self._call_ranks("step", batch, algo)
+        _copy_notes(batch, told)
         return stats
 
     def __getattr__(self, verb: str) -> Any:
@@ -116,11 +116,11 @@ class RemoteTrainer:
             raise AttributeError(verb)
 
         async def call(*args: Any) -> Any:
-            return await self._all(verb, *args)
+            return await self._call_ranks(verb, *args)
 
         return call
 
-    async def lost(self) -> WorkerError | None:
+    async def find_lost_rank(self) -> WorkerError | None:
         """A rank that has ended. Who reads its memory may know before we do, so a moment is waited for it."""
         for _ in range(int(MOMENT / 0.1)):
             if dead := [rank.fate for rank in self._ranks if not rank.alive]:
@@ -128,19 +128,19 @@ class RemoteTrainer:
             await asyncio.sleep(0.1)
         return None
 
-    async def _all(self, verb: str, *args: Any) -> Any:
+    async def _call_ranks(self, verb: str, *args: Any) -> Any:
         answers = [asyncio.ensure_future(getattr(rank, verb)(*args)) for rank in self._ranks]
         try:
             await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
             if any(answer.done() and answer.exception() for answer in answers):
                 await asyncio.wait(answers, timeout=MOMENT)  # one that ended explains what the others complain of
-                raise self._cause(answers)
+                raise self._first_cause(answers)
         finally:
             for answer in answers:
                 answer.cancel()
         return answers[0].result()
 
-    def _cause(self, answers: list[asyncio.Future[Any]]) -> BaseException:
+    def _first_cause(self, answers: list[asyncio.Future[Any]]) -> BaseException:
         """Of several errors the one that others follow from: who ended, then who has not come
         where the others wait, then the first.
         """
@@ -151,12 +151,12 @@ class RemoteTrainer:
         if not isinstance(first, StalledError):
             return first
         late = ", ".join(f"trainer-{i}" for i, answer in enumerate(answers) if not answer.done())
-        return stalled(
+        return stalled_error(
             f"{first}; {f'{late} has not come' if late else 'all of them wait, at different places'}", SilentError
         )
 
 
-def _learn(batch: TrainBatch, told: list[dict[str, Any]]) -> None:
+def _copy_notes(batch: TrainBatch, told: list[dict[str, Any]]) -> None:
     """What the ranks found out about their copies of the samples."""
     for sample, learned in zip(batch.samples, told, strict=True):
         sample.notes.update(learned["notes"])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rondel.algos.table import Algorithm, resolve
+from rondel.algos.table import Algorithm, resolve_algorithm
 from rondel.core.config import OF_GROUPS, Job
 from rondel.core.errors import ConfigError
-from rondel.core.registry import nearest
+from rondel.core.registry import suggest_name
 from rondel.core.types import Task
 
 ALONE = {  # what a row may ask of the whole run, and so of the main row only
@@ -32,21 +32,21 @@ class AlgorithmRows:
     of: dict[str, tuple[Algorithm, float]] = field(default_factory=dict)
 
     @property
-    def all(self) -> list[Algorithm]:
+    def all_rows(self) -> list[Algorithm]:
         return [self.main, *(row for row, _ in self.of.values())]
 
     @property
-    def pupil(self) -> Algorithm | None:
+    def student_row(self) -> Algorithm | None:
         """The first that learns from a teacher."""
-        return next((row for row in self.all if row.needs & TAUGHT), None)
+        return next((row for row in self.all_rows if row.needs & TAUGHT), None)
 
-    def taught(self, stream: str) -> bool:
+    def needs_teacher(self, stream: str) -> bool:
         """Whether a teacher must speak of the samples of a source."""
         return bool(TAUGHT & self.of.get(stream, (self.main, 1.0))[0].needs)
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset().union(*(row.needs for row in self.all))
+        return frozenset().union(*(row.needs for row in self.all_rows))
 
 
 def rows_of(job: Job) -> AlgorithmRows:
@@ -54,12 +54,13 @@ def rows_of(job: Job) -> AlgorithmRows:
     section = {name: value for name, value in job.algo.model_dump().items() if value != {} and name not in OF_GROUPS}
     job.algo._read.update(type(job.algo).model_fields)
     return AlgorithmRows(
-        _row(job, section), {name: _of_source(job, name, dict(table)) for name, table in job.algo.sources.items()}
+        _resolve_row(job, section),
+        {name: _of_source(job, name, dict(table)) for name, table in job.algo.sources.items()},
     )
 
 
 def rows_beside(job: Job) -> list[Algorithm]:
-    return [_row(job, {"kind": beside.kind}) for beside in job.algo.beside]
+    return [_resolve_row(job, {"kind": beside.kind}) for beside in job.algo.beside]
 
 
 def refuse_unknown_sources(job: Job, rows: AlgorithmRows, tasks: list[Task]) -> None:
@@ -70,19 +71,19 @@ def refuse_unknown_sources(job: Job, rows: AlgorithmRows, tasks: list[Task]) -> 
     for where, name in named.items():
         if name not in known:
             raise ConfigError(
-                f"{where} = '{name}': no task has this source.{nearest(name, known)} The tasks are of: "
+                f"{where} = '{name}': no task has this source.{suggest_name(name, known)} The tasks are of: "
                 f"{', '.join(known)}"
             )
     for name in known:
-        if rows.taught(name) and not any(t.source in (None, name) for t in job.model.teachers):
+        if rows.needs_teacher(name) and not any(t.source in (None, name) for t in job.model.teachers):
             raise ConfigError(
                 f"'{name}' learns from a teacher and has none: add one with source = '{name}', or one without a source, "
                 f"which teaches all"
             )
 
 
-def _row(job: Job, section: dict[str, Any]) -> Algorithm:
-    return resolve(section).bounded(job.engine.sampling.max_tokens)
+def _resolve_row(job: Job, section: dict[str, Any]) -> Algorithm:
+    return resolve_algorithm(section).bounded(job.engine.sampling.max_tokens)
 
 
 def _of_source(job: Job, name: str, table: dict[str, Any]) -> tuple[Algorithm, float]:
@@ -93,14 +94,14 @@ def _of_source(job: Job, name: str, table: dict[str, Any]) -> tuple[Algorithm, f
         raise ConfigError(
             f'{where} has no kind: {{ kind = "rloo", weight = 1.0, ... }}, with whatever [algo] says of a row'
         )
-    row = _row(job, table)
+    row = _resolve_row(job, table)
     for need, why in ALONE.items():
         if need in row.needs:
             raise ConfigError(
                 f"{where}.kind = '{row.name}': {why}. Make it the main row, algo.kind, and give the other sources theirs"
             )
     for part in ("kl", "entropy"):
-        if getattr(row, part).steers:
+        if getattr(row, part).is_adaptive:
             raise ConfigError(
                 f"{where}.{part} steers its coefficient, and a run steers that of algo.{part} alone: give it a fixed coef"
             )

@@ -11,7 +11,7 @@ from rondel.algos.table import Algorithm
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment
 from rondel.assemble.rows import AlgorithmRows
-from rondel.assemble.workers import mismatch_bound, replays
+from rondel.assemble.workers import mismatch_bound, replays_routing
 from rondel.core.config import Job
 from rondel.core.types import Group, Sampling, Verdict
 from rondel.driver.demonstration_stream import DemonstrationStream
@@ -58,7 +58,7 @@ class Components:
         return self.rows.main
 
     @property
-    def known(self) -> ModelInfo:
+    def model_info(self) -> ModelInfo:
         return self.placed.known
 
     @property
@@ -70,11 +70,11 @@ class Components:
         return self.placed.trainer
 
     @property
-    def routes(self) -> bool:
+    def replays_routing(self) -> bool:
         """Whether the trainer replays the engine's choice of experts."""
-        return replays(self.job, self.known)
+        return replays_routing(self.job, self.model_info)
 
     @property
     def mismatch_bound(self) -> float:
         """K3 of fresh tokens, in nats a token, above which trainer and engine disagree."""
-        return mismatch_bound(self.job, self.known)
+        return mismatch_bound(self.job, self.model_info)

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from rondel.assemble.workers import pages_of
-from rondel.core.events import Event, Warned, dispensable, subscribe
+from rondel.core.events import Event, Warned, drop_on_failure, subscribe
 from rondel.core.protocols import Transport
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.notebook import speculation_of
 from rondel.generate.engine.server.process import run
 from rondel.generate.engine.server.service import GenerationService, RequestLimits
 from rondel.models.cuda_graphs import serving_pass
-from rondel.models.load import load
+from rondel.models.load import load_model
 from rondel.runtime.devices import Device, pick_device, prepare_process
 from rondel.sync.from_ipc import FromIpc
-from rondel.system.http import bind
-from rondel.text.unicode import visible
+from rondel.system.http import bind_socket
+from rondel.text.unicode import visible_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +44,16 @@ class ServerSettings:
     limits: RequestLimits = field(default_factory=RequestLimits)
 
 
-def serve(model: str | dict[str, Any], settings: ServerSettings, *, ready: Callable[[str, int, str], None]) -> None:
+def serve_model(
+    model: str | dict[str, Any], settings: ServerSettings, *, ready: Callable[[str, int, str], None]
+) -> None:
     """Returns after a drain. `ready(host, port, what)` is called when it listens."""
     prepare_process()
     device_name = pick_device(settings.device)
-    sock = bind(settings.host, settings.port, api_key=settings.api_key)
+    sock = bind_socket(settings.host, settings.port, api_key=settings.api_key)
     device = Device(device_name, settings.threads)
     try:
-        loaded = device.call(lambda: load(model, dtype=settings.dtype, device=device_name))
+        loaded = device.call(lambda: load_model(model, dtype=settings.dtype, device=device_name))
         speculation = device.call(
             lambda: speculation_of(settings.speculative, dtype=settings.dtype, device=device_name)
         )
@@ -87,11 +89,11 @@ def serve(model: str | dict[str, Any], settings: ServerSettings, *, ready: Calla
                 name=name,
                 limits=settings.limits,
                 api_key=settings.api_key,
-                segment=FromIpc.place,
+                segment=FromIpc.segment_address,
             )
             await run(service, sock, drain=settings.drain, ready=lambda: ready(host, port, what))
 
-        stop = subscribe(dispensable("the log of warnings", _warn))
+        stop = subscribe(drop_on_failure("the log of warnings", _print_warning))
         try:
             asyncio.run(main())
         finally:
@@ -101,6 +103,6 @@ def serve(model: str | dict[str, Any], settings: ServerSettings, *, ready: Calla
         device.close()
 
 
-def _warn(event: Event) -> None:
+def _print_warning(event: Event) -> None:
     if isinstance(event, Warned):
-        print(visible(f"warning: {event.message}"), file=sys.stderr, flush=True)
+        print(visible_text(f"warning: {event.message}"), file=sys.stderr, flush=True)

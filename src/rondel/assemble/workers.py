@@ -27,9 +27,9 @@ from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.generate.engine.concurrency import ConcurrencyController
 from rondel.models import adapters, names, nf4, vision
-from rondel.models.aligned_numerics import align
+from rondel.models.aligned_numerics import align_numerics
 from rondel.models.cuda_graphs import serving_pass
-from rondel.models.load import load
+from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.vocabulary import same_words
 from rondel.planner import resolve as planner
@@ -79,7 +79,7 @@ def engine_of(
         kv_pages=pages.value,
         max_running=job.engine.max_running,
         prefill_tokens=job.engine.prefill_tokens,
-        routes=replays(job, loaded),
+        routes=replays_routing(job, loaded),
         speculation=speculation,
         compiled=device.call(serving_pass, loaded, job.engine.max_running) if job.engine.compile else None,
         transports=transports,
@@ -111,10 +111,14 @@ def trainer_of(
     """-> the trainer, and what was resolved for it."""
     micro = planner.micro_tokens(job.trainer.micro_tokens, on_gpu=device.name.startswith("cuda"))
     settings = settings_of(
-        job, sampling, micro.value, replay_routes=replays(job, loaded), mismatch_bound=mismatch_bound(job, loaded)
+        job,
+        sampling,
+        micro.value,
+        replay_routes=replays_routing(job, loaded),
+        mismatch_bound=mismatch_bound(job, loaded),
     )
 
-    def make() -> LocalTrainer:
+    def build_trainer() -> LocalTrainer:
         return LocalTrainer(
             loaded,
             settings,
@@ -129,7 +133,7 @@ def trainer_of(
             claim=claim,
         )
 
-    trainer = device.call(make)
+    trainer = device.call(build_trainer)
     return trainer, {
         "trainer.micro_tokens": f"{micro.value} ({micro.why})",
         "routing_replay": replay_fact(job, loaded),
@@ -149,7 +153,7 @@ class EngineHost:
         self.loaded = self.device.call(policy_of, job, device)
 
     def known(self) -> ModelInfo:
-        return ModelInfo.of(self.loaded)
+        return ModelInfo.from_model(self.loaded)
 
     def open(self, longest: int) -> dict[str, str]:
         """Ready for requests of at most `longest` tokens. -> what was resolved."""
@@ -168,14 +172,14 @@ class EngineHost:
         self.device.close()
 
 
-def follow(job: Job, needs: frozenset[str], sampling: Sampling, device: str, threads: int | None) -> None:
+def follow_leader(job: Job, needs: frozenset[str], sampling: Sampling, device: str, threads: int | None) -> None:
     """A rank that torchrun started beside the one with the loop: does what that one calls."""
     rank, size = torchrun.rank_and_size()
     # it gives its shards and sends nothing itself
     host = TrainerHost(job, needs, sampling, device, threads, FromTensor())
-    calls = host.device.call(torchrun.joined, device, collective_patience(job))
+    calls = host.device.call(torchrun.init_process_groups, device, collective_patience(job))
     host.join(rank, size)
-    torchrun.follow(host, calls)
+    torchrun.follow_leader(host, calls)
 
 
 class TrainerHost:
@@ -211,10 +215,10 @@ class TrainerHost:
         self, rank: int = 0, size: int = 1, address: tuple[str, int] | None = None
     ) -> tuple[ModelInfo, dict[str, str], int]:
         """Returns when all ranks have. -> facts of the model, what was resolved, and the size of a checkpoint."""
-        known = ModelInfo.of(self.loaded)
+        known = ModelInfo.from_model(self.loaded)
         if size > 1:
             # None: torchrun has joined them
-            meeting = None if address is None else self.meeting if rank == 0 else Rendezvous.at(address)
+            meeting = None if address is None else self.meeting if rank == 0 else Rendezvous.connect_to(address)
             patience = collective_patience(self.job)
             self.ranks = self.device.call(
                 lambda: FsdpRank(rank, size, meeting, device=self.device.name, patience=patience)
@@ -225,27 +229,27 @@ class TrainerHost:
         return known, resolved, bytes_needed(self.trainer)
 
     async def annotate(self, batch: TrainBatch, needs: frozenset[str]) -> list[dict[str, Any]]:
-        with self.ranks.together("annotate"):
+        with self.ranks.collective_section("annotate"):
             await self.trainer.annotate(batch, needs)
-        return self._told(batch)
+        return self._sample_notes(batch)
 
     async def step(self, batch: TrainBatch, algo: Any) -> tuple[StepStats, bool, list[dict[str, Any]]]:
-        with self.ranks.together("step"):
+        with self.ranks.collective_section("step"):
             stats = await self.trainer.step(batch, algo)
-        return stats, self.trainer.moved, self._told(batch)
+        return stats, self.trainer.moved, self._sample_notes(batch)
 
-    def _told(self, batch: TrainBatch) -> list[dict[str, Any]]:
-        return [{"notes": s.notes, "advantages": s.advantages} for s in batch.samples] if self.ranks.leads else []
+    def _sample_notes(self, batch: TrainBatch) -> list[dict[str, Any]]:
+        return [{"notes": s.notes, "advantages": s.advantages} for s in batch.samples] if self.ranks.is_leader else []
 
     def __getattr__(self, verb: str) -> Any:
         if verb == "trainer":
             raise AttributeError(verb)
         found = getattr(self.trainer, verb)
-        return self._together(verb, found) if iscoroutinefunction(found) else found
+        return self._call_collectively(verb, found) if iscoroutinefunction(found) else found
 
-    def _together(self, verb: str, found: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    def _call_collectively(self, verb: str, found: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def call(*args: Any) -> Any:
-            with self.ranks.together(verb):
+            with self.ranks.collective_section(verb):
                 return await found(*args)
 
         return call
@@ -266,16 +270,16 @@ def collective_patience(job: Job) -> float:
 def policy_of(job: Job, device: str) -> LoadedModel:
     """As the recipe wants it: adapted, aligned."""
     wanted = job.model.adapter
-    loaded = load(job.model.path, dtype=job.model.dtype, device=device, four_bits=wanted.kind == "qlora")
+    loaded = load_model(job.model.path, dtype=job.model.dtype, device=device, four_bits=wanted.kind == "qlora")
     wanted._read.update(type(wanted).model_fields)  # what has no effect was refused when the recipe was read
     loaded.sight = sight_within(job, loaded.sight, loaded.name)
     if loaded.sight is not None and job.model.tower == "frozen":
-        vision.tower(loaded.model).requires_grad_(False)
+        vision.vision_tower(loaded.model).requires_grad_(False)
     if wanted.kind != "off":
         nf4.refuse_other(loaded.model, loaded.name, wanted=wanted.kind == "qlora")
-        adapters.adapt(loaded, rank=wanted.rank, alpha=wanted.alpha, targets=wanted.targets, seed=job.loop.seed)
+        adapters.add_adapter(loaded, rank=wanted.rank, alpha=wanted.alpha, targets=wanted.targets, seed=job.loop.seed)
     if job.engine.numerics == "aligned":
-        align(loaded)
+        align_numerics(loaded)
     return loaded
 
 
@@ -298,22 +302,22 @@ def sight_within(job: Job, sight: ImageProcessorConfig | None, name: str) -> Ima
         return sight
     if m.image_tokens < 1:
         raise ConfigError(f"model.image_tokens = {m.image_tokens}; an image takes at least 1 token")
-    most = m.image_tokens * sight.cell**2
+    most = m.image_tokens * sight.token_pixels**2
     return replace(sight, most=most, least=min(sight.least, most))
 
 
 def adapter_fact(loaded: LoadedModel) -> str:
     if (adapter := loaded.adapter) is None:
         return "none: every weight is trained"
-    whole, packed = loaded.numbers, nf4.described(loaded.model)
+    whole, packed = loaded.parameter_count, nf4.describe_quantization(loaded.model)
     return (
         f"lora of rank {adapter.config.r}, alpha {adapter.config.lora_alpha}, on {len(adapter.layers)} layers: "
-        f"{adapter.numbers} of {whole} numbers are trained ({adapter.numbers / whole:.1%})"
+        f"{adapter.parameter_count} of {whole} numbers are trained ({adapter.parameter_count / whole:.1%})"
         + (f"; base: {packed}" if packed else "")
     )
 
 
-def replays(job: Job, loaded: LoadedModel | ModelInfo) -> bool:
+def replays_routing(job: Job, loaded: LoadedModel | ModelInfo) -> bool:
     """Whether the trainer sends every token to the experts that the engine sent it to."""
     wanted = job.trainer.routing_replay
     if wanted is True and not loaded.routers:
@@ -329,7 +333,7 @@ def replays(job: Job, loaded: LoadedModel | ModelInfo) -> bool:
 def replay_fact(job: Job, loaded: LoadedModel) -> str:
     if not loaded.routers:
         return "none: a dense model"
-    return f"{'on' if replays(job, loaded) else 'OFF by trainer.routing_replay'}: {loaded.routers} routers"
+    return f"{'on' if replays_routing(job, loaded) else 'OFF by trainer.routing_replay'}: {loaded.routers} routers"
 
 
 def speculation_of(job: Job, device: str) -> SpeculativeDecoder | None:
@@ -340,7 +344,7 @@ def speculation_of(job: Job, device: str) -> SpeculativeDecoder | None:
         return None
     if wanted.model is None:
         return SpeculativeDecoder(wanted.k)
-    return SpeculativeDecoder(wanted.k, DraftModel(load(wanted.model, dtype=job.model.dtype, device=device)))
+    return SpeculativeDecoder(wanted.k, DraftModel(load_model(wanted.model, dtype=job.model.dtype, device=device)))
 
 
 def pupil_of(job: Job, draft: DraftModel) -> DraftTrainer | None:
@@ -408,7 +412,7 @@ def critic_of(job: Job, loaded: LoadedModel, settings: TrainSettings, ranks: Sin
     path = job.trainer.critic.path
     if path is None:
         return Critic(loaded, settings, ranks=ranks)
-    other = load(path, dtype=job.model.dtype, device=str(loaded.device))
+    other = load_model(path, dtype=job.model.dtype, device=str(loaded.device))
     same_words(
         loaded,
         other,
@@ -423,8 +427,8 @@ def teachers_of(job: Job, loaded: LoadedModel, *, full: bool) -> list[Teacher]:
     asked by the driver. `full`: logit by logit.
     """
 
-    def local(path: str | dict[str, Any]) -> LoadedModel:
-        teacher = load(path, dtype=job.model.dtype, device=str(loaded.device))
+    def load_teacher(path: str | dict[str, Any]) -> LoadedModel:
+        teacher = load_model(path, dtype=job.model.dtype, device=str(loaded.device))
         remedy = "It cannot say how likely the policy's tokens are: take a teacher of the same family"
         same_words(loaded, teacher, who=f"model.teacher = {path!r}", remedy=remedy)
         if full and (ours := len(loaded.head.weight)) != (theirs := len(teacher.head.weight)):
@@ -436,7 +440,7 @@ def teachers_of(job: Job, loaded: LoadedModel, *, full: bool) -> list[Teacher]:
         teacher.model.requires_grad_(False)
         return teacher
 
-    return [Teacher(None if t.path is None else local(t.path), t.weight, t.source) for t in job.model.teachers]
+    return [Teacher(None if t.path is None else load_teacher(t.path), t.weight, t.source) for t in job.model.teachers]
 
 
 def teachers_fact(job: Job) -> str:
@@ -472,7 +476,7 @@ def pages_of(
     )
     if own:
         vocab, hidden = loaded.head.weight.shape
-        version = sum(t.nbytes for _, t in names.weights(loaded.model)) if staged else 0
+        version = sum(t.nbytes for _, t in names.named_weights(loaded.model)) if staged else 0
         reserve = planner.engine_reserve(
             memory=memory,
             hidden=hidden,

@@ -18,7 +18,7 @@ from rondel.core.config import Job
 from rondel.core.events import StepDone, subscribe
 from rondel.models.load import pick_dtype
 from rondel.planner import cost
-from rondel.planner.hardware import DEVICES, GB, TERA, Hardware, remember
+from rondel.planner.hardware import DEVICES, GB, TERA, Hardware, save_calibration
 from rondel.planner.workload import Workload, of_job
 
 SMALL = {
@@ -51,8 +51,8 @@ def calibrate() -> str:
     width = 2 if pick_dtype("auto", "cpu") == torch.bfloat16 else 4
     on = replace(
         DEVICES["cpu"],
-        flops=gemm(width) * width / 2,
-        bandwidth=copying(),
+        flops=measure_gemm(width) * width / 2,
+        bandwidth=measure_copy(),
         efficiency=1.0,
         stream=1.0,
         decode_efficiency=1.0,
@@ -61,10 +61,13 @@ def calibrate() -> str:
         answer=0.0,
         row=0.0,
     )
-    long, many = measured(job_of(SMALL, width, groups=8, new=48)), measured(job_of(SMALL, width, groups=32, new=8))
-    found = fitted(on, long, many, measured(job_of(LARGE, width, groups=8, new=32)))
+    long, many = (
+        measure_run(job_of(SMALL, width, groups=8, new=48)),
+        measure_run(job_of(SMALL, width, groups=32, new=8)),
+    )
+    found = fit_hardware(on, long, many, measure_run(job_of(LARGE, width, groups=8, new=32)))
     found = replace(found, source=f"measured on this machine, {time.strftime('%Y-%m-%d')}")
-    file = remember(found)
+    file = save_calibration(found)
     return (
         f"{found.flops / TERA:.3g} TFLOP/s in bf16 terms, memory {found.bandwidth / GB:.1f} GB/s; training reaches "
         f"{found.efficiency:.0%}, decoding "
@@ -77,16 +80,16 @@ def calibrate() -> str:
 Run = tuple[Workload, PaceMedians]
 
 
-def fitted(on: Hardware, long: Run, many: Run, large: Run) -> Hardware:
+def fit_hardware(on: Hardware, long: Run, many: Run, large: Run) -> Hardware:
     """Costs that no size explains, and shares of the peak, by turns: each is what the
     other leaves of the measured times.
     """
     for _ in range(12):
-        on = shares(calls(on, long, many), large)
+        on = measure_shares(fit_call_costs(on, long, many), large)
     return on
 
 
-def calls(on: Hardware, long: Run, many: Run) -> Hardware:
+def fit_call_costs(on: Hardware, long: Run, many: Run) -> Hardware:
     """Two runs of a small model, few long answers and many short ones, without its arithmetic:
     what a layer costs and what an answer, twice.
     """
@@ -95,14 +98,16 @@ def calls(on: Hardware, long: Run, many: Run) -> Hardware:
     for setting, paced in (long, many):
         plain = replace(setting, hardware=bare)
         layers, samples = setting.shape.layers, setting.samples
-        written.append((setting.output * layers, samples, max(0.0, paced.generate - cost.generation(plain).seconds)))
+        written.append(
+            (setting.output * layers, samples, max(0.0, paced.generate - cost.generation_time(plain).seconds))
+        )
         trained.append((layers, samples, max(0.0, paced.train - cost.train_seconds(plain))))
-    overhead, answer = solved(*written)
-    passes, row = solved(*trained)
+    overhead, answer = solve_pair(*written)
+    passes, row = solve_pair(*trained)
     return replace(on, overhead=overhead, answer=answer, calls=passes, row=row)
 
 
-def solved(first: tuple[float, float, float], second: tuple[float, float, float]) -> tuple[float, float]:
+def solve_pair(first: tuple[float, float, float], second: tuple[float, float, float]) -> tuple[float, float]:
     """x, y of a·x + b·y = c twice; neither is less than 0."""
     (a, b, c), (d, e, f) = first, second
     x, y = (c * e - b * f) / (a * e - b * d), (a * f - c * d) / (a * e - b * d)
@@ -111,14 +116,18 @@ def solved(first: tuple[float, float, float], second: tuple[float, float, float]
     return (x, y) if y >= 0 else ((c / a + f / d) / 2, 0.0)
 
 
-def shares(on: Hardware, large: Run) -> Hardware:
+def measure_shares(on: Hardware, large: Run) -> Hardware:
     """What is left of a larger model's time, as shares of the peak."""
     setting, paced = large
     bare = replace(setting, hardware=on)
     flops = on.flops * 2 / setting.width
     left = paced.generate - setting.samples * on.answer - setting.output * on.overhead * setting.shape.layers
     decode = (
-        2 * setting.shape.active * (setting.new_tokens + setting.prompts * setting.prompt) / max(1e-3, left) / flops
+        2
+        * setting.shape.active_parameters
+        * (setting.new_tokens + setting.prompts * setting.prompt)
+        / max(1e-3, left)
+        / flops
     )
     left = paced.train - cost.calls_seconds(bare) - cost.update_seconds(bare)
     trained = (
@@ -144,17 +153,17 @@ def job_of(model: dict[str, Any], width: int, *, groups: int, new: int) -> Job:
     )
 
 
-def measured(job: Job, *, first: int = 1) -> tuple[Workload, PaceMedians]:
+def measure_run(job: Job, *, first: int = 1) -> tuple[Workload, PaceMedians]:
     """Run it in a folder of its own. -> its setting with the lengths that it had, and its pace
     after the first steps.
     """
     done: list[StepDone] = []
 
-    def note(event: Any) -> None:
+    def record_step(event: Any) -> None:
         if isinstance(event, StepDone):
             done.append(event)
 
-    end = subscribe(note)
+    end = subscribe(record_step)
     try:
         with tempfile.TemporaryDirectory(prefix="paced-") as folder:
             train(job.model_copy(update={"run": job.run.model_copy(update={"folder": folder})}), quiet=True)
@@ -162,30 +171,30 @@ def measured(job: Job, *, first: int = 1) -> tuple[Workload, PaceMedians]:
         end()
     counted = done[first:]
 
-    def middle(of: Callable[[StepDone], float]) -> float:
+    def median_of(of: Callable[[StepDone], float]) -> float:
         return float(median(of(event) for event in counted))
 
-    new, packed = middle(lambda e: e.metrics["train/tokens"]), middle(lambda e: e.metrics["train/packed_tokens"])
-    paced = PaceMedians(middle(lambda e: e.seconds["wait"]), middle(lambda e: e.seconds["train"]), new, packed)
+    new, packed = median_of(lambda e: e.metrics["train/tokens"]), median_of(lambda e: e.metrics["train/packed_tokens"])
+    paced = PaceMedians(median_of(lambda e: e.seconds["wait"]), median_of(lambda e: e.seconds["train"]), new, packed)
     setting = of_job(job)
     prompt = max(1, round((packed - new) / setting.prompts))
     return replace(setting, prompt=prompt, mean=new / setting.samples, assumed=()), paced
 
 
-def gemm(width: int, size: int = 2048) -> float:
+def measure_gemm(width: int, size: int = 2048) -> float:
     """FLOP/s of one large product in the dtype that models compute in, the best of several."""
     dtype = torch.bfloat16 if width == 2 else torch.float32
     a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-    return 2 * size**3 / _best(lambda: torch.matmul(a, b))
+    return 2 * size**3 / _best_seconds(lambda: torch.matmul(a, b))
 
 
-def copying(numbers: int = 1 << 26) -> float:
+def measure_copy(numbers: int = 1 << 26) -> float:
     """Bytes a second of a large copy, read and written."""
     a, b = torch.zeros(numbers), torch.ones(numbers)
-    return 2 * 4 * numbers / _best(lambda: b.copy_(a))
+    return 2 * 4 * numbers / _best_seconds(lambda: b.copy_(a))
 
 
-def _best(work: Callable[[], Any]) -> float:
+def _best_seconds(work: Callable[[], Any]) -> float:
     times = []
     for _ in range(6):
         began = time.perf_counter()

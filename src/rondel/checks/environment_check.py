@@ -12,7 +12,7 @@ from typing import Any
 
 from rondel.assemble.components import LENDS, env_of, sampling_of
 from rondel.assemble.workers import sight_within
-from rondel.checks.scripted_policy import RequestBarrier, Script, ScriptedEpisode, ScriptedStage, scripts
+from rondel.checks.scripted_policy import RequestBarrier, Script, ScriptedEpisode, ScriptedStage, build_scripts
 from rondel.core.config import Job
 from rondel.core.errors import RondelError
 from rondel.core.types import Failed, Score, Task
@@ -20,10 +20,10 @@ from rondel.driver.event_loop_watchdog import EventLoopWatchdog
 from rondel.generate.envs.sources import load_tasks
 from rondel.generate.envs.tools import Tools
 from rondel.models.load import tokenizer_of
-from rondel.score import addresses
+from rondel.score import reward_urls
 from rondel.score.pool import RewardPool
-from rondel.score.preflight import PAID, CheckFinding, Scores, judged, p95
-from rondel.score.result import placed, read
+from rondel.score.preflight import PAID, CheckFinding, Scores, judge_scores, p95
+from rondel.score.result import check_score, read_score
 
 JUDGED = ("gold", "empty", "wrong")
 ODD = 5  # tasks for scripts that no answer deserves
@@ -48,7 +48,7 @@ def check_env(job: Job, *, n: int = 20, timeout: float = 60.0, patience: float =
     """The first n tasks of a recipe in its environment, under its reward. A fault of the recipe is a finding, too."""
     try:
         found = load_tasks(job.task.data, env=job.task.env)
-        env, tasks = env_of(job, found), found.train[: min(n, PAID) if addresses(job.task.reward) else n]
+        env, tasks = env_of(job, found), found.train[: min(n, PAID) if reward_urls(job.task.reward) else n]
         tokenizer, context, sight = tokenizer_of(job.model.path)
         sight = sight_within(job, sight, str(job.model.path))
         stage = ScriptedStage(env, tokenizer, sampling_of(job), context, job.task.system, timeout, sight)
@@ -69,23 +69,23 @@ class _Check:
         self, job: Job, stage: ScriptedStage, tasks: Sequence[Task], patience: float, pool: list[RewardPool]
     ) -> None:
         self.job, self.stage, self.tasks, self.patience, self.pool = job, stage, tasks, patience, pool
-        self.scripts = scripts(stage.tokenizer, tasks, stage.env)
+        self.scripts = build_scripts(stage.tokenizer, tasks, stage.env)
         self.figures: dict[str, float] = {"tasks": len(tasks)}
         self.own = 0  # episodes that the environment scored itself
         self.rewards: list[float] = []  # seconds of its calls
 
     async def run(self) -> EnvironmentReport:
-        opened = _counted(self.stage.env)
+        opened = _count_tool_instances(self.stage.env)
         with EventLoopWatchdog() as stalls:
             played = await self._all_of_them()
             again, together, alone, at_once = await self._at_once()
-            await self.stage.play("dies", self.tasks[0], self.scripts["empty"], dies=True)
-        left = await _left()
+            await self.stage.play_episode("dies", self.tasks[0], self.scripts["empty"], dies=True)
+        left = await _leftover_tasks()
         everything = [*played, *again, *at_once]
-        found = [self._runs(everything), _record(everything), self._budget(everything)]
-        found += await self._scores(played)
+        found = [self._check_faults(everything), _check_record(everything), self._check_budget(everything)]
+        found += await self._check_scores(played)
         found += [
-            _closed(opened, left),
+            _check_closed(opened, left),
             CheckFinding(
                 "blocking",
                 not stalls.longest,
@@ -95,9 +95,9 @@ class _Check:
                 "await what waits, or call it through asyncio.to_thread: one that blocks stops every episode of the "
                 "run",
             ),
-            self._together(together, alone, at_once),
-            self._same(played, again),
-            *self._times(played),
+            self._check_concurrency(together, alone, at_once),
+            self._check_determinism(played, again),
+            *self._check_times(played),
         ]
         self.figures["stall_s"] = stalls.longest
         return EnvironmentReport(found, self.figures)
@@ -106,14 +106,14 @@ class _Check:
         """Every script on every task that it suits, a few episodes at a time."""
         lanes = asyncio.Semaphore(TOGETHER)
 
-        async def one(name: str, task: Task, script: Script) -> ScriptedEpisode:
+        async def play_one(name: str, task: Task, script: Script) -> ScriptedEpisode:
             async with lanes:
-                return await self.stage.play(name, task, script)
+                return await self.stage.play_episode(name, task, script)
 
         asked = []
         for name, script in self.scripts.items():
             tasks = self.tasks if name in JUDGED else self.tasks[:ODD]
-            asked += [one(name, task, script) for task in tasks if name != "gold" or self._has_gold(task)]
+            asked += [play_one(name, task, script) for task in tasks if name != "gold" or self._has_gold(task)]
         return list(await asyncio.gather(*asked))
 
     def _has_gold(self, task: Task) -> bool:
@@ -125,24 +125,24 @@ class _Check:
         """
         loop, few = asyncio.get_running_loop(), self.tasks[:TOGETHER]
         began = loop.time()
-        again = [await self.stage.play("wrong", task, self.scripts["wrong"]) for task in few]
+        again = [await self.stage.play_episode("wrong", task, self.scripts["wrong"]) for task in few]
         alone = loop.time() - began
         began = loop.time()
-        await asyncio.gather(*(self.stage.play("wrong", task, self.scripts["wrong"]) for task in few))
+        await asyncio.gather(*(self.stage.play_episode("wrong", task, self.scripts["wrong"]) for task in few))
         self.figures["together"] = (loop.time() - began) / max(alone, 1e-9)
         meeting = RequestBarrier(len(few), self.patience)
         met = await asyncio.gather(
-            *(self.stage.play("wrong", task, self.scripts["wrong"], meeting=meeting) for task in few)
+            *(self.stage.play_episode("wrong", task, self.scripts["wrong"], meeting=meeting) for task in few)
         )
         return again, meeting.most, alone, list(met)
 
-    def _runs(self, played: list[ScriptedEpisode]) -> CheckFinding:
+    def _check_faults(self, played: list[ScriptedEpisode]) -> CheckFinding:
         faults = [p for p in played if p.fault]
         if not faults:
             return CheckFinding(
                 "runs", True, f"{len(played)} episodes of {len(self.scripts)} scripts ended without a fault"
             )
-        message = f"{len(faults)} of {len(played)} episodes broke; {faults[0].where}: {faults[0].fault}"
+        message = f"{len(faults)} of {len(played)} episodes broke; {faults[0].episode_label}: {faults[0].fault}"
         return CheckFinding(
             "runs",
             False,
@@ -150,20 +150,25 @@ class _Check:
             "whatever the policy writes is an answer to read or to score; raise only when the world breaks",
         )
 
-    def _budget(self, played: list[ScriptedEpisode]) -> CheckFinding:
+    def _check_budget(self, played: list[ScriptedEpisode]) -> CheckFinding:
         rule = "give messages through chat.give alone, and end the episode when reply() says 'length' or the turns are over"
         for p in played:
             longest = max((len(t.tokens) for t in p.trajectories), default=0)
             if longest > self.stage.max_context:
                 return CheckFinding(
-                    "budget", False, f"{p.where}: {longest} tokens, the context holds {self.stage.max_context}", rule
+                    "budget",
+                    False,
+                    f"{p.episode_label}: {longest} tokens, the context holds {self.stage.max_context}",
+                    rule,
                 )
             if any(r.sampling.max_tokens > self.stage.sampling.max_tokens for r, _ in p.actor.drawn):
                 return CheckFinding(
-                    "budget", False, f"{p.where}: it asks for more than engine.sampling.max_tokens", rule
+                    "budget", False, f"{p.episode_label}: it asks for more than engine.sampling.max_tokens", rule
                 )
-            if p.actor.asked > self.stage.most or f"of at most {self.stage.most}" in p.fault:
-                return CheckFinding("budget", False, f"{p.where}: more than {self.stage.most} replies", rule)
+            if p.actor.asked > self.stage.max_turns or f"of at most {self.stage.max_turns}" in p.fault:
+                return CheckFinding(
+                    "budget", False, f"{p.episode_label}: more than {self.stage.max_turns} replies", rule
+                )
         turns = max(p.actor.asked for p in played)
         longest = max((len(t.tokens) for p in played for t in p.trajectories), default=0)
         self.figures |= {"turns": turns, "tokens": longest}
@@ -171,13 +176,13 @@ class _Check:
             "budget", True, f"at most {turns} replies and {longest} tokens an episode, of {self.stage.max_context}"
         )
 
-    async def _scores(self, played: list[ScriptedEpisode]) -> list[CheckFinding]:
+    async def _check_scores(self, played: list[ScriptedEpisode]) -> list[CheckFinding]:
         scores: Scores = {name: [] for name in JUDGED}
         failed: list[tuple[str, Task, Failed]] = []
         values: list[float] = []
         ended = [p for p in played if p.trajectories and not p.fault]
         for p in ended:
-            score = await self._score(p)
+            score = await self._score_episode(p)
             if isinstance(score, Failed):
                 failed.append((p.script, p.task, score))
                 continue
@@ -198,15 +203,15 @@ class _Check:
             return [
                 *found,
                 CheckFinding("gold", True, told),
-                *judged({"gold": [], "empty": [], "wrong": []}, failed, len(ended))[:1],
+                *judge_scores({"gold": [], "empty": [], "wrong": []}, failed, len(ended))[:1],
             ]
-        return found + judged(scores, failed, len(ended))
+        return found + judge_scores(scores, failed, len(ended))
 
-    async def _score(self, played: ScriptedEpisode) -> Score | Failed:
+    async def _score_episode(self, played: ScriptedEpisode) -> Score | Failed:
         root = played.trajectories[0]
         if root.score is not None:
             self.own += 1
-            return placed(root.score if isinstance(root.score, Failed) else read(root.score), root)
+            return check_score(root.score if isinstance(root.score, Failed) else read_score(root.score), root)
         if not self.pool:
             t = self.job.task
             self.pool.append(RewardPool(t.reward, workers=t.reward_workers, timeout=t.reward_timeout, lends=LENDS))
@@ -215,7 +220,7 @@ class _Check:
         self.rewards.append(asyncio.get_running_loop().time() - began)
         return score
 
-    def _together(self, met: int, alone: float, at_once: list[ScriptedEpisode]) -> CheckFinding:
+    def _check_concurrency(self, met: int, alone: float, at_once: list[ScriptedEpisode]) -> CheckFinding:
         n, ratio = len(at_once), self.figures["together"]
         if met < n:
             message = f"of {n} episodes begun at once {met} asked the policy; the others waited for these to end"
@@ -227,10 +232,10 @@ class _Check:
         )
         return CheckFinding("together", True, f"{n} episodes at once ask side by side; {took}")
 
-    def _same(self, played: list[ScriptedEpisode], again: list[ScriptedEpisode]) -> CheckFinding:
+    def _check_determinism(self, played: list[ScriptedEpisode], again: list[ScriptedEpisode]) -> CheckFinding:
         """Told, and not required: the world may draw."""
-        first = {p.task.id: p.told for p in played if p.script == "wrong"}
-        other = sum(first[p.task.id] != p.told for p in again)
+        first = {p.task.id: p.environment_tokens for p in played if p.script == "wrong"}
+        other = sum(first[p.task.id] != p.environment_tokens for p in again)
         self.figures["differ"] = other
         said = (
             f"{other} of {len(again)} differ in what the environment gives: a resumed run will not be bit-equal"
@@ -239,8 +244,8 @@ class _Check:
         )
         return CheckFinding("same twice", True, said)
 
-    def _times(self, played: list[ScriptedEpisode]) -> list[CheckFinding]:
-        def told(what: str, seconds: list[float]) -> CheckFinding:
+    def _check_times(self, played: list[ScriptedEpisode]) -> list[CheckFinding]:
+        def time_finding(what: str, seconds: list[float]) -> CheckFinding:
             self.figures |= {f"{what}_median_s": statistics.median(seconds), f"{what}_p95_s": p95(seconds)}
             return CheckFinding(
                 f"time: {what}",
@@ -249,31 +254,31 @@ class _Check:
             )
 
         calls = [p.seconds / max(1, p.actor.asked) for p in played]
-        return [told("env", calls), *([told("reward", self.rewards)] if self.rewards else [])]
+        return [time_finding("env", calls), *([time_finding("reward", self.rewards)] if self.rewards else [])]
 
 
-def _record(played: list[ScriptedEpisode]) -> CheckFinding:
-    wrong = [(p, said) for p in played if (said := p.misrecorded())]
+def _check_record(played: list[ScriptedEpisode]) -> CheckFinding:
+    wrong = [(p, said) for p in played if (said := p.find_misrecording())]
     if not wrong:
         return CheckFinding("record", True, "every token is masked as given, or is one that the policy drew there")
     p, said = wrong[0]
     return CheckFinding(
-        "record", False, f"{p.where}: {said}", "leave chat.trajectory to the chat: give() and reply() write it"
+        "record", False, f"{p.episode_label}: {said}", "leave chat.trajectory to the chat: give() and reply() write it"
     )
 
 
-def _counted(env: Any) -> dict[str, list[int]]:
+def _count_tool_instances(env: Any) -> dict[str, list[int]]:
     """Tools of a class are made and closed under count: name -> [made, closed]."""
     counts: dict[str, list[int]] = {}
     if not isinstance(env, Tools):
         return counts
     for place, one in enumerate(env.classes):
         if isinstance(one, type) and hasattr(one, "close"):
-            env.classes[place] = _counting(one, counts.setdefault(one.__name__, [0, 0]))
+            env.classes[place] = _counting_class(one, counts.setdefault(one.__name__, [0, 0]))
     return counts
 
 
-def _counting(one: type, count: list[int]) -> type:
+def _counting_class(one: type, count: list[int]) -> type:
     class CallCounts(one):  # type: ignore[misc]
         def __init__(self, task: Task) -> None:
             super().__init__(task)
@@ -287,7 +292,7 @@ def _counting(one: type, count: list[int]) -> type:
     return CallCounts
 
 
-async def _left() -> int:
+async def _leftover_tasks() -> int:
     """Tasks of the event loop that outlive their episodes."""
     for _ in range(60):
         left = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
@@ -297,7 +302,7 @@ async def _left() -> int:
     return len(left)
 
 
-def _closed(opened: dict[str, list[int]], left: int) -> CheckFinding:
+def _check_closed(opened: dict[str, list[int]], left: int) -> CheckFinding:
     open_still = {name: made - closed for name, (made, closed) in opened.items() if made != closed}
     if open_still or left:
         what = ", ".join(

@@ -18,8 +18,8 @@ from rondel.core.types import Failed, Group, Slot, Task
 from rondel.driver.rollouts import prepare, rollouts_of
 from rondel.planner.resolve import free_memory
 from rondel.runtime.devices import prepare_process
-from rondel.runtime.sandbox.probe import isolation
-from rondel.score import kinds
+from rondel.runtime.sandbox.probe import find_isolation
+from rondel.score import reward_kinds
 from rondel.score.preflight import GROUPS, CheckFinding, check_reward
 from rondel.train.checkpoint import Checkpoints
 
@@ -37,29 +37,29 @@ def check(job: Job, *, asked: bool = False) -> list[CheckFinding]:
         return [CheckFinding("recipe", False, str(error))]
     try:
         found = [
-            CheckFinding("recipe", True, f"{parts.row.name} on {parts.known.name}: {batch_line(job)}"),
-            _tasks(parts),
+            CheckFinding("recipe", True, f"{parts.row.name} on {parts.model_info.name}: {batch_line(job)}"),
+            _check_tasks(parts),
         ]
-        if told := read_as_text(all_tasks(parts.tasks, parts.shown), parts.known.tokenizer):
+        if told := read_as_text(all_tasks(parts.tasks, parts.shown), parts.model_info.tokenizer):
             found.append(CheckFinding("control tokens", True, told))
-        found += [CheckFinding(f"policy {name}", True, _policy(parts, name)) for name in job.policies]
-        found += _boxes(job)
-        found += asyncio.run(_live(parts, asked=asked))
-        return [*found, _memory(parts), _disk(parts)]
+        found += [CheckFinding(f"policy {name}", True, _describe_policy(parts, name)) for name in job.policies]
+        found += _check_sandboxes(job)
+        found += asyncio.run(_check_live(parts, asked=asked))
+        return [*found, _check_memory(parts), _check_disk(parts)]
     finally:
         parts.close()
 
 
-def _policy(parts: Components, name: str) -> str:
+def _describe_policy(parts: Components, name: str) -> str:
     """Who plays it, and what becomes of it."""
-    agents = ", ".join(agent for agent, plays in parts.job.cast.items() if plays == name)
+    agents = ", ".join(agent for agent, plays in parts.job.agent_policies.items() if plays == name)
     lr = parts.job.of_policy(name).trainer.lr
     return f"plays {agents} with {parts.placed.others[name].name}, " + (
         "frozen" if parts.job.policies[name].frozen else f"lr {lr:g}"
     )
 
 
-def _tasks(parts: Components) -> CheckFinding:
+def _check_tasks(parts: Components) -> CheckFinding:
     t = parts.tasks
     dropped = {
         f"duplicate{'s' * (t.duplicates != 1)}": t.duplicates,
@@ -78,12 +78,12 @@ def _tasks(parts: Components) -> CheckFinding:
     )
 
 
-def _boxes(job: Job) -> list[CheckFinding]:
+def _check_sandboxes(job: Job) -> list[CheckFinding]:
     """Whether code of the policy runs, and behind what; a recipe that has none for it was not built."""
     python = "python" in job.task.tools
-    if not python and "code" not in kinds(job.task.reward):
+    if not python and "code" not in reward_kinds(job.task.reward):
         return []
-    found = [CheckFinding("sandbox", True, isolation().line())]
+    found = [CheckFinding("sandbox", True, find_isolation().summary_line())]
     return [*found, _python_tool()] if python else found
 
 
@@ -105,23 +105,23 @@ def _python_tool() -> CheckFinding:
     )
 
 
-async def _live(parts: Components, *, asked: bool) -> list[CheckFinding]:
+async def _check_live(parts: Components, *, asked: bool) -> list[CheckFinding]:
     rewards = await check_reward(parts.pool, parts.tasks.train)
     found = [CheckFinding(f"reward: {f.what}", f.ok, f.message, f.remedy) for f in rewards]
     await parts.sync(parts.trainer, parts.engine)
     rollouts = rollouts_of(parts)
     tasks = parts.tasks.train[:GROUPS]
 
-    async def one(number: int) -> Group:
-        group = await rollouts.attempt(Slot(number, tasks[number], 0))
+    async def attempt_group(number: int) -> Group:
+        group = await rollouts.generate_group(Slot(number, tasks[number], 0))
         await rollouts.score(group)
         return group
 
-    groups = list(await asyncio.gather(*(one(n) for n in range(len(tasks)))))
-    return [*found, *_signal(parts, groups), *await self_test(parts, groups, prepare, asked=asked)]
+    groups = list(await asyncio.gather(*(attempt_group(n) for n in range(len(tasks)))))
+    return [*found, *_check_signal(parts, groups), *await self_test(parts, groups, prepare, asked=asked)]
 
 
-def _signal(parts: Components, groups: list[Group]) -> list[CheckFinding]:
+def _check_signal(parts: Components, groups: list[Group]) -> list[CheckFinding]:
     answers = [t for g in groups for t in g.trajectories]
     silent = parts.job.policies.keys() - {t.policy for t in answers}
     failed = [t.score for t in answers if isinstance(t.score, Failed)]
@@ -164,22 +164,24 @@ def _signal(parts: Components, groups: list[Group]) -> list[CheckFinding]:
     return found
 
 
-def _memory(parts: Components) -> CheckFinding:
+def _check_memory(parts: Components) -> CheckFinding:
     trainers = parts.placed.trainers.values()
     owners = [owner for t in trainers for owner in (t.weights, *([t.critic.weights] if t.critic else []))]
     held = parts.trainer.offload.memory()
     loaded = sum(held.get(name, 0) for name in ("weights", "critic"))  # a frozen base included
-    loaded += sum(parts.placed.others[name].bytes for name, policy in parts.job.policies.items() if policy.frozen)
+    loaded += sum(
+        parts.placed.others[name].weight_bytes for name, policy in parts.job.policies.items() if policy.frozen
+    )
     needed = sum(
         4 * m.numel() * (4 if m is not p else 3) for owner in owners for p, m in zip(owner.compute, owner.masters)
     )
     free = free_memory()  # beside the copy that computes: master, gradient, two moments
     several = f" of {len(trainers)} policies" if len(trainers) > 1 else ""
-    message = f"weights{several} {_size(loaded)}; training needs {_size(needed)} more, {_size(free)} are free"
+    message = f"weights{several} {_format_bytes(loaded)}; training needs {_format_bytes(needed)} more, {_format_bytes(free)} are free"
     return CheckFinding("memory", needed < free, message, "a smaller model, or a machine with more memory")
 
 
-def _disk(parts: Components) -> CheckFinding:
+def _check_disk(parts: Components) -> CheckFinding:
     folder = Path(parts.job.run.folder)
     existing = next((p for p in [folder, *folder.parents] if p.is_dir()), Path(tempfile.gettempdir()))
     needed = parts.placed.checkpoint_bytes
@@ -188,10 +190,10 @@ def _disk(parts: Components) -> CheckFinding:
     except CheckpointError as error:
         return CheckFinding("disk", False, str(error))
     return CheckFinding(
-        "disk", True, f"a checkpoint takes {_size(needed)}; the newest {parts.job.run.checkpoint.keep} are kept"
+        "disk", True, f"a checkpoint takes {_format_bytes(needed)}; the newest {parts.job.run.checkpoint.keep} are kept"
     )
 
 
-def _size(n: float) -> str:
+def _format_bytes(n: float) -> str:
     """1.4e6 -> "1.4 MB": a small model's weights are not 0.00 GB."""
     return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"

@@ -20,7 +20,7 @@ from rondel.core.media import ImageProcessorConfig
 from rondel.core.types import Completion, EnvFault, Request, Sampling, Task, Trajectory
 from rondel.generate.envs.calls import JsonCalls
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.episode import episode_of, rooted
+from rondel.generate.envs.episode import assign_parents, episode_of
 from rondel.generate.envs.template import Schemas, Template
 
 Script = Callable[[Task, int], "str | list[int]"]
@@ -34,7 +34,7 @@ class RequestBarrier:
     def __init__(self, n: int, patience: float) -> None:
         self.n, self.patience, self.most, self._all = n, patience, 0, asyncio.Event()
 
-    async def arrive(self) -> None:
+    async def wait_for_all(self) -> None:
         if not self._all.is_set():
             self.most += 1
             if self.most == self.n:
@@ -69,14 +69,14 @@ class ScriptedPolicy:
         if turn >= self.most:
             raise EnvError(f"it asks for reply {turn + 1} of at most {self.most}")
         if self.meeting is not None and not turn:
-            await self.meeting.arrive()
+            await self.meeting.wait_for_all()
         await asyncio.sleep(0)
-        done = self._said(request, turn)
+        done = self._scripted_completion(request, turn)
         self.drawn.append((request, done))
         self.seconds += time.perf_counter() - began
         return done
 
-    def _said(self, request: Request, turn: int) -> Completion:
+    def _scripted_completion(self, request: Request, turn: int) -> Completion:
         said, sampling = self.script(self.task, turn), request.sampling
         end = self.tokenizer.eos_token_id
         tokens = said if isinstance(said, list) else [*self.tokenizer.encode(said, add_special_tokens=False), end]
@@ -115,15 +115,15 @@ class ScriptedEpisode:
     seconds: float = 0.0  # without the engine's
 
     @property
-    def where(self) -> str:
+    def episode_label(self) -> str:
         return f"script '{self.script}', task {self.task.id}"
 
     @property
-    def told(self) -> list[list[int]]:
+    def environment_tokens(self) -> list[list[int]]:
         """What the environment gave, of each trajectory."""
         return [[token for token, mine in zip(t.tokens, t.mask) if not mine] for t in self.trajectories]
 
-    def misrecorded(self) -> str:
+    def find_misrecording(self) -> str:
         """Law 5: each run of the policy's tokens is one of its replies, to the letter,
         behind the tokens that it was given.
         """
@@ -167,14 +167,14 @@ class ScriptedStage:
     sight: ImageProcessorConfig | None = None
 
     @property
-    def most(self) -> int:
+    def max_turns(self) -> int:
         turns = getattr(self.env, "turns", None)
         return turns if isinstance(turns, int) and turns < RUNAWAY else RUNAWAY
 
-    async def play(
+    async def play_episode(
         self, name: str, task: Task, script: Script, *, meeting: RequestBarrier | None = None, dies: bool = False
     ) -> ScriptedEpisode:
-        actor = ScriptedPolicy(self.tokenizer, task, script, self.most, meeting, dies)
+        actor = ScriptedPolicy(self.tokenizer, task, script, self.max_turns, meeting, dies)
         chat = WatchedChat(
             self.tokenizer,
             actor.generate,
@@ -184,24 +184,24 @@ class ScriptedStage:
             system=self.system,
             sight=self.sight,
         )
-        chat.most = self.most
+        chat.most = self.max_turns
         played, began = ScriptedEpisode(name, task, [], actor), time.perf_counter()
         try:
             async with asyncio.timeout(self.timeout) as limit:
-                played.trajectories = rooted(await episode_of(self.env, task, chat))
+                played.trajectories = assign_parents(await episode_of(self.env, task, chat))
         except TimeoutError as error:
             played.fault = f"it did not end within {self.timeout:g} s" if limit.expired() else f"TimeoutError: {error}"
         except Exception as error:  # an environment raises whatever it likes
             played.fault = "" if dies else f"{type(error).__name__}: {error}"
         if meeting is not None and not actor.asked:
-            await meeting.arrive()
+            await meeting.wait_for_all()
         played.seconds = time.perf_counter() - began - actor.seconds
         broken = next((t.outcome.reason for t in played.trajectories if isinstance(t.outcome, EnvFault)), "")
         played.fault = played.fault or broken
         return played
 
 
-def scripts(tokenizer: Any, tasks: Sequence[Task], env: Any) -> dict[str, Script]:
+def build_scripts(tokenizer: Any, tasks: Sequence[Task], env: Any) -> dict[str, Script]:
     """What a policy may do, at its best and worst. Gold is the environment's own
     `gold(task)`, a list of replies, or the task's answer.
     """
@@ -211,31 +211,31 @@ def scripts(tokenizer: Any, tasks: Sequence[Task], env: Any) -> dict[str, Script
     )
     wrong_calls = _wrong_calls(tokenizer, env, tasks[0])
 
-    def drawn(task: Task, turn: int, n: int) -> list[int]:
+    def random_tokens(task: Task, turn: int, n: int) -> list[int]:
         return random.Random(f"{task.id}/{turn}").choices(plain, k=n)
 
-    def gold(task: Task, turn: int) -> str:
+    def gold_reply(task: Task, turn: int) -> str:
         if hasattr(env, "gold"):
             replies = list(env.gold(task))
             return str(replies[min(turn, len(replies) - 1)])
         return str(task.data["answer"])
 
-    def wrong(task: Task, turn: int) -> str:
+    def wrong_answer(task: Task, turn: int) -> str:
         return next((answer for answer in answers if answer != str(task.data.get("answer"))), "I do not know")
 
     return {
-        "gold": gold,
+        "gold": gold_reply,
         "empty": lambda task, turn: "",
-        "wrong": wrong,
-        "garbage": lambda task, turn: [*drawn(task, turn, FEW), tokenizer.eos_token_id],
-        "long": lambda task, turn: drawn(task, turn, 1 << 14),
+        "wrong": wrong_answer,
+        "garbage": lambda task, turn: [*random_tokens(task, turn, FEW), tokenizer.eos_token_id],
+        "long": lambda task, turn: random_tokens(task, turn, 1 << 14),
         "calls": lambda task, turn: wrong_calls[turn % len(wrong_calls)],
     }
 
 
 def _wrong_calls(tokenizer: Any, env: Any, task: Task) -> list[str]:
     """As the template writes calls: a tool that is not there, arguments that do not fit, and what cannot be read."""
-    form = Template(tokenizer).calls
+    form = Template(tokenizer).call_format
     opens, closes, key = (
         (form.opens, form.closes, form.arguments)
         if isinstance(form, JsonCalls)

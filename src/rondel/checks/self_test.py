@@ -10,7 +10,7 @@ import torch
 
 from rondel.core.types import POLICY, Group
 from rondel.score.preflight import CheckFinding
-from rondel.train.multi_policy import named
+from rondel.train.multi_policy import policy_metric
 
 if TYPE_CHECKING:
     from rondel.assemble.run_components import Components
@@ -27,7 +27,7 @@ async def self_test(
     parts: Components, groups: list[Group], prepare: Callable[[list[Group]], Awaitable[Any]], *, asked: bool
 ) -> list[CheckFinding]:
     """One finding each: the ratio is 1, nothing is clipped, every weight keeps its bits, trainer and engine agree."""
-    known, scored = {POLICY: parts.known, **parts.placed.others}, [g for g in groups if g.rewards]
+    known, scored = {POLICY: parts.model_info, **parts.placed.others}, [g for g in groups if g.rewards]
     trainers = parts.placed.trainers
     weights = sum(known[name].parameters for name in trainers)
     if weights > SMALL and not asked:
@@ -43,7 +43,7 @@ async def self_test(
     settings = {name: trainer.main for name, trainer in trainers.items()}
     for trainer in trainers.values():
         trainer.main = trainer.main.at_rest()
-    before, seen = [_bits(trainer) for trainer in trainers.values()], list[dict[str, float]]()
+    before, seen = [_weights_digest(trainer) for trainer in trainers.values()], list[dict[str, float]]()
     for _ in range(STEPS):
         batch = await prepare(scored)
         async with parts.placed.devices.parked(), parts.placed.devices.training():
@@ -58,20 +58,22 @@ async def self_test(
                 )
             ]
         seen.append(stats.metrics)
-    changed = [_bits(trainer) for trainer in trainers.values()] != before
+    changed = [_weights_digest(trainer) for trainer in trainers.values()] != before
     for name, trainer in trainers.items():
         trainer.main = settings[name]
     told = {
-        watched: [m[own] for m in seen for name in trainers if (own := named(name, watched)) in m]
+        watched: [m[own] for m in seen for name in trainers if (own := policy_metric(name, watched)) in m]
         for watched in WATCHED
     }
     worst = {watched: max(values) for watched, values in told.items() if values}
     return list(
-        _findings(worst, changed=changed, gap=GAP[parts.known.dtype.itemsize], most=trainers[POLICY].alarm.most)
+        _list_findings(
+            worst, changed=changed, gap=GAP[parts.model_info.dtype.itemsize], most=trainers[POLICY].alarm.most
+        )
     )
 
 
-def _findings(worst: dict[str, float], *, changed: bool, gap: float, most: float) -> Iterator[CheckFinding]:
+def _list_findings(worst: dict[str, float], *, changed: bool, gap: float, most: float) -> Iterator[CheckFinding]:
     """What the largest number of all steps says."""
     ratio, clipped = worst.get("train/ratio_max_deviation", 0.0), worst.get("train/clip_fraction", 0.0)
     apart, k3 = worst.get("train/gap_mean"), worst.get("train/mismatch_k3", 0.0)
@@ -88,7 +90,7 @@ def _findings(worst: dict[str, float], *, changed: bool, gap: float, most: float
         yield CheckFinding("lr = 0: gap", apart < gap and k3 <= most, told, remedy)
 
 
-def _bits(trainer: LocalTrainer) -> bytes:
+def _weights_digest(trainer: LocalTrainer) -> bytes:
     """A digest of the masters and of the copies that the engine reads, and of the critic's."""
     digest = blake2b(digest_size=16)
     owners = [trainer.weights, *([trainer.critic.weights] if trainer.critic else [])]

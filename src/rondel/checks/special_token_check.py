@@ -9,7 +9,7 @@ from rondel.core.types import Task
 from rondel.driver.demonstration_stream import DemonstrationStream
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.gym import Gym
-from rondel.generate.envs.sources import TaskSet, spelled
+from rondel.generate.envs.sources import TaskSet, control_tokens_in
 from rondel.generate.envs.template import Template
 from rondel.generate.envs.tools import Tools
 from rondel.text.special_tokens import SPLIT, special_tokens
@@ -25,7 +25,9 @@ def all_tasks(tasks: TaskSet, shown: list[DemonstrationStream]) -> list[Task]:
 def read_as_text(tasks: list[Task], tokenizer: Any) -> str:
     """Which tasks spell control tokens that are read as text; "" where none does."""
     special = special_tokens(tokenizer)
-    found = [(task, names) for task in tasks if task.data.get(SPLIT, True) and (names := spelled(task, special))]
+    found = [
+        (task, names) for task in tasks if task.data.get(SPLIT, True) and (names := control_tokens_in(task, special))
+    ]
     if not found:
         return ""
     task, names = found[0]
@@ -42,7 +44,7 @@ def refuse_idle_split(tasks: list[Task], tokenizer: Any) -> None:
     special, means = special_tokens(tokenizer), dict[str, bool]()  # source -> whether it spells any
     for task in tasks:
         if not task.data.get(SPLIT, True):
-            means[task.stream] = means.get(task.stream, False) or bool(spelled(task, special))
+            means[task.stream] = means.get(task.stream, False) or bool(control_tokens_in(task, special))
     if idle := next((source for source, spells in means.items() if not spells), None):
         known = ", ".join(list(special.names)[:8]) or "none"
         raise ConfigError(
@@ -57,6 +59,6 @@ def refuse_deaf_template(env: Any, tokenizer: Any) -> None:
         role = "tool" if isinstance(one, Tools) else "user"
         if isinstance(one, Tools | Gym | Agents) and one.turns > 1:
             try:
-                Template(tokenizer).after([], [{"role": role, "name": "name", "content": "content"}])
+                Template(tokenizer).render_after_turn([], [{"role": role, "name": "name", "content": "content"}])
             except TemplateError as error:
                 raise ConfigError(f"task.env: {error}") from error

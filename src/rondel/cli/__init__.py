@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rondel.core.errors import FULL, ConfigError, RondelError, Stopped, leaves, refusal, root_cause
-from rondel.system.streams import forgive, silence
-from rondel.text.unicode import visible
+from rondel.core.errors import FULL, ConfigError, RondelError, Stopped, disk_refusal, leaf_errors, root_cause
+from rondel.system.streams import discard_output, replace_unencodable
+from rondel.text.unicode import visible_text
 
 VERBS = (
     "train",
@@ -48,19 +48,19 @@ def main(argv: list[str] | None = None) -> None:
     1, a bug of ours 2, a signal 128 and its number.
     """
     for stream in (sys.stdout, sys.stderr):
-        forgive(stream)
+        replace_unencodable(stream)
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
-    _app([words[0]] if words and words[0] in VERBS else list(VERBS), debug)(words, prog_name="rondel")
+    _build_app([words[0]] if words and words[0] in VERBS else list(VERBS), debug)(words, prog_name="rondel")
 
 
-def _app(verbs: list[str], debug: bool) -> typer.Typer:
+def _build_app(verbs: list[str], debug: bool) -> typer.Typer:
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False, no_args_is_help=True)
     app.callback()(_rondel)
     for verb in verbs:
         module = importlib.import_module(f"rondel.cli.{verb.replace('-', '_')}{'_' * keyword.iskeyword(verb)}")
-        app.command(verb, context_settings=getattr(module, "SETTINGS", {}))(_guarded(module.run, debug))
+        app.command(verb, context_settings=getattr(module, "SETTINGS", {}))(_wrap_command(module.run, debug))
     return app
 
 
@@ -75,7 +75,7 @@ def _rondel(
     """
 
 
-def _guarded(run: Callable[..., Any], debug: bool) -> Callable[..., Any]:
+def _wrap_command(run: Callable[..., Any], debug: bool) -> Callable[..., Any]:
     """The command, whose every ending is an exit code and one line."""
 
     @functools.wraps(run)
@@ -88,18 +88,18 @@ def _guarded(run: Callable[..., Any], debug: bool) -> Callable[..., Any]:
         except (typer.Exit, SystemExit):
             raise
         except BrokenPipeError:  # `rondel view RUN | head` is no fault
-            silence(sys.stdout)
+            discard_output(sys.stdout)
             raise
         except BaseException as error:
             if type(error).__module__.startswith(("click", "typer")):
                 raise  # a fault in the words of the command: typer says it with the usage
-            text, code = ending(error)
+            text, code = describe_error(error)
             if isinstance(error, OSError):
-                silence(sys.stdout)  # it may be what could not be written
+                discard_output(sys.stdout)  # it may be what could not be written
             with suppress(OSError):  # a terminal that was closed
                 if debug:
                     traceback.print_exc()
-                print(visible(text), file=sys.stderr)
+                print(visible_text(text), file=sys.stderr)
             raise SystemExit(code) from None
 
     return command
@@ -138,11 +138,11 @@ def setting_of(words: list[str]) -> Any:
     return what_if(questions, start) if questions else start
 
 
-def ending(error: BaseException) -> tuple[str, int]:
+def describe_error(error: BaseException) -> tuple[str, int]:
     """(the one line, the exit code). Of several errors that ended a task group together, the first of ours speaks."""
     from rondel.runtime.memory import ran_out
 
-    cause, others = root_cause(error), len(leaves(error)) - 1
+    cause, others = root_cause(error), len(leaf_errors(error)) - 1
     text = " ".join(str(cause).split())
     if isinstance(cause, Stopped):
         return str(cause), cause.code
@@ -152,7 +152,7 @@ def ending(error: BaseException) -> tuple[str, int]:
         return "stopped; continue with the same command", 130
     # what is written to a file is named
     lost = isinstance(cause, OSError) and cause.errno in FULL and cause.filename is None
-    if refused := refusal(cause, "writing the output" if lost else ""):
+    if refused := disk_refusal(cause, "writing the output" if lost else ""):
         return f"error: {refused}", 1
     if ran_out(cause):
         return (

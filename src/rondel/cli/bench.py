@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from rondel.core.errors import UserError
-from rondel.core.registry import nearest
+from rondel.core.registry import suggest_name
 
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 # source tree, installed wheel
@@ -32,7 +32,7 @@ def run(
         return
     if name not in known:
         raise UserError(
-            f"no benchmark '{name}'.{nearest(name, known)} Known: "
+            f"no benchmark '{name}'.{suggest_name(name, known)} Known: "
             f"{', '.join(known) or 'none: they come with the source tree'}"
         )
     sys.path.insert(0, str(home))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rondel.text.unicode import visible
+from rondel.text.unicode import visible_text
 
 
 def run(
@@ -22,8 +22,8 @@ def run(
     """
     from rondel.core.errors import CheckpointError, UserError
     from rondel.runtime.journal.log import encode
-    from rondel.runtime.telemetry.card import card_of, markdown, save_card
-    from rondel.runtime.telemetry.comparison import compare, comparison
+    from rondel.runtime.telemetry.card import card_of, render_markdown, save_card
+    from rondel.runtime.telemetry.comparison import compare_cards, render_comparison
 
     if diff != bool(other):
         raise UserError("two run folders and --diff go together: rondel card --diff RUN RUN2")
@@ -34,7 +34,7 @@ def run(
         except CheckpointError as error:
             print(f"note: the card is only shown: {error}", file=sys.stderr)
     if diff:
-        found = compare(*cards)
-        print(encode(found) if as_json else visible(comparison(folder, other, found).rstrip()))
+        found = compare_cards(*cards)
+        print(encode(found) if as_json else visible_text(render_comparison(folder, other, found).rstrip()))
         return
-    print((encode(cards[0]) if as_json else visible(markdown(cards[0]))).rstrip())
+    print((encode(cards[0]) if as_json else visible_text(render_markdown(cards[0]))).rstrip())

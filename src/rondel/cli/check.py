@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rondel.cli import OVERRIDES, read_job
-from rondel.cli.check_env import show
+from rondel.cli.check_env import print_findings
 
 SETTINGS = OVERRIDES
 
@@ -25,17 +25,17 @@ def run(
     """
     job, _ = read_job(recipe, *ctx.args)
     from rondel.assemble import check
-    from rondel.score import addresses
+    from rondel.score import reward_urls
     from rondel.score.preflight import GROUPS, PAID
 
-    for url in addresses(job.task.reward):  # before any of them is made
+    for url in reward_urls(job.task.reward):  # before any of them is made
         step = job.loop.groups_per_step * job.algo.group_size
         print(
             f"the reward asks {url}: this check makes at most {3 * PAID + GROUPS * job.algo.group_size} calls, a step "
             f"at least {step}"
         )
     findings = check(job, asked=self_test)
-    show(findings)
+    print_findings(findings)
     wrong = sum(not finding.ok for finding in findings)
     print(
         f"\n{wrong} of {len(findings)} checks failed"

@@ -11,7 +11,7 @@ import typer
 
 from rondel.cli import OVERRIDES, sort_words
 from rondel.core.errors import UserError
-from rondel.text.unicode import visible
+from rondel.text.unicode import visible_text
 
 SETTINGS = OVERRIDES
 ALONE: dict[str, Any] = {  # an environment without a recipe
@@ -36,7 +36,7 @@ def run(
     Gold scores, wrong does not; no exception, exact masks, budgets held, nothing left open;
     time per call. Exits 1 if anything is wrong.
     """
-    job = _job(target, data, ctx.args)
+    job = _read_job(target, data, ctx.args)
     from rondel.assemble import check_env
 
     checked = check_env(job, n=n, timeout=timeout)
@@ -47,7 +47,7 @@ def run(
             )
         )
     else:
-        show(checked.findings)
+        print_findings(checked.findings)
         wrong = sum(not f.ok for f in checked.findings)
         print(
             f"\n{wrong} of {len(checked.findings)} checks failed"
@@ -58,17 +58,17 @@ def run(
         raise typer.Exit(1)
 
 
-def show(findings: list[Any]) -> None:
+def print_findings(findings: list[Any]) -> None:
     """A line a finding, and what to do below."""
     width = max((len(f.what) for f in findings), default=0)
     for finding in findings:
-        print(visible(f"{'✓' if finding.ok else '✗'} {finding.what:<{width}}  {finding.message}"))
+        print(visible_text(f"{'✓' if finding.ok else '✗'} {finding.what:<{width}}  {finding.message}"))
         if not finding.ok and finding.remedy:
-            print(visible(f"  {'':<{width}}  do: {finding.remedy}"))
+            print(visible_text(f"  {'':<{width}}  do: {finding.remedy}"))
 
 
-def _job(target: str, data: str, words: list[str]) -> Any:
-    from rondel.core.config import Job, parse_overrides, place
+def _read_job(target: str, data: str, words: list[str]) -> Any:
+    from rondel.core.config import Job, parse_overrides, set_dotted
 
     names, overrides = sort_words(target, *words)
     if len(names) != 1:
@@ -82,5 +82,5 @@ def _job(target: str, data: str, words: list[str]) -> Any:
         )
     tree = deepcopy(ALONE) | {"task": {"env": names[0], "data": {}}}
     for dotted, value in overrides.items():
-        place(tree, dotted, value)
+        set_dotted(tree, dotted, value)
     return Job.parse(tree, "the command line")

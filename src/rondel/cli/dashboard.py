@@ -33,24 +33,24 @@ def run(
     planner with sliders. Ctrl-C ends it.
     """
     try:
-        from rondel.dashboard.server import serve
-        from rondel.planner.plan import plan
+        from rondel.dashboard.server import serve_dashboard
+        from rondel.planner.plan import make_plan
         from rondel.runtime.telemetry.diagnose import findings
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("starlette", "uvicorn"):
             raise
         raise UserError(f"the dashboard needs the package {error.name}: pip install 'rondel[serve]'") from error
 
-    def ready(host: str, port: int) -> None:
+    def print_address(host: str, port: int) -> None:
         key = f"/?key={api_key}" if api_key else ""
         print(f"dashboard http://{f'[{host}]' if ':' in host else host}:{port}{key} (Ctrl-C ends it)", flush=True)
 
-    serve(
+    serve_dashboard(
         [Path(folder) for folder in folders or []],
         rules=findings,
-        plan=plan,
+        plan=make_plan,
         host=host,
         port=port,
         key=api_key,
-        ready=ready,
+        ready=print_address,
     )

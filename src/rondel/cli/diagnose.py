@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from rondel.text.unicode import visible
+from rondel.text.unicode import visible_text
 
 
 def run(
@@ -36,14 +36,14 @@ def run(
     differs = differing(stories[0].job, stories[1].job, skip=("run.",)) if other else {}
     if as_json:
         runs = [
-            {"folder": str(s.folder), **_state(s), "findings": [asdict(f) for f in found]}
+            {"folder": str(s.folder), **_run_state(s), "findings": [asdict(f) for f in found]}
             for s, found in zip(stories, told)
         ]
         print(encode({"runs": runs, "differs": differs} if other else runs[0]))
     else:
         names = [{f.name for f in found} for found in told]
         for i, (story, found) in enumerate(zip(stories, told)):
-            _show(story, found, names[1 - i] if other else None)
+            _print_findings(story, found, names[1 - i] if other else None)
         if other:
             print(
                 "the recipes differ in\n" + "\n".join(f"  {k}: {a!r} -> {b!r}" for k, (a, b) in differs.items())
@@ -54,7 +54,7 @@ def run(
         raise typer.Exit(1)
 
 
-def _state(story: Any) -> dict[str, Any]:
+def _run_state(story: Any) -> dict[str, Any]:
     state = "goes on" if story.alive else "complete" if story.ended else "ended early"
     return {
         "state": state,
@@ -64,8 +64,8 @@ def _state(story: Any) -> dict[str, Any]:
     }
 
 
-def _show(story: Any, found: list[Any], beside: set[str] | None) -> None:
-    about = _state(story)
+def _print_findings(story: Any, found: list[Any], beside: set[str] | None) -> None:
+    about = _run_state(story)
     print(
         f"{Path(story.folder)}: step {about['step']} of {about['steps']}, "
         f"{'in the supervised phase, ' * about['supervised']}{about['state']}" + ("" if found else "; nothing found")
@@ -73,5 +73,5 @@ def _show(story: Any, found: list[Any], beside: set[str] | None) -> None:
     for number, f in enumerate(found, start=1):
         only = "   (only here)" if beside is not None and f.name not in beside else ""
         told = f"\n{number}. {f.severity}: {f.name.replace('_', ' ')}{only}\n   {f.evidence}\n   {f.meaning}\n   next: {f.action}"
-        print(visible(told))
+        print(visible_text(told))
     print()

@@ -56,7 +56,7 @@ def run(
 
     Each fault with its one fix. Exits 1 only if something required is broken.
     """
-    signs = list(between(address, folder) if cluster else examine())
+    signs = list(check_nodes(address, folder) if cluster else examine_machine())
     healthy = all(sign.state != "broken" for sign in signs)
     if as_json:
         print(json.dumps({"healthy": healthy, "signs": [asdict(sign) for sign in signs]}))
@@ -71,12 +71,12 @@ def run(
         raise typer.Exit(1)
 
 
-def between(address: str, folder: str) -> Iterator[DoctorCheck]:
+def check_nodes(address: str, folder: str) -> Iterator[DoctorCheck]:
     """The nodes of a Ray cluster; where none runs and none is named, two processes of this machine."""
     import asyncio
 
     from rondel.runtime.cluster.cluster_check import ClusterProbe
-    from rondel.runtime.cluster.node_probe import judge, look
+    from rondel.runtime.cluster.node_probe import probe_nodes, probe_rows
 
     several: Any
     asks = None
@@ -98,18 +98,18 @@ def between(address: str, folder: str) -> Iterator[DoctorCheck]:
         }
         name = "no Ray cluster runs: processes of this machine"
     try:
-        seen = asyncio.run(look(workers, folder=folder, cluster=name, asks=asks))
+        seen = asyncio.run(probe_nodes(workers, folder=folder, cluster=name, asks=asks))
     finally:
         several.close()
-    for row in judge(seen):
+    for row in probe_rows(seen):
         yield DoctorCheck(*row)  # type: ignore[arg-type]
 
 
-def examine() -> Iterator[DoctorCheck]:
+def examine_machine() -> Iterator[DoctorCheck]:
     """Cheap things first, so that a broken install is named before torch is imported."""
-    yield _python()
+    yield _check_python()
     for name, minimum in MINIMUM.items():
-        yield _package(name, minimum)
+        yield _check_package(name, minimum)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     fix = f"pip install {' '.join(missing)}" if missing else ""
     yield DoctorCheck(
@@ -118,21 +118,21 @@ def examine() -> Iterator[DoctorCheck]:
         f"missing: {', '.join(missing)}" if missing else "all there",
         fix,
     )
-    yield from _extras()
-    yield from _machine()
-    yield _sandbox()
+    yield from _check_extras()
+    yield from _machine_checks()
+    yield _check_sandbox()
     if importlib.util.find_spec("torch") is not None:
-        yield from _device()
+        yield from _check_device()
 
 
-def _python() -> DoctorCheck:
+def _check_python() -> DoctorCheck:
     fine = sys.version_info >= (3, 11)
     return DoctorCheck(
         "python", "ok" if fine else "broken", platform.python_version(), "" if fine else "install Python 3.11 or later"
     )
 
 
-def _package(name: str, minimum: tuple[int, int]) -> DoctorCheck:
+def _check_package(name: str, minimum: tuple[int, int]) -> DoctorCheck:
     wanted = ".".join(map(str, minimum))
     fix = f"pip install '{name}>={wanted}'"
     try:
@@ -147,7 +147,7 @@ def _package(name: str, minimum: tuple[int, int]) -> DoctorCheck:
     )
 
 
-def _extras() -> Iterator[DoctorCheck]:
+def _check_extras() -> Iterator[DoctorCheck]:
     for extra, (modules, command) in EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
         if missing:
@@ -156,10 +156,10 @@ def _extras() -> Iterator[DoctorCheck]:
             yield DoctorCheck(f"extra '{extra}'", "ok", ", ".join(modules))
 
 
-def _machine() -> Iterator[DoctorCheck]:
+def _machine_checks() -> Iterator[DoctorCheck]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield DoctorCheck("cores", "ok", f"{cores} usable")
-    if (memory := _memory()) is not None:
+    if (memory := _memory_gb()) is not None:
         total, free = memory
         small = free < 3
         yield DoctorCheck(
@@ -196,12 +196,12 @@ def _machine() -> Iterator[DoctorCheck]:
         )
 
 
-def _sandbox() -> DoctorCheck:
+def _check_sandbox() -> DoctorCheck:
     """Whether code of the policy can be run here, and what contains it."""
-    from rondel.runtime.sandbox.probe import REMEDY, isolation
+    from rondel.runtime.sandbox.probe import REMEDY, find_isolation
 
     try:
-        return DoctorCheck("sandbox", "ok", isolation().line())
+        return DoctorCheck("sandbox", "ok", find_isolation().summary_line())
     except SandboxError as error:
         return DoctorCheck(
             "sandbox",
@@ -211,7 +211,7 @@ def _sandbox() -> DoctorCheck:
         )
 
 
-def _memory() -> tuple[float, float] | None:
+def _memory_gb() -> tuple[float, float] | None:
     """(total, available) in GB, where /proc tells."""
     table = Path("/proc/meminfo")
     if not table.exists():
@@ -220,7 +220,7 @@ def _memory() -> tuple[float, float] | None:
     return tuple(int(rows[name].split()[0]) * 1024 / 1e9 for name in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]
 
 
-def _device() -> Iterator[DoctorCheck]:
+def _check_device() -> Iterator[DoctorCheck]:
     import torch
 
     devices = (
@@ -238,7 +238,7 @@ def _device() -> Iterator[DoctorCheck]:
     else:
         yield DoctorCheck("devices", "ok", ", ".join(devices) or f"cpu with {torch.get_num_threads()} threads")
     device = "cuda" if devices else "cpu"
-    single, half = (_gemm(torch, device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    single, half = (_measure_gemm(torch, device, dtype) for dtype in (torch.float32, torch.bfloat16))
     slow = half < single
     found = f"float32 {single:.0f}, bfloat16 {half:.0f} GFLOP/s"
     yield DoctorCheck(
@@ -249,7 +249,7 @@ def _device() -> Iterator[DoctorCheck]:
     )
 
 
-def _gemm(torch, device: str, dtype, size: int = 512, seconds: float = 0.15) -> float:
+def _measure_gemm(torch, device: str, dtype, size: int = 512, seconds: float = 0.15) -> float:
     """Billions of floating-point operations a second of one square product."""
     left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)

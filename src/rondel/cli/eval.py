@@ -13,7 +13,7 @@ import typer
 from rondel.cli import OVERRIDES, sort_words
 from rondel.core.errors import UserError
 from rondel.system.files import write_text
-from rondel.text.unicode import visible
+from rondel.text.unicode import visible_text
 
 SETTINGS = OVERRIDES
 
@@ -42,7 +42,7 @@ def run(
     model, recipe = names[0], (names[1] if len(names) > 1 else "")
     overrides |= {} if n is None else {"task.eval.n": n}
     if rates:
-        return _rated(model, recipe or None, overrides, samples, Path(rates))
+        return _write_ratings(model, recipe or None, overrides, samples, Path(rates))
     from rondel.assemble import evaluate_checkpoint
     from rondel.runtime.telemetry.scores import interval_text, is_share, score_text
 
@@ -68,10 +68,10 @@ def run(
             f"\n  asked   {sample.get('prompt', '')}\n  wrote   {sample.get('text', '')}\n  correct "
             f"{sample.get('answer', '')}   ({reward})"
         )
-        print(visible(told))
+        print(visible_text(told))
 
 
-def _rated(model: str, recipe: str | None, overrides: dict[str, Any], samples: int, path: Path) -> None:
+def _write_ratings(model: str, recipe: str | None, overrides: dict[str, Any], samples: int, path: Path) -> None:
     """One line a task, which task.data of kind "jsonl" reads: `where = { pass_rate = [0.1,
     0.9] }` leaves out what teaches nothing.
     """
@@ -80,7 +80,7 @@ def _rated(model: str, recipe: str | None, overrides: dict[str, Any], samples: i
     if not path.parent.is_dir():
         raise UserError(f"--rates {path}: there is no folder {path.parent}")
 
-    def told(done: int, total: int) -> None:
+    def print_progress(done: int, total: int) -> None:
         if sys.stderr.isatty() or done == total or done % 100 == 0:
             print(
                 f"{done} of {total} tasks",
@@ -89,7 +89,7 @@ def _rated(model: str, recipe: str | None, overrides: dict[str, Any], samples: i
                 flush=True,
             )
 
-    rows = rate(model, recipe, overrides, samples, told)
+    rows = rate(model, recipe, overrides, samples, print_progress)
     write_text(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
     known = sorted(row["pass_rate"] for row in rows if row["pass_rate"] is not None)
     never, always = (sum(r == end for r in known) for end in (0.0, 1.0))

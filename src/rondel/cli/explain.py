@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from rondel.cli import OVERRIDES, read_job
-from rondel.text.unicode import visible
+from rondel.text.unicode import visible_text
 
 SETTINGS = OVERRIDES
 
@@ -26,18 +26,18 @@ def run(
         from rondel.assemble.components import with_steps
 
         job, why = with_steps(said)
-    rows = values(said, set(overrides))
+    rows = list_values(said, set(overrides))
     if why:
         rows = [(key, job.steps, "loop.passes") if key == "loop.steps" else (key, value, by) for key, value, by in rows]
     width = max(len(key) for key, _, _ in rows)
     print(f"{'key':<{width}}  {'set by':<12}  value")
     for key, value, by in rows:
-        shown = "as in the row below" if key.startswith("algo.") and value == {} else _toml(value)
-        print(visible(f"{key:<{width}}  {by:<12}  {shown}"))
-    print(f"\n{arithmetic(job)}" + f"\nloop.steps = {job.steps}: {why}" * bool(why) + f"\n\n{formula(job)}")
+        shown = "as in the row below" if key.startswith("algo.") and value == {} else _format_toml(value)
+        print(visible_text(f"{key:<{width}}  {by:<12}  {shown}"))
+    print(f"\n{step_arithmetic(job)}" + f"\nloop.steps = {job.steps}: {why}" * bool(why) + f"\n\n{loss_formula(job)}")
 
 
-def values(section: Any, overridden: set[str], prefix: str = "") -> list[tuple[str, Any, str]]:
+def list_values(section: Any, overridden: set[str], prefix: str = "") -> list[tuple[str, Any, str]]:
     """(dotted key, final value, "recipe" | "command line" | "default") of every leaf."""
     from rondel.core.config import ConfigSection
 
@@ -45,10 +45,10 @@ def values(section: Any, overridden: set[str], prefix: str = "") -> list[tuple[s
     for name in type(section).model_fields:
         key, value = f"{prefix}{name}", getattr(section, name)
         if isinstance(value, ConfigSection):
-            rows += values(value, overridden, f"{key}.")
+            rows += list_values(value, overridden, f"{key}.")
         elif key == "policies" and value:
             for policy, table in value.items():
-                rows += values(table, overridden, f"{key}.{policy}.")
+                rows += list_values(table, overridden, f"{key}.{policy}.")
         elif any(key == o or o.startswith(f"{key}.") or key.startswith(f"{o}.") for o in overridden):
             rows.append((key, value, "command line"))
         else:
@@ -56,7 +56,7 @@ def values(section: Any, overridden: set[str], prefix: str = "") -> list[tuple[s
     return rows
 
 
-def arithmetic(job: Any) -> str:
+def step_arithmetic(job: Any) -> str:
     """One step: 16 groups x 8 samples = 128 answers, in 1 update; 40 steps = 5120 answers."""
     groups = job.loop.groups_per_step
     samples = job.algo.group_size
@@ -70,19 +70,19 @@ def arithmetic(job: Any) -> str:
     )
 
 
-def formula(job: Any) -> str:
+def loss_formula(job: Any) -> str:
     """The effective loss: the row of the table with the recipe's overrides."""
-    from rondel.algos.objective import explain
-    from rondel.algos.table import resolve
+    from rondel.algos.objective import explain_objective
+    from rondel.algos.table import resolve_algorithm
     from rondel.assemble.rows import rows_of
 
     rows = rows_of(job)
     own = [
-        f"\nof '{name}'    {weight:g} · the loss below, with a count of its own\n\n{explain(row)}"
+        f"\nof '{name}'    {weight:g} · the loss below, with a count of its own\n\n{explain_objective(row)}"
         for name, (row, weight) in rows.of.items()
     ]
     beside = [
-        f"\nbeside    {b.weight:g} · the loss below, over {b.groups_per_step} demonstrations a step and with their own count\n\n{explain(resolve({'kind': b.kind}))}"
+        f"\nbeside    {b.weight:g} · the loss below, over {b.groups_per_step} demonstrations a step and with their own count\n\n{explain_objective(resolve_algorithm({'kind': b.kind}))}"
         for b in job.algo.beside
     ]
     policies = [
@@ -90,25 +90,25 @@ def formula(job: Any) -> str:
         + (
             "frozen: it plays and learns nothing"
             if policy.frozen
-            else f"the loss above over {_agents(job, name)} alone, with their own counts, lr {job.of_policy(name).trainer.lr:g}"
+            else f"the loss above over {_describe_agents(job, name)} alone, with their own counts, lr {job.of_policy(name).trainer.lr:g}"
         )
         for name, policy in job.policies.items()
     ]
-    return "\n".join([explain(rows.main), *own, *beside, *policies])
+    return "\n".join([explain_objective(rows.main), *own, *beside, *policies])
 
 
-def _agents(job: Any, policy: str) -> str:
+def _describe_agents(job: Any, policy: str) -> str:
     return "the tokens of " + " and ".join(agent for agent, plays in job.cast.items() if plays == policy)
 
 
-def _toml(value: Any) -> str:
+def _format_toml(value: Any) -> str:
     """A value as one would write it in a recipe."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         return f'"{value}"'
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
+        return "{ " + ", ".join(f"{k} = {_format_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(_format_toml, value)) + "]"
     return "not set" if value is None else str(value)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from rondel.core.errors import ConfigError
-from rondel.core.registry import nearest
+from rondel.core.registry import suggest_name
 from rondel.system.files import make_folder, write_text
 
 
@@ -44,12 +44,12 @@ def run(
     must be decided is listed on stderr.
     """
     from rondel.core.config import Job
-    from rondel.importing.render import lists, recipe
-    from rondel.importing.translate import nested
+    from rondel.importing.render import render_lists, render_recipe
+    from rondel.importing.translate import nest_lines
 
-    report, source = imported(framework.value, config)
-    Job.parse(nested(report.lines), source)
-    text = recipe(report, source)
+    report, source = import_config(framework.value, config)
+    Job.parse(nest_lines(report.lines), source)
+    text = render_recipe(report, source)
     if out:
         path = Path(out)
         if path.exists():
@@ -65,15 +65,15 @@ def run(
         print(text, end="")
     else:
         print(f"{out}: {len(report.lines)} lines; next: rondel check {out}")
-    if told := lists(report):
+    if told := render_lists(report):
         print(told, file=sys.stderr)
 
 
-def imported(framework: str, config: str) -> tuple[Any, str]:
+def import_config(framework: str, config: str) -> tuple[Any, str]:
     """(the report, a name for where the config came from)."""
     from rondel.importing.openrlhf import OPENRLHF
-    from rondel.importing.read import read
-    from rondel.importing.translate import translate
+    from rondel.importing.read import read_config
+    from rondel.importing.translate import translate_config
     from rondel.importing.trl import TRL
     from rondel.importing.verl import VERL
 
@@ -84,14 +84,14 @@ def imported(framework: str, config: str) -> tuple[Any, str]:
     elif " " in config.strip() or "=" in config:
         text, source = config, "a command line"
     else:
-        near = nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
+        near = suggest_name(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
         raise ConfigError(f"no config at {config}.{near}")
-    given = read(framework, text, path.parent if source == path.name else Path())
+    given = read_config(framework, text, path.parent if source == path.name else Path())
     if not given:
         raise ConfigError(
             f"{source} sets no key of {framework}; --from names whose config it is: trl, verl or openrlhf"
         )
-    return translate(peer, given, RecipeTable()), source
+    return translate_config(peer, given, RecipeTable()), source
 
 
 class RecipeTable:
@@ -102,20 +102,20 @@ class RecipeTable:
 
         self.names = TABLE.keys()
 
-    def refuses(self, section: dict[str, Any]) -> str:
-        from rondel.algos.table import resolve
+    def rejection_reason(self, section: dict[str, Any]) -> str:
+        from rondel.algos.table import resolve_algorithm
 
         try:
-            resolve(section)
+            resolve_algorithm(section)
         except ConfigError as error:
             return str(error)
         return ""
 
-    def knobs(self, section: dict[str, Any]) -> dict[str, Any]:
-        from rondel.algos.table import FAMILIES, resolve
+    def row_knobs(self, section: dict[str, Any]) -> dict[str, Any]:
+        from rondel.algos.table import FAMILIES, resolve_algorithm
 
         out: dict[str, Any] = {}
-        for family, part in resolve(section).parts.items():
+        for family, part in resolve_algorithm(section).parts.items():
             kind = next((name for name, cls in FAMILIES[family].items() if cls is type(part)), "")
             out |= {f"{family}.kind": kind} | {
                 f"{family}.{knob.name}": getattr(part, knob.name) for knob in fields(part)

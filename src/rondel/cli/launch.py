@@ -34,7 +34,7 @@ def run(
     """
     way = "ray" if scheduler == "kuberay" else way
     job, _ = read_job(recipe, *ctx.args, "--place.kind=split", f"--place.cluster={way}")
-    from rondel.planner.cluster_jobs import ClusterLayout, kuberay, slurm
+    from rondel.planner.cluster_jobs import ClusterLayout, kuberay, slurm_script
 
-    layout = ClusterLayout(Path(recipe), job, nodes, gpus, tuple(ctx.args)).check(way)
-    print(slurm(layout, way=way) if scheduler == "slurm" else kuberay(layout, image=image, claim=claim), end="")
+    layout = ClusterLayout(Path(recipe), job, nodes, gpus, tuple(ctx.args)).check_layout(way)
+    print(slurm_script(layout, way=way) if scheduler == "slurm" else kuberay(layout, image=image, claim=claim), end="")

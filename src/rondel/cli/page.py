@@ -32,9 +32,9 @@ box.oninput = () => {
 """
 
 
-def page(title: str, cards: list[dict[str, Any]]) -> str:
+def render_page(title: str, cards: list[dict[str, Any]]) -> str:
     """`cards` as `view.trajectory` makes them."""
-    articles = "\n".join(map(_article, cards))
+    articles = "\n".join(map(_render_article, cards))
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>
 <style>{STYLE}</style>
@@ -47,7 +47,7 @@ def page(title: str, cards: list[dict[str, Any]]) -> str:
 """
 
 
-def _article(card: dict[str, Any]) -> str:
+def _render_article(card: dict[str, Any]) -> str:
     text = "".join(f"<b>{escape(t)}</b>" if written else escape(t) + "\n" for written, t in card["pieces"])
     answer = "" if card["answer"] is None else f"<div class=facts>answer: {escape(str(card['answer']))}</div>"
     facts = escape(" · ".join(card["facts"]))

@@ -39,16 +39,16 @@ def run(
         print(measure(), file=sys.stderr, flush=True)
         if not (recipe or what_if or ctx.args):
             return
-    from rondel.planner.plan import plan
+    from rondel.planner.plan import make_plan
 
-    told = plan(setting_of([recipe, what_if, *ctx.args]))
+    told = make_plan(setting_of([recipe, what_if, *ctx.args]))
     if as_json:
         print(json.dumps(told))
     else:
-        show(told)
+        print_plan(told)
 
 
-def show(told: dict[str, Any]) -> None:
+def print_plan(told: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -86,47 +86,47 @@ def show(told: dict[str, Any]) -> None:
         for phase in bill["total"]:
             table.add_column(phase, justify="right")
         for tenant, row in sorted(bill["rows"].items(), key=lambda item: -max(item[1].values())):
-            table.add_row(tenant, *(_gb(row[phase]) for phase in row))
-        table.add_row("sum", *(_gb(value) for value in bill["total"].values()), style="bold")
+            table.add_row(tenant, *(_format_gb(row[phase]) for phase in row))
+        table.add_row("sum", *(_format_gb(value) for value in bill["total"].values()), style="bold")
         console.print()
         console.print(table)
         if bill["loading"]:
             console.print(
-                f"while it loads, at most {_gb(bill['loading'])}: every rank loads, copies and casts the whole model"
+                f"while it loads, at most {_format_gb(bill['loading'])}: every rank loads, copies and casts the whole model"
             )
     console.print()
     for line in told["advice"]:
         console.print(line)
     generate, train, sync = told["generate"], told["train"], told["sync"]
     console.print(
-        f"\ngenerate  {_time(generate['seconds'])}: {generate['tokens_per_second']:.4g} tokens/s, "
+        f"\ngenerate  {_format_seconds(generate['seconds'])}: {generate['tokens_per_second']:.4g} tokens/s, "
         f"{generate['requests_an_engine']} requests an engine; "
-        f"the longest answer alone {_time(generate['longest_answer_seconds'])}",
+        f"the longest answer alone {_format_seconds(generate['longest_answer_seconds'])}",
     )
-    console.print(f"train     {_time(train['seconds'])}: {train['tokens_per_second']:.4g} tokens/s")
-    console.print(f"sync      {sync[0]['kind']}, {_time(sync[0]['seconds'])}: {sync[0]['why']}")
+    console.print(f"train     {_format_seconds(train['seconds'])}: {train['tokens_per_second']:.4g} tokens/s")
+    console.print(f"sync      {sync[0]['kind']}, {_format_seconds(sync[0]['seconds'])}: {sync[0]['why']}")
     for way in sync[1:]:
-        console.print(f"          {way['kind']}, {_time(way['seconds'])}: {way['why']}")
+        console.print(f"          {way['kind']}, {_format_seconds(way['seconds'])}: {way['why']}")
     if devices["place"] == "split":
-        costs = ", ".join(f"{how} {_time(seconds)}" for how, seconds in told["interrupt"].items())
+        costs = ", ".join(f"{how} {_format_seconds(seconds)}" for how, seconds in told["interrupt"].items())
         console.print(f"          an update stands in the way of requests in flight for: {costs}")
-    console.print(f"step      {_time(told['step_seconds'])}; {told['split']['text']}")
+    console.print(f"step      {_format_seconds(told['step_seconds'])}; {told['split']['text']}")
     if devices["count"] > 1:
         console.print(f"place     {told['placement']}")
         for row in told["layouts"][:3]:
             console.print(
                 f"layout    {row['name']}{'' if row['exists'] else ' (not in Rondel yet)'}: {row['memory'] / 1e9:.1f} "
-                f"GB{'' if row['fits'] else ', too much'}, training {_time(row['seconds'])}, "
+                f"GB{'' if row['fits'] else ', too much'}, training {_format_seconds(row['seconds'])}, "
                 f"{row['bubble']:.0%} bubble, {row['traffic'] / 1e9:.3g} GB of traffic a device",
             )
     console.print("\nassumed   " + "\n          ".join(told["assumed"]))
 
 
-def _gb(bytes_: float) -> str:
+def _format_gb(bytes_: float) -> str:
     return "" if bytes_ < 0.5e4 else f"{bytes_ / 1e9:.2f}" if bytes_ >= 1e7 else f"{bytes_ / 1e9:.5f}"
 
 
-def _time(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     for unit, name in ((3600, "h"), (60, "min"), (1, "s")):
         if seconds >= 2 * unit or unit == 1:
             return f"{seconds / unit:.3g} {name}" if seconds >= 1 or seconds == 0 else f"{seconds * 1000:.3g} ms"

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rondel.text.unicode import visible
+from rondel.text.unicode import visible_text
 
 
 def run(
@@ -28,7 +28,7 @@ def run(
     if (step is None) == (into is None):
         raise typer.BadParameter("give --step N, or --into FOLDER for the whole run")
     if into is not None:
-        return _whole(Path(folder), into, as_json)
+        return _replay_run(Path(folder), into, as_json)
     assert step is not None
     from rondel.core.errors import UserError
     from rondel.runtime.journal.log import read
@@ -49,10 +49,10 @@ def run(
     print(f"{'metric':<{width}}  {'recorded':>14}  {'replayed':>14}  difference")
     for name in names:
         was, now = recorded.get(name), replayed.get(name)
-        print(f"{name:<{width}}  {_number(was):>14}  {_number(now):>14}  {_difference(was, now)}")
+        print(f"{name:<{width}}  {_format_number(was):>14}  {_format_number(now):>14}  {_format_difference(was, now)}")
 
 
-def _whole(folder: Path, into: Path, as_json: bool) -> None:
+def _replay_run(folder: Path, into: Path, as_json: bool) -> None:
     from rondel.assemble import again, differences, train
 
     job, schedule = again(folder, into)
@@ -61,16 +61,18 @@ def _whole(folder: Path, into: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"folder": str(folder), "into": str(into), "differences": differ}))
     else:
-        print(visible("\n".join(differ)) or f"{into} has the rollouts, metrics and weights of {folder}, bit for bit")
+        print(
+            visible_text("\n".join(differ)) or f"{into} has the rollouts, metrics and weights of {folder}, bit for bit"
+        )
     if differ:
         raise typer.Exit(1)
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.7g}"
 
 
-def _difference(was: float | None, now: float | None) -> str:
+def _format_difference(was: float | None, now: float | None) -> str:
     if was is None or now is None:
         return "only one side has it"
     return "equal" if was == now or (was != was and now != now) else f"{now - was:+.1e}"

@@ -56,8 +56,8 @@ def run(
     OpenAI's completions and chat, and SGLang's control endpoints for trainers.
     """
     try:
-        from rondel.assemble.server import RequestLimits, ServerSettings, serve
-        from rondel.driver.elastic_engines import check_run, register
+        from rondel.assemble.server import RequestLimits, ServerSettings, serve_model
+        from rondel.driver.elastic_engines import check_run, register_server
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):
             raise
@@ -67,16 +67,16 @@ def run(
     if join:
         check_run(Path(join), host)
 
-    def ready(host: str, port: int, what: str) -> None:
+    def announce_address(host: str, port: int, what: str) -> None:
         if join:
-            ends.callback(register(Path(join), host, port).unlink, missing_ok=True)
+            ends.callback(register_server(Path(join), host, port).unlink, missing_ok=True)
         if port_file:
             replace_file(Path(port_file).absolute(), f"{port}\n")  # whoever waits for it must not read half of it
         print(f"serving http://{f'[{host}]' if ':' in host else host}:{port} ({what})", flush=True)
 
     with ends:
-        serve(
-            _model(model),
+        serve_model(
+            _parse_model(model),
             ServerSettings(
                 host=host,
                 port=port,
@@ -92,11 +92,11 @@ def run(
                 drain=drain,
                 limits=RequestLimits(body=max_body, samples=max_samples, queue=max_queue, deadline=deadline),
             ),
-            ready=ready,
+            ready=announce_address,
         )
 
 
-def _model(text: str) -> str | dict[str, Any]:
+def _parse_model(text: str) -> str | dict[str, Any]:
     if not text.lstrip().startswith("{"):
         return text
     try:

@@ -69,14 +69,14 @@ def run(
     throughput, idle shares, lag, step time.
     """
     if chain:
-        from rondel.simulate.chain import show, told
+        from rondel.simulate.chain import build_chain, format_chain
 
-        rows = told()
+        rows = build_chain()
         if picture:
-            from rondel.simulate.picture import picture as drawn
+            from rondel.simulate.picture import render_svg as drawn
 
             write_text(picture, drawn(rows))
-        print(json.dumps(rows) if as_json else show(rows))
+        print(json.dumps(rows) if as_json else format_chain(rows))
         return
     if picture:
         raise ConfigError("--picture draws the chain: add --chain")
@@ -86,11 +86,11 @@ def run(
 
         one_of("--in-flight", in_flight, ("hold", "drain", "abort"))
         setting = replace(setting, in_flight=in_flight)
-    how = _how(setting, sigma, lengths, tail, slow, mtbf, seed)
+    how = _simulation_options(setting, sigma, lengths, tail, slow, mtbf, seed)
     found = rows_of(
         setting,
-        _list("--staleness", staleness),
-        _splits(split, setting.gpus),
+        _parse_integers("--staleness", staleness),
+        _parse_splits(split, setting.gpus),
         steps,
         how,
         costs.split(",") if costs else [],
@@ -117,14 +117,14 @@ def rows_of(
     """A row for each split and staleness; what is not swept is as the setting has it.
     `runs` say what things cost, if there are any.
     """
-    from rondel.planner.workload import filled
+    from rondel.planner.workload import fill_defaults
     from rondel.simulate import simulate, world_of
     from rondel.simulate.costs import costs_of
 
-    measured = costs_of(runs).world if runs else lambda world: world
+    measured = costs_of(runs).with_costs if runs else lambda world: world
     rows = []
     for trainers in splits or [-1]:
-        placed = setting if trainers < 0 else filled({"place": "split", "trainers": trainers}, setting)
+        placed = setting if trainers < 0 else fill_defaults({"place": "split", "trainers": trainers}, setting)
         for s in stale or [setting.staleness]:
             told = simulate(measured(world_of(replace(placed, staleness=s), **how)), steps=steps)
             where = f"{placed.train_devices}:{placed.engine_devices}" if placed.split else "in turn"
@@ -132,34 +132,36 @@ def rows_of(
     return rows
 
 
-def _how(setting: Any, sigma: float, folder: str, tail: str, slow: str, mtbf: float, seed: int) -> dict[str, Any]:
-    from rondel.simulate.lengths import recorded, tailed, told
+def _simulation_options(
+    setting: Any, sigma: float, folder: str, tail: str, slow: str, mtbf: float, seed: int
+) -> dict[str, Any]:
+    from rondel.simulate.lengths import long_tailed, parse_tail, recorded_lengths
 
     if sigma < 0:
         raise ConfigError(f"--sigma {sigma}: it is 0 or more")
     law: Any = None
     if folder:
-        law = recorded(folder)
+        law = recorded_lengths(folder)
     elif tail:
-        share, times = told(tail)
-        law = tailed(setting.mean / (1 - share + share * times), share, times)
+        share, times = parse_tail(tail)
+        law = long_tailed(setting.mean / (1 - share + share * times), share, times)
     return {
         "lengths": law,
         "sigma": sigma,
-        "slow": told(slow) if slow else (0.0, 1.0),
+        "slow": parse_tail(slow) if slow else (0.0, 1.0),
         "mtbf": mtbf * 3600,
         "seed": seed,
     }
 
 
-def _list(name: str, text: str) -> list[int]:
+def _parse_integers(name: str, text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",") if word]
     except ValueError as error:
         raise ConfigError(f"{name} {text}: numbers with commas between, such as 0,1,2,4") from error
 
 
-def _splits(text: str, gpus: int) -> list[int]:
+def _parse_splits(text: str, gpus: int) -> list[int]:
     """ "1:3,1:1" on 64 devices -> [16, 32] that train."""
     found = []
     for word in filter(None, text.split(",")):

@@ -17,10 +17,10 @@ def run(
     counters of lag, speed and groups in flight.
     """
     from rondel.runtime.journal.log import encode
-    from rondel.runtime.telemetry.trace import trace
+    from rondel.runtime.telemetry.trace import build_trace
     from rondel.system.files import write_text
 
-    told = trace(folder)
+    told = build_trace(folder)
     write_text(output, encode(told) + "\n")
     print(
         f"{output}: {len(told['traceEvents'])} events; open it at https://ui.perfetto.dev (nothing is uploaded) or "

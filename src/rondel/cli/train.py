@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rondel.cli import OVERRIDES, read_job
-from rondel.text.unicode import visible
+from rondel.text.unicode import visible_text
 
 SETTINGS = OVERRIDES
 
@@ -35,14 +35,14 @@ def run(
 
     card = train(job, quiet=quiet)
     if card and not quiet:
-        print(visible(ending(job.run.folder, card)))
+        print(visible_text(closing_summary(job.run.folder, card)))
 
 
-def ending(folder: str, card: dict[str, Any]) -> str:
+def closing_summary(folder: str, card: dict[str, Any]) -> str:
     """What a newcomer wants to see last: before and after, a few answers, where everything is, what to try next."""
     from rondel.runtime.telemetry.scores import interval_text, score_text
 
-    share, found = card["score_is_share"], _evaluations(card)
+    share, found = card["score_is_share"], _list_evaluations(card)
     width = max((len(name) for name, _ in found), default=0)
     rows = [
         f"  {name:<{width}} {score_text(e['score'], share):>7}   95 % interval {interval_text(e['low'], e['high'], share)}   n = {e['n']}"
@@ -72,7 +72,7 @@ def ending(folder: str, card: dict[str, Any]) -> str:
     )
 
 
-def _evaluations(card: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def _list_evaluations(card: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """In the order of time: before, after the supervised phase where there is one, after."""
     known = (("before", "before"), ("supervised", "after the supervised phase"), ("after", "after"))
     return [(name, card[f"eval_{key}"]) for key, name in known if card.get(f"eval_{key}")]

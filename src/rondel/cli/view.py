@@ -9,7 +9,7 @@ import typer
 
 from rondel.core.types import DATA, GREEDY, POLICY
 from rondel.system.files import checkpoints_in, write_text
-from rondel.text.unicode import visible
+from rondel.text.unicode import visible_text
 
 
 def run(
@@ -25,25 +25,25 @@ def run(
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a web page instead.")] = None,
 ) -> None:
     """Show what the policy read and wrote."""
-    from rondel.cli.page import page
+    from rondel.cli.page import render_page
     from rondel.core.errors import UserError
-    from rondel.runtime.journal.store import read_step, steps
+    from rondel.runtime.journal.store import read_step, stored_steps
 
-    stored = steps(folder)
+    stored = stored_steps(folder)
     if step is None and stored:
         step = stored[-1]
     rows = read_step(folder, 1 if step is None else step)
     if group is not None and group not in (numbers := sorted({row["group"] for row in rows})):
         raise UserError(f"step {step} has no group {group}; it has {', '.join(map(str, numbers))}")
-    chosen = [r for r in rows if _wanted(r, group, min_reward, max_reward, errors)]
-    read_tokens = tokenizer(Path(folder))
+    chosen = [r for r in rows if _matches_filter(r, group, min_reward, max_reward, errors)]
+    read_tokens = load_tokenizer(Path(folder))
     supervised = step is not None and step <= supervised_steps(Path(folder))
-    cards = [trajectory(row, read_tokens, supervised=supervised) for row in chosen]
+    cards = [trajectory_view(row, read_tokens, supervised=supervised) for row in chosen]
     if html is not None:
-        write_text(html, page(f"{folder}, step {step}", cards))
+        write_text(html, render_page(f"{folder}, step {step}", cards))
         print(f"{html}: {len(cards)} trajectories of step {step}; open it in a browser")
         return
-    _print(cards[:limit])
+    _print_cards(cards[:limit])
     shown = min(limit, len(cards))
     others = f"; --step shows others ({stored[0]} to {stored[-1]} are stored)" if len(stored) > 1 else ""
     print(
@@ -53,7 +53,9 @@ def run(
     )
 
 
-def _wanted(row: dict[str, Any], group: int | None, low: float | None, high: float | None, errors: bool) -> bool:
+def _matches_filter(
+    row: dict[str, Any], group: int | None, low: float | None, high: float | None, errors: bool
+) -> bool:
     reward = row["reward"]
     return (
         (group is None or row["group"] == group)
@@ -65,13 +67,13 @@ def _wanted(row: dict[str, Any], group: int | None, low: float | None, high: flo
 
 def supervised_steps(folder: Path) -> int:
     """How many steps of a run copy the tasks' own answers: loop.warmup.steps."""
-    from rondel.runtime.journal.log import recipe
+    from rondel.runtime.journal.log import read_recipe
 
-    warmup = recipe(folder).get("loop", {}).get("warmup", {})
+    warmup = read_recipe(folder).get("loop", {}).get("warmup", {})
     return int(warmup.get("steps", 0)) if isinstance(warmup, dict) else 0
 
 
-def trajectory(row: dict[str, Any], read_tokens: Any = None, *, supervised: bool = False) -> dict[str, Any]:
+def trajectory_view(row: dict[str, Any], read_tokens: Any = None, *, supervised: bool = False) -> dict[str, Any]:
     """What both views show of one row: title, facts, and pieces of text with who wrote
     them: [(True, "12"), (False, "...")].
     """
@@ -94,7 +96,7 @@ def trajectory(row: dict[str, Any], read_tokens: Any = None, *, supervised: bool
         facts.insert(2, row["agent"] if own else f"{row['agent']}, played by {row['policy']}")
     if row["parent"] is not None:
         facts.insert(2, f"branch of {row['parent']}")
-    if not supervised and (distance := gap(row)) is not None:
+    if not supervised and (distance := logprob_gap(row)) is not None:
         facts.append(f"gap {distance:.1e}")
     if not supervised and row["trained_at"] is not None:
         facts.append(f"lag {row['trained_at'] - row['born']}")
@@ -107,12 +109,12 @@ def trajectory(row: dict[str, Any], read_tokens: Any = None, *, supervised: bool
     return {
         "task": row["task"],
         "facts": facts,
-        "pieces": pieces(row, read_tokens),
+        "pieces": token_pieces(row, read_tokens),
         "answer": row["task_data"].get("answer"),
     }
 
 
-def gap(row: dict[str, Any]) -> float | None:
+def logprob_gap(row: dict[str, Any]) -> float | None:
     """Largest |log p(trainer) - log p(engine)| over what the policy wrote; None if the trainer's side is not stored."""
     if row["trainer_logprobs"] is None:
         return None
@@ -120,10 +122,10 @@ def gap(row: dict[str, Any]) -> float | None:
     return max((abs(trainer - engine) for written, trainer, engine in both if written), default=0.0)
 
 
-def pieces(row: dict[str, Any], read_tokens: Any) -> list[tuple[bool, str]]:
+def token_pieces(row: dict[str, Any], read_tokens: Any) -> list[tuple[bool, str]]:
     """Token by token where the run folder has a tokenizer, else the task's prompt and the stored text."""
     if read_tokens is None:
-        return [(False, prompt(row["task_data"])), (True, row["text"])]
+        return [(False, prompt_text(row["task_data"])), (True, row["text"])]
     from itertools import groupby
 
     sees = [-1] * len(row["tokens"])
@@ -136,11 +138,11 @@ def pieces(row: dict[str, Any], read_tokens: Any) -> list[tuple[bool, str]]:
     return out
 
 
-def prompt(data: dict[str, Any]) -> str:
-    from rondel.core.media import worded
+def prompt_text(data: dict[str, Any]) -> str:
+    from rondel.core.media import message_text
 
     if "messages" in data:
-        return "\n".join(f"{m.get('role', '')}: {worded(m.get('content', ''))}" for m in data["messages"])
+        return "\n".join(f"{m.get('role', '')}: {message_text(m.get('content', ''))}" for m in data["messages"])
     return str(data.get("prompt", data))
 
 
@@ -152,7 +154,7 @@ def tokenizer_file(folder: Path) -> Path | None:
     return files[-1] if files else None
 
 
-def tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
     """ids -> text by the newest checkpoint's tokenizer.json, or None."""
     if (file := tokenizer_file(folder)) is None:
         return None
@@ -166,21 +168,23 @@ def tokenizer(folder: Path) -> Any:
     return lambda ids: known.decode(ids, skip_special_tokens=False)
 
 
-def _print(cards: list[dict[str, Any]]) -> None:
+def _print_cards(cards: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.text import Text
 
     console = Console()
     for card in cards:
         console.print(
-            Text(visible(f"{card['task']}  "), style="bold") + Text(visible(" · ".join(card["facts"]))), soft_wrap=True
+            Text(visible_text(f"{card['task']}  "), style="bold") + Text(visible_text(" · ".join(card["facts"]))),
+            soft_wrap=True,
         )
         body = Text()
         for written, text in card["pieces"]:
             body.append(
-                visible(text) + "\n" * (not written and not text.endswith("\n")), style="green" if written else "dim"
+                visible_text(text) + "\n" * (not written and not text.endswith("\n")),
+                style="green" if written else "dim",
             )
         console.print(body, soft_wrap=True)
         if card["answer"] is not None:
-            console.print(Text(visible(f"answer: {card['answer']}"), style="dim"), soft_wrap=True)
+            console.print(Text(visible_text(f"answer: {card['answer']}"), style="dim"), soft_wrap=True)
         console.print()

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
-from rondel.core.errors import ConfigError, refusal
-from rondel.core.registry import look_beside, nearest
+from rondel.core.errors import ConfigError, disk_refusal
+from rondel.core.registry import look_beside, suggest_name
 from rondel.core.types import DATA, GREEDY, POLICY, UNTRAINABLE
 
 CLOSED = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -36,13 +36,13 @@ class ConfigSection(BaseModel):
             self._read.add(name)
         return value
 
-    def unread(self, prefix: str = "") -> list[str]:
+    def unread_keys(self, prefix: str = "") -> list[str]:
         """Dotted names of keys that were set to other than their defaults, but that no part of the run looked at."""
         out = []
         for name in self.model_fields_set:
             value = self.__dict__.get(name)
             if isinstance(value, ConfigSection):
-                out += value.unread(f"{prefix}{name}.")
+                out += value.unread_keys(f"{prefix}{name}.")
             elif name not in self._read and value != type(self).model_fields[name].get_default(
                 call_default_factory=True
             ):
@@ -658,7 +658,7 @@ class Job(ConfigSection):
         return self.loop.steps
 
     @property
-    def cast(self) -> dict[str, str]:
+    def agent_policies(self) -> dict[str, str]:
         """{agent: policy} of those with weights of their own."""
         return {agent: name for name, policy in self.policies.items() for agent in policy.agents or [name]}
 
@@ -683,10 +683,10 @@ class Job(ConfigSection):
         """Parse a TOML recipe, apply dotted overrides, validate; every fault is one readable ConfigError."""
         path = Path(path)
         tree = _read_toml(path)
-        look_beside(origin := _origin(path))
+        look_beside(origin := _recipe_origin(path))
         _give_way(tree, overrides or {})
         for dotted, value in (overrides or {}).items():
-            place(tree, dotted, deepcopy(value))  # a later override may write into it
+            set_dotted(tree, dotted, deepcopy(value))  # a later override may write into it
         _refuse_odd_text(tree, str(path))
         job = cls.parse(tree, source=str(path))
         job._origin = str(origin.resolve())
@@ -697,9 +697,9 @@ class Job(ConfigSection):
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
-            raise ConfigError(_explain(error, source)) from error
+            raise ConfigError(_explain_validation(error, source)) from error
 
-    def tree(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Every final value, as plain data."""
         return self.model_dump(mode="json")
 
@@ -715,7 +715,7 @@ class Job(ConfigSection):
         """What must be equal for a folder to be continued: everything but where the run lives and
         how long it goes on.
         """
-        tree = self.tree()
+        tree = self.to_dict()
         tree.pop("run")
         tree["loop"].pop("steps")
         return blake2b(repr(tree).encode(), digest_size=8).hexdigest()
@@ -743,11 +743,11 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError as error:
-        near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
+        near = suggest_name(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
         raise ConfigError(f"no recipe at {path}.{near}") from error
     except OSError as error:
         raise ConfigError(
-            refusal(error, f"reading the recipe {str(path)[:200]}") or f"reading the recipe {path}: {error}"
+            disk_refusal(error, f"reading the recipe {str(path)[:200]}") or f"reading the recipe {path}: {error}"
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not TOML: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from error
@@ -798,7 +798,7 @@ def _give_way(tree: dict[str, Any], overrides: dict[str, Any]) -> None:
                 node.pop(leaf, None)
 
 
-def place(tree: dict[str, Any], dotted: str, value: Any) -> None:
+def set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
     """tree["loop"]["steps"] = value, for "loop.steps"."""
     *parents, leaf = dotted.split(".")
     for name in parents:
@@ -811,7 +811,7 @@ def place(tree: dict[str, Any], dotted: str, value: Any) -> None:
 ORIGIN = "recipe.path"  # in a run's folder: where the recipe lies that began it
 
 
-def _origin(path: Path) -> Path:
+def _recipe_origin(path: Path) -> Path:
     """The recipe itself; for the copy of it in a run's folder the one that it was copied from."""
     note = path.parent / ORIGIN
     return (
@@ -819,7 +819,7 @@ def _origin(path: Path) -> Path:
     )
 
 
-def _explain(error: ValidationError, source: str) -> str:
+def _explain_validation(error: ValidationError, source: str) -> str:
     rows: list[str] = []
     found: dict[str, int] = {}  # of a key with several kinds of values: the row that says what is wrong with the first
     for fault in error.errors():
@@ -828,7 +828,7 @@ def _explain(error: ValidationError, source: str) -> str:
         said = f"{fault['msg'][0].lower()}{fault['msg'][1:]}"
         if fault["type"] == "extra_forbidden":
             synonym = f" Did you mean '{SYNONYMS[where[-1]]}'?" if where[-1] in SYNONYMS else ""
-            rows.append(f"unknown key '{dotted}'.{synonym or nearest(where[-1], _known(fault['loc'][:-1]))}")
+            rows.append(f"unknown key '{dotted}'.{synonym or suggest_name(where[-1], _known_keys(fault['loc'][:-1]))}")
         elif fault["type"] == "missing":
             rows.append(f"'{dotted}' is missing; add it to the recipe or pass --{dotted}=...")
         elif isinstance(value, str) and fault["type"] in ("float_type", "int_type"):
@@ -839,7 +839,7 @@ def _explain(error: ValidationError, source: str) -> str:
             rows[found[dotted]] += f"; or {said}"
             continue
         else:
-            rows.append(f"{dotted} = {_short(value)}: {said}")
+            rows.append(f"{dotted} = {_truncate_repr(value)}: {said}")
         found.setdefault(dotted, len(rows) - 1)
     return f"{source}: " + "; ".join(dict.fromkeys(rows))
 
@@ -849,25 +849,25 @@ def _is_kind(part: int | str) -> bool:
     return part in ("int", "float", "str", "bool", "constrained-int") or (isinstance(part, str) and "[" in part)
 
 
-def _short(value: Any) -> str:
+def _truncate_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _known(where: tuple[int | str, ...]) -> list[str]:
+def _known_keys(where: tuple[int | str, ...]) -> list[str]:
     """The keys of a section, or of an entry of a table or a list of such: policies.critic, algo.beside.0."""
     section: Any = Job
     for name in where:
-        found = _sections(section)
+        found = _nested_sections(section)
         if found and name in found[0].model_fields and section is found[0]:
             section = found[0].model_fields[str(name)].annotation
         elif found:  # the name of an entry, or its number
             section = found[0]
-    return list(found[0].model_fields) if (found := _sections(section)) else []
+    return list(found[0].model_fields) if (found := _nested_sections(section)) else []
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
+def _nested_sections(annotation: Any) -> list[type[BaseModel]]:
     """What an annotation holds that has keys: dict[str, Policy] -> [Policy]."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for inner in get_args(annotation) for found in _sections(inner)]
+    return [found for inner in get_args(annotation) for found in _nested_sections(inner)]

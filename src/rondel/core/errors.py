@@ -95,10 +95,10 @@ class Stopped(RondelError):
         self.code = 128 + number
 
 
-def leaves(error: BaseException) -> list[BaseException]:
+def leaf_errors(error: BaseException) -> list[BaseException]:
     """The single errors of an exception group, in order; any other error alone."""
     return (
-        [leaf for inner in error.exceptions for leaf in leaves(inner)]
+        [leaf for inner in error.exceptions for leaf in leaf_errors(inner)]
         if isinstance(error, BaseExceptionGroup)
         else [error]
     )
@@ -108,7 +108,7 @@ def root_cause(error: BaseException) -> BaseException:
     """The error of a task group that its caller must see: a signal or a stop, then one of
     ours, then an environment's, then the first.
     """
-    found = leaves(error)
+    found = leaf_errors(error)
     for wanted in (
         lambda e: isinstance(e, Stopped) or not isinstance(e, Exception),
         _ends_the_run,
@@ -124,7 +124,7 @@ def _ends_the_run(error: BaseException) -> bool:
 
 
 @contextmanager
-def ungrouped() -> Iterator[None]:
+def unwrap_exception_group() -> Iterator[None]:
     """An exception group raised inside leaves as its root cause."""
     try:
         yield
@@ -133,15 +133,15 @@ def ungrouped() -> Iterator[None]:
 
 
 @contextmanager
-def boundary(error: type[RondelError], what: str) -> Iterator[None]:
+def error_boundary(error: type[RondelError], what: str) -> Iterator[None]:
     """Anything raised inside becomes `error`, prefixed with what was being crossed. Our own errors pass unchanged."""
     try:
-        with ungrouped():
+        with unwrap_exception_group():
             yield
     except RondelError:
         raise
     except Exception as cause:
-        refused = refusal(cause, what) if isinstance(cause, OSError) and cause.filename is not None else None
+        refused = disk_refusal(cause, what) if isinstance(cause, OSError) and cause.filename is not None else None
         raise error(refused or f"{what}: {type(cause).__name__}: {cause}") from cause
 
 
@@ -170,7 +170,7 @@ REASONS = {  # of an OSError that is the machine's and nobody's bug: what is wro
 }
 
 
-def refusal(error: BaseException, what: str = "", wanted: int = 0) -> str | None:
+def disk_refusal(error: BaseException, what: str = "", wanted: int = 0) -> str | None:
     """Why the disk refused, in one line with the remedy; None where `error` is something else.
 
     what    what was being done, "writing runs/a/journal.jsonl"
@@ -181,12 +181,12 @@ def refusal(error: BaseException, what: str = "", wanted: int = 0) -> str | None
         return None
     reason, remedy = REASONS[number]
     named = [os.fspath(name) for name in (getattr(error, "filename", None),) if isinstance(name, str | bytes)]
-    at = "" if not named or _shown(named[0])[:100] in what else f" ({_shown(named[0])})"
+    at = "" if not named or _display_path(named[0])[:100] in what else f" ({_display_path(named[0])})"
     room = f", {size_text(wanted)} are wanted" if wanted and number in FULL else ""
     return f"{what + ': ' if what else ''}{reason}{at}{room}: {remedy}"
 
 
-def _shown(name: str | bytes) -> str:
+def _display_path(name: str | bytes) -> str:
     text = os.fsdecode(name)
     return text if len(text) <= 300 else f"{text[:140]}...{text[-140:]}"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rondel.core.errors import StalledError
 from rondel.core.types import Group
-from rondel.text.unicode import visible
+from rondel.text.unicode import visible_text
 
 
 @dataclass(slots=True)
@@ -232,11 +232,11 @@ def warn(told: str) -> None:
 def warn_aloud(told: str) -> None:
     """On stderr, too: for a reader in which a person would have seen it."""
     with suppress(Exception):  # the terminal may be gone
-        print(f"warning: {visible(told)}", file=sys.stderr, flush=True)
+        print(f"warning: {visible_text(told)}", file=sys.stderr, flush=True)
     warn(told)
 
 
-def dispensable(name: str, call: Callable[..., None], *, tell: Callable[[str], None] = warn) -> Callable[..., None]:
+def drop_on_failure(name: str, call: Callable[..., None], *, tell: Callable[[str], None] = warn) -> Callable[..., None]:
     """A reader, or the writer of a sink, that a run can do without: the first time it fails
     that is told, and it is left out from there on.
 
@@ -244,7 +244,7 @@ def dispensable(name: str, call: Callable[..., None], *, tell: Callable[[str], N
     """
     works = True
 
-    def guarded(*args: Any) -> None:
+    def call_if_working(*args: Any) -> None:
         nonlocal works
         if not works:
             return
@@ -254,10 +254,10 @@ def dispensable(name: str, call: Callable[..., None], *, tell: Callable[[str], N
             works = False
             tell(f"{name} is left out from here on, and the run goes on: {type(error).__name__}: {error}")
 
-    return guarded
+    return call_if_working
 
 
-def stalled(message: str, error: type[StalledError] = StalledError) -> StalledError:
+def stalled_error(message: str, error: type[StalledError] = StalledError) -> StalledError:
     """The error of a wait that passed its deadline, after everyone has heard of it. Call it
     where the wait ends, before anything is unwound.
     """

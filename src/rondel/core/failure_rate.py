@@ -28,7 +28,7 @@ class RecentOutcomes:
     def add(self, reason: str) -> None:
         self.outcomes.append(reason)
 
-    def above(self, share: float) -> FailureShare | None:
+    def failures_above(self, share: float) -> FailureShare | None:
         failed = [reason for reason in self.outcomes if reason]
         if len(self.outcomes) < LEAST or not len(failed) > share * len(self.outcomes):
             return None

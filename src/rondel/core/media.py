@@ -44,11 +44,11 @@ class ImageProcessorConfig:
     std: tuple[float, ...]
 
     @property
-    def cell(self) -> int:
+    def token_pixels(self) -> int:
         """Pixels a side of one token."""
         return self.patch * self.merge
 
-    def size(self, width: int, height: int) -> tuple[int, int]:
+    def target_size(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) at which a picture is seen: whole cells, its proportions kept as
         far as they go, between least and most.
         """
@@ -56,13 +56,16 @@ class ImageProcessorConfig:
             raise ValueError(
                 f"an image of {width}x{height} pixels is more than {LONGEST} times as long as wide; cut it"
             )
-        sides = [round(side / self.cell) * self.cell for side in (width, height)]
+        sides = [round(side / self.token_pixels) * self.token_pixels for side in (width, height)]
         if math.prod(sides) > self.most:
             scale = math.sqrt(width * height / self.most)
-            sides = [max(self.cell, math.floor(side / scale / self.cell) * self.cell) for side in (width, height)]
+            sides = [
+                max(self.token_pixels, math.floor(side / scale / self.token_pixels) * self.token_pixels)
+                for side in (width, height)
+            ]
         elif math.prod(sides) < self.least:
             scale = math.sqrt(self.least / (width * height))
-            sides = [math.ceil(side * scale / self.cell) * self.cell for side in (width, height)]
+            sides = [math.ceil(side * scale / self.token_pixels) * self.token_pixels for side in (width, height)]
         return sides[0], sides[1]
 
 
@@ -79,7 +82,7 @@ class Image:
     digest: str
 
     @classmethod
-    def of(cls, pixels: np.ndarray, cell: int) -> Image:
+    def from_pixels(cls, pixels: np.ndarray, cell: int) -> Image:
         pixels = np.ascontiguousarray(pixels)
         if (
             pixels.dtype != np.uint8
@@ -113,14 +116,14 @@ class Image:
         return self.rows * self.columns
 
     @property
-    def stored(self) -> list[Any]:
+    def stored_fields(self) -> list[Any]:
         """JSON-shaped; `restored` gives it back."""
         return [self.cell, self.rows, self.columns, b64encode(zlib.compress(self.pixels.tobytes(), 1)).decode()]
 
     @classmethod
-    def restored(cls, stored: list[Any]) -> Image:
+    def from_stored_fields(cls, stored: list[Any]) -> Image:
         cell, rows, columns, packed = stored
-        return cls.of(
+        return cls.from_pixels(
             np.frombuffer(zlib.decompress(b64decode(packed)), np.uint8).reshape(rows * cell, columns * cell, 3), cell
         )
 
@@ -142,7 +145,7 @@ class ImagePlaceholder:
         return self.start + self.image.tokens
 
     @staticmethod
-    def agree(tokens: Sequence[int], media: Sequence[ImagePlaceholder]) -> None:
+    def check_placeholders(tokens: Sequence[int], media: Sequence[ImagePlaceholder]) -> None:
         """Placeholders and pictures agree: each picture lies on as many equal tokens as it has
         cells, behind the one before it, and that token stands nowhere else. ValueError where they do not."""
         at, places = 0, 0
@@ -160,7 +163,7 @@ class ImagePlaceholder:
             raise ValueError(f"{n} placeholders for images of {places} cells: what stands for an image must have one")
 
 
-def worded(content: Any) -> str:
+def message_text(content: Any) -> str:
     """The text of a message's content, an image in it by its name: what readers see,
     and by which questions are told apart.
     """
@@ -171,7 +174,7 @@ def worded(content: Any) -> str:
     )
 
 
-def keyed(tokens: Iterable[int], media: Sequence[ImagePlaceholder]) -> list[int]:
+def content_keys(tokens: Iterable[int], media: Sequence[ImagePlaceholder]) -> list[int]:
     """[T] What two streams must have in common to mean the same: the tokens, and where a
     picture is seen its digest, below 0.
     """
@@ -181,7 +184,7 @@ def keyed(tokens: Iterable[int], media: Sequence[ImagePlaceholder]) -> list[int]
     return keys
 
 
-def positions(n: int, media: Sequence[ImagePlaceholder]) -> np.ndarray:
+def rope_positions(n: int, media: Sequence[ImagePlaceholder]) -> np.ndarray:
     """[3, n] time, row and column of each token (M-RoPE, arXiv:2409.12191). Text counts on
     in all three; the cells of a picture share one time and stand at their row and column; text
     goes on behind the larger side. Of a prefix
@@ -199,6 +202,6 @@ def positions(n: int, media: Sequence[ImagePlaceholder]) -> np.ndarray:
     return out[:, :n]
 
 
-def shift(media: Iterable[ImagePlaceholder]) -> int:
+def position_shift(media: Iterable[ImagePlaceholder]) -> int:
     """What the position of a token behind all pictures is more than its index; mostly below 0."""
     return sum(max(place.image.rows, place.image.columns) - place.image.tokens for place in media)

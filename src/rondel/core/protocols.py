@@ -136,7 +136,7 @@ class Transport(Protocol):
     @property
     def names(self) -> Literal["module", "checkpoint"]: ...
 
-    async def route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route: ...  # the driver's end
+    async def plan_route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route: ...  # the driver's end
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]: ...  # the trainer's
     def send(self, route: Route, weights: Tensors) -> None: ...
     # the engine's
@@ -175,8 +175,8 @@ class BufferOrder(Protocol):
     version; and which groups were given up as late.
     """
 
-    def may(self, what: str, number: int) -> bool: ...
-    def did(self, what: str, number: int) -> None: ...
+    def may_proceed(self, what: str, number: int) -> bool: ...
+    def mark_done(self, what: str, number: int) -> None: ...
     def in_time(self, number: int) -> bool | None: ...  # None: as the clock has it
 
 

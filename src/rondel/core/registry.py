@@ -13,7 +13,7 @@ from typing import Any
 from rondel.core.errors import ConfigError
 
 
-def nearest(word: str, known: list[str]) -> str:
+def suggest_name(word: str, known: list[str]) -> str:
     """ " Did you mean 'x'?", or nothing when no known word is near."""
     match = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f" Did you mean '{match[0]}'?" if match else ""
@@ -22,10 +22,10 @@ def nearest(word: str, known: list[str]) -> str:
 def one_of(knob: str, value: Any, known: Iterable[str]) -> None:
     """Refuse a value that is not among the known ones."""
     if value not in (names := list(known)):
-        raise ConfigError(f"{knob} = {value!r}; it must be one of {', '.join(names)}.{nearest(str(value), names)}")
+        raise ConfigError(f"{knob} = {value!r}; it must be one of {', '.join(names)}.{suggest_name(str(value), names)}")
 
 
-def find(what: str, kind: str, known: dict[str, Any], *, called: bool = True) -> Any:
+def find_registered(what: str, kind: str, known: dict[str, Any], *, called: bool = True) -> Any:
     """The object called `kind`: from `known`, or imported when written "module:name"; one
     that can be called, unless it is a value.
     """
@@ -36,11 +36,11 @@ def find(what: str, kind: str, known: dict[str, Any], *, called: bool = True) ->
     if kind in known:
         return known[kind]
     if ":" in kind:
-        if not callable(found := imported(what, kind)) and called:
+        if not callable(found := import_attribute(what, kind)) and called:
             raise ConfigError(f"{what} '{kind}' is {found!r:.60}, and no function or class")
         return found
     raise ConfigError(
-        f"{what} '{kind}' does not exist.{nearest(kind, list(known))} Known: {', '.join(sorted(known))}; or your own as "
+        f"{what} '{kind}' does not exist.{suggest_name(kind, list(known))} Known: {', '.join(sorted(known))}; or your own as "
         f"'module:name'."
     )
 
@@ -53,28 +53,28 @@ def look_beside(recipe: Path) -> None:
     inherit the search path of their controller.
     """
     _recipe[:] = [recipe.resolve().parent]
-    _search(Path.cwd())
-    _search(_recipe[0], first=True)
+    _add_to_path(Path.cwd())
+    _add_to_path(_recipe[0], first=True)
 
 
-def _search(folder: Path, *, first: bool = False) -> None:
+def _add_to_path(folder: Path, *, first: bool = False) -> None:
     if first and str(folder) in sys.path:
         sys.path.remove(str(folder))
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
-def places() -> list[Path]:
+def search_folders() -> list[Path]:
     """Where what a recipe names is looked for."""
     return list(dict.fromkeys([*_recipe, Path.cwd()]))
 
 
-def located(path: str) -> Path:
+def locate_path(path: str) -> Path:
     """The file or folder of this name in the first place that has it; else as it is."""
-    return next((found for place in places() if _exists(found := place / path)), Path(path))
+    return next((found for place in search_folders() if _path_exists(found := place / path)), Path(path))
 
 
-def _exists(path: Path) -> bool:
+def _path_exists(path: Path) -> bool:
     try:
         return path.exists()
     except (OSError, ValueError):  # no name that a file could have
@@ -91,12 +91,12 @@ def refuse_uncallable(what: str, function: Any, *given: str) -> None:
         pass
 
 
-def imported(what: str, path: str) -> Any:
+def import_attribute(what: str, path: str) -> Any:
     """`module:name` from the recipe's folder, the current folder or the Python path."""
     module, _, name = path.partition(":")
     if not (module and name):
         raise ConfigError(f"{what} '{path}': your own is written 'module:name'")
-    _search(Path.cwd())
+    _add_to_path(Path.cwd())
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -105,11 +105,11 @@ def imported(what: str, path: str) -> Any:
                 f"{what} '{path}': importing {module} failed, because it needs '{error.name}': pip install it"
             ) from error
         raise ConfigError(
-            f"{what} '{path}': no module '{module}' in {' or '.join(map(str, places()))} or on the Python path"
+            f"{what} '{path}': no module '{module}' in {' or '.join(map(str, search_folders()))} or on the Python path"
         ) from error
     except Exception as error:
         raise ConfigError(f"{what} '{path}': importing {module} raised {type(error).__name__}: {error}") from error
     if not hasattr(found, name):
         names = [n for n in vars(found) if not n.startswith("_")]
-        raise ConfigError(f"{what} '{path}': {module} has no '{name}'.{nearest(name, names)}")
+        raise ConfigError(f"{what} '{path}': {module} has no '{name}'.{suggest_name(name, names)}")
     return getattr(found, name)

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 
 from rondel.core.events import WorkerTime, emit
-from rondel.system.process_memory import resident
+from rondel.system.process_memory import resident_memory
 
 MOST = 256  # laps of one telling that are told in order; of more only the sums
 
@@ -28,15 +28,15 @@ class TimeAccount:
         self.laps: list[tuple[str, float]] = []
         self._since = time.perf_counter()
 
-    def turn(self, doing: str) -> None:
+    def switch_to(self, doing: str) -> None:
         """The time until now belongs to what it did; from now on it does this."""
         if doing != self.doing:
-            self._lap()
+            self._add_lap()
             self.doing = doing
 
-    def tell(self, held: dict[str, int] | None = None) -> None:
+    def report_time(self, held: dict[str, int] | None = None) -> None:
         """What has passed since it last told, and the bytes of its tenants."""
-        self._lap()
+        self._add_lap()
         laps = self.laps if len(self.laps) <= MOST else []
         emit(
             WorkerTime(
@@ -44,14 +44,14 @@ class TimeAccount:
                 dict(self.seconds),
                 {name: n for name, n in self.counts.items() if n},
                 laps,
-                resident() | (held or {}),
+                resident_memory() | (held or {}),
             )
         )
         self.laps = []
         self.seconds.clear()
         self.counts.clear()
 
-    def _lap(self) -> None:
+    def _add_lap(self) -> None:
         now = time.perf_counter()
         self.seconds[self.doing] += now - self._since
         if len(self.laps) <= MOST:

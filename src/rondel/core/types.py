@@ -78,7 +78,7 @@ class Score:
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple((index(position), float(value)) for position, value in self.steps))
 
-    def over(self, mask: list[bool]) -> list[float]:
+    def token_rewards(self, mask: list[bool]) -> list[float]:
         """[m] What each of the m tokens that the policy wrote has earned; together the value. A
         step at a token it did not write counts for the last one that it wrote before."""
         if not self.steps:  # of a million tokens it takes no time
@@ -199,7 +199,7 @@ class Trajectory:
         if media:
             if logprobs is not None:
                 raise ValueError(f"{len(media)} images in what the policy wrote: it writes tokens; an image is given")
-            media[0].agree(tokens, media)
+            media[0].check_placeholders(tokens, media)
             self.media += [replace(place, start=len(self.tokens) + place.start) for place in media]
         if (logprobs is None) != (versions is None):
             raise ValueError("a policy's tokens need both logprobs and versions; given tokens need neither")
@@ -231,7 +231,7 @@ class Trajectory:
         return self.score.value if isinstance(self.score, Score) else None
 
     @property
-    def guided(self) -> bool:
+    def is_demonstration(self) -> bool:
         """A demonstration: nobody drew it."""
         return self.policy == DATA
 
@@ -259,22 +259,22 @@ class Group:
     @property
     def rewards(self) -> list[float]:
         """Rewards of the scored samples and demonstrations only; a failure is never a number."""
-        return [t.reward for t in self.roots if t.reward is not None and t.policy != GREEDY]
+        return [t.reward for t in self.root_trajectories if t.reward is not None and t.policy != GREEDY]
 
     @property
-    def roots(self) -> list[Trajectory]:
+    def root_trajectories(self) -> list[Trajectory]:
         """Those with a score of their own."""
         return [t for t in self.trajectories if t.parent is None]
 
     @property
-    def own(self) -> list[Trajectory]:
+    def policy_samples(self) -> list[Trajectory]:
         """The samples alone, without what stands beside them."""
-        return [t for t in self.roots if t.policy not in (DATA, GREEDY)]
+        return [t for t in self.root_trajectories if t.policy not in (DATA, GREEDY)]
 
     @property
     def baseline(self) -> float | None:
         """The reward of its greedy answer, where one was asked for and scored."""
-        return next((t.reward for t in self.roots if t.policy == GREEDY), None)
+        return next((t.reward for t in self.root_trajectories if t.policy == GREEDY), None)
 
 
 @dataclass(slots=True)
@@ -372,22 +372,22 @@ class Sampling:
                 raise ValueError(message)
 
     @property
-    def truncated(self) -> bool:
+    def truncates_support(self) -> bool:
         """True where the support is cut: the trainer then cannot recompute the logprob without the recorded one."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
-    def penalised(self) -> bool:
+    def has_penalties(self) -> bool:
         """True where a token's logit depends on the tokens before beyond what the model says."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
-    def shaped(self) -> bool:
+    def changes_logits(self) -> bool:
         """True where logits are changed before the temperature."""
-        return self.penalised or bool(self.logit_bias) or self.min_tokens > 0 or self.grammar is not None
+        return self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0 or self.grammar is not None
 
     @property
-    def untrainable(self) -> str:
+    def untrainable_settings(self) -> str:
         """The settings whose samples cannot be trained, by name: the trainer recomputes logits,
         temperature and top-k and top-p (law 4).
         """
@@ -531,7 +531,7 @@ class Manifest:
         return replace(self, version=version)
 
     @classmethod
-    def joined(cls, parts: Mapping[str, Manifest]) -> Manifest:
+    def join_policies(cls, parts: Mapping[str, Manifest]) -> Manifest:
         """One of several policies at one version: the tensor
         "critic/model.norm.weight", the base "critic=3f.. policy=".
 
@@ -548,19 +548,19 @@ class Manifest:
             versions.pop(), rows, " ".join(f"{p}={base}" for p, base in bases.items()) if any(bases.values()) else ""
         )
 
-    def part(self, policy: str) -> Manifest:
+    def policy_part(self, policy: str) -> Manifest:
         """What of it is one policy's, under its own names."""
         mine = [(row, row.name.partition("/")) for row in self.tensors]
         rows = tuple(replace(row, name=name) for row, (owner, _, name) in mine if owner == policy)
         return Manifest(self.version, rows, dict(pair.split("=") for pair in self.base.split()).get(policy, ""))
 
-    def tree(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As plain data, for a file or a body."""
         rows = [[t.name, list(t.shape), t.dtype, t.digest] for t in self.tensors]
         return {"version": self.version, "root": self.root, "base": self.base, "tensors": rows}
 
     @classmethod
-    def of(cls, tree: dict[str, Any]) -> Manifest:
+    def from_dict(cls, tree: dict[str, Any]) -> Manifest:
         """The inverse. ValueError where it is no manifest, or its root is not that of its rows."""
         try:
             rows = tuple(

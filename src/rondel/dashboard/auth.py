@@ -39,34 +39,34 @@ class DashboardAuth:
         if scope["type"] != "http":
             return
 
-        async def guarded(message: Any) -> None:
+        async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in HEADERS.items())]
             await send(message)
 
         if scope["path"] == "/":
             self.opening()
-        answer = self._instead(Request(scope))
-        await (answer or self.app)(scope, receive, guarded)
+        answer = self._refuse_or_login(Request(scope))
+        await (answer or self.app)(scope, receive, send_with_headers)
 
-    def _instead(self, request: Request) -> Response | None:
+    def _refuse_or_login(self, request: Request) -> Response | None:
         key = self.key
         if not key:
             return Response("this page is for the machine that it runs on", 403) if from_a_web_page(request) else None
         given = request.query_params.get("key", "")
-        if given and _same(given, key):
+        if given and _keys_match(given, key):
             answer = RedirectResponse("/", 303)
-            answer.set_cookie(_cookie(request), self.session, httponly=True, samesite="strict")
+            answer.set_cookie(_cookie_name(request), self.session, httponly=True, samesite="strict")
             return answer
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if _same(request.cookies.get(_cookie(request), ""), self.session) or _same(bearer, key):
+        if _keys_match(request.cookies.get(_cookie_name(request), ""), self.session) or _keys_match(bearer, key):
             return None
         return Response("this dashboard wants its key: open the address that it printed, with ?key=", 401)
 
 
-def _cookie(request: Request) -> str:
+def _cookie_name(request: Request) -> str:
     return f"rondel_dashboard_{request.scope['server'][1]}"
 
 
-def _same(given: str, key: str) -> bool:
+def _keys_match(given: str, key: str) -> bool:
     return hmac.compare_digest(given.encode(), key.encode())

@@ -25,7 +25,7 @@ class MetricColumns:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def add(self, step: int, row: Mapping[str, float]) -> None:
+    def add_row(self, step: int, row: Mapping[str, float]) -> None:
         """A step that is told again takes the place of what was told of it and of all later ones."""
         if self.steps and step <= self.steps[-1]:
             self.back_to(step - 1)
@@ -47,7 +47,7 @@ class MetricColumns:
         for column in self.values.values():
             del column[keep:]
 
-    def last(self, name: str) -> float | None:
+    def last_value(self, name: str) -> float | None:
         """The newest number of a metric."""
         for value in reversed(self.values.get(name, ())):
             if value == value:
@@ -58,29 +58,29 @@ class MetricColumns:
         """(step, value) of every row that has it, from step `first`."""
         if name not in self.values:
             return []
-        steps, values = self._from(name, first, None)
+        steps, values = self._values_between(name, first, None)
         there = ~np.isnan(values)
         return list(zip(steps[there].tolist(), values[there].tolist()))
 
-    def extremes(self, name: str) -> list[float]:
+    def value_range(self, name: str) -> list[float]:
         """Its smallest and largest number; [] where it has none."""
         values = np.array(self.values.get(name, ()), dtype=np.float64)
         known = values[~np.isnan(values)]
         return [float(known.min()), float(known.max())] if len(known) else []
 
-    def sum(self, name: str, first: int, last: int | None = None) -> float:
-        return float(np.nansum(self._from(name, first, last)[1])) if name in self.values else 0.0
+    def sum_between(self, name: str, first: int, last: int | None = None) -> float:
+        return float(np.nansum(self._values_between(name, first, last)[1])) if name in self.values else 0.0
 
-    def _from(self, name: str, first: int, last: int | None) -> tuple[np.ndarray, np.ndarray]:
+    def _values_between(self, name: str, first: int, last: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Copies: an array that numpy looks into cannot grow."""
         a, b = bisect_left(self.steps, first), len(self.steps) if last is None else bisect_right(self.steps, last)
         return np.array(self.steps[a:b], dtype=np.int64), np.array(self.values[name][a:b], dtype=np.float64)
 
-    def drawn(self, name: str, grid: StepGrid) -> dict[str, list[float | None]] | None:
+    def curve_on_grid(self, name: str, grid: StepGrid) -> dict[str, list[float | None]] | None:
         """The curve of a metric on a grid: the mean of each cell, and its extremes where a cell has several steps."""
         if name not in self.values:
             return None
-        steps, values = self._from(name, grid.first, grid.last)
+        steps, values = self._values_between(name, grid.first, grid.last)
         there = np.isfinite(values)
         if not there.any():
             return None
@@ -90,10 +90,10 @@ class MetricColumns:
         out = {"mean": np.add.reduceat(values, starts) / counts}
         if grid.width > 1:
             out |= {"low": np.minimum.reduceat(values, starts), "high": np.maximum.reduceat(values, starts)}
-        return {what: _placed(cells[starts], numbers, grid.cells) for what, numbers in out.items()}
+        return {what: _scatter_cells(cells[starts], numbers, grid.cells) for what, numbers in out.items()}
 
 
-def _placed(cells: np.ndarray, numbers: np.ndarray, n: int) -> list[float | None]:
+def _scatter_cells(cells: np.ndarray, numbers: np.ndarray, n: int) -> list[float | None]:
     out: list[float | None] = [None] * n
     for cell, number in zip(cells.tolist(), numbers.tolist()):
         out[cell] = float(f"{number:.5g}")
@@ -110,7 +110,7 @@ class StepGrid:
         self.width = max(1, math.ceil((self.last - first + 1) / max(1, points)))
         self.cells = (self.last - first) // self.width + 1
 
-    def x(self) -> list[float]:
+    def cell_centers(self) -> list[float]:
         """The middle of each cell; of the last one, the middle of what there is."""
         starts = range(self.first, self.last + 1, self.width)
         return [(a + min(a + self.width - 1, self.last)) / 2 for a in starts]

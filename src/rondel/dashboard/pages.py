@@ -47,86 +47,96 @@ class DashboardPages:
         self.runs, self.planned, self.key, self.closing = runs, plan, key, False
         self.opened = 0.0  # when somebody last did, by time.monotonic
 
-    def opening(self) -> None:
+    def record_visit(self) -> None:
         self.opened = time.monotonic()
 
     def run(self, request: Request) -> DashboardRun:
-        number = _whole(request, "run", 0)
+        number = _int_param(request, "run", 0)
         if not 0 <= number < len(self.runs):
             raise UserError(f"run {number}: {len(self.runs)} runs are open")
         return self.runs[number]
 
-    def span(self, request: Request) -> tuple[int, int]:
+    def step_range(self, request: Request) -> tuple[int, int]:
         last = max((run.step for run in self.runs), default=1)
-        return _whole(request, "first", 1), _whole(request, "last", last)
+        return _int_param(request, "first", 1), _int_param(request, "last", last)
 
     # -- what is asked for -----------------------------------------------------------------------
 
     def state(self, request: Request) -> Any:
-        return {"runs": views.state(self.runs), "metrics": views.names(self.runs)}
+        return {"runs": views.run_states(self.runs), "metrics": views.metric_names(self.runs)}
 
     def series(self, request: Request) -> Any:
         """Curves of all runs on one grid; the evaluations with their intervals."""
-        first, last = self.span(request)
-        grid = StepGrid(first, last, min(2000, _whole(request, "points", 400)))
+        first, last = self.step_range(request)
+        grid = StepGrid(first, last, min(2000, _int_param(request, "points", 400)))
         names = request.query_params.getlist("name")[:200]
         told = []
         for run in self.runs:
             with run.lock:
-                curves = {name: curve for name in names if (curve := run.shown.drawn(name, grid)) is not None}
-                curves |= {"eval/score": _evaluations(run, grid)} if "eval/score" in names and run.story.evals else {}
+                curves = {
+                    name: curve
+                    for name in names
+                    if (curve := run.visible_columns.curve_on_grid(name, grid)) is not None
+                }
+                curves |= (
+                    {"eval/score": _evaluation_series(run, grid)} if "eval/score" in names and run.story.evals else {}
+                )
             told.append(curves)
-        return {"x": grid.x(), "width": grid.width, "first": first, "last": last, "runs": told}
+        return {"x": grid.cell_centers(), "width": grid.width, "first": first, "last": last, "runs": told}
 
     def books(self, request: Request) -> Any:
-        return views.books(self.run(request), *self.span(request))
+        return views.ledger_view(self.run(request), *self.step_range(request))
 
     def time(self, request: Request) -> Any:
-        return views.spent(self.run(request), *self.span(request), min(60, max(1, _whole(request, "steps", 4))))
+        return views.time_breakdown(
+            self.run(request), *self.step_range(request), min(60, max(1, _int_param(request, "steps", 4)))
+        )
 
     def findings(self, request: Request) -> Any:
-        return views.said(self.run(request))
+        return views.findings_view(self.run(request))
 
     def card(self, request: Request) -> Any:
-        return views.card(self.run(request)) | {
-            "differs": views.recipes(self.runs),
+        return views.card_view(self.run(request)) | {
+            "differs": views.recipe_differences(self.runs),
             "names": [run.folder.name for run in self.runs],
         }
 
     def rollouts(self, request: Request) -> Any:
-        return rollouts.table(self.run(request).folder, _whole(request, "step", None))
+        return rollouts.rollout_table(self.run(request).folder, _int_param(request, "step", None))
 
     def answer(self, request: Request) -> Any:
-        asked = (_whole(request, name, 0) for name in ("step", "at", "first"))
-        return rollouts.answer(self.run(request).folder, *asked)
+        asked = (_int_param(request, name, 0) for name in ("step", "at", "first"))
+        return rollouts.read_answer(self.run(request).folder, *asked)
 
     def steps_of(self, request: Request) -> Any:
         return rollouts.steps_of(
-            self.run(request).folder, request.query_params.get("task", ""), _whole(request, "step", 0)
+            self.run(request).folder, request.query_params.get("task", ""), _int_param(request, "step", 0)
         )
 
     def beside(self, request: Request) -> Any:
-        a, b, i, k = (_whole(request, name, 0) for name in ("a", "b", "pick_a", "pick_b"))
-        return rollouts.beside(self.run(request).folder, request.query_params.get("task", ""), a, b, (i, k))
+        a, b, i, k = (_int_param(request, name, 0) for name in ("a", "b", "pick_a", "pick_b"))
+        return rollouts.compare_groups(self.run(request).folder, request.query_params.get("task", ""), a, b, (i, k))
 
     def plan(self, request: Request) -> Any:
         words = dict(request.query_params)
         folder = self.run(request).folder if words.get("run", "") != "" else None
-        return plan_api.ask(words, self.planned, folder) | {"choices": plan_api.choices()}
+        return plan_api.answer_plan_query(words, self.planned, folder) | {"choices": plan_api.list_choices()}
 
     # -- what is new -----------------------------------------------------------------------------
 
-    async def news(self, request: Request) -> Response:
-        return StreamingResponse(self._news(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+    async def stream_changes(self, request: Request) -> Response:
+        return StreamingResponse(
+            self._change_events(), media_type="text/event-stream", headers={"cache-control": "no-store"}
+        )
 
-    async def _news(self) -> AsyncIterator[str]:
+    async def _change_events(self) -> AsyncIterator[str]:
         seen: Any = None
         waited = 0.0
         while not self.closing:
             now = [(run.changes, run.state) for run in self.runs]
             if now != seen:
                 seen, waited = now, 0.0
-                yield f"data: {_json(await run_in_threadpool(views.state, self.runs))}\n\n"
+                yield f"data: {_dump_json(await run_in_threadpool(views.run_states, self.runs))}\n\n"
             elif waited >= BEAT:
                 waited = 0.0
                 yield ": still here\n\n"
@@ -134,46 +144,48 @@ class DashboardPages:
             waited += POLL
 
 
-def build(pages: DashboardPages) -> Any:
+def build_app(pages: DashboardPages) -> Any:
     """The ASGI application."""
 
-    def api(handler: Callable[[Request], Any]) -> Any:
-        return partial(_answered, handler)
+    def make_endpoint(handler: Callable[[Request], Any]) -> Any:
+        return partial(_run_handler, handler)
 
     asked = ("state", "series", "books", "time", "findings", "card", "rollouts", "answer", "steps_of", "beside", "plan")
     routes = [
-        Route("/", partial(_file, HERE / "page" / "index.html")),
+        Route("/", partial(_file_response, HERE / "page" / "index.html")),
         *(
-            Route(f"/{path.parent.name}/{path.name}", partial(_file, path))
+            Route(f"/{path.parent.name}/{path.name}", partial(_file_response, path))
             for path in HERE.glob("[pv]*/*")
             if path.suffix in TYPES
         ),
-        Route("/api/news", pages.news),
-        *(Route(f"/api/{name}", api(getattr(pages, name))) for name in asked),
+        Route("/api/news", pages.stream_changes),
+        *(Route(f"/api/{name}", make_endpoint(getattr(pages, name))) for name in asked),
     ]
-    return DashboardAuth(Starlette(routes=routes), pages.key, pages.opening)
+    return DashboardAuth(Starlette(routes=routes), pages.key, pages.record_visit)
 
 
-async def _file(path: Path, request: Request) -> Response:
+async def _file_response(path: Path, request: Request) -> Response:
     """150 kB in all: no thread for what is in the system's memory."""
     return Response(path.read_bytes(), headers={"cache-control": "no-cache"}, media_type=TYPES[path.suffix])
 
 
-async def _answered(handler: Callable[[Request], Any], request: Request) -> Response:
+async def _run_handler(handler: Callable[[Request], Any], request: Request) -> Response:
     """In a thread; what a person can mend is a sentence, and so is what we did wrong."""
     try:
-        body, status = await run_in_threadpool(lambda: _json(handler(request))), 200
+        body, status = await run_in_threadpool(lambda: _dump_json(handler(request))), 200
     except RondelError as error:
-        body, status = _json({"error": " ".join(str(error).split())}), 400
+        body, status = _dump_json({"error": " ".join(str(error).split())}), 400
     except OverflowError:
-        body = _json({"error": "a number that was asked with, or that the run holds, is too large to compute with"})
+        body = _dump_json(
+            {"error": "a number that was asked with, or that the run holds, is too large to compute with"}
+        )
         status = 400
     except Exception as error:
-        body, status = _json({"error": f"{type(error).__name__}: {error}; this is a bug of ours"}), 500
+        body, status = _dump_json({"error": f"{type(error).__name__}: {error}; this is a bug of ours"}), 500
     return Response(body, status, headers={"cache-control": "no-store"}, media_type="application/json")
 
 
-def _evaluations(run: DashboardRun, grid: StepGrid) -> dict[str, list[float | None]]:
+def _evaluation_series(run: DashboardRun, grid: StepGrid) -> dict[str, list[float | None]]:
     """A point each, before the first step too."""
     out: dict[str, list[float | None]] = {what: [None] * grid.cells for what in ("mean", "low", "high")}
     profile = run.story.evals[0]["profile"]
@@ -185,7 +197,7 @@ def _evaluations(run: DashboardRun, grid: StepGrid) -> dict[str, list[float | No
     return out
 
 
-def _whole(request: Request, name: str, default: Any) -> Any:
+def _int_param(request: Request, name: str, default: Any) -> Any:
     text = request.query_params.get(name, "")
     if text == "":
         return default
@@ -198,17 +210,17 @@ def _whole(request: Request, name: str, default: Any) -> Any:
     return number
 
 
-def _json(value: Any) -> str:
+def _dump_json(value: Any) -> str:
     """What a browser can read: a number that is none is null."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"), default=str)
+        return json.dumps(_replace_nonfinite(value), allow_nan=False, separators=(",", ":"), default=str)
 
 
-def _finite(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
+        return {k: _replace_nonfinite(v) for k, v in value.items()}
+    return [_replace_nonfinite(v) for v in value] if isinstance(value, list | tuple) else value

@@ -17,24 +17,24 @@ Plan = Callable[[Workload], dict[str, Any]]
 START = {"model": "7b", "hardware": "h100", "gpus": "16", "place": "split"}  # where no run is asked about
 
 
-def choices() -> dict[str, list[str]]:
+def list_choices() -> dict[str, list[str]]:
     """Plain sizes first."""
     return {
-        "model": sorted({*PUBLIC, *MODELS}, key=lambda name: (not name[0].isdigit(), _size(name), name)),
+        "model": sorted({*PUBLIC, *MODELS}, key=lambda name: (not name[0].isdigit(), _parse_billions(name), name)),
         "hardware": list(DEVICES),
     }
 
 
-def _size(name: str) -> float:
+def _parse_billions(name: str) -> float:
     number = name.rstrip("b")
     return float(number) if number.replace(".", "", 1).isdigit() else 0.0
 
 
-def ask(words: Mapping[str, str], plan: Plan, folder: Path | None = None) -> dict[str, Any]:
+def answer_plan_query(words: Mapping[str, str], plan: Plan, folder: Path | None = None) -> dict[str, Any]:
     """{"gpus": "64"} -> the plan, and the values that it was made for."""
-    sizes = choices()["model"]
+    sizes = list_choices()["model"]
     for name, known in (
-        choices() | {beside: [*sizes, "none"] for beside in ("reference", "reward", "teacher", "critic")}
+        list_choices() | {beside: [*sizes, "none"] for beside in ("reference", "reward", "teacher", "critic")}
     ).items():
         if words.get(name, "") not in ("", *known):
             raise UserError(f"{name} = {words[name][:80]}: here it is one of {', '.join(known)}")
@@ -42,7 +42,7 @@ def ask(words: Mapping[str, str], plan: Plan, folder: Path | None = None) -> dic
     given = {} if start is not None else dict(START)
     asked = {**given, **{name: value for name, value in words.items() if name in QUESTIONS and value != ""}}
     setting = what_if([f"{name}={value}" for name, value in asked.items()], start)
-    return {"plan": plan(setting), "setting": _told(setting)}
+    return {"plan": plan(setting), "setting": _workload_settings(setting)}
 
 
 @lru_cache(maxsize=8)
@@ -55,7 +55,7 @@ def _of_run(path: Path, written: float) -> Workload:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
-def _told(s: Workload) -> dict[str, Any]:
+def _workload_settings(s: Workload) -> dict[str, Any]:
     return {
         "model": s.shape.name,
         "hardware": s.hardware.name,

@@ -11,9 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rondel.cli.view import gap, prompt, supervised_steps, tokenizer, tokenizer_file, trajectory
+from rondel.cli.view import load_tokenizer, logprob_gap, prompt_text, supervised_steps, tokenizer_file, trajectory_view
 from rondel.core.errors import UserError
-from rondel.runtime.journal.store import path_of, read_step, steps
+from rondel.runtime.journal.store import path_of, read_step, stored_steps
 
 EXCERPT = 80  # characters of a prompt in the table
 PAGE = 1500  # tokens that are sent at once
@@ -23,35 +23,35 @@ Json = dict[str, Any]
 
 
 @lru_cache(maxsize=4)
-def _rows(folder: Path, step: int, written: float) -> list[Json]:
+def _read_rows_cached(folder: Path, step: int, written: float) -> list[Json]:
     return read_step(folder, step)
 
 
-def rows(folder: Path, step: int) -> list[Json]:
+def read_rows(folder: Path, step: int) -> list[Json]:
     """Read once, until the file is another one: training adds to it what it learned."""
     path = path_of(folder, step)
-    return _rows(folder, step, path.stat().st_mtime if path.exists() else 0.0)
+    return _read_rows_cached(folder, step, path.stat().st_mtime if path.exists() else 0.0)
 
 
-def table(folder: Path, step: int | None) -> Json:
+def rollout_table(folder: Path, step: int | None) -> Json:
     """One line for each answer of a step, the last step where none is named."""
-    stored = steps(folder)
+    stored = stored_steps(folder)
     if not stored:
         return {"stored": [], "step": None, "rows": []}
     wanted = stored[-1] if step is None else step
     step = min(stored, key=lambda known: abs(known - wanted))
     return {
         "stored": [stored[0], stored[-1], len(stored)], "step": step,
-        "rows": [_line(at, r, supervised=supervised(folder, step)) for at, r in enumerate(rows(folder, step))],
+        "rows": [_rollout_row(at, r, supervised=is_supervised(folder, step)) for at, r in enumerate(read_rows(folder, step))],
     }  # fmt: skip
 
 
-def supervised(folder: Path, step: int) -> bool:
+def is_supervised(folder: Path, step: int) -> bool:
     """Whether the answers of this step are the tasks' own, which nobody scored."""
     return step <= supervised_steps(folder)
 
 
-def _line(at: int, row: Json, *, supervised: bool = False) -> Json:
+def _rollout_row(at: int, row: Json, *, supervised: bool = False) -> Json:
     lag = None if supervised or row["trained_at"] is None else row["trained_at"] - row["born"]
     error = row["failed"] or (row["outcome_reason"] or row["outcome"] if row["outcome"] != "ok" else None)
     return {
@@ -59,10 +59,10 @@ def _line(at: int, row: Json, *, supervised: bool = False) -> Json:
         "group": row["group"],
         "sample": row["sample"],
         "task": row["task"],
-        "prompt": _excerpt(prompt(row["task_data"])),
+        "prompt": _prompt_excerpt(prompt_text(row["task_data"])),
         "reward": None if supervised else row["reward"],
         "length": sum(row["mask"]),
-        "gap": None if supervised else gap(row),
+        "gap": None if supervised else logprob_gap(row),
         "lag": lag,
         "finish": row["finish_reason"],
         "error": error,
@@ -70,25 +70,25 @@ def _line(at: int, row: Json, *, supervised: bool = False) -> Json:
     }
 
 
-def _excerpt(text: str) -> str:
+def _prompt_excerpt(text: str) -> str:
     """The beginning of a prompt, on one line."""
     return " ".join(text[: 4 * EXCERPT].split())[:EXCERPT]
 
 
-def answer(folder: Path, step: int, at: int, first: int = 0) -> Json:
+def read_answer(folder: Path, step: int, at: int, first: int = 0) -> Json:
     """One answer: facts, prompt, and from token `first` on a page of (text, written,
     version, logprob, trainer's logprob, advantage).
     """
-    row = _row(folder, step, at)
-    read = _reader(folder)
-    shown = supervised(folder, step)
-    told = trajectory(row, read, supervised=shown)
+    row = _find_row(folder, step, at)
+    read = _token_reader(folder)
+    shown = is_supervised(folder, step)
+    told = trajectory_view(row, read, supervised=shown)
     until = min(len(row["tokens"]), first + PAGE)
     names = (None if shown else "behavior_logprobs", "trainer_logprobs", None if shown else "advantages")
     columns = [(row[name] if name else None) or [None] * len(row["tokens"]) for name in names]
     tokens = [
         (text, row["mask"][i], row["versions"][i], *(column[i] for column in columns))
-        for i, text in zip(range(first, until), spelled(row["tokens"], read, first, until))
+        for i, text in zip(range(first, until), token_texts(row["tokens"], read, first, until))
     ]
     return {
         "task": told["task"],
@@ -99,30 +99,30 @@ def answer(folder: Path, step: int, at: int, first: int = 0) -> Json:
         "of": len(row["tokens"]),
         "spelled": read is not None,
         "text": row["text"],
-        "prompt": prompt(row["task_data"]),
+        "prompt": prompt_text(row["task_data"]),
         "now": row["trained_at"],
         "born": row["born"],
     }
 
 
-def _row(folder: Path, step: int, at: int) -> Json:
-    found = rows(folder, step)
+def _find_row(folder: Path, step: int, at: int) -> Json:
+    found = read_rows(folder, step)
     if not 0 <= at < len(found):
         raise UserError(f"step {step} has {len(found)} answers and no number {at}")
     return found[at]
 
 
 @lru_cache(maxsize=4)
-def _spelling(file: Path) -> Callable[[list[int]], str] | None:
-    return tokenizer(file.parents[2])
+def _token_decoder(file: Path) -> Callable[[list[int]], str] | None:
+    return load_tokenizer(file.parents[2])
 
 
-def _reader(folder: Path) -> Callable[[list[int]], str] | None:
+def _token_reader(folder: Path) -> Callable[[list[int]], str] | None:
     file = tokenizer_file(folder)
-    return None if file is None else _spelling(file)
+    return None if file is None else _token_decoder(file)
 
 
-def spelled(ids: list[int], read: Callable[[list[int]], str] | None, first: int, until: int) -> list[str]:
+def token_texts(ids: list[int], read: Callable[[list[int]], str] | None, first: int, until: int) -> list[str]:
     """The text of each token, by what it adds to those before it; a character that takes
     several tokens stands at the last of them.
     """
@@ -148,22 +148,22 @@ def steps_of(folder: Path, task: str, near: int) -> list[int]:
     """The steps around one that have this task."""
     import pyarrow.parquet as pq
 
-    closest = sorted(steps(folder), key=lambda step: abs(step - near))[:NEAR]
+    closest = sorted(stored_steps(folder), key=lambda step: abs(step - near))[:NEAR]
     return sorted(
         step for step in closest if task in pq.read_table(path_of(folder, step), columns=["task"])["task"].to_pylist()
     )
 
 
-def beside(folder: Path, task: str, a: int, b: int, pick: tuple[int, int] = (0, 0)) -> Json:
+def compare_groups(folder: Path, task: str, a: int, b: int, pick: tuple[int, int] = (0, 0)) -> Json:
     """One task at two steps: rewards and lengths of both groups, and what differs
     between one answer of each, word by word.
     """
     sides: list[Json] = []
     for step, at in zip((a, b), pick):
-        own = [r for r in rows(folder, step) if r["task"] == task]
+        own = [r for r in read_rows(folder, step) if r["task"] == task]
         if not own:
             raise UserError(f"step {step} has no answer to {task}")
-        lines = [{**_line(i, r, supervised=supervised(folder, step)), "at": i} for i, r in enumerate(own)]
+        lines = [{**_rollout_row(i, r, supervised=is_supervised(folder, step)), "at": i} for i, r in enumerate(own)]
         sides.append(
             {
                 "step": step,
@@ -174,13 +174,13 @@ def beside(folder: Path, task: str, a: int, b: int, pick: tuple[int, int] = (0, 
         )
     return {
         "task": task,
-        "prompt": prompt(own[0]["task_data"]),
+        "prompt": prompt_text(own[0]["task_data"]),
         "sides": sides,
-        "diff": worded(sides[0]["text"], sides[1]["text"]),
+        "diff": word_diff(sides[0]["text"], sides[1]["text"]),
     }
 
 
-def worded(old: str, new: str) -> list[tuple[str, str]]:
+def word_diff(old: str, new: str) -> list[tuple[str, str]]:
     """[("same", "the sum is "), ("gone", "7"), ("new", "8")]: a few thousand words of each."""
     a, b = (re.findall(r"\s+|\w+|[^\w\s]", text)[:4000] for text in (old, new))
     out: list[tuple[str, str]] = []

@@ -17,14 +17,14 @@ from typing import Any
 
 from rondel.core.errors import CheckpointError, UserError
 from rondel.dashboard.columns import MetricColumns, MetricRow
-from rondel.dashboard.sample import READ, sample
+from rondel.dashboard.sample import READ, read_sampled_columns
 from rondel.dashboard.tail import FileTail, kind_of
-from rondel.runtime.journal.log import FILE, decode, recipe
+from rondel.runtime.journal.log import FILE, decode, read_recipe
 from rondel.runtime.telemetry.accounts import CONTROLLER
 from rondel.runtime.telemetry.diagnose.finding import Finding
-from rondel.runtime.telemetry.diagnose.story import EVALUATED, RECENT, Step, Story, event_of, held
+from rondel.runtime.telemetry.diagnose.story import EVALUATED, RECENT, Step, Story, event_of, is_locked
 from rondel.runtime.telemetry.metrics import StepMetrics
-from rondel.runtime.telemetry.reward_hacking import within
+from rondel.runtime.telemetry.reward_hacking import within_group_correlation
 from rondel.runtime.telemetry.scores import is_share, within_unit
 
 LONG = 8 << 20  # bytes from which a journal is sampled first
@@ -58,14 +58,14 @@ class DashboardRun:
         self.lock = threading.RLock()
         self.tail = FileTail(self.folder / FILE)
         self.changes = 0
-        self._begin()
+        self._reset_state()
         # of what, not again before, which
         self._found: tuple[tuple[Any, ...], float, list[dict[str, Any]]] = ((), 0.0, [])
         self._alive: tuple[float, bool] = (-LOOK, False)
 
-    def _begin(self) -> None:
+    def _reset_state(self) -> None:
         self.story = Story(self.folder, {})
-        self._recipe()
+        self._load_recipe()
         self.columns = MetricColumns()
         self.sampled: MetricColumns | None = None
         self.versions: list[int] = []
@@ -75,32 +75,32 @@ class DashboardRun:
         self.events, self.damaged, self.time, self.last, self.began = 0, 0, 0.0, "", 0.0
         self._counts: dict[str, float] = {}
         self._pairs: list[list[tuple[float, float]]] = []
-        self._metrics = StepMetrics(self._row)
+        self._metrics = StepMetrics(self._add_row)
 
-    def _recipe(self) -> None:
-        self.story.job = _job(self.folder)
-        self.warm = self.story.key("loop.warmup.steps", 0)
+    def _load_recipe(self) -> None:
+        self.story.job = _read_job(self.folder)
+        self.warm = self.story.recipe_value("loop.warmup.steps", 0)
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def look(self) -> bool:
+    def poll_journal(self) -> bool:
         """One stretch of the journal."""
         with self.lock:
-            if fresh := self.tail.replaced():
-                self._begin()
+            if fresh := self.tail.was_replaced():
+                self._reset_state()
             if self.tail.at == 0 and self.tail.size > LONG and self.sampled is None:
-                self.sampled = sample(self.tail.path)
+                self.sampled = read_sampled_columns(self.tail.path)
                 self.changes += 1
                 return True
-            lines = self.tail.lines()
+            lines = self.tail.read_lines()
             for line in lines:
-                self._read(line)
-            if self.sampled is not None and not self.tail.behind:
+                self._read_event(line)
+            if self.sampled is not None and not self.tail.unread_bytes:
                 self.sampled, fresh = None, True
             self.changes += bool(lines) or fresh
             return bool(lines) or fresh
 
-    def _read(self, line: bytes) -> None:
+    def _read_event(self, line: bytes) -> None:
         self.events += 1
         self.newest.append(line)
         kind = kind_of(line)
@@ -108,20 +108,20 @@ class DashboardRun:
             return
         try:
             told = decode(line.decode("utf-8", "replace"))
-            self._tell(kind, told)
+            self._apply_event(kind, told)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             self.damaged += 1
 
-    def _tell(self, kind: str, told: dict[str, Any]) -> None:
+    def _apply_event(self, kind: str, told: dict[str, Any]) -> None:
         self.time, self.last = told["t"], kind
         self.began = self.began or told["t"]
         story = self.story
         if kind in READ:
-            self._metrics.read(event_of(told))
+            self._metrics.on_event(event_of(told))
         match kind:
             case "RunStarted":
                 story.facts, story.lives, story.broke, story.ended = told["facts"], story.lives + 1, "", None
-                self._recipe()  # it may be younger than this page
+                self._load_recipe()  # it may be younger than this page
             case "GroupFinished" if len(told["rewards"]) == len(told["lengths"]):
                 self._pairs.append(list(zip(told["rewards"], told["lengths"])))
             case "WorkerTime":
@@ -149,11 +149,11 @@ class DashboardRun:
             case "RunEnded":
                 story.ended = told
 
-    def _row(self, step: int, row: dict[str, float]) -> None:
-        if (found := within(self._pairs)) is not None:
+    def _add_row(self, step: int, row: dict[str, float]) -> None:
+        if (found := within_group_correlation(self._pairs)) is not None:
             row.setdefault("score/length_correlation", found)
         self._pairs = []
-        self.columns.add(step, row)
+        self.columns.add_row(step, row)
         del self.versions[len(self.columns) - 1 :], self.notes[len(self.columns) - 1 :]
 
     def _back_to(self, step: int) -> None:
@@ -168,18 +168,18 @@ class DashboardRun:
     # -- what the page asks ----------------------------------------------------------------------
 
     @property
-    def shown(self) -> MetricColumns:
+    def visible_columns(self) -> MetricColumns:
         return self.sampled if self.sampled is not None else self.columns
 
     @property
     def step(self) -> int:
-        return self.shown.steps[-1] if len(self.shown) else 0
+        return self.visible_columns.steps[-1] if len(self.visible_columns) else 0
 
     @property
-    def share(self) -> bool:
+    def scores_are_shares(self) -> bool:
         """Whether a score of this run is a share: no reward outside [0, 1] was seen."""
         with self.lock:
-            low, high = (self.shown.extremes(name) for name in ("score/reward_min", "score/reward_max"))
+            low, high = (self.visible_columns.value_range(name) for name in ("score/reward_min", "score/reward_max"))
             return all(map(is_share, self.story.evals)) and within_unit([*low, *high])
 
     @property
@@ -190,28 +190,28 @@ class DashboardRun:
     def state(self) -> str:
         """What a person would say of it."""
         story = self.story
-        if self.tail.unread or (self.tail.behind and self.sampled is not None):
+        if self.tail.unread or (self.tail.unread_bytes and self.sampled is not None):
             return "reading"
         if not self.events:
             return "nothing yet"
         if story.ended and self.last == "RunEnded":
-            return "complete" if self.step >= self.planned else "ended"
+            return "complete" if self.step >= self.planned_steps else "ended"
         if story.broke and self.last == "Broke":
             return "broke"
-        return "running" if self._lives() else "stopped"
+        return "running" if self._is_alive() else "stopped"
 
-    def _lives(self) -> bool:
+    def _is_alive(self) -> bool:
         looked, alive = self._alive
         if (now := time.monotonic()) - looked > LOOK:
-            alive = held(self.folder / ".lock")
+            alive = is_locked(self.folder / ".lock")
             self._alive = now, alive
         return alive
 
     @property
-    def planned(self) -> int:
-        return self.warm + self.story.key("loop.steps", 0)
+    def planned_steps(self) -> int:
+        return self.warm + self.story.recipe_value("loop.steps", 0)
 
-    def seen(self) -> ColumnStory:
+    def snapshot_story(self) -> ColumnStory:
         """The story for the rules of `diagnose`."""
         with self.lock:
             s, state = self.story, self.state
@@ -240,14 +240,14 @@ class DashboardRun:
                 list(s.resumes),
                 list(s.saved),
                 s.ledger,
-                self.accounts(steps[-RECENT:][0].number) if steps else {},
+                self.time_accounts(steps[-RECENT:][0].number) if steps else {},
                 counts,
                 alive,
                 columns=self.columns,
                 warm=self.warm,
             )
 
-    def findings(self) -> list[dict[str, Any]]:
+    def ranked_findings(self) -> list[dict[str, Any]]:
         """Ranked; made again when there is a new step or the run has changed its state."""
         with self.lock:
             now = (self.state, self.step, len(self.story.said), self.story.lives)
@@ -256,18 +256,18 @@ class DashboardRun:
             of, until, _ = self._found
             began = time.monotonic()
             if of[:1] != now[:1] or (of != now and began >= until):
-                found = [asdict(f) for f in self.rules(self.seen())] if self.events else []
+                found = [asdict(f) for f in self.rules(self.snapshot_story())] if self.events else []
                 ended = time.monotonic()
                 self._found = now, ended + SPARE * (ended - began), found
             return self._found[2]
 
-    def accounts(self, first: int, last: int | None = None) -> dict[str, dict[str, float]]:
+    def time_accounts(self, first: int, last: int | None = None) -> dict[str, dict[str, float]]:
         """{"controller": {"wait": 61.0, ...}, "engine-0": {...}}: seconds in these steps."""
         found: dict[str, dict[str, float]] = {}
-        for name in self.shown.values:
+        for name in self.visible_columns.values:
             if name.startswith("time/") and name != "time/step":
                 worker, _, kind = name[5:].rpartition("/")
-                if (seconds := self.shown.sum(name, first, last)) > 0:
+                if (seconds := self.visible_columns.sum_between(name, first, last)) > 0:
                     found.setdefault(worker or CONTROLLER, {})[kind] = seconds
         return found
 
@@ -286,9 +286,9 @@ class DashboardRun:
         return [e for e in out if isinstance(e, dict) and {"t", "kind"} <= e.keys()]
 
 
-def _job(folder: Path) -> dict[str, Any]:
+def _read_job(folder: Path) -> dict[str, Any]:
     """The recipe, if it can be read: the page shows the rest without it."""
     try:
-        return recipe(folder)
+        return read_recipe(folder)
     except CheckpointError:
         return {}

@@ -22,21 +22,21 @@ BLOCK, FAR = 1 << 15, 1 << 21  # bytes that are read at once, and at most, to fi
 READ = {*ROWS, "GroupsTaken"}
 
 
-def sample(path: Path, places: int = PLACES) -> MetricColumns:
+def read_sampled_columns(path: Path, places: int = PLACES) -> MetricColumns:
     columns = MetricColumns()
     size = path.stat().st_size
     with path.open("rb") as file:
         for place in range(places):
-            _add(columns, _step_at(file, size * place // places))
+            _add_row(columns, _step_at(file, size * place // places))
         back = BLOCK
-        while back < FAR and not _add(columns, _step_at(file, max(0, size - back), newest=True)):
+        while back < FAR and not _add_row(columns, _step_at(file, max(0, size - back), newest=True)):
             back *= 2
     return columns
 
 
-def _add(columns: MetricColumns, told: tuple[int, dict[str, float]] | None) -> bool:
+def _add_row(columns: MetricColumns, told: tuple[int, dict[str, float]] | None) -> bool:
     if told is not None:
-        columns.add(*told)
+        columns.add_row(*told)
     return told is not None
 
 
@@ -47,7 +47,7 @@ def _step_at(file: BinaryIO, offset: int, newest: bool = False) -> tuple[int, di
     while reach <= FAR:
         more = file.read(reach)
         data += more
-        marks = list(_ends(data))
+        marks = list(_step_line_bounds(data))
         if len(marks) > 1 or not more:
             break
         reach *= 2
@@ -57,12 +57,12 @@ def _step_at(file: BinaryIO, offset: int, newest: bool = False) -> tuple[int, di
     rows: list[tuple[int, dict[str, float]]] = []
     metrics = StepMetrics(lambda step, row: rows.append((step, row)))
     for line in data[after:until].split(b"\n"):
-        if kind_of(line) in READ and (told := _decoded(line)):
-            metrics.read(event_of(told))
+        if kind_of(line) in READ and (told := _decode_event(line)):
+            metrics.on_event(event_of(told))
     return rows[-1] if rows else None
 
 
-def _ends(data: bytes) -> Iterator[tuple[int, int]]:
+def _step_line_bounds(data: bytes) -> Iterator[tuple[int, int]]:
     """(where it begins, where the next line does) of each whole StepDone."""
     at = data.find(b'"kind":"StepDone"')
     while at >= 0:
@@ -73,7 +73,7 @@ def _ends(data: bytes) -> Iterator[tuple[int, int]]:
         at = data.find(b'"kind":"StepDone"', end)
 
 
-def _decoded(line: bytes) -> dict[str, Any] | None:
+def _decode_event(line: bytes) -> dict[str, Any] | None:
     try:
         return decode(line.decode("utf-8", "replace"))
     except ValueError:

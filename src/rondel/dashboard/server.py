@@ -11,13 +11,13 @@ from pathlib import Path
 
 import uvicorn
 
-from rondel.dashboard.pages import DashboardPages, build
+from rondel.dashboard.pages import DashboardPages, build_app
 from rondel.dashboard.plan_api import Plan
 from rondel.dashboard.run import DashboardRun
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import Story
 from rondel.runtime.termination import GracefulStop
-from rondel.system.http import PatientConnection, QuietServer, bind
+from rondel.system.http import PatientConnection, QuietServer, bind_socket
 
 # seconds between two looks at files that stand still; and for which the reading thread may keep the interpreter
 REST, TURN = 0.2, 0.0005
@@ -25,7 +25,7 @@ LATELY = 1.0  # seconds after a page was opened in which it has the processor: w
 LAST = 3  # seconds for answers to leave
 
 
-def serve(
+def serve_dashboard(
     folders: list[Path],
     *,
     rules: Callable[[Story], list[Finding]],
@@ -37,11 +37,11 @@ def serve(
 ) -> None:
     """Until SIGTERM or Ctrl-C."""
     runs = [DashboardRun(folder, rules) for folder in folders]
-    with bind(host, port, api_key=key) as sock, GracefulStop() as ending:
+    with bind_socket(host, port, api_key=key) as sock, GracefulStop() as ending:
         pages, closing = DashboardPages(runs, plan, key), threading.Event()
         reader = threading.Thread(target=read_on, args=(pages, closing), name="reader", daemon=True)
         config = uvicorn.Config(
-            build(pages),
+            build_app(pages),
             http=PatientConnection,
             loop="asyncio",
             ws="none",
@@ -53,7 +53,7 @@ def serve(
         )
         server = QuietServer(config, lambda: ready(*sock.getsockname()[:2]))
 
-        async def serving() -> None:
+        async def run_server() -> None:
             work, asked = asyncio.create_task(server.serve([sock])), asyncio.create_task(ending.wait())
             await asyncio.wait([work, asked], return_when=asyncio.FIRST_COMPLETED)
             asked.cancel()
@@ -64,7 +64,7 @@ def serve(
         sys.setswitchinterval(TURN)
         reader.start()
         try:
-            asyncio.run(serving())
+            asyncio.run(run_server())
         finally:
             closing.set()
             reader.join()
@@ -75,5 +75,5 @@ def read_on(pages: DashboardPages, closing: threading.Event) -> None:
     """Every run a stretch in turn, as long as any of them has more."""
     while not closing.is_set():
         drawing = time.monotonic() - pages.opened < LATELY
-        news = any([run.look() for run in pages.runs if not (drawing and run.sampled is not None)])
+        news = any([run.poll_journal() for run in pages.runs if not (drawing and run.sampled is not None)])
         closing.wait(TURN if news else REST)

@@ -18,10 +18,10 @@ class FileTail:
         self._file = 0  # inode
 
     @property
-    def behind(self) -> int:
+    def unread_bytes(self) -> int:
         return self.size - self.at
 
-    def replaced(self) -> bool:
+    def was_replaced(self) -> bool:
         """Whether the file is a new one, or shorter than what was read of it: then reading begins again."""
         try:
             found = self.path.stat()
@@ -34,7 +34,7 @@ class FileTail:
             self.at = 0
         return fresh
 
-    def lines(self, stretch: int = STRETCH) -> list[bytes]:
+    def read_lines(self, stretch: int = STRETCH) -> list[bytes]:
         self.unread = 0
         if self.size <= self.at:
             return []

@@ -8,12 +8,12 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import UserError
-from rondel.runtime.journal.log import history
-from rondel.runtime.telemetry.accounts import KINDS, shares
-from rondel.runtime.telemetry.card import summary
+from rondel.runtime.journal.log import read_history
+from rondel.runtime.telemetry.accounts import KINDS, seconds_to_shares
+from rondel.runtime.telemetry.card import run_summary
 from rondel.runtime.telemetry.diagnose.story import differing
-from rondel.runtime.telemetry.metrics import meaning
-from rondel.runtime.telemetry.trace import PID, TRACKS, drawn
+from rondel.runtime.telemetry.metrics import metric_meaning
+from rondel.runtime.telemetry.trace import PID, TRACKS, trace_marks
 
 if TYPE_CHECKING:
     from rondel.dashboard.run import DashboardRun
@@ -35,36 +35,40 @@ SMALL = 32 << 20  # bytes of a journal whose card is made on the spot
 SLICES = 1500  # of one track
 
 
-def headline(run: DashboardRun) -> dict[str, Json]:
+def headline_metrics(run: DashboardRun) -> dict[str, Json]:
     """Newest number, limit, and the gravest finding about it."""
-    found = {f["name"]: f["severity"] for f in run.findings()}
+    found = {f["name"]: f["severity"] for f in run.ranked_findings()}
     out: dict[str, Json] = {}
-    fresh, bound = run.shown.last("train/mismatch_k3_lag_0"), run.story.facts.get("mismatch_bound")
+    fresh, bound = run.visible_columns.last_value("train/mismatch_k3_lag_0"), run.story.facts.get("mismatch_bound")
     for key, (title, metric, rules) in HEADLINE.items():
         alarms = sorted(
             (name for name in rules & found.keys()), key=lambda name: ("error", "warning", "note").index(found[name])
         )
-        value = run.story.evals[-1]["score"] if metric == "eval/score" and run.story.evals else run.shown.last(metric)
+        value = (
+            run.story.evals[-1]["score"]
+            if metric == "eval/score" and run.story.evals
+            else run.visible_columns.last_value(metric)
+        )
         out[key] = {
             "title": title,
             "metric": metric,
-            "unit": unit(metric, run.share),
+            "unit": metric_unit(metric, run.scores_are_shares),
             "value": value,
             "alarm": found[alarms[0]] if alarms else "",
             "why": [name.replace("_", " ") for name in alarms],
-            "limit": run.shown.last("loop/lag_limit") if key == "lag" else None,
+            "limit": run.visible_columns.last_value("loop/lag_limit") if key == "lag" else None,
             "k3": {"now": fresh, "bound": bound} if key == "gap" and fresh is not None and bound is not None else None,
         }
     return out
 
 
-def unit(metric: str, share: bool) -> str:
+def metric_unit(metric: str, share: bool) -> str:
     """`share`: no reward outside [0, 1] was seen, so that a score is one."""
-    told = meaning(metric)
+    told = metric_meaning(metric)
     return "share" if share and metric.startswith("eval/") else told[0] if told else ""
 
 
-def state(runs: list[DashboardRun]) -> list[Json]:
+def run_states(runs: list[DashboardRun]) -> list[Json]:
     """What is sent whenever something has happened."""
     out = []
     for i, run in enumerate(runs):
@@ -76,7 +80,7 @@ def state(runs: list[DashboardRun]) -> list[Json]:
                     "folder": str(run.folder),
                     "state": run.state,
                     "step": run.step,
-                    "planned": run.planned,
+                    "planned": run.planned_steps,
                     "warm": run.warm,
                     "read": run.read_share,
                     "sampled": len(run.sampled) if run.sampled is not None else 0,
@@ -86,16 +90,16 @@ def state(runs: list[DashboardRun]) -> list[Json]:
                     "time": run.time,
                     "began": run.began,
                     "changes": run.changes,
-                    "head": headline(run),
-                    "alarms": _count(run),
-                    "steps": len(run.shown),
+                    "head": headline_metrics(run),
+                    "alarms": _count_findings(run),
+                    "steps": len(run.visible_columns),
                 }
             )
     return out
 
 
-def _count(run: DashboardRun) -> dict[str, int]:
-    severities = [f["severity"] for f in run.findings()]
+def _count_findings(run: DashboardRun) -> dict[str, int]:
+    severities = [f["severity"] for f in run.ranked_findings()]
     return {
         "error": severities.count("error"),
         "warning": severities.count("warning"),
@@ -104,30 +108,30 @@ def _count(run: DashboardRun) -> dict[str, int]:
     }
 
 
-def names(runs: list[DashboardRun]) -> list[Json]:
+def metric_names(runs: list[DashboardRun]) -> list[Json]:
     """Every metric that any run has, with unit and meaning."""
-    known = sorted({name for run in runs for name in run.shown.values} | {"eval/score"})
-    shares = all(run.share for run in runs)
+    known = sorted({name for run in runs for name in run.visible_columns.values} | {"eval/score"})
+    shares = all(run.scores_are_shares for run in runs)
     return [
-        {"name": name, "unit": unit(name, shares), "meaning": told[1]}
+        {"name": name, "unit": metric_unit(name, shares), "meaning": told[1]}
         for name in known
-        if (told := meaning(name) or ("", "of this trainer or algorithm"))
+        if (told := metric_meaning(name) or ("", "of this trainer or algorithm"))
     ]
 
 
-def books(run: DashboardRun, first: int, last: int) -> Json:
+def ledger_view(run: DashboardRun, first: int, last: int) -> Json:
     """Ledger, lag, memory."""
     with run.lock:
-        shown = run.shown
+        shown = run.visible_columns
         lags = {
-            int(name[12:]): shown.sum(name, first, last)
+            int(name[12:]): shown.sum_between(name, first, last)
             for name in list(shown.values)
             if name.startswith("loop/lag_is_")
         }
         total = sum(lags.values())
         held, workers = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
         for name in list(shown.values):
-            if not name.startswith("mem/") or (value := shown.last(name)) is None:
+            if not name.startswith("mem/") or (value := shown.last_value(name)) is None:
                 continue
             # mem/engine-0/kv is of a worker, mem/train_weights of a phase
             worker, of_worker, what = name[4:].partition("/")
@@ -139,25 +143,29 @@ def books(run: DashboardRun, first: int, last: int) -> Json:
         return {
             "ledger": dict(run.story.ledger) or _sampled_ledger(run),
             "lags": {lag: n / total for lag, n in sorted(lags.items()) if n} if total else {},
-            "limit": shown.last("loop/lag_limit"),
+            "limit": shown.last_value("loop/lag_limit"),
             "memory": held,
             "workers": workers,
-            "group": run.story.key("algo.group_size"),
+            "group": run.story.recipe_value("algo.group_size"),
         }
 
 
 def _sampled_ledger(run: DashboardRun) -> dict[str, float]:
-    return {n[7:]: v for n in run.shown.values if n.startswith("ledger/") and (v := run.shown.last(n)) is not None}
+    return {
+        n[7:]: v
+        for n in run.visible_columns.values
+        if n.startswith("ledger/") and (v := run.visible_columns.last_value(n)) is not None
+    }
 
 
-def spent(run: DashboardRun, first: int, last: int, steps: int) -> Json:
+def time_breakdown(run: DashboardRun, first: int, last: int, steps: int) -> Json:
     """Accounts of these steps, 100 % each, and the last few steps as slices."""
     with run.lock:
-        accounts = run.accounts(first, last)
-        seconds = run.shown.sum("time/step", first, last)
+        accounts = run.time_accounts(first, last)
+        seconds = run.visible_columns.sum_between("time/step", first, last)
     return {
         "accounts": [
-            {"worker": worker, "seconds": sum(a.values()), "shares": shares(a)}
+            {"worker": worker, "seconds": sum(a.values()), "shares": seconds_to_shares(a)}
             for worker, a in sorted(accounts.items())
         ],
         "seconds": seconds,
@@ -173,7 +181,7 @@ def timeline(run: DashboardRun, steps: int) -> Json | None:
     events = run.newest_events(steps)
     if not events or not any(e["kind"] == "StepDone" for e in events):
         return None
-    marks = drawn(events)
+    marks = trace_marks(events)
     titles = {
         m["tid"]: m["args"]["name"] for m in marks if m["ph"] == "M" and m["name"] == "thread_name" and m["pid"] == PID
     }
@@ -200,15 +208,15 @@ def timeline(run: DashboardRun, steps: int) -> Json | None:
     }
 
 
-def said(run: DashboardRun) -> Json:
+def findings_view(run: DashboardRun) -> Json:
     with run.lock:
         return {
-            "findings": run.findings(), "said": list(reversed(run.story.said[-200:])), "broke": run.story.broke,
+            "findings": run.ranked_findings(), "said": list(reversed(run.story.said[-200:])), "broke": run.story.broke,
             "stalls": [(step, e["message"]) for step, e in run.story.stalls[-20:]], "reading": run.state == "reading",
         }  # fmt: skip
 
 
-def card(run: DashboardRun) -> Json:
+def card_view(run: DashboardRun) -> Json:
     """What `rondel card` wrote, or the same made now."""
     path = run.folder / "card.json"
     if path.exists():
@@ -218,13 +226,13 @@ def card(run: DashboardRun) -> Json:
             raise UserError(f"{path} is no card ({error}); remove it, and it is made from the journal") from error
     if not run.events or run.tail.size > SMALL:
         return {"card": None, "large": run.tail.size > SMALL}
-    return {"card": summary(history(run.folder), run.story.job), "written": False}
+    return {"card": run_summary(read_history(run.folder), run.story.job), "written": False}
 
 
-def recipes(runs: list[DashboardRun]) -> Json:
+def recipe_differences(runs: list[DashboardRun]) -> Json:
     """The keys in which not all runs agree, each with its value in every run."""
     found: dict[str, list[Any]] = {}
     for run in runs[1:]:
         for name in differing(runs[0].story.job, run.story.job, skip=("run.",)):
-            found[name] = [other.story.key(name) for other in runs]
+            found[name] = [other.story.recipe_value(name) for other in runs]
     return found

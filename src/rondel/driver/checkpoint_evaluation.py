@@ -27,7 +27,7 @@ def evaluate_checkpoint(model_or_run: str, recipe: str | None, overrides: dict[s
     """The same number for a run folder (its newest checkpoint), a checkpoint folder,
     or any model with a recipe's tasks.
     """
-    with _opened(model_or_run, recipe, overrides) as (parts, step):
+    with _open_checkpoint(model_or_run, recipe, overrides) as (parts, step):
         if not parts.tasks.held_out:
             raise UserError("the recipe holds no tasks out: set task.data.holdout = 50, or eval_path for files")
         return asyncio.run(evaluate(parts, step))
@@ -41,13 +41,13 @@ def rate(
 
     None where no try could be scored. told: (tasks done, tasks) as they end.
     """
-    with _opened(model_or_run, recipe, overrides | {"algo.guides": 0}) as (parts, _):
+    with _open_checkpoint(model_or_run, recipe, overrides | {"algo.guides": 0}) as (parts, _):
         rollouts, tasks, done = GroupRollouts(parts, samples), parts.tasks.train, 0
 
-        async def one(number: int, lanes: asyncio.Semaphore) -> float | None:
+        async def rate_task(number: int, lanes: asyncio.Semaphore) -> float | None:
             nonlocal done
             async with lanes:
-                group = await rollouts.attempt(Slot(-1 - number, tasks[number], 0))
+                group = await rollouts.generate_group(Slot(-1 - number, tasks[number], 0))
                 await rollouts.score(group)
             told(done := done + 1, len(tasks))
             passed = [min(1.0, max(0.0, r)) for r in group.rewards]
@@ -55,7 +55,7 @@ def rate(
 
         async def all_of_them() -> list[float | None]:
             lanes = asyncio.Semaphore(max(1, parts.job.engine.max_running // samples))
-            return list(await asyncio.gather(*(one(i, lanes) for i in range(len(tasks)))))
+            return list(await asyncio.gather(*(rate_task(i, lanes) for i in range(len(tasks)))))
 
         rates = asyncio.run(all_of_them())
     return [{**task.data, "pass_rate": passed} for task, passed in zip(tasks, rates)]
@@ -73,7 +73,9 @@ def _with_policies(job: Job, model: str, start: Callable[[], str | dict[str, Any
 
 
 @contextmanager
-def _opened(model_or_run: str, recipe: str | None, overrides: dict[str, Any]) -> Iterator[tuple[Components, int]]:
+def _open_checkpoint(
+    model_or_run: str, recipe: str | None, overrides: dict[str, Any]
+) -> Iterator[tuple[Components, int]]:
     """The parts of a run with these weights, and the step they are of."""
     prepare_process()
     folder, step, model = Path(model_or_run), 0, model_or_run

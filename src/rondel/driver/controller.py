@@ -17,10 +17,10 @@ from rondel.assemble.components import build, sampling_of, with_steps
 from rondel.assemble.facts import facts_of
 from rondel.assemble.rows import rows_of
 from rondel.assemble.run_components import Components
-from rondel.assemble.workers import follow
+from rondel.assemble.workers import follow_leader
 from rondel.core.config import ORIGIN, EvaluationConfig, Job, WarmupConfig
 from rondel.core.errors import CheckpointError, ConfigError, StalledError, WorkerError
-from rondel.core.events import Broke, Resumed, RunStarted, Warned, dispensable, emit, subscribe, warn_aloud
+from rondel.core.events import Broke, Resumed, RunStarted, Warned, drop_on_failure, emit, subscribe, warn_aloud
 from rondel.driver.phases import RunPhases
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import pick_device, prepare_process
@@ -39,7 +39,7 @@ from rondel.runtime.telemetry.prometheus import PrometheusSink
 from rondel.runtime.telemetry.reward_hacking import HackingMonitor
 from rondel.runtime.telemetry.sinks import open_sinks
 from rondel.runtime.termination import GracefulStop
-from rondel.system.files import make_folder, replace_file, writing
+from rondel.system.files import guard_write, make_folder, replace_file
 from rondel.train.checkpoint import Checkpoints
 
 RESTARTS = 3  # of a run that lost a rank of its trainer
@@ -62,15 +62,17 @@ def train(
     prepare_process()
     job, why = with_steps(job)
     if job.place.cluster == "torchrun" and torchrun.rank_and_size()[0]:
-        follow(job, rows_of(job).needs, sampling_of(job), torchrun.own_device(pick_device(job.place.device)), None)
+        follow_leader(
+            job, rows_of(job).needs, sampling_of(job), torchrun.own_device(pick_device(job.place.device)), None
+        )
         return {}
     folder = make_folder(Path(job.run.folder), "run.folder")
     refuse_misplaced(folder, job.run.sinks)
-    with locked(folder):
-        return _train(job, folder, quiet, built, schedule, why)
+    with lock_folder(folder):
+        return _run_training(job, folder, quiet, built, schedule, why)
 
 
-def _train(
+def _run_training(
     job: Job, folder: Path, quiet: bool, built: Callable[[Components], Any] | None, schedule: Schedule | None, why: str
 ) -> dict[str, Any]:
     """`why`: the arithmetic of loop.steps where the recipe says passes."""
@@ -80,12 +82,12 @@ def _train(
     with ExitStack() as ends:
         ending = ends.enter_context(GracefulStop())
         progress = ends.enter_context(ProgressPrinter(total, quiet=quiet))
-        ends.callback(subscribe(dispensable("the console", progress.read, tell=warn_aloud)))
+        ends.callback(subscribe(drop_on_failure("the console", progress.on_event, tell=warn_aloud)))
         if why:
-            progress.say(f"loop.steps = {job.steps}: {why}")
-        found = checkpoints.latest()
+            progress.print_line(f"loop.steps = {job.steps}: {why}")
+        found = checkpoints.find_latest()
         if found and found[1]["step"] >= total:
-            progress.say(
+            progress.print_line(
                 f"{folder} is complete: {found[1]['step']} of {total} steps. To go on, set --loop.steps or "
                 f"--loop.passes higher; the card is in {folder / 'card.md'}"
             )
@@ -99,7 +101,7 @@ def _train(
                 f"--run.record=false, or begin in another run.folder"
             )
         stacks = StackDumper(folder)
-        ends.callback(subscribe(dispensable("the record of stacks", stacks.read)))
+        ends.callback(subscribe(drop_on_failure("the record of stacks", stacks.on_event)))
         ends.enter_context(stacks.on_demand())
         parts = build(job, folder)
         stacks.others, stacks.pids = lambda: parts.placed.dump(), lambda: parts.placed.pids()  # those of the last start
@@ -112,13 +114,13 @@ def _train(
             ends.callback(schedule.close)
         rollouts = store.RolloutStore(folder)
         ends.callback(rollouts.close)
-        _remember(job, folder, rollouts, ends, after=found[1]["step"] if found else -1)
-        if unread := [key for key in job.unread() if key not in READ_BY_THE_LOOP]:
+        _open_recorders(job, folder, rollouts, ends, after=found[1]["step"] if found else -1)
+        if unread := [key for key in job.unread_keys() if key not in READ_BY_THE_LOOP]:
             raise ConfigError(
                 f"set, but without effect in this run: {', '.join(unread)}. Remove them, or see `rondel explain` for "
                 f"what reads them"
             )
-        replace_file(folder / "job.toml", tomli_w.dumps(_without_none(job.tree())))
+        replace_file(folder / "job.toml", tomli_w.dumps(_without_none(job.to_dict())))
         if job.origin:
             replace_file(folder / ORIGIN, job.origin)
         emit(RunStarted(str(folder), job.digest(), facts_of(parts)))
@@ -127,7 +129,7 @@ def _train(
             emit(Resumed(0, 0, ""))
         for restarts in itertools.count(1):
             try:
-                asyncio.run(run.all(found))
+                asyncio.run(run.run_phases(found))
                 return write_card(folder)
             except BaseException as error:
                 if ran_out(error):
@@ -137,7 +139,7 @@ def _train(
                     with suppress(CheckpointError):  # the disk may be why it ends
                         emit(Broke(last_words(error)))
                     raise
-                if (found := checkpoints.latest()) is None:
+                if (found := checkpoints.find_latest()) is None:
                     refuse_lost_checkpoints(folder)
                 emit(
                     Warned(
@@ -187,9 +189,9 @@ def refuse_misplaced(folder: Path, sinks: list[str]) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """The folder is this process's alone."""
-    with writing(folder / ".lock", doing="locking"):
+    with guard_write(folder / ".lock", doing="locking"):
         lock = FileLock(folder / ".lock", timeout=0)
         try:
             lock.acquire()
@@ -213,7 +215,7 @@ def refuse_lost_checkpoints(folder: Path) -> None:
         )
 
 
-def _remember(job: Job, folder: Path, rollouts: store.RolloutStore, ends: ExitStack, after: int) -> None:
+def _open_recorders(job: Job, folder: Path, rollouts: store.RolloutStore, ends: ExitStack, after: int) -> None:
     """Who writes down what happens: journal, rollouts, metrics of the steps after `after`,
     traces, and what is seen in them. A resumed run depends on the first two: what they cannot
     write ends the run. All others are dispensable."""
@@ -229,16 +231,18 @@ def _remember(job: Job, folder: Path, rollouts: store.RolloutStore, ends: ExitSt
     for writer in (journal.write, rollouts.write):
         ends.callback(subscribe(writer))
     for name, reader in (*sinks, *([("traces", traces)] if traces is not None else [])):
-        ends.callback(dispensable(f"the end of {name}", reader.close))
-    writers = [dispensable(name, sink.write) for name, sink in sinks]
+        ends.callback(drop_on_failure(f"the end of {name}", reader.close))
+    writers = [drop_on_failure(name, sink.write) for name, sink in sinks]
     writers += [
-        dispensable("the watch on late groups", LateBias().write),
-        dispensable("the watch on the reward", HackingMonitor().write),
+        drop_on_failure("the watch on late groups", LateBias().write),
+        drop_on_failure("the watch on the reward", HackingMonitor().write),
     ]
     for reads in (
-        *([dispensable("traces", traces.read)] if traces is not None else []),
-        dispensable("metrics", StepMetrics(*writers).read),
-        dispensable("advice on speed", Advisor(PlacementFacts.of(job.tree()), after=job.loop.warmup.steps).read),
+        *([drop_on_failure("traces", traces.on_event)] if traces is not None else []),
+        drop_on_failure("metrics", StepMetrics(*writers).on_event),
+        drop_on_failure(
+            "advice on speed", Advisor(PlacementFacts.from_job(job.to_dict()), after=job.loop.warmup.steps).on_event
+        ),
     ):
         ends.callback(subscribe(reads))
 
@@ -263,7 +267,7 @@ def _same_recipe(job: Job, folder: Path) -> None:
     path = folder / "job.toml"
     if not path.is_file():
         return
-    old, new = (_flat(_without_none(recipe.tree())) for recipe in (Job.read(path), job))
+    old, new = (_flatten_tree(_without_none(recipe.to_dict())) for recipe in (Job.read(path), job))
     differ = [
         k
         for k in sorted(old.keys() | new.keys())
@@ -290,8 +294,8 @@ def _without_none(node: Any) -> Any:
     return [_without_none(v) for v in node] if isinstance(node, list | tuple) else node
 
 
-def _flat(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten_tree(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in node.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        out |= _flatten_tree(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return out

@@ -25,7 +25,7 @@ from rondel.system.files import make_folder, replace_file
 FOLDER, EVERY = "engines", 2.0  # inside the run folder; seconds
 
 
-async def admit(
+async def admit_engines(
     router: EngineRouter,
     folder: Path,
     urls: list[str],
@@ -37,12 +37,12 @@ async def admit(
     """
     told: set[tuple[str, str]] = set()
     while True:
-        for url in dict.fromkeys([*urls, *registered(folder)]):
+        for url in dict.fromkeys([*urls, *registered_urls(folder)]):
             if url in router.replicas:
                 continue
             try:
                 engine = await asyncio.to_thread(reach, url)
-                await router.join(url, engine, bring)
+                await router.add_engine(url, engine, bring)
                 emit(Warned(f"engine {url} has joined at version {router.version}; {len(router.replicas)} serve now"))
             except Exception as error:  # of a newcomer: the run goes on without it
                 said = str(error) if isinstance(error, RondelError) else f"{type(error).__name__}: {error}"
@@ -52,7 +52,7 @@ async def admit(
         await asyncio.sleep(EVERY)
 
 
-def registered(folder: Path) -> list[str]:
+def registered_urls(folder: Path) -> list[str]:
     urls = []
     for path in sorted((folder / FOLDER).glob("[!.]*")):
         with suppress(OSError):  # it has just left
@@ -74,7 +74,7 @@ def check_run(folder: Path, host: str) -> None:
         raise UserError(f"--join with --host {host}: name the address under which the run reaches this machine")
 
 
-def register(folder: Path, host: str, port: int) -> Path:
+def register_server(folder: Path, host: str, port: int) -> Path:
     """-> the file, to be removed when the server ends."""
     place = make_folder(folder / FOLDER) / f"{host.replace(':', '_')}-{port}"
     replace_file(place, f"http://{f'[{host}]' if ':' in host else host}:{port}\n")

@@ -8,12 +8,12 @@ from dataclasses import fields
 from typing import Any
 
 from rondel.core.config import EvaluationConfig
-from rondel.core.errors import ConfigError, boundary
+from rondel.core.errors import ConfigError, error_boundary
 from rondel.core.events import Evaluated
-from rondel.core.media import worded
-from rondel.core.registry import nearest
+from rondel.core.media import message_text
+from rondel.core.registry import suggest_name
 from rondel.core.types import Sampling, Task, Trajectory, sample_key
-from rondel.runtime.telemetry.card import normal, wilson
+from rondel.runtime.telemetry.card import normal_interval, wilson_interval
 from rondel.runtime.telemetry.scores import within_unit
 
 NAMESPACE = "eval"  # its prefixes stay out of the rollouts' cache, so that a resumed run computes the same bits
@@ -25,30 +25,30 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     failures count as wrong and are reported.
     """
     from rondel.driver.rollouts import GroupRollouts
-    from rondel.generate.envs.episode import rooted
+    from rondel.generate.envs.episode import assign_parents
 
     began, job = time.perf_counter(), parts.job
     tasks = parts.tasks.held_out[: job.task.eval.n or None]
-    sampling = profile(job.task.eval, parts.sampling)
+    sampling = evaluation_sampling(job.task.eval, parts.sampling)
     rollouts = GroupRollouts(parts, 1)
 
-    async def one(number: int, task: Task) -> Trajectory:
-        def chat() -> Any:
-            return rollouts.chat(lambda turn: sample_key(job.loop.seed, -1 - number, 0, turn), sampling, NAMESPACE)
+    async def evaluate_task(number: int, task: Task) -> Trajectory:
+        def open_chat() -> Any:
+            return rollouts.open_chat(lambda turn: sample_key(job.loop.seed, -1 - number, 0, turn), sampling, NAMESPACE)
 
-        episode = rooted(await rollouts.tried(task, chat))
+        episode = assign_parents(await rollouts.run_episode(task, open_chat))
         await rollouts.score_episode(episode, task)
         return episode[0]
 
-    done = await asyncio.gather(*(one(i, t) for i, t in enumerate(tasks)))
+    done = await asyncio.gather(*(evaluate_task(i, t) for i, t in enumerate(tasks)))
     rewards = [t.reward or 0.0 for t in done]
     total = sum(rewards)
-    low, high = wilson(total, len(tasks)) if within_unit(rewards) else normal(rewards)
+    low, high = wilson_interval(total, len(tasks)) if within_unit(rewards) else normal_interval(rewards)
     samples = [
         {
             "prompt": task.data["prompt"]
             if "prompt" in task.data
-            else worded(task.data.get("messages", [{"content": ""}])[-1]["content"]),
+            else message_text(task.data.get("messages", [{"content": ""}])[-1]["content"]),
             "answer": task.data.get("answer"),
             "text": t.text,
             "reward": t.reward,
@@ -87,7 +87,7 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     )
 
 
-def profile(given: EvaluationConfig, rollouts: Sampling) -> Sampling:
+def evaluation_sampling(given: EvaluationConfig, rollouts: Sampling) -> Sampling:
     """How held-out tasks are sampled: greedy, unless the recipe says otherwise, and ending where rollouts end."""
     more: dict[str, Any] = {
         "temperature": given.temperature,
@@ -96,8 +96,8 @@ def profile(given: EvaluationConfig, rollouts: Sampling) -> Sampling:
     }
     known = {f.name for f in fields(Sampling)} - {"temperature", "max_tokens", "n", "seed"}
     for name in given.sampling.keys() - known:
-        raise ConfigError(f"task.eval.sampling has no '{name}'.{nearest(name, sorted(known))}")
+        raise ConfigError(f"task.eval.sampling has no '{name}'.{suggest_name(name, sorted(known))}")
     more |= given.sampling
-    with boundary(ConfigError, f"task.eval.sampling = {given.sampling}"):
+    with error_boundary(ConfigError, f"task.eval.sampling = {given.sampling}"):
         bias = {int(token): value for token, value in more.get("logit_bias", {}).items()}  # keys of TOML are text
         return Sampling(**{**more, "stop": tuple(more["stop"]), "logit_bias": bias})

@@ -29,8 +29,8 @@ class EventLoopWatchdog:
         self._waited = self._in_queue()
 
     def __enter__(self) -> EventLoopWatchdog:
-        self._pulse = asyncio.get_running_loop().create_task(self._live())
-        threading.Thread(target=self._watch, daemon=True, name="stalls").start()
+        self._pulse = asyncio.get_running_loop().create_task(self._beat_forever())
+        threading.Thread(target=self._watch_loop, daemon=True, name="stalls").start()
         return self
 
     def __exit__(
@@ -39,15 +39,15 @@ class EventLoopWatchdog:
         self._over.set()
         self._pulse.cancel()
 
-    async def _live(self) -> None:
+    async def _beat_forever(self) -> None:
         while True:
             self._beat, self._waited = time.monotonic(), self._in_queue()
             await asyncio.sleep(EVERY)
 
-    def _watch(self) -> None:
+    def _watch_loop(self) -> None:
         while not self._over.wait(EVERY):
             late = time.monotonic() - self._beat - (self._in_queue() - self._waited)
-            if late > max(LATE, self.longest) and (frame := _foreign(sys._current_frames().get(self._loop))):
+            if late > max(LATE, self.longest) and (frame := _foreign_frame(sys._current_frames().get(self._loop))):
                 self.longest = late
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
@@ -61,7 +61,7 @@ class EventLoopWatchdog:
             return 0.0
 
 
-def _foreign(frame: FrameType | None) -> FrameType | None:
+def _foreign_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of somebody else's in what the loop is at; none while it
     imports a module, which it does once.
     """

@@ -29,51 +29,51 @@ class FailureBudget:
         self.asked = self.first  # seconds until one asks again
         self.asking = False
 
-    def count(self, score: Score | Failed | None) -> None:
+    def count_score(self, score: Score | Failed | None) -> None:
         failed = isinstance(score, Failed)
         self.recent.add(f"{score.reason} {score.detail}".strip() if isinstance(score, Failed) else "")
-        if failed and not self.why and self.since is None and (share := self.recent.above(self.most)):
+        if failed and not self.why and self.since is None and (share := self.recent.failures_above(self.most)):
             told = (
                 f"{share.failed} of the last {share.of} answers have no score, {share.times} of them: {share.most:.300}"
             )
-            self._spend(told) if not self.patience else self._pause(told)
+            self._give_up(told) if not self.patience else self._begin_pause(told)
 
-    async def again(self, score: Score | Failed | None) -> bool:
+    async def should_retry(self, score: Score | Failed | None) -> bool:
         """Whether to ask for a score once more; counts what there is. While the run pauses it
         returns when it is this one's turn, or all is well.
         """
         if not isinstance(score, Failed):
-            self._mended()
+            self._end_pause()
         if self.since is None:
-            self.count(score)
+            self.count_score(score)
         while self.since is not None and not self.why:
             if time.monotonic() - self.since > self.patience:
-                self._spend(f"{self.told}; it has waited {self.patience:g} s (task.patience)")
+                self._give_up(f"{self.told}; it has waited {self.patience:g} s (task.patience)")
             elif not self.asking:
-                return await self._turn()
+                return await self._ask_again()
             else:
-                await self._wait(self.asked)
+                await self._wait_until_over(self.asked)
                 if self.since is None:
                     return True
         return False
 
-    async def _turn(self) -> bool:
+    async def _ask_again(self) -> bool:
         self.asking = True
         try:
-            await self._wait(self.asked)
+            await self._wait_until_over(self.asked)
             self.asked = min(2 * self.asked, 30 * self.first)
         finally:
             self.asking = False
         return True
 
-    async def _wait(self, seconds: float) -> None:
+    async def _wait_until_over(self, seconds: float) -> None:
         try:
             async with asyncio.timeout(seconds):
                 await self.over.wait()
         except TimeoutError:
             pass
 
-    def _pause(self, told: str) -> None:
+    def _begin_pause(self, told: str) -> None:
         self.told, self.since = told, time.monotonic()
         self.over.clear()
         emit(
@@ -83,13 +83,13 @@ class FailureBudget:
             )
         )
 
-    def _mended(self) -> None:
+    def _end_pause(self) -> None:
         if self.since is not None and not self.why:
             emit(Warned(f"going on after a pause of {time.monotonic() - self.since:.0f} s: there are scores again"))
             self.since, self.asked, self.recent = None, self.first, RecentOutcomes()
             self.over.set()
 
-    def _spend(self, told: str) -> None:
+    def _give_up(self, told: str) -> None:
         self.why = told
         self.over.set()
         self.spent.set()

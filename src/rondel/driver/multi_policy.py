@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from rondel.assemble.placement import Deployment
 
 
-def joined(job: Job, each: dict[str, Deployment], device: str) -> Deployment:
+def join_deployments(job: Job, each: dict[str, Deployment], device: str) -> Deployment:
     """The parts of all as the loop calls them."""
     for name, one in each.items():
         if name != POLICY:
             _refuse_others(name, one.known, each[POLICY].known)
-            _name(name, one)
+            _name_workers(name, one)
     trained = {name: one for name, one in each.items() if one.trainer is not None}
     frozen = {name: one.engine for name, one in each.items() if one.trainer is None}
     engine = MultiPolicyEngine({name: one.engine for name, one in trained.items()}, frozen=frozen)
     trainer = MultiPolicyTrainer({name: one.trainer for name, one in trained.items()})
     shared = job.place.kind == "shared"
 
-    async def lost() -> WorkerError | None:
+    async def find_lost_worker() -> WorkerError | None:
         for one in each.values():
             if ended := await one.lost():
                 return ended
@@ -54,23 +54,23 @@ def joined(job: Job, each: dict[str, Deployment], device: str) -> Deployment:
         engine=engine,
         trainer=trainer,
         devices=SharedDevice(engine, trainer, how=job.loop.in_flight, device=device) if shared else SplitDevices(),
-        resolved={_dotted(name, key): value for name, one in each.items() for key, value in one.resolved.items()},
+        resolved={_policy_key(name, key): value for name, one in each.items() for key, value in one.resolved.items()},
         where=each[POLICY].where if shared else "; ".join(f"{name}: {one.where}" for name, one in each.items()),
         checkpoint_bytes=sum(one.checkpoint_bytes for one in each.values()),
         transport=MultiPolicyTransport({name: one.transport for name, one in trained.items()}),
         remotes={name: remote for one in each.values() for name, remote in one.remotes.items()},
-        lost=lost,
+        lost=find_lost_worker,
         dump=dump,
         pids=lambda: {name: pid for one in each.values() for name, pid in one.pids().items()},
         others={name: one.known for name, one in each.items() if name != POLICY},
     )
 
 
-def _dotted(policy: str, key: str) -> str:
+def _policy_key(policy: str, key: str) -> str:
     return key if policy == POLICY else f"policies.{policy}.{key}"
 
 
-def _name(policy: str, one: Deployment) -> None:
+def _name_workers(policy: str, one: Deployment) -> None:
     """In time accounts and warnings. Workers of a process of their own have their name from where they were started."""
     parts: dict[str, Any] = {"engine": one.engine, "trainer": one.trainer}
     for role, part in parts.items():

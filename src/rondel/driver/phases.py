@@ -18,12 +18,12 @@ from rondel.core.config import Job
 from rondel.core.errors import EngineError, RewardError, StalledError, SyncError, WorkerError
 from rondel.core.events import Checkpointed, Resumed, RunEnded, Warned, emit, subscribe
 from rondel.core.types import Group, Slot, Verdict
-from rondel.driver.elastic_engines import admit
+from rondel.driver.elastic_engines import admit_engines
 from rondel.driver.evaluation import evaluate
 from rondel.driver.rollouts import GroupRollouts, SupervisedRollouts, prepare, prepare_of, rollouts_of
-from rondel.driver.run_record import InOrder, ScheduledEngine, finishing
-from rondel.filter import chain
-from rondel.generate.envs.order import ShuffledOrder, TaskAdmissions, stream
+from rondel.driver.run_record import InOrder, ScheduledEngine, score_in_turn
+from rondel.filter import chain_filters
+from rondel.generate.envs.order import ShuffledOrder, TaskAdmissions, stream_tasks
 from rondel.runtime.journal.schedule import Schedule
 from rondel.runtime.journal.store import RolloutStore
 from rondel.runtime.termination import GracefulStop
@@ -69,11 +69,11 @@ class RunPhases:
         self.saved = 0  # the step of the newest checkpoint
         self.writing: asyncio.Task[None] | None = None
 
-    async def all(self, found: tuple[Path, dict[str, Any]] | None) -> None:
+    async def run_phases(self, found: tuple[Path, dict[str, Any]] | None) -> None:
         """The phases to their end, or until a signal, or until too much has failed."""
         self.rest.set()
         failures = self.parts.failures
-        work, asked = asyncio.create_task(self._all(found)), asyncio.create_task(self.ending.wait())
+        work, asked = asyncio.create_task(self._run_phases(found)), asyncio.create_task(self.ending.wait())
         spent = asyncio.create_task(failures.spent.wait())
         try:
             await asyncio.wait([work, asked, spent], return_when=asyncio.FIRST_COMPLETED)
@@ -89,7 +89,7 @@ class RunPhases:
             spent.cancel()
             work.cancel()
             await asyncio.wait([work])
-        await self._checkpoint()
+        await self._save_checkpoint()
         state = (
             f"after step {self.saved} of {self.total}, which is in a checkpoint"
             if self.saved
@@ -101,9 +101,9 @@ class RunPhases:
                 f"reward or the environment and "
                 "give the same command: it goes on from there"
             )
-        raise self.ending.stopped(state)
+        raise self.ending.stopped_at(state)
 
-    async def _all(self, found: tuple[Path, dict[str, Any]] | None) -> None:
+    async def _run_phases(self, found: tuple[Path, dict[str, Any]] | None) -> None:
         parts = self.parts
         done, saved = 0, None
         if found:
@@ -115,7 +115,7 @@ class RunPhases:
         await self.sync(parts.trainer, parts.engine)  # the initial sync
         parts.sync.moved = lambda: parts.trainer.moved
         async with self._open_to_newcomers():
-            await self._phases(done, saved)
+            await self._train_phases(done, saved)
 
     @asynccontextmanager
     async def _open_to_newcomers(self) -> AsyncIterator[None]:
@@ -124,7 +124,7 @@ class RunPhases:
         if (reach := parts.placed.reach) is not None:
             urls = parts.job.engine.urls
             task = asyncio.create_task(
-                admit(parts.engine, self.folder, urls, reach, parts.sync.catch_up), name="newcomers"
+                admit_engines(parts.engine, self.folder, urls, reach, parts.sync.catch_up), name="newcomers"
             )
         try:
             yield
@@ -133,36 +133,36 @@ class RunPhases:
                 task.cancel()
                 await asyncio.wait([task])
 
-    async def _phases(self, done: int, saved: dict[str, Any] | None) -> None:
+    async def _train_phases(self, done: int, saved: dict[str, Any] | None) -> None:
         parts, job = self.parts, self.job
         if done == 0:
-            await self._evaluate(0)
+            await self._run_evaluation(0)
         warm, steps = job.loop.warmup.steps, job.steps
         if done < warm:
-            done = await self._warmup(range(done + 1, warm + 1), saved)
+            done = await self._run_warmup(range(done + 1, warm + 1), saved)
             saved = None
-        await self._reinforce(range(done + 1, warm + steps + 1), saved if done > warm else None)
+        await self._run_reinforcement(range(done + 1, warm + steps + 1), saved if done > warm else None)
         emit(RunEnded(warm + steps, parts.engine.version, "all steps done", time.perf_counter() - self.began))
 
-    async def _warmup(self, steps: range, saved: dict[str, Any] | None) -> int:
+    async def _run_warmup(self, steps: range, saved: dict[str, Any] | None) -> int:
         """A supervised phase: the same loop, whose Generate copies answers."""
         parts = self.parts
-        buffer = self._buffer(parts.job.loop.warmup.groups_per_step, 0, None, saved)
-        await self._loop(
+        buffer = self._make_buffer(parts.job.loop.warmup.groups_per_step, 0, None, saved)
+        await self._run_loop(
             buffer,
             ShuffledOrder(parts.tasks.train, parts.job.loop.seed),
             SupervisedRollouts(parts, 1),
-            chain([]),
+            chain_filters([]),
             SFT,
             steps,
         )
         return steps.stop - 1
 
-    async def _reinforce(self, steps: range, saved: dict[str, Any] | None) -> None:
+    async def _run_reinforcement(self, steps: range, saved: dict[str, Any] | None) -> None:
         parts, job = self.parts, self.job
         window = None if job.loop.window == "auto" else job.loop.window
-        buffer = self._buffer(job.loop.groups_per_step, job.loop.max_staleness, window, saved, job.loop.oversample)
-        bare = [row.name for row in parts.rows.all if "advantages" in row.needs and not row.corrects]
+        buffer = self._make_buffer(job.loop.groups_per_step, job.loop.max_staleness, window, saved, job.loop.oversample)
+        bare = [row.name for row in parts.rows.all_rows if "advantages" in row.needs and not row.corrects_staleness]
         if job.loop.max_staleness and bare:
             emit(
                 Warned(
@@ -172,18 +172,20 @@ class RunPhases:
             )
         if saved and saved.get("order") is not None:
             parts.order.load(saved["order"])
-        readers = [parts.order.read]
+        readers = [parts.order.on_event]
         if parts.returning is not None:
-            parts.returning.recall(
+            parts.returning.restore_steps(
                 self.folder, range(max(job.loop.warmup.steps + 1, steps.start - job.loop.max_staleness), steps.start)
             )
-            readers.append(parts.returning.read)
+            readers.append(parts.returning.on_event)
         with ExitStack() as ends:
             for read in readers:
                 ends.callback(subscribe(read))
-            await self._loop(buffer, parts.order, rollouts_of(parts), parts.judge, parts.algo, steps, prepare_of(parts))
+            await self._run_loop(
+                buffer, parts.order, rollouts_of(parts), parts.judge, parts.algo, steps, prepare_of(parts)
+            )
 
-    def _buffer(
+    def _make_buffer(
         self, groups: int, staleness: int, window: int | None, saved: dict[str, Any] | None, oversample: int = 0
     ) -> Buffer:
         version = self.parts.engine.version
@@ -199,12 +201,12 @@ class RunPhases:
             order=self.schedule,
         )
         if self.schedule is not None:
-            self.schedule.begin()
+            self.schedule.begin_phase()
         if saved:
-            self.buffer.restore(saved["buffer"])
+            self.buffer.load_state_dict(saved["buffer"])
         return self.buffer
 
-    async def _loop(
+    async def _run_loop(
         self,
         buffer: Buffer,
         order: TaskAdmissions,
@@ -215,21 +217,21 @@ class RunPhases:
         prepare: Callable = prepare,
     ) -> None:
         parts = self.parts
-        tasks = stream(order, start=buffer.admitted - buffer.retried, room=buffer.room)
-        attempt: Attempt = rollouts.attempt
+        tasks = stream_tasks(order, start=buffer.admitted - buffer.retried, room=buffer.wait_for_room)
+        attempt: Attempt = rollouts.generate_group
         score: Callable[[Group], Awaitable[None]] = rollouts.score
         devices: Any = parts.placed.devices
         if buffer.oversample:
             attempt, judge = in_time(attempt, judge, buffer)
         if self.schedule is not None:
-            score, devices = finishing(score, buffer), InOrder(devices, self.schedule, buffer)
+            score, devices = score_in_turn(score, buffer), InOrder(devices, self.schedule, buffer)
         await loop.run(
             tasks,
             buffer,
             attempt=attempt,
             score=score,
             judge=judge,
-            prepare=self._starting(prepare),
+            prepare=self._guard_prepare(prepare),
             trainer=parts.trainer,
             engine=parts.engine,
             devices=devices,
@@ -239,16 +241,16 @@ class RunPhases:
             milestone=self.milestone,
         )
 
-    def _starting(self, prepare: Callable) -> Callable:
+    def _guard_prepare(self, prepare: Callable) -> Callable:
         """What begins a step; none is begun any more once the run was asked to end."""
 
-        async def start(groups: list[Group]) -> TrainBatch:
+        async def start_step(groups: list[Group]) -> TrainBatch:
             if self.ending.asked or self.parts.failures.why:
                 await asyncio.get_running_loop().create_future()  # until it is cancelled
             self.rest.clear()
             return await prepare(groups)
 
-        return start
+        return start_step
 
     async def sync(self, trainer: Any, engine: Any) -> int:
         """The update, once more if an engine ended in the middle of it; if a rank of
@@ -259,12 +261,12 @@ class RunPhases:
             try:
                 version = await self.parts.sync(trainer, engine)
             except (WorkerError, StalledError, SyncError, EngineError) as error:
-                if not await placed.heal():
+                if not await placed.restart_engines():
                     if ended := await placed.lost():
                         raise ended from error
                     raise
             else:
-                await placed.heal()  # one of several, which was left behind
+                await placed.restart_engines()  # one of several, which was left behind
                 return version
 
     # -- between two versions --------------------------------------------------------------------
@@ -272,44 +274,44 @@ class RunPhases:
     async def milestone(self, step: int, version: int, batch: TrainBatch) -> None:
         """Store what training learned of the rollouts; evaluate; checkpoint."""
         job, last = self.job, self.total
-        await self.rollouts.annotate(
+        await self.rollouts.annotate_rollouts(
             step, trainer_logprobs=per_token(batch, "trained"), advantages=per_token(batch, None)
         )
         self.done = (
             step,
             version,
-            None if self.buffer.max_staleness else self.buffer.state(version),
-            self.parts.order.state(),
+            None if self.buffer.max_staleness else self.buffer.state_dict(version),
+            self.parts.order.state_dict(),
         )
         if step < last:
             self.rest.set()
         if step == last or step == job.loop.warmup.steps or (job.task.eval.every and step % job.task.eval.every == 0):
-            await self._evaluate(step)
+            await self._run_evaluation(step)
         if step == last or (job.run.checkpoint.every and step % job.run.checkpoint.every == 0):
-            await self._checkpoint()
+            await self._save_checkpoint()
 
-    async def _checkpoint(self) -> None:
+    async def _save_checkpoint(self) -> None:
         """The last whole step, if it is not in one already. What has begun is written to
         its end, whoever waits for it no more.
         """
         if self.writing is None or self.writing.done():
-            self.writing = asyncio.create_task(self._write())
+            self.writing = asyncio.create_task(self._write_checkpoint())
         await asyncio.shield(self.writing)
 
-    async def _write(self) -> None:
+    async def _write_checkpoint(self) -> None:
         """A synchronous run replays what it had begun since; another one goes on with it."""
         step, version, then, order = self.done
         if step == self.saved:
             return
-        await self.buffer.turn("save", version, who="learner")
-        began, state = time.perf_counter(), then or self.buffer.state(version)
+        await self.buffer.take_turn("save", version, who="learner")
+        began, state = time.perf_counter(), then or self.buffer.state_dict(version)
         told = {"step": step, "config": self.job.digest(), "buffer": state, "order": order}
-        await self.rollouts.written()
+        await self.rollouts.wait_until_written()
         path = await self.checkpoints.write(step, self.parts.trainer.save, told)
         self.saved = step
         emit(Checkpointed(step, version, str(path), time.perf_counter() - began))
 
-    async def _evaluate(self, step: int) -> None:
+    async def _run_evaluation(self, step: int) -> None:
         if self.parts.tasks.held_out:
             emit(await evaluate(self.parts, step))
 

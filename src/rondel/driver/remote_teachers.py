@@ -14,9 +14,9 @@ from rondel.core.config import Job, TeacherConfig
 from rondel.core.errors import ConfigError
 from rondel.core.events import Warned, emit
 from rondel.core.types import Sampling
-from rondel.generate.engine.foreign import checked
+from rondel.generate.engine.foreign import check_logprobs
 from rondel.train.pack import TrainBatch, TrainSample
-from rondel.train.teachers import said
+from rondel.train.teachers import teacher_note_name
 
 AT_ONCE = 64  # questions that one server has in hand
 PLAIN = "The water in the river was cold, and the children went home before it was dark."
@@ -38,16 +38,18 @@ class RemoteTeachers:
     async def __call__(self, batch: TrainBatch) -> None:
         """The note `teacher.<place>` of every sample that is taught: log q of its trainable tokens, [m] float32."""
         if not self.checked:
-            await asyncio.gather(*(self._greet(teacher, server) for teacher, server in self.servers.values()))
+            await asyncio.gather(
+                *(self._check_vocabulary(teacher, server) for teacher, server in self.servers.values())
+            )
             self.checked = True
         await asyncio.gather(
-            *(self._ask(place, teacher, server, batch) for place, (teacher, server) in self.servers.items())
+            *(self._query_teacher(place, teacher, server, batch) for place, (teacher, server) in self.servers.items())
         )
 
-    async def _ask(self, place: int, teacher: TeacherConfig, server: Any, batch: TrainBatch) -> None:
+    async def _query_teacher(self, place: int, teacher: TeacherConfig, server: Any, batch: TrainBatch) -> None:
         free = asyncio.Semaphore(AT_ONCE)
 
-        async def one(sample: TrainSample) -> None:
+        async def score_sample(sample: TrainSample) -> None:
             if sample.media and server.blind:
                 raise ConfigError(
                     f"the teacher at {teacher.url} is sent no images, and {sample.group}/{sample.index} has some: "
@@ -57,15 +59,15 @@ class RemoteTeachers:
             async with free:
                 told = await server.score(sample.tokens.tolist(), sample.media)
             at = sample.trainable.tolist()
-            of = checked(f"the teacher at {teacher.url}", sample.tokens[at].tolist(), [told[i] for i in at])
-            sample.notes[said(place)] = np.asarray(of, np.float32)
+            of = check_logprobs(f"the teacher at {teacher.url}", sample.tokens[at].tolist(), [told[i] for i in at])
+            sample.notes[teacher_note_name(place)] = np.asarray(of, np.float32)
 
         mine = [s for s in batch.samples if teacher.source in (None, s.stream) and self.wants(s.stream)]
-        await asyncio.gather(*map(one, mine))
+        await asyncio.gather(*map(score_sample, mine))
 
-    async def _greet(self, teacher: TeacherConfig, server: Any) -> None:
+    async def _check_vocabulary(self, teacher: TeacherConfig, server: Any) -> None:
         """A teacher that reads other tokens under the same numbers finds plain text less likely than chance."""
-        told = checked(f"the teacher at {teacher.url}", self.plain, await server.score(self.plain, ()))[1:]
+        told = check_logprobs(f"the teacher at {teacher.url}", self.plain, await server.score(self.plain, ()))[1:]
         mean, chance = sum(told) / max(1, len(told)), -math.log(self.vocabulary)
         if mean < chance:
             emit(
@@ -77,7 +79,7 @@ class RemoteTeachers:
             )
 
 
-def served(
+def connect_teachers(
     job: Job, tokenizer: Any, kinds: dict[str, Any], wants: Callable[[str], bool], most: Callable[[], int]
 ) -> RemoteTeachers | None:
     """`kinds` of servers by name. Each is asked now whether it is there, and how long a text it reads."""

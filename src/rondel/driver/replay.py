@@ -17,7 +17,7 @@ from rondel.runtime.journal import store
 from rondel.runtime.journal.log import read
 from rondel.runtime.journal.schedule import OrderReplayer
 from rondel.system.files import checkpoints_in
-from rondel.train.checkpoint import flaw
+from rondel.train.checkpoint import find_flaw
 
 CLOCK = ("timings",)  # columns of a stored rollout that a replay has of its own
 
@@ -29,8 +29,8 @@ def replay(folder: str | Path, step: int) -> dict[str, float]:
     prepare_process()
     folder = Path(folder)
     job = Job.read(folder / "job.toml")
-    start, path = _before(folder, step)
-    missing = sorted(set(range(start + 1, step + 1)) - set(store.steps(folder)))
+    start, path = _checkpoint_before(folder, step)
+    missing = sorted(set(range(start + 1, step + 1)) - set(store.stored_steps(folder)))
     if missing:
         raise UserError(
             f"the rollouts of step {missing[0]} are not stored in {folder}, so step {step} cannot be reached from step "
@@ -38,12 +38,12 @@ def replay(folder: str | Path, step: int) -> dict[str, float]:
         )
     parts = build(job.on_one_device())
     try:
-        return asyncio.run(_replay(parts, folder, start, step, path))
+        return asyncio.run(_replay_step(parts, folder, start, step, path))
     finally:
         parts.close()
 
 
-async def _replay(parts, folder: Path, start: int, step: int, path: Path | None) -> dict[str, float]:
+async def _replay_step(parts, folder: Path, start: int, step: int, path: Path | None) -> dict[str, float]:
     if path is not None:
         await parts.trainer.load(path)
     stats, again = StepStats(False, {}), parts.returning
@@ -63,9 +63,9 @@ async def _replay(parts, folder: Path, start: int, step: int, path: Path | None)
     return stats.metrics
 
 
-def _before(folder: Path, step: int) -> tuple[int, Path | None]:
+def _checkpoint_before(folder: Path, step: int) -> tuple[int, Path | None]:
     for saved, path in reversed(checkpoints_in(folder / "checkpoints").items()):
-        if saved < step and flaw(path) is None:
+        if saved < step and find_flaw(path) is None:
             return saved, path
     return 0, None
 
@@ -93,23 +93,23 @@ def again(folder: Path, into: Path) -> tuple[Job, OrderReplayer]:
     }  # who stands at a line must not be in the way
     run = job.run.model_copy(update={"folder": str(into), "record": False})
     repeated = alone.model_copy(update={"engine": alone.engine.model_copy(update=room), "run": run})
-    _known(repeated)
+    _mark_read(repeated)
     return repeated, schedule
 
 
-def _known(section: ConfigSection) -> None:
+def _mark_read(section: ConfigSection) -> None:
     """A job.toml names every key: what has no effect was refused when the run began."""
     section._read.update(type(section).model_fields)
     for value in section.__dict__.values():
         if isinstance(value, ConfigSection):
-            _known(value)
+            _mark_read(value)
 
 
 def differences(one: Path, other: Path) -> list[str]:
     """Between stored rollouts, metrics, and the digests of all weights, the clock apart."""
     found = []
-    for step in sorted({*store.steps(one), *store.steps(other)}):
-        first, second = ([_timeless(row) for row in store.read_step(folder, step)] for folder in (one, other))
+    for step in sorted({*store.stored_steps(one), *store.stored_steps(other)}):
+        first, second = ([_without_clock(row) for row in store.read_step(folder, step)] for folder in (one, other))
         if len(first) != len(second):
             found.append(f"step {step}: {len(first)} and {len(second)} samples")
         for mine, theirs in zip(first, second):
@@ -128,14 +128,14 @@ def differences(one: Path, other: Path) -> list[str]:
             f"version {a['version']}: {name}"
             for a, b in zip(*rows)
             for name in names
-            if _told(a[name]) != _told(b[name])
+            if _comparable_value(a[name]) != _comparable_value(b[name])
         ]
     return found
 
 
-def _timeless(row: dict[str, Any]) -> dict[str, Any]:
+def _without_clock(row: dict[str, Any]) -> dict[str, Any]:
     return {name: repr(value) for name, value in row.items() if name not in CLOCK}
 
 
-def _told(value: Any) -> str:
+def _comparable_value(value: Any) -> str:
     return repr({k: v for k, v in value.items() if not k.endswith("_s")} if isinstance(value, dict) else value)

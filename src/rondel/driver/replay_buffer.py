@@ -31,38 +31,38 @@ class ReplayBuffer:
     step: int = 0  # the one that is being prepared
     taken: dict[int, list[Group]] = field(default_factory=dict)  # by step, as far back as somebody may come from
 
-    def read(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """The learner took a batch."""
         if isinstance(event, GroupsTaken):
-            self.take(event.step, event.groups)
+            self.record_step(event.step, event.groups)
 
-    def take(self, step: int, groups: list[Group]) -> None:
+    def record_step(self, step: int, groups: list[Group]) -> None:
         self.step = step
         self.taken[step] = groups
         self.taken = {t: own for t, own in self.taken.items() if step - self.staleness <= t <= step}
 
-    def recall(self, folder: Path, steps: Iterable[int]) -> None:
+    def restore_steps(self, folder: Path, steps: Iterable[int]) -> None:
         """What a run that goes on has trained before."""
-        stored = set(store.steps(folder))
+        stored = set(store.stored_steps(folder))
         for step in steps:
             if step in stored:
-                self.take(step, store.groups_of(store.read_step(folder, step)))
+                self.record_step(step, store.groups_of(store.read_step(folder, step)))
 
-    def due(self) -> list[Group]:
+    def due_groups(self) -> list[Group]:
         """Who comes back in this step, in the order of their numbers."""
-        before = [(t, group) for t, own in self.taken.items() if t < self.step for group in self._drawn(own)]
-        found = [group for t, group in before if t + self._pause(group, t) == self.step]
+        before = [(t, group) for t, own in self.taken.items() if t < self.step for group in self._draw_groups(own)]
+        found = [group for t, group in before if t + self._replay_delay(group, t) == self.step]
         if found:
             emit(Replayed(self.step, sorted(group.id for group in found)))
         return sorted(found, key=lambda group: group.id)
 
-    def _drawn(self, own: list[Group]) -> list[Group]:
-        return sorted(own, key=lambda group: self._number(group, "which"))[: self.groups]
+    def _draw_groups(self, own: list[Group]) -> list[Group]:
+        return sorted(own, key=lambda group: self._stable_hash(group, "which"))[: self.groups]
 
-    def _pause(self, group: Group, t: int) -> int:
+    def _replay_delay(self, group: Group, t: int) -> int:
         """Steps until it comes back; 0: never. The version that step t trains is t - 1."""
         room = self.staleness - (t - 1 - group.born)
-        return 1 + self._number(group, "when") % room if room > 0 else 0
+        return 1 + self._stable_hash(group, "when") % room if room > 0 else 0
 
-    def _number(self, group: Group, what: str) -> int:
+    def _stable_hash(self, group: Group, what: str) -> int:
         return int.from_bytes(blake2b(f"{self.seed}/{group.id}/{what}".encode(), digest_size=8).digest(), "little")

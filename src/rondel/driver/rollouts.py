@@ -34,14 +34,14 @@ from rondel.core.types import (
     sample_key,
 )
 from rondel.driver.demonstration_stream import DemonstrationStream
-from rondel.generate.engine.resumption import resumed
+from rondel.generate.engine.resumption import generate_until_done
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.demonstrations import Demonstrate
-from rondel.generate.envs.episode import episode_of, joined, rooted, share
+from rondel.generate.envs.episode import assign_parents, episode_of, join_episodes, share_scores
 from rondel.generate.envs.order import ShuffledOrder
 from rondel.generate.envs.sources import TaskSet, load_tasks
-from rondel.score.result import placed
-from rondel.text.unicode import valid
+from rondel.score.result import check_score
+from rondel.text.unicode import valid_unicode
 from rondel.train.pack import TrainBatch, batch_of
 
 if TYPE_CHECKING:
@@ -58,60 +58,60 @@ class GroupRollouts:
     guides: int = 0
     greedy: bool = False
 
-    async def attempt(self, slot: Slot) -> Group:
+    async def generate_group(self, slot: Slot) -> Group:
         """G trajectories at once, each scored as soon as it is written, while its siblings still are."""
-        asked = [self._scored(slot, index) for index in range(self.group_size)]
+        asked = [self._run_scored_episode(slot, index) for index in range(self.group_size)]
         if self.greedy:
-            asked.append(self._scored(slot, self.group_size, GREEDY))
-        asked += [self._demonstrated(slot, DATA) for _ in range(self.guides)]
-        return Group(slot.number, slot.task, joined(await asyncio.gather(*asked)), slot.born)
+            asked.append(self._run_scored_episode(slot, self.group_size, GREEDY))
+        asked += [self._demonstrate_task(slot, DATA) for _ in range(self.guides)]
+        return Group(slot.number, slot.task, join_episodes(await asyncio.gather(*asked)), slot.born)
 
-    async def _demonstrated(self, slot: Slot, policy: str) -> list[Trajectory]:
+    async def _demonstrate_task(self, slot: Slot, policy: str) -> list[Trajectory]:
         section = self.parts.job.task
         shows = Demonstrate(
             suffix=section.suffix, system=section.system, examples=section.shown_examples, policy=policy
         )
-        return [await shows.run(slot.task, self.chat(lambda turn: 0))]
+        return [await shows.run(slot.task, self.open_chat(lambda turn: 0))]
 
-    async def _scored(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
+    async def _run_scored_episode(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
         """One that is scored, or a failure; while a run pauses it is asked for again: the world's
         fault anew, a reward's of the same answer.
         """
-        episode = rooted(await self._one(slot, index, policy))
+        episode = assign_parents(await self._sample_episode(slot, index, policy))
         await self.score_episode(episode, slot.task)
-        while await self.parts.failures.again(episode[0].score):
+        while await self.parts.failures.should_retry(episode[0].score):
             if isinstance(episode[0].outcome, EnvFault):
-                episode = rooted(await self._one(slot, index, policy))
+                episode = assign_parents(await self._sample_episode(slot, index, policy))
             for trajectory in episode:
                 trajectory.score = None if isinstance(trajectory.score, Failed) else trajectory.score
             await self.score_episode(episode, slot.task)
         return episode
 
-    async def _one(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
+    async def _sample_episode(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
         sampling = replace(self.parts.sampling, temperature=0.0) if policy == GREEDY else None
         key = partial(sample_key, self.parts.job.loop.seed, slot.number, index)
-        episode = await self.tried(slot.task, lambda: self.chat(key, sampling, group=f"group-{slot.number}"))
+        episode = await self.run_episode(slot.task, lambda: self.open_chat(key, sampling, group=f"group-{slot.number}"))
         for trajectory in episode:
             trajectory.policy = trajectory.policy if policy == POLICY else policy
             refuse_without_support(trajectory, self.parts.sampling)
         return episode
 
-    async def tried(self, task: Task, chat: Callable[[], TokenChat]) -> list[Trajectory]:
+    async def run_episode(self, task: Task, chat: Callable[[], TokenChat]) -> list[Trajectory]:
         """One episode. An environment that breaks is tried once more, then it is a fault, which is data."""
         reason = ""
         for _ in range(2):
             try:
                 episode = await episode_of(self.parts.env, task, chat())
                 for trajectory in episode:
-                    refuse_miscast(trajectory, self.parts.job.cast)
+                    refuse_miscast(trajectory, self.parts.job.agent_policies)
                 return episode
             except Exception as error:
                 if isinstance(error, RondelError) and not isinstance(error, EnvError):
                     raise
-                reason = valid(f"{type(error).__name__}: {error}")
+                reason = valid_unicode(f"{type(error).__name__}: {error}")
         return [Trajectory(outcome=EnvFault(reason))]
 
-    def chat(
+    def open_chat(
         self, key: Callable[[int], int], sampling: Sampling | None = None, namespace: str = "", group: str = ""
     ) -> TokenChat:
         p = self.parts
@@ -120,46 +120,46 @@ class GroupRollouts:
             request.namespace, request.id = namespace, group
             if sampling is None:  # an environment may have changed it
                 refuse_untrainable(request.sampling)
-            if p.routes and sampling is None:
+            if p.replays_routing and sampling is None:
                 request.wants |= {"experts"}
-            if sampling is not None or not (p.sampling.truncated or request.sampling.truncated):
-                return await resumed(p.engine.generate, request)
+            if sampling is not None or not (p.sampling.truncates_support or request.sampling.truncated):
+                return await generate_until_done(p.engine.generate, request)
             request.wants |= {"support"}
-            done = await resumed(p.engine.generate, request)
+            done = await generate_until_done(p.engine.generate, request)
             refuse_wide(done.support or [], request.sampling)
             done.support = [None if ids is None else np.asarray(ids, np.int32) for ids in done.support or []]
             return done
 
         return TokenChat(
-            p.known.tokenizer,
+            p.model_info.tokenizer,
             generate,
             sampling=sampling or p.sampling,
             key=key,
-            max_context=p.known.max_context,
+            max_context=p.model_info.max_context,
             system=p.job.task.system,
-            sight=p.known.sight,
-            cast=p.job.cast,
+            sight=p.model_info.sight,
+            cast=p.job.agent_policies,
         )
 
     async def score(self, group: Group) -> None:
         """Whoever has no score yet: what was shown, and not written."""
-        await asyncio.gather(*(self._judge(t, group.task) for t in group.trajectories if t.score is None))
+        await asyncio.gather(*(self._score_trajectory(t, group.task) for t in group.trajectories if t.score is None))
 
     async def score_episode(self, episode: list[Trajectory], task: Task) -> None:
         """The first by the reward, or as its environment says; the others have that score, or one of their own."""
-        await self._judge(episode[0], task)
+        await self._score_trajectory(episode[0], task)
         for trajectory in episode[1:]:
             if trajectory.score is not None:
-                trajectory.score = placed(trajectory.score, trajectory)
-        share(episode)
+                trajectory.score = check_score(trajectory.score, trajectory)
+        share_scores(episode)
 
-    async def _judge(self, trajectory: Trajectory, task: Task) -> None:
+    async def _score_trajectory(self, trajectory: Trajectory, task: Task) -> None:
         if isinstance(trajectory.outcome, EnvFault):
             trajectory.score = Failed("environment fault", trajectory.outcome.reason)
         elif trajectory.score is None:
             trajectory.score = await self.parts.pool.score(trajectory, task)
         else:
-            trajectory.score = placed(trajectory.score, trajectory)
+            trajectory.score = check_score(trajectory.score, trajectory)
 
 
 def rollouts_of(parts: Components) -> GroupRollouts:
@@ -170,11 +170,11 @@ def rollouts_of(parts: Components) -> GroupRollouts:
 class SupervisedRollouts(GroupRollouts):
     """The supervised phase: Generate copies the data set's answers, Score has nothing to ask."""
 
-    async def attempt(self, slot: Slot) -> Group:
-        return replace(await super().attempt(slot), supervised=True)
+    async def generate_group(self, slot: Slot) -> Group:
+        return replace(await super().generate_group(slot), supervised=True)
 
-    async def _one(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
-        [trajectory] = await self._demonstrated(slot, policy)
+    async def _sample_episode(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
+        [trajectory] = await self._demonstrate_task(slot, policy)
         trajectory.score = Score(1.0)
         return [trajectory]
 
@@ -216,20 +216,20 @@ def prepare_of(parts: Components) -> Callable[[list[Group]], Awaitable[TrainBatc
     first number chooses what is shown, so that a step done again, or replayed, gets the same."""
     rollouts = rollouts_of(parts)
 
-    async def whole(groups: list[Group]) -> TrainBatch:
+    async def prepare_batch(groups: list[Group]) -> TrainBatch:
         beside: list[Group] = []
         for shown in parts.shown:
             first = min(group.id for group in groups) * shown.groups
             for number in range(first, first + shown.groups):
-                task = ShuffledOrder(shown.tasks, parts.job.loop.seed).nth(number)
+                task = ShuffledOrder(shown.tasks, parts.job.loop.seed).task_at(number)
                 shows = Demonstrate(suffix=shown.suffix, system=parts.job.task.system, examples=shown.examples)
-                trajectory = await shows.run(task, rollouts.chat(lambda turn: 0))
+                trajectory = await shows.run(task, rollouts.open_chat(lambda turn: 0))
                 trajectory.score = Score(1.0)
                 beside.append(Group(-1 - len(beside), task, [trajectory], 0))
-        again = parts.returning.due() if parts.returning is not None else []
+        again = parts.returning.due_groups() if parts.returning is not None else []
         batch = batch_of([*groups, *again, *beside])
         if parts.teachers is not None:
             await parts.teachers(batch)
         return batch
 
-    return whole
+    return prepare_batch

@@ -28,8 +28,8 @@ class ScheduledEngine:
     async def generate(self, request: Request) -> Completion:
         if request.namespace:
             return await self._engine.generate(request)
-        done = await self._engine.generate(replace(request, lines=self._schedule.lines(request)))
-        self._schedule.drew(request, done)
+        done = await self._engine.generate(replace(request, lines=self._schedule.version_spans(request)))
+        self._schedule.record_completion(request, done)
         return done
 
     def __getattr__(self, verb: str) -> Any:
@@ -44,19 +44,19 @@ class InOrder:
 
     @asynccontextmanager
     async def parked(self) -> AsyncIterator[None]:
-        await self.schedule.asked(self.buffer.version)
+        await self.schedule.wait_for_requests(self.buffer.version)
         async with self.devices.parked():
             yield
         # what the step has counted is known from here
-        await self.buffer.turn("trained", self.buffer.version, who="learner")
+        await self.buffer.take_turn("trained", self.buffer.version, who="learner")
 
     def training(self) -> AbstractAsyncContextManager[None]:
         return self.devices.training()
 
 
-def finishing(score: Callable[[Group], Awaitable[None]], buffer: Buffer) -> Callable[[Group], Awaitable[None]]:
-    async def then(group: Group) -> None:
+def score_in_turn(score: Callable[[Group], Awaitable[None]], buffer: Buffer) -> Callable[[Group], Awaitable[None]]:
+    async def score_in_order(group: Group) -> None:
         await score(group)
-        await buffer.turn("finish", group.id, who="roll")
+        await buffer.take_turn("finish", group.id, who="roll")
 
-    return then
+    return score_in_order

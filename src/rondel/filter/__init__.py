@@ -21,11 +21,11 @@ FILTERS: dict[str, Callable[..., Filter]] = {
 }
 
 
-def chain(filters: Iterable[Filter]) -> Filter:
+def chain_filters(filters: Iterable[Filter]) -> Filter:
     """One judge out of many: the first verdict that does not keep the group, else KEEP."""
     filters = tuple(filters)
 
-    def judge(group: Group) -> Verdict:
+    def apply_filters(group: Group) -> Verdict:
         return next((verdict for each in filters if not (verdict := each(group)).keep), KEEP)
 
-    return judge
+    return apply_filters

@@ -29,15 +29,15 @@ class Complete:
         if len(group.rewards) >= self.at_least and not (self.greedy and group.baseline is None):
             return KEEP
         unscored = [t for t in group.trajectories if t.reward is None]
-        reasons = Counter(map(_reason, unscored))
+        reasons = Counter(map(_failure_reason, unscored))
         if not reasons:
             return Verdict(False, "too few samples", failed=True)
         reason = reasons.most_common(1)[0][0]
-        details = (t.score.detail for t in unscored if isinstance(t.score, Failed) and _reason(t) == reason)
+        details = (t.score.detail for t in unscored if isinstance(t.score, Failed) and _failure_reason(t) == reason)
         return Verdict(False, reason, failed=True, detail=next(details, ""))
 
 
-def _reason(trajectory: Trajectory) -> str:
+def _failure_reason(trajectory: Trajectory) -> str:
     match trajectory:
         case Trajectory(score=Failed(reason=reason)) | Trajectory(outcome=EnvFault(reason=reason)):
             return reason

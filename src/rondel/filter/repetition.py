@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rondel.core.errors import ConfigError
 from rondel.core.types import KEEP, Group, Verdict
-from rondel.text.repetition import repeated
+from rondel.text.repetition import repeated_fraction
 
 
 @dataclass(frozen=True)
@@ -28,5 +28,5 @@ class Repetition:
             raise ConfigError(f"at_most = {self.at_most}; it is a share in [0, 1]")
 
     def __call__(self, group: Group) -> Verdict:
-        shares = [repeated(t.tokens, t.mask, self.n) or 0.0 for t in group.trajectories]
+        shares = [repeated_fraction(t.tokens, t.mask, self.n) or 0.0 for t in group.trajectories]
         return Verdict(False, "repetitive") if sum(shares) > self.at_most * len(shares) else KEEP

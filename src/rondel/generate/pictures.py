@@ -66,7 +66,7 @@ def source_of(part: dict[str, Any]) -> Any:
     return found
 
 
-def parted(messages: Messages) -> tuple[Messages, list[Any]]:
+def split_images(messages: Messages) -> tuple[Messages, list[Any]]:
     """Messages as a template reads them, where an image is only that, and the sources of their images in order."""
     sources: list[Any] = []
     plain: Messages = []
@@ -85,7 +85,7 @@ def parted(messages: Messages) -> tuple[Messages, list[Any]]:
     return plain, sources
 
 
-def placed(
+def place_images(
     tokens: list[int], images: Sequence[Image], sight: ImageProcessorConfig
 ) -> tuple[list[int], list[ImagePlaceholder]]:
     """One placeholder an image -> one a cell, and where each image then is."""
@@ -111,7 +111,7 @@ def placed(
     return out + tokens[at:], media
 
 
-def observed(result: Any) -> list[dict[str, Any]] | None:
+def tool_image_parts(result: Any) -> list[dict[str, Any]] | None:
     """What a tool returned, as parts, if there is a picture in it: opened, or an array of
     pixels, alone or in a list with texts.
     """
@@ -135,7 +135,7 @@ class TooLarge(DataError):
     """Images that outgrow the room there is, alone."""
 
 
-def sent(part: dict[str, Any], where: str) -> dict[str, Any]:
+def parse_image_part(part: dict[str, Any], where: str) -> dict[str, Any]:
     """A client's image part as ours. DataError for an image that is not in it."""
     url = part.get("image_url", part.get("image"))
     url = url.get("url") if isinstance(url, dict) else url
@@ -148,11 +148,11 @@ def sent(part: dict[str, Any], where: str) -> dict[str, Any]:
     return {"type": "image", "image": url}
 
 
-async def looked(messages: Messages, sight: ImageProcessorConfig | None, room: int) -> Messages:
+async def load_message_images(messages: Messages, sight: ImageProcessorConfig | None, room: int) -> Messages:
     """The same messages, each image as it is seen. What is no image, and what `room` tokens cannot hold, is refused."""
     if sight is None or not any(parts_of(message) for message in messages):
         return messages
-    images = iter(await all_seen(parted(messages)[1], sight, room))
+    images = iter(await all_seen(split_images(messages)[1], sight, room))
     return [
         {**message, "content": [{"type": "image", "image": next(images)} if is_image(part) else part for part in parts]}
         if (parts := parts_of(message))
@@ -163,70 +163,70 @@ async def looked(messages: Messages, sight: ImageProcessorConfig | None, room: i
 
 async def all_seen(sources: Sequence[Any], sight: ImageProcessorConfig, room: int) -> list[Image]:
     """What a model sees of them, read on a thread, so that nobody else waits."""
-    return await beside(_within, sources, sight, room) if sources else []
+    return await run_on_image_thread(_process_within, sources, sight, room) if sources else []
 
 
-async def beside(function: Callable[..., Any], *args: Any) -> Any:
+async def run_on_image_thread(function: Callable[..., Any], *args: Any) -> Any:
     """On the thread for pictures: one at a time, since an open picture may take some hundred megabytes."""
-    return await asyncio.get_running_loop().run_in_executor(_thread(), function, *args)
+    return await asyncio.get_running_loop().run_in_executor(_image_thread(), function, *args)
 
 
 @cache
-def _thread() -> ThreadPoolExecutor:
+def _image_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "rondel-pictures")
 
 
-def cells(sources: Sequence[Any], sight: ImageProcessorConfig) -> list[int]:
+def count_image_tokens(sources: Sequence[Any], sight: ImageProcessorConfig) -> list[int]:
     """Tokens that each will take, by its head alone."""
-    sizes = [_opened(source).size for source in sources]
+    sizes = [_open_image(source).size for source in sources]
     if (pixels := sum(map(math.prod, sizes))) > ALL:
         raise TooLarge(
             f"{len(sizes)} images of {pixels >> 20} megapixels together; at most {ALL >> 20}: scale them down"
         )
-    return [math.prod(_fitted(sight, size)) // sight.cell**2 for size in sizes]
+    return [math.prod(_fitted_size(sight, size)) // sight.token_pixels**2 for size in sizes]
 
 
-def _within(sources: Sequence[Any], sight: ImageProcessorConfig, room: int) -> list[Image]:
+def _process_within(sources: Sequence[Any], sight: ImageProcessorConfig, room: int) -> list[Image]:
     """Their heads are read first: what will not fit is not opened."""
-    if (wanted := sum(cells(sources, sight))) > room:
+    if (wanted := sum(count_image_tokens(sources, sight))) > room:
         raise TooLarge(
             f"{len(sources)} images of {wanted} tokens together; there is room for {room}: send fewer, or smaller ones"
         )
-    return [seen(source, sight) for source in sources]
+    return [process_image(source, sight) for source in sources]
 
 
 # -- from what people have -------------------------------------------------------------------------
 
 
-def seen(source: Any, sight: ImageProcessorConfig) -> Image:
+def process_image(source: Any, sight: ImageProcessorConfig) -> Image:
     """What a model of this sight sees. Equal paths and URLs are read once."""
     if isinstance(source, Image):
         return source
-    return _seen(source, sight) if isinstance(source, str) else _look(source, sight)
+    return _process_image_cached(source, sight) if isinstance(source, str) else _read_image(source, sight)
 
 
-def opened(source: Any) -> Any:
+def open_image(source: Any) -> Any:
     """As a PIL image whose pixels have been read."""
-    return _coloured(_opened(source))
+    return _coloured(_open_image(source))
 
 
 def seen_as(picture: Any, sight: ImageProcessorConfig) -> Image:
     """An opened PIL image, scaled as transformers' processors do."""
     from PIL import Image as Pillow
 
-    size, picture = _fitted(sight, picture.size), _coloured(picture)
+    size, picture = _fitted_size(sight, picture.size), _coloured(picture)
     if size != picture.size:
         picture = picture.resize(size, Pillow.Resampling.BICUBIC)
-    return Image.of(np.asarray(picture), sight.cell)
+    return Image.from_pixels(np.asarray(picture), sight.token_pixels)
 
 
 @lru_cache(maxsize=KEPT)
-def _seen(source: str, sight: ImageProcessorConfig) -> Image:
-    return _look(source, sight)
+def _process_image_cached(source: str, sight: ImageProcessorConfig) -> Image:
+    return _read_image(source, sight)
 
 
-def _look(source: Any, sight: ImageProcessorConfig) -> Image:
-    return seen_as(_opened(source), sight)
+def _read_image(source: Any, sight: ImageProcessorConfig) -> Image:
+    return seen_as(_open_image(source), sight)
 
 
 def _coloured(picture: Any) -> Any:
@@ -238,9 +238,9 @@ def _coloured(picture: Any) -> Any:
         raise DataError(f"an image that cannot be shown: {type(error).__name__}: {error}"[:200]) from error
 
 
-def _fitted(sight: ImageProcessorConfig, size: tuple[int, int]) -> tuple[int, int]:
+def _fitted_size(sight: ImageProcessorConfig, size: tuple[int, int]) -> tuple[int, int]:
     try:
-        return sight.size(*size)
+        return sight.target_size(*size)
     except ValueError as error:
         raise DataError(str(error)) from error
 
@@ -249,24 +249,24 @@ def _fitted(sight: ImageProcessorConfig, size: tuple[int, int]) -> tuple[int, in
 def url_of(image: Image) -> str:
     """What a model sees as a data: URL, without loss: a model of the same sight sees it again."""
     out = io.BytesIO()
-    _opened(image.pixels).save(out, "PNG", compress_level=1)
+    _open_image(image.pixels).save(out, "PNG", compress_level=1)
     return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
-def stored(source: Any, folder: Path | None = None) -> dict[str, Any]:
+def image_part(source: Any, folder: Path | None = None) -> dict[str, Any]:
     """A part for task.data. Paths count from `folder`; what has no path becomes a data: URL.
     The picture's head is read, so that what is none is known before the run."""
     if isinstance(source, dict) and source.keys() <= {"bytes", "path"}:  # as data sets of the hub have it
         source = source.get("bytes") or source.get("path")
     if isinstance(source, str) and not source.startswith(("data:", "http:", "https:")):
         source = str((folder or Path()).joinpath(source).resolve())
-    raw = _raw(source)
-    picture = _opened(raw)
+    raw = _image_bytes(source)
+    picture = _open_image(raw)
     size = picture.size
     if not isinstance(source, str):
         kind = next((kind for head, kind in HEADS.items() if raw.startswith(head)), "png")
         source = f"data:image/{kind};base64,{base64.b64encode(raw).decode()}"
-    return {"type": "image", "image": source, "name": _name(raw), "size": list(size)}
+    return {"type": "image", "image": source, "name": _content_hash(raw), "size": list(size)}
 
 
 def is_picture(value: Any) -> bool:
@@ -280,11 +280,11 @@ def is_picture(value: Any) -> bool:
     )
 
 
-def _name(raw: bytes) -> str:
+def _content_hash(raw: bytes) -> str:
     return blake2b(raw, digest_size=8).hexdigest()
 
 
-def _raw(source: Any) -> bytes:
+def _image_bytes(source: Any) -> bytes:
     """The bytes of a picture's file; arrays and opened pictures become PNG."""
     if isinstance(source, bytes):
         raw = source
@@ -307,14 +307,14 @@ def _raw(source: Any) -> bytes:
             raise DataError(f"no image at {source}: {error.strerror}") from error
     else:
         out = io.BytesIO()
-        _opened(source).save(out, "PNG")
+        _open_image(source).save(out, "PNG")
         raw = out.getvalue()
     if len(raw) > BYTES:
         raise DataError(f"an image of {len(raw) >> 20} MB; at most {BYTES >> 20} MB: scale it down")
     return raw
 
 
-def _opened(source: Any) -> Any:
+def _open_image(source: Any) -> Any:
     """A PIL image whose head is read, and nothing else of it."""
     try:
         from PIL import Image as Pillow
@@ -329,7 +329,7 @@ def _opened(source: Any) -> Any:
         picture = source
     elif isinstance(source, bytes | str):
         try:
-            picture = Pillow.open(io.BytesIO(_raw(source)), formats=FORMATS)
+            picture = Pillow.open(io.BytesIO(_image_bytes(source)), formats=FORMATS)
         except DataError:
             raise
         except Exception as error:  # as above
@@ -348,7 +348,7 @@ def _opened(source: Any) -> Any:
 # -- in the rows of a data set ---------------------------------------------------------------------
 
 
-def shown(asked: Any, images: Sequence[dict[str, Any]]) -> Messages:
+def interleave_images(asked: Any, images: Sequence[dict[str, Any]]) -> Messages:
     """A question with its images as messages: each in place of an "<image>" of the text,
     or all before the last user's words.
     """
@@ -359,7 +359,7 @@ def shown(asked: Any, images: Sequence[dict[str, Any]]) -> Messages:
     left = iter(images)
     for message in messages:
         if marks and isinstance(message.get("content"), str) and "<image>" in message["content"]:
-            message["content"] = list(_between(message["content"], left))
+            message["content"] = list(_interleave_images(message["content"], left))
     if not marks and images:
         last = next((m for m in reversed(messages) if m.get("role") == "user"), messages[-1])
         own = last["content"]
@@ -367,7 +367,7 @@ def shown(asked: Any, images: Sequence[dict[str, Any]]) -> Messages:
     return messages
 
 
-def _between(text: str, images: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _interleave_images(text: str, images: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for number, piece in enumerate(text.split("<image>")):
         if number:
             yield next(images)

@@ -22,8 +22,8 @@ from rondel.importing.peer import (
     PeerSettings,
     RecipeLine,
     SameKeys,
-    adapter,
-    truncation,
+    translate_adapter,
+    translate_truncation,
 )
 
 ROWS = {  # algo.advantage.estimator -> (row, advantage laid over it, its eps)
@@ -72,15 +72,15 @@ REASONS = {
 }
 
 
-def _model(s: PeerSettings) -> Iterator[Part]:
+def _translate_model(s: PeerSettings) -> Iterator[Part]:
     key = "actor.model_name_or_path"
     yield RecipeLine("model.path", s[key] or "MODEL", (key,), ask="" if s[key] else "the flags name no model")
     if s["ds.param_dtype"] == "bf16":
         yield RecipeLine("model.dtype", "bfloat16", ("ds.param_dtype",), "master weights are float32 here")
     else:
         yield MissingKeys(("ds.param_dtype",), "float16 needs a loss scale; bfloat16 or float32 here")
-    if s.number("ds.lora.rank"):
-        yield from adapter(
+    if s.require_number("ds.lora.rank"):
+        yield from translate_adapter(
             s,
             rank="ds.lora.rank",
             alpha="ds.lora.alpha",
@@ -90,17 +90,17 @@ def _model(s: PeerSettings) -> Iterator[Part]:
         )
 
 
-def _task(s: PeerSettings) -> Iterator[Part]:
+def _translate_task(s: PeerSettings) -> Iterator[Part]:
     name, label = str(s["data.prompt_dataset"] or "DATASET"), s["data.label_key"]
     columns = {"prompt": s["data.input_key"], "answer": label or ""}
     keys: tuple[str, ...] = ("data.prompt_dataset", "data.prompt_split", "data.input_key", "data.label_key")
-    if s.has("data.image_key") or s["data.max_images_per_prompt"]:
+    if s.is_set("data.image_key") or s["data.max_images_per_prompt"]:
         columns["image"], keys = s["data.image_key"], (*keys, "data.image_key")
-    sets = [_set(s, one.strip()) | columns for one in name.split(",")]
+    sets = [_dataset_entry(s, one.strip()) | columns for one in name.split(",")]
     ask = "" if s["data.prompt_dataset"] else "the flags name no data"
     if len(sets) == 1:
         yield RecipeLine("task.data", sets[0], keys, ask=ask)
-        yield from (MissingKeys((key,), "there is one data set") for key in ("data.prompt_probs",) if s.has(key))
+        yield from (MissingKeys((key,), "there is one data set") for key in ("data.prompt_probs",) if s.is_set(key))
     else:
         shares = (
             [float(share) for share in str(s["data.prompt_probs"]).split(",")]
@@ -134,7 +134,7 @@ def _task(s: PeerSettings) -> Iterator[Part]:
         yield SameKeys((key,), "no group is dropped")
 
 
-def _set(s: PeerSettings, name: str) -> dict[str, Any]:
+def _dataset_entry(s: PeerSettings, name: str) -> dict[str, Any]:
     """One of their data sets, as task.data begins."""
     local = name.endswith((".jsonl", ".json"))
     return (
@@ -144,9 +144,9 @@ def _set(s: PeerSettings, name: str) -> dict[str, Any]:
     )
 
 
-def _algorithm(s: PeerSettings) -> Iterator[Part]:
+def _algorithm_lines(s: PeerSettings) -> Iterator[Part]:
     key, loss = "algo.advantage.estimator", "actor.policy_loss_type"
-    row, advantage, eps = s.choice(key, ROWS) or (str(s[key]), None, None)
+    row, advantage, eps = s.translate_choice(key, ROWS) or (str(s[key]), None, None)
     if s[loss] == "gspo" and advantage:
         yield RecipeLine("algo.kind", "gspo", (loss,))
     else:
@@ -157,58 +157,70 @@ def _algorithm(s: PeerSettings) -> Iterator[Part]:
             else MissingKeys((loss,), f"with the advantage {s[key]} there is no row for it")
         )
     group = "rollout.n_samples_per_prompt"
-    yield RecipeLine("algo.group_size", s.whole(group), (group,))
+    yield RecipeLine("algo.group_size", s.require_integer(group), (group,))
     if advantage:
         yield RecipeLine("algo.advantage.kind", advantage, (key,))
     if eps:
         yield RecipeLine("algo.advantage.eps", eps)
     if s[key] in CHARGED:
-        yield RecipeLine("algo.advantage.gamma", float(s.number("algo.advantage.gamma")), ("algo.advantage.gamma",))
+        yield RecipeLine(
+            "algo.advantage.gamma", float(s.require_number("algo.advantage.gamma")), ("algo.advantage.gamma",)
+        )
     if s[key] == "gae":
-        yield RecipeLine("algo.advantage.lam", float(s.number("algo.advantage.lambd")), ("algo.advantage.lambd",))
-        yield from _critic(s)
+        yield RecipeLine(
+            "algo.advantage.lam", float(s.require_number("algo.advantage.lambd")), ("algo.advantage.lambd",)
+        )
+        yield from _critic_lines(s)
 
 
-def _critic(s: PeerSettings) -> Iterator[Part]:
-    yield RecipeLine("algo.value.clip", float(s.number("critic.value_clip")), ("critic.value_clip",))
-    yield RecipeLine("trainer.critic.lr", float(s.number("critic.adam.lr")), ("critic.adam.lr",))
-    yield RecipeLine("trainer.critic.warmup", max(0, s.whole("critic.freezing_steps")), ("critic.freezing_steps",))
+def _critic_lines(s: PeerSettings) -> Iterator[Part]:
+    yield RecipeLine("algo.value.clip", float(s.require_number("critic.value_clip")), ("critic.value_clip",))
+    yield RecipeLine("trainer.critic.lr", float(s.require_number("critic.adam.lr")), ("critic.adam.lr",))
+    yield RecipeLine(
+        "trainer.critic.warmup", max(0, s.require_integer("critic.freezing_steps")), ("critic.freezing_steps",)
+    )
     if s["critic.model_name_or_path"]:
         yield RecipeLine("trainer.critic.path", str(s["critic.model_name_or_path"]), ("critic.model_name_or_path",))
 
 
-def _loss(s: PeerSettings) -> Iterator[Part]:
+def _translate_loss(s: PeerSettings) -> Iterator[Part]:
     both, clip = "actor.eps_clip_low_high", "actor.eps_clip"
-    low, high = s[both] if isinstance(s[both], list) and len(s[both]) == 2 else (s.number(clip), s.number(clip))
+    low, high = (
+        s[both] if isinstance(s[both], list) and len(s[both]) == 2 else (s.require_number(clip), s.require_number(clip))
+    )
     keys = (both,) if s[both] else (clip,)
     yield RecipeLine("algo.surrogate.low", float(low), keys)
     yield RecipeLine("algo.surrogate.high", float(high), keys)
-    if s[both] and s.has(clip):
+    if s[both] and s.is_set(clip):
         yield MissingKeys((clip,), "it has no effect there: eps_clip_low_high comes first")
     if s["actor.dual_clip"] is not None:
-        yield RecipeLine("algo.surrogate.dual", float(s.number("actor.dual_clip")), ("actor.dual_clip",))
+        yield RecipeLine("algo.surrogate.dual", float(s.require_number("actor.dual_clip")), ("actor.dual_clip",))
     mode = "actor.loss_agg_mode"
-    if aggregate := "seq_mean_token_mean" if s["actor.policy_loss_type"] == "gspo" else s.choice(mode, AGGREGATES):
+    if (
+        aggregate := "seq_mean_token_mean"
+        if s["actor.policy_loss_type"] == "gspo"
+        else s.translate_choice(mode, AGGREGATES)
+    ):
         yield RecipeLine("algo.aggregate.kind", aggregate, (mode,))
     else:
         yield MissingKeys((mode,), f"known here: {', '.join(AGGREGATES.values())}")
-    yield RecipeLine("algo.entropy.coef", float(s.number("actor.entropy_coef") or 0), ("actor.entropy_coef",))
+    yield RecipeLine("algo.entropy.coef", float(s.require_number("actor.entropy_coef") or 0), ("actor.entropy_coef",))
     if s["actor.entropy_coef"] and aggregate != "token_mean":
         yield MissingKeys(
             ("actor.entropy_coef",), f"their entropy is a mean over tokens; here the weights are those of {aggregate}"
         )
-    yield from _kl(s, str(aggregate))
+    yield from _translate_kl(s, str(aggregate))
     buffer, factor = "reward.overlong_buffer_len", "reward.overlong_penalty_factor"
     if s[buffer]:
         yield RecipeLine("algo.shaping.kind", "overlong", (buffer,))
-        yield RecipeLine("algo.shaping.buffer", s.whole(buffer), (buffer,))
-        yield RecipeLine("algo.shaping.factor", float(s.number(factor)), (factor,))
+        yield RecipeLine("algo.shaping.buffer", s.require_integer(buffer), (buffer,))
+        yield RecipeLine("algo.shaping.factor", float(s.require_number(factor)), (factor,))
         yield MissingKeys(("reward.clip_range",), "one shaping at a time: the overlong penalty")
         return
-    if s.has(factor):
+    if s.is_set(factor):
         yield MissingKeys((factor,), "it has no effect there: overlong_buffer_len is not set")
     least, most = s["reward.clip_range"]
-    samples = s.whole("rollout.n_samples_per_prompt")
+    samples = s.require_integer("rollout.n_samples_per_prompt")
     if s["algo.advantage.estimator"] == "group_norm" and -least == most >= samples**0.5:
         yield SameKeys(
             ("reward.clip_range",),
@@ -225,19 +237,19 @@ def _loss(s: PeerSettings) -> Iterator[Part]:
         yield MissingKeys(("reward.clip_range",), "a reward is clipped at ±limit here")
 
 
-def _kl(s: PeerSettings, aggregate: str) -> Iterator[Part]:
+def _translate_kl(s: PeerSettings, aggregate: str) -> Iterator[Part]:
     """In the loss or in the reward, where it is by default. Every estimator is held to ±10 a token."""
     coef = "algo.kl.init_coef"
     use = "algo.kl.use_loss"
     kind = "algo.kl.estimator"
     unbiased = "algo.kl.unbiased_gradient"
     target, horizon = "algo.kl.target", "algo.kl.horizon"
-    if not s.number(coef):
+    if not s.require_number(coef):
         yield RecipeLine("algo.kl.coef", 0.0, (coef,))
         yield SameKeys((use, kind, unbiased), "there is no KL term")
         return
     table = {"kind": str(s[kind]), "coef": float(s[coef]), "clamp": 10.0}
-    steered = {"target": float(s.number(target)), "horizon": s.whole(horizon)} if s[target] else {}
+    steered = {"target": float(s.require_number(target)), "horizon": s.require_integer(horizon)} if s[target] else {}
     keys = (coef, kind, use, *((target, horizon) if steered else ()))
     if s[use]:
         through = {"through": "k2"} if s[unbiased] and s[kind] != "k2" else {}
@@ -262,26 +274,29 @@ def _kl(s: PeerSettings, aggregate: str) -> Iterator[Part]:
         yield MissingKeys((unbiased,), "it has no effect there: the KL is in the reward")
 
 
-def _correction(s: PeerSettings) -> Iterator[Part]:
+def _correction_lines(s: PeerSettings) -> Iterator[Part]:
     """A gate on the trainer's probability by the engine's; releases before 0.10 had a name for each."""
     level, mode, gating, bounds = (
         f"algo.advantage.is_correction_{end}" for end in ("level", "mode", "gating", "threshold")
     )
     old, kind, ice = "enable_vllm_is_correction", "vllm_is_correction_type", "use_icepop"
     wish, keys = (s[level], s[mode], s[gating]), (level, mode, gating, bounds)
-    if s.has(old):
+    if s.is_set(old):
         names = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
-        named = "icepop" if s.has(ice) else s.values.get(kind, "tis")
+        named = "icepop" if s.is_set(ice) else s.values.get(kind, "tis")
         wish, keys = (*names.get(str(named), ("", "")), "ratio"), (old, kind, ice, bounds)
     if wish[0] == "off":
         yield from (
             MissingKeys((key,), "it has no effect there: is_correction_level is off")
             for key in (mode, gating, bounds)
-            if s.has(key)
+            if s.is_set(key)
         )
         yield SameKeys((level,), "no correction")
         return
-    if s["actor.policy_loss_type"] == "gspo" and (s.choice("algo.advantage.estimator", ROWS) or ("", None))[1]:
+    if (
+        s["actor.policy_loss_type"] == "gspo"
+        and (s.translate_choice("algo.advantage.estimator", ROWS) or ("", None))[1]
+    ):
         yield RecipeLine(
             "algo.ratio.anchor",
             "behavior",
@@ -289,7 +304,9 @@ def _correction(s: PeerSettings) -> Iterator[Part]:
             "its ratio is then policy / engine, and nothing is masked or clipped for it",
         )
         yield from (
-            MissingKeys((key,), "it has no effect there with policy_loss_type = gspo") for key in keys[1:] if s.has(key)
+            MissingKeys((key,), "it has no effect there with policy_loss_type = gspo")
+            for key in keys[1:]
+            if s.is_set(key)
         )
         return
     low, high = s[bounds] if isinstance(s[bounds], list) and len(s[bounds]) == 2 else (0.0, s[bounds])
@@ -306,20 +323,20 @@ def _correction(s: PeerSettings) -> Iterator[Part]:
         yield MissingKeys(keys, f"a correction {' '.join(map(str, wish))} does not exist here; importance weights do")
 
 
-def _loop(s: PeerSettings) -> Iterator[Part]:
-    prompts = s.whole("rollout.batch_size")
-    samples = s.whole("rollout.n_samples_per_prompt")
-    batch = s.whole("train.batch_size")
+def _translate_loop(s: PeerSettings) -> Iterator[Part]:
+    prompts = s.require_integer("rollout.batch_size")
+    samples = s.require_integer("rollout.n_samples_per_prompt")
+    batch = s.require_integer("train.batch_size")
     yield RecipeLine("loop.groups_per_step", prompts, ("rollout.batch_size",))
     note = f"{prompts * samples} samples in batches of {batch}" + ", rounded" * bool(prompts * samples % batch)
     yield RecipeLine("loop.updates_per_step", max(1, round(prompts * samples / batch)), ("train.batch_size",), note)
-    yield RecipeLine("loop.passes", float(s.number("train.num_episodes")), ("train.num_episodes",))
-    if s.has("data.max_samples"):
+    yield RecipeLine("loop.passes", float(s.require_number("train.num_episodes")), ("train.num_episodes",))
+    if s.is_set("data.max_samples"):
         yield MissingKeys(
             ("data.max_samples",), "a data set is read whole; task.data.where chooses rows by their fields"
         )
-    yield RecipeLine("loop.epochs", s.whole("train.max_epochs"), ("train.max_epochs",))
-    yield RecipeLine("loop.seed", s.whole("train.seed"), ("train.seed",))
+    yield RecipeLine("loop.epochs", s.require_integer("train.max_epochs"), ("train.max_epochs",))
+    yield RecipeLine("loop.seed", s.require_integer("train.seed"), ("train.seed",))
     if s["train.async_enable"]:
         yield MissingKeys(
             ("train.async_enable",),
@@ -333,60 +350,76 @@ def _loop(s: PeerSettings) -> Iterator[Part]:
         )
 
 
-def _sampling(s: PeerSettings) -> Iterator[Part]:
-    yield RecipeLine("engine.sampling.temperature", float(s.number("rollout.temperature")), ("rollout.temperature",))
+def _translate_sampling(s: PeerSettings) -> Iterator[Part]:
+    yield RecipeLine(
+        "engine.sampling.temperature", float(s.require_number("rollout.temperature")), ("rollout.temperature",)
+    )
     length, whole = "rollout.max_new_tokens", "data.max_len"
     if s[length] is not None:
-        yield RecipeLine("engine.sampling.max_tokens", s.whole(length), (length,))
+        yield RecipeLine("engine.sampling.max_tokens", s.require_integer(length), (length,))
     else:
         ask = f"there an answer may fill what its prompt leaves of {s[whole]} tokens; here all answers have one limit"
-        yield RecipeLine("engine.sampling.max_tokens", s.whole(whole), (whole,), ask=ask)
-    yield from truncation(s, "rollout.top_p")
-    yield RecipeLine("task.eval.temperature", float(s.number("eval.temperature")), ("eval.temperature",))
+        yield RecipeLine("engine.sampling.max_tokens", s.require_integer(whole), (whole,), ask=ask)
+    yield from translate_truncation(s, "rollout.top_p")
+    yield RecipeLine("task.eval.temperature", float(s.require_number("eval.temperature")), ("eval.temperature",))
 
 
-def _optimizer(s: PeerSettings) -> Iterator[Part]:
+def _translate_optimizer(s: PeerSettings) -> Iterator[Part]:
     if s["actor.optim"] == "adam":
         yield SameKeys(("actor.optim",), "AdamW")
-    yield RecipeLine("trainer.lr", float(s.number("actor.adam.lr")), ("actor.adam.lr",))
+    yield RecipeLine("trainer.lr", float(s.require_number("actor.adam.lr")), ("actor.adam.lr",))
     kind, least, share = "actor.lr_scheduler", "actor.min_lr_ratio", "actor.lr_warmup_ratio"
-    if schedule := s.choice(kind, SCHEDULES):
+    if schedule := s.translate_choice(kind, SCHEDULES):
         yield RecipeLine("trainer.schedule", schedule, (kind,))
     elif str(s[kind]) == "cosine_with_min_lr":
         yield RecipeLine("trainer.schedule", "cosine", (kind,), f"theirs ends at {s[least]} of the rate, ours at 0")
         yield MissingKeys((least,), "a cosine ends at 0 here")
     else:
         yield MissingKeys((kind,), "constant, linear and cosine exist here")
-    if s.number(share):
+    if s.require_number(share):
         yield RecipeLine("trainer.warmup_steps", 0, (share,), ask=f"{s[share]} of all steps: write the number")
     else:
         yield SameKeys((share,), "no warm-up")
-    yield RecipeLine("trainer.clip", float(s.number("actor.max_norm")), ("actor.max_norm",))
-    yield RecipeLine("trainer.weight_decay", float(s.number("actor.adam.weight_decay")), ("actor.adam.weight_decay",))
+    yield RecipeLine("trainer.clip", float(s.require_number("actor.max_norm")), ("actor.max_norm",))
+    yield RecipeLine(
+        "trainer.weight_decay", float(s.require_number("actor.adam.weight_decay")), ("actor.adam.weight_decay",)
+    )
     yield RecipeLine("trainer.betas", list(s["actor.adam.betas"]), ("actor.adam.betas",))
     if s["actor.adam.eps"] == 1e-8:
         yield SameKeys(("actor.adam.eps",), "1e-8")
 
 
-def _running(s: PeerSettings) -> Iterator[Part]:
+def _translate_run(s: PeerSettings) -> Iterator[Part]:
     yield RecipeLine(
         "run.folder",
-        str(s["ckpt.path"]) if s.has("ckpt.path") else "runs/openrlhf",
-        ("ckpt.path",) if s.has("ckpt.path") else (),
+        str(s["ckpt.path"]) if s.is_set("ckpt.path") else "runs/openrlhf",
+        ("ckpt.path",) if s.is_set("ckpt.path") else (),
     )
-    every = s.whole("ckpt.save_steps")
+    every = s.require_integer("ckpt.save_steps")
     yield RecipeLine("run.checkpoint.every", max(0, every), ("ckpt.save_steps",), "one at the end" * (every <= 0))
-    yield RecipeLine("run.checkpoint.keep", max(1, s.whole("ckpt.max_num")), ("ckpt.max_num",))
-    yield RecipeLine("task.eval.every", max(0, s.whole("eval.steps")), ("eval.steps",))
-    if s.has("eval.dataset"):
+    yield RecipeLine("run.checkpoint.keep", max(1, s.require_integer("ckpt.max_num")), ("ckpt.max_num",))
+    yield RecipeLine("task.eval.every", max(0, s.require_integer("eval.steps")), ("eval.steps",))
+    if s.is_set("eval.dataset"):
         yield MissingKeys(("eval.dataset", "eval.split"), "name it in task.data: eval_name, eval_path or eval_split")
     tracked = ("logger.tensorboard_dir", "logger.wandb.key")
-    if names := [name for name, key in zip(("tensorboard", "wandb"), tracked) if s.has(key) and s[key]]:
+    if names := [name for name, key in zip(("tensorboard", "wandb"), tracked) if s.is_set(key) and s[key]]:
         yield RecipeLine(
             "run.sinks", names, tracked, "they lie in the run folder; wandb takes its key from its own login"
         )
 
 
-OPENRLHF = PeerFormat.of(
-    "openrlhf", (_model, _task, _algorithm, _loss, _correction, _loop, _sampling, _optimizer, _running), REASONS
+OPENRLHF = PeerFormat.from_parts(
+    "openrlhf",
+    (
+        _translate_model,
+        _translate_task,
+        _algorithm_lines,
+        _translate_loss,
+        _correction_lines,
+        _translate_loop,
+        _translate_sampling,
+        _translate_optimizer,
+        _translate_run,
+    ),
+    REASONS,
 )

@@ -75,13 +75,13 @@ class PeerFormat:
     reasons: dict[str, str]
 
     @classmethod
-    def of(
+    def from_parts(
         cls, name: str, parts: tuple[Callable[[PeerSettings], Iterable[Part]], ...], reasons: dict[str, str]
     ) -> PeerFormat:
         table = json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
         return cls(name, table["release"], table["defaults"], table["renamed"], parts, reasons)
 
-    def canonical(self, key: str) -> str:
+    def canonical_key(self, key: str) -> str:
         """The name that a key has in this release: `init_kl_coef` is `algo.kl.init_coef`;
         a moved table takes its keys along.
         """
@@ -93,7 +93,7 @@ class PeerFormat:
             rest = dot + leaf + rest
         return key
 
-    def knows(self, key: str) -> bool:
+    def knows_key(self, key: str) -> bool:
         """Is it a key, below one whose value is a table of the user's own, or what hydra makes of
         a table (`_target_`)?
         """
@@ -102,7 +102,7 @@ class PeerFormat:
             head = head.rpartition(".")[0]
         return head == key or self.defaults.get(head, 0) in (None, {}) or key.endswith("._target_")
 
-    def reason(self, key: str) -> str:
+    def missing_reason(self, key: str) -> str:
         return next(
             (why for pattern, why in self.reasons.items() if fnmatchcase(key, pattern)), "nothing here reads it"
         )
@@ -118,7 +118,7 @@ class PeerSettings:
         self.values: dict[str, Any] = {}
         self.twice: dict[str, str] = {}  # a name that a later one replaced -> that one
         for name, value in given.items():
-            key = peer.canonical(name)
+            key = peer.canonical_key(name)
             if key in self.written:
                 self.twice[self.written[key]] = name
             self.written[key], self.values[key] = name, value
@@ -126,11 +126,11 @@ class PeerSettings:
     def __getitem__(self, key: str) -> Any:
         return self.values[key] if key in self.values else self.peer.defaults[key]
 
-    def has(self, *keys: str) -> bool:
+    def is_set(self, *keys: str) -> bool:
         """Did the user set one of them?"""
         return any(key in self.values for key in keys)
 
-    def number(self, key: str) -> Any:
+    def require_number(self, key: str) -> Any:
         """A value that is counted with here, so it must be a number (or their None)."""
         value = self[key]
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
@@ -140,24 +140,24 @@ class PeerSettings:
             f"variable"
         )
 
-    def whole(self, key: str) -> int:
-        value = self.number(key)
+    def require_integer(self, key: str) -> int:
+        value = self.require_number(key)
         if value is None or value != int(value):
             raise ConfigError(f"{self.written.get(key, key)} = {value!r} is not a whole number")
         return int(value)
 
-    def choice(self, key: str, known: dict[str, Any]) -> Any:
+    def translate_choice(self, key: str, known: dict[str, Any]) -> Any:
         """What a word of theirs means here; None if it has no meaning here."""
         return known.get(str(self[key]))
 
 
-def truncation(setting: PeerSettings, key: str) -> Iterator[Part]:
+def translate_truncation(setting: PeerSettings, key: str) -> Iterator[Part]:
     """Their top_p or top_k of training samples."""
     name = key.rpartition(".")[2]
     if setting[key] in ((1, None) if name == "top_p" else (0, -1, None)):
         yield SameKeys((key,), "it changes nothing at this value")
         return
-    value = setting.number(key)
+    value = setting.require_number(key)
     if 0 < value < 1 if name == "top_p" else value > 0 and float(value).is_integer():
         yield RecipeLine(
             f"engine.sampling.{name}",
@@ -169,7 +169,7 @@ def truncation(setting: PeerSettings, key: str) -> Iterator[Part]:
         yield MissingKeys((key,), f"it cannot be {value!r}")
 
 
-def sinks(setting: PeerSettings, key: str) -> Iterator[Part]:
+def translate_sinks(setting: PeerSettings, key: str) -> Iterator[Part]:
     """Where their metrics go; `console` and none are what is printed anyway."""
     given = setting[key] if isinstance(setting[key], list) else [setting[key]]
     kept = [name for name in given if name in SINKS]
@@ -177,7 +177,7 @@ def sinks(setting: PeerSettings, key: str) -> Iterator[Part]:
     yield RecipeLine("run.sinks", kept, (key,), f"no sink here: {others}" * bool(others))
 
 
-def adapter(
+def translate_adapter(
     s: PeerSettings,
     *,
     rank: str,
@@ -194,7 +194,12 @@ def adapter(
     elif isinstance(named, str) and named != "all-linear":
         named, ask = [named], "a pattern there; here a list of names"
     packed = bool(four_bits and s[four_bits])
-    value = {"kind": "qlora" if packed else "lora", "rank": s.whole(rank), "alpha": s.whole(alpha), "targets": named}
+    value = {
+        "kind": "qlora" if packed else "lora",
+        "rank": s.require_integer(rank),
+        "alpha": s.require_integer(alpha),
+        "targets": named,
+    }
     yield RecipeLine(
         "model.adapter",
         value,
@@ -202,7 +207,7 @@ def adapter(
         NF4 if packed else "",
         ask=ask,
     )
-    if dropout and s.number(dropout):
+    if dropout and s.require_number(dropout):
         yield MissingKeys((dropout,), "with dropout the trainer could not recompute what the engine drew from: 0 here")
     elif dropout:
         yield SameKeys((dropout,), "there is no dropout")

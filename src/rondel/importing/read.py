@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rondel.core.errors import ConfigError
-from rondel.core.registry import nearest
-from rondel.importing.shell import commands
+from rondel.core.registry import suggest_name
+from rondel.importing.shell import read_commands
 
 ENTRY = {  # the word of a command line behind which the config begins
     "trl": re.compile(r"^grpo$|grpo\w*\.py$|^trl\.scripts\.grpo$"),
@@ -53,38 +53,38 @@ REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,\s*(.*?))?\s*\}",
 INNER = re.compile(r"\$\{([\w.]+)\}")
 
 
-def read(peer: str, text: str, folder: Path = Path()) -> dict[str, Any]:
+def read_config(peer: str, text: str, folder: Path = Path()) -> dict[str, Any]:
     """The keys that a text sets, as the peer would see them. `folder` is where a
     `--config FILE` of the text is looked for.
     """
     if text.lstrip().startswith("{"):
-        return _of_this_trainer(peer, referred(flat(_json(text))))
+        return _of_this_trainer(peer, resolve_references(flatten_tree(_load_json(text))))
     if peer != "openrlhf" and _is_yaml(text):
-        return _of_this_trainer(peer, referred(flat(_yaml(text))))
-    before, words = _words(peer, text)
-    given: dict[str, Any] = overrides(words) if peer == "verl" else flags(words)
+        return _of_this_trainer(peer, resolve_references(flatten_tree(_parse_yaml(text))))
+    before, words = _command_words(peer, text)
+    given: dict[str, Any] = read_overrides(words) if peer == "verl" else parse_flags(words)
     if peer == "trl":
         given = {key.replace("-", "_"): value for key, value in given.items()}
         if isinstance(path := given.get("config"), str):
-            given = read("trl", _content(folder / path), folder) | given
-    launcher = {key.replace("-", "_"): value for key, value in flags(before).items()}
+            given = read_config("trl", _read_text(folder / path), folder) | given
+    launcher = {key.replace("-", "_"): value for key, value in parse_flags(before).items()}
     own = {"num_processes"} if peer == "trl" else set()  # of the launcher, but part of the arithmetic of a batch
     return {key if key in own else f"launcher --{key}": value for key, value in launcher.items()} | given
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_tree(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}"""
     out: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value:
-            out |= flat(value, f"{key}.")
+            out |= flatten_tree(value, f"{key}.")
         else:
-            out[key] = scalar(value) if isinstance(value, str) else value
+            out[key] = parse_scalar(value) if isinstance(value, str) else value
     return out
 
 
-def referred(given: dict[str, Any]) -> dict[str, Any]:
+def resolve_references(given: dict[str, Any]) -> dict[str, Any]:
     """{"a": 1, "b": "${a}", "c": "${oc.select:x,2}", "d": "n-${a}"} -> 1, 1, 2, "n-1".
     What is not known stays as it is written.
     """
@@ -92,40 +92,40 @@ def referred(given: dict[str, Any]) -> dict[str, Any]:
     for _ in range(8):  # a value may refer to one that refers
         for key, value in out.items():
             if isinstance(value, str) and (match := REFERENCE.fullmatch(value)):
-                out[key] = out[match[1]] if match[1] in out else value if match[2] is None else scalar(match[2])
+                out[key] = out[match[1]] if match[1] in out else value if match[2] is None else parse_scalar(match[2])
             elif isinstance(value, str):
                 out[key] = INNER.sub(lambda m: str(out.get(m[1], m[0])), value)
     return out
 
 
-def flags(words: list[str]) -> dict[str, Any]:
+def parse_flags(words: list[str]) -> dict[str, Any]:
     """["--a", "1", "--b", "x", "y", "--c", "--d=2"] -> {"a": 1, "b": ["x", "y"], "c": True, "d": 2}"""
     out: dict[str, Any] = {}
     values: list[Any] = []
     key = ""
     for word in [*words, "--"]:
         if not word.startswith("--"):
-            values.append(scalar(word))
+            values.append(parse_scalar(word))
             continue
         if key:
             out[key] = True if not values else values[0] if len(values) == 1 else values
         key, equals, text = word[2:].partition("=")
-        values = [scalar(text)] if equals else []
+        values = [parse_scalar(text)] if equals else []
     return out
 
 
-def overrides(words: list[str]) -> dict[str, Any]:
+def read_overrides(words: list[str]) -> dict[str, Any]:
     """["a.b=1", "+c=x", "--config-name=y"] -> {"a.b": 1, "c": "x", "--config-name": "y"}"""
     out: dict[str, Any] = {}
     for word in words:
         if word.startswith("--"):
-            out |= {f"--{key}": value for key, value in flags([word]).items()}
+            out |= {f"--{key}": value for key, value in parse_flags([word]).items()}
         elif match := OVERRIDE.match(word):
-            out[match[2]] = None if match[1] == "~" else scalar(match[3])
+            out[match[2]] = None if match[1] == "~" else parse_scalar(match[3])
     return out
 
 
-def scalar(text: str) -> Any:
+def parse_scalar(text: str) -> Any:
     """What a word means: "1e-6" -> 1e-06, "True" -> True, "null" -> None, "[a, 1]" -> ["a", 1], else the text."""
     text = text.strip()
     words = {"true": True, "false": False, "null": None, "none": None}
@@ -139,16 +139,16 @@ def scalar(text: str) -> Any:
         return value if value == value and abs(value) != float("inf") else text
     if text.startswith("[") and text.endswith("]"):
         inner = text[1:-1].strip()
-        return [scalar(part) for part in inner.split(",")] if inner else []
+        return [parse_scalar(part) for part in inner.split(",")] if inner else []
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1]
     return text
 
 
-def _words(peer: str, text: str) -> tuple[list[str], list[str]]:
+def _command_words(peer: str, text: str) -> tuple[list[str], list[str]]:
     """(what stands before the entry of the command that trains, what stands behind it)."""
     found: list[tuple[list[str], list[str]]] = []
-    for words in commands(text):
+    for words in read_commands(text):
         at = next((i for i, word in enumerate(words) if ENTRY[peer].search(word)), None)
         if at is not None:
             found.append((words[:at], list(_until_end(words[at + 1 :]))))
@@ -158,13 +158,16 @@ def _words(peer: str, text: str) -> tuple[list[str], list[str]]:
         )
     if found:
         return found[0]
-    for words in commands(text):
+    for words in read_commands(text):
         pairs = [f"trl {after}" for word, after in pairwise(words) if word == "trl"] if peer == "trl" else []
         for word in (*pairs, *words):
             if match := OTHERS[peer].search(word):
                 _refuse_trainer(peer, next(name for name in match.groupdict().values() if name), word)
     return [], [
-        word for words in commands(text) for word in words if word.startswith("--") or "=" in word or peer != "verl"
+        word
+        for words in read_commands(text)
+        for word in words
+        if word.startswith("--") or "=" in word or peer != "verl"
     ]
 
 
@@ -211,7 +214,7 @@ def _is_yaml(text: str) -> bool:
     return bool(lines) and re.match(r"^[\w.\"']+\s*:(\s|$)", lines[0]) is not None
 
 
-def _yaml(text: str) -> dict[str, Any]:
+def _parse_yaml(text: str) -> dict[str, Any]:
     import yaml
 
     try:
@@ -223,7 +226,7 @@ def _yaml(text: str) -> dict[str, Any]:
     return {str(key): value for key, value in tree.items()}
 
 
-def _json(text: str) -> dict[str, Any]:
+def _load_json(text: str) -> dict[str, Any]:
     try:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
@@ -231,9 +234,9 @@ def _json(text: str) -> dict[str, Any]:
     return dict(tree)
 
 
-def _content(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        near = nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
+        near = suggest_name(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
         raise ConfigError(f"the config {path} cannot be read: {error}.{near}") from error

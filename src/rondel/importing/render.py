@@ -7,21 +7,24 @@ import re
 from typing import Any
 
 from rondel.importing.peer import MACHINE, RecipeLine
-from rondel.importing.translate import MISSING, TranslationReport, sections
+from rondel.importing.translate import MISSING, TranslationReport, lines_by_section
 
 
-def recipe(report: TranslationReport, source: str) -> str:
+def render_recipe(report: TranslationReport, source: str) -> str:
     """The TOML: each line names the key it comes from; the lists stand at the end as comments."""
     blocks = [f"# From {source}, a config of {report.peer.name} (defaults of {report.peer.release}).\n"]
-    for name, lines in sections(report.lines):
-        said = [(f"{line.key.removeprefix(f'{name}.')} = {toml(line.value)}", comment(line, report)) for line in lines]
+    for name, lines in lines_by_section(report.lines):
+        said = [
+            (f"{line.key.removeprefix(f'{name}.')} = {format_toml(line.value)}", line_comment(line, report))
+            for line in lines
+        ]
         width = min(60, max(len(text) for text, _ in said))
         blocks.append(f"[{name}]\n" + "".join(f"{text:<{width}}  # {why}\n" for text, why in said))
-    notes = "".join(f"# {line}\n" for line in lists(report).splitlines())
+    notes = "".join(f"# {line}\n" for line in render_lists(report).splitlines())
     return "\n".join(blocks) + (f"\n{notes}" if notes else "")
 
 
-def comment(line: RecipeLine, report: TranslationReport) -> str:
+def line_comment(line: RecipeLine, report: TranslationReport) -> str:
     """`num_generations`, or `their default of beta`, or `always so there`; then what else is to be known."""
     given = [report.written[key] for key in line.sources if key in report.written]
     if given:
@@ -33,14 +36,17 @@ def comment(line: RecipeLine, report: TranslationReport) -> str:
     return one_line("; ".join(filter(None, (origin, line.note, line.ask and f"DECIDE: {line.ask}"))))
 
 
-def lists(report: TranslationReport) -> str:
+def render_lists(report: TranslationReport) -> str:
     """What a user must know beyond the recipe; nothing if it says everything."""
     name = report.peer.name
     parts = [
-        ("decide", {line.key: line.ask for line in report.asks}),
+        ("decide", {line.key: line.ask for line in report.open_questions}),
         ("no equivalent", {key: why for key, why in report.missing.items() if why not in MACHINE}),
         (f"no key of {name} {report.peer.release}", report.unknown),
-        (f"other default, written as {name} has it", {line.key: _change(line, ours) for line, ours in report.other}),
+        (
+            f"other default, written as {name} has it",
+            {line.key: _format_change(line, ours) for line, ours in report.other},
+        ),
         ("their default does what nothing here does", dict(report.lost)),
         (
             "no equivalent, and no result depends on it",
@@ -56,24 +62,28 @@ def lists(report: TranslationReport) -> str:
     )
 
 
-def _change(line: RecipeLine, ours: Any) -> str:
-    return f"{toml(line.value)}, here {toml(ours)}" if ours is not MISSING else toml(line.value)
+def _format_change(line: RecipeLine, ours: Any) -> str:
+    return f"{format_toml(line.value)}, here {format_toml(ours)}" if ours is not MISSING else format_toml(line.value)
 
 
-def toml(value: Any) -> str:
+def format_toml(value: Any) -> str:
     """A value on one line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_key(key)} = {toml(v)}" for key, v in value.items()) + " }" if value else "{}"
+        return (
+            "{ " + ", ".join(f"{_toml_key(key)} = {format_toml(v)}" for key, v in value.items()) + " }"
+            if value
+            else "{}"
+        )
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(toml, value)) + "]"
+        return "[" + ", ".join(map(format_toml, value)) + "]"
     return "not set" if value is None else repr(value)
 
 
-def _key(name: str) -> str:
+def _toml_key(name: str) -> str:
     """As TOML writes it: bare, or in quotes where it has other signs, as in "openai/gsm8k"."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 

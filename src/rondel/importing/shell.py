@@ -24,22 +24,24 @@ OPERATORS = {
 }
 
 
-def commands(text: str) -> Iterator[list[str]]:
+def read_commands(text: str) -> Iterator[list[str]]:
     """The words of each command, with the values that variables have where it stands."""
     values: dict[str, str] = {name: os.environ[name] for name in ("HOME", "PWD", "USER") if name in os.environ}
     arrays: dict[str, list[str]] = {}
-    for line in _lines(text):
+    for line in _logical_lines(text):
         match = ASSIGN.match(line)
         if match and match[3].lstrip().startswith("("):
-            words = _split(_fill(match[3].strip()[1:].rstrip().removesuffix(")"), values, arrays))
+            words = _split_words(_expand_variables(match[3].strip()[1:].rstrip().removesuffix(")"), values, arrays))
             arrays[match[1]] = [*(arrays.get(match[1], []) if match[2] else []), *words]
-        elif match and len(words := _split(_sums(match[3], values))) <= 1:
-            values[match[1]] = (values.get(match[1], "") if match[2] else "") + _fill("".join(words), values, arrays)
-        elif words := _split(_fill(line, values, arrays)):
+        elif match and len(words := _split_words(_expand_arithmetic(match[3], values))) <= 1:
+            values[match[1]] = (values.get(match[1], "") if match[2] else "") + _expand_variables(
+                "".join(words), values, arrays
+            )
+        elif words := _split_words(_expand_variables(line, values, arrays)):
             yield words
 
 
-def _lines(text: str) -> Iterator[str]:
+def _logical_lines(text: str) -> Iterator[str]:
     """Logical lines: a backslash, an open quote and an open array go on."""
     held = ""
     for line in text.splitlines():
@@ -48,14 +50,14 @@ def _lines(text: str) -> Iterator[str]:
             continue
         goes_on = bare.endswith("\\")
         held += bare.removesuffix("\\") + (" " if goes_on else "\n")
-        if not goes_on and _whole(held):
+        if not goes_on and _is_complete(held):
             yield held.strip()
             held = ""
     if held.strip():
         yield held.strip()
 
 
-def _whole(text: str) -> bool:
+def _is_complete(text: str) -> bool:
     """Are all quotes closed, and the array if it is one?"""
     try:
         shlex.split(text, comments=True)
@@ -66,46 +68,50 @@ def _whole(text: str) -> bool:
     return not (match and match[3].startswith("(")) or bare.count("(") <= bare.count(")")
 
 
-def _fill(text: str, values: dict[str, str], arrays: dict[str, list[str]]) -> str:
+def _expand_variables(text: str, values: dict[str, str], arrays: dict[str, list[str]]) -> str:
     """Variables, arrays and sums replaced by what they hold; what is not known stays as it is written."""
     for _ in range(12):  # a default may hold a variable, which holds another
         before = text
         text = ARRAY.sub(lambda m: shlex.join(arrays[m[1]]) if m[1] in arrays else m[0], text)
-        text = VARIABLE.sub(lambda m: values.get(m[1] or m[3], _default(m)), text)
-        text = _sums(text, values)
+        text = VARIABLE.sub(lambda m: values.get(m[1] or m[3], _expand_default(m)), text)
+        text = _expand_arithmetic(text, values)
         if text == before:
             break
     return text
 
 
-def _sums(text: str, values: dict[str, str]) -> str:
+def _expand_arithmetic(text: str, values: dict[str, str]) -> str:
     """$((1024 * 20)) -> 20480"""
     return SUM.sub(
-        lambda m: _sum(VARIABLE.sub(lambda v: values.get(v[1] or v[3], _default(v)), m[1]), values) or m[0], text
+        lambda m: (
+            _evaluate_arithmetic(VARIABLE.sub(lambda v: values.get(v[1] or v[3], _expand_default(v)), m[1]), values)
+            or m[0]
+        ),
+        text,
     )
 
 
-def _default(match: re.Match[str]) -> str:
+def _expand_default(match: re.Match[str]) -> str:
     return match[0] if match[2] is None else match[2].strip("\"'")
 
 
-def _sum(text: str, values: dict[str, str]) -> str:
+def _evaluate_arithmetic(text: str, values: dict[str, str]) -> str:
     """ "1024 * 20" -> "20480"; names are variables; "" for anything else."""
     filled = re.sub(r"[A-Za-z_]\w*", lambda m: values.get(m[0], m[0]), text)
 
-    def value(node: ast.expr) -> int:
+    def node_value(node: ast.expr) -> int:
         if isinstance(node, ast.BinOp):
-            return int(OPERATORS[type(node.op)](value(node.left), value(node.right)))
+            return int(OPERATORS[type(node.op)](node_value(node.left), node_value(node.right)))
         assert isinstance(node, ast.Constant) and isinstance(node.value, int)
         return node.value
 
     try:
-        return str(value(ast.parse(filled.strip(), mode="eval").body))
+        return str(node_value(ast.parse(filled.strip(), mode="eval").body))
     except (SyntaxError, KeyError, AssertionError, ZeroDivisionError):
         return ""
 
 
-def _split(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     try:
         return shlex.split(text, comments=True)
     except ValueError:

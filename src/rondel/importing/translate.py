@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rondel.core.config import ConfigSection, Job
-from rondel.core.registry import nearest
+from rondel.core.registry import suggest_name
 from rondel.importing.peer import MissingKeys, PeerFormat, PeerSettings, RecipeLine, SameKeys
 
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
@@ -20,11 +20,11 @@ class AlgorithmTable(Protocol):
     @property
     def names(self) -> Collection[str]: ...
 
-    def refuses(self, section: dict[str, Any]) -> str:
+    def rejection_reason(self, section: dict[str, Any]) -> str:
         """Why an [algo] section cannot be; "" if it can."""
         ...
 
-    def knobs(self, section: dict[str, Any]) -> dict[str, Any]:
+    def row_knobs(self, section: dict[str, Any]) -> dict[str, Any]:
         """{"surrogate.kind": "clip", "surrogate.low": 0.2, ...} of the row that the section means."""
         ...
 
@@ -53,28 +53,30 @@ class TranslationReport:
     written: dict[str, str] = field(default_factory=dict)
 
     @property
-    def asks(self) -> list[RecipeLine]:
+    def open_questions(self) -> list[RecipeLine]:
         return [line for line in self.lines if line.ask]
 
 
-def translate(peer: PeerFormat, given: dict[str, Any], rows: AlgorithmTable) -> TranslationReport:
+def translate_config(peer: PeerFormat, given: dict[str, Any], rows: AlgorithmTable) -> TranslationReport:
     """Every key of `given` finds its place in the report; a default that differs from ours is written as theirs."""
     setting = PeerSettings(peer, given)
     report = TranslationReport(peer, written=setting.written)
     parts = [part for read in peer.parts for part in read(setting)]
-    lines, refused = _accepted([_filled(part) for part in parts if isinstance(part, RecipeLine)], rows, setting)
+    lines, refused = _accepted_lines(
+        [_question_variables(part) for part in parts if isinstance(part, RecipeLine)], rows, setting
+    )
     for line, ours in lines:
-        theirs = not setting.has(*line.sources) and ours is not MISSING and line.value != ours
+        theirs = not setting.is_set(*line.sources) and ours is not MISSING and line.value != ours
         if theirs and (not line.ask or line.key == "algo.kind"):
             report.other.append((line, ours))
-        if theirs or setting.has(*line.sources) or line.ask or ours is MISSING or line.key == "algo.kind":
+        if theirs or setting.is_set(*line.sources) or line.ask or ours is MISSING or line.key == "algo.kind":
             report.lines.append(line)
     gaps = [part for part in parts if isinstance(part, MissingKeys)] + refused
     for gap in gaps:
         for key in gap.sources:
             if key in setting.values:
                 report.missing.setdefault(setting.written[key], gap.why)
-        if not setting.has(*gap.sources):
+        if not setting.is_set(*gap.sources):
             report.lost.append((", ".join(f"{key} = {peer.defaults[key]!r}" for key in gap.sources), gap.why))
     for same in (part for part in parts if isinstance(part, SameKeys)):
         for key in same.sources:
@@ -84,11 +86,11 @@ def translate(peer: PeerFormat, given: dict[str, Any], rows: AlgorithmTable) -> 
         for key in line.sources:
             if key in setting.values and not {setting.written[key]} & {*report.missing, *report.same}:
                 report.translated.setdefault(setting.written[key], []).append(line.key)
-    _rest(report, setting)
+    _report_remaining(report, setting)
     return report
 
 
-def _filled(line: RecipeLine) -> RecipeLine:
+def _question_variables(line: RecipeLine) -> RecipeLine:
     """A line whose value still has a variable of a script in it is asked about."""
     return (
         line
@@ -97,21 +99,21 @@ def _filled(line: RecipeLine) -> RecipeLine:
     )
 
 
-def _rest(report: TranslationReport, setting: PeerSettings) -> None:
+def _report_remaining(report: TranslationReport, setting: PeerSettings) -> None:
     """The keys that no part has named."""
     peer = report.peer
     report.missing |= {name: f"{later} says it again" for name, later in setting.twice.items()}
     for key, name in setting.written.items():
         if name in report.missing or name in report.same or name in report.translated:
             continue
-        if not peer.knows(key) and not key.startswith("launcher "):
+        if not peer.knows_key(key) and not key.startswith("launcher "):
             report.unknown[name] = (
-                nearest(key, list(peer.defaults)).strip() or f"{peer.name} {peer.release} has no such key"
+                suggest_name(key, list(peer.defaults)).strip() or f"{peer.name} {peer.release} has no such key"
             )
         elif key in peer.defaults and setting.values[key] == peer.defaults[key] and setting.values[key] in OFF:
             report.same[name] = "off, as here"
         else:
-            report.missing[name] = peer.reason(key)
+            report.missing[name] = peer.missing_reason(key)
 
 
 class _Missing:
@@ -121,7 +123,7 @@ class _Missing:
 MISSING = _Missing()
 
 
-def _accepted(
+def _accepted_lines(
     lines: list[RecipeLine], rows: AlgorithmTable, setting: PeerSettings
 ) -> tuple[list[tuple[RecipeLine, Any]], list[MissingKeys]]:
     """(lines with our default for each, gaps): a knob is taken if the row that results has it
@@ -134,26 +136,26 @@ def _accepted(
     for line in lines:
         family, _, knob = line.key.removeprefix("algo.").partition(".")
         if not line.key.startswith("algo.") or family in ("kind", "group_size", "mask_truncated"):
-            taken.append((_waiting(line, rows), _default(line.key)))
+            taken.append((_mark_missing_row(line, rows), _default_value(line.key)))
             continue
         if kind not in rows.names:
-            if setting.has(*line.sources):
+            if setting.is_set(*line.sources):
                 gaps.append(MissingKeys(line.sources, f"it belongs to the row '{kind}', which does not exist here yet"))
             continue
-        knobs = rows.knobs(section)
+        knobs = rows.row_knobs(section)
         ours = knobs.get(f"{family}.{knob}", MISSING)
         if not knob:
-            line = replace(line, value=_said(family, line.value, knobs))
+            line = replace(line, value=_drop_defaults(family, line.value, knobs))
         wished = section | {family: section.get(family, {}) | ({knob: line.value} if knob else line.value)}
-        if not (why := rows.refuses(wished)):
+        if not (why := rows.rejection_reason(wished)):
             section = wished
             taken.append((line, ours))
-        elif setting.has(*line.sources) or not knob or (ours is not MISSING and ours != line.value):
+        elif setting.is_set(*line.sources) or not knob or (ours is not MISSING and ours != line.value):
             gaps.append(MissingKeys(line.sources, why))
     return taken, gaps
 
 
-def _said(family: str, table: dict[str, Any], knobs: dict[str, Any]) -> dict[str, Any]:
+def _drop_defaults(family: str, table: dict[str, Any], knobs: dict[str, Any]) -> dict[str, Any]:
     """The table without what the row does anyway, or can do only so."""
     only = {("kl", "where"): "loss"}
     return {
@@ -163,7 +165,7 @@ def _said(family: str, table: dict[str, Any], knobs: dict[str, Any]) -> dict[str
     }
 
 
-def _waiting(line: RecipeLine, rows: AlgorithmTable) -> RecipeLine:
+def _mark_missing_row(line: RecipeLine, rows: AlgorithmTable) -> RecipeLine:
     """A row that is not there is still written: a recipe that does not start is better
     than one that trains something else.
     """
@@ -174,7 +176,7 @@ def _waiting(line: RecipeLine, rows: AlgorithmTable) -> RecipeLine:
     )
 
 
-def _default(dotted: str) -> Any:
+def _default_value(dotted: str) -> Any:
     """Our default of a key, MISSING if the recipe must say it."""
     section: Any = Job
     *parents, leaf = dotted.split(".")
@@ -188,7 +190,7 @@ def _default(dotted: str) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def nested(lines: list[RecipeLine]) -> dict[str, Any]:
+def nest_lines(lines: list[RecipeLine]) -> dict[str, Any]:
     """The tree that the lines mean: {"algo": {"surrogate": {"low": 0.2}}}."""
     tree: dict[str, Any] = {}
     for line in lines:
@@ -200,7 +202,7 @@ def nested(lines: list[RecipeLine]) -> dict[str, Any]:
     return tree
 
 
-def sections(lines: list[RecipeLine]) -> Iterator[tuple[str, list[RecipeLine]]]:
+def lines_by_section(lines: list[RecipeLine]) -> Iterator[tuple[str, list[RecipeLine]]]:
     """The lines by section, in the order of the recipe."""
     for name in Job.model_fields:
         if mine := [line for line in lines if line.key.startswith(f"{name}.")]:

@@ -20,9 +20,9 @@ from rondel.importing.peer import (
     PeerSettings,
     RecipeLine,
     SameKeys,
-    adapter,
-    sinks,
-    truncation,
+    translate_adapter,
+    translate_sinks,
+    translate_truncation,
 )
 
 BATCH = (
@@ -76,7 +76,7 @@ REASONS = {
 }
 
 
-def _model(s: PeerSettings) -> Iterator[Part]:
+def _translate_model(s: PeerSettings) -> Iterator[Part]:
     if s["model_name_or_path"]:
         yield RecipeLine("model.path", s["model_name_or_path"], ("model_name_or_path",))
     else:
@@ -90,7 +90,7 @@ def _model(s: PeerSettings) -> Iterator[Part]:
     if s["dtype"] in ("float32", "auto", None):
         yield SameKeys(("dtype",), "master weights are float32")
     if s["use_peft"]:
-        yield from adapter(
+        yield from translate_adapter(
             s,
             rank="lora_r",
             alpha="lora_alpha",
@@ -101,7 +101,7 @@ def _model(s: PeerSettings) -> Iterator[Part]:
         )
 
 
-def _task(s: PeerSettings) -> Iterator[Part]:
+def _translate_task(s: PeerSettings) -> Iterator[Part]:
     asked = "the reward reads the field `answer`: name the field of the gold answer with answer = '...'"
     if s["dataset_name"]:
         data = {"kind": "datasets", "name": s["dataset_name"], "split": s["dataset_train_split"], "answer": "solution"}
@@ -142,17 +142,17 @@ def _task(s: PeerSettings) -> Iterator[Part]:
         yield RecipeLine("task.reward", "math", ("reward_funcs",), ask=why)
 
 
-def _algorithm(s: PeerSettings) -> Iterator[Part]:
-    row, aggregate = s.choice("loss_type", LOSSES) or (s["loss_type"], None)
+def _algorithm_lines(s: PeerSettings) -> Iterator[Part]:
+    row, aggregate = s.translate_choice("loss_type", LOSSES) or (s["loss_type"], None)
     yield RecipeLine("algo.kind", row, ("loss_type",))
-    yield RecipeLine("algo.group_size", s.whole("num_generations"), ("num_generations",))
-    yield from _advantage(s)
+    yield RecipeLine("algo.group_size", s.require_integer("num_generations"), ("num_generations",))
+    yield from _advantage_lines(s)
     if s["importance_sampling_level"] != "token":
         yield RecipeLine("algo.ratio.kind", s["importance_sampling_level"], ("importance_sampling_level",))
     else:
         yield SameKeys(("importance_sampling_level",), "the ratio is each token's")
-    yield from _surrogate(s, row)
-    if s.number("beta"):
+    yield from _translate_surrogate(s, row)
+    if s.require_number("beta"):
         sequence = s["importance_sampling_level"] != "token"
         unbiased = {"unbiased": True} if s["use_bias_correction_kl"] and not sequence else {}
         if s["use_bias_correction_kl"] and sequence:
@@ -174,7 +174,7 @@ def _algorithm(s: PeerSettings) -> Iterator[Part]:
         yield MissingKeys(
             ("loss_type",), "their mean is over each micro-batch; here it is over the batch (written: token_mean)"
         )
-    coef, top = float(s.number("entropy_coef")), s.number("top_entropy_quantile")
+    coef, top = float(s.require_number("entropy_coef")), s.require_number("top_entropy_quantile")
     if coef and row == "grpo" and 0 < top < 1:
         note = "theirs is a mean over the tokens of highest entropy, ours over all"
         yield RecipeLine("algo.entropy.coef", coef / top, ("entropy_coef", "top_entropy_quantile"), note)
@@ -184,7 +184,7 @@ def _algorithm(s: PeerSettings) -> Iterator[Part]:
     steers = ("use_adaptive_entropy", "entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
     if s["use_adaptive_entropy"]:
         for knob, key in zip(("target", "delta", "least", "most"), steers[1:]):
-            yield RecipeLine(f"algo.entropy.{knob}", float(s.number(key)), (steers[0], key))
+            yield RecipeLine(f"algo.entropy.{knob}", float(s.require_number(key)), (steers[0], key))
     else:
         yield SameKeys(steers, "the coefficient of the entropy is fixed")
     if s["entropy_coef"] and aggregate != "token_mean":
@@ -192,29 +192,33 @@ def _algorithm(s: PeerSettings) -> Iterator[Part]:
             ("entropy_coef",), f"their entropy is a mean over tokens; here the weights are those of {aggregate}"
         )
     yield RecipeLine("algo.mask_truncated", bool(s["mask_truncated_completions"]), ("mask_truncated_completions",))
-    yield from _correction(s)
+    yield from _correction_lines(s)
 
 
-def _surrogate(s: PeerSettings, row: str) -> Iterator[Part]:
+def _translate_surrogate(s: PeerSettings, row: str) -> Iterator[Part]:
     """The knobs that each loss reads."""
     top, high = "top_entropy_quantile", "epsilon" if s["epsilon_high"] is None else "epsilon_high"
     forks = row == "grpo" and s[top] < 1
     if forks:
         yield RecipeLine("algo.surrogate.kind", "forking", (top,), "of the whole update here, of a micro-batch there")
-        yield RecipeLine("algo.surrogate.top", float(s.number(top)), (top,))
+        yield RecipeLine("algo.surrogate.top", float(s.require_number(top)), (top,))
     if row == "cispo":
         yield RecipeLine(
             "algo.surrogate.high",
-            round(s.number(high) - 1, 9),
+            round(s.require_number(high) - 1, 9),
             (high,),
             "the largest weight is 1 + high here, and high there",
         )
     elif row == "sapo":
-        yield RecipeLine("algo.surrogate.positive", float(s.number("sapo_temperature_pos")), ("sapo_temperature_pos",))
-        yield RecipeLine("algo.surrogate.negative", float(s.number("sapo_temperature_neg")), ("sapo_temperature_neg",))
+        yield RecipeLine(
+            "algo.surrogate.positive", float(s.require_number("sapo_temperature_pos")), ("sapo_temperature_pos",)
+        )
+        yield RecipeLine(
+            "algo.surrogate.negative", float(s.require_number("sapo_temperature_neg")), ("sapo_temperature_neg",)
+        )
     else:
-        bound, delta = s.number(high), s.number("delta")
-        yield RecipeLine("algo.surrogate.low", s.number("epsilon"), ("epsilon",))
+        bound, delta = s.require_number(high), s.require_number("delta")
+        yield RecipeLine("algo.surrogate.low", s.require_number("epsilon"), ("epsilon",))
         keys = ("epsilon_high", "epsilon") if high == "epsilon" else (high,)
         if delta is None or row != "grpo" or delta >= 1 + bound:
             yield RecipeLine("algo.surrogate.high", bound, keys)
@@ -225,10 +229,10 @@ def _surrogate(s: PeerSettings, row: str) -> Iterator[Part]:
             yield RecipeLine("algo.surrogate.high", round(delta - 1, 9), ("delta",), note)
             yield RecipeLine("algo.surrogate.dual", 1.0 + bound, ("delta", *keys))
     if s["delta"] is not None and row == "grpo":
-        if s.number("delta") >= 1 + s.number(high):
-            yield RecipeLine("algo.surrogate.dual", float(s.number("delta")), ("delta",))
-        elif s.number("delta") < 1:
-            yield RecipeLine("algo.surrogate.high", s.number(high), (high,))
+        if s.require_number("delta") >= 1 + s.require_number(high):
+            yield RecipeLine("algo.surrogate.dual", float(s.require_number("delta")), ("delta",))
+        elif s.require_number("delta") < 1:
+            yield RecipeLine("algo.surrogate.high", s.require_number(high), (high,))
             yield MissingKeys(
                 ("delta",),
                 "below 1 it takes the gradient of every on-policy token with A > 0; surrogate.high cannot be negative",
@@ -239,7 +243,7 @@ def _surrogate(s: PeerSettings, row: str) -> Iterator[Part]:
         yield SameKeys((top,), "every token is trained")
 
 
-def _advantage(s: PeerSettings) -> Iterator[Part]:
+def _advantage_lines(s: PeerSettings) -> Iterator[Part]:
     how = "multi_objective_aggregation"
     if s[how] == "normalize_then_sum":
         names = [s["reward_funcs"]] if isinstance(s["reward_funcs"], str) else s["reward_funcs"] or []
@@ -255,7 +259,7 @@ def _advantage(s: PeerSettings) -> Iterator[Part]:
         yield from (
             MissingKeys((key,), f"it has no effect there with {how} = normalize_then_sum")
             for key in ("scale_rewards",)
-            if s.has(key)
+            if s.is_set(key)
         )
         return
     scale = {True: "group", False: "none"}.get(s["scale_rewards"], s["scale_rewards"])
@@ -270,14 +274,14 @@ def _advantage(s: PeerSettings) -> Iterator[Part]:
         yield SameKeys((how,), "rewards are added before they are normalised")
 
 
-def _correction(s: PeerSettings) -> Iterator[Part]:
+def _correction_lines(s: PeerSettings) -> Iterator[Part]:
     """On by default wherever vLLM samples; one correction at a time here."""
     threshold, use = "off_policy_mask_threshold", s["use_vllm"] and s["vllm_importance_sampling_correction"]
     if s[threshold] is not None and use:
         yield MissingKeys((threshold,), "one correction at a time: the importance weights of vLLM")
     elif s[threshold] is not None:
         yield RecipeLine(
-            "algo.correction", {"kind": "off_policy_mask", "delta": float(s.number(threshold))}, (threshold,)
+            "algo.correction", {"kind": "off_policy_mask", "delta": float(s.require_number(threshold))}, (threshold,)
         )
     if not use:
         return
@@ -297,19 +301,19 @@ def _correction(s: PeerSettings) -> Iterator[Part]:
     )
 
 
-def _batch(s: PeerSettings) -> Iterator[Part]:
-    group, accumulate = s.whole("num_generations"), s.whole("gradient_accumulation_steps")
-    device = s.whole("per_device_train_batch_size") * s.whole("num_processes")
+def _batch_lines(s: PeerSettings) -> Iterator[Part]:
+    group, accumulate = s.require_integer("num_generations"), s.require_integer("gradient_accumulation_steps")
+    device = s.require_integer("per_device_train_batch_size") * s.require_integer("num_processes")
     rounds = (
-        s.whole("generation_batch_size") // device
+        s.require_integer("generation_batch_size") // device
         if s["generation_batch_size"]
-        else s.number("steps_per_generation") or accumulate
+        else s.require_number("steps_per_generation") or accumulate
     )
     completions = device * max(rounds, accumulate)
-    updates, moves = max(1, rounds // accumulate), _moves(s)
+    updates, moves = max(1, rounds // accumulate), _updates_per_step(s)
     ask = (
         ""
-        if s.has("num_processes")
+        if s.is_set("num_processes")
         else "their batch grows with the number of processes, which is no key: this is for 1"
     )
     yield RecipeLine(
@@ -320,53 +324,57 @@ def _batch(s: PeerSettings) -> Iterator[Part]:
         ask,
     )
     yield RecipeLine("loop.updates_per_step", updates, ("steps_per_generation", "gradient_accumulation_steps"))
-    yield RecipeLine("loop.epochs", s.whole("num_iterations"), ("num_iterations",))
-    if s.number("max_steps") > 0:
+    yield RecipeLine("loop.epochs", s.require_integer("num_iterations"), ("num_iterations",))
+    if s.require_number("max_steps") > 0:
         yield RecipeLine(
             "loop.steps",
-            -(-s.whole("max_steps") // moves),
+            -(-s.require_integer("max_steps") // moves),
             ("max_steps",),
             f"{moves} of their steps are one here" * (moves > 1),
         )
-        if s.has("num_train_epochs"):
+        if s.is_set("num_train_epochs"):
             yield MissingKeys(("num_train_epochs",), "max_steps counts instead")
     else:
-        yield RecipeLine("loop.passes", float(s.number("num_train_epochs")), ("num_train_epochs", "max_steps"))
-    yield RecipeLine("loop.seed", s.whole("seed"), ("seed",))
+        yield RecipeLine("loop.passes", float(s.require_number("num_train_epochs")), ("num_train_epochs", "max_steps"))
+    yield RecipeLine("loop.seed", s.require_integer("seed"), ("seed",))
 
 
-def _moves(s: PeerSettings) -> int:
+def _updates_per_step(s: PeerSettings) -> int:
     """How many of their steps are one here."""
-    accumulate = s.whole("gradient_accumulation_steps")
-    device = s.whole("per_device_train_batch_size") * s.whole("num_processes")
+    accumulate = s.require_integer("gradient_accumulation_steps")
+    device = s.require_integer("per_device_train_batch_size") * s.require_integer("num_processes")
     rounds = (
-        s.whole("generation_batch_size") // device
+        s.require_integer("generation_batch_size") // device
         if s["generation_batch_size"]
-        else s.number("steps_per_generation") or accumulate
+        else s.require_number("steps_per_generation") or accumulate
     )
-    return int(max(1, rounds // accumulate) * s.whole("num_iterations"))
+    return int(max(1, rounds // accumulate) * s.require_integer("num_iterations"))
 
 
-def _ours(s: PeerSettings, steps: int) -> int:
+def _convert_steps(s: PeerSettings, steps: int) -> int:
     """So many of their steps, in ours."""
-    return -(-steps // _moves(s))
+    return -(-steps // _updates_per_step(s))
 
 
-def _every(s: PeerSettings, ours: str, key: str, strategy: str) -> RecipeLine:
+def _interval_line(s: PeerSettings, ours: str, key: str, strategy: str) -> RecipeLine:
     """An interval in their steps, or a share of all of them."""
-    number, total = s.number(key), s.number("max_steps")
+    number, total = s.require_number(key), s.require_number("max_steps")
     if number >= 1 or total > 0:
         steps = math.ceil(number if number >= 1 else number * total)
-        moves = _moves(s)
-        return RecipeLine(ours, _ours(s, steps), (key, strategy), f"{moves} of their steps are one here" * (moves > 1))
+        moves = _updates_per_step(s)
+        return RecipeLine(
+            ours, _convert_steps(s, steps), (key, strategy), f"{moves} of their steps are one here" * (moves > 1)
+        )
     return RecipeLine(ours, 0, (key, strategy), ask=f"{number:g} of all steps: write the number")
 
 
-def _sampling(s: PeerSettings) -> Iterator[Part]:
-    yield RecipeLine("engine.sampling.temperature", float(s.number("temperature")), ("temperature",))
-    yield RecipeLine("engine.sampling.max_tokens", s.whole("max_completion_length"), ("max_completion_length",))
-    yield from truncation(s, "top_p")
-    yield from truncation(s, "top_k")
+def _translate_sampling(s: PeerSettings) -> Iterator[Part]:
+    yield RecipeLine("engine.sampling.temperature", float(s.require_number("temperature")), ("temperature",))
+    yield RecipeLine(
+        "engine.sampling.max_tokens", s.require_integer("max_completion_length"), ("max_completion_length",)
+    )
+    yield from translate_truncation(s, "top_p")
+    yield from translate_truncation(s, "top_k")
     for key, off in (("min_p", (0, None)), ("repetition_penalty", (1, None))):
         if s[key] in off:
             yield SameKeys((key,), "it changes nothing at this value")
@@ -376,49 +384,63 @@ def _sampling(s: PeerSettings) -> Iterator[Part]:
             )
 
 
-def _optimizer(s: PeerSettings) -> Iterator[Part]:
-    yield RecipeLine("trainer.lr", float(s.number("learning_rate")), ("learning_rate",))
-    schedule = s.choice("lr_scheduler_type", SCHEDULES)
+def _translate_optimizer(s: PeerSettings) -> Iterator[Part]:
+    yield RecipeLine("trainer.lr", float(s.require_number("learning_rate")), ("learning_rate",))
+    schedule = s.translate_choice("lr_scheduler_type", SCHEDULES)
     if schedule:
         yield RecipeLine("trainer.schedule", schedule, ("lr_scheduler_type",))
     else:
         yield MissingKeys(("lr_scheduler_type",), "constant, linear and cosine exist here")
-    warmup = s.number("warmup_steps")
-    if 0 < warmup < 1 and s.number("max_steps") > 0:
-        total = math.ceil(warmup * s.whole("max_steps"))
+    warmup = s.require_number("warmup_steps")
+    if 0 < warmup < 1 and s.require_number("max_steps") > 0:
+        total = math.ceil(warmup * s.require_integer("max_steps"))
         yield RecipeLine(
             "trainer.warmup_steps",
-            _ours(s, total),
+            _convert_steps(s, total),
             ("warmup_steps", "max_steps"),
             f"{warmup:g} of {s['max_steps']} of their steps",
         )
     elif 0 < warmup < 1:
         yield RecipeLine("trainer.warmup_steps", 0, ("warmup_steps",), ask=f"{warmup:g} of all steps: write the number")
     else:
-        yield RecipeLine("trainer.warmup_steps", _ours(s, int(warmup)), ("warmup_steps",))
-    yield RecipeLine("trainer.clip", float(s.number("max_grad_norm")), ("max_grad_norm",))
-    yield RecipeLine("trainer.weight_decay", float(s.number("weight_decay")), ("weight_decay",))
-    yield RecipeLine("trainer.betas", [s.number("adam_beta1"), s.number("adam_beta2")], ("adam_beta1", "adam_beta2"))
+        yield RecipeLine("trainer.warmup_steps", _convert_steps(s, int(warmup)), ("warmup_steps",))
+    yield RecipeLine("trainer.clip", float(s.require_number("max_grad_norm")), ("max_grad_norm",))
+    yield RecipeLine("trainer.weight_decay", float(s.require_number("weight_decay")), ("weight_decay",))
+    yield RecipeLine(
+        "trainer.betas", [s.require_number("adam_beta1"), s.require_number("adam_beta2")], ("adam_beta1", "adam_beta2")
+    )
     if s["adam_epsilon"] == 1e-8:
         yield SameKeys(("adam_epsilon",), "1e-8")
     if str(s["optim"]).startswith("adamw_torch"):
         yield SameKeys(("optim",), "AdamW")
 
 
-def _running(s: PeerSettings) -> Iterator[Part]:
+def _translate_run(s: PeerSettings) -> Iterator[Part]:
     yield RecipeLine("run.folder", str(s["output_dir"] or "runs/trl"), ("output_dir",))
     if s["save_strategy"] == "no":
         yield RecipeLine("run.checkpoint.every", 0, ("save_strategy",), "one at the end")
     elif s["save_strategy"] == "steps":
-        yield _every(s, "run.checkpoint.every", "save_steps", "save_strategy")
+        yield _interval_line(s, "run.checkpoint.every", "save_steps", "save_strategy")
     if s["save_total_limit"] is not None:
-        yield RecipeLine("run.checkpoint.keep", max(1, s.whole("save_total_limit")), ("save_total_limit",))
+        yield RecipeLine("run.checkpoint.keep", max(1, s.require_integer("save_total_limit")), ("save_total_limit",))
     else:
         yield MissingKeys(("save_total_limit",), "they keep every checkpoint; run.checkpoint.keep is 2 here")
     if s["eval_strategy"] == "steps" and s["eval_steps"]:
-        yield _every(s, "task.eval.every", "eval_steps", "eval_strategy")
-    if s.has("report_to"):
-        yield from sinks(s, "report_to")
+        yield _interval_line(s, "task.eval.every", "eval_steps", "eval_strategy")
+    if s.is_set("report_to"):
+        yield from translate_sinks(s, "report_to")
 
 
-TRL = PeerFormat.of("trl", (_model, _task, _algorithm, _batch, _sampling, _optimizer, _running), REASONS)
+TRL = PeerFormat.from_parts(
+    "trl",
+    (
+        _translate_model,
+        _translate_task,
+        _algorithm_lines,
+        _batch_lines,
+        _translate_sampling,
+        _translate_optimizer,
+        _translate_run,
+    ),
+    REASONS,
+)

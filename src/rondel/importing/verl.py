@@ -21,9 +21,9 @@ from rondel.importing.peer import (
     PeerSettings,
     RecipeLine,
     SameKeys,
-    adapter,
-    sinks,
-    truncation,
+    translate_adapter,
+    translate_sinks,
+    translate_truncation,
 )
 
 ACTOR, ROLLOUT, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"
@@ -135,36 +135,38 @@ REASONS = {
 }
 
 
-def _model(s: PeerSettings) -> Iterator[Part]:
-    yield RecipeLine("model.path", _home(s["actor_rollout_ref.model.path"]), ("actor_rollout_ref.model.path",))
+def _translate_model(s: PeerSettings) -> Iterator[Part]:
+    yield RecipeLine("model.path", _expand_user(s["actor_rollout_ref.model.path"]), ("actor_rollout_ref.model.path",))
     dtypes = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
     key = f"{ACTOR}.fsdp_config.dtype"
-    if found := s.choice(key, dtypes):
+    if found := s.translate_choice(key, dtypes):
         yield RecipeLine("model.dtype", found, (key,), "master weights are float32 here")
     if s[f"{ACTOR}.fsdp_config.model_dtype"] in ("fp32", "float32"):
         yield SameKeys((f"{ACTOR}.fsdp_config.model_dtype",), "master weights are float32")
     model = "actor_rollout_ref.model"
-    if s.number(f"{model}.lora_rank"):
-        yield from adapter(s, rank=f"{model}.lora_rank", alpha=f"{model}.lora_alpha", targets=f"{model}.target_modules")
+    if s.require_number(f"{model}.lora_rank"):
+        yield from translate_adapter(
+            s, rank=f"{model}.lora_rank", alpha=f"{model}.lora_alpha", targets=f"{model}.target_modules"
+        )
 
 
-def _task(s: PeerSettings) -> Iterator[Part]:
-    train, held = _files(s["data.train_files"]), _files(s["data.val_files"])
+def _translate_task(s: PeerSettings) -> Iterator[Part]:
+    train, held = _file_paths(s["data.train_files"]), _file_paths(s["data.val_files"])
     data = {"kind": "parquet", "path": train, "eval_path": held, "prompt": s["data.prompt_key"]}
     data["answer"] = "reward_model.ground_truth"
     keys: tuple[str, ...] = ("data.train_files", "data.val_files", "data.prompt_key")
-    printed = s.has("data.video_key") and s["data.image_key"] == s.peer.defaults["data.image_key"]
-    if s.has("data.image_key") and printed:  # a printed config names every key, also those of no use to a text model
+    printed = s.is_set("data.video_key") and s["data.image_key"] == s.peer.defaults["data.image_key"]
+    if s.is_set("data.image_key") and printed:  # a printed config names every key, also those of no use to a text model
         yield MissingKeys(
             ("data.image_key",),
             f"the config names every key; if the rows have images, add image = '{s['data.image_key']}' to task.data",
         )
-    elif s.has("data.image_key"):
+    elif s.is_set("data.image_key"):
         data["image"], keys = s["data.image_key"], (*keys, "data.image_key")
     yield RecipeLine("task.data", data, keys)
     if s["data.filter_overlong_prompts"]:
         both = ("data.max_prompt_length", "data.filter_overlong_prompts")
-        yield RecipeLine("task.max_prompt_tokens", s.whole("data.max_prompt_length"), both)
+        yield RecipeLine("task.max_prompt_tokens", s.require_integer("data.max_prompt_length"), both)
     path, name = s["reward.custom_reward_function.path"], s["reward.custom_reward_function.name"]
     if path:
         wrap = (
@@ -178,8 +180,8 @@ def _task(s: PeerSettings) -> Iterator[Part]:
         yield RecipeLine(
             "task.reward", {"kind": "by", "field": field, "parts": dict(SCORERS)}, ("data.reward_fn_key",), ask=ask
         )
-    if s.number("data.val_max_samples") > 0:
-        yield RecipeLine("task.eval.n", s.whole("data.val_max_samples"), ("data.val_max_samples",))
+    if s.require_number("data.val_max_samples") > 0:
+        yield RecipeLine("task.eval.n", s.require_integer("data.val_max_samples"), ("data.val_max_samples",))
     else:
         yield SameKeys(("data.val_max_samples",), "all of them")
     if s["algorithm.filter_groups.enable"]:
@@ -188,15 +190,15 @@ def _task(s: PeerSettings) -> Iterator[Part]:
         yield SameKeys(("algorithm.filter_groups.enable",), "no group is dropped")
 
 
-def _algorithm(s: PeerSettings) -> Iterator[Part]:
+def _algorithm_lines(s: PeerSettings) -> Iterator[Part]:
     estimator, mode = "algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"
     if _taught_alone(s):
         yield RecipeLine("algo.kind", "opd", (REWARDLESS,), "learns from the teacher alone")
-        yield RecipeLine("algo.group_size", s.whole(f"{ROLLOUT}.n"), (f"{ROLLOUT}.n",))
-        yield from (MissingKeys((estimator,), "no reward is read") for _ in range(s.has(estimator)))
+        yield RecipeLine("algo.group_size", s.require_integer(f"{ROLLOUT}.n"), (f"{ROLLOUT}.n",))
+        yield from (MissingKeys((estimator,), "no reward is read") for _ in range(s.is_set(estimator)))
         return
-    row, advantage = s.choice(estimator, ROWS) or (str(s[estimator]), None)
-    loss = None if s[mode] == "vanilla" else s.choice(mode, LOSSES) or str(s[mode])
+    row, advantage = s.translate_choice(estimator, ROWS) or (str(s[estimator]), None)
+    loss = None if s[mode] == "vanilla" else s.translate_choice(mode, LOSSES) or str(s[mode])
     if loss and advantage:
         yield RecipeLine("algo.kind", loss, (mode,))
     else:
@@ -205,35 +207,35 @@ def _algorithm(s: PeerSettings) -> Iterator[Part]:
             yield MissingKeys((mode,), f"with the advantage {s[estimator]} there is no row for this loss")
         else:
             yield SameKeys((mode,), "the clipped ratio")
-    yield RecipeLine("algo.group_size", s.whole(f"{ROLLOUT}.n"), (f"{ROLLOUT}.n",))
+    yield RecipeLine("algo.group_size", s.require_integer(f"{ROLLOUT}.n"), (f"{ROLLOUT}.n",))
     normed = "algorithm.norm_adv_by_std_in_grpo"
     if advantage == "group_norm":
         yield RecipeLine("algo.advantage.kind", "group_norm" if s[normed] else "group_center", (estimator, normed))
     elif advantage:
         yield RecipeLine("algo.advantage.kind", advantage, (estimator,))
     if s[estimator] in CHARGED:
-        yield RecipeLine("algo.advantage.gamma", float(s.number("algorithm.gamma")), ("algorithm.gamma",))
+        yield RecipeLine("algo.advantage.gamma", float(s.require_number("algorithm.gamma")), ("algorithm.gamma",))
     if s[estimator] == "grpo_passk":
         yield RecipeLine("algo.advantage.divide", bool(s[normed]), (normed,))
     if s[estimator] == "gae":
-        yield RecipeLine("algo.advantage.lam", float(s.number("algorithm.lam")), ("algorithm.lam",))
-        yield from _critic(s)
-    if advantage != "group_norm" and s[estimator] != "grpo_passk" and s.has(normed):
+        yield RecipeLine("algo.advantage.lam", float(s.require_number("algorithm.lam")), ("algorithm.lam",))
+        yield from _critic_lines(s)
+    if advantage != "group_norm" and s[estimator] != "grpo_passk" and s.is_set(normed):
         yield MissingKeys((normed,), f"it has no effect there with adv_estimator = {s[estimator]}")
 
 
-def _critic(s: PeerSettings) -> Iterator[Part]:
-    yield RecipeLine("algo.value.clip", float(s.number("critic.cliprange_value")), ("critic.cliprange_value",))
-    yield RecipeLine("trainer.critic.lr", float(s.number("critic.optim.lr")), ("critic.optim.lr",))
-    yield RecipeLine("trainer.critic.warmup", s.whole("trainer.critic_warmup"), ("trainer.critic_warmup",))
-    if s.has("critic.model.path") and s["critic.model.path"] != s["actor_rollout_ref.model.path"]:
-        yield RecipeLine("trainer.critic.path", _home(s["critic.model.path"]), ("critic.model.path",))
+def _critic_lines(s: PeerSettings) -> Iterator[Part]:
+    yield RecipeLine("algo.value.clip", float(s.require_number("critic.cliprange_value")), ("critic.cliprange_value",))
+    yield RecipeLine("trainer.critic.lr", float(s.require_number("critic.optim.lr")), ("critic.optim.lr",))
+    yield RecipeLine("trainer.critic.warmup", s.require_integer("trainer.critic_warmup"), ("trainer.critic_warmup",))
+    if s.is_set("critic.model.path") and s["critic.model.path"] != s["actor_rollout_ref.model.path"]:
+        yield RecipeLine("trainer.critic.path", _expand_user(s["critic.model.path"]), ("critic.model.path",))
     else:
         yield SameKeys(("critic.model.path",), "a copy of the policy")
 
 
-def _loss(s: PeerSettings) -> Iterator[Part]:
-    yield from _surrogate(s)
+def _translate_loss(s: PeerSettings) -> Iterator[Part]:
+    yield from _translate_surrogate(s)
     mode, scale, own = f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor", f"{ACTOR}.policy_loss.loss_mode"
     if s[own] in BY_SAMPLE:
         note = "their mean is over each micro-batch" if s[own] == "geo_mean" else ""
@@ -241,22 +243,24 @@ def _loss(s: PeerSettings) -> Iterator[Part]:
         beside = bool(s[f"{ACTOR}.use_kl_loss"] or s[f"{ACTOR}.entropy_coeff"])
         if s[mode] == "seq-mean-token-mean":
             yield SameKeys((mode,), f"{s[own]} is a mean over samples")
-        elif beside or s.has(mode):
+        elif beside or s.is_set(mode):
             other = "; there it adds up KL and entropy, which have the weights of the loss here" * beside
             yield MissingKeys((mode,), f"{s[own]} is a mean over samples there whatever it says{other}")
-    elif aggregate := s.choice(mode, AGGREGATES):
+    elif aggregate := s.translate_choice(mode, AGGREGATES):
         yield RecipeLine("algo.aggregate.kind", aggregate, (mode,))
         if aggregate == "fixed_norm" and s[scale]:
-            yield RecipeLine("algo.aggregate.length", s.whole(scale), (scale,))
+            yield RecipeLine("algo.aggregate.length", s.require_integer(scale), (scale,))
     else:
         yield MissingKeys((mode,), f"known here: {', '.join(AGGREGATES.values())}")
-    yield RecipeLine("algo.entropy.coef", float(s.number(f"{ACTOR}.entropy_coeff")), (f"{ACTOR}.entropy_coeff",))
-    yield from _kl(s)
+    yield RecipeLine(
+        "algo.entropy.coef", float(s.require_number(f"{ACTOR}.entropy_coeff")), (f"{ACTOR}.entropy_coeff",)
+    )
+    yield from _translate_kl(s)
     if not _taught_alone(s):
-        yield from _overlong(s)
+        yield from _translate_overlong(s)
 
 
-def _surrogate(s: PeerSettings) -> Iterator[Part]:
+def _translate_surrogate(s: PeerSettings) -> Iterator[Part]:
     """The knobs that each loss reads."""
     mode = f"{ACTOR}.policy_loss.loss_mode"
     if s[mode] == "vanilla":
@@ -268,32 +272,34 @@ def _surrogate(s: PeerSettings) -> Iterator[Part]:
         key = f"{plain}_{side}"
         yield RecipeLine(
             f"algo.surrogate.{side}",
-            s.number(plain if s[key] is None else key),
+            s.require_number(plain if s[key] is None else key),
             (key,) if s[key] is not None else (key, plain),
         )
     low, high = s[f"{plain}_low"], s[f"{plain}_high"]
-    if low is not None and high is not None and s.has(plain):
+    if low is not None and high is not None and s.is_set(plain):
         told = f"it has no effect there: clip_ratio_low = {low} and clip_ratio_high = {high} come first"
         yield SameKeys((plain,), "so are low and high") if s[plain] == low == high else MissingKeys((plain,), told)
     for knob, end in KNOBS.get(str(s[mode]), {}).items():
-        yield RecipeLine(f"algo.surrogate.{knob}", float(s.number(f"{ACTOR}.{end}")), (f"{ACTOR}.{end}",))
+        yield RecipeLine(f"algo.surrogate.{knob}", float(s.require_number(f"{ACTOR}.{end}")), (f"{ACTOR}.{end}",))
 
 
-def _kl(s: PeerSettings) -> Iterator[Part]:
+def _translate_kl(s: PeerSettings) -> Iterator[Part]:
     """In the loss or in the reward; a row here has it in one place."""
     use, coef, kind = f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"
     charged = "algorithm.use_kl_in_reward"
     price, cost, control = "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "algorithm.kl_ctrl.type"
     if s[use] and (found := KLS.get(str(s[kind]).removesuffix("+"))):
         through = {"through": "k2"} if str(s[kind]).endswith("+") and found != "k2" else {}
-        table = {"kind": found, "coef": float(s.number(coef)), "where": "loss"} | through | CLAMPED.get(found, {})
+        table = (
+            {"kind": found, "coef": float(s.require_number(coef)), "where": "loss"} | through | CLAMPED.get(found, {})
+        )
         yield RecipeLine("algo.kl", table, (use, coef, kind))
     elif s[use]:
         yield MissingKeys((kind, use, coef), "known here: k1, k2, k3, each with the gradient of k2 too")
     else:
         yield SameKeys((use,), "no KL in the loss")
         yield from (
-            MissingKeys((key,), "it has no effect there: use_kl_loss is false") for key in (coef, kind) if s.has(key)
+            MissingKeys((key,), "it has no effect there: use_kl_loss is false") for key in (coef, kind) if s.is_set(key)
         )
     if not s[charged]:
         if not s[use]:
@@ -302,22 +308,22 @@ def _kl(s: PeerSettings) -> Iterator[Part]:
         yield from (
             MissingKeys((key,), "it has no effect there: use_kl_in_reward is false")
             for key in (price, cost)
-            if s.has(key)
+            if s.is_set(key)
         )
-    elif s[use] or not (found := s.choice(cost, KLS)):
+    elif s[use] or not (found := s.translate_choice(cost, KLS)):
         yield MissingKeys(
             (charged, price, cost), "a KL in the loss and in the reward, or of another kind than k1, k2, k3"
         )
     else:
         steered = {
-            "target": float(s.number("algorithm.kl_ctrl.target_kl")),
-            "horizon": s.whole("algorithm.kl_ctrl.horizon"),
+            "target": float(s.require_number("algorithm.kl_ctrl.target_kl")),
+            "horizon": s.require_integer("algorithm.kl_ctrl.horizon"),
         }
         adaptive = s[control] == "adaptive"
         # ReMax takes the reward that is still to come
         where = "advantage" if s["algorithm.adv_estimator"] == "remax" else "reward"
         table = (
-            {"kind": found, "coef": float(s.number(price)), "where": where}
+            {"kind": found, "coef": float(s.require_number(price)), "where": where}
             | CLAMPED.get(found, {})
             | (steered if adaptive else {})
         )
@@ -325,29 +331,31 @@ def _kl(s: PeerSettings) -> Iterator[Part]:
         yield RecipeLine("algo.kl", table, (charged, price, cost, control, *keys))
 
 
-def _overlong(s: PeerSettings) -> Iterator[Part]:
+def _translate_overlong(s: PeerSettings) -> Iterator[Part]:
     """DAPO's soft limit lies in the reward manager there, and in the row's shaping here."""
     for root in (
         "reward.reward_kwargs.overlong_buffer_cfg",
         "reward_model.overlong_buffer",
         "reward.custom_reward_function.overlong_buffer",
     ):
-        if not s.has(f"{root}.enable"):
+        if not s.is_set(f"{root}.enable"):
             continue
         if s[f"{root}.enable"]:
             yield RecipeLine("algo.shaping.kind", "overlong", (f"{root}.enable",))
-            if s.has(f"{root}.len"):
-                yield RecipeLine("algo.shaping.buffer", s.whole(f"{root}.len"), (f"{root}.len",))
-            if s.has(f"{root}.penalty_factor"):
+            if s.is_set(f"{root}.len"):
+                yield RecipeLine("algo.shaping.buffer", s.require_integer(f"{root}.len"), (f"{root}.len",))
+            if s.is_set(f"{root}.penalty_factor"):
                 yield RecipeLine(
-                    "algo.shaping.factor", float(s.number(f"{root}.penalty_factor")), (f"{root}.penalty_factor",)
+                    "algo.shaping.factor",
+                    float(s.require_number(f"{root}.penalty_factor")),
+                    (f"{root}.penalty_factor",),
                 )
             return
         yield SameKeys((f"{root}.enable", f"{root}.len", f"{root}.penalty_factor"), "off")
     yield RecipeLine("algo.shaping.kind", "none")
 
 
-def _correction(s: PeerSettings) -> Iterator[Part]:
+def _correction_lines(s: PeerSettings) -> Iterator[Part]:
     """Importance weights (truncated, or masked if there are two bounds) and rejection by the
     ratio of a token, an answer, or its mean.
     """
@@ -361,14 +369,14 @@ def _correction(s: PeerSettings) -> Iterator[Part]:
         )
     table: dict[str, Any] = {"kind": "importance"}
     if s[level]:
-        low, high = _bounds(s[cap])
+        low, high = _parse_bounds(s[cap])
         table |= {"level": s[level], "high": high} | ({} if low is None else {"action": "mask", "low": low})
         table |= {"normalize": s[level]} if s[normed] else {}
     elif s[reject]:
         table |= {"level": "none"}
     if s[reject]:
         known = str(s[reject]) in REJECTS
-        low, high = _bounds(s[bounds]) if known else (None, 0.0)
+        low, high = _parse_bounds(s[bounds]) if known else (None, 0.0)
         low = 1 / high if known and low is None else low
         if not known or not low or not low <= 1 <= high:
             yield MissingKeys((reject, bounds), f"known here: one of {', '.join(REJECTS)}, with bounds around 1")
@@ -394,11 +402,11 @@ def _correction(s: PeerSettings) -> Iterator[Part]:
     yield from (
         MissingKeys((key,), "it has no effect there: rollout_is is not set")
         for key in (cap, normed)
-        if not s[level] and s.has(key)
+        if not s[level] and s.is_set(key)
     )
 
 
-def _bounds(text: Any) -> tuple[float | None, float]:
+def _parse_bounds(text: Any) -> tuple[float | None, float]:
     """ "0.5_2.0" -> (0.5, 2.0); 2.0 -> (None, 2.0)"""
     try:
         *low, high = (float(part) for part in str(text).split("_"))
@@ -409,8 +417,8 @@ def _bounds(text: Any) -> tuple[float | None, float]:
     return (low[0] if low else None), high
 
 
-def _loop(s: PeerSettings) -> Iterator[Part]:
-    prompts, mini = s.whole("data.train_batch_size"), s.whole(f"{ACTOR}.ppo_mini_batch_size")
+def _translate_loop(s: PeerSettings) -> Iterator[Part]:
+    prompts, mini = s.require_integer("data.train_batch_size"), s.require_integer(f"{ACTOR}.ppo_mini_batch_size")
     yield RecipeLine("loop.groups_per_step", prompts, ("data.train_batch_size",))
     note = "" if prompts % mini == 0 else f"{prompts} / {mini}, rounded"
     yield RecipeLine(
@@ -420,60 +428,67 @@ def _loop(s: PeerSettings) -> Iterator[Part]:
         note,
     )
     if s["trainer.total_training_steps"]:
-        yield RecipeLine("loop.steps", s.whole("trainer.total_training_steps"), ("trainer.total_training_steps",))
-        if s.has("trainer.total_epochs"):
+        yield RecipeLine(
+            "loop.steps", s.require_integer("trainer.total_training_steps"), ("trainer.total_training_steps",)
+        )
+        if s.is_set("trainer.total_epochs"):
             yield MissingKeys(("trainer.total_epochs",), "total_training_steps counts instead")
     else:
         keys = ("trainer.total_epochs", "trainer.total_training_steps")
         yield RecipeLine(
             "loop.passes",
-            float(s.number("trainer.total_epochs")),
+            float(s.require_number("trainer.total_epochs")),
             keys,
             "each of their passes leaves out what does not fill a step",
         )
-    yield RecipeLine("loop.epochs", s.whole(f"{ACTOR}.ppo_epochs"), (f"{ACTOR}.ppo_epochs",))
+    yield RecipeLine("loop.epochs", s.require_integer(f"{ACTOR}.ppo_epochs"), (f"{ACTOR}.ppo_epochs",))
     if s["data.seed"] is not None:
-        yield RecipeLine("loop.seed", s.whole("data.seed"), ("data.seed",))
+        yield RecipeLine("loop.seed", s.require_integer("data.seed"), ("data.seed",))
     if s["trainer.v1.trainer_mode"] == "sync":
         yield SameKeys(("trainer.v1.trainer_mode",), "loop.max_staleness is 0")
     else:
         yield MissingKeys(("trainer.v1.trainer_mode",), "set loop.max_staleness: it bounds the lag by a number")
 
 
-def _sampling(s: PeerSettings) -> Iterator[Part]:
+def _translate_sampling(s: PeerSettings) -> Iterator[Part]:
     yield RecipeLine(
-        "engine.sampling.temperature", float(s.number(f"{ROLLOUT}.temperature")), (f"{ROLLOUT}.temperature",)
+        "engine.sampling.temperature", float(s.require_number(f"{ROLLOUT}.temperature")), (f"{ROLLOUT}.temperature",)
     )
     whole, own = "data.max_response_length", f"{ROLLOUT}.response_length"
-    if not s.has(own) or s[own] == s[whole]:
-        yield RecipeLine("engine.sampling.max_tokens", s.whole(whole), (whole, own))
+    if not s.is_set(own) or s[own] == s[whole]:
+        yield RecipeLine("engine.sampling.max_tokens", s.require_integer(whole), (whole, own))
     else:
-        yield RecipeLine("engine.sampling.max_tokens", s.whole(own), (own,))
-        yield from (MissingKeys((key,), f"it has no effect there: {own} comes first") for key in (whole,) if s.has(key))
-    yield from truncation(s, f"{ROLLOUT}.top_p")
-    yield from truncation(s, f"{ROLLOUT}.top_k")
+        yield RecipeLine("engine.sampling.max_tokens", s.require_integer(own), (own,))
+        yield from (
+            MissingKeys((key,), f"it has no effect there: {own} comes first") for key in (whole,) if s.is_set(key)
+        )
+    yield from translate_truncation(s, f"{ROLLOUT}.top_p")
+    yield from translate_truncation(s, f"{ROLLOUT}.top_k")
     yield RecipeLine("engine.sampling.ignore_eos", bool(s[f"{ROLLOUT}.ignore_eos"]), (f"{ROLLOUT}.ignore_eos",))
-    if s.has(f"{ROLLOUT}.max_num_seqs"):
+    if s.is_set(f"{ROLLOUT}.max_num_seqs"):
         yield RecipeLine(
-            "engine.max_running", s.whole(f"{ROLLOUT}.max_num_seqs"), (f"{ROLLOUT}.max_num_seqs",), "speed only"
+            "engine.max_running",
+            s.require_integer(f"{ROLLOUT}.max_num_seqs"),
+            (f"{ROLLOUT}.max_num_seqs",),
+            "speed only",
         )
     val = f"{ROLLOUT}.val_kwargs"
     drawn = bool(s[f"{val}.do_sample"])
     yield RecipeLine(
         "task.eval.temperature",
-        float(s.number(f"{val}.temperature")) * drawn,
+        float(s.require_number(f"{val}.temperature")) * drawn,
         (f"{val}.temperature", f"{val}.do_sample"),
     )
     if drawn and s[f"{val}.top_p"] != 1:
-        yield RecipeLine("task.eval.sampling", {"top_p": float(s.number(f"{val}.top_p"))}, (f"{val}.top_p",))
+        yield RecipeLine("task.eval.sampling", {"top_p": float(s.require_number(f"{val}.top_p"))}, (f"{val}.top_p",))
     elif s[f"{val}.top_p"] == 1:
         yield SameKeys((f"{val}.top_p",), "it changes nothing at this value")
     if s[f"{val}.n"] == 1:
         yield SameKeys((f"{val}.n",), "one answer a task")
 
 
-def _optimizer(s: PeerSettings) -> Iterator[Part]:
-    yield RecipeLine("trainer.lr", float(s.number(f"{OPTIM}.lr")), (f"{OPTIM}.lr",))
+def _translate_optimizer(s: PeerSettings) -> Iterator[Part]:
+    yield RecipeLine("trainer.lr", float(s.require_number(f"{OPTIM}.lr")), (f"{OPTIM}.lr",))
     kind = f"{OPTIM}.lr_scheduler_type"
     if s[kind] in ("constant", "cosine"):
         yield RecipeLine("trainer.schedule", s[kind], (kind,))
@@ -487,20 +502,20 @@ def _optimizer(s: PeerSettings) -> Iterator[Part]:
             else SameKeys((least,), "the rate is constant")
         )
     steps, share = f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"
-    if s.number(steps) is not None and s.number(steps) >= 0:
-        yield RecipeLine("trainer.warmup_steps", s.whole(steps), (steps,))
-        yield from (MissingKeys((share,), "lr_warmup_steps counts instead"),) if s.has(share) else ()
+    if s.require_number(steps) is not None and s.require_number(steps) >= 0:
+        yield RecipeLine("trainer.warmup_steps", s.require_integer(steps), (steps,))
+        yield from (MissingKeys((share,), "lr_warmup_steps counts instead"),) if s.is_set(share) else ()
     elif s[share]:
         total = s["trainer.total_training_steps"]
-        warmup = int(total * s.number(share)) if total else 0
+        warmup = int(total * s.require_number(share)) if total else 0
         yield RecipeLine(
             "trainer.warmup_steps", warmup, (share,), ask="" if total else f"{s[share]} of all steps: write the number"
         )
     else:
         yield SameKeys((steps, share), "no warm-up")
-    yield RecipeLine("trainer.clip", float(s.number(f"{OPTIM}.clip_grad")), (f"{OPTIM}.clip_grad",))
+    yield RecipeLine("trainer.clip", float(s.require_number(f"{OPTIM}.clip_grad")), (f"{OPTIM}.clip_grad",))
     old = f"{ACTOR}.grad_clip"
-    if s.has(old):
+    if s.is_set(old):
         same = s[old] == s[f"{OPTIM}.clip_grad"]
         yield (
             SameKeys((old,), "so is optim.clip_grad")
@@ -509,7 +524,7 @@ def _optimizer(s: PeerSettings) -> Iterator[Part]:
         )
     decay = f"{OPTIM}.weight_decay"
     yield RecipeLine(
-        "trainer.weight_decay", float(s.number(decay)), (decay,), "on matrices only here, on every weight there"
+        "trainer.weight_decay", float(s.require_number(decay)), (decay,), "on matrices only here, on every weight there"
     )
     yield RecipeLine("trainer.betas", list(s[f"{OPTIM}.betas"]), (f"{OPTIM}.betas",))
     if s[f"{OPTIM}.optimizer"] == "AdamW":
@@ -518,35 +533,37 @@ def _optimizer(s: PeerSettings) -> Iterator[Part]:
     yield RecipeLine("trainer.routing_replay", bool(s[replay]), (replay,), "of a mixture of experts")
 
 
-def _running(s: PeerSettings) -> Iterator[Part]:
+def _translate_run(s: PeerSettings) -> Iterator[Part]:
     name = "trainer.default_local_dir"
     yield RecipeLine(
         "run.folder",
-        _home(s[name]) if s.has(name) else f"runs/{s['trainer.experiment_name']}",
-        (name,) if s.has(name) else ("trainer.experiment_name",),
+        _expand_user(s[name]) if s.is_set(name) else f"runs/{s['trainer.experiment_name']}",
+        (name,) if s.is_set(name) else ("trainer.experiment_name",),
     )
-    every = s.whole("trainer.save_freq")
+    every = s.require_integer("trainer.save_freq")
     yield RecipeLine("run.checkpoint.every", max(0, every), ("trainer.save_freq",), "one at the end" * (every <= 0))
     if s["trainer.max_actor_ckpt_to_keep"]:
         yield RecipeLine(
-            "run.checkpoint.keep", s.whole("trainer.max_actor_ckpt_to_keep"), ("trainer.max_actor_ckpt_to_keep",)
+            "run.checkpoint.keep",
+            s.require_integer("trainer.max_actor_ckpt_to_keep"),
+            ("trainer.max_actor_ckpt_to_keep",),
         )
     else:
         yield MissingKeys(
             ("trainer.max_actor_ckpt_to_keep",), "they keep every checkpoint; run.checkpoint.keep is 2 here"
         )
-    yield RecipeLine("task.eval.every", max(0, s.whole("trainer.test_freq")), ("trainer.test_freq",))
-    if s.has("trainer.logger"):
-        yield from sinks(s, "trainer.logger")
+    yield RecipeLine("task.eval.every", max(0, s.require_integer("trainer.test_freq")), ("trainer.test_freq",))
+    if s.is_set("trainer.logger"):
+        yield from translate_sinks(s, "trainer.logger")
 
 
-def _home(path: Any) -> str:
+def _expand_user(path: Any) -> str:
     return str(Path(str(path)).expanduser())
 
 
-def _files(value: Any) -> Any:
+def _file_paths(value: Any) -> Any:
     """One path, or a list of several."""
-    paths = [_home(path) for path in (value if isinstance(value, list) else [value])]
+    paths = [_expand_user(path) for path in (value if isinstance(value, list) else [value])]
     return paths if len(paths) > 1 else (paths or [""])[0]
 
 
@@ -558,7 +575,7 @@ def _taught_alone(s: PeerSettings) -> bool:
     return bool(s.values.get("distillation.enabled")) and not s.values.get(REWARDLESS, True)
 
 
-def _distillation(s: PeerSettings) -> Iterator[Part]:
+def _distillation_lines(s: PeerSettings) -> Iterator[Part]:
     """A teacher's opinion of every token; which estimator of the KL, and where it goes, a recipe says otherwise."""
     root = "distillation"
     loss = f"{root}.distillation_loss"
@@ -566,7 +583,9 @@ def _distillation(s: PeerSettings) -> Iterator[Part]:
     if not told.get(f"{root}.enabled"):
         return
     teachers = [
-        (key, _home(value)) for key, value in told.items() if key.endswith(".model_path") and ".teacher_models." in key
+        (key, _expand_user(value))
+        for key, value in told.items()
+        if key.endswith(".model_path") and ".teacher_models." in key
     ]
     ask = "" if teachers else "the config names no teacher"
     if len(teachers) < 2:
@@ -612,8 +631,19 @@ def _distillation(s: PeerSettings) -> Iterator[Part]:
     yield RecipeLine("algo.distill.coef", float(weigh), keys, ask=ask)
 
 
-VERL = PeerFormat.of(
+VERL = PeerFormat.from_parts(
     "verl",
-    (_model, _task, _algorithm, _loss, _distillation, _correction, _loop, _sampling, _optimizer, _running),
+    (
+        _translate_model,
+        _translate_task,
+        _algorithm_lines,
+        _translate_loss,
+        _distillation_lines,
+        _correction_lines,
+        _translate_loop,
+        _translate_sampling,
+        _translate_optimizer,
+        _translate_run,
+    ),
     REASONS,
 )

@@ -32,18 +32,18 @@ class ModelAdapter:
     exact: bool = False
 
     @property
-    def fresh(self) -> bool:
+    def is_zero(self) -> bool:
         """Whether it changes nothing yet."""
         return not any(bool(layer.lora_B[NAME].weight.any()) for layer in self.layers.values())
 
     @property
-    def numbers(self) -> int:
+    def parameter_count(self) -> int:
         """sum of r (I + O) over its layers."""
         return sum(m.weight.numel() for layer in self.layers.values() for m in (layer.lora_A[NAME], layer.lora_B[NAME]))
 
 
 @contextmanager
-def switched(adapter: ModelAdapter | None, *, off: bool, exact: bool) -> Iterator[None]:
+def adapter_mode(adapter: ModelAdapter | None, *, off: bool, exact: bool) -> Iterator[None]:
     """For one forward pass."""
     if adapter is None:
         yield
@@ -57,7 +57,7 @@ def switched(adapter: ModelAdapter | None, *, off: bool, exact: bool) -> Iterato
 
 
 @contextmanager
-def stirred(adapter: ModelAdapter | None) -> Iterator[None]:
+def randomized_adapter(adapter: ModelAdapter | None) -> Iterator[None]:
     """A fresh adapter adds exact zeros, with which nothing can be proven of it: inside, B holds noise."""
     tensors = [layer.lora_B[NAME].weight for layer in adapter.layers.values()] if adapter is not None else []
     kept, generator = [t.detach().clone() for t in tensors], torch.Generator().manual_seed(5)

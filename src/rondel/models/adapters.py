@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rondel.core.errors import ConfigError, ModelError, boundary
-from rondel.core.registry import nearest
+from rondel.core.errors import ConfigError, ModelError, error_boundary
+from rondel.core.registry import suggest_name
 from rondel.models import linear, names, nf4
 from rondel.models.adapter_state import NAME, ModelAdapter
 from rondel.models.attention import PackedLayout, PackedSegment
@@ -41,12 +41,12 @@ BLOCK = 256  # rows of one float32 copy on a CPU
 # -- making one ----------------------------------------------------------------------------------
 
 
-def adapt(loaded: LoadedModel, *, rank: int, alpha: int, targets: str | list[str] = ALL, seed: int = 0) -> None:
+def add_adapter(loaded: LoadedModel, *, rank: int, alpha: int, targets: str | list[str] = ALL, seed: int = 0) -> None:
     """From now on only an adapter of `loaded` is trained. A model that came with one keeps
     it, if it is the one that is asked for.
     """
-    require()
-    found = _found(loaded, targets)
+    require_peft()
+    found = _find_layers(loaded, targets)
     if (old := loaded.adapter) is not None:
         for what, has, wanted in (
             ("rank", old.config.r, rank),
@@ -65,9 +65,9 @@ def adapt(loaded: LoadedModel, *, rank: int, alpha: int, targets: str | list[str
 
     ends = sorted({name.rpartition(".")[2] for name in found})
     # else peft would reach into the tower, too
-    exact = loaded.sight is None and set(_found(loaded, ends)) == set(found)
-    with boundary(ModelError, f"adapting '{loaded.name}'"):
-        _inject(
+    exact = loaded.sight is None and set(_find_layers(loaded, ends)) == set(found)
+    with error_boundary(ModelError, f"adapting '{loaded.name}'"):
+        _inject_adapter(
             loaded,
             LoraConfig(
                 r=rank,
@@ -88,12 +88,12 @@ def adapt(loaded: LoadedModel, *, rank: int, alpha: int, targets: str | list[str
             )
 
 
-def require() -> None:
+def require_peft() -> None:
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("adapters need the package peft, which is not installed: pip install 'rondel[lora]'")
 
 
-def _found(loaded: LoadedModel, targets: str | Iterable[str]) -> dict[str, nn.Module]:
+def _find_layers(loaded: LoadedModel, targets: str | Iterable[str]) -> dict[str, nn.Module]:
     """{full name: layer} of what shall be adapted; every target must mean at least one layer."""
     model = loaded.model
     head = model.get_output_embeddings()
@@ -111,7 +111,7 @@ def _found(loaded: LoadedModel, targets: str | Iterable[str]) -> dict[str, nn.Mo
             raise ConfigError(
                 f"model.adapter.targets = '{ALL}': '{loaded.name}' is a mixture of experts, whose experts are joined "
                 f"tensors and no linear "
-                f"layers: an adapter cannot reach them. Name the layers that it shall have: targets = {_ends(layers)}"
+                f"layers: an adapter cannot reach them. Name the layers that it shall have: targets = {_layer_suffixes(layers)}"
             )
         return layers
     chosen: dict[str, nn.Module] = {}
@@ -120,7 +120,7 @@ def _found(loaded: LoadedModel, targets: str | Iterable[str]) -> dict[str, nn.Mo
         if not hits:
             raise ConfigError(
                 f"model.adapter.targets: '{target}' is no linear layer inside '{loaded.name}' that can be adapted."
-                f"{nearest(target, _ends(layers))} It has: {', '.join(_ends(layers))} (the head and a mixture's experts "
+                f"{suggest_name(target, _layer_suffixes(layers))} It has: {', '.join(_layer_suffixes(layers))} (the head and a mixture's experts "
                 f"and routers cannot)"
             )
         chosen |= hits
@@ -131,11 +131,11 @@ def _found(loaded: LoadedModel, targets: str | Iterable[str]) -> dict[str, nn.Mo
     return chosen
 
 
-def _ends(layers: Iterable[str]) -> list[str]:
+def _layer_suffixes(layers: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in layers})
 
 
-def _inject(loaded: LoadedModel, config: Any, seed: int) -> None:
+def _inject_adapter(loaded: LoadedModel, config: Any, seed: int) -> None:
     """peft puts its layers around the model's; their forward pass is ours, so that engine and
     trainer share one switch.
     """
@@ -156,12 +156,12 @@ def _inject(loaded: LoadedModel, config: Any, seed: int) -> None:
             )
         for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
             part.float().requires_grad_(True)
-        setattr(layer, "forward", functools.partial(_forward, adapter, layer))  # noqa: B010  # as linear.adopt does
+        setattr(layer, "forward", functools.partial(_adapted_forward, adapter, layer))  # noqa: B010  # as linear.adopt does
     loaded.adapter = adapter
-    _prove(loaded)
+    _check_adapter(loaded)
 
 
-def _forward(adapter: ModelAdapter, layer: Any, x: Tensor) -> Tensor:
+def _adapted_forward(adapter: ModelAdapter, layer: Any, x: Tensor) -> Tensor:
     """W x + alpha/r · B (A x), the sum in float32."""
     out = layer.base_layer(x)
     if adapter.off:
@@ -183,7 +183,7 @@ class _Added(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         low, y = x.new_empty(len(x), len(a), dtype=torch.float32), torch.empty_like(out)
-        for rows in _blocks(x):
+        for rows in _row_blocks(x):
             low[rows] = x[rows].float() @ a.t()
             y[rows] = torch.addmm(out[rows].float(), low[rows], b.t(), alpha=scale)
         ctx.save_for_backward(x, low, a, b)
@@ -194,7 +194,7 @@ class _Added(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, low, a, b = ctx.saved_tensors
         grad_x, grad_a, grad_b = torch.empty_like(x), torch.zeros_like(a), torch.zeros_like(b)
-        for rows in _blocks(x):
+        for rows in _row_blocks(x):
             g = grad[rows].float()
             through = ctx.scale * (g @ b)
             grad_b.addmm_(g.t(), low[rows], alpha=ctx.scale)
@@ -203,12 +203,12 @@ class _Added(torch.autograd.Function):
         return grad, grad_x, grad_a, grad_b, None
 
 
-def _blocks(x: Tensor) -> list[slice]:
+def _row_blocks(x: Tensor) -> list[slice]:
     size = BLOCK if x.is_cpu else max(1, len(x))
     return [slice(first, first + size) for first in range(0, len(x), size)]
 
 
-def _prove(loaded: LoadedModel) -> None:
+def _check_adapter(loaded: LoadedModel) -> None:
     """Every adapted layer must be asked in a pass: a model that reads a layer's
     weight itself would go past the adapter.
     """
@@ -219,7 +219,9 @@ def _prove(loaded: LoadedModel) -> None:
     ]
     ids = torch.arange(3, 8, device=loaded.device)
     with torch.no_grad():
-        loaded.hidden(ids, torch.arange(5, device=loaded.device), PackedLayout([PackedSegment(0, 5)], loaded.device))
+        loaded.hidden_states(
+            ids, torch.arange(5, device=loaded.device), PackedLayout([PackedSegment(0, 5)], loaded.device)
+        )
     for hook in hooks:
         hook.remove()
     if silent := sorted(adapter.layers.keys() - asked):
@@ -236,7 +238,7 @@ def is_adapter(folder: str | Path) -> bool:
     return (Path(folder).expanduser() / CONFIG).is_file()
 
 
-def save(loaded: LoadedModel, folder: Path) -> None:
+def save_adapter(loaded: LoadedModel, folder: Path) -> None:
     """What peft and vLLM read, and `base.json`: where the base came from and the digest of its bits."""
     assert loaded.adapter is not None
     config, origin = loaded.adapter.config, loaded.model.config.name_or_path
@@ -245,13 +247,15 @@ def save(loaded: LoadedModel, folder: Path) -> None:
         config.target_modules = sorted(config.target_modules)  # the same file in every run
     config.save_pretrained(folder)
     save_file(
-        {name: t.cpu().contiguous() for name, t in names.weights(loaded.model)}, folder / WEIGHTS, {"format": "pt"}
+        {name: t.cpu().contiguous() for name, t in names.named_weights(loaded.model)},
+        folder / WEIGHTS,
+        {"format": "pt"},
     )
     note = {
         "path": loaded.path,
         "dtype": str(loaded.dtype),
-        "nf4": bool(nf4.inside(loaded.model)),
-        "digest": names.base(loaded.model),
+        "nf4": bool(nf4.nf4_layers(loaded.model)),
+        "digest": names.base_digest(loaded.model),
     }
     (folder / BASE).write_text(json.dumps(note))
 
@@ -259,8 +263,8 @@ def save(loaded: LoadedModel, folder: Path) -> None:
 def base_of(folder: str | Path) -> str | dict[str, Any]:
     """The model that an adapter belongs to, as model.path says it."""
     folder = Path(folder).expanduser()
-    with boundary(ModelError, f"reading the adapter in '{folder}'"):
-        if note := _note(folder):
+    with error_boundary(ModelError, f"reading the adapter in '{folder}'"):
+        if note := _read_base_note(folder):
             return note["path"]
         if base := json.loads((folder / CONFIG).read_text()).get("base_model_name_or_path"):
             return base
@@ -271,46 +275,46 @@ def base_of(folder: str | Path) -> str | dict[str, Any]:
 
 def over_four_bits(folder: str | Path) -> bool:
     """Whether its note says that it was trained over a base in 4 bits; of adapters of others only their user knows."""
-    return bool(_note(folder).get("nf4"))
+    return bool(_read_base_note(folder).get("nf4"))
 
 
 def trained_in(folder: str | Path) -> str:
     """The dtype of its base while it was trained."""
-    return str(_note(folder)["dtype"]).removeprefix("torch.")
+    return str(_read_base_note(folder)["dtype"]).removeprefix("torch.")
 
 
-def attach(loaded: LoadedModel, folder: str | Path) -> None:
+def attach_adapter(loaded: LoadedModel, folder: str | Path) -> None:
     """Give a base the adapter that lies in `folder`, whoever wrote it."""
-    require()
+    require_peft()
     from peft import LoraConfig, PeftConfig
 
     if loaded.adapter is not None:
         raise ModelError(
             f"the adapter in '{folder}' belongs to '{loaded.name}', which has an adapter already: merge that one first"
         )
-    with boundary(ModelError, f"reading the adapter in '{folder}'"):
+    with error_boundary(ModelError, f"reading the adapter in '{folder}'"):
         config = PeftConfig.from_pretrained(str(Path(folder).expanduser()))
         if not isinstance(config, LoraConfig):
             raise ModelError(f"the adapter in '{folder}' is {config.peft_type}; LoRA is what is carried")
-        _inject(loaded, config, 0)
-    theirs = read(loaded, folder)
+        _inject_adapter(loaded, config, 0)
+    theirs = read_adapter(loaded, folder)
     with torch.no_grad():
-        for name, tensor in names.weights(loaded.model):
+        for name, tensor in names.named_weights(loaded.model):
             tensor.copy_(theirs[name])
 
 
-def read(loaded: LoadedModel, folder: str | Path) -> dict[str, Tensor]:
+def read_adapter(loaded: LoadedModel, folder: str | Path) -> dict[str, Tensor]:
     """The tensors of an adapter for this model, under peft's names; another base, shape or scale is refused by name."""
     folder, adapter = Path(folder).expanduser(), loaded.adapter
     assert adapter is not None
-    with boundary(ModelError, f"reading the adapter in '{folder}'"):
+    with error_boundary(ModelError, f"reading the adapter in '{folder}'"):
         if not is_adapter(folder):
             raise ModelError(
                 f"'{folder}' holds no {CONFIG}, and '{loaded.name}' is an adapted model: only its adapter can be replaced"
             )
         config = json.loads((folder / CONFIG).read_text())
         tensors = {n: t.float() for n, t in load_file(folder / WEIGHTS).items()}
-        mine = {name: tuple(t.shape) for name, t in names.weights(loaded.model)}
+        mine = {name: tuple(t.shape) for name, t in names.named_weights(loaded.model)}
         if odd := sorted(
             {n for n in mine.keys() | tensors.keys() if n not in tensors or mine.get(n) != tuple(tensors[n].shape)}
         ):
@@ -319,15 +323,15 @@ def read(loaded: LoadedModel, folder: str | Path) -> dict[str, Tensor]:
             )
         if (scale := config["lora_alpha"] / config["r"]) != adapter.config.lora_alpha / adapter.config.r:
             raise ModelError(f"the adapter in '{folder}' has alpha/r = {scale:g}, the one of '{loaded.name}' another")
-        base = _note(folder)
-        if base.get("dtype") == str(loaded.dtype) and base["digest"] != names.base(loaded.model):
+        base = _read_base_note(folder)
+        if base.get("dtype") == str(loaded.dtype) and base["digest"] != names.base_digest(loaded.model):
             raise ModelError(
                 f"the adapter in '{folder}' was trained on {base['path']} with other bits than the base of '{loaded.name}' has"
             )
     return tensors
 
 
-def _note(folder: str | Path) -> dict[str, Any]:
+def _read_base_note(folder: str | Path) -> dict[str, Any]:
     """What `save` wrote of the base; nothing where somebody else did."""
     file = Path(folder).expanduser() / BASE
     return json.loads(file.read_text()) if file.is_file() else {}

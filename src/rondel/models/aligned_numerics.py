@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rondel.core.errors import ConfigError
 from rondel.models.attention import PackedLayout, PackedSegment, PagedLayout, PoolSlots
-from rondel.models.head import chosen
+from rondel.models.head import select_logprobs
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
@@ -52,11 +52,11 @@ def attend(
     slots = F.pad(slots, (0, -slots.shape[1] % BLOCK))
     some = max(2, BUDGET // (slots.shape[1] * keys.shape[0] * keys.shape[2]))
     pieces = [slice(first, first + some) for first in range(0, len(q), some)]
-    out = [_attend(q[p], keys, values, slots[p], lengths[p], scale, window, softcap) for p in pieces]
+    out = [_attend_aligned(q[p], keys, values, slots[p], lengths[p], scale, window, softcap) for p in pieces]
     return torch.cat(out) if len(out) > 1 else out[0]
 
 
-def _attend(
+def _attend_aligned(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -68,7 +68,7 @@ def _attend(
 ) -> Tensor:
     if len(q) == 1:  # a single row may get another kernel
         q, slots, lengths = q.expand(2, -1, -1), slots.expand(2, -1), lengths.expand(2)
-        return _attend(q, keys, values, slots, lengths, scale, window, softcap)[:1]
+        return _attend_aligned(q, keys, values, slots, lengths, scale, window, softcap)[:1]
     n, heads, context = len(q), len(keys), slots.shape[1]
     blocks = context // BLOCK
     where = PoolSlots(slots)
@@ -108,11 +108,11 @@ class AlignedPacked:
     ) -> Tensor:
         return _Attend.apply(q, k, v, self, layer, {"scale": scale, "window": window, "softcap": softcap})
 
-    def values(self, q: Tensor, k: Tensor, v: Tensor, how: dict) -> Tensor:
+    def weigh_values(self, q: Tensor, k: Tensor, v: Tensor, how: dict) -> Tensor:
         """The packed tokens are the pool: a token's context are the places above it and its own up to itself."""
         keys, values = k.transpose(0, 1), v.transpose(0, 1)
         out = torch.empty(len(q), q.shape[1], v.shape[2], dtype=q.dtype, device=q.device)
-        for segment, context in self.fast.contexts:
+        for segment, context in self.fast.segment_contexts:
             mine, places = slice(segment.start, segment.start + segment.length), context.to(q.device)
             lengths = torch.arange(len(places) - segment.length, len(places), device=q.device) + 1
             out[mine] = attend(q[mine], keys, values, places.expand(segment.length, -1), lengths, **how)
@@ -124,7 +124,7 @@ class _Attend(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, layout: AlignedPacked, layer: int, how: dict):
         ctx.save_for_backward(q, k, v)
         ctx.layout, ctx.layer, ctx.how = layout, layer, how
-        return layout.values(q, k, v, how)
+        return layout.weigh_values(q, k, v, how)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -145,7 +145,7 @@ class AlignedPaged:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        keys, values = self.fast.store(layer, k, v)
+        keys, values = self.fast.store_kv(layer, k, v)
         parts = []
         for c in self.fast.chunks:
             lengths = torch.arange(len(c.context) - c.length, len(c.context), device=q.device) + 1
@@ -158,11 +158,11 @@ class AlignedPaged:
         return torch.cat(parts)
 
 
-def aligned(layout: PackedLayout | PagedLayout) -> AlignedPacked | AlignedPaged:
+def aligned_layout(layout: PackedLayout | PagedLayout) -> AlignedPacked | AlignedPaged:
     return AlignedPacked(layout) if isinstance(layout, PackedLayout) else AlignedPaged(layout)
 
 
-def align(loaded: LoadedModel) -> None:
+def align_numerics(loaded: LoadedModel) -> None:
     """From now on this model computes with aligned numerics, for the engine and the
     trainer alike; refused where they do not hold.
     """
@@ -172,21 +172,21 @@ def align(loaded: LoadedModel) -> None:
             f"on how many tokens it "
             "gets; use numerics = 'fast' with routing replay"
         )
-    loaded.aligned, loaded.align = True, aligned
-    with loaded.stirred():
-        prove(loaded)
+    loaded.aligned, loaded.align = True, aligned_layout
+    with loaded.randomized_adapter():
+        check_invariance(loaded)
 
 
 @torch.no_grad()
-def prove(loaded: LoadedModel) -> None:
+def check_invariance(loaded: LoadedModel) -> None:
     """Sequences of several lengths, alone and packed in several ways, must give the same
     bits; else aligned numerics are refused.
     """
     generator = torch.Generator().manual_seed(7)
     rows = [torch.randint(0, len(loaded.head.weight), (n,), generator=generator) for n in (2, 3, 17, 64, 70)]
-    alone = [_logprobs(loaded, [row])[0] for row in rows]
+    alone = [_packed_logprobs(loaded, [row])[0] for row in rows]
     for order in ([0, 1, 2, 3, 4], [4, 2, 0], [3, 3, 1, 4, 4, 2], [1] * 11 + [2]):
-        for i, got in zip(order, _logprobs(loaded, [rows[i] for i in order])):
+        for i, got in zip(order, _packed_logprobs(loaded, [rows[i] for i in order])):
             if not torch.equal(got, alone[i]):
                 raise ConfigError(
                     f"engine.numerics = 'aligned': '{loaded.name}' in {loaded.dtype} on this {loaded.device.type} gives other bits in another "
@@ -195,15 +195,15 @@ def prove(loaded: LoadedModel) -> None:
                 )
 
 
-def _logprobs(loaded: LoadedModel, rows: list[Tensor]) -> list[Tensor]:
+def _packed_logprobs(loaded: LoadedModel, rows: list[Tensor]) -> list[Tensor]:
     """Of each row's tokens after the first, all rows packed into one forward pass."""
     starts = [sum(len(r) for r in rows[:i]) for i in range(len(rows))]
     layout = PackedLayout([PackedSegment(start, len(row)) for start, row in zip(starts, rows)], loaded.device)
     positions = torch.cat([torch.arange(len(row)) for row in rows]).to(loaded.device)
-    hidden = loaded.hidden(torch.cat(rows).to(loaded.device), positions, layout)
+    hidden = loaded.hidden_states(torch.cat(rows).to(loaded.device), positions, layout)
     sources = torch.cat([torch.arange(start, start + len(row) - 1) for start, row in zip(starts, rows)]).to(
         loaded.device
     )
     targets = torch.cat([row[1:] for row in rows]).to(loaded.device)
-    picked = chosen(loaded.head.logits(hidden[sources]), targets)[0]
+    picked = select_logprobs(loaded.head.logits(hidden[sources]), targets)[0]
     return list(picked.split([len(row) - 1 for row in rows]))

@@ -41,7 +41,7 @@ _here = threading.local()
 
 
 @contextmanager
-def attending(layout: AttentionLayout) -> Iterator[None]:
+def use_attention_layout(layout: AttentionLayout) -> Iterator[None]:
     """Every attention layer called inside uses `layout`."""
     outer = getattr(_here, "layout", None)
     _here.layout = layout
@@ -79,7 +79,7 @@ def rondel_attention(
     return out.unsqueeze(0), None
 
 
-def _now(
+def _attend_now(
     q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
     return _here.layout.attend(layer, q, k, v, scale=scale, window=window, softcap=softcap).contiguous()
@@ -94,12 +94,12 @@ class _Outside:
         return torch.ops.rondel.attend(q, k, v, layer, scale, window, softcap)
 
 
-def outside() -> AbstractContextManager[None]:
-    return attending(_Outside())
+def outside_graph() -> AbstractContextManager[None]:
+    return use_attention_layout(_Outside())
 
 
 LIBRARY.define("attend(Tensor q, Tensor k, Tensor v, int layer, float scale, int? window, float? softcap) -> Tensor")
-LIBRARY.impl("attend", _now, "CPU")
+LIBRARY.impl("attend", _attend_now, "CPU")
 torch.library.register_fake("rondel::attend", lambda q, k, v, *how: q.new_empty(*q.shape[:2], v.shape[2]), lib=LIBRARY)
 
 AttentionInterface.register(NAME, rondel_attention)
@@ -127,13 +127,15 @@ def sdpa(
     if softcap is not None or (train and q.device.type == "cpu" and small):
         if causal:
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        return _dense(q, k, v, scale, mask, softcap)
+        return _dense_attention(q, k, v, scale, mask, softcap)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, softcap: float | None) -> Tensor:
+def _dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, softcap: float | None
+) -> Tensor:
     """The scores written out. Training on a CPU takes it: torch's fused backward pass is 8
     times slower there in bf16 (docs/LOG.md).
     """
@@ -178,11 +180,13 @@ class PackedLayout:
         above: list[np.ndarray] = []  # of each segment: the places of its ancestors' tokens, from the root down
         for segment in segments:
             up = segment.parent
-            above.append(np.empty(0, np.int64) if up is None else np.concatenate([above[up], _places(segments[up])]))
+            above.append(
+                np.empty(0, np.int64) if up is None else np.concatenate([above[up], _segment_positions(segments[up])])
+            )
         self.segments, self._above = segments, above
         self.calls = [
             AttentionCall([segments[i] for i in row], [above[i] for i in row], device)
-            for row in _calls(segments, above)
+            for row in _group_segments(segments, above)
         ]
         self._made: dict[tuple[str, int], _Rows] = {}  # by what and the number of heads
 
@@ -190,7 +194,7 @@ class PackedLayout:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         heads, shared, size = q.shape[1], k.shape[1], v.shape[2]
-        queries, keys, values = self._spread(heads)(q), self._context(shared)(k), self._context(shared)(v)
+        queries, keys, values = self._query_rows(heads)(q), self._context_rows(shared)(k), self._context_rows(shared)(v)
         parts, a, b = [], 0, 0
         for call in self.calls:
             rows, width = call.queries.shape
@@ -206,33 +210,34 @@ class PackedLayout:
             )
             parts.append(out.reshape(-1, size))
             a, b = q_end, k_end
-        return self._collect(heads)(torch.cat(parts)).view(-1, heads, size)
+        return self._collect_rows(heads)(torch.cat(parts)).view(-1, heads, size)
 
     @property
-    def contexts(self) -> list[tuple[PackedSegment, Tensor]]:
+    def segment_contexts(self) -> list[tuple[PackedSegment, Tensor]]:
         """Each segment with the places of its ancestors' tokens and its own."""
         return [
-            (s, torch.from_numpy(np.concatenate([over, _places(s)]))) for s, over in zip(self.segments, self._above)
+            (s, torch.from_numpy(np.concatenate([over, _segment_positions(s)])))
+            for s, over in zip(self.segments, self._above)
         ]
 
-    def _spread(self, heads: int) -> _Rows:
+    def _query_rows(self, heads: int) -> _Rows:
         """Tokens to the calls' queries: rows of [T*heads, D]."""
-        return self._once("queries", heads, lambda: self._rows_of("queries", "real", heads))
+        return self._cached_rows("queries", heads, lambda: self._rows_of("queries", "real", heads))
 
-    def _context(self, heads: int) -> _Rows:
+    def _context_rows(self, heads: int) -> _Rows:
         """Tokens to the calls' keys."""
-        return self._once("keys", heads, lambda: self._rows_of("keys", "used", heads))
+        return self._cached_rows("keys", heads, lambda: self._rows_of("keys", "used", heads))
 
-    def _collect(self, heads: int) -> _Rows:
+    def _collect_rows(self, heads: int) -> _Rows:
         """The calls' queries back to tokens."""
 
-        def make() -> _Rows:
-            spread = self._spread(heads)
+        def build_rows() -> _Rows:
+            spread = self._query_rows(heads)
             place = torch.empty(self.total * heads, dtype=torch.int64)
             place[spread.index[spread.counts].cpu()] = spread.counts.nonzero()[:, 0].cpu()
             return _Rows(place, torch.ones(len(place), dtype=torch.bool), len(spread.index), self.device)
 
-        return self._once("back", heads, make)
+        return self._cached_rows("back", heads, build_rows)
 
     def _rows_of(self, places: str, real: str, heads: int) -> _Rows:
         index, counts = (
@@ -240,13 +245,13 @@ class PackedLayout:
         )
         return _Rows(index, counts >= 0, self.total * heads, self.device)
 
-    def _once(self, what: str, heads: int, make: Callable[[], _Rows]) -> _Rows:
+    def _cached_rows(self, what: str, heads: int, make: Callable[[], _Rows]) -> _Rows:
         if (what, heads) not in self._made:
             self._made[what, heads] = make()
         return self._made[what, heads]
 
 
-def _places(segment: PackedSegment) -> np.ndarray:
+def _segment_positions(segment: PackedSegment) -> np.ndarray:
     return np.arange(segment.start, segment.start + segment.length)
 
 
@@ -302,7 +307,7 @@ class _Select(torch.autograd.Function):
 SCORES = 1 << 20  # scores of one head that a call may have before more segments join it
 
 
-def _calls(segments: list[PackedSegment], above: list[np.ndarray]) -> list[list[int]]:
+def _group_segments(segments: list[PackedSegment], above: list[np.ndarray]) -> list[list[int]]:
     """Which segments go into one call: those of similar length under contexts of
     similar length, so that little is padded.
     """
@@ -349,7 +354,7 @@ class AttentionCall:
             self.at, self.of = self.at[:1], self.of[:1]
         self._masks: dict[int | None, Tensor] = {}
 
-    def mask(self, window: int | None) -> Tensor:
+    def attention_mask(self, window: int | None) -> Tensor:
         """[S or 1, 1, L, P+L]: True where a query may look. A padded own key lies after every real query."""
         if window not in self._masks:
             distance = self.at[:, :, None] - self.of[:, None]
@@ -363,7 +368,14 @@ class AttentionCall:
         alone = self.keys.shape[1] == self.queries.shape[1]
         causal = alone and (window is None or window >= self.queries.shape[1])
         return sdpa(
-            q, k, v, scale=scale, mask=None if causal else self.mask(window), causal=causal, softcap=softcap, train=True
+            q,
+            k,
+            v,
+            scale=scale,
+            mask=None if causal else self.attention_mask(window),
+            causal=causal,
+            softcap=softcap,
+            train=True,
         )
 
 
@@ -376,10 +388,10 @@ class CachePool(Protocol):
     """
 
     @property
-    def addresses(self) -> list[int]:
+    def data_pointers(self) -> list[int]:
         """Where the layers lie that have been written."""
 
-    def at(self, layer: int, like: Tensor) -> Tensor:
+    def layer_pool(self, layer: int, like: Tensor) -> Tensor:
         """The layer's pool [K,pages,D] for tokens like [T,K,D]."""
 
 
@@ -392,13 +404,13 @@ class PoolSlots:
 
     def read(self, pool: Tensor) -> Tensor:
         """Slots [B,C] of a pool [K,pages,D] -> [K*B,C,D]."""
-        return pool.flatten(0, 1).index_select(0, self._of(pool)).view(-1, self.slots.shape[-1], pool.shape[-1])
+        return pool.flatten(0, 1).index_select(0, self._flat_slots(pool)).view(-1, self.slots.shape[-1], pool.shape[-1])
 
     def write(self, pool: Tensor, new: Tensor) -> None:
         """New tokens [T,K,D] into slots [T]."""
-        pool.flatten(0, 1).index_copy_(0, self._of(pool), new.transpose(0, 1).flatten(0, 1))
+        pool.flatten(0, 1).index_copy_(0, self._flat_slots(pool), new.transpose(0, 1).flatten(0, 1))
 
-    def _of(self, pool: Tensor) -> Tensor:
+    def _flat_slots(self, pool: Tensor) -> Tensor:
         heads, pages = pool.shape[:2]
         if heads not in self._rows:
             self._rows[heads] = (
@@ -466,7 +478,7 @@ class DecodeBatch:
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         weights = (
-            scores.masked_fill_(~self.mask(window), float("-inf"))
+            scores.masked_fill_(~self.attention_mask(window), float("-inf"))
             .softmax(-1)
             .to(v.dtype)
             .view(heads * rows, repeats, -1)
@@ -479,7 +491,7 @@ class DecodeBatch:
             out = torch.bmm(weights[..., common:], v).add_(over)
         return out.view(heads, rows, repeats, size).transpose(0, 1).reshape(rows, -1, size)
 
-    def mask(self, window: int | None) -> Tensor:
+    def attention_mask(self, window: int | None) -> Tensor:
         """[B,1,P+C]: True where the new token may look."""
         if window not in self.masks:
             own = torch.arange(self.own.shape[1], device=self.own.device)
@@ -527,21 +539,21 @@ class PagedLayout:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        keys, values = self.store(layer, k, v)
-        parts = [self._prefill(chunk, q, keys, values, scale, window, softcap) for chunk in self.chunks]
+        keys, values = self.store_kv(layer, k, v)
+        parts = [self._attend_prefill(chunk, q, keys, values, scale, window, softcap) for chunk in self.chunks]
         if self.decoding is not None:
             last = q[len(q) - len(self.decoding.own) :]
             parts.append(self.decoding.attend(last, keys, values, scale=scale, window=window, softcap=softcap))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def store_kv(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The new tokens' keys and values into the layer's pools -> both pools."""
-        keys, values = self.keys.at(layer, k), self.values.at(layer, v)
+        keys, values = self.keys.layer_pool(layer, k), self.values.layer_pool(layer, v)
         self._into.write(keys, k)
         self._into.write(values, v)
         return keys, values
 
-    def _prefill(
+    def _attend_prefill(
         self,
         chunk: PrefillChunk,
         q: Tensor,

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rondel.core.errors import ConfigError
 from rondel.models import linear
-from rondel.models.attention import AttentionLayout, PackedLayout, PackedSegment, attending, outside
+from rondel.models.attention import AttentionLayout, PackedLayout, PackedSegment, outside_graph, use_attention_layout
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
@@ -41,38 +41,38 @@ class CompiledModel:
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
-        refuse(
+        refuse_compilation(
             loaded,
             "compiled",
             {f"it runs on {loaded.device}, and only the CPU's serving pass is compiled": loaded.device.type != "cpu"},
         )
         self._loaded = loaded
         self._run = _compile(loaded)
-        with loaded.stirred():
-            self._prove()
+        with loaded.randomized_adapter():
+            self._check_outputs()
 
     @torch.no_grad()
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
+    def hidden_states(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
         """[T], [T] -> [T, D]. The graph is for two tokens and more: a single one goes twice."""
         alone = len(tokens) == 1
         if alone:
             tokens, positions, layout = tokens.repeat(2), positions.repeat(2), _Twice(layout)
-        with attending(layout):
+        with use_attention_layout(layout):
             out = self._run(tokens, positions)
         return out[:1] if alone else out
 
-    def forget(self) -> None:
+    def forget_graphs(self) -> None:
         """Nothing was recorded: its graph has no addresses."""
 
-    def _prove(self) -> None:
+    def _check_outputs(self) -> None:
         """Sizes that it was not traced with must give what the model gives."""
         loaded = self._loaded
         for n in (1, 2, 7, 40):
             tokens = torch.arange(3, 3 + 5 * n, 5) % len(loaded.head.weight)
             given = tokens, torch.arange(n), PackedLayout([PackedSegment(0, n)])
-            ours = loaded.head.logits(self.hidden(*given)).log_softmax(-1)
+            ours = loaded.head.logits(self.hidden_states(*given)).log_softmax(-1)
             with torch.no_grad():
-                gap = float((ours - loaded.head.logits(loaded.hidden(*given)).log_softmax(-1)).abs().mean())
+                gap = float((ours - loaded.head.logits(loaded.hidden_states(*given)).log_softmax(-1)).abs().mean())
             if not gap <= TOLERANCE[loaded.dtype]:
                 raise ConfigError(
                     f"engine.compile: the compiled '{loaded.name}' differs by {gap:.3g} in logprob (limit "
@@ -80,7 +80,7 @@ class CompiledModel:
                 )
 
 
-def refuse(loaded: LoadedModel, how: str, reasons: dict[str, bool]) -> None:
+def refuse_compilation(loaded: LoadedModel, how: str, reasons: dict[str, bool]) -> None:
     """`reasons` of one way of making steps faster, beside those that all of them have."""
     shared = {
         "it is a mixture of experts, whose experts get other tokens at every step": loaded.routers > 0,
@@ -96,16 +96,16 @@ def refuse(loaded: LoadedModel, how: str, reasons: dict[str, bool]) -> None:
 def _compile(loaded: LoadedModel) -> Any:
     from torch._inductor import standalone_compile  # slow to import
 
-    def whole(tokens: Tensor, positions: Tensor) -> Tensor:
+    def forward_hidden(tokens: Tensor, positions: Tensor) -> Tensor:
         out = loaded.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         return out.last_hidden_state[0]
 
     try:
-        with torch.no_grad(), outside(), linear.outside():
-            graph = make_fx(whole, tracing_mode="symbolic", _allow_non_fake_inputs=True)(
+        with torch.no_grad(), outside_graph(), linear.outside_graph():
+            graph = make_fx(forward_hidden, tracing_mode="symbolic", _allow_non_fake_inputs=True)(
                 torch.arange(11), torch.arange(11)
             )
-            held = _lift(graph)
+            held = _lift_tensors(graph)
             inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
             options = {"config_patches": {"emulate_precision_casts": True}}
             run = standalone_compile(graph, inputs, dynamic_shapes="from_graph", options=options)
@@ -125,7 +125,7 @@ def _compile(loaded: LoadedModel) -> Any:
     return call
 
 
-def _lift(graph: GraphModule) -> list[Tensor]:
+def _lift_tensors(graph: GraphModule) -> list[Tensor]:
     """Parameters and buffers become inputs, in the order returned: what a graph holds by itself it keeps a copy of."""
     nodes = list(graph.graph.nodes)
     last = [node for node in nodes if node.op == "placeholder"][-1]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rondel.core.errors import ConfigError
 from rondel.models.attention import AttentionLayout
-from rondel.models.compilation import REMEDY, TOLERANCE, CompiledModel, refuse
+from rondel.models.compilation import REMEDY, TOLERANCE, CompiledModel, refuse_compilation
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
@@ -64,7 +64,7 @@ class DecodeGraphs:
     def __init__(
         self, loaded: LoadedModel, most: int, record: Callable[[Callable[[], Tensor]], GraphRecording] = CudaGraph
     ) -> None:
-        _refuse(loaded)
+        _refuse_graphs(loaded)
         self._loaded, self._record = loaded, record
         self.sizes = sizes_upto(most)
         self.recorded: dict[int, GraphRecording] = {}
@@ -77,24 +77,24 @@ class DecodeGraphs:
         self.feeds = torch.zeros(self.sizes[-1], 4, dtype=torch.int32, device=device)
 
     @torch.no_grad()
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
+    def hidden_states(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
         """[T], [T] -> [T, D], which the next call overwrites."""
         from rondel.models.paged_attention import FedLayout
 
         n = len(tokens)
-        if not isinstance(layout, FedLayout) or not layout.decodes or n > self.sizes[-1]:
-            return self._loaded.hidden(tokens, positions, layout)
-        self._give(tokens, positions, layout)
+        if not isinstance(layout, FedLayout) or not layout.is_decode or n > self.sizes[-1]:
+            return self._loaded.hidden_states(tokens, positions, layout)
+        self._copy_inputs(tokens, positions, layout)
         self._forget_if_moved(layout)
         size = next(size for size in self.sizes if size >= n)
         if size in self.recorded:
             return self.recorded[size].replay()[:n]
-        return self._begin(size, layout)[:n]
+        return self._record_graph(size, layout)[:n]
 
-    def forget(self) -> None:
+    def forget_graphs(self) -> None:
         self.recorded.clear()
 
-    def _give(self, tokens: Tensor, positions: Tensor, layout: FedLayout) -> None:
+    def _copy_inputs(self, tokens: Tensor, positions: Tensor, layout: FedLayout) -> None:
         """This step's inputs; rows that nobody has read one scratch slot and write it."""
         n = len(tokens)
         for room, given in (
@@ -107,7 +107,7 @@ class DecodeGraphs:
         self.tokens[n:], self.positions[n:], self.write[n:] = 0, 0, 0
         self.feeds[n:, 3] = 1
 
-    def _begin(self, size: int, layout: FedLayout) -> Tensor:
+    def _record_graph(self, size: int, layout: FedLayout) -> Tensor:
         """Record this size, and compare its first answer with the plain pass over the same inputs."""
         from rondel.models.paged_attention import FedLayout, LaunchBatch
 
@@ -116,13 +116,13 @@ class DecodeGraphs:
         self.feeds[:, 2] = 1
         feeds = LaunchBatch(table, self.feeds[:size], [1] * size, layout.parts[0][1].splits)
 
-        def work() -> Tensor:
+        def run_forward() -> Tensor:
             step = FedLayout(layout.keys, layout.values, self.write[:size], [(size, feeds)])
-            return loaded.hidden(self.tokens[:size], self.positions[:size], step)
+            return loaded.hidden_states(self.tokens[:size], self.positions[:size], step)
 
-        plain = loaded.head.logits(work()).log_softmax(-1)
+        plain = loaded.head.logits(run_forward()).log_softmax(-1)
         try:
-            recording = self._record(work)
+            recording = self._record(run_forward)
         except RuntimeError as error:
             raise ConfigError(
                 f"engine.compile: a step of '{loaded.name}' cannot be recorded as a CUDA graph: "
@@ -140,9 +140,9 @@ class DecodeGraphs:
 
     def _forget_if_moved(self, layout: FedLayout) -> None:
         held = [*self._held, layout.parts[0][1].table]
-        over = [*(t.data_ptr() for t in held), *layout.keys.addresses, *layout.values.addresses]
+        over = [*(t.data_ptr() for t in held), *layout.keys.data_pointers, *layout.values.data_pointers]
         if over != self._over:
-            self.forget()
+            self.forget_graphs()
             self._over = over
 
 
@@ -159,9 +159,9 @@ def sizes_upto(most: int) -> list[int]:
     return [size for size in sizes if size < most] + [min(size for size in sizes if size >= most)]
 
 
-def _refuse(loaded: LoadedModel) -> None:
+def _refuse_graphs(loaded: LoadedModel) -> None:
     reasons = {
         f"it runs on {loaded.device}, and graphs are CUDA's": loaded.device.type not in ("cuda", "cpu"),
         "Triton is not installed (pip install triton)": importlib.util.find_spec("triton") is None,
     }
-    refuse(loaded, "recorded", reasons)
+    refuse_compilation(loaded, "recorded", reasons)

@@ -24,7 +24,7 @@ class LMHead:
     stack: PackedLinear = field(default_factory=PackedLinear, repr=False)
 
     @classmethod
-    def of(cls, model: Any) -> LMHead:
+    def from_model(cls, model: Any) -> LMHead:
         linear, config = model.get_output_embeddings(), model.config.get_text_config()
         scale = 1.0
         if getattr(config, "logits_scaling", None):  # granite divides
@@ -37,7 +37,7 @@ class LMHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[C, D] -> [C, V] in fp32."""
-        if self.stack.carries(hidden, [self.weight], [] if self.bias is None else [self.bias]):
+        if self.stack.can_pack(hidden, [self.weight], [] if self.bias is None else [self.bias]):
             out = self.stack(hidden)[0].float()
         else:
             out = product(hidden, self.weight, self.bias).float()
@@ -46,14 +46,14 @@ class LMHead:
         return out if self.softcap is None else self.softcap * torch.tanh(out / self.softcap)
 
 
-def chosen(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def select_logprobs(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scaled logits z [C, V] (may be overwritten), target [C] -> (logprob [C], z - max
     [C, V], exp of that, its sum [C, 1]).
 
     Engine and trainer both take this one, so that aligned numerics end in the same bits.
     """
     if len(z) == 1:  # torch sums a single row in another order
-        logprob, shifted, e, total = chosen(z.repeat(2, 1), target.expand(2))
+        logprob, shifted, e, total = select_logprobs(z.repeat(2, 1), target.expand(2))
         return logprob[:1], shifted[:1], e[:1], total[:1]
     top = z.amax(-1, keepdim=True)
     picked = z.gather(-1, target[:, None])

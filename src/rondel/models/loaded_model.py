@@ -13,9 +13,9 @@ import torch
 from rondel.core.errors import ModelError
 from rondel.core.media import Image, ImageProcessorConfig
 from rondel.models import adapter_state, nf4, vision
-from rondel.models.attention import attending
+from rondel.models.attention import use_attention_layout
 from rondel.models.head import LMHead
-from rondel.models.routing_tape import RoutingTape, taping
+from rondel.models.routing_tape import RoutingTape, use_tape
 
 
 @dataclass(slots=True)
@@ -50,15 +50,15 @@ class LoadedModel:
         return self.compute or self.head.weight.dtype
 
     @property
-    def numbers(self) -> int:
+    def parameter_count(self) -> int:
         """How many weights it has, whatever they lie in."""
-        return nf4.numbers(self.model)
+        return nf4.count_parameters(self.model)
 
-    def within(self, work: Callable[[LMHead], Any]) -> Any:
+    def run_with_head(self, work: Callable[[LMHead], Any]) -> Any:
         """One pass through the module, ending in its head."""
         return work(self.head) if self.enter is None else self.enter(work)
 
-    def hidden(
+    def hidden_states(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
@@ -69,14 +69,18 @@ class LoadedModel:
         """Last hidden states of packed tokens: [T], [T] or [3,T] -> [T, D]. On `tape` routers
         record their choice, or repeat a recorded one.
         """
-        switches = adapter_state.switched(self.adapter, off=self.bare, exact=self.aligned)
-        with attending(self.align(layout) if self.aligned and self.align else layout), taping(tape), switches:
+        switches = adapter_state.adapter_mode(self.adapter, off=self.bare, exact=self.aligned)
+        with (
+            use_attention_layout(self.align(layout) if self.aligned and self.align else layout),
+            use_tape(tape),
+            switches,
+        ):
             if self.sight is not None:
-                return vision.hidden(self.model, tokens, positions, seen)
+                return vision.hidden_states(self.model, tokens, positions, seen)
             out = self.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         return out.last_hidden_state[0]
 
-    def look(self, images: list[Image]) -> vision.ImageFeatures:
+    def encode_images(self, images: list[Image]) -> vision.ImageFeatures:
         """What it sees in the cells of these pictures. A frozen tower makes no graph."""
         if self.sight is None:
             raise ModelError(
@@ -84,18 +88,18 @@ class LoadedModel:
                 f"({', '.join(vision.FAMILIES)})"
             )
         with torch.set_grad_enabled(
-            torch.is_grad_enabled() and any(p.requires_grad for p in vision.tower(self.model).parameters())
+            torch.is_grad_enabled() and any(p.requires_grad for p in vision.vision_tower(self.model).parameters())
         ):
-            return vision.encode(self.model, self.sight, images)
+            return vision.encode_images(self.model, self.sight, images)
 
-    def copied(self) -> LoadedModel:
+    def copy_trainable(self) -> LoadedModel:
         """The same weights, free to go another way: what is trained is copied, what is frozen
         (the base of an adapter) stays shared.
         """
         frozen = {id(p): p for p in self.model.parameters() if not p.requires_grad}
         model, adapter = copy.deepcopy((self.model, self.adapter), frozen)
-        return replace(self, model=model, head=LMHead.of(model), adapter=adapter)
+        return replace(self, model=model, head=LMHead.from_model(model), adapter=adapter)
 
-    def stirred(self) -> AbstractContextManager[None]:
+    def randomized_adapter(self) -> AbstractContextManager[None]:
         """Inside, a fresh adapter is noise: what is proven of this model is then proven of its adapter, too."""
-        return adapter_state.stirred(self.adapter)
+        return adapter_state.randomized_adapter(self.adapter)

@@ -12,9 +12,9 @@ from rondel.core.errors import ModelError
 from rondel.models import nf4
 from rondel.models.adapter_state import NAME
 from rondel.models.adapters import is_adapter, over_four_bits, trained_in
-from rondel.models.load import load
+from rondel.models.load import load_model
 from rondel.models.names import LORA
-from rondel.models.save import save
+from rondel.models.save import save_model
 
 
 def merge(adapter: str | Path, folder: str | Path, *, dtype: str = "float32") -> float:
@@ -31,10 +31,10 @@ def merge(adapter: str | Path, folder: str | Path, *, dtype: str = "float32") ->
             f"'{adapter}' is no adapter: a folder with adapter_config.json is, as checkpoints of a run with "
             f"model.adapter are"
         )
-    loaded = load(str(adapter), dtype=trained_in(adapter) if over_four_bits(adapter) else dtype)
+    loaded = load_model(str(adapter), dtype=trained_in(adapter) if over_four_bits(adapter) else dtype)
     assert loaded.adapter is not None
-    if nf4.inside(loaded.model):
-        nf4.restore(loaded.model, loaded.dtype)
+    if nf4.nf4_layers(loaded.model):
+        nf4.restore_layers(loaded.model, loaded.dtype)
         for parameter in (p for name, p in loaded.model.named_parameters() if LORA not in name):
             parameter.data = parameter.data.to(getattr(torch, dtype))
     lost = whole = 0.0
@@ -46,12 +46,12 @@ def merge(adapter: str | Path, folder: str | Path, *, dtype: str = "float32") ->
             weight.copy_(wanted)
             lost += float((weight.double() - wanted).square().sum())
             whole += float(delta.double().square().sum())
-            _put(loaded.model, name, base)
+            _replace_layer(loaded.model, name, base)
     del loaded.model.peft_config
-    save(loaded, Path(folder))
+    save_model(loaded, Path(folder))
     return (lost / whole) ** 0.5 if whole else 0.0
 
 
-def _put(model: Any, name: str, layer: Any) -> None:
+def _replace_layer(model: Any, name: str, layer: Any) -> None:
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, layer)

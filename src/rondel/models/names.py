@@ -59,7 +59,7 @@ class _Uncopied(TorchDispatchMode):
         return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
 
 
-def pieces(model: nn.Module) -> Mapping[str, tuple[TensorSlice, ...]]:
+def checkpoint_pieces(model: nn.Module) -> Mapping[str, tuple[TensorSlice, ...]]:
     """The checkpoint's tensors in each of the module's, parameters and persistent buffers, as
     `save_pretrained` of this family writes them.
     """
@@ -69,10 +69,10 @@ def pieces(model: nn.Module) -> Mapping[str, tuple[TensorSlice, ...]]:
 
 
 def _find_pieces(model: nn.Module) -> dict[str, tuple[TensorSlice, ...]]:
-    named = [*weights(model)]
+    named = [*named_weights(model)]
     adapted = any(LORA in name for name, _ in named)
     if not adapted:
-        named += _constants(model)
+        named += _persistent_buffers(model)
     shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in named}
     found: dict[str, Tensor] = shapes
     if hasattr(model, "save_pretrained") and not adapted:
@@ -95,7 +95,7 @@ def _find_pieces(model: nn.Module) -> dict[str, tuple[TensorSlice, ...]]:
     return {name: tuple(sorted(held, key=lambda piece: piece.offset)) for name, held in placed.items()}
 
 
-def _constants(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Persistent buffers, which a checkpoint holds too, in the dtype that they were loaded in."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -106,50 +106,50 @@ def _constants(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def remember_dtypes(model: nn.Module) -> None:
     """Before a model is computed with in another dtype: its buffers go on being published in that of now."""
-    _loaded_in[model] = {name: buffer.dtype for name, buffer in _constants(model)}
+    _loaded_in[model] = {name: buffer.dtype for name, buffer in _persistent_buffers(model)}
 
 
-def published(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def published_tensors(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The module's `tensors`, gathered where they lie in shards, under the checkpoint's
     names; behind them its persistent buffers.
     """
-    places = pieces(model)
-    for name, tensor in chain(tensors, _constants(model)):
+    places = checkpoint_pieces(model)
+    for name, tensor in chain(tensors, _persistent_buffers(model)):
         for piece in places.get(name, ()):
             yield piece.name, piece.view(tensor)
 
 
-def parts(model: nn.Module, asked: Collection[str]) -> dict[str, tuple[str, TensorSlice]]:
+def tensor_slices(model: nn.Module, asked: Collection[str]) -> dict[str, tuple[str, TensorSlice]]:
     """Of each tensor of the checkpoint the module's tensor that holds it, and where; empty
     if `asked` are the module's own names.
     """
-    if {name for name, _ in weights(model)} >= set(asked):
+    if {name for name, _ in named_weights(model)} >= set(asked):
         return {}
-    return {piece.name: (of, piece) for of, held in pieces(model).items() for piece in held}
+    return {piece.name: (of, piece) for of, held in checkpoint_pieces(model).items() for piece in held}
 
 
-def served(model: nn.Module, asked: Collection[str]) -> dict[str, Tensor]:
+def updatable_tensors(model: nn.Module, asked: Collection[str]) -> dict[str, Tensor]:
     """The tensors of a model that an update writes: under the module's own names if these
     are `asked`, else under the checkpoint's.
     """
-    return dict(published(model, weights(model)) if parts(model, asked) else weights(model))
+    return dict(published_tensors(model, named_weights(model)) if tensor_slices(model, asked) else named_weights(model))
 
 
-def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(HF name, tensor) of everything a receiver needs; a tied tensor appears once, under its
     first name. Of an adapted model the adapter.
     """
     named = list(model.named_parameters())
     for name, parameter in [(n, p) for n, p in named if LORA in n] or named:
-        yield sent(name), parameter.detach()
+        yield published_name(name), parameter.detach()
 
 
-def sent(name: str) -> str:
+def published_name(name: str) -> str:
     """Under which name a parameter travels and is stored: an adapter's has peft's, any other its own."""
     return f"base_model.model.{name.replace('.default.', '.')}" if LORA in name else name
 
 
-def base(model: nn.Module) -> str:
+def base_digest(model: nn.Module) -> str:
     """One digest of the frozen weights under an adapter, "" where there is none: taken once,
     and again only when one of them was written.
     """
@@ -161,17 +161,17 @@ def base(model: nn.Module) -> str:
         return ""
     stamp = [(p.data_ptr(), p._version) for p in frozen.values()]
     if model not in _bases or _bases[model][0] != stamp:
-        rows = "\n".join(sorted(f"{name}|{tuple(p.shape)}|{p.dtype}|{digest(p)}" for name, p in frozen.items()))
+        rows = "\n".join(sorted(f"{name}|{tuple(p.shape)}|{p.dtype}|{tensor_digest(p)}" for name, p in frozen.items()))
         _bases[model] = stamp, blake2b(rows.encode(), digest_size=16).hexdigest()
     return _bases[model][1]
 
 
-def pin(model: nn.Module) -> None:
+def pin_digest(model: nn.Module) -> None:
     """The frozen weights will lie in shards, which nobody has whole any more: their digest stays what it is now."""
-    _bases[model] = None, base(model)
+    _bases[model] = None, base_digest(model)
 
 
-def _multipliers(device: torch.device, n: int, seed: int) -> Tensor:
+def _hash_multipliers(device: torch.device, n: int, seed: int) -> Tensor:
     key = (str(device), n, seed)
     if key not in _odd:
         generator = torch.Generator().manual_seed(seed)
@@ -179,7 +179,7 @@ def _multipliers(device: torch.device, n: int, seed: int) -> Tensor:
     return _odd[key]
 
 
-def _hash(words: Tensor, odd: Tensor) -> Tensor:
+def _hash_words(words: Tensor, odd: Tensor) -> Tensor:
     """sum_i odd_i (w_i xor w_i >> 29) modulo 2^64.
 
     A product carries only upwards, so two flipped signs (bit 63) would cancel; the fold
@@ -188,7 +188,7 @@ def _hash(words: Tensor, odd: Tensor) -> Tensor:
     return ((words ^ (words >> 29 & (1 << 35) - 1)) * odd[: len(words)]).sum()
 
 
-def _inside(rows: Tensor, odd: Tensor) -> Tensor:
+def _row_products(rows: Tensor, odd: Tensor) -> Tensor:
     """sum_i odd_i w_ri of every row r, modulo 2^64. A GPU has no product of integer matrices."""
     return torch.mv(rows, odd) if rows.device.type == "cpu" else (rows * odd).sum(1)
 
@@ -200,7 +200,7 @@ def is_finite(tensor: Tensor) -> Tensor:
     return (tensor.to(torch.bfloat16) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor).isfinite()
 
 
-def digest(tensor: Tensor) -> str:
+def tensor_digest(tensor: Tensor) -> str:
     """A fast fingerprint of the bits, wherever they live. A check against accidents, not adversaries.
 
     8-byte words w[r, c] in rows of 1023 -> the hash over r of sum_c odd_c w[r, c], beside the
@@ -214,34 +214,36 @@ def digest(tensor: Tensor) -> str:
     words = raw[: raw.numel() // 8 * 8].view(torch.int64)
     whole = words[: len(words) // _ROW * _ROW].view(-1, _ROW)
     rest = words[whole.numel() :]
-    odd = _multipliers(raw.device, _ROW, _INSIDE)
+    odd = _hash_multipliers(raw.device, _ROW, _INSIDE)
     columns = torch.zeros_like(odd)
     columns[: len(rest)] = rest
     rows = [(rest * odd[: len(rest)]).sum()[None]]
     for some in whole.split(_ROWS):
-        rows.append(_inside(some, odd))
+        rows.append(_row_products(some, odd))
         columns += some.sum(0)
     row_hashes = torch.cat(rows)
-    across = _hash(row_hashes, _multipliers(raw.device, len(row_hashes), _ACROSS))
+    across = _hash_words(row_hashes, _hash_multipliers(raw.device, len(row_hashes), _ACROSS))
     tail = int.from_bytes(bytes(raw[words.numel() * 8 :].tolist()), "little")
     first = int(across.item()) + tail * 0x9E3779B97F4A7C15 + raw.numel()
-    return f"{first & (2**64 - 1):016x}{int(_hash(columns, odd).item()) & (2**64 - 1):016x}"
+    return f"{first & (2**64 - 1):016x}{int(_hash_words(columns, odd).item()) & (2**64 - 1):016x}"
 
 
-def info(name: str, tensor: Tensor) -> TensorInfo:
-    return TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), digest(tensor))
+def tensor_info(name: str, tensor: Tensor) -> TensorInfo:
+    return TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor_digest(tensor))
 
 
-def described(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[TensorInfo, Tensor]]:
+def describe_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[TensorInfo, Tensor]]:
     """Each tensor with its name, shape, dtype and digest, one at a time: a gathered
     tensor can go when its turn is over.
     """
     for name, tensor in tensors:
-        yield info(name, tensor), tensor
+        yield tensor_info(name, tensor), tensor
 
 
-def manifest(model: nn.Module, version: int, asked: Collection[str] = ()) -> Manifest:
+def build_manifest(model: nn.Module, version: int, asked: Collection[str] = ()) -> Manifest:
     """Every tensor of `model` that travels, with shape, dtype and digest, under the names of
     `served`; of those under an adapter one digest.
     """
-    return Manifest(version, tuple(row for row, _ in described(served(model, asked).items())), base(model))
+    return Manifest(
+        version, tuple(row for row, _ in describe_tensors(updatable_tensors(model, asked).items())), base_digest(model)
+    )

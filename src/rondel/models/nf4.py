@@ -49,23 +49,23 @@ class Nf4(nn.Linear):
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
     @property
-    def numbers(self) -> int:
+    def parameter_count(self) -> int:
         return self.out_features * self.in_features
 
-    def decoded(self, dtype: torch.dtype) -> Tensor:
+    def decode_weight(self, dtype: torch.dtype) -> Tensor:
         """W [O, I], a fresh tensor."""
-        return decode(self.weight, self.numbers, dtype).view(self.out_features, self.in_features)
+        return decode(self.weight, self.parameter_count, dtype).view(self.out_features, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        if linear.tracing():
-            return linear.called(self, x, self.out_features)
-        return self.together(x)
+        if linear.is_tracing():
+            return linear.call_joint_product(self, x, self.out_features)
+        return self.forward_joined(x)
 
-    def together(self, x: Tensor) -> Tensor:
+    def forward_joined(self, x: Tensor) -> Tensor:
         """x [..., I] -> [..., O]; a gradient goes to x alone."""
         if torch.is_grad_enabled() and x.requires_grad:
             return DecodedProduct.apply(x, self)
-        return linear.product(x, self.decoded(x.dtype), self.bias)
+        return linear.product(x, self.decode_weight(x.dtype), self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, nf4"
@@ -77,7 +77,7 @@ class DecodedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, layer: Nf4):
         ctx.layer = layer
-        return linear.unshared(linear.product(x, layer.decoded(x.dtype), layer.bias))
+        return linear.as_base_tensor(linear.product(x, layer.decode_weight(x.dtype), layer.bias))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -89,13 +89,13 @@ class DecodedProduct(torch.autograd.Function):
 
 def encode(weight: Tensor) -> Tensor:
     """[O, I] -> [bytes] on the same device."""
-    functional = _library()
+    functional = _nf4_library()
     flat = weight.detach().reshape(-1)
     flat = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).contiguous()
-    return _joined(*functional.quantize_4bit(flat, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"))
+    return _join_parts(*functional.quantize_4bit(flat, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"))
 
 
-def _joined(codes: Tensor, state: Any) -> Tensor:
+def _join_parts(codes: Tensor, state: Any) -> Tensor:
     """Of bitsandbytes' two."""
     parts = (codes.view(-1), state.absmax, state.state2.absmax, state.offset.reshape(1))
     return torch.cat([part.detach().contiguous().view(torch.uint8) for part in parts])
@@ -103,9 +103,9 @@ def _joined(codes: Tensor, state: Any) -> Tensor:
 
 def decode(packed: Tensor, numbers: int, dtype: torch.dtype) -> Tensor:
     """[bytes] -> [numbers]."""
-    functional = _library()
-    codes, scales, outer, mean = _parts(packed, numbers)
-    quantiles, steps = _tables(packed.device)
+    functional = _nf4_library()
+    codes, scales, outer, mean = _split_packed(packed, numbers)
+    quantiles, steps = _code_tables(packed.device)
     inner = functional.QuantState(absmax=outer, code=steps, blocksize=OUTER, dtype=torch.float32)
     # Rows of one block each: of other lengths bitsandbytes' kernels for CPUs take the
     # scales of wrong blocks (0.50.2, 48 x 96).
@@ -123,22 +123,22 @@ def decode(packed: Tensor, numbers: int, dtype: torch.dtype) -> Tensor:
     return functional.dequantize_4bit(codes[:, None], state).view(-1)[:numbers]
 
 
-def defined(packed: Tensor, numbers: int, dtype: torch.dtype) -> Tensor:
+def decode_reference(packed: Tensor, numbers: int, dtype: torch.dtype) -> Tensor:
     """`decode` by the formula above, a table entry a number: what a library's kernels must agree with."""
-    codes, scales, outer, mean = _parts(packed, numbers)
-    quantiles, steps = _tables(packed.device)
+    codes, scales, outer, mean = _split_packed(packed, numbers)
+    quantiles, steps = _code_tables(packed.device)
     s = steps[scales.long()] * outer.repeat_interleave(OUTER)[: len(scales)] + mean
     q = quantiles[torch.stack([codes >> 4, codes & 15], 1).view(-1).long()]
     return (q.view(-1, BLOCK) * s[:, None]).view(-1)[:numbers].to(dtype)
 
 
-def size(numbers: int) -> int:
+def layer_bytes(numbers: int) -> int:
     """Bytes of one layer of so many weights."""
     blocks = -(-numbers // BLOCK)
     return blocks * BLOCK // 2 + blocks + 4 * -(-blocks // OUTER) + 4
 
 
-def _parts(packed: Tensor, numbers: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _split_packed(packed: Tensor, numbers: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """c [N/2] uint8, b [N/64] uint8, t [N/(64·256)] float32, u [] float32."""
     blocks = -(-numbers // BLOCK)
     codes, scales, floats = packed.split([blocks * BLOCK // 2, blocks, len(packed) - blocks * BLOCK // 2 - blocks])
@@ -149,15 +149,15 @@ def _parts(packed: Tensor, numbers: int) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 @functools.cache
-def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+def _code_tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """q [16] and m [256]."""
-    functional = _library()
+    functional = _nf4_library()
     return functional.get_4bit_type("nf4", device=device), functional.create_dynamic_map().to(device)
 
 
 @functools.cache
-def _library() -> Any:
-    require()
+def _nf4_library() -> Any:
+    require_bitsandbytes()
     # it warns of a kernel that would be fetched and is not wanted
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import bitsandbytes.functional as functional
@@ -168,7 +168,7 @@ def _library() -> Any:
 # -- a whole model ---------------------------------------------------------------------------------
 
 
-def require() -> None:
+def require_bitsandbytes() -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
             f"a base in 4 bits (model.adapter.kind = 'qlora') needs the package bitsandbytes, which is not installed: "
@@ -177,13 +177,18 @@ def require() -> None:
 
 
 @functools.cache
-def prove(device: torch.device) -> None:
+def check_decoding(device: torch.device) -> None:
     """The library has to give what the formula gives, on this device: whole blocks, odd rows and a rest."""
     weights = torch.randn(321, 130, generator=torch.Generator().manual_seed(3))
     for dtype in (torch.float32, torch.bfloat16):
         try:
             packed = encode(weights.to(device, dtype))
-            gap = (decode(packed, weights.numel(), dtype) - defined(packed, weights.numel(), dtype)).float().abs().max()
+            gap = (
+                (decode(packed, weights.numel(), dtype) - decode_reference(packed, weights.numel(), dtype))
+                .float()
+                .abs()
+                .max()
+            )
         except ConfigError:
             raise
         except Exception as error:
@@ -191,7 +196,7 @@ def prove(device: torch.device) -> None:
             raise ConfigError(
                 f"bitsandbytes cannot compute NF4 on '{device}': {type(error).__name__}: {reason}. {INSTEAD}"
             ) from error
-        lost = (defined(packed, weights.numel(), torch.float32).cpu() - weights.view(-1)).abs().mean()
+        lost = (decode_reference(packed, weights.numel(), torch.float32).cpu() - weights.view(-1)).abs().mean()
         if not (float(gap) <= (2e-2 if dtype == torch.bfloat16 else 1e-6) and float(lost) < 0.1):
             raise ConfigError(
                 f"bitsandbytes on '{device}' gives another NF4 than its definition (largest difference "
@@ -201,19 +206,19 @@ def prove(device: torch.device) -> None:
             )
 
 
-def quantise(model: Any, device: str) -> None:
+def quantize_model(model: Any, device: str) -> None:
     """Every linear layer but the head and what looks at pictures, one at a time on
     `device`, where a copy in 16 bits is never whole.
     """
-    prove(torch.device(device))
+    check_decoding(torch.device(device))
     but = {model.get_output_embeddings(), *getattr(model.base_model, "visual", nn.Module()).modules()}
     for parent in [module for module in model.modules() if module not in but]:
         for name, module in list(parent.named_children()):
             if isinstance(module, nn.Linear | Conv1D) and module not in but:
-                _replace(parent, name, module, device)
+                _replace_layer(parent, name, module, device)
 
 
-def _replace(parent: nn.Module, name: str, module: Any, device: str) -> None:
+def _replace_layer(parent: nn.Module, name: str, module: Any, device: str) -> None:
     weight, bias = module.weight, None if module.bias is None else module.bias.detach().to(device)
     if (state := getattr(weight, "quant_state", None)) is not None:  # it comes from a file of bitsandbytes
         like = state.quant_type, state.blocksize, getattr(state.state2, "blocksize", None)
@@ -224,7 +229,7 @@ def _replace(parent: nn.Module, name: str, module: Any, device: str) -> None:
                 "carried is nf4 in blocks of 64 with double quantisation. Take the model in 16 bits, which is quantised "
                 "as it is loaded"
             )
-        packed, (o, i) = _joined(weight.data, state).to(device), state.shape
+        packed, (o, i) = _join_parts(weight.data, state).to(device), state.shape
     else:
         dense = weight.detach().to(device)
         dense = dense.t() if isinstance(module, Conv1D) else dense
@@ -232,17 +237,17 @@ def _replace(parent: nn.Module, name: str, module: Any, device: str) -> None:
     setattr(parent, name, Nf4(packed, bias, out_features=o, in_features=i, transposed=isinstance(module, Conv1D)))
 
 
-def restore(model: nn.Module, dtype: torch.dtype) -> None:
+def restore_layers(model: nn.Module, dtype: torch.dtype) -> None:
     """The layers as their model had them: the decoded weights, in `dtype`."""
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             if isinstance(module, Nf4):
-                setattr(parent, name, _plain(module, dtype))
-    linear.adopt(model)  # the products of every other model, so the same bits
+                setattr(parent, name, _dense_layer(module, dtype))
+    linear.install_cpu_linear(model)  # the products of every other model, so the same bits
 
 
-def _plain(layer: Nf4, dtype: torch.dtype) -> nn.Module:
-    weight = layer.decoded(dtype)
+def _dense_layer(layer: Nf4, dtype: torch.dtype) -> nn.Module:
+    weight = layer.decode_weight(dtype)
     found: nn.Module
     with torch.device("meta"):
         if layer.transposed:
@@ -255,26 +260,28 @@ def _plain(layer: Nf4, dtype: torch.dtype) -> nn.Module:
     return found
 
 
-def inside(model: nn.Module) -> list[Nf4]:
+def nf4_layers(model: nn.Module) -> list[Nf4]:
     return [module for module in model.modules() if isinstance(module, Nf4)]
 
 
-def numbers(model: nn.Module) -> int:
+def count_parameters(model: nn.Module) -> int:
     """How many weights a model has, whatever they lie in."""
-    packed = inside(model)
-    return sum(p.numel() for p in model.parameters()) + sum(layer.numbers - layer.weight.numel() for layer in packed)
+    packed = nf4_layers(model)
+    return sum(p.numel() for p in model.parameters()) + sum(
+        layer.parameter_count - layer.weight.numel() for layer in packed
+    )
 
 
-def described(model: nn.Module) -> str:
+def describe_quantization(model: nn.Module) -> str:
     """ "" for a base that is not in 4 bits."""
-    if not (layers := inside(model)):
+    if not (layers := nf4_layers(model)):
         return ""
     return f"{len(layers)} linear layers in 4 bits (nf4, double quantisation), {sum(layer.weight.numel() for layer in layers) / 1e6:.4g} MB"
 
 
 def refuse_other(model: nn.Module, name: str, *, wanted: bool) -> None:
     """A recipe that says lora must not get a base in 4 bits, nor one that says qlora another."""
-    if bool(inside(model)) == wanted:
+    if bool(nf4_layers(model)) == wanted:
         return
     has, says = ("in 4 bits", "qlora") if not wanted else ("not in 4 bits", "lora")
     raise ModelError(f"the base of '{name}' is {has}: set model.adapter.kind = \"{says}\", as it was trained")

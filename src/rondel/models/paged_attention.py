@@ -58,7 +58,7 @@ class LaunchBatch:
     _tiles: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, table: Tensor, fed: Sequence[TokenRun]) -> LaunchBatch:
+    def from_runs(cls, table: Tensor, fed: Sequence[TokenRun]) -> LaunchBatch:
         new = [f.new for f in fed]
         return cls(table, torch.tensor(fed, dtype=torch.int32).to(table.device), new, SPLITS if max(new) <= FEW else 1)
 
@@ -68,24 +68,27 @@ class LaunchBatch:
         """q [T,H,D], pools [K,pages,D] and [K,pages,V] -> [T,H,V] in q's dtype."""
         tokens, heads, size = q.shape
         shared, wide = keys.shape[0], values.shape[2]
-        repeats, shape = heads // shared, KernelShape.of(heads // shared, max(self.new), size, wide, q.element_size())
+        repeats, shape = (
+            heads // shared,
+            KernelShape.for_sizes(heads // shared, max(self.new), size, wide, q.element_size()),
+        )
         q = q if q.stride(2) == 1 else q.contiguous()
         out = q.new_zeros(self.splits, tokens, heads, wide, dtype=torch.float32)
         lse = torch.full((self.splits, tokens, heads), NEGATIVE.value, dtype=torch.float32, device=q.device)
-        tiles = self.tiles(shape.queries)
-        _attend[(len(tiles), shared, self.splits)](
+        tiles = self.query_tiles(shape.queries)
+        _attention_kernel[(len(tiles), shared, self.splits)](
             q, keys, values, self.table, self.feeds, tiles, out, lse,
             scale, softcap or 0.0, window or 0, self.table.stride(0),
             q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), tokens, heads,
             REPEATS=repeats, QUERIES=shape.queries, ROWS=shape.rows, BLOCK=shape.block, SIZE=size, WIDE=wide,
-            SIZE_P=_power(size), WIDE_P=_power(wide), SPLITS=self.splits, num_warps=4, num_stages=2,
+            SIZE_P=_next_power(size), WIDE_P=_next_power(wide), SPLITS=self.splits, num_warps=4, num_stages=2,
         )  # fmt: skip
         if self.splits == 1:
             return out[0].to(q.dtype)
         weights = (lse - lse.amax(0)).exp_()
         return ((out * weights.unsqueeze(-1)).sum(0) / weights.sum(0).unsqueeze(-1)).to(q.dtype)
 
-    def tiles(self, queries: int) -> Tensor:
+    def query_tiles(self, queries: int) -> Tensor:
         if queries not in self._tiles:
             tiles = [(at, first) for at, new in enumerate(self.new) for first in range(0, new, queries)]
             self._tiles[queries] = torch.tensor(tiles, dtype=torch.int32).to(self.table.device)
@@ -100,12 +103,12 @@ class KernelShape(NamedTuple):
     block: int
 
     @classmethod
-    def of(cls, repeats: int, new: int, size: int, wide: int, element: int) -> KernelShape:
+    def for_sizes(cls, repeats: int, new: int, size: int, wide: int, element: int) -> KernelShape:
         """Small enough for the 99 KiB of shared memory that sm_86 and sm_89 have."""
-        width = element * _power(max(size, wide))  # bytes of a row
+        width = element * _next_power(max(size, wide))  # bytes of a row
         most = 64 if width <= 256 else 32 if width <= 512 else 16
         queries = max(1, min(new, most // repeats))
-        return cls(queries, _power(queries * repeats), 64 if width <= 256 else 32)
+        return cls(queries, _next_power(queries * repeats), 64 if width <= 256 else 32)
 
 
 class FedLayout(PagedLayout):
@@ -116,14 +119,14 @@ class FedLayout(PagedLayout):
         self.parts = parts
 
     @property
-    def decodes(self) -> bool:
+    def is_decode(self) -> bool:
         """Whether everyone feeds one token."""
         return len(self.parts) == 1 and max(self.parts[0][1].new) == 1
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        keys, values = self.store(layer, k, v)
+        keys, values = self.store_kv(layer, k, v)
         out, first = [], 0
         for rows, feeds in self.parts:
             mine = q[first : first + rows]
@@ -141,10 +144,10 @@ class BlockTable:
         self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self._new: list[tuple[int, int, int]] = []  # (line, column, slot)
 
-    def note(self, line: int, first: int, slots: Sequence[int]) -> None:
+    def record_slots(self, line: int, first: int, slots: Sequence[int]) -> None:
         self._new += [(line, first + i, slot) for i, slot in enumerate(slots)]
 
-    def layout(
+    def fed_layout(
         self, keys: CachePool, values: CachePool, write: Tensor, launches: Sequence[Sequence[TokenRun]]
     ) -> FedLayout:
         """`launches`: feeds in the order of their tokens, those of prompts apart from those
@@ -155,17 +158,20 @@ class BlockTable:
             self.table[lines, columns] = slots.to(torch.int32)
             self._new.clear()
         return FedLayout(
-            keys, values, write, [(sum(f.new for f in fed), LaunchBatch.of(self.table, fed)) for fed in launches if fed]
+            keys,
+            values,
+            write,
+            [(sum(f.new for f in fed), LaunchBatch.from_runs(self.table, fed)) for fed in launches if fed],
         )
 
 
-def _power(n: int) -> int:
+def _next_power(n: int) -> int:
     """The next power of two, 16 at least: what a product of Triton takes."""
     return max(16, triton.next_power_of_2(n))
 
 
 @triton.jit
-def _attend(
+def _attention_kernel(
     q,
     keys,
     values,

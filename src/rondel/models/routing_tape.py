@@ -38,7 +38,7 @@ class RoutingTape:
         ] * layers  # of each layer: share of a token's own choice that the record does not hold [T]
 
     @property
-    def recorded(self) -> Tensor:
+    def recorded_routes(self) -> Tensor:
         """[T, L, K] int64."""
         if missing := [i for i, row in enumerate(self.rows) if row is None]:
             raise LawError(
@@ -46,7 +46,7 @@ class RoutingTape:
             )
         return torch.stack([row for row in self.rows if row is not None], 1)
 
-    def choose(self, layer: int, own: Tensor) -> Tensor:
+    def select_experts(self, layer: int, own: Tensor) -> Tensor:
         """What layer's topk [T, K] becomes. Every record is used once (a law: SPEC X2)."""
         if self.rows[layer] is not None:
             raise LawError(f"router {layer} chose twice in one forward pass: its record must be used exactly once")
@@ -64,7 +64,7 @@ _here = threading.local()
 
 
 @contextmanager
-def taping(tape: RoutingTape | None) -> Iterator[RoutingTape | None]:
+def use_tape(tape: RoutingTape | None) -> Iterator[RoutingTape | None]:
     """Routers called inside record on `tape`, or replay from it. Leaving it checks that every record was used."""
     outer = getattr(_here, "tape", None)
     _here.tape = tape
@@ -73,7 +73,7 @@ def taping(tape: RoutingTape | None) -> Iterator[RoutingTape | None]:
     finally:
         _here.tape = outer
     if tape is not None:
-        _ = tape.recorded
+        _ = tape.recorded_routes
 
 
 class _Choice(TorchFunctionMode):
@@ -92,32 +92,32 @@ class _Choice(TorchFunctionMode):
             or out[1].shape[-1] != self.k
         ):
             return out
-        chosen = self.tape.choose(self.layer, out[1].detach())
+        chosen = self.tape.select_experts(self.layer, out[1].detach())
         if chosen is out[1] or self.tape.routes is None:
             return out
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
 
-def arm(model: Any) -> int:
+def install_routing_tape(model: Any) -> int:
     """Make a model's routers listen to the tape. -> how many there are; 0 for a dense model."""
     routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
-    if not routers and experts(model.config.get_text_config()):
+    if not routers and expert_count(model.config.get_text_config()):
         raise ModelError(
             f"model type '{model.config.model_type}' has experts, but no router of the kind that routing replay knows"
         )
     for layer, router in enumerate(routers):
-        router.forward = functools.partial(_forward, router, type(router).forward, layer)
+        router.forward = functools.partial(_taped_forward, router, type(router).forward, layer)
     return len(routers)
 
 
-def experts(text: Any) -> int:
+def expert_count(text: Any) -> int:
     """How many a layer has, under the names that families give it."""
     return next(
         (n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(text, key, None))), 0
     )
 
 
-def _forward(router: Any, own: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
+def _taped_forward(router: Any, own: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
     tape = getattr(_here, "tape", None)
     if tape is None:
         return own(router, *args, **kwargs)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
 
 
-def save(loaded: LoadedModel, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
+def save_model(loaded: LoadedModel, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
     """Plain Hugging Face files: safetensors, config, tokenizer. `weights` replaces
     the module's own (fp32 masters, say).
     """
@@ -27,11 +27,11 @@ def save(loaded: LoadedModel, folder: Path, weights: dict[str, torch.Tensor] | N
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     if loaded.sight is not None:
-        (folder / "preprocessor_config.json").write_text(json.dumps(vision.described(loaded.sight), indent=2))
-    readable(folder)
+        (folder / "preprocessor_config.json").write_text(json.dumps(vision.preprocessor_config(loaded.sight), indent=2))
+    make_readable(folder)
 
 
-def readable(folder: Path) -> None:
+def make_readable(folder: Path) -> None:
     """safetensors writes for its owner alone; files are for whom their folder is for."""
     mode = folder.stat().st_mode & 0o666
     for path in folder.iterdir():

@@ -38,11 +38,11 @@ class ImageFeatures:
     main: Tensor  # [n, D]
     deep: tuple[Tensor, ...] = ()  # each [n, D]
 
-    def rows(self, index: Tensor) -> ImageFeatures:
+    def select_rows(self, index: Tensor) -> ImageFeatures:
         return ImageFeatures(self.main.index_select(0, index), tuple(d.index_select(0, index) for d in self.deep))
 
     @classmethod
-    def joined(cls, parts: Sequence[ImageFeatures]) -> ImageFeatures:
+    def concat_features(cls, parts: Sequence[ImageFeatures]) -> ImageFeatures:
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -50,7 +50,7 @@ class ImageFeatures:
         )
 
     @property
-    def bytes(self) -> int:
+    def feature_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.main, *self.deep))
 
 
@@ -62,15 +62,15 @@ class VisionFeatures:
     features: ImageFeatures
 
 
-def tower(model: Any) -> nn.Module:
+def vision_tower(model: Any) -> nn.Module:
     return model.base_model.visual
 
 
-def encode(model: Any, sight: ImageProcessorConfig, images: Sequence[Image]) -> ImageFeatures:
+def encode_images(model: Any, sight: ImageProcessorConfig, images: Sequence[Image]) -> ImageFeatures:
     """The cells of all images behind each other; their pixels are joined once."""
-    eye = tower(model)
+    eye = vision_tower(model)
     parameter = next(eye.parameters())
-    pixels = torch.from_numpy(np.concatenate([patches(image, sight) for image in images])).to(
+    pixels = torch.from_numpy(np.concatenate([image_patches(image, sight) for image in images])).to(
         parameter.device, parameter.dtype
     )
     grid = torch.tensor(
@@ -80,7 +80,7 @@ def encode(model: Any, sight: ImageProcessorConfig, images: Sequence[Image]) -> 
     return ImageFeatures(out.pooler_output, tuple(getattr(out, "deepstack_features", None) or ()))
 
 
-def patches(image: Image, sight: ImageProcessorConfig) -> np.ndarray:
+def image_patches(image: Image, sight: ImageProcessorConfig) -> np.ndarray:
     """[p, 3*t*s*s] The patches of one picture, those of a cell together, as transformers' processor makes them."""
     scaled = (image.pixels.astype(np.float32) * np.float32(1 / 255) - np.asarray(sight.mean, np.float32)) / np.asarray(
         sight.std, np.float32
@@ -91,7 +91,7 @@ def patches(image: Image, sight: ImageProcessorConfig) -> np.ndarray:
     return cells.reshape(image.tokens * m * m, -1)
 
 
-def hidden(model: Any, tokens: Tensor, positions: Tensor, seen: VisionFeatures | None) -> Tensor:
+def hidden_states(model: Any, tokens: Tensor, positions: Tensor, seen: VisionFeatures | None) -> Tensor:
     """Last hidden states of packed tokens: [T], [T] or [3,T] -> [T, D]."""
     inner, more = model.base_model, {}
     embedded = inner.get_input_embeddings()(tokens)
@@ -131,7 +131,7 @@ def sight_of(config: Any, folder: str | Path | None = None) -> ImageProcessorCon
     )
 
 
-def described(sight: ImageProcessorConfig) -> dict[str, Any]:
+def preprocessor_config(sight: ImageProcessorConfig) -> dict[str, Any]:
     """The same as a `preprocessor_config.json`, which transformers and the foreign engines read."""
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -147,11 +147,13 @@ def described(sight: ImageProcessorConfig) -> dict[str, Any]:
 # -- the model's own way, to be compared with ------------------------------------------------------
 
 
-def chequered(sight: ImageProcessorConfig) -> Image:
+def checkered_image(sight: ImageProcessorConfig) -> Image:
     """A picture of 2 x 3 cells, no two alike."""
-    n = sight.cell
+    n = sight.token_pixels
     y, x = np.mgrid[: 2 * n, : 3 * n]
-    return Image.of(np.stack([(7 * x + y) % 256, (3 * x + 11 * y) % 256, (x * y) % 256], -1).astype(np.uint8), n)
+    return Image.from_pixels(
+        np.stack([(7 * x + y) % 256, (3 * x + 11 * y) % 256, (x * y) % 256], -1).astype(np.uint8), n
+    )
 
 
 def as_given(
@@ -164,7 +166,7 @@ def as_given(
     kinds = torch.zeros(1, len(tokens), dtype=torch.int64)
     for place in media:
         kinds[0, place.start : place.end] = 1
-    pixels = np.concatenate([patches(place.image, sight) for place in media])
+    pixels = np.concatenate([image_patches(place.image, sight) for place in media])
     grid = [[1, place.image.rows * sight.merge, place.image.columns * sight.merge] for place in media]
     given = {"pixel_values": torch.from_numpy(pixels), "image_grid_thw": torch.tensor(grid), "mm_token_type_ids": kinds}
     return {name: value.to(device) for name, value in given.items()}

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rondel.planner.hardware import GB
-from rondel.planner.memory import bills, staged
+from rondel.planner.memory import memory_bills, staged_bytes
 from rondel.planner.workload import Workload
 
 
-def changes(setting: Workload) -> Iterator[tuple[str, Workload]]:
+def suggest_changes(setting: Workload) -> Iterator[tuple[str, Workload]]:
     """What a user could write instead, least intrusive first: keys that exist, with the setting they lead to."""
     on_gpu, longest = setting.hardware.on_gpu, setting.prompt + setting.output
     if setting.micro > 512 and setting.micro > longest:
@@ -21,7 +21,7 @@ def changes(setting: Workload) -> Iterator[tuple[str, Workload]]:
             "trainer.offload = true: optimizer, reference and cache take turns on the device",
             replace(setting, offload=True),
         )
-    if staged(setting):
+    if staged_bytes(setting):
         yield (
             'sync.kind = "distributed": no second version of the weights on the engine',
             replace(setting, sync="distributed"),
@@ -58,7 +58,7 @@ def changes(setting: Workload) -> Iterator[tuple[str, Workload]]:
         yield words, replace(setting, place="split", gpus=2 * ranks, trainers=ranks, offload=False)
 
 
-def missing(setting: Workload) -> Iterator[tuple[str, Workload]]:
+def missing_features(setting: Workload) -> Iterator[tuple[str, Workload]]:
     """What would help elsewhere and does not exist in Rondel yet; it is never counted as a way to make a run fit."""
     if not setting.checkpointing:
         yield "recomputing activations in the backward pass", replace(setting, checkpointing=True)
@@ -69,48 +69,52 @@ def missing(setting: Workload) -> Iterator[tuple[str, Workload]]:
         )
 
 
-def worst(setting: Workload) -> float:
-    return min(bill.room for bill in bills(setting))
+def least_room(setting: Workload) -> float:
+    return min(bill.free_bytes for bill in memory_bills(setting))
 
 
-def helps(setting: Workload) -> list[tuple[str, float, bool]]:
+def rank_changes(setting: Workload) -> list[tuple[str, float, bool]]:
     """(change, bytes more room at the tightest place, whether all fits then), the most useful first."""
-    now = worst(setting)
-    found = [(words, worst(other) - now, worst(other) >= 0) for words, other in changes(setting)]
+    now = least_room(setting)
+    found = [(words, least_room(other) - now, least_room(other) >= 0) for words, other in suggest_changes(setting)]
     return sorted((row for row in found if row[1] > 0), key=lambda row: (-row[2], -row[1]))
 
 
-def words(setting: Workload) -> list[str]:
+def bill_sentences(setting: Workload) -> list[str]:
     """The bill in sentences: what dominates, whether it fits, what to change first."""
     told = []
-    for bill in bills(setting):
-        phase, peak = bill.peak
-        fits = f"{bill.room / GB:.1f} GB free" if bill.room >= 0 else f"{-bill.room / GB:.1f} GB too much"
-        told.append(
-            f"{bill.pool}: most in {phase}, {peak / GB:.2f} of {bill.memory / GB:.0f} GB, {fits}; {bill.largest} is "
-            f"{bill.share:.0%} of it"
+    for bill in memory_bills(setting):
+        phase, peak = bill.peak_phase
+        fits = (
+            f"{bill.free_bytes / GB:.1f} GB free"
+            if bill.free_bytes >= 0
+            else f"{-bill.free_bytes / GB:.1f} GB too much"
         )
-    if worst(setting) < 0:
-        for change, saved, enough in helps(setting)[:3]:
+        told.append(
+            f"{bill.pool}: most in {phase}, {peak / GB:.2f} of {bill.memory / GB:.0f} GB, {fits}; {bill.largest_tenant} is "
+            f"{bill.largest_share:.0%} of it"
+        )
+    if least_room(setting) < 0:
+        for change, saved, enough in rank_changes(setting)[:3]:
             told.append(
                 f"change: {change} ({saved / GB:.1f} GB more room, {'then it fits' if enough else 'not enough alone'})"
             )
-        if not any(enough for _, _, enough in helps(setting)):
-            told.append(together(setting))
-        for change, other in missing(setting):
-            if (saved := worst(other) - worst(setting)) > 0:
+        if not any(enough for _, _, enough in rank_changes(setting)):
+            told.append(combined_advice(setting))
+        for change, other in missing_features(setting):
+            if (saved := least_room(other) - least_room(setting)) > 0:
                 told.append(f"not in Rondel yet: {change} ({saved / GB:.1f} GB more room)")
     return told
 
 
-def together(setting: Workload) -> str:
+def combined_advice(setting: Workload) -> str:
     """Several changes, each time the one that helps most, until it fits."""
     steps: list[str] = []
-    while worst(setting) < 0:
-        best = max(changes(setting), key=lambda change: worst(change[1]), default=None)
-        if best is None or worst(best[1]) <= worst(setting) or len(steps) == 12:
+    while least_room(setting) < 0:
+        best = max(suggest_changes(setting), key=lambda change: least_room(change[1]), default=None)
+        if best is None or least_room(best[1]) <= least_room(setting) or len(steps) == 12:
             return (
-                f"no change that exists makes it fit: {-worst(setting) / GB:.1f} GB too much remain; take a smaller "
+                f"no change that exists makes it fit: {-least_room(setting) / GB:.1f} GB too much remain; take a smaller "
                 f"model or larger devices"
             )
         step = best[0].partition(":")[0]

@@ -34,7 +34,7 @@ class ClusterLayout:
     overrides: tuple[str, ...] = ()
 
     @property
-    def engines(self) -> int:
+    def engine_count(self) -> int:
         """Of this house: those of others are where their url says."""
         return self.job.place.engines if self.job.engine.kind == "builtin" else 0
 
@@ -43,7 +43,7 @@ class ClusterLayout:
         return (
             self.job.place.ranks
             if "ranks" in self.job.place.model_fields_set
-            else self.nodes * self.gpus - self.engines
+            else self.nodes * self.gpus - self.engine_count
         )
 
     @property
@@ -54,41 +54,41 @@ class ClusterLayout:
             or "run"
         )
 
-    def check(self, way: str) -> ClusterLayout:
+    def check_layout(self, way: str) -> ClusterLayout:
         here, all_of_them = f"{self.nodes} x {self.gpus} GPUs", self.nodes * self.gpus
-        if self.ranks < 1 or self.ranks + self.engines > all_of_them:
+        if self.ranks < 1 or self.ranks + self.engine_count > all_of_them:
             raise UserError(
-                f"{self.ranks} ranks and {self.engines} engines do not fit on {here}: ask for more --nodes or --gpus, "
+                f"{self.ranks} ranks and {self.engine_count} engines do not fit on {here}: ask for more --nodes or --gpus, "
                 f"or set fewer "
                 "place.engines and place.ranks"
             )
-        if way == "torchrun" and self.engines >= self.gpus:
+        if way == "torchrun" and self.engine_count >= self.gpus:
             raise UserError(
-                f"under torchrun the engines are on the first node, and {self.engines} of them leave no GPU of "
+                f"under torchrun the engines are on the first node, and {self.engine_count} of them leave no GPU of "
                 f"{self.gpus} for its first rank: "
                 "use --with ray, or fewer place.engines"
             )
-        if way == "torchrun" and self.ranks + self.engines != all_of_them:
+        if way == "torchrun" and self.ranks + self.engine_count != all_of_them:
             raise UserError(
-                f"torchrun fills every node: {here} are {all_of_them - self.engines} ranks beside {self.engines} "
+                f"torchrun fills every node: {here} are {all_of_them - self.engine_count} ranks beside {self.engine_count} "
                 f"engines, and place.ranks = "
                 f"{self.ranks}. Leave place.ranks out"
             )
         return self
 
-    def command(self, recipe: str, cluster: str, *more: str) -> str:
+    def train_command(self, recipe: str, cluster: str, *more: str) -> str:
         ranks = [f"--place.ranks={self.ranks}"] if cluster == "ray" else []
         words = [
             "--place.kind=split",
             f"--place.cluster={cluster}",
-            f"--place.engines={max(1, self.engines)}",
+            f"--place.engines={max(1, self.engine_count)}",
             *ranks,
             *more,
         ]
         return shlex.join(["rondel", "train", recipe, *self.overrides, *words])
 
 
-def slurm(layout: ClusterLayout, *, way: str) -> str:
+def slurm_script(layout: ClusterLayout, *, way: str) -> str:
     """A script for sbatch. `way`: torchrun or ray."""
     head = f"""#!/bin/bash
 #SBATCH --job-name={layout.name}
@@ -99,7 +99,7 @@ def slurm(layout: ClusterLayout, *, way: str) -> str:
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
-# Ranks of the trainer: {layout.ranks}, engines: {layout.engines}, by {way}. Add --partition, --account and --time as your cluster wants them.
+# Ranks of the trainer: {layout.ranks}, engines: {layout.engine_count}, by {way}. Add --partition, --account and --time as your cluster wants them.
 # Submitted again it goes on from the last checkpoint: {layout.job.run.folder} must be on storage that every node sees.
 set -euo pipefail
 
@@ -118,11 +118,11 @@ started=()
 for ((i = 0; i < ${{#nodes[@]}}; i++)); do
     ranks={layout.gpus}
     if ((i == 0)); then
-        ranks={layout.gpus - layout.engines}
+        ranks={layout.gpus - layout.engine_count}
     fi
     on "${{nodes[i]}}" torchrun --nnodes {layout.nodes} --node-rank "$i" --nproc-per-node "$ranks" \\
         --master-addr "$first" --master-port "$port" --no-python \\
-        {layout.command(str(layout.recipe), "torchrun")} &
+        {layout.train_command(str(layout.recipe), "torchrun")} &
     started+=("$!")
 done
 for one in "${{started[@]}}"; do
@@ -149,7 +149,7 @@ for node in "${{nodes[@]:1}}"; do
     on "$node" ray start --address="$head" --num-gpus={layout.gpus} --block &
 done
 
-on "$first" {layout.command(str(layout.recipe), "ray", "--place.address=auto")}
+on "$first" {layout.train_command(str(layout.recipe), "ray", "--place.address=auto")}
 """
 
 
@@ -169,7 +169,7 @@ def kuberay(layout: ClusterLayout, *, image: str, claim: str) -> str:
         for name, path in (("recipe", "/recipe"), ("runs", SHARED), ("shm", "/dev/shm"))
     ]
 
-    def pod(role: str) -> dict:
+    def pod_spec(role: str) -> dict:
         room = {"limits": {"nvidia.com/gpu": layout.gpus}}
         container = {
             "name": f"ray-{role}",
@@ -180,19 +180,21 @@ def kuberay(layout: ClusterLayout, *, image: str, claim: str) -> str:
         }
         return {"spec": {"containers": [container], "volumes": volumes}}
 
-    command = layout.command(f"/recipe/{recipe}", "ray", "--place.address=auto", f"--run.folder={SHARED}/{layout.name}")
+    command = layout.train_command(
+        f"/recipe/{recipe}", "ray", "--place.address=auto", f"--run.folder={SHARED}/{layout.name}"
+    )
     workers = {
         "groupName": "gpus",
         "replicas": layout.nodes - 1,
         "minReplicas": layout.nodes - 1,
         "maxReplicas": layout.nodes - 1,
         "rayStartParams": {},
-        "template": pod("worker"),
+        "template": pod_spec("worker"),
     }
     cluster = {
         "rayVersion": RAY,
         "authOptions": {"mode": "token"},
-        "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": pod("head")},
+        "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": pod_spec("head")},
         **({"workerGroupSpecs": [workers]} if layout.nodes > 1 else {}),
     }
     documents = [
@@ -215,7 +217,7 @@ def kuberay(layout: ClusterLayout, *, image: str, claim: str) -> str:
         },
     ]
     said = (
-        f"# Ranks of the trainer: {layout.ranks}, engines: {layout.engines}, nodes: {layout.nodes}. kubectl apply -f "
+        f"# Ranks of the trainer: {layout.ranks}, engines: {layout.engine_count}, nodes: {layout.nodes}. kubectl apply -f "
         f"this file.\n"
         f"# The image has Rondel and Ray: FROM rayproject/ray:{RAY}-gpu, RUN pip install 'rondel[cluster]'; rayVersion "
         f"below is that of the image.\n"
@@ -224,18 +226,18 @@ def kuberay(layout: ClusterLayout, *, image: str, claim: str) -> str:
         f"# The claim '{claim}' keeps the run folder and is mounted by every pod (ReadWriteMany): a job that is retried "
         f"goes on from there.\n"
     )
-    return said + yaml.dump_all(documents, sort_keys=False, width=1000, Dumper=_dumper(yaml))
+    return said + yaml.dump_all(documents, sort_keys=False, width=1000, Dumper=_yaml_dumper(yaml))
 
 
-def _dumper(yaml: object) -> type:
+def _yaml_dumper(yaml: object) -> type:
     """A recipe as a block of its lines, and every part written out."""
 
     class Dumper(yaml.SafeDumper):  # type: ignore[name-defined, attr-defined, misc]
         def ignore_aliases(self, data: object) -> bool:
             return True
 
-    def text(dumper: Dumper, value: str) -> object:
+    def represent_text(dumper: Dumper, value: str) -> object:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
 
-    Dumper.add_representer(str, text)
+    Dumper.add_representer(str, represent_text)
     return Dumper

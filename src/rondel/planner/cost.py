@@ -11,7 +11,7 @@ from math import ceil
 from typing import NamedTuple
 
 from rondel.planner.hardware import GB, Hardware
-from rondel.planner.memory import bills, layout
+from rondel.planner.memory import bytes_per_number, memory_bills
 from rondel.planner.resolve import SPARE
 from rondel.planner.shapes import ModelShape
 from rondel.planner.workload import Workload
@@ -25,7 +25,7 @@ DELTA = CHANGED * (2 + 4) / 2
 # -- generation --------------------------------------------------------------------------------------
 
 
-def tokens(prompts: int, group: int, length: float) -> float:
+def batch_tokens(prompts: int, group: int, length: float) -> float:
     return prompts * group * length
 
 
@@ -34,13 +34,15 @@ def rollout_seconds(new_tokens: float, rate: float, devices: int = 1) -> float:
     return new_tokens / (rate * devices)
 
 
-def touched(shape: ModelShape, requests: float) -> float:
+def decode_parameters(shape: ModelShape, requests: float) -> float:
     """Numbers that a decode step of so many requests reads: of E experts those that any of them is sent to."""
     if not shape.experts:
-        return shape.active
+        return shape.active_parameters
     away = (1 - shape.per_token / shape.experts) ** requests
     return (
-        shape.active - shape.expert_parameters * shape.per_token / shape.experts + shape.expert_parameters * (1 - away)
+        shape.active_parameters
+        - shape.expert_parameters * shape.per_token / shape.experts
+        + shape.expert_parameters * (1 - away)
     )
 
 
@@ -60,34 +62,36 @@ def decode_seconds(
     A base in 4 bits is read, written whole, and read again.
     """
     bandwidth, flops = on.bandwidth * on.stream * tensor, on.flops * on.decode_efficiency * tensor * 2 / width
-    weights = max(touched(shape, requests) * width / bandwidth, 2 * shape.active * requests / flops)
+    weights = max(
+        decode_parameters(shape, requests) * width / bandwidth, 2 * shape.active_parameters * requests / flops
+    )
     if four_bits:
-        weights += unpacked(shape, width) / bandwidth
+        weights += decode_pass_bytes(shape, width) / bandwidth
     return on.overhead * shape.layers + weights + requests * context * shape.kv_bytes(width) / bandwidth
 
 
-def unpacked(shape: ModelShape, width: float) -> float:
+def decode_pass_bytes(shape: ModelShape, width: float) -> float:
     """Bytes that decoding all layers in 4 bits reads and writes."""
-    return shape.nf4(0) + width * sum(i * o * count for (i, o), count in shape.matrices.values())
+    return shape.nf4_bytes(0) + width * sum(i * o * count for (i, o), count in shape.linear_shapes.values())
 
 
 def prefill_seconds(
     shape: ModelShape, on: Hardware, prompt_tokens: float, *, tensor: int = 1, width: float = 2
 ) -> float:
-    return 2 * shape.active * prompt_tokens / (on.flops * on.efficiency * tensor * 2 / width)
+    return 2 * shape.active_parameters * prompt_tokens / (on.flops * on.efficiency * tensor * 2 / width)
 
 
-def together(setting: Workload) -> int:
+def decode_concurrency(setting: Workload) -> int:
     """Requests that one engine decodes at once: what it may, what its memory holds, what there is."""
-    waiting = -(-(setting.staleness + 1) * setting.samples // setting.engines)
+    waiting = -(-(setting.staleness + 1) * setting.samples // setting.engine_count)
     return max(1, min(setting.running, waiting, int(_cache_tokens(setting) // (setting.prompt + setting.mean))))
 
 
 def _cache_tokens(setting: Workload) -> float:
     """Tokens that fit beside everything else of an engine while it generates."""
-    bill = bills(setting)[-1]
+    bill = memory_bills(setting)[-1]
     cache = bill.rows.get("KV cache", {}).get("generate", 0.0)
-    free = bill.memory * (1 - SPARE) - bill.total("generate") + cache
+    free = bill.memory * (1 - SPARE) - bill.phase_bytes("generate") + cache
     each = setting.shape.kv_bytes(setting.width) / setting.tensor
     return max(setting.prompt + setting.mean, min(free, cache) / each)
 
@@ -108,17 +112,19 @@ class GenerationTime(NamedTuple):
     work: float
 
 
-def generation(setting: Workload) -> GenerationTime:
-    requests = together(setting)
+def generation_time(setting: Workload) -> GenerationTime:
+    requests = decode_concurrency(setting)
     middle = setting.prompt + setting.mean / 2
     arguments = {"tensor": setting.tensor, "width": setting.width}
     step = decode_seconds(setting.shape, setting.hardware, requests, middle, four_bits=setting.four_bits, **arguments)
     prefill = prefill_seconds(
-        setting.shape, setting.hardware, setting.prompts * setting.prompt / setting.engines, **arguments
+        setting.shape, setting.hardware, setting.prompts * setting.prompt / setting.engine_count, **arguments
     )
-    decoding = setting.new_tokens / (setting.engines * requests / step)
-    looped = setting.samples * setting.hardware.answer / setting.engines
-    prefill += look_seconds(setting, setting.prompts / setting.engines, setting.tensor, setting.hardware.efficiency)
+    decoding = setting.new_tokens / (setting.engine_count * requests / step)
+    looped = setting.samples * setting.hardware.answer / setting.engine_count
+    prefill += look_seconds(
+        setting, setting.prompts / setting.engine_count, setting.tensor, setting.hardware.efficiency
+    )
     late = setting.prompt + setting.output / 2
     alone = (
         decode_seconds(setting.shape, setting.hardware, 1, late, four_bits=setting.four_bits, **arguments)
@@ -134,7 +140,7 @@ def generation(setting: Workload) -> GenerationTime:
 
 def forward_flops(shape: ModelShape, context: float) -> float:
     """A token's: 2·N, and causal attention over half the context, 2·2·H·d·c/2 a layer."""
-    return 2 * shape.active + 2 * shape.layers * shape.heads * shape.head * context
+    return 2 * shape.active_parameters + 2 * shape.layers * shape.heads * shape.head * context
 
 
 def train_seconds(setting: Workload) -> float:
@@ -168,7 +174,7 @@ def look_seconds(setting: Workload, images: float, devices: float, efficiency: f
     if setting.shape.tower is None or not setting.image:
         return 0.0
     return (
-        setting.shape.tower.flops(setting.image)
+        setting.shape.tower.forward_flops(setting.image)
         * images
         / (devices * setting.hardware.flops * efficiency * 2 / setting.width)
     )
@@ -178,7 +184,9 @@ def calls_seconds(setting: Workload) -> float:
     """What passes cost by being passes, and answers by being answers."""
     passes = ceil(setting.packed_tokens / setting.train_devices / setting.micro)
     decoding = (
-        2 * passes * unpacked(setting.shape, setting.width) / setting.hardware.bandwidth if setting.four_bits else 0.0
+        2 * passes * decode_pass_bytes(setting.shape, setting.width) / setting.hardware.bandwidth
+        if setting.four_bits
+        else 0.0
     )
     return (
         decoding
@@ -189,7 +197,13 @@ def calls_seconds(setting: Workload) -> float:
 
 def update_seconds(setting: Workload) -> float:
     """AdamW is bound by memory: masters, gradients, moments and the compute copy, in and out."""
-    return 2 * layout(setting).total * setting.trained / setting.train_devices / setting.hardware.bandwidth
+    return (
+        2
+        * bytes_per_number(setting).persistent_bytes
+        * setting.trained_parameters
+        / setting.train_devices
+        / setting.hardware.bandwidth
+    )
 
 
 # -- sync --------------------------------------------------------------------------------------------
@@ -209,10 +223,10 @@ class SyncTime(NamedTuple):
     why: str
 
 
-def ways(setting: Workload) -> list[SyncTime]:
+def sync_options(setting: Workload) -> list[SyncTime]:
     """How new weights can travel in this setting: the recipe's sync.kind first, then the quickest."""
     on = setting.hardware
-    full = setting.travels
+    full = setting.sync_bytes
     if not setting.split and setting.gpus == 1:
         return [SyncTime("tensor", 0.0, 0.0, "one module for both sides: 0 bytes move")]
     inside = setting.gpus <= on.in_node
@@ -256,7 +270,7 @@ def interrupt_seconds(setting: Workload) -> dict[str, float]:
     hold: nothing but the swap.  drain: until the longest has ended.  abort: what was read
     and written of all that run, read once more.
     """
-    found = generation(setting)
+    found = generation_time(setting)
     again = found.requests * (setting.prompt + setting.mean / 2)
     return {
         "hold": COMMIT,

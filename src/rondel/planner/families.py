@@ -157,7 +157,7 @@ REFUSED = {
 }
 
 
-def _dense(
+def _dense_config(
     kind: str, hidden: int, layers: int, heads: int, kv: int, feed: int, vocab: int, **more: Any
 ) -> dict[str, Any]:
     return {
@@ -172,15 +172,19 @@ def _dense(
     }
 
 
-def _moe(hidden: int, layers: int, heads: int, kv: int, expert: int) -> dict[str, Any]:
-    return _dense("qwen3_moe", hidden, layers, heads, kv, 6144, 151936, head_dim=128, moe_intermediate_size=expert)
+def _moe_config(hidden: int, layers: int, heads: int, kv: int, expert: int) -> dict[str, Any]:
+    return _dense_config(
+        "qwen3_moe", hidden, layers, heads, kv, 6144, 151936, head_dim=128, moe_intermediate_size=expert
+    )
 
 
-def _gemma3(hidden: int, layers: int, heads: int, kv: int, feed: int, head: int, vocab: int = 262208) -> dict[str, Any]:
-    return _dense("gemma3_text", hidden, layers, heads, kv, feed, vocab, head_dim=head)
+def _gemma3_config(
+    hidden: int, layers: int, heads: int, kv: int, feed: int, head: int, vocab: int = 262208
+) -> dict[str, Any]:
+    return _dense_config("gemma3_text", hidden, layers, heads, kv, feed, vocab, head_dim=head)
 
 
-def _sees(model: dict[str, Any], **tower: Any) -> dict[str, Any]:
+def _with_tower(model: dict[str, Any], **tower: Any) -> dict[str, Any]:
     return {**model, "vision_config": tower}
 
 
@@ -189,58 +193,65 @@ _UNREAD = "from memory, only the total of its parameters is checked: "
 _TEXT = "its text model alone"
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "smollm2-135m": (
-        _dense("llama", 576, 30, 9, 3, 1536, 49152, tie_word_embeddings=True),
+        _dense_config("llama", 576, 30, 9, 3, 1536, 49152, tie_word_embeddings=True),
         _HUB + "HuggingFaceTB/SmolLM2-135M",
     ),
     "qwen2.5-0.5b": (
-        _dense("qwen2", 896, 24, 14, 2, 4864, 151936, tie_word_embeddings=True),
+        _dense_config("qwen2", 896, 24, 14, 2, 4864, 151936, tie_word_embeddings=True),
         _HUB + "Qwen/Qwen2.5-0.5B",
     ),
     "qwen2.5-1.5b": (
-        _dense("qwen2", 1536, 28, 12, 2, 8960, 151936, tie_word_embeddings=True),
+        _dense_config("qwen2", 1536, 28, 12, 2, 8960, 151936, tie_word_embeddings=True),
         _HUB + "Qwen/Qwen2.5-1.5B",
     ),
-    "qwen2.5-3b": (_dense("qwen2", 2048, 36, 16, 2, 11008, 151936, tie_word_embeddings=True), _HUB + "Qwen/Qwen2.5-3B"),
-    "qwen2.5-7b": (_dense("qwen2", 3584, 28, 28, 4, 18944, 152064), _HUB + "Qwen/Qwen2.5-7B"),
-    "qwen2.5-14b": (_dense("qwen2", 5120, 48, 40, 8, 13824, 152064), _HUB + "Qwen/Qwen2.5-14B"),
-    "qwen2.5-32b": (_dense("qwen2", 5120, 64, 40, 8, 27648, 152064), _HUB + "Qwen/Qwen2.5-32B"),
-    "qwen2.5-72b": (_dense("qwen2", 8192, 80, 64, 8, 29568, 152064), _HUB + "Qwen/Qwen2.5-72B"),
+    "qwen2.5-3b": (
+        _dense_config("qwen2", 2048, 36, 16, 2, 11008, 151936, tie_word_embeddings=True),
+        _HUB + "Qwen/Qwen2.5-3B",
+    ),
+    "qwen2.5-7b": (_dense_config("qwen2", 3584, 28, 28, 4, 18944, 152064), _HUB + "Qwen/Qwen2.5-7B"),
+    "qwen2.5-14b": (_dense_config("qwen2", 5120, 48, 40, 8, 13824, 152064), _HUB + "Qwen/Qwen2.5-14B"),
+    "qwen2.5-32b": (_dense_config("qwen2", 5120, 64, 40, 8, 27648, 152064), _HUB + "Qwen/Qwen2.5-32B"),
+    "qwen2.5-72b": (_dense_config("qwen2", 8192, 80, 64, 8, 29568, 152064), _HUB + "Qwen/Qwen2.5-72B"),
     "qwen3-0.6b": (
-        _dense("qwen3", 1024, 28, 16, 8, 3072, 151936, head_dim=128, tie_word_embeddings=True),
+        _dense_config("qwen3", 1024, 28, 16, 8, 3072, 151936, head_dim=128, tie_word_embeddings=True),
         _HUB + "Qwen/Qwen3-0.6B",
     ),
     "qwen3-4b": (
-        _dense("qwen3", 2560, 36, 32, 8, 9728, 151936, head_dim=128, tie_word_embeddings=True),
+        _dense_config("qwen3", 2560, 36, 32, 8, 9728, 151936, head_dim=128, tie_word_embeddings=True),
         _HUB + "Qwen/Qwen3-4B",
     ),
-    "qwen3-8b": (_dense("qwen3", 4096, 36, 32, 8, 12288, 151936, head_dim=128), _HUB + "Qwen/Qwen3-8B"),
-    "qwen3-14b": (_dense("qwen3", 5120, 40, 40, 8, 17408, 151936, head_dim=128), _HUB + "Qwen/Qwen3-14B"),
-    "qwen3-32b": (_dense("qwen3", 5120, 64, 64, 8, 25600, 151936, head_dim=128), _HUB + "Qwen/Qwen3-32B"),
-    "qwen3-30b-a3b": (_moe(2048, 48, 32, 4, 768), _HUB + "Qwen/Qwen3-30B-A3B"),
-    "qwen3-235b-a22b": (_moe(4096, 94, 64, 4, 1536), _HUB + "Qwen/Qwen3-235B-A22B"),
+    "qwen3-8b": (_dense_config("qwen3", 4096, 36, 32, 8, 12288, 151936, head_dim=128), _HUB + "Qwen/Qwen3-8B"),
+    "qwen3-14b": (_dense_config("qwen3", 5120, 40, 40, 8, 17408, 151936, head_dim=128), _HUB + "Qwen/Qwen3-14B"),
+    "qwen3-32b": (_dense_config("qwen3", 5120, 64, 64, 8, 25600, 151936, head_dim=128), _HUB + "Qwen/Qwen3-32B"),
+    "qwen3-30b-a3b": (_moe_config(2048, 48, 32, 4, 768), _HUB + "Qwen/Qwen3-30B-A3B"),
+    "qwen3-235b-a22b": (_moe_config(4096, 94, 64, 4, 1536), _HUB + "Qwen/Qwen3-235B-A22B"),
     "qwen2-vl-2b": (
-        _sees(_dense("qwen2_vl", 1536, 28, 12, 2, 8960, 151936, tie_word_embeddings=True), hidden_size=1536),
+        _with_tower(
+            _dense_config("qwen2_vl", 1536, 28, 12, 2, 8960, 151936, tie_word_embeddings=True), hidden_size=1536
+        ),
         _HUB + "Qwen/Qwen2-VL-2B-Instruct",
     ),
     "qwen2-vl-7b": (
-        _sees(_dense("qwen2_vl", 3584, 28, 28, 4, 18944, 152064), hidden_size=3584),
+        _with_tower(_dense_config("qwen2_vl", 3584, 28, 28, 4, 18944, 152064), hidden_size=3584),
         _HUB + "Qwen/Qwen2-VL-7B-Instruct",
     ),
     "qwen2.5-vl-3b": (
-        _sees(
-            _dense("qwen2_5_vl", 2048, 36, 16, 2, 11008, 151936, tie_word_embeddings=True),
+        _with_tower(
+            _dense_config("qwen2_5_vl", 2048, 36, 16, 2, 11008, 151936, tie_word_embeddings=True),
             hidden_size=1280,
             out_hidden_size=2048,
         ),
         _HUB + "Qwen/Qwen2.5-VL-3B-Instruct",
     ),
     "qwen2.5-vl-7b": (
-        _sees(_dense("qwen2_5_vl", 3584, 28, 28, 4, 18944, 152064), hidden_size=1280, out_hidden_size=3584),
+        _with_tower(
+            _dense_config("qwen2_5_vl", 3584, 28, 28, 4, 18944, 152064), hidden_size=1280, out_hidden_size=3584
+        ),
         _HUB + "Qwen/Qwen2.5-VL-7B-Instruct",
     ),
     "qwen3-vl-4b": (
-        _sees(
-            _dense("qwen3_vl", 2560, 36, 32, 8, 9728, 151936, head_dim=128, tie_word_embeddings=True),
+        _with_tower(
+            _dense_config("qwen3_vl", 2560, 36, 32, 8, 9728, 151936, head_dim=128, tie_word_embeddings=True),
             depth=24,
             hidden_size=1024,
             intermediate_size=4096,
@@ -250,17 +261,17 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         _HUB + "Qwen/Qwen3-VL-4B-Instruct",
     ),
     "qwen3-vl-8b": (
-        _sees(_dense("qwen3_vl", 4096, 36, 32, 8, 12288, 151936, head_dim=128), out_hidden_size=4096),
+        _with_tower(_dense_config("qwen3_vl", 4096, 36, 32, 8, 12288, 151936, head_dim=128), out_hidden_size=4096),
         _HUB + "Qwen/Qwen3-VL-8B-Instruct",
     ),
-    "gemma-3-270m": (_gemma3(640, 18, 4, 1, 2048, 256, 262144), _UNREAD + "google/gemma-3-270m"),
-    "gemma-3-1b": (_gemma3(1152, 26, 4, 1, 6912, 256, 262144), _HUB + "google/gemma-3-1b-it"),
-    "gemma-3-4b": (_gemma3(2560, 34, 8, 4, 10240, 256), _UNREAD + "google/gemma-3-4b-it, " + _TEXT),
-    "gemma-3-12b": (_gemma3(3840, 48, 16, 8, 15360, 256), _UNREAD + "google/gemma-3-12b-it, " + _TEXT),
-    "gemma-3-27b": (_gemma3(5376, 62, 32, 16, 21504, 128), _HUB + "google/gemma-3-27b-it, " + _TEXT),
-    "phi-4": (_dense("phi3", 5120, 40, 40, 10, 17920, 100352), _UNREAD + "microsoft/phi-4"),
+    "gemma-3-270m": (_gemma3_config(640, 18, 4, 1, 2048, 256, 262144), _UNREAD + "google/gemma-3-270m"),
+    "gemma-3-1b": (_gemma3_config(1152, 26, 4, 1, 6912, 256, 262144), _HUB + "google/gemma-3-1b-it"),
+    "gemma-3-4b": (_gemma3_config(2560, 34, 8, 4, 10240, 256), _UNREAD + "google/gemma-3-4b-it, " + _TEXT),
+    "gemma-3-12b": (_gemma3_config(3840, 48, 16, 8, 15360, 256), _UNREAD + "google/gemma-3-12b-it, " + _TEXT),
+    "gemma-3-27b": (_gemma3_config(5376, 62, 32, 16, 21504, 128), _HUB + "google/gemma-3-27b-it, " + _TEXT),
+    "phi-4": (_dense_config("phi3", 5120, 40, 40, 10, 17920, 100352), _UNREAD + "microsoft/phi-4"),
     "phi-4-mini": (
-        _dense("phi3", 3072, 32, 24, 8, 8192, 200064, tie_word_embeddings=True),
+        _dense_config("phi3", 3072, 32, 24, 8, 8192, 200064, tie_word_embeddings=True),
         _UNREAD + "microsoft/Phi-4-mini-instruct",
     ),
     "gpt-oss-20b": (
@@ -273,7 +284,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         _HUB + "zai-org/GLM-4.5-Air, without the layer that guesses ahead",
     ),
     "glm-4.5": (
-        _dense(
+        _dense_config(
             "glm4_moe",
             5120,
             92,
@@ -290,11 +301,11 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         _HUB + "zai-org/GLM-4.5, without the layer that guesses ahead",
     ),
     "qwen3.5-27b": (
-        _dense("qwen3_5_text", 5120, 64, 24, 4, 17408, 248320, linear_num_value_heads=48),
+        _dense_config("qwen3_5_text", 5120, 64, 24, 4, 17408, 248320, linear_num_value_heads=48),
         "THUDM/slime scripts/models/qwen3.5-27B.sh; its linear_num_value_heads = 48 is not verified; " + _TEXT,
     ),
     "qwen3.5-397b-a17b": (
-        _dense(
+        _dense_config(
             "qwen3_5_moe_text",
             4096,
             60,
@@ -311,10 +322,10 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         "NVIDIA Megatron-LM's configuration of Qwen3.5-397B-A17B; widths of experts and linear_num_value_heads = 64 are "
         "not verified; " + _TEXT,
     ),
-    "llama3-8b": (_dense("llama", 4096, 32, 32, 8, 14336, 128256), _HUB + "meta-llama/Meta-Llama-3-8B"),
-    "llama3-70b": (_dense("llama", 8192, 80, 64, 8, 28672, 128256), _HUB + "meta-llama/Meta-Llama-3-70B"),
-    "llama3.1-405b": (_dense("llama", 16384, 126, 128, 8, 53248, 128256), _HUB + "meta-llama/Llama-3.1-405B"),
-    "mixtral-8x7b": (_dense("mixtral", 4096, 32, 32, 8, 14336, 32000), _HUB + "mistralai/Mixtral-8x7B-v0.1"),
+    "llama3-8b": (_dense_config("llama", 4096, 32, 32, 8, 14336, 128256), _HUB + "meta-llama/Meta-Llama-3-8B"),
+    "llama3-70b": (_dense_config("llama", 8192, 80, 64, 8, 28672, 128256), _HUB + "meta-llama/Meta-Llama-3-70B"),
+    "llama3.1-405b": (_dense_config("llama", 16384, 126, 128, 8, 53248, 128256), _HUB + "meta-llama/Llama-3.1-405B"),
+    "mixtral-8x7b": (_dense_config("mixtral", 4096, 32, 32, 8, 14336, 32000), _HUB + "mistralai/Mixtral-8x7B-v0.1"),
     "deepseek-v3": (
         {"model_type": "deepseek_v3"},
         _HUB + "deepseek-ai/DeepSeek-V3, without the layer that guesses ahead",

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rondel.core.errors import ConfigError
-from rondel.core.registry import nearest
+from rondel.core.registry import suggest_name
 from rondel.system.files import make_folder, replace_file
 
 GB, TERA = 10**9, 10**12
@@ -199,13 +199,13 @@ ALIASES = {
 }
 
 
-def hardware(name: str) -> Hardware:
+def find_hardware(name: str) -> Hardware:
     word = ALIASES.get(name.lower(), name.lower())
     if word == "cpu":
         return this_machine()
     if word not in DEVICES:
         raise ConfigError(
-            f"hardware = '{name}': it is one of {', '.join(DEVICES)}.{nearest(word, [*DEVICES, *ALIASES])}"
+            f"hardware = '{name}': it is one of {', '.join(DEVICES)}.{suggest_name(word, [*DEVICES, *ALIASES])}"
         )
     return DEVICES[word]
 
@@ -232,7 +232,7 @@ def this_machine() -> Hardware:
     return replace(found, memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
 
 
-def remember(measured: Hardware) -> Path:
+def save_calibration(measured: Hardware) -> Path:
     file = calibration_file()
     make_folder(file.parent)
     replace_file(file, json.dumps(asdict(measured), indent=1))

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from math import ceil
 
 from rondel.planner.cost import forward_flops
-from rondel.planner.memory import layout
+from rondel.planner.memory import bytes_per_number
 from rondel.planner.resolve import SPARE
 from rondel.planner.workload import Workload
 
 
-def bubble(p: int, m: int, v: int = 1) -> float:
+def pipeline_bubble(p: int, m: int, v: int = 1) -> float:
     """Idle share of 1F1B with p stages, m micro-batches, v chunks a stage: (p-1)/(v·m+p-1)."""
     return (p - 1) / (v * m + p - 1)
 
@@ -69,7 +69,7 @@ class ParallelLayout:
     seconds: float  # of a step: arithmetic, bubble, traffic that is not hidden
 
     @property
-    def exists(self) -> bool:
+    def is_supported(self) -> bool:
         """Whether Rondel trains in it: data-parallel in shards, and nothing else yet."""
         return self.tp == self.pp == self.cp == self.ep == 1
 
@@ -81,20 +81,20 @@ class ParallelLayout:
         )
 
 
-def _powers(most: int) -> Iterator[int]:
+def _powers_of_two(most: int) -> Iterator[int]:
     n = 1
     while n <= most:
         yield n
         n *= 2
 
 
-def layouts(setting: Workload) -> list[ParallelLayout]:
+def parallel_layouts(setting: Workload) -> list[ParallelLayout]:
     """All that the shape allows on the devices that train: those that fit first, by estimated time."""
     s, devices = setting.shape, setting.train_devices
     found = []
-    for tp in _powers(min(devices, setting.hardware.in_node, s.heads)):
-        for pp in _powers(devices // tp):
-            for cp in _powers(devices // tp // pp):
+    for tp in _powers_of_two(min(devices, setting.hardware.in_node, s.heads)):
+        for pp in _powers_of_two(devices // tp):
+            for cp in _powers_of_two(devices // tp // pp):
                 dp = devices // (tp * pp * cp)
                 if (
                     dp * tp * pp * cp != devices
@@ -103,22 +103,22 @@ def layouts(setting: Workload) -> list[ParallelLayout]:
                     or (cp > 1 and setting.output + setting.prompt < 8192)
                 ):
                     continue
-                experts = [n for n in _powers(dp * cp) if s.experts % n == 0] if s.experts else [1]
-                found += [_of(setting, dp, tp, pp, cp, ep) for ep in experts]
+                experts = [n for n in _powers_of_two(dp * cp) if s.experts % n == 0] if s.experts else [1]
+                found += [_make_layout(setting, dp, tp, pp, cp, ep) for ep in experts]
     return sorted(found, key=lambda row: (not row.fits, row.seconds))
 
 
-def _of(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int) -> ParallelLayout:
-    s, on, state, width = setting.shape, setting.hardware, layout(setting), setting.width
+def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int) -> ParallelLayout:
+    s, on, state, width = setting.shape, setting.hardware, bytes_per_number(setting), setting.width
     devices = dp * tp * pp * cp
     mine = setting.packed_tokens / dp  # tokens of one replica in an epoch, cut over cp
     update = mine / setting.updates
     micro = max(1, min(setting.micro * cp, update))
     m = ceil(update / micro)  # micro-batches of an update
-    each = s.checkpointed(width) if setting.checkpointing else s.saved(width)
+    each = s.checkpointed_bytes(width) if setting.checkpointing else s.activation_bytes(width)
     alive = min(pp, m)  # micro-batches whose activations the first stage keeps
-    gathered = width * 2 * (s.body / s.layers) / tp if dp * cp > 1 else 0
-    memory = state.total * s.parameters / devices + gathered + each * micro * alive / (tp * pp * cp)
+    gathered = width * 2 * (s.body_parameters / s.layers) / tp if dp * cp > 1 else 0
+    memory = state.persistent_bytes * s.parameter_count / devices + gathered + each * micro * alive / (tp * pp * cp)
 
     inside = 0.0
     if tp > 1:
@@ -129,17 +129,19 @@ def _of(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int) -> Paral
         )
     if cp > 1:
         inside += 3 * context_traffic(cp, mine * s.kv_bytes(width) / (tp * pp))
-    root = s.embedding * (1 if s.tied else 2) / (tp * pp)
-    layers = (s.body - s.expert_parameters * (1 - 1 / ep)) / (tp * pp)
+    root = s.embedding_parameters * (1 if s.tied else 2) / (tp * pp)
+    layers = (s.body_parameters - s.expert_parameters * (1 - 1 / ep)) / (tp * pp)
     over = sharded_traffic(layers, root, ranks=dp * cp, micro_batches=m * setting.updates, width=width)
     if pp > 1:
         over += 2 * mine / cp * s.hidden * width
 
     slow = on.link if devices <= on.in_node else on.network
     nested = on.link if tp * cp * ep <= on.in_node else on.network
-    flops = 3 * forward_flops(s, setting.prompt + setting.mean) + (2 * s.active if setting.checkpointing else 0)
+    flops = 3 * forward_flops(s, setting.prompt + setting.mean) + (
+        2 * s.active_parameters if setting.checkpointing else 0
+    )
     work = flops * setting.packed_tokens / (devices * on.flops * on.efficiency * 2 / width)
-    idle = bubble(pp, m)
+    idle = pipeline_bubble(pp, m)
     hidden = min(over / slow, 0.8 * work)  # sharding's traffic runs beside the arithmetic, as far as there is any
     seconds = work / (1 - idle) + inside / nested + over / slow - hidden
     epochs = setting.epochs

@@ -38,7 +38,7 @@ class BytesPerNumber(NamedTuple):
     transient: int = 0
 
     @property
-    def total(self) -> int:
+    def persistent_bytes(self) -> int:
         """What stays; the transient shard does not."""
         return self.compute + self.master + self.gradient + self.moments
 
@@ -51,17 +51,17 @@ MIXED, FSDP2, RONDEL, RONDEL32 = (
 )
 
 
-def account(parameters: float, state: BytesPerNumber = MIXED, *, critic: bool = False) -> dict[str, float]:
+def job_memory_bytes(parameters: float, state: BytesPerNumber = MIXED, *, critic: bool = False) -> dict[str, float]:
     """The usual account of a whole job, in bytes, without KV: training state, reference,
     reward model, the actor's copy.  70e9 -> 1540 GB.
     """
     told = {
-        "train": state.total * parameters,
+        "train": state.persistent_bytes * parameters,
         "reference": 2 * parameters,
         "reward model": 2 * parameters,
         "actor copy": 2 * parameters,
     }
-    return {**told, "critic": state.total * parameters} if critic else told
+    return {**told, "critic": state.persistent_bytes * parameters} if critic else told
 
 
 def kv_room(pre: float, post: float, share: float) -> float:
@@ -96,70 +96,79 @@ class MemoryBill:
     rows: dict[str, dict[str, float]]
     loading: float = 0.0
 
-    def total(self, phase: str) -> float:
+    def phase_bytes(self, phase: str) -> float:
         return sum(row[phase] for row in self.rows.values())
 
     @property
-    def peak(self) -> tuple[str, float]:
-        phase = max(PHASES, key=self.total)
-        return ("load", self.loading) if self.loading > self.total(phase) else (phase, self.total(phase))
+    def peak_phase(self) -> tuple[str, float]:
+        phase = max(PHASES, key=self.phase_bytes)
+        return ("load", self.loading) if self.loading > self.phase_bytes(phase) else (phase, self.phase_bytes(phase))
 
     @property
-    def room(self) -> float:
+    def free_bytes(self) -> float:
         """What is free at the peak; less than 0: it does not fit."""
-        return self.memory * (1 - SPARE) - self.peak[1]
+        return self.memory * (1 - SPARE) - self.peak_phase[1]
 
     @property
-    def largest(self) -> str:
-        phase, _ = self.peak
+    def largest_tenant(self) -> str:
+        phase, _ = self.peak_phase
         return "the whole model" if phase == "load" else max(self.rows, key=lambda tenant: self.rows[tenant][phase])
 
     @property
-    def share(self) -> float:
+    def largest_share(self) -> float:
         """Of the largest tenant at the peak."""
-        phase, peak = self.peak
-        return 1.0 if phase == "load" else self.rows[self.largest][phase] / peak
+        phase, peak = self.peak_phase
+        return 1.0 if phase == "load" else self.rows[self.largest_tenant][phase] / peak
 
 
-def bills(setting: Workload) -> list[MemoryBill]:
+def memory_bills(setting: Workload) -> list[MemoryBill]:
     """One for shared devices, two where trainer and engines have their own."""
     memory = setting.hardware.memory
     if not setting.split:
-        others = [(other, _policy(setting, other)) for other in setting.policies]
+        others = [(other, _policy_rows(setting, other)) for other in setting.policies]
         beside = {f"{other.name}: {tenant}": row for other, rows in others for tenant, row in rows.items()}
         return [
-            MemoryBill("shared", memory, _kept(setting, trainer(setting) | engine(setting) | beside), loading(setting))
+            MemoryBill(
+                "shared",
+                memory,
+                _nonempty_rows(setting, trainer_memory(setting) | engine_memory(setting) | beside),
+                loading_bytes(setting),
+            )
         ]
     found = [
-        MemoryBill("trainer", memory, _kept(setting, trainer(setting)), loading(setting)),
-        MemoryBill("engine", memory, _kept(setting, engine(setting))),
+        MemoryBill("trainer", memory, _nonempty_rows(setting, trainer_memory(setting)), loading_bytes(setting)),
+        MemoryBill("engine", memory, _nonempty_rows(setting, engine_memory(setting))),
     ]
     for other in setting.policies:  # on devices of their own
         own = replace(setting, shape=other.shape, policies=())
         if not other.frozen:
-            found.append(MemoryBill(f"trainer of {other.name}", memory, _kept(own, trainer(own)), loading(own)))
-        found.append(MemoryBill(f"engine of {other.name}", memory, _kept(own, engine(own))))
+            found.append(
+                MemoryBill(
+                    f"trainer of {other.name}", memory, _nonempty_rows(own, trainer_memory(own)), loading_bytes(own)
+                )
+            )
+        found.append(MemoryBill(f"engine of {other.name}", memory, _nonempty_rows(own, engine_memory(own))))
     return found
 
 
-def loading(setting: Workload) -> float:
+def loading_bytes(setting: Workload) -> float:
     """Bytes at most on one of several ranks while it loads: each has the whole model, then a copy of
     it (the starting weights, or a critic's), then casts the whole model to fp32, and
     keeps its shard (train/fsdp.py)."""
-    n, ranks = setting.shape.parameters, setting.train_devices
+    n, ranks = setting.shape.parameter_count, setting.train_devices
     if ranks == 1:
         return 0.0
     if setting.rank:
-        return setting.weights
+        return setting.weight_bytes
     whole = setting.width * n
-    frozen = [_weights(other, setting) for other in (setting.reference, setting.teacher) if other is not None]
-    critic: float = 4 * setting.critic.parameters if setting.critic is not None else 0
+    frozen = [_weight_bytes(other, setting) for other in (setting.reference, setting.teacher) if other is not None]
+    critic: float = 4 * setting.critic.parameter_count if setting.critic is not None else 0
     return max(2 * whole, whole + critic, 4 * n + (whole + sum(frozen)) / ranks)
 
 
-def _kept(setting: Workload, rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def _nonempty_rows(setting: Workload, rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """The rows that have anything, and on a CPU what a process has beside its tensors."""
-    rows = _clean(rows)
+    rows = _drop_empty_rows(rows)
     if setting.hardware.on_gpu:
         return rows
     most = max(sum(row[phase] for row in rows.values()) for phase in PHASES)
@@ -168,7 +177,7 @@ def _kept(setting: Workload, rows: dict[str, dict[str, float]]) -> dict[str, dic
     return rows
 
 
-def _policy(setting: Workload, other: OtherPolicy) -> dict[str, dict[str, float]]:
+def _policy_rows(setting: Workload, other: OtherPolicy) -> dict[str, dict[str, float]]:
     """What another policy keeps on the same device. Passes take turns, so what one needs
     while it runs is there for one of them.
     """
@@ -178,77 +187,85 @@ def _policy(setting: Workload, other: OtherPolicy) -> dict[str, dict[str, float]
         if other.frozen
         else ("policy weights", "masters", "gradients", "moments", "reference", "starting weights", "packed weights")
     )
-    return {name: row for name, row in trainer(own).items() if name in kept} | {"KV cache": engine(own)["KV cache"]}
+    return {name: row for name, row in trainer_memory(own).items() if name in kept} | {
+        "KV cache": engine_memory(own)["KV cache"]
+    }
 
 
-def layout(setting: Workload) -> BytesPerNumber:
+def bytes_per_number(setting: Workload) -> BytesPerNumber:
     return RONDEL if setting.width == 2 else RONDEL32
 
 
-def trainer(setting: Workload) -> dict[str, dict[str, float]]:
+def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
     """What the trainer has on one of its devices. Offloaded state is here in `train` only,
     frozen models then for their own pass.
     """
     s, ranks = setting.shape, setting.train_devices
-    state, trained = layout(setting), setting.trained
+    state, trained = bytes_per_number(setting), setting.trained_parameters
     always = dict.fromkeys(PHASES, 1.0)
     training = {**dict.fromkeys(PHASES, 0.0), "train": 1.0, "logprob": 1.0} if setting.offload else always
     passing = {**dict.fromkeys(PHASES, 0.0), "logprob": 1.0}
     frozen = passing if setting.offload else always
-    stored = setting.weights if s.bits == 16 or setting.four_bits else s.parameters * s.bits / 8
+    stored = setting.weight_bytes if s.bits == 16 or setting.four_bits else s.parameter_count * s.bits / 8
     weights = (stored + (trained * 4 if setting.rank else 0)) / ranks
     if setting.four_bits and ranks > 1:  # what is packed lies whole on every rank, like the adapter
-        weights = s.nf4(0) + (stored - s.nf4(0)) / ranks + trained * 4
+        weights = s.nf4_bytes(0) + (stored - s.nf4_bytes(0)) / ranks + trained * 4
     rows = {
-        "policy weights": _times(always, weights),
-        "masters": _times(training, trained * (0 if setting.rank else state.master) / ranks),
-        "gradients": _times(training, trained * state.gradient / ranks),
-        "moments": _times(training, trained * state.moments / ranks),
-        "reference": _times(frozen, _weights(setting.reference, setting) / ranks),
-        "starting weights": _times(frozen, 0 if setting.rank or setting.reference == s else setting.weights / ranks),
-        "packed weights": {phase: packed(setting, training=phase == "train") for phase in PHASES},
-        "teacher": _times(frozen, _weights(setting.teacher, setting) / ranks),
-        "critic": _times(
-            training, (setting.critic.body + setting.critic.embedding) * state.total / ranks if setting.critic else 0
+        "policy weights": _scale_phases(always, weights),
+        "masters": _scale_phases(training, trained * (0 if setting.rank else state.master) / ranks),
+        "gradients": _scale_phases(training, trained * state.gradient / ranks),
+        "moments": _scale_phases(training, trained * state.moments / ranks),
+        "reference": _scale_phases(frozen, _weight_bytes(setting.reference, setting) / ranks),
+        "starting weights": _scale_phases(
+            frozen, 0 if setting.rank or setting.reference == s else setting.weight_bytes / ranks
+        ),
+        "packed weights": {phase: packed_bytes(setting, training=phase == "train") for phase in PHASES},
+        "teacher": _scale_phases(frozen, _weight_bytes(setting.teacher, setting) / ranks),
+        "critic": _scale_phases(
+            training,
+            (setting.critic.body_parameters + setting.critic.embedding_parameters) * state.persistent_bytes / ranks
+            if setting.critic
+            else 0,
         ),
     }
     if setting.rank:  # a base under an adapter has neither master nor gradient; the adapter lies whole on every rank
         for name, each in (("gradients", state.gradient), ("moments", state.moments)):
-            rows[name] = _times(training, trained * each)
+            rows[name] = _scale_phases(training, trained * each)
     whole = 0.0
     if ranks > 1:  # embedding and head stay gathered through a pass, a layer and the next one come and go
-        largest: float = 0 if setting.four_bits else max(1, s.body / s.layers)
-        whole = setting.width * (s.embedding * (1 if s.tied else 2) + 2 * largest)
+        largest: float = 0 if setting.four_bits else max(1, s.body_parameters / s.layers)
+        whole = setting.width * (s.embedding_parameters * (1 if s.tied else 2) + 2 * largest)
     # tokens of a step whose answers all reach their limit
     longest = setting.samples * setting.output + setting.prompts * setting.prompt
     tokens = max(min(setting.micro, longest / ranks), setting.prompt + setting.output)  # one sample is never divided
-    kept = s.checkpointed(setting.width) if setting.checkpointing else saved(setting, tokens)
+    kept = s.checkpointed_bytes(setting.width) if setting.checkpointing else activation_bytes(setting, tokens)
     chunk = 3 * 4 * min(tokens * s.vocab, LOGITS)
     rows["gathered layers"] = {phase: whole if phase in ("logprob", "train") else 0.0 for phase in PHASES}
     if setting.four_bits:
-        rows["decoded layer"] = dict.fromkeys(("generate", "logprob", "train"), decoded(setting))
-    rows["activations"] = {"train": kept * tokens, "logprob": s.saved(setting.width) / s.layers * tokens}
+        rows["decoded layer"] = dict.fromkeys(("generate", "logprob", "train"), decoded_layer_bytes(setting))
+    rows["activations"] = {"train": kept * tokens, "logprob": s.activation_bytes(setting.width) / s.layers * tokens}
     if s.tower is not None and setting.image:  # a pass has each group's image once, and the tower sees them together
         images = max(1.0, tokens / (setting.prompt + setting.group * setting.mean))
         own = [
-            s.tower.saved(setting.image, setting.width, trained=learns) * images for learns in (setting.tower, False)
+            s.tower.activation_bytes(setting.image, setting.width, trained=learns) * images
+            for learns in (setting.tower, False)
         ]
         rows["images"] = {"train": own[0], "logprob": own[1]}
     rows["logits chunk"] = {"train": chunk, "logprob": chunk}
     return rows
 
 
-def saved(setting: Workload, tokens: float) -> float:
+def activation_bytes(setting: Workload, tokens: float) -> float:
     """Activations of a token that a backward pass needs, in bytes."""
     s, long = setting.shape, setting.prompt + setting.mean
     keys = (setting.new_tokens * long + setting.prompts * setting.prompt**2) / setting.packed_tokens
     if setting.hardware.on_gpu or tokens * s.heads * keys > DENSE * max(1.0, tokens / long):
-        return s.saved(setting.width)
+        return s.activation_bytes(setting.width)
     spread = (setting.samples * long + setting.prompts * setting.prompt) / setting.packed_tokens
     return s.saved_dense(setting.width, keys, spread)
 
 
-def packed(setting: Workload, *, training: bool) -> float:
+def packed_bytes(setting: Workload, *, training: bool) -> float:
     """Copies of linear layers and head as oneDNN reads them (models/linear.py), of the policy
     and of a teacher. On a CPU, with one rank.
 
@@ -258,48 +275,50 @@ def packed(setting: Workload, *, training: bool) -> float:
         return 0.0
     read = [setting.shape] * (setting.rank > 0 or not training) + [setting.teacher] * (setting.teacher is not None)
     return setting.width * sum(
-        shape.body + shape.embedding - shape.expert_parameters for shape in read if shape is not None
+        shape.body_parameters + shape.embedding_parameters - shape.expert_parameters
+        for shape in read
+        if shape is not None
     )
 
 
-def engine(setting: Workload) -> dict[str, dict[str, float]]:
+def engine_memory(setting: Workload) -> dict[str, dict[str, float]]:
     """What an engine has on one of its devices. On shared devices of one rank it reads the
     trainer's weights, so they are counted there.
     """
     held = kv_tokens(setting) * setting.shape.kv_bytes(setting.width) / setting.tensor
     asleep = ("train", "logprob", "sync") if setting.offload and not setting.split else ()
-    return _engine(setting) | {"KV cache": {phase: 0.0 if phase in asleep else held for phase in PHASES}}
+    return _engine_without_cache(setting) | {"KV cache": {phase: 0.0 if phase in asleep else held for phase in PHASES}}
 
 
-def _engine(setting: Workload) -> dict[str, dict[str, float]]:
+def _engine_without_cache(setting: Workload) -> dict[str, dict[str, float]]:
     """The same without the cache."""
     s = setting.shape
     own = setting.split or setting.gpus > 1
-    weights = setting.weights / setting.tensor
+    weights = setting.weight_bytes / setting.tensor
     asleep = ("train", "logprob", "sync") if setting.offload and not setting.split else ()
     rows: dict[str, dict[str, float]] = {}
     if own:
         away = ("train", "logprob") if asleep else ()  # a copy of its own can be let go while others train
         rows["engine weights"] = {phase: 0.0 if phase in away else weights for phase in PHASES}
-        rows["sync buckets"] = {"sync": 0.0 if staged(setting) else 2.0 * BUCKET}
-        rows["staged weights"] = {"sync": staged(setting)}
+        rows["sync buckets"] = {"sync": 0.0 if staged_bytes(setting) else 2.0 * BUCKET}
+        rows["staged weights"] = {"sync": staged_bytes(setting)}
         if setting.four_bits:
-            rows["decoded layer"] = {"generate": decoded(setting)}
+            rows["decoded layer"] = {"generate": decoded_layer_bytes(setting)}
     if setting.reward is not None:
-        rows["reward model"] = dict.fromkeys(PHASES, _weights(setting.reward, setting) / setting.tensor)
+        rows["reward model"] = dict.fromkeys(PHASES, _weight_bytes(setting.reward, setting) / setting.tensor)
     rows["sampling"] = {"generate": logits_bytes(s.vocab, setting.running) / setting.tensor}
     rows["prefill"] = {"generate": prefill_bytes(s.hidden, setting.prefill, setting.width)}
     return rows
 
 
-def staged(setting: Workload) -> float:
+def staged_bytes(setting: Workload) -> float:
     """Bytes of a second version of the weights on an engine's device: sync.kind = "ipc", which
     "auto" is where one node holds all devices.
     """
     beside = setting.split and (
         setting.sync == "ipc" or (setting.sync == "auto" and setting.gpus <= setting.hardware.in_node)
     )
-    return setting.travels / setting.tensor if beside and setting.hardware.on_gpu else 0.0
+    return setting.sync_bytes / setting.tensor if beside and setting.hardware.on_gpu else 0.0
 
 
 def kv_tokens(setting: Workload) -> int:
@@ -307,7 +326,7 @@ def kv_tokens(setting: Workload) -> int:
     request at its longest, as far as memory goes.
     """
     s, on = setting.shape, setting.hardware
-    left, reserve = on.memory - setting.weights / setting.tensor, None
+    left, reserve = on.memory - setting.weight_bytes / setting.tensor, None
     if on.on_gpu and (setting.split or (setting.offload and not setting.policies)):
         reserve = engine_reserve(
             memory=on.memory,
@@ -316,17 +335,17 @@ def kv_tokens(setting: Workload) -> int:
             width=setting.width,
             prefill=setting.prefill,
             max_running=setting.running,
-            staged=staged(setting),
+            staged=staged_bytes(setting),
         )
         left -= sum(
             row.get("generate", 0.0)
-            for tenant, row in _engine(setting).items()
+            for tenant, row in _engine_without_cache(setting).items()
             if tenant in ("decoded layer", "reward model")
         )
         if not setting.split:
-            stays = sum(row.get("generate", 0.0) for row in trainer(setting).values())
+            stays = sum(row.get("generate", 0.0) for row in trainer_memory(setting).values())
             # on one device the engine reads the trainer's
-            left -= stays if setting.gpus > 1 else stays - setting.weights
+            left -= stays if setting.gpus > 1 else stays - setting.weight_bytes
     else:
         left -= SPARE * on.memory
     return kv_pages(
@@ -339,20 +358,20 @@ def kv_tokens(setting: Workload) -> int:
     ).value
 
 
-def decoded(setting: Workload) -> float:
+def decoded_layer_bytes(setting: Workload) -> float:
     """The largest layer of a base in 4 bits, while a product reads it."""
-    return max(i * o for (i, o), _ in setting.shape.matrices.values()) * setting.width
+    return max(i * o for (i, o), _ in setting.shape.linear_shapes.values()) * setting.width
 
 
-def _weights(model: object, setting: Workload) -> float:
+def _weight_bytes(model: object, setting: Workload) -> float:
     return model.parameters * setting.width if model is not None else 0  # type: ignore[attr-defined]
 
 
-def _times(when: dict[str, float], bytes_: float) -> dict[str, float]:
+def _scale_phases(when: dict[str, float], bytes_: float) -> dict[str, float]:
     return {phase: here * bytes_ for phase, here in when.items()}
 
 
-def _clean(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def _drop_empty_rows(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """Tenants that have anything, in every phase."""
     return {
         tenant: {phase: row.get(phase, 0.0) for phase in PHASES} for tenant, row in rows.items() if any(row.values())

@@ -6,19 +6,19 @@ from typing import Any
 
 from rondel.planner import advice, cost, split
 from rondel.planner.families import REFUSED
-from rondel.planner.layout import layouts
-from rondel.planner.memory import PHASES, bills
+from rondel.planner.layout import parallel_layouts
+from rondel.planner.memory import PHASES, memory_bills
 from rondel.planner.workload import Workload
 
 
-def plan(setting: Workload) -> dict[str, Any]:
+def make_plan(setting: Workload) -> dict[str, Any]:
     """JSON through and through; what a table shows is in here."""
-    generated, trained = cost.generation(setting), cost.train_seconds(setting)
-    ways = cost.ways(setting)
+    generated, trained = cost.generation_time(setting), cost.train_seconds(setting)
+    ways = cost.sync_options(setting)
     r = setting.samples / generated.work / setting.engine_devices
     t = setting.samples / trained / setting.train_devices
     most = setting.samples * (setting.staleness + 1) / generated.longest
-    divided = split.advise(
+    divided = split.advise_split(
         setting.gpus, r, t, trainers=setting.trainers if setting.split else 0, unit=setting.tensor, most=most
     )
     if setting.split and setting.staleness:
@@ -28,12 +28,12 @@ def plan(setting: Workload) -> dict[str, Any]:
     return {
         "model": {
             "name": setting.shape.name,
-            "parameters": setting.shape.parameters,
-            "active": setting.shape.active,
-            "trained": setting.trained,
+            "parameters": setting.shape.parameter_count,
+            "active": setting.shape.active_parameters,
+            "trained": setting.trained_parameters,
             "four_bits": setting.four_bits,
             "adapter": setting.rank > 0,
-            "tower": setting.shape.tower.parameters if setting.shape.tower else 0,
+            "tower": setting.shape.tower.parameter_count if setting.shape.tower else 0,
             "image": setting.image,
             "kv_bytes_a_token": setting.shape.kv_bytes(setting.width),
             "source": setting.shape.source,
@@ -42,7 +42,7 @@ def plan(setting: Workload) -> dict[str, Any]:
             {
                 "name": other.name,
                 "model": other.shape.name,
-                "parameters": other.shape.parameters,
+                "parameters": other.shape.parameter_count,
                 "frozen": other.frozen,
             }
             for other in setting.policies
@@ -70,16 +70,16 @@ def plan(setting: Workload) -> dict[str, Any]:
                 "pool": bill.pool,
                 "of": bill.memory,
                 "rows": bill.rows,
-                "total": {phase: bill.total(phase) for phase in PHASES},
-                "peak": bill.peak[1],
-                "peak_phase": bill.peak[0],
-                "room": bill.room,
-                "largest": bill.largest,
+                "total": {phase: bill.phase_bytes(phase) for phase in PHASES},
+                "peak": bill.peak_phase[1],
+                "peak_phase": bill.peak_phase[0],
+                "room": bill.free_bytes,
+                "largest": bill.largest_tenant,
                 "loading": bill.loading,
             }
-            for bill in bills(setting)
+            for bill in memory_bills(setting)
         ],
-        "fits": advice.worst(setting) >= 0,
+        "fits": advice.least_room(setting) >= 0,
         "generate": {
             "seconds": generated.seconds,
             "tokens_per_second": generated.rate,
@@ -91,25 +91,25 @@ def plan(setting: Workload) -> dict[str, Any]:
         "interrupt": cost.interrupt_seconds(setting),
         "step_seconds": step,
         "split": divided._asdict(),
-        "placement": split.placement(setting.gpus),
+        "placement": split.recommend_placement(setting.gpus),
         "layouts": [
             {
                 "name": row.name,
-                "exists": row.exists,
+                "exists": row.is_supported,
                 "memory": row.memory,
                 "fits": row.fits,
                 "bubble": row.bubble,
                 "traffic": row.traffic,
                 "seconds": row.seconds,
             }
-            for row in sorted(layouts(setting), key=lambda row: not row.exists)[:5]
+            for row in sorted(parallel_layouts(setting), key=lambda row: not row.is_supported)[:5]
         ],
-        "advice": advice.words(setting),
-        "assumed": [*setting.assumed, *assumptions(setting)],
+        "advice": advice.bill_sentences(setting),
+        "assumed": [*setting.assumed, *list_assumptions(setting)],
     }
 
 
-def assumptions(setting: Workload) -> list[str]:
+def list_assumptions(setting: Workload) -> list[str]:
     on, why = setting.hardware, REFUSED.get(setting.shape.family)
     refused = [f"{setting.shape.name} cannot be run by Rondel's own engine and trainer yet: {why}"] if why else []
     return [

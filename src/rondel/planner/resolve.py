@@ -87,7 +87,7 @@ def micro_tokens(wanted: int | str, *, on_gpu: bool) -> ResolvedValue:
     )
 
 
-def transport(wanted: str, *, apart: Apart, weights: int = 0, room: int = 0) -> ResolvedValue:
+def resolve_transport(wanted: str, *, apart: Apart, weights: int = 0, room: int = 0) -> ResolvedValue:
     """How new weights reach the engines. `weights`: bytes of one version. `room`: free bytes
     of the shared memory, 0 where there is none.
     """

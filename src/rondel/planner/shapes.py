@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rondel.core.errors import ModelError
-from rondel.core.registry import nearest
+from rondel.core.registry import suggest_name
 from rondel.planner import tower
 from rondel.planner.families import DEFAULTS, MODELS, PUBLIC
 from rondel.planner.tower import VisionTower
@@ -76,7 +76,7 @@ class ModelShape:
     # -- numbers ---------------------------------------------------------------------------------
 
     @property
-    def projections(self) -> dict[str, tuple[int, int]]:
+    def attention_shapes(self) -> dict[str, tuple[int, int]]:
         """The matrices of one attention, (in, out)."""
         if (m := self.latent) is not None:
             q = {"q_proj": (self.hidden, self.heads * (m.nope + m.rope))}
@@ -97,9 +97,9 @@ class ModelShape:
         }
 
     @property
-    def attention(self) -> int:
+    def attention_parameters(self) -> int:
         """Numbers of one attention's matrices."""
-        return sum(i * o for i, o in self.projections.values())
+        return sum(i * o for i, o in self.attention_shapes.values())
 
     @property
     def dense_layers(self) -> int:
@@ -114,31 +114,35 @@ class ModelShape:
         return self.dense_layers * one * self.intermediate + mixed
 
     @property
-    def embedding(self) -> int:
+    def embedding_parameters(self) -> int:
         return self.vocab * self.hidden
 
     @property
-    def body(self) -> int:
+    def body_parameters(self) -> int:
         """Numbers of all layers and the last norm: without embedding and head."""
-        return self._body(self.experts)
+        return self._count_body(self.experts)
 
-    def _body(self, experts: int) -> int:
+    def _count_body(self, experts: int) -> int:
         inside = 2 * self.head * self.qk_norm + self.biases
         if self.latent is not None:
             inside += self.latent.kv + (self.latent.q or 0)
         norms, full = self.layers * self.norms * self.hidden, self.layers - self.recurrent
-        mixing = full * (self.attention + inside) + self.recurrent * self.recurrent_numbers
+        mixing = full * (self.attention_parameters + inside) + self.recurrent * self.recurrent_numbers
         return mixing + norms + self._feed_forward(experts) + self.hidden
 
     @property
-    def parameters(self) -> int:
+    def parameter_count(self) -> int:
         """All of them; those of its eye are looked through once an image, and by no token."""
-        return self.body + self.embedding * (1 if self.tied else 2) + (self.tower.parameters if self.tower else 0)
+        return (
+            self.body_parameters
+            + self.embedding_parameters * (1 if self.tied else 2)
+            + (self.tower.parameter_count if self.tower else 0)
+        )
 
     @property
-    def active(self) -> int:
+    def active_parameters(self) -> int:
         """Numbers that one token is multiplied with: body and head, k experts of E."""
-        return self._body(self.per_token) + self.embedding
+        return self._count_body(self.per_token) + self.embedding_parameters
 
     @property
     def expert_parameters(self) -> int:
@@ -156,31 +160,33 @@ class ModelShape:
         return int(self.layers * each * bytes_each)
 
     @property
-    def matrices(self) -> dict[str, tuple[tuple[int, int], int]]:
+    def linear_shapes(self) -> dict[str, tuple[tuple[int, int], int]]:
         """{name: ((in, out), how many)} of the linear layers inside that are no experts."""
-        matrices = {name: (size, self.layers - self.recurrent) for name, size in self.projections.items()}
+        matrices = {name: (size, self.layers - self.recurrent) for name, size in self.attention_shapes.items()}
         for name, (i, o) in {"gate_proj": (0, 1), "up_proj": (0, 1), "down_proj": (1, 0)}.items():
             sides = (self.hidden, self.intermediate)
             matrices[name] = ((sides[i], sides[o]), self.dense_layers)
         return matrices
 
-    def nf4(self, width: float) -> float:
+    def nf4_bytes(self, width: float) -> float:
         """Bytes with those layers in 4 bits, the rest at `width` bytes a number.
         arXiv:2305.14314: (4 + 8/64 + 32/(64·256)) / 8 a number.
         """
-        inside = [(i * o, count) for (i, o), count in self.matrices.values()]
-        rest = self.parameters - sum(numbers * count for numbers, count in inside)
-        return rest * width + sum(_nf4(numbers) * count for numbers, count in inside)
+        inside = [(i * o, count) for (i, o), count in self.linear_shapes.values()]
+        rest = self.parameter_count - sum(numbers * count for numbers, count in inside)
+        return rest * width + sum(_nf4_layer_bytes(numbers) * count for numbers, count in inside)
 
-    def lora(self, rank: int, targets: str | list[str] = "all-linear") -> int:
+    def lora_parameters(self, rank: int, targets: str | list[str] = "all-linear") -> int:
         """Numbers of an adapter: sum of r·(d_in + d_out) over the matrices it stands beside.  arXiv:2106.09685."""
-        matrices = self.matrices
+        matrices = self.linear_shapes
         chosen = list(matrices) if targets == "all-linear" else list(targets)
         if unknown := [name for name in chosen if name not in matrices]:
-            raise ModelError(f"no linear layer '{unknown[0]}' in {self.name}.{nearest(unknown[0], list(matrices))}")
+            raise ModelError(
+                f"no linear layer '{unknown[0]}' in {self.name}.{suggest_name(unknown[0], list(matrices))}"
+            )
         return sum(rank * sum(matrices[name][0]) * matrices[name][1] for name in chosen)
 
-    def saved(self, bytes_each: float = 2) -> int:
+    def activation_bytes(self, bytes_each: float = 2) -> int:
         """Activations that a backward pass needs, bytes a token, without recomputation,
         attention fused (its scores are never kept).
 
@@ -210,15 +216,15 @@ class ModelShape:
         feed += (self.layers - self.dense_layers) * 4 * (self.per_token * self.expert + self.shared)
         return int(self.layers * layer + bytes_each * feed)
 
-    def checkpointed(self, bytes_each: float = 2) -> int:
+    def checkpointed_bytes(self, bytes_each: float = 2) -> int:
         """With recomputation: the input of each layer, and one layer's own at a time."""
-        return int(bytes_each * self.layers * self.hidden + self.saved(bytes_each) / self.layers)
+        return int(bytes_each * self.layers * self.hidden + self.activation_bytes(bytes_each) / self.layers)
 
 
 # -- where a shape comes from ------------------------------------------------------------------------
 
 
-def shape(model: str | dict[str, Any]) -> ModelShape:
+def model_shape(model: str | dict[str, Any]) -> ModelShape:
     """Of a folder, a model.path as a recipe has it, or a name such as "70b", "qwen3-8b" or "Qwen/Qwen3-8B"."""
     if isinstance(model, dict):
         kind = model.get("random", model.get("model_type"))
@@ -250,7 +256,7 @@ def shape(model: str | dict[str, Any]) -> ModelShape:
         return replace(of_config(numbers, name=word), source=source)
     known = sorted({*MODELS, *PUBLIC})
     raise ModelError(
-        f"no shape is known of '{model[:200]}'.{nearest(word, known)} Give a folder with a config.json, or one of "
+        f"no shape is known of '{model[:200]}'.{suggest_name(word, known)} Give a folder with a config.json, or one of "
         f"{', '.join(known)}"
     )
 
@@ -307,7 +313,7 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> ModelShape:
         kind = config.get("model_type")
     if kind not in DEFAULTS:
         raise ModelError(
-            f"the planner does not know the layers of model type '{kind}'.{nearest(str(kind), list(DEFAULTS))} It knows "
+            f"the planner does not know the layers of model type '{kind}'.{suggest_name(str(kind), list(DEFAULTS))} It knows "
             f"{', '.join(sorted(DEFAULTS))}"
         )
     refuse_sizes(str(kind), config)
@@ -395,7 +401,7 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> ModelShape:
     )
 
 
-def _nf4(numbers: int) -> int:
+def _nf4_layer_bytes(numbers: int) -> int:
     """Bytes of one layer, as models/nf4.py packs it."""
     blocks = -(-numbers // 64)
     return blocks * 33 + 4 * -(-blocks // 256) + 4
@@ -406,8 +412,8 @@ def of_recipe(model: str | dict[str, Any], cache: Path) -> ModelShape:
     if isinstance(model, str) and _config_in(model) is None:
         here = cache / f"models--{model.replace('/', '--')}" / "snapshots"
         for found in sorted(here.glob("*/config.json")):
-            return shape(str(found.parent))
-    return shape(model)
+            return model_shape(str(found.parent))
+    return model_shape(model)
 
 
 def hub_cache() -> Path:

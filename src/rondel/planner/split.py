@@ -14,15 +14,15 @@ from math import ceil, floor, inf
 from typing import NamedTuple
 
 
-def overlapped(R: float, T: float) -> float:
+def overlapped_rate(R: float, T: float) -> float:
     return min(R, T)
 
 
-def synchronous(R: float, T: float) -> float:
+def synchronous_throughput(R: float, T: float) -> float:
     return R * T / (R + T)
 
 
-def colocated(G: float, r: float, t: float) -> float:
+def colocated_throughput(G: float, r: float, t: float) -> float:
     return G * r * t / (r + t)
 
 
@@ -31,18 +31,18 @@ def engine_share(r: float, t: float) -> float:
     return t / (r + t)
 
 
-def idle(R: float, T: float) -> float:
+def idle_share(R: float, T: float) -> float:
     """Of the faster pool."""
     return 1 - min(R, T) / max(R, T)
 
 
-def balanced(G: int, r: float, t: float, *, unit: int = 1, most: float = inf) -> int:
+def balanced_split(G: int, r: float, t: float, *, unit: int = 1, most: float = inf) -> int:
     """Engines' devices, in whole engines, that are fastest overlapped: a split beside the share that
     keeps both pools busy, or the fewest that reach `most`.
     """
     shares, largest = (engine_share(r, t) * G / unit, min(most, G * r) / r / unit), max(1, (G - 1) // unit)
     near = {min(max(1, n), largest) * unit for share in shares for n in (floor(share), ceil(share))}
-    return max(sorted(near), key=lambda a: overlapped(min(a * r, most), (G - a) * t))
+    return max(sorted(near), key=lambda a: overlapped_rate(min(a * r, most), (G - a) * t))
 
 
 class SplitAdvice(NamedTuple):
@@ -54,11 +54,11 @@ class SplitAdvice(NamedTuple):
     text: str
 
 
-def advise(G: int, r: float, t: float, *, trainers: int = 0, unit: int = 1, most: float = inf) -> SplitAdvice:
+def advise_split(G: int, r: float, t: float, *, trainers: int = 0, unit: int = 1, most: float = inf) -> SplitAdvice:
     """`r`, `t`: samples a second of one device that generates, that trains. `unit`: devices of
     one engine. `trainers`: of the split at hand.
     """
-    best = balanced(G, r, t, unit=unit, most=most) if G > 1 else G
+    best = balanced_split(G, r, t, unit=unit, most=most) if G > 1 else G
     a = G - trainers if trainers else best
     R, T = min(a * r, most), (G - a) * t
     in_turn = min(G * r, most)  # of all devices that generate
@@ -68,20 +68,20 @@ def advise(G: int, r: float, t: float, *, trainers: int = 0, unit: int = 1, most
         return SplitAdvice(
             bound, 1, 0, 1.0, 1.0, f"one device: {share:.0%} of the time generates, {1 - share:.0%} trains"
         )
-    both = synchronous(in_turn, G * t)
-    now, fastest = overlapped(R, T), overlapped(min(best * r, most), (G - best) * t)
+    both = synchronous_throughput(in_turn, G * t)
+    now, fastest = overlapped_rate(R, T), overlapped_rate(min(best * r, most), (G - best) * t)
     if not trainers:
         text = f"{share:.0%} of the time generates, {1 - share:.0%} trains: {bound}-bound. Apart and asynchronous, {a}:{G - a} would be {fastest / both:.0%} as fast"
-        return SplitAdvice(bound, best, G - best, now / synchronous(R, T), fastest / both, text)
-    text = f"{bound}-bound: {a} devices generate {R:.3g} samples/s, {G - a} train {T:.3g}/s; the faster pool idles {idle(R, T):.0%}"
+        return SplitAdvice(bound, best, G - best, now / synchronous_throughput(R, T), fastest / both, text)
+    text = f"{bound}-bound: {a} devices generate {R:.3g} samples/s, {G - a} train {T:.3g}/s; the faster pool idles {idle_share(R, T):.0%}"
     if fastest > now:
         text += f"; {best}:{G - best} would give {fastest / now - 1:+.0%}"
     if most == R:
         text += "; the longest answer sets the pace, and more engines do not help: a lower engine.sampling.max_tokens or a higher loop.max_staleness does"
-    return SplitAdvice(bound, best, G - best, now / synchronous(R, T), fastest / both, text)
+    return SplitAdvice(bound, best, G - best, now / synchronous_throughput(R, T), fastest / both, text)
 
 
-def placement(devices: int) -> str:
+def recommend_placement(devices: int) -> str:
     """What published systems found; decide by the two rates where they are known (arXiv:2409.19256; C1)."""
     if devices <= 64:
         return "all roles together on all devices, in turn"

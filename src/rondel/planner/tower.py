@@ -51,36 +51,36 @@ class VisionTower:
     deep: int = 0
 
     @property
-    def _block(self) -> int:
+    def _layer_parameters(self) -> int:
         """Numbers of one layer's matrices."""
         return 4 * self.width**2 + (3 if self.gated else 2) * self.width * self.feed
 
     @property
-    def _merger(self) -> int:
+    def _merger_parameters(self) -> int:
         wide = self.width * self.merge**2
         return wide**2 + wide * self.out
 
     @property
-    def parameters(self) -> int:
+    def parameter_count(self) -> int:
         e, wide, norm = self.width, self.width * self.merge**2, 1 if self.gated else 2
         patches = 3 * self.temporal * self.patch**2 * e + (e if self.places else 0)
         biases = 5 * e + (2 if self.gated else 1) * self.feed  # 3E + E of the attention, E and F of the feed-forward
-        mergers = (1 + self.deep) * (self._merger + wide + self.out) + norm * (e + self.deep * wide)
-        return patches + self.places * e + self.layers * (self._block + biases + 2 * norm * e) + mergers
+        mergers = (1 + self.deep) * (self._merger_parameters + wide + self.out) + norm * (e + self.deep * wide)
+        return patches + self.places * e + self.layers * (self._layer_parameters + biases + 2 * norm * e) + mergers
 
-    def flops(self, tokens: float) -> float:
+    def forward_flops(self, tokens: float) -> float:
         """A forward pass over an image of so many tokens: 2 a number and patch, and attention
         4*p^2*E a layer, as if every layer saw all of it.
         """
         p = tokens * self.merge**2
         patches = 3 * self.temporal * self.patch**2 * self.width
         return (
-            2 * p * (patches + self.layers * self._block)
+            2 * p * (patches + self.layers * self._layer_parameters)
             + 4 * p**2 * self.width * self.layers
-            + 2 * tokens * (1 + self.deep) * self._merger
+            + 2 * tokens * (1 + self.deep) * self._merger_parameters
         )
 
-    def saved(self, tokens: float, bytes_each: float = 2, *, trained: bool = True) -> float:
+    def activation_bytes(self, tokens: float, bytes_each: float = 2, *, trained: bool = True) -> float:
         """Activations of an image, bytes: its patches, and all layers' as Shape.saved counts them
         where the tower learns; else one layer's, and what it says."""
         p = tokens * self.merge**2

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import ConfigError, UserError
-from rondel.core.registry import nearest
-from rondel.planner.hardware import Hardware, hardware
-from rondel.planner.shapes import ModelShape, hub_cache, of_recipe, shape
+from rondel.core.registry import suggest_name
+from rondel.planner.hardware import Hardware, find_hardware
+from rondel.planner.shapes import ModelShape, hub_cache, model_shape, of_recipe
 
 if TYPE_CHECKING:
     from rondel.core.config import Job
@@ -97,7 +97,7 @@ class Workload:
         return self.gpus - self.trainers if self.split else self.gpus
 
     @property
-    def engines(self) -> int:
+    def engine_count(self) -> int:
         return max(1, self.engine_devices // self.tensor)
 
     @property
@@ -114,22 +114,24 @@ class Workload:
         return self.new_tokens + self.prompts * self.prompt
 
     @property
-    def weights(self) -> float:
+    def weight_bytes(self) -> float:
         """Bytes of one whole copy that computes, without an adapter."""
-        return self.shape.nf4(self.width) if self.four_bits else self.shape.parameters * self.width
+        return self.shape.nf4_bytes(self.width) if self.four_bits else self.shape.parameter_count * self.width
 
     @property
-    def travels(self) -> float:
+    def sync_bytes(self) -> float:
         """Bytes of one version of the weights that an update sends: those of the adapter alone where there is one."""
-        return (self.trained if self.rank else self.shape.parameters) * self.width
+        return (self.trained_parameters if self.rank else self.shape.parameter_count) * self.width
 
     @property
-    def trained(self) -> int:
+    def trained_parameters(self) -> int:
         """Numbers that the optimizer moves."""
         if self.rank:
-            return self.shape.lora(self.rank, self.targets if isinstance(self.targets, str) else list(self.targets))
+            return self.shape.lora_parameters(
+                self.rank, self.targets if isinstance(self.targets, str) else list(self.targets)
+            )
         eye = self.shape.tower
-        return self.shape.parameters - (eye.parameters if eye is not None and not self.tower else 0)
+        return self.shape.parameter_count - (eye.parameter_count if eye is not None and not self.tower else 0)
 
 
 # -- from a recipe -----------------------------------------------------------------------------------
@@ -138,7 +140,7 @@ class Workload:
 def of_job(job: Job, device: str = "") -> Workload:
     """What the recipe says; `device` names hardware, else it is the place's."""
     model = of_recipe(job.model.path, hub_cache())
-    where = hardware(device or ("h100" if job.place.device.startswith("cuda") else "cpu"))
+    where = find_hardware(device or ("h100" if job.place.device.startswith("cuda") else "cpu"))
     on_cpu = not where.on_gpu
     width = {"float32": 4, "bfloat16": 2, "auto": 2 if not on_cpu or _has_bf16() else 4}[job.model.dtype]
     adapter, row, split = job.model.adapter, job.algo.kind, job.place.kind == "split"
@@ -191,7 +193,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         reference=model if wants_reference and adapter.kind == "off" else None,
         teacher=max(
             (of_recipe(t.path, hub_cache()) for t in job.model.teachers if t.path is not None),
-            key=lambda s: s.parameters,
+            key=lambda s: s.parameter_count,
             default=None,
         ),
         critic=of_recipe(job.trainer.critic.path or job.model.path, hub_cache()) if row in CRITICS else None,
@@ -221,7 +223,7 @@ def _has_bf16() -> bool:
 MOST = 1 << 40  # of anything that is counted
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     """16k -> 16384, 1.5k -> 1536, 300 -> 300."""
     number = float(text[:-1]) * 1024 if text.lower().endswith("k") else int(text)
     if number < 0:
@@ -231,55 +233,55 @@ def _count(text: str) -> int:
     return int(number)
 
 
-def _some(text: str) -> int:
-    if (number := _count(text)) < 1:
+def _positive_count(text: str) -> int:
+    if (number := _parse_count(text)) < 1:
         raise ValueError("it is at least 1")
     return number
 
 
-def _truth(text: str) -> bool:
+def _parse_bool(text: str) -> bool:
     if text.lower() not in ("true", "false", "yes", "no", "1", "0"):
         raise ValueError("it is yes or no")
     return text.lower() in ("true", "yes", "1")
 
 
-def _model(text: str) -> ModelShape | None:
-    return None if text.lower() in ("none", "no", "false") else shape(text)
+def _parse_model(text: str) -> ModelShape | None:
+    return None if text.lower() in ("none", "no", "false") else model_shape(text)
 
 
-def _place(text: str) -> str:
+def _parse_place(text: str) -> str:
     if text not in ("shared", "split"):
         raise ValueError("it is shared or split")
     return text
 
 
 QUESTIONS: dict[str, tuple[str, Any]] = {  # --what-if NAME=VALUE -> the field, and how it is read
-    "model": ("shape", shape),
-    "hardware": ("hardware", hardware),
-    "gpus": ("gpus", _some),
-    "place": ("place", _place),
-    "trainers": ("trainers", _count),
-    "tensor": ("tensor", _some),
-    "prompts": ("prompts", _some),
-    "group": ("group", _some),
-    "prompt": ("prompt", _count),
-    "output": ("output", _some),
-    "mean": ("mean", _some),
-    "micro": ("micro", _some),
-    "running": ("running", _some),
-    "staleness": ("staleness", _count),
-    "updates": ("updates", _some),
-    "epochs": ("epochs", _some),
-    "lora": ("rank", _count),
-    "nf4": ("four_bits", _truth),
-    "offload": ("offload", _truth),
-    "checkpointing": ("checkpointing", _truth),
-    "reference": ("reference", _model),
-    "image": ("image", _count),
-    "tower": ("tower", _truth),
-    "reward": ("reward", _model),
-    "teacher": ("teacher", _model),
-    "critic": ("critic", _model),
+    "model": ("shape", model_shape),
+    "hardware": ("hardware", find_hardware),
+    "gpus": ("gpus", _positive_count),
+    "place": ("place", _parse_place),
+    "trainers": ("trainers", _parse_count),
+    "tensor": ("tensor", _positive_count),
+    "prompts": ("prompts", _positive_count),
+    "group": ("group", _positive_count),
+    "prompt": ("prompt", _parse_count),
+    "output": ("output", _positive_count),
+    "mean": ("mean", _positive_count),
+    "micro": ("micro", _positive_count),
+    "running": ("running", _positive_count),
+    "staleness": ("staleness", _parse_count),
+    "updates": ("updates", _positive_count),
+    "epochs": ("epochs", _positive_count),
+    "lora": ("rank", _parse_count),
+    "nf4": ("four_bits", _parse_bool),
+    "offload": ("offload", _parse_bool),
+    "checkpointing": ("checkpointing", _parse_bool),
+    "reference": ("reference", _parse_model),
+    "image": ("image", _parse_count),
+    "tower": ("tower", _parse_bool),
+    "reward": ("reward", _parse_model),
+    "teacher": ("teacher", _parse_model),
+    "critic": ("critic", _parse_model),
 }
 
 
@@ -292,7 +294,7 @@ def what_if(words: list[str], start: Workload | None = None) -> Workload:
         name, equals, text = word.partition("=")
         if name not in QUESTIONS or not equals:
             raise ConfigError(
-                f"--what-if {word}: it is NAME=VALUE with NAME one of {', '.join(QUESTIONS)}.{nearest(name, list(QUESTIONS))}"
+                f"--what-if {word}: it is NAME=VALUE with NAME one of {', '.join(QUESTIONS)}.{suggest_name(name, list(QUESTIONS))}"
             )
         field, read = QUESTIONS[name]
         try:
@@ -301,16 +303,16 @@ def what_if(words: list[str], start: Workload | None = None) -> Workload:
             if isinstance(error, UserError):
                 raise
             raise ConfigError(f"--what-if {word[:200]}: '{text[:200]}' is not a value of {name}: {error}") from error
-    return filled(given, start)
+    return fill_defaults(given, start)
 
 
-def filled(given: dict[str, Any], start: Workload | None) -> Workload:
+def fill_defaults(given: dict[str, Any], start: Workload | None) -> Workload:
     """The rest of the setting, chosen by rule; what was chosen stands in `assumed`."""
     assumed = [text for text in start.assumed if text != ON_THIS_CPU or "hardware" not in given] if start else []
     if start is None:
         if "shape" not in given:
             raise ConfigError("without a recipe --what-if needs a model: --what-if model=7b")
-        given.setdefault("hardware", hardware("h100"))
+        given.setdefault("hardware", find_hardware("h100"))
         for name, why in (
             ("prompt", "prompts of 512 tokens"),
             ("output", "answers of at most 2048 tokens"),
@@ -355,7 +357,7 @@ def filled(given: dict[str, Any], start: Workload | None) -> Workload:
         assumed.append(f"{setting.trainers} of {setting.gpus} devices train (trainers=...)")
     if setting.tensor > setting.engine_devices:
         raise ConfigError(f"tensor = {setting.tensor}, but only {setting.engine_devices} devices serve")
-    if "tensor" not in given and (tensor := _narrowest(setting)) > setting.tensor:
+    if "tensor" not in given and (tensor := _min_tensor_parallel(setting)) > setting.tensor:
         setting = replace(setting, tensor=tensor)
         assumed.append(
             f"an engine is {tensor} devices: the fewest whose memory holds the weights and a third more for the cache"
@@ -367,8 +369,8 @@ def filled(given: dict[str, Any], start: Workload | None) -> Workload:
     return replace(setting, assumed=tuple(dict.fromkeys(assumed)))
 
 
-def _narrowest(setting: Workload) -> int:
-    tensor, needed = 1, setting.weights * 4 / 3
+def _min_tensor_parallel(setting: Workload) -> int:
+    tensor, needed = 1, setting.weight_bytes * 4 / 3
     while tensor * setting.hardware.memory < needed and 2 * tensor <= setting.engine_devices:
         tensor *= 2
     return tensor

@@ -13,7 +13,7 @@ _guard = threading.Lock()
 
 
 @contextmanager
-def working() -> Iterator[None]:
+def mark_busy() -> Iterator[None]:
     global begun, ended
     with _guard:
         begun += 1

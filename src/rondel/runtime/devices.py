@@ -17,7 +17,7 @@ import torch
 from rondel.core.errors import ConfigError, LawError
 from rondel.core.events import Resident, emit
 from rondel.core.protocols import Interrupt, RolloutEngine
-from rondel.runtime.busy import working
+from rondel.runtime.busy import mark_busy
 
 
 def pick_device(wanted: str) -> str:
@@ -68,28 +68,28 @@ class Device:
         self.name = name
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.threads = threads or cores
-        self._thread = ThreadPoolExecutor(1, f"rondel-{name}", initializer=self._begin)
+        self._thread = ThreadPoolExecutor(1, f"rondel-{name}", initializer=self._init_thread)
 
-    def _begin(self) -> None:
+    def _init_thread(self) -> None:
         torch.set_num_threads(self.threads)
         if self.name.startswith("cuda:"):
             torch.cuda.set_device(self.name)  # NCCL and whoever says "cuda" mean this one
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, _whole, function, args)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _call_guarded, function, args)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """The same from code without an event loop."""
-        return self._thread.submit(_whole, function, args).result()
+        return self._thread.submit(_call_guarded, function, args).result()
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-def _whole(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _call_guarded(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """A StopIteration cannot cross a future: it would be lost and its waiter would hang."""
     try:
-        with working():
+        with mark_busy():
             return function(*args)
     except StopIteration as error:
         raise RuntimeError(f"{getattr(function, '__name__', function)} let a StopIteration escape") from error
@@ -147,11 +147,11 @@ class SharedDevice:
     async def parked(self) -> AsyncIterator[None]:
         """Requests stand still with their tokens; afterwards they go on under the new weights."""
         await self.engine.pause(self.how)
-        await self._look("generate")
+        await self._record_memory("generate")
         if self.beside is not None:
             await self.beside.sleep()
         yield
-        await self._look("sync")
+        await self._record_memory("sync")
         if self.beside is not None:
             await self.beside.wake()
         seen, self._seen = self._seen, Resident({}, {})
@@ -167,11 +167,11 @@ class SharedDevice:
             await self.engine.sleep(("kv_cache",))
             await self.trainer.wake(("optimizer",))
         yield
-        await self._look("train")
+        await self._record_memory("train")
         if self.offload:
             await self.trainer.sleep(("optimizer",))
 
-    async def _look(self, phase: str) -> None:
+    async def _record_memory(self, phase: str) -> None:
         """A CUDA device has counted itself; on a CPU bytes of tensors are, without those
         that a pass needs while it runs.
         """

@@ -16,7 +16,7 @@ import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 
-from rondel.system.process_memory import resident
+from rondel.system.process_memory import resident_memory
 
 OUT = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
 LINES = 10  # of Python's own allocations, where they are traced
@@ -29,26 +29,26 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "MemoryError" in str(error) or bool(OUT.search(str(error)))
 
 
-def report(processes: Mapping[str, int], held: Mapping[str, Mapping[str, int]]) -> str:
+def format_memory_report(processes: Mapping[str, int], held: Mapping[str, Mapping[str, int]]) -> str:
     """A line a process; `held`: bytes of tenants by worker, as it last told."""
     lines = ["memory"]
     for name, pid in processes.items():
-        found = resident(pid)
+        found = resident_memory(pid)
         tenants = {what: n for what, n in held.get(name, {}).items() if n and what not in ("rss", "peak")}
-        told = ", ".join(f"{what} {_mb(n)}" for what, n in sorted(tenants.items(), key=lambda kv: -kv[1]))
-        counted = f"resident {_mb(found['rss'])}, at most {_mb(found['peak'])}" if found else "gone"
+        told = ", ".join(f"{what} {_format_mb(n)}" for what, n in sorted(tenants.items(), key=lambda kv: -kv[1]))
+        counted = f"resident {_format_mb(found['rss'])}, at most {_format_mb(found['peak'])}" if found else "gone"
         lines.append(f"  {name:<12} pid {pid:<8} {counted}{'   ' + told if told else ''}")
-    return "\n".join([*lines, *_device(), *_traced()])
+    return "\n".join([*lines, *_device_lines(), *_largest_allocations()])
 
 
-def _device() -> list[str]:
+def _device_lines() -> list[str]:
     """CUDA's own count, if this process has torch and a GPU."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return []
     return [
-        f"  cuda:{i}: allocated {_mb(torch.cuda.memory_allocated(i))}, reserved {_mb(torch.cuda.memory_reserved(i))}, "
-        f"at most {_mb(torch.cuda.max_memory_allocated(i))}"
+        f"  cuda:{i}: allocated {_format_mb(torch.cuda.memory_allocated(i))}, reserved {_format_mb(torch.cuda.memory_reserved(i))}, "
+        f"at most {_format_mb(torch.cuda.max_memory_allocated(i))}"
         for i in range(torch.cuda.device_count())
     ]
 
@@ -62,13 +62,13 @@ def write_device_snapshot(path: Path) -> bool:
     return True
 
 
-def _traced() -> list[str]:
+def _largest_allocations() -> list[str]:
     """Python's largest allocations: `PYTHONTRACEMALLOC=1 rondel train ...`."""
     if not tracemalloc.is_tracing():
         return []
     top = tracemalloc.take_snapshot().statistics("lineno")[:LINES]
-    return ["  Python's own, by line", *(f"    {_mb(each.size):>12}  {each.traceback[0]}" for each in top)]
+    return ["  Python's own, by line", *(f"    {_format_mb(each.size):>12}  {each.traceback[0]}" for each in top)]
 
 
-def _mb(count: float) -> str:
+def _format_mb(count: float) -> str:
     return f"{count / 1e6:,.{0 if count >= 1e7 else 2}f} MB"

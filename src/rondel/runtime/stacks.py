@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import IO
 
 from rondel.core.events import Event, Stalled, WorkerTime
-from rondel.runtime.memory import report, write_device_snapshot
+from rondel.runtime.memory import format_memory_report, write_device_snapshot
 
 SIGNAL = signal.SIGUSR1
 
 
-def listen(file: IO[str]) -> None:
+def register_stack_dump(file: IO[str]) -> None:
     """From now on the signal makes this process write the stacks of all its threads there."""
     faulthandler.register(SIGNAL, file=file, all_threads=True)
 
@@ -47,7 +47,7 @@ class StackDumper:
         self.logs, self.others, self.pids = folder / "logs", others, pids
         self.held: dict[str, dict[str, int]] = {}  # by worker, as it last told
 
-    def read(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if isinstance(event, Stalled):
             self.dump(event.message)
             event.stacks = str(self.logs)
@@ -59,17 +59,19 @@ class StackDumper:
         with contextlib.suppress(OSError):  # the disk may be why: what waits is told all the same
             self.logs.mkdir(parents=True, exist_ok=True)
             with (self.logs / "controller.log").open("a") as file:
-                file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}  stacks: {why}\n{tasks()}\n\n{self.memory()}\n")
+                file.write(
+                    f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}  stacks: {why}\n{format_task_stacks()}\n\n{self.memory_report()}\n"
+                )
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
 
-    def memory(self) -> str:
+    def memory_report(self) -> str:
         """Workers without a process of their own are in the controller's."""
         pids = self.pids()
         own: dict[str, int] = {}
         for worker, held in self.held.items():
             own |= {} if worker in pids else held
-        return report({"controller": os.getpid(), **pids}, {**self.held, "controller": own})
+        return format_memory_report({"controller": os.getpid(), **pids}, {**self.held, "controller": own})
 
     def ran_out(self) -> None:
         """Of memory: who had it, and every block of a GPU's, for its viewer."""
@@ -89,7 +91,7 @@ class StackDumper:
             signal.signal(SIGNAL, before)
 
 
-def tasks() -> str:
+def format_task_stacks() -> str:
     """Where the tasks of the running event loop wait, those that wait at the same place as one."""
     try:
         loop = asyncio.get_running_loop()

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from rondel.core.errors import Stopped
-from rondel.system.signals import heard
+from rondel.system.signals import handled_signals
 
 ONE = 1.0  # seconds within which several signals are one: a launcher forwards what the whole group has got
 
@@ -35,7 +35,7 @@ class GracefulStop:
 
     def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._hear) for number in heard()}
+            self._before = {number: signal.signal(number, self._handle_signal) for number in handled_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -51,18 +51,18 @@ class GracefulStop:
         finally:
             self._waits = None
 
-    def stopped(self, state: str) -> Stopped:
+    def stopped_at(self, state: str) -> Stopped:
         return Stopped(
             f"stopped by {signal.Signals(self.asked).name} {state}; continue with the same command", self.asked
         )
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             if time.monotonic() - self._since > ONE:
                 os._exit(128 + number)  # the workers end with this process
             return
         self.asked, self._since = number, time.monotonic()
         if self._waits is None:
-            raise self.stopped("while it was starting")
+            raise self.stopped_at("while it was starting")
         loop, event = self._waits
         loop.call_soon_threadsafe(event.set)

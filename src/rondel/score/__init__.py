@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rondel.core.errors import ConfigError
-from rondel.core.registry import find, refuse_uncallable
+from rondel.core.registry import find_registered, refuse_uncallable
 from rondel.core.types import Task
 from rondel.score.code import Code
-from rondel.score.code_tests import checked
+from rondel.score.code_tests import read_tests
 from rondel.score.combine import By, Combine
 from rondel.score.format import Format
 from rondel.score.judge import Judge
@@ -26,19 +26,19 @@ Spec = str | dict[str, Any]
 Lent = dict[str, Callable[[], Any]]
 
 
-def combine(*, parts: dict[str, Spec], **lent: Callable[[], Any]) -> Combine:
+def combine_rewards(*, parts: dict[str, Spec], **lent: Callable[[], Any]) -> Combine:
     """`parts = { correct = "number", format = { kind = "format", tag = "answer", weight =
     0.2 } }`; a weight is 1 unless given.
     """
     specs = {name: {"kind": part} if isinstance(part, str) else dict(part) for name, part in parts.items()}
-    return Combine({name: (float(part.pop("weight", 1.0)), build(part, lent)) for name, part in specs.items()})
+    return Combine({name: (float(part.pop("weight", 1.0)), build_reward(part, lent)) for name, part in specs.items()})
 
 
-def by(*, parts: dict[str, Spec], field: str = "source", **lent: Callable[[], Any]) -> By:
+def reward_by_field(*, parts: dict[str, Spec], field: str = "source", **lent: Callable[[], Any]) -> By:
     """`field = "source", parts = { sums = "number", proofs = "math" }`: which of them
     judges a task, a field of its data says.
     """
-    return By(field, {name: build(part, lent) for name, part in parts.items()})
+    return By(field, {name: build_reward(part, lent) for name, part in parts.items()})
 
 
 REWARDS: dict[str, Callable[..., Any]] = {
@@ -47,8 +47,8 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "code": Code,
     "format": Format,
     "reasoning_gym": ReasoningGym,
-    "combine": combine,
-    "by": by,
+    "combine": combine_rewards,
+    "by": reward_by_field,
     "judge": Judge,
     "remote": RemoteReward,
     "model": RewardModel,
@@ -56,35 +56,35 @@ REWARDS: dict[str, Callable[..., Any]] = {
 }
 
 
-def addresses(spec: Spec) -> list[str]:
+def reward_urls(spec: Spec) -> list[str]:
     """Where a reward goes with every call: what may have a price."""
     if isinstance(spec, str):
         return []
     return [spec[key] for key in ("url",) if key in spec] + [
-        url for part in dict(spec.get("parts", {})).values() for url in addresses(part)
+        url for part in dict(spec.get("parts", {})).values() for url in reward_urls(part)
     ]
 
 
-def kinds(spec: Spec) -> set[str]:
+def reward_kinds(spec: Spec) -> set[str]:
     """The kinds of a reward and of its parts."""
     settings: dict[str, Any] = {"kind": spec} if isinstance(spec, str) else spec
-    return {settings["kind"]}.union(*map(kinds, dict(settings.get("parts", {})).values()))
+    return {settings["kind"]}.union(*map(reward_kinds, dict(settings.get("parts", {})).values()))
 
 
-def examine(spec: Spec, task: Task) -> None:
+def examine_task(spec: Spec, task: Task) -> None:
     """DataError for a task that this reward cannot judge whatever the answer is, as far as its data says."""
     settings: dict[str, Any] = {"kind": spec} if isinstance(spec, str) else spec
     parts: dict[str, Spec] = settings.get("parts", {})
     if settings["kind"] == "code":
-        checked(task)
+        read_tests(task)
     elif settings["kind"] == "combine":
         for part in parts.values():
-            examine(part, task)
+            examine_task(part, task)
     elif settings["kind"] == "by" and (source := str(task.data.get(settings.get("field", "source")))) in parts:
-        examine(parts[source], task)
+        examine_task(parts[source], task)
 
 
-def build(spec: Spec, lent: Lent | None = None) -> Callable[..., Any]:
+def build_reward(spec: Spec, lent: Lent | None = None) -> Callable[..., Any]:
     """A reward from its spec: "number", "module:name", or {kind = "number", tolerance = 0.01}.
 
     A class is constructed with the settings; a user's function is the reward itself,
@@ -97,8 +97,8 @@ def build(spec: Spec, lent: Lent | None = None) -> Callable[..., Any]:
         raise ConfigError(
             f"reward {spec!r} has no 'kind'. Known: {', '.join(sorted(REWARDS))}; or your own as 'module:name'"
         )
-    factory = find("reward", kind, REWARDS)
-    settings |= _wanted(factory, lent or {}, settings)
+    factory = find_registered("reward", kind, REWARDS)
+    settings |= _lent_arguments(factory, lent or {}, settings)
     try:
         if kind in REWARDS or isinstance(factory, type):
             return factory(**settings)
@@ -109,8 +109,8 @@ def build(spec: Spec, lent: Lent | None = None) -> Callable[..., Any]:
     return reward
 
 
-def _wanted(factory: Callable[..., Any], lent: Lent, settings: dict[str, Any]) -> dict[str, Any]:
-    if factory in (combine, by):  # for their parts
+def _lent_arguments(factory: Callable[..., Any], lent: Lent, settings: dict[str, Any]) -> dict[str, Any]:
+    if factory in (combine_rewards, reward_by_field):  # for their parts
         return dict(lent)
     try:
         known = inspect.signature(factory).parameters

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from rondel.core.media import worded
+from rondel.core.media import message_text
 from rondel.core.types import Task, Trajectory, Turn
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -37,7 +37,9 @@ def question_of(task: Task) -> str:
     if "prompt" in task.data:
         return str(task.data["prompt"])
     return "\n".join(
-        worded(message.get("content", "")) for message in task.data.get("messages", []) if message.get("role") == "user"
+        message_text(message.get("content", ""))
+        for message in task.data.get("messages", [])
+        if message.get("role") == "user"
     )
 
 
@@ -59,7 +61,7 @@ def asked_of(trajectory: Trajectory, task: Task) -> list[dict[str, str]]:
     ]
 
 
-def said(text: str) -> str:
+def extract_answer(text: str) -> str:
     r"""The last box that closes, whole, else the last <answer>, else the text without
     what it denies: "not 7 but 8" says 8.
 
@@ -67,7 +69,7 @@ def said(text: str) -> str:
     """
     text = text[-TAIL:].replace("\u2212", "-")
     for start in reversed([found.end() for found in BOX.finditer(text)][-50:]):
-        inside = _closed(text, start)
+        inside = _read_braced(text, start)
         if inside is not None:
             return f"\\boxed{{{inside}}}"
     _, opened, after = text.rpartition("<answer>")
@@ -76,7 +78,7 @@ def said(text: str) -> str:
     return DENIED.sub("", re.sub(r"\\\$(?=[0-9])", "", text))
 
 
-def plain(answer: str) -> Fraction | None:
+def plain_number(answer: str) -> Fraction | None:
     r"""The number, where the answer is nothing but one: "1,000" -> 1000, r"\boxed{-3/4}" -> -3/4, "x=7" -> None."""
     if len(answer) > 100:
         return None
@@ -88,20 +90,20 @@ def plain(answer: str) -> Fraction | None:
     return -value if found[1] == "-" else value
 
 
-def wild(answer: str) -> bool:
+def is_too_expensive(answer: str) -> bool:
     """Whether to try to compute this would be to hang: it is longer than any answer, or
     of those that grow beyond every machine.
     """
     boxed = answer.startswith("\\boxed{")
     return (
         (boxed and len(answer) > LONGEST)
-        or _depth(answer) > 100
+        or _nesting_depth(answer) > 100
         or bool(WILD.search(answer))
         or bool(re.search(r"[0-9]{1000}", answer))
     )
 
 
-def _closed(text: str, start: int) -> str | None:
+def _read_braced(text: str, start: int) -> str | None:
     """From an opening brace to the one that closes it; a box in a box counts as one."""
     depth = 1
     for at in range(start, min(len(text), start + 2 * LONGEST)):
@@ -111,7 +113,7 @@ def _closed(text: str, start: int) -> str | None:
     return None
 
 
-def _depth(text: str) -> int:
+def _nesting_depth(text: str) -> int:
     depth = deepest = 0
     for mark in text:
         if mark in "([{":

@@ -9,7 +9,7 @@ from contextvars import Context
 from typing import Any, NamedTuple
 
 from rondel.core.errors import RewardError
-from rondel.score.clock import stopped
+from rondel.score.clock import pause_clock
 
 
 class PendingCall(NamedTuple):
@@ -47,19 +47,21 @@ class Batcher:
         me = PendingCall(item, loop.create_future(), loop.create_future())
         self.waiting.append(me)
         if len(self._open) < self.lanes:
-            lane = asyncio.create_task(self._serve(), context=Context())  # not on the clock of the call that opened it
+            lane = asyncio.create_task(
+                self._process_batches(), context=Context()
+            )  # not on the clock of the call that opened it
             self._open.add(lane)
             lane.add_done_callback(self._open.discard)
-        with stopped():
+        with pause_clock():
             await (me.begun if self.timed else asyncio.wait([me.answer]))
         return await me.answer
 
-    async def _serve(self) -> None:
+    async def _process_batches(self) -> None:
         await asyncio.sleep(0)  # who comes in the same turn of the loop comes along
         while True:
             while self.door is not None and not self.door.is_set():
                 await self.door.wait()
-            if not (batch := self._next()):
+            if not (batch := self._next_batch()):
                 return
             for each in batch:
                 each.begun.set_result(None)
@@ -76,7 +78,7 @@ class Batcher:
                     if not each.answer.done():
                         each.answer.set_result(result)
 
-    def _next(self) -> list[PendingCall]:
+    def _next_batch(self) -> list[PendingCall]:
         batch: list[PendingCall] = []
         used = 0
         while self.waiting and len(batch) < self.most:

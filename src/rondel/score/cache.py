@@ -19,14 +19,14 @@ class ScoreCache:
         self.link.execute("CREATE TABLE IF NOT EXISTS verdicts (asked BLOB PRIMARY KEY, said TEXT) WITHOUT ROWID")
 
     def get(self, asked: Any) -> str | None:
-        row = self.link.execute("SELECT said FROM verdicts WHERE asked = ?", (digest(asked),)).fetchone()
+        row = self.link.execute("SELECT said FROM verdicts WHERE asked = ?", (request_digest(asked),)).fetchone()
         return row[0] if row else None
 
     def put(self, asked: Any, said: str) -> None:
-        self.link.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (digest(asked), said))
+        self.link.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (request_digest(asked), said))
 
 
-def digest(asked: Any) -> bytes:
+def request_digest(asked: Any) -> bytes:
     return blake2b(
         json.dumps(asked, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass"), digest_size=16
     ).digest()

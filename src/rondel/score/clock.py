@@ -19,7 +19,7 @@ class CallClocks:
         self.open: set[asyncio.Timeout] = set()
         self.beat = beat
 
-    def shift(self, seconds: float, own: asyncio.Timeout | None) -> None:
+    def extend_deadlines(self, seconds: float, own: asyncio.Timeout | None) -> None:
         """The loop stood still for a synchronous reward of one call: that was on the clock of no other."""
         for clock in self.open:
             if clock is not own and not clock.expired() and (until := clock.when()) is not None:
@@ -30,7 +30,7 @@ class CallClocks:
 CLOCKS: ContextVar[CallClocks | None] = ContextVar("rondel_reward_clocks", default=None)
 
 
-def called(reward: Callable[..., Any], *given: Any) -> Any:
+def call_with_clock(reward: Callable[..., Any], *given: Any) -> Any:
     """What the reward returns, or an awaitable of it. While a synchronous one runs, the
     clocks of the other calls stand still.
     """
@@ -39,11 +39,11 @@ def called(reward: Callable[..., Any], *given: Any) -> Any:
         return reward(*given)
     finally:
         if clocks is not None:
-            clocks.shift(time.monotonic() - began, CLOCK.get())
+            clocks.extend_deadlines(time.monotonic() - began, CLOCK.get())
 
 
 @contextmanager
-def stopped() -> Iterator[None]:
+def pause_clock() -> Iterator[None]:
     """What passes inside is not on the clock: a turn that a rate limit gives, a place in a batch."""
     clock, loop = CLOCK.get(), asyncio.get_running_loop()
     until = clock.when() if clock else None

@@ -22,7 +22,7 @@ from rondel.core.registry import one_of
 from rondel.core.sandbox_types import CommandResult, Limits
 from rondel.core.types import Score, Task, Trajectory
 from rondel.score.boxed.harness import BROKEN, EMPTY, FAULT, GONE, PASSED, WRONG
-from rondel.score.code_tests import checked, extracted, judgement, reference_of
+from rondel.score.code_tests import extract_code, harness_call, read_tests, reference_of
 
 BOXED = Path(__file__).parent / "boxed"
 MODULES = ("ast", "copy", "io", "numbers")  # that the text of a box imports
@@ -35,7 +35,7 @@ ENDED = {
 }  # fmt: skip
 
 
-def boxed(*names: str) -> str:
+def boxed_source(*names: str) -> str:
     """The text of modules that run in a box together."""
     texts = [(BOXED / f"{name}.py").read_text(encoding="utf-8") for name in names]
     return "from __future__ import annotations\n" + "\n".join(
@@ -43,8 +43,8 @@ def boxed(*names: str) -> str:
     )
 
 
-CANDIDATE = boxed("plain", "far", "candidate")
-HARNESS = boxed("plain", "compare", "far", "assertions", "suite", "harness")
+CANDIDATE = boxed_source("plain", "far", "candidate")
+HARNESS = boxed_source("plain", "compare", "far", "assertions", "suite", "harness")
 
 
 class Code:
@@ -79,14 +79,14 @@ class Code:
             )
         self.sandbox, self.deadline, self.seconds, self.credit = sandbox, deadline, seconds, credit
         self.limits = Limits(wall=seconds, cpu=seconds + 1, memory=memory, output=1 << 20)
-        self.settings = importable(packages) | {"modules": MODULES}
+        self.settings = import_settings(packages) | {"modules": MODULES}
         self._cells: dict[str, SandboxCell] = {}
         self._good: dict[str, int] = {}  # task -> how many of its tests its reference is known to pass
         self._late: set[str] = set()  # tasks whose reference has run out of time once
         for name in ("candidate", "harness"):
-            self._cell(name)
+            self._open_cell(name)
         for package in packages:
-            ran = self._kept("candidate", self._cell("candidate").call(f"import {package}", wall=60.0))
+            ran = self._drop_dirty_cell("candidate", self._open_cell("candidate").call(f"import {package}", wall=60.0))
             if not ran.ok:
                 said = ran.stderr.decode(errors="replace").strip().rpartition("\n")[2] or ran.ended
                 raise SandboxError(
@@ -95,21 +95,21 @@ class Code:
                 )
 
     def __call__(self, trajectory: Trajectory, task: Task) -> Score:
-        tests = checked(task)
+        tests = read_tests(task)
         began = time.monotonic()
-        code = extracted(trajectory.text)
-        passed = self._passed(code, tests, task, began + SHARE * self.deadline)
+        code = extract_code(trajectory.text)
+        passed = self._count_passed(code, tests, task, began + SHARE * self.deadline)
         if passed < len(tests):
             self._try_reference(tests, task, began + ALL * self.deadline)
         share = passed / len(tests)
         return Score(share if self.credit == "fraction" else float(share == 1.0), {"passed": share})
 
-    def _passed(self, code: str, tests: list[Any], task: Task, until: float) -> int:
+    def _count_passed(self, code: str, tests: list[Any], task: Task, until: float) -> int:
         passed = 0
         for test in tests if code.strip() else ():  # an empty answer solves nothing, whatever is asked of it
             if (left := until - time.monotonic()) <= 0:
                 break
-            good = self._verdict(code, test, task, min(left, self.seconds)) == PASSED
+            good = self._run_test(code, test, task, min(left, self.seconds)) == PASSED
             passed += good
             if not good and self.credit == "all":
                 break
@@ -123,7 +123,7 @@ class Code:
         for number in range(self._good.get(task.id, 0), len(tests) if reference else 0):
             if time.monotonic() + self.seconds > until:
                 return  # another answer to this task goes on from here
-            verdict = self._verdict(reference, tests[number], task, self.seconds)
+            verdict = self._run_test(reference, tests[number], task, self.seconds)
             if verdict == LATE and task.id not in self._late:
                 self._late.add(task.id)
                 return  # this machine may have been busy, once
@@ -134,34 +134,34 @@ class Code:
                 )
             self._good[task.id] = number + 1
 
-    def _verdict(self, code: str, test: Any, task: Task, seconds: float) -> int:
+    def _run_test(self, code: str, test: Any, task: Task, seconds: float) -> int:
         """Of one test. A box that breaks down while the candidate runs in it may be nobody's fault once."""
         for again in (True, False):
             try:
                 return (
-                    self._printed(code, test, seconds)
+                    self._run_program(code, test, seconds)
                     if "input" in test
-                    else self._judged(code, judgement(code, test, task), test, task, seconds)
+                    else self._run_judged_test(code, harness_call(code, test, task), test, task, seconds)
                 )
             except BoxError:
                 if not again and not self._cells["harness"].alive:
                     raise
         return GONE
 
-    def _printed(self, code: str, test: dict[str, Any], seconds: float) -> int:
-        ran = self._kept(
+    def _run_program(self, code: str, test: dict[str, Any], seconds: float) -> int:
+        ran = self._drop_dirty_cell(
             "candidate",
-            self._cell("candidate").call(code, stdin=str(test["input"]).encode(errors="replace"), wall=seconds),
+            self._open_cell("candidate").call(code, stdin=str(test["input"]).encode(errors="replace"), wall=seconds),
         )
         if not ran.ok:
             return LATE if ran.limit == "wall" else BROKEN
         return PASSED if same_text(ran.stdout.decode(errors="replace"), str(test["output"])) else WRONG
 
-    def _judged(self, code: str, judgement: str, test: Any, task: Task, seconds: float) -> int:
+    def _run_judged_test(self, code: str, judgement: str, test: Any, task: Task, seconds: float) -> int:
         """Tests and candidate at once, each in its box, two pipes between them. A test
         that cannot be judged is a DataError.
         """
-        candidate, harness = self._cell("candidate"), self._cell("harness")
+        candidate, harness = self._open_cell("candidate"), self._open_cell("harness")
         asks, answers, none, tells = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDWR), os.memfd_create("tells")
         try:
             try:
@@ -175,9 +175,9 @@ class Code:
                 for fd in (*asks, *answers, none):
                     os.close(fd)
             try:
-                ran = self._kept("harness", harness.finish(seconds))
+                ran = self._drop_dirty_cell("harness", harness.finish(seconds))
             finally:
-                self._kept("candidate", candidate.finish(0))
+                self._drop_dirty_cell("candidate", candidate.finish(0))
             if ran.exit == FAULT and not ran.limit:
                 raise DataError(
                     f"a test of {task.id} cannot be judged: {os.pread(tells, 2000, 0).decode(errors='replace')}; the "
@@ -189,20 +189,20 @@ class Code:
             return LATE
         return ran.exit if not ran.limit and ran.exit in ENDED else BROKEN
 
-    def _cell(self, name: str) -> SandboxCell:
+    def _open_cell(self, name: str) -> SandboxCell:
         """The box of that name, which is used again as long as it is as it was."""
         cell = self._cells.get(name)
         if cell is None or not cell.alive:
             cell = self._cells[name] = self.sandbox.cell(self.limits, **self.settings)
         return cell
 
-    def _kept(self, name: str, ran: CommandResult) -> CommandResult:
+    def _drop_dirty_cell(self, name: str, ran: CommandResult) -> CommandResult:
         if not self._cells[name].clean:
             self._cells.pop(name).kill()
         return ran
 
 
-def importable(packages: Sequence[str]) -> dict[str, Any]:
+def import_settings(packages: Sequence[str]) -> dict[str, Any]:
     """Settings of a box whose Python can import these: their own folders are shown to it, and no others beside them."""
     shown, imports = [], []
     for package in packages:

@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 
 from rondel.core.errors import DataError
 from rondel.core.types import Task
-from rondel.score.boxed.assertions import complaint
+from rondel.score.boxed.assertions import explain_untested
 from rondel.score.boxed.plain import pack
 
 FENCE = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 ALIASES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas"}
 
 
-def extracted(text: str) -> str:
+def extract_code(text: str) -> str:
     """The last fenced block, or the whole text where there is none."""
     blocks = FENCE.findall(text)
     return blocks[-1] if blocks else text
 
 
-def checked(task: Task) -> list[Any]:
+def read_tests(task: Task) -> list[Any]:
     """The tests of a task, or what is wrong with them."""
     tests = task.data.get("tests")
     tests = [tests] if isinstance(tests, str) else tests
@@ -36,13 +36,13 @@ def checked(task: Task) -> list[Any]:
         )
     for number, test in enumerate(tests):
         if isinstance(test, str):
-            wrong = _untestable(test, str(task.data.get("entry_point", "")), reference_of(task))
+            wrong = _test_problem(test, str(task.data.get("entry_point", "")), reference_of(task))
         elif not isinstance(test, dict) or not (
             {"input", "output"} <= test.keys() or {"call", "expected"} <= test.keys()
         ):
             wrong = f"is {str(test)[:80]!r}; a test is Python text, {{input, output}} or {{call, expected}}"
         elif "call" in test:
-            wrong = _uncallable(test, task)
+            wrong = _call_problem(test, task)
         else:
             wrong = ""
         if wrong:
@@ -55,14 +55,14 @@ def checked(task: Task) -> list[Any]:
 def reference_of(task: Task) -> str:
     """The code of the task's own answer, or ""."""
     answer = task.data.get("answer")
-    return extracted(answer) if isinstance(answer, str) else ""
+    return extract_code(answer) if isinstance(answer, str) else ""
 
 
 @lru_cache(4096)
-def _untestable(test: str, entry: str, answer: str) -> str:
+def _test_problem(test: str, entry: str, answer: str) -> str:
     """What is wrong with a text, or nothing."""
     try:
-        if wrong := complaint(test, entry):
+        if wrong := explain_untested(test, entry):
             return f"tests nothing: {wrong}"
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"is no Python: {error}"
@@ -77,7 +77,7 @@ def _untestable(test: str, entry: str, answer: str) -> str:
     return f"tests nothing of an answer: it {why}"
 
 
-def _uncallable(test: dict[str, Any], task: Task) -> str:
+def _call_problem(test: dict[str, Any], task: Task) -> str:
     if not isinstance(test.get("function", task.data.get("entry_point")), str):
         return "calls no named function: set data['entry_point'], or 'function' in the case"
     try:
@@ -91,7 +91,7 @@ def _uncallable(test: dict[str, Any], task: Task) -> str:
         return f"has what is no plain data: {error}"
 
 
-def judgement(code: str, test: Any, task: Task) -> str:
+def harness_call(code: str, test: Any, task: Task) -> str:
     """What the box of the tests carries out, behind the text of HARNESS."""
     entry = str(task.data.get("entry_point", ""))
     if isinstance(test, str):
@@ -119,17 +119,17 @@ def names_of(test: str, entry: str, answer: str) -> TestedNames:
     free = set(free_names(test))
     builtin = names_read(test) - free
     needed = builtin & {entry}
-    modules = _modules(test, free - {entry, *defined(answer)})
+    modules = _implicit_modules(test, free - {entry, *defined_names(answer)})
     asked = free - {name for name, *_ in modules} | needed
     if not asked:
         modules, asked = [], free
     if not asked:
-        asked = needed = builtin & defined(answer) or (builtin if len(builtin) == 1 else set())
+        asked = needed = builtin & defined_names(answer) or (builtin if len(builtin) == 1 else set())
     checks = {entry} if entry and re.search(r"\bcheck\b", test) else set()
     return TestedNames(sorted(asked | checks), sorted(needed), modules)
 
 
-def _modules(test: str, names: set[str]) -> list[tuple[str, str, list[str]]]:
+def _implicit_modules(test: str, names: set[str]) -> list[tuple[str, str, list[str]]]:
     """Those of the names that are called like a module, and of which nothing is read but attributes."""
     tree = ast.parse(test)
     roots = {id(node.value): node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -142,7 +142,7 @@ def _modules(test: str, names: set[str]) -> list[tuple[str, str, list[str]]]:
 
 
 @lru_cache(4096)
-def defined(answer: str) -> set[str]:
+def defined_names(answer: str) -> set[str]:
     """Names that the top of a task's own answer makes."""
     try:
         tree = ast.parse(answer)

@@ -11,8 +11,8 @@ from typing import Any
 
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.types import Failed, Score, Task, Trajectory
-from rondel.score.clock import called
-from rondel.score.result import read
+from rondel.score.clock import call_with_clock
+from rondel.score.result import read_score
 
 
 class RewardTraits:
@@ -28,29 +28,29 @@ class RewardTraits:
                 reward.open(folder)
 
     @property
-    def sleepers(self) -> list[Any]:
+    def sleepable_rewards(self) -> list[Any]:
         """Those that leave their device while somebody else has it."""
         return [reward for reward in self.rewards.values() if getattr(reward, "naps", False)]
 
     @property
     def naps(self) -> bool:
-        return bool(self.sleepers)
+        return bool(self.sleepable_rewards)
 
-    def rise(self) -> None:
-        for reward in self.sleepers:
+    def load_to_device(self) -> None:
+        for reward in self.sleepable_rewards:
             reward.rise()
 
     async def wake(self) -> None:
-        for reward in self.sleepers:
+        for reward in self.sleepable_rewards:
             await reward.wake()
 
     async def sleep(self) -> None:
-        for reward in self.sleepers:
+        for reward in self.sleepable_rewards:
             await reward.sleep()
 
     @property
     def memory(self) -> int:
-        return sum(reward.memory for reward in self.sleepers)
+        return sum(reward.memory for reward in self.sleepable_rewards)
 
     @property
     def counts(self) -> Mapping[str, float]:
@@ -77,8 +77,8 @@ class Combine(RewardTraits):
         values: dict[str, float] = {}
         steps: list[tuple[int, float]] = []
         for name, (weight, reward) in self.parts.items():
-            returned = called(reward, trajectory, task)
-            score = read(await returned if inspect.isawaitable(returned) else returned)
+            returned = call_with_clock(reward, trajectory, task)
+            score = read_score(await returned if inspect.isawaitable(returned) else returned)
             if isinstance(score, Failed):
                 return Failed(score.reason, f"part '{name}' {score.reason} {score.detail}".strip())
             values[name] = weight * score.value
@@ -102,5 +102,5 @@ class By(RewardTraits):
         if value not in self.rewards:
             known = ", ".join(self.rewards)
             raise DataError(f"task {task.id} has {self.field} = {value!r}, and reward 'by' has parts for: {known}")
-        returned = called(self.rewards[value], trajectory, task)
-        return read(await returned if inspect.isawaitable(returned) else returned)
+        returned = call_with_clock(self.rewards[value], trajectory, task)
+        return read_score(await returned if inspect.isawaitable(returned) else returned)

@@ -42,13 +42,13 @@ class Open:
     suspect: bool = False  # it was open when a worker ended
     order: bool = False  # to the worker itself
 
-    def tell(self, result: Score | Failed) -> None:
-        def settle() -> None:
+    def deliver_result(self, result: Score | Failed) -> None:
+        def resolve_answer() -> None:
             if not self.answer.done():
                 self.answer.set_result(result)
 
         with suppress(RuntimeError):  # its loop has ended, and nobody waits in it
-            self.answer.get_loop().call_soon_threadsafe(settle)
+            self.answer.get_loop().call_soon_threadsafe(resolve_answer)
 
 
 @dataclass
@@ -75,43 +75,43 @@ class ConcurrentWorker:
         self._bell, self._button = socket.socketpair()
         self._button.setblocking(False)
 
-    async def ask(self, trajectory: Trajectory, task: Task, threads: ThreadPoolExecutor) -> Score | Failed:
+    async def request_score(self, trajectory: Trajectory, task: Task, threads: ThreadPoolExecutor) -> Score | Failed:
         number = next(self._numbers)
         try:
             job = pickle.dumps((number, replace(trajectory, experts=None, media=[]), task))
         except Exception as error:  # pickle raises what the object's own code raises
             return Failed("task cannot be sent", f"task {task.id}: {type(error).__name__}: {error}")
         call = Open(number, job, asyncio.get_running_loop().create_future())
-        self._enter(self._waiting, call, threads)
+        self._enqueue_call(self._waiting, call, threads)
         self.pending += 1
         try:
             return await call.answer
         finally:
             self.pending -= 1
 
-    async def order(self, verb: str, threads: ThreadPoolExecutor) -> Score | Failed:
+    async def send_order(self, verb: str, threads: ThreadPoolExecutor) -> Score | Failed:
         """ "sleep" or "wake": done when the answer is there, also by a worker that is hired meanwhile."""
         number, self.asleep = next(self._numbers), verb == "sleep"
         call = Open(number, pickle.dumps((number, verb)), asyncio.get_running_loop().create_future(), order=True)
-        self._enter(self._orders, call, threads)
+        self._enqueue_call(self._orders, call, threads)
         return await call.answer
 
-    def _enter(self, queue: deque[Open], call: Open, threads: ThreadPoolExecutor) -> None:
+    def _enqueue_call(self, queue: deque[Open], call: Open, threads: ThreadPoolExecutor) -> None:
         with self._lock:
             queue.append(call)
             start, self._serving = not self._serving, True
         if start:
-            threads.submit(self._serve)
+            threads.submit(self._serve_calls)
         else:
-            self._ring()
+            self._notify_loop()
 
-    def _ring(self) -> None:
+    def _notify_loop(self) -> None:
         with suppress(OSError):  # full: it will look anyway
             self._button.send(b"!")
 
     # -- in the pool's thread ----------------------------------------------------------------------
 
-    def _serve(self) -> None:
+    def _serve_calls(self) -> None:
         """Until nothing waits and nothing is open."""
         opened: dict[int, Open] = {}
         while True:
@@ -120,13 +120,15 @@ class ConcurrentWorker:
                     self._serving = False
                     return
             try:
-                self._exchange(opened)
+                self._exchange_messages(opened)
             except (ConfigError, OSError) as error:
-                self._lost(opened, Failed("worker did not start", str(error)) if self.worker is None else None)
+                self._handle_lost_worker(
+                    opened, Failed("worker did not start", str(error)) if self.worker is None else None
+                )
             except Exception as error:  # ours: nobody may wait for ever
-                self._lost(opened, Failed("pool broke", f"{type(error).__name__}: {error}"))
+                self._handle_lost_worker(opened, Failed("pool broke", f"{type(error).__name__}: {error}"))
 
-    def _exchange(self, opened: dict[int, Open]) -> None:
+    def _exchange_messages(self, opened: dict[int, Open]) -> None:
         """Jobs there and replies back, until both are empty or the worker is lost."""
         # it ended between two calls: no reward's fault
         if self.worker and self.worker.process.poll() is not None and not opened:
@@ -140,7 +142,7 @@ class ConcurrentWorker:
         there, back, bell = worker.process.stdin.fileno(), worker.process.stdout.fileno(), self._bell.fileno()
         outbox, said, heard = memoryview(b""), b"", time.monotonic()
         while not self.closed:
-            for call in self._admitted(opened):
+            for call in self._take_ready_calls(opened):
                 if not opened:
                     heard = time.monotonic()
                 opened[call.number] = call
@@ -154,7 +156,7 @@ class ConcurrentWorker:
                 poll.register(there, select.POLLOUT)
             ready = dict(poll.poll(max(0.0, heard + self.silence - time.monotonic()) * 1000))
             if not ready:
-                return self._lost(
+                return self._handle_lost_worker(
                     opened,
                     Failed("timeout", f"the reward's process said nothing for {self.silence:g} s; it was killed"),
                 )
@@ -165,13 +167,13 @@ class ConcurrentWorker:
             if back in ready:
                 piece, heard = os.read(back, 1 << 16), time.monotonic()
                 if not piece:
-                    return self._lost(opened, Failed("worker died", worker.last_words()))
+                    return self._handle_lost_worker(opened, Failed("worker died", worker.last_words()))
                 *lines, said = (said + piece).split(b"\n")
                 for line in lines:
-                    self._read(json.loads(line), opened)
-        self._lost(opened, Failed("pool closed"), finally_=True)
+                    self._read_reply(json.loads(line), opened)
+        self._handle_lost_worker(opened, Failed("pool closed"), finally_=True)
 
-    def _admitted(self, opened: dict[int, Open]) -> list[Open]:
+    def _take_ready_calls(self, opened: dict[int, Open]) -> list[Open]:
         """Who may be sent now: at most `together`, and a suspect only alone."""
         found: list[Open] = []
         with self._lock:
@@ -186,15 +188,15 @@ class ConcurrentWorker:
             orders, self._orders = list(self._orders), deque()
         return [*orders, *found]
 
-    def _read(self, reply: dict[str, Any], opened: dict[int, Open]) -> None:
+    def _read_reply(self, reply: dict[str, Any], opened: dict[int, Open]) -> None:
         if counts := reply.pop("counts", None):
             self.counts = {name: self._before.get(name, 0) + value for name, value in counts.items()}
         self.memory = reply.pop("memory", self.memory)
         call = opened.pop(reply.pop("number", -1), None)
         if call:
-            call.tell(Score(**reply) if "value" in reply else Failed(**reply))
+            call.deliver_result(Score(**reply) if "value" in reply else Failed(**reply))
 
-    def _lost(self, opened: dict[int, Open], failed: Failed | None, *, finally_: bool = False) -> None:
+    def _handle_lost_worker(self, opened: dict[int, Open], failed: Failed | None, *, finally_: bool = False) -> None:
         """The worker is gone: one that was alone in it is to blame, several are asked again one by one."""
         if self.worker is not None:
             self.dismiss(self.worker)
@@ -215,7 +217,7 @@ class ConcurrentWorker:
         failed = failed or Failed("worker died")
         if finally_ or len(calls) == 1 or failed.reason in ("worker did not start", "pool broke"):
             for call in calls:
-                call.tell(failed)
+                call.deliver_result(failed)
         else:
             for call in calls:
                 call.suspect = True
@@ -224,4 +226,4 @@ class ConcurrentWorker:
 
     def close(self) -> None:
         self.closed = True
-        self._ring()
+        self._notify_loop()

@@ -12,7 +12,7 @@ from collections import defaultdict
 from typing import Any
 
 from rondel.core.errors import ConfigError, RewardError
-from rondel.score.clock import stopped
+from rondel.score.clock import pause_clock
 from rondel.text.unicode import read_json
 
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}
@@ -66,20 +66,20 @@ class Post:
         self._client: Any = None
 
     async def __call__(self, body: dict[str, Any]) -> Any:
-        with stopped():
+        with pause_clock():
             await self._places.acquire()
         try:
-            return await self._patiently(body)
+            return await self._post_with_retries(body)
         finally:
             self._places.release()
 
-    async def _patiently(self, body: dict[str, Any]) -> Any:
+    async def _post_with_retries(self, body: dict[str, Any]) -> Any:
         for attempt in range(self.tries):
-            await self._turn()
+            await self._wait_for_turn()
             began = time.monotonic()
             self.counts[f"{self.name}_calls"] += 1
             try:
-                reply = await self._open().post(self.url, json=body)
+                reply = await self._open_client().post(self.url, json=body)
             except self._http.HTTPError as error:
                 why, wait = f"cannot be reached ({type(error).__name__}: {error})", None
             else:
@@ -95,21 +95,21 @@ class Post:
                 self.counts[f"{self.name}_seconds"] += time.monotonic() - began
             if attempt + 1 < self.tries:
                 self.counts[f"{self.name}_retries"] += 1
-                with stopped():
-                    await asyncio.sleep(_seconds(wait, attempt))
+                with pause_clock():
+                    await asyncio.sleep(_retry_delay(wait, attempt))
         self.counts[f"{self.name}_failures"] += 1
         raise RewardError(f"{self.url} {why}")
 
-    async def _turn(self) -> None:
+    async def _wait_for_turn(self) -> None:
         """Calls begin one after another, `60 / per_minute` seconds apart."""
         now = time.monotonic()
         at = max(now, self._next)
         self._next = at + self._gap
         if at > now:
-            with stopped():
+            with pause_clock():
                 await asyncio.sleep(at - now)
 
-    def _open(self) -> Any:
+    def _open_client(self) -> Any:
         if self._client is None:
             self._client = self._http.AsyncClient(
                 headers=self._headers,
@@ -120,7 +120,7 @@ class Post:
         return self._client
 
 
-def _seconds(retry_after: str | None, attempt: int) -> float:
+def _retry_delay(retry_after: str | None, attempt: int) -> float:
     """Retry-After in seconds; a date, or nothing, is the backoff."""
     try:
         return min(LONGEST_WAIT, max(0.0, float(retry_after or "")))

@@ -103,7 +103,7 @@ class Judge:
         self.low = low
         self.high = high
         self.max_tokens = max_tokens
-        self.rubric = _filled(rubric, {"low": f"{low:g}", "high": f"{high:g}"})
+        self.rubric = _fill_template(rubric, {"low": f"{low:g}", "high": f"{high:g}"})
         number = f"a {'whole ' * whole}number from {low:g} to {high:g}"
         self.form = f"End with one line: Verdict: {number}"
         if field:
@@ -115,9 +115,9 @@ class Judge:
         self.cache = ScoreCache(None if folder is None else Path(folder) / "judge.sqlite")
 
     async def __call__(self, trajectory: Trajectory, task: Task) -> Score | Failed:
-        asked = self.request(trajectory, task)
+        asked = self.build_request(trajectory, task)
         said = self.cache.get(asked)
-        if said is not None and (value := self.read(said)) is not None:
+        if said is not None and (value := self.read_verdict(said)) is not None:
             self.counts["judge_cache_hits"] += 1
             return Score(value)
         again: list[dict[str, str]] = []
@@ -125,7 +125,7 @@ class Judge:
             try:
                 reply = await self.post({**asked, "messages": asked["messages"] + again})
                 said = reply["choices"][0]["message"]["content"]
-                value = self.read(str(said))
+                value = self.read_verdict(str(said))
             except RewardError as error:
                 return Failed("judge gave no answer", str(error))
             except (LookupError, TypeError) as error:
@@ -142,7 +142,7 @@ class Judge:
             f"a number in [{self.low:g}, {self.high:g}] was asked for, and it said {str(said)[-200:]!r}",
         )
 
-    def request(self, trajectory: Trajectory, task: Task) -> dict[str, Any]:
+    def build_request(self, trajectory: Trajectory, task: Task) -> dict[str, Any]:
         turns, gold = turns_of(trajectory), str(task.data.get("answer", "none given"))
         question = "\n".join(message["content"] for message in asked_of(trajectory, task))
         answer = trajectory.text if len(turns) == 1 else "\0".join(f"{turn.role}\0{turn.text}" for turn in turns)
@@ -157,7 +157,7 @@ class Judge:
         }
         body = {
             "model": self.model,
-            "messages": [{"role": "user", "content": _filled(self.template, words)}],
+            "messages": [{"role": "user", "content": _fill_template(self.template, words)}],
             "temperature": 0,
             "max_tokens": self.max_tokens,
         }
@@ -173,7 +173,7 @@ class Judge:
             body["response_format"] = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
         return body
 
-    def read(self, said: str) -> float | None:
+    def read_verdict(self, said: str) -> float | None:
         """The number, or None where there is none within the range."""
         try:
             if self.field:
@@ -186,6 +186,6 @@ class Judge:
         return value if self.low <= value <= self.high and (not self.whole or value.is_integer()) else None
 
 
-def _filled(template: str, words: dict[str, str]) -> str:
+def _fill_template(template: str, words: dict[str, str]) -> str:
     """All places at once: what was filled in is not searched for places."""
     return PLACES.sub(lambda found: words.get(found[1], found[0]), template)

@@ -47,7 +47,9 @@ class RewardProcess:
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is the parent's affair; and what a reward started dies with it
         )
-        hello, late = self.ask([pickle.dumps((spec, os.getpid(), timeout, folder, lends or {}, asleep))], START_SECONDS)
+        hello, late = self.run_jobs(
+            [pickle.dumps((spec, os.getpid(), timeout, folder, lends or {}, asleep))], START_SECONDS
+        )
         if not hello or "error" in hello[0]:
             why = (
                 hello[0]["error"]
@@ -61,7 +63,7 @@ class RewardProcess:
         self.together: int = hello[0]["together"]
         self.naps, self.memory = bool(hello[0]["naps"]), int(hello[0]["memory"])
 
-    def ask(self, jobs: Sequence[bytes], seconds: float) -> tuple[list[dict[str, Any]], bool]:
+    def run_jobs(self, jobs: Sequence[bytes], seconds: float) -> tuple[list[dict[str, Any]], bool]:
         """(replies in order, killed for being late). Where there are fewer replies than
         jobs, it ended at the first one without.
 

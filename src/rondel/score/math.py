@@ -9,7 +9,7 @@ from typing import Any
 
 from rondel.core.errors import ConfigError
 from rondel.core.types import Task, Trajectory
-from rondel.score.answer_text import plain, said, wild
+from rondel.score.answer_text import extract_answer, is_too_expensive, plain_number
 
 # a gold answer of several values may come in several boxes
 SEVERAL = re.compile(r"\\\{|\\(?:cup|pm)\b|,(?![0-9]{3}(?:[^0-9]|$))")
@@ -35,21 +35,21 @@ class Math:
         for name in ("math_verify.parser", "math_verify.grader"):  # they warn that the time-outs are off
             logging.getLogger(name).setLevel(logging.ERROR)
         self.parse, self.verify = math_verify.parse, math_verify.verify
-        self.gold = lru_cache(maxsize=256)(self._gold)  # a group asks G times about the same
+        self.gold = lru_cache(maxsize=256)(self._parse_gold)  # a group asks G times about the same
 
     def __call__(self, trajectory: Trajectory, task: Task) -> float:
         answer = str(task.data["answer"])
-        text = trajectory.text if SEVERAL.search(ONE.sub("", answer)) else said(trajectory.text)
-        number, gold_number = plain(text), plain(said(answer))
+        text = trajectory.text if SEVERAL.search(ONE.sub("", answer)) else extract_answer(trajectory.text)
+        number, gold_number = plain_number(text), plain_number(extract_answer(answer))
         if number is not None and gold_number is not None:
             return float(number == gold_number)  # the same verdict a thousand times faster
         gold = self.gold(answer)
-        if wild(text):
+        if is_too_expensive(text):
             return 0.0
         found = self.parse(text, parsing_timeout=None)
         return float(self.verify(gold, found, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True))
 
-    def _gold(self, answer: str) -> list[Any]:
+    def _parse_gold(self, answer: str) -> list[Any]:
         gold = self.parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)
         if not gold:
             raise ValueError(f"math-verify cannot read the gold answer {answer!r:.80}")

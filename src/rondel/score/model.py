@@ -20,7 +20,7 @@ from rondel.score.answer_text import asked_of, turns_of
 from rondel.score.batch import Batcher
 from rondel.score.offload import OffloadedModel
 from rondel.text.special_tokens import special_tokens
-from rondel.text.unicode import valid
+from rondel.text.unicode import valid_unicode
 
 CLOSE = 1e-4  # a packed score and one computed alone, relative to the larger of it and 1; bfloat16 gets more
 
@@ -76,20 +76,20 @@ class RewardModel:
         if template is not None and "{answer}" not in template:
             raise ConfigError(f"reward model: template = {template!r} has no {{answer}}")
         self.body: Any = getattr(self.model, self.model.base_model_prefix, None)
-        self.head = self._head()
+        self.head = self._score_head()
         self.most = getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
         self.special = special_tokens(self.tokenizer)
         self.counts: dict[str, float] = defaultdict(float)
         self.packs: bool | None = None
         self._thread, self._awake = ThreadPoolExecutor(1), asyncio.Event()
-        self._batcher = Batcher(self._compute, most=together, size=len, room=tokens, lanes=1, door=self._awake)
+        self._batcher = Batcher(self._compute_values, most=together, size=len, room=tokens, lanes=1, door=self._awake)
         self._naps = OffloadedModel(self.model, self.device) if offload else None
         self.naps = offload
         if not offload:
-            self.rise()
+            self.load_to_device()
 
     async def __call__(self, trajectory: Trajectory, task: Task) -> Score | Failed:
-        ids = self.ids(asked_of(trajectory, task), turns_of(trajectory))
+        ids = self.encode_conversation(asked_of(trajectory, task), turns_of(trajectory))
         if not 0 < len(ids) <= self.most:
             return Failed(
                 "text does not fit the reward model", f"it has {len(ids)} tokens, and the model reads 1 to {self.most}"
@@ -98,20 +98,20 @@ class RewardModel:
 
     # -- asleep and awake ----------------------------------------------------------------------------
 
-    def rise(self) -> None:
+    def load_to_device(self) -> None:
         """Before anybody can ask: its weights are on the device, and it scores."""
-        self._fetch()
+        self._wake_model()
         self._awake.set()
 
     async def wake(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._fetch)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._wake_model)
         self._awake.set()
 
-    def _fetch(self) -> None:
+    def _wake_model(self) -> None:
         if self._naps is not None:
             self._naps.wake()
         if self.packs is None:
-            self.packs = self._packs()
+            self.packs = self._can_pack()
 
     async def sleep(self) -> None:
         """The batch that is computed ends first; whoever waits is scored after it wakes,
@@ -124,14 +124,14 @@ class RewardModel:
     @property
     def memory(self) -> int:
         """Bytes of its weights on the device, where it naps."""
-        return self._naps.bytes if self._naps is not None else 0
+        return self._naps.device_bytes if self._naps is not None else 0
 
-    def ids(self, asked: list[dict[str, str]], turns: list[Turn]) -> list[int]:
+    def encode_conversation(self, asked: list[dict[str, str]], turns: list[Turn]) -> list[int]:
         """The conversation as the model's own tokens. Special tokens that it spells are
         text: an answer cannot end itself.
         """
-        messages = self.special.messages(
-            valid([*asked, *({"role": turn.role, "content": turn.text} for turn in turns)])
+        messages = self.special.cover_messages(
+            valid_unicode([*asked, *({"role": turn.role, "content": turn.text} for turn in turns)])
         )
         if self.template is not None:
             said = messages[len(asked) :]
@@ -139,9 +139,9 @@ class RewardModel:
             words = {"question": "\n".join(m["content"] for m in messages[: len(asked)]), "answer": answer}
             text = re.sub(r"\{(question|answer)\}", lambda found: words[found[1]], self.template)
             return self.special.encode(text, add_special_tokens=True)
-        return self.special.encode(self._rendered(messages))
+        return self.special.encode(self._apply_chat_template(messages))
 
-    def _rendered(self, messages: list[dict[str, str]]) -> str:
+    def _apply_chat_template(self, messages: list[dict[str, str]]) -> str:
         """As the model's chat template writes it. One that refuses a role reads those
         messages as the user's, with the role named.
         """
@@ -164,9 +164,9 @@ class RewardModel:
                 ) from error
             return str(self.tokenizer.apply_chat_template(merged, tokenize=False))
 
-    async def _compute(self, batch: list[list[int]]) -> list[list[float]]:
+    async def _compute_values(self, batch: list[list[int]]) -> list[list[float]]:
         began = time.monotonic()
-        results = await asyncio.get_running_loop().run_in_executor(self._thread, self.values, batch)
+        results = await asyncio.get_running_loop().run_in_executor(self._thread, self.token_values, batch)
         for name, value in {
             "texts": len(batch),
             "batches": 1,
@@ -176,13 +176,13 @@ class RewardModel:
             self.counts[f"model_{name}"] += value
         return results
 
-    def values(self, batch: list[list[int]]) -> list[list[float]]:
+    def token_values(self, batch: list[list[int]]) -> list[list[float]]:
         """[each text][each token] what the head says after that token."""
         if not self.packs:
-            return [self._run([ids])[0] for ids in batch]
-        return self._run(batch)
+            return [self._forward_batch([ids])[0] for ids in batch]
+        return self._forward_batch(batch)
 
-    def _run(self, batch: list[list[int]]) -> list[list[float]]:
+    def _forward_batch(self, batch: list[list[int]]) -> list[list[float]]:
         """All texts in one row; positions begin anew with each, and by them attention keeps to its own text."""
         if self._naps is not None and self._naps.asleep:
             raise RewardError("a reward model was asked while it slept: somebody else has its device")
@@ -191,12 +191,12 @@ class RewardModel:
         places = torch.tensor([[at for ids in batch for at in range(len(ids))]], device=device)
         with torch.inference_mode():
             said_T = self.head(self.body(input_ids=row, position_ids=places, use_cache=False).last_hidden_state)[0]
-        return [self.number(said_NK).tolist() for said_NK in said_T.float().split([len(ids) for ids in batch])]
+        return [self.reward_values(said_NK).tolist() for said_NK in said_T.float().split([len(ids) for ids in batch])]
 
-    def number(self, said_NK: Any) -> Any:
+    def reward_values(self, said_NK: Any) -> Any:
         return said_NK[:, 0]
 
-    def _head(self) -> Any:
+    def _score_head(self) -> Any:
         head = getattr(self.model, "score", None)
         if self.model.config.num_labels != 1 or head is None or self.body is None:
             raise ConfigError(
@@ -206,11 +206,11 @@ class RewardModel:
             )
         return head
 
-    def _packs(self) -> bool:
+    def _can_pack(self) -> bool:
         """Tried at the start: do texts in one row leave each other alone in this model? If not they go one by one."""
         size = min(self.model.config.get_text_config().vocab_size, 1000)
         probes = [[(7 * i + k) % size for i in range(n)] for k, n in ((1, 5), (2, 9), (3, 3))]
-        alone, packed = [self._run([ids])[0] for ids in probes], self._run(probes)
+        alone, packed = [self._forward_batch([ids])[0] for ids in probes], self._forward_batch(probes)
         close = CLOSE if self.model.dtype == self.torch.float32 else 0.1
         pairs = [(x, y) for one, other in zip(alone, packed) for x, y in zip(one, other)]
         return all(abs(x - y) <= close * max(1.0, abs(x)) for x, y in pairs)

@@ -22,10 +22,10 @@ def last_number(text: str) -> Fraction | None:
     found = None
     for found in NUMBER.finditer(text):  # noqa: B007
         pass
-    return None if found is None else _value(found)
+    return None if found is None else _parse_fraction(found)
 
 
-def _value(found: re.Match[str]) -> Fraction | None:
+def _parse_fraction(found: re.Match[str]) -> Fraction | None:
     digits, below = found["digits"].replace(",", ""), found["below"] or "1"
     if len(digits) + len(below) > 1000 or not int(below):
         return None

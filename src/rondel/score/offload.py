@@ -39,7 +39,7 @@ class OffloadedModel:
             self.torch.cuda.empty_cache()
 
     @property
-    def bytes(self) -> int:
+    def device_bytes(self) -> int:
         """On the device, each storage once."""
         held = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()

@@ -40,7 +40,7 @@ class RewardCall(NamedTuple):
     task: Task
     answer: asyncio.Future[Score | Failed]
 
-    def job(self) -> bytes:
+    def pickle_call(self) -> bytes:
         return pickle.dumps(
             (replace(self.trajectory, experts=None, media=[]), self.task)
         )  # both are large; a task's images are in its data
@@ -88,9 +88,11 @@ class RewardPool:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
         self.shared: ConcurrentWorker | None = None
         self.naps = False  # whether its model leaves the device while somebody else has it
-        self._end = weakref.finalize(self, _end, self._threads, self._hired)
+        self._end = weakref.finalize(self, _end_workers, self._threads, self._hired)
         try:
-            worker = self._threads.submit(self._hire).result()  # a thread that outlives the worker, see die_with
+            worker = self._threads.submit(
+                self._start_process
+            ).result()  # a thread that outlives the worker, see die_with
         except BaseException:
             self._end()
             raise
@@ -102,7 +104,12 @@ class RewardPool:
             )
         if worker.together > 1:
             self.shared = ConcurrentWorker(
-                worker, self._hire, self._dismiss, worker.together, timeout + GRACE, memory=worker.memory
+                worker,
+                self._start_process,
+                self._dismiss_worker,
+                worker.together,
+                timeout + GRACE,
+                memory=worker.memory,
             )
             self.naps = worker.naps
         else:
@@ -111,8 +118,8 @@ class RewardPool:
     async def score(self, trajectory: Trajectory, task: Task) -> Score | Failed:
         """The reward of one trajectory. Never raises for what the reward does."""
         if self.shared:
-            result = await self.shared.ask(trajectory, task, self._threads)
-            self._count(result.reason if isinstance(result, Failed) else "")
+            result = await self.shared.request_score(trajectory, task, self._threads)
+            self._count_result(result.reason if isinstance(result, Failed) else "")
             self._tell_counts()
             return result
         call = RewardCall(trajectory, task, asyncio.get_running_loop().create_future())
@@ -121,28 +128,28 @@ class RewardPool:
             if wanted := self._lanes < self._workers:
                 self._lanes += 1
         if wanted:
-            self._threads.submit(self._lane)
+            self._threads.submit(self._serve_queue)
         result = await call.answer
-        self._count(result.reason if isinstance(result, Failed) else "")
+        self._count_result(result.reason if isinstance(result, Failed) else "")
         return result
 
     async def sleep(self) -> None:
         """Its model leaves the device; what is scored meanwhile waits, off its clock,
         and is never scored there (law 8).
         """
-        await self._order("sleep")
+        await self._send_order("sleep")
 
     async def wake(self) -> None:
-        await self._order("wake")
+        await self._send_order("wake")
 
     @property
     def memory(self) -> int:
         """Bytes of a model that naps, on the device now."""
         return self.shared.memory if self.shared else 0
 
-    async def _order(self, verb: str) -> None:
+    async def _send_order(self, verb: str) -> None:
         assert self.shared and self.naps
-        if isinstance(done := await self.shared.order(verb, self._threads), Failed):
+        if isinstance(done := await self.shared.send_order(verb, self._threads), Failed):
             raise RewardError(f"the reward's model does not {verb}: {done.reason} {done.detail}".strip())
 
     def close(self) -> None:
@@ -159,11 +166,11 @@ class RewardPool:
 
     # -- in a thread of the pool -----------------------------------------------------------------
 
-    def _lane(self) -> None:
+    def _serve_queue(self) -> None:
         """Serves the queue until it is empty."""
-        while calls := self._message():
+        while calls := self._next_calls():
             try:
-                results = self._ask(calls) if self._end.alive else []
+                results = self._score_calls(calls) if self._end.alive else []
             except BaseException as error:  # ours: nobody may wait for ever
                 results = [Failed("pool broke", f"{type(error).__name__}: {error}")] * len(calls)
             if not self._end.alive:
@@ -173,10 +180,10 @@ class RewardPool:
             for loop in {call.answer.get_loop() for call in calls}:
                 with suppress(RuntimeError):  # that loop has ended, and nobody waits in it
                     loop.call_soon_threadsafe(
-                        _tell, [(c, r) for c, r in zip(calls, results) if c.answer.get_loop() is loop]
+                        _deliver_results, [(c, r) for c, r in zip(calls, results) if c.answer.get_loop() is loop]
                     )
 
-    def _message(self) -> list[RewardCall]:
+    def _next_calls(self) -> list[RewardCall]:
         """The next calls for one worker: the others get their share of what waits. None, and this lane has ended."""
         with self._lock:
             share = -(-len(self._queue) // self._workers)
@@ -190,27 +197,27 @@ class RewardPool:
                 self._lanes -= 1
             return calls
 
-    def _ask(self, calls: list[RewardCall]) -> list[Score | Failed]:
+    def _score_calls(self, calls: list[RewardCall]) -> list[Score | Failed]:
         """What became of the first of them, at least of one; those behind a late or deadly call
         are still to be asked.
         """
         try:
-            worker = self._idle.pop() if self._idle else self._hire()
+            worker = self._idle.pop() if self._idle else self._start_process()
             if worker.process.poll() is not None:  # it ended between two calls: no reward's fault
-                self._dismiss(worker)
-                worker = self._hire()
+                self._dismiss_worker(worker)
+                worker = self._start_process()
         except (ConfigError, OSError) as error:  # it started once, and no longer does
             return [Failed("worker did not start", str(error))]
         jobs: list[bytes] = []
         unsent: list[Score | Failed] = []
         for call in calls:
             try:
-                jobs.append(call.job())
+                jobs.append(call.pickle_call())
             except Exception as error:  # pickle raises what the object's own code raises
                 unsent = [Failed("task cannot be sent", f"task {call.task.id}: {type(error).__name__}: {error}")]
                 break
         began = time.monotonic()
-        replies, late = worker.ask(jobs, self.timeout) if jobs else ([], False)
+        replies, late = worker.run_jobs(jobs, self.timeout) if jobs else ([], False)
         self._seconds = 0.8 * self._seconds + 0.2 * max(1e-6, (time.monotonic() - began) / max(1, len(replies)))
         results: list[Score | Failed] = [Score(**reply) if "value" in reply else Failed(**reply) for reply in replies]
         if len(results) == len(jobs):
@@ -218,13 +225,13 @@ class RewardPool:
             results += unsent
         elif late:
             results.append(Failed("timeout", f"no answer within {self.timeout:g} s; the worker was killed"))
-            self._dismiss(worker)
+            self._dismiss_worker(worker)
         else:
             results.append(Failed("worker died", worker.last_words()))
-            self._dismiss(worker)
+            self._dismiss_worker(worker)
         return results
 
-    def _hire(self) -> RewardProcess:
+    def _start_process(self) -> RewardProcess:
         folder = None if self.folder is None else str(self.folder)
         asleep = bool(self.shared and self.shared.asleep)
         worker = RewardProcess(self.reward, timeout=self.timeout, folder=folder, lends=self.lends, asleep=asleep)
@@ -233,7 +240,7 @@ class RewardPool:
             worker.kill()
         return worker
 
-    def _dismiss(self, worker: RewardProcess) -> None:
+    def _dismiss_worker(self, worker: RewardProcess) -> None:
         worker.kill()
         self._hired.discard(worker)
 
@@ -244,13 +251,13 @@ class RewardPool:
             emit(RewardCounts({name: value - self._told.get(name, 0) for name, value in self.shared.counts.items()}))
             self._told, self._told_at = dict(self.shared.counts), time.monotonic()
 
-    def _count(self, reason: str) -> None:
+    def _count_result(self, reason: str) -> None:
         self.calls += 1
         self._recent.add(reason)
         if not reason:
             return
         self.failures[reason] += 1
-        if not self._warned and (share := self._recent.above(self.alarm)):
+        if not self._warned and (share := self._recent.failures_above(self.alarm)):
             self._warned = True
             emit(
                 Warned(
@@ -261,13 +268,13 @@ class RewardPool:
             )
 
 
-def _tell(told: list[tuple[RewardCall, Score | Failed]]) -> None:
+def _deliver_results(told: list[tuple[RewardCall, Score | Failed]]) -> None:
     for call, result in told:
         if not call.answer.done():
             call.answer.set_result(result)
 
 
-def _end(threads: ThreadPoolExecutor, hired: set[RewardProcess]) -> None:
+def _end_workers(threads: ThreadPoolExecutor, hired: set[RewardProcess]) -> None:
     threads.shutdown(wait=False, cancel_futures=True)
     for worker in tuple(hired):
         worker.kill()

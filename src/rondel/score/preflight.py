@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from rondel.core.types import Failed, Score, Task, Trajectory
-from rondel.score import addresses
+from rondel.score import reward_urls
 from rondel.score.number import last_number
 from rondel.score.pool import RewardPool
 
@@ -30,19 +30,19 @@ class CheckFinding:
     remedy: str = ""
 
 
-def answer(task: Task) -> str:
+def gold_answer(task: Task) -> str:
     """The gold answer as the policy would write it."""
     return str(task.data["answer"])
 
 
 async def check_reward(
-    pool: RewardPool, tasks: Sequence[Task], *, count: int = 8, gold: Callable[[Task], str] = answer
+    pool: RewardPool, tasks: Sequence[Task], *, count: int = 8, gold: Callable[[Task], str] = gold_answer
 ) -> list[CheckFinding]:
     """Findings on the first `count` tasks with an answer: failures, gold, empty, wrong, time.
 
     A reward that also wants a form (tags, a box) needs `gold` to write the answer in that form.
     """
-    asked = addresses(pool.reward)
+    asked = reward_urls(pool.reward)
     tried = [task for task in tasks if task.data.get("answer") is not None][: min(count, PAID) if asked else count]
     if not tried:
         return [
@@ -56,7 +56,7 @@ async def check_reward(
     texts = (
         [("gold", t, gold(t)) for t in tried]
         + [("empty", t, "") for t in tried]
-        + [("wrong", t, _wrong(t, tried, gold)) for t in tried]
+        + [("wrong", t, _pick_wrong_answer(t, tried, gold)) for t in tried]
     )
     scores: Scores = {"gold": [], "empty": [], "wrong": []}
     failures: list[tuple[str, Task, Failed]] = []
@@ -70,15 +70,19 @@ async def check_reward(
         else:
             scores[kind].append((task, text, result))
     calls = [CheckFinding("calls", True, f"{len(texts)} were made to {', '.join(asked)}")] if asked else []
-    return [*calls, *judged(scores, failures, len(texts)), _time(seconds, pool)]
+    return [*calls, *judge_scores(scores, failures, len(texts)), _check_time(seconds, pool)]
 
 
-def judged(scores: Scores, failures: Sequence[tuple[str, Task, Failed]], calls: int) -> list[CheckFinding]:
+def judge_scores(scores: Scores, failures: Sequence[tuple[str, Task, Failed]], calls: int) -> list[CheckFinding]:
     """What the scores of gold, empty and wrong answers say of whoever gave them."""
-    return [_failures(failures, calls), *_gold(scores), *(_below(kind, scores) for kind in ("empty", "wrong"))]
+    return [
+        _check_failures(failures, calls),
+        *_check_gold(scores),
+        *(_check_below_gold(kind, scores) for kind in ("empty", "wrong")),
+    ]
 
 
-def _failures(failures: Sequence[tuple[str, Task, Failed]], calls: int) -> CheckFinding:
+def _check_failures(failures: Sequence[tuple[str, Task, Failed]], calls: int) -> CheckFinding:
     if not failures:
         return CheckFinding("failures", True, f"the reward answered all {calls} calls")
     kind, task, failed = failures[0]
@@ -91,7 +95,7 @@ def _failures(failures: Sequence[tuple[str, Task, Failed]], calls: int) -> Check
     )
 
 
-def _gold(scores: Scores) -> list[CheckFinding]:
+def _check_gold(scores: Scores) -> list[CheckFinding]:
     if not scores["gold"]:
         return [CheckFinding("gold", False, "no gold answer got a score", "see the failures above")]
     best = max(score.value for results in scores.values() for *_, score in results)
@@ -103,7 +107,7 @@ def _gold(scores: Scores) -> list[CheckFinding]:
     return [CheckFinding("gold", False, message, "compare what the reward extracts with the form of the gold answers")]
 
 
-def _below(kind: str, scores: Scores) -> CheckFinding:
+def _check_below_gold(kind: str, scores: Scores) -> CheckFinding:
     gold = {task.id: score.value for task, _, score in scores["gold"]}
     bad = [
         (task, text, score) for task, text, score in scores[kind] if task.id in gold and score.value >= gold[task.id]
@@ -123,7 +127,7 @@ def _below(kind: str, scores: Scores) -> CheckFinding:
     )
 
 
-def _time(seconds: list[float], pool: RewardPool) -> CheckFinding:
+def _check_time(seconds: list[float], pool: RewardPool) -> CheckFinding:
     message = f"{statistics.median(seconds) * 1e3:.1f} ms a call, 95 % within {p95(seconds) * 1e3:.1f} ms, slowest {max(seconds) * 1e3:.1f} ms; the limit is {pool.timeout:g} s"
     slow = max(seconds) > pool.timeout / 2
     return CheckFinding("time", not slow, message, "raise the reward's timeout, or make it faster" if slow else "")
@@ -134,7 +138,7 @@ def p95(seconds: Sequence[float]) -> float:
     return sorted(seconds)[max(0, math.ceil(0.95 * len(seconds)) - 1)]
 
 
-def _wrong(task: Task, tasks: Sequence[Task], gold: Callable[[Task], str]) -> str:
+def _pick_wrong_answer(task: Task, tasks: Sequence[Task], gold: Callable[[Task], str]) -> str:
     """Another task's gold answer, as good-looking as a wrong answer gets; else the number after the right one."""
     right = gold(task)
     number = last_number(right)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rondel.core.errors import ConfigError
-from rondel.core.registry import imported, one_of
+from rondel.core.registry import import_attribute, one_of
 from rondel.core.types import Failed, Score, Task, Trajectory, Turn
 from rondel.score.answer_text import asked_of, turns_of
 from rondel.score.model import RewardModel
-from rondel.text.unicode import valid
+from rondel.text.unicode import valid_unicode
 
 AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
     "min": min,
@@ -42,7 +42,7 @@ class TokenModel(RewardModel):
 
     auto = "AutoModelForTokenClassification"
 
-    def _head(self) -> Any:
+    def _score_head(self) -> Any:
         head = getattr(self.model, "score", None)
         if self.model.config.num_labels not in (1, 2) or head is None or self.body is None:
             raise ConfigError(
@@ -52,7 +52,7 @@ class TokenModel(RewardModel):
             )
         return head
 
-    def number(self, said_NK: Any) -> Any:
+    def reward_values(self, said_NK: Any) -> Any:
         return said_NK[:, 0] if said_NK.shape[1] == 1 else said_NK.softmax(-1)[:, 1]
 
 
@@ -89,7 +89,7 @@ class ProcessReward:
                 f"tokenizer; or use sum or mean"
             )
         self.separator, self.aggregate, self.together = separator, aggregate, max(2, together)
-        self.scorer = imported("process scorer", scorer) if scorer else None
+        self.scorer = import_attribute("process scorer", scorer) if scorer else None
         self.model = TokenModel(path=path, together=together, **settings) if path else None
         self.counts: dict[str, float] = self.model.counts if self.model else {}
         self.naps = self.model is not None and self.model.naps
@@ -99,9 +99,9 @@ class ProcessReward:
 
             self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
 
-    def rise(self) -> None:
+    def load_to_device(self) -> None:
         if self.model:
-            self.model.rise()
+            self.model.load_to_device()
 
     async def wake(self) -> None:
         if self.model:
@@ -136,7 +136,9 @@ class ProcessReward:
             return Score(total)
         share = 1.0 if self.aggregate == "sum" else 1 / len(values)
         places = [
-            place for turn, own in zip(turns, of) for place in self._places(trajectory, turn, [end for _, end in own])
+            place
+            for turn, own in zip(turns, of)
+            for place in self._step_tokens(trajectory, turn, [end for _, end in own])
         ]
         return Score(total, steps=tuple((place, share * value) for place, value in zip(places, values)))
 
@@ -148,11 +150,13 @@ class ProcessReward:
         assert self.model
         model, special = self.model, self.model.special
         question = "\n".join(message["content"] for message in asked)
-        ids = special.encode(special.cover(valid(question)) + self.separator, add_special_tokens=True)
+        ids = special.encode(
+            special.cover_control_tokens(valid_unicode(question)) + self.separator, add_special_tokens=True
+        )
         ends = []
         for turn, steps in zip(turns, of):
             for text in [step for step, _ in steps] if turn.written else [turn.text]:
-                ids += special.encode(special.cover(valid(text)) + self.separator)
+                ids += special.encode(special.cover_control_tokens(valid_unicode(text)) + self.separator)
                 ends += [len(ids) - 1] * turn.written
         if len(ids) > model.most:
             return Failed(
@@ -161,7 +165,7 @@ class ProcessReward:
         said = await model._batcher(ids)
         return [said[end] for end in ends]
 
-    def _places(self, trajectory: Trajectory, turn: Turn, ends: list[int]) -> list[int]:
+    def _step_tokens(self, trajectory: Trajectory, turn: Turn, ends: list[int]) -> list[int]:
         """For each character of a turn behind a step, the token that the policy wrote it with.
         Tokens are decoded, never the text encoded.
         """

@@ -10,7 +10,7 @@ from rondel.core.types import Task, Trajectory
 from rondel.score.number import NUMBER
 
 
-def raw(text: str) -> str:
+def strip_text(text: str) -> str:
     """The whole text, without the space around it."""
     return text.strip()
 
@@ -21,13 +21,17 @@ def last_number(text: str) -> str | None:
     return found[-1] if found else None
 
 
-def tagged(text: str) -> str | None:
+def last_tagged_answer(text: str) -> str | None:
     """What stands in the last <answer>...</answer>."""
     found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return found[-1].strip() if found else None
 
 
-EXTRACT: dict[str, Callable[[str], str | None]] = {"raw": raw, "last_number": last_number, "tag": tagged}
+EXTRACT: dict[str, Callable[[str], str | None]] = {
+    "raw": strip_text,
+    "last_number": last_number,
+    "tag": last_tagged_answer,
+}
 
 
 class ReasoningGym:

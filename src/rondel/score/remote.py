@@ -8,7 +8,7 @@ from rondel.core.errors import ConfigError, RewardError
 from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score.batch import Batcher
 from rondel.score.http import Post
-from rondel.score.result import read
+from rondel.score.result import read_score
 
 
 class RemoteReward:
@@ -41,7 +41,7 @@ class RemoteReward:
             raise ConfigError(f"reward 'remote': batch = {batch}; it is at least 1")
         self.tokens, self.batch, self.counts = tokens, batch, self.post.counts
         self.together = max(2, together * batch)
-        self._batcher = Batcher(self._several, most=batch, lanes=together, timed=False)
+        self._batcher = Batcher(self._post_batch, most=batch, lanes=together, timed=False)
 
     async def __call__(self, trajectory: Trajectory, task: Task) -> Score | Failed:
         item: dict[str, Any] = {"task": {"id": task.id, "env": task.env, "data": task.data}, "text": trajectory.text}
@@ -53,11 +53,11 @@ class RemoteReward:
         if self.tokens:
             item |= {"tokens": trajectory.tokens, "mask": trajectory.mask}
         try:
-            return self._read(await (self._batcher(item) if self.batch > 1 else self.post(item)))
+            return self._read_reply(await (self._batcher(item) if self.batch > 1 else self.post(item)))
         except RewardError as error:
             return Failed("remote gave no answer", str(error))
 
-    async def _several(self, items: list[dict[str, Any]]) -> list[Any]:
+    async def _post_batch(self, items: list[dict[str, Any]]) -> list[Any]:
         replies = await self.post({"items": items})
         if isinstance(replies, dict):
             replies = replies.get("rewards")
@@ -66,7 +66,7 @@ class RemoteReward:
             raise RewardError(f"{self.post.url} was sent {len(items)} items and answered with {found}")
         return replies
 
-    def _read(self, reply: Any) -> Score | Failed:
+    def _read_reply(self, reply: Any) -> Score | Failed:
         if isinstance(reply, dict):
             if "reward" not in reply:
                 return Failed(
@@ -76,4 +76,4 @@ class RemoteReward:
             if not isinstance(parts, dict):
                 return Failed("remote gave no reward", f"its parts are {type(parts).__name__}, and not named numbers")
             reply = {**parts, "total": reply["reward"]} if parts else reply["reward"]
-        return read(reply)
+        return read_score(reply)

@@ -7,10 +7,10 @@ from numbers import Integral, Real
 from typing import Any
 
 from rondel.core.types import Failed, Score, Trajectory
-from rondel.text.unicode import valid
+from rondel.text.unicode import valid_unicode
 
 
-def read(returned: Any) -> Score | Failed:
+def read_score(returned: Any) -> Score | Failed:
     """A finite number is a score, and so are (position, value) pairs: they add up, and each keeps its place.
 
     Named parts of either form are a score: their "total" if they have one, else their sum. A `Score` is taken as it is.
@@ -23,10 +23,10 @@ def read(returned: Any) -> Score | Failed:
         return returned
     if isinstance(returned, Score):
         numbers = [returned.value, *returned.parts.values(), *(value for _, value in returned.steps)]
-        return next((Failed(_complaint(x), "in a Score") for x in numbers if not _is_number(x)), returned)
+        return next((Failed(_describe_invalid(x), "in a Score") for x in numbers if not _is_number(x)), returned)
     if not isinstance(returned, dict):
-        return _part(returned)
-    parts = {valid(str(name)): _part(part) for name, part in returned.items()}
+        return _read_part(returned)
+    parts = {valid_unicode(str(name)): _read_part(part) for name, part in returned.items()}
     for name, part in parts.items():
         if isinstance(part, Failed):
             return Failed(part.reason, f"in part '{name}'" + (f": {part.detail}" if part.detail else ""))
@@ -37,34 +37,34 @@ def read(returned: Any) -> Score | Failed:
     value = sum(part.value for part in scores.values()) if total is None else total.value
     steps = [step for part in scores.values() for step in part.steps]
     if not _is_number(value):
-        return Failed(_complaint(value), "as the sum of its parts")
+        return Failed(_describe_invalid(value), "as the sum of its parts")
     return Score(value, {name: part.value for name, part in scores.items()}, tuple(steps))
 
 
-def placed(score: Score | Failed, trajectory: Trajectory) -> Score | Failed:
+def check_score(score: Score | Failed, trajectory: Trajectory) -> Score | Failed:
     """The same, or the fault in its numbers or in the positions of its steps. A text that
     was never tokenised has no positions.
     """
-    score = read(score)
+    score = read_score(score)
     if isinstance(score, Score) and trajectory.tokens:
         try:
-            score.over(trajectory.mask)
+            score.token_rewards(trajectory.mask)
         except ValueError as error:
             return Failed("misplaced a reward", str(error))
     return score
 
 
-def _part(returned: Any) -> Score | Failed:
+def _read_part(returned: Any) -> Score | Failed:
     """A number, or a list of (position, value)."""
     if not isinstance(returned, list | tuple):
-        return Score(float(returned)) if _is_number(returned) else Failed(_complaint(returned))
+        return Score(float(returned)) if _is_number(returned) else Failed(_describe_invalid(returned))
     if not returned or not all(isinstance(step, list | tuple) and len(step) == 2 for step in returned):
-        return Failed(_complaint(returned), "steps are a list of (position, value), at least one")
+        return Failed(_describe_invalid(returned), "steps are a list of (position, value), at least one")
     for position, value in returned:
         if not isinstance(position, Integral) or isinstance(position, bool):
             return Failed("misplaced a reward", f"position {position!r} is not a whole number")
         if not _is_number(value):
-            return Failed(_complaint(value), f"at position {position}")
+            return Failed(_describe_invalid(value), f"at position {position}")
     try:
         return Score(math.fsum(value for _, value in returned), steps=tuple(returned))
     except OverflowError:
@@ -78,7 +78,7 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-def _complaint(value: Any) -> str:
+def _describe_invalid(value: Any) -> str:
     if value is None or isinstance(value, Real):
         # None, nan, inf
         return "returned an integer beyond all floats" if isinstance(value, int) else f"returned {value}"

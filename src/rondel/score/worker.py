@@ -26,11 +26,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from rondel.core.registry import imported
+from rondel.core.registry import import_attribute
 from rondel.core.types import Failed, Score, Task, Trajectory
-from rondel.score import Lent, build
-from rondel.score.clock import CLOCK, CLOCKS, CallClocks, called
-from rondel.score.result import placed, read
+from rondel.score import Lent, build_reward
+from rondel.score.clock import CLOCK, CLOCKS, CallClocks, call_with_clock
+from rondel.score.result import check_score, read_score
 from rondel.system.signals import leave_to_controller
 
 
@@ -42,63 +42,65 @@ def main() -> None:
     die_with(parent)
     leave_to_controller()
 
-    def answer(message: dict[str, Any]) -> None:
+    def send_reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message) + "\n")
         replies.flush()
 
-    lent: Lent = {name: functools.partial(made, path) for name, path in lends.items()}
+    lent: Lent = {name: functools.partial(make_lent, path) for name, path in lends.items()}
     try:
-        reward: Any = build(spec, {**lent, "deadline": lambda: timeout})
+        reward: Any = build_reward(spec, {**lent, "deadline": lambda: timeout})
         if hasattr(reward, "open"):
             reward.open(folder)
         together, naps = int(getattr(reward, "together", 1)), bool(getattr(reward, "naps", False))
         if naps and not asleep:
-            reward.rise()
+            reward.load_to_device()
     except BaseException as error:
-        answer({"error": str(error) if isinstance(error, ValueError) else last_line(error)})
+        send_reply({"error": str(error) if isinstance(error, ValueError) else last_line(error)})
         return
-    answer({"together": together, "naps": naps, "memory": reward.memory if naps else 0})
+    send_reply({"together": together, "naps": naps, "memory": reward.memory if naps else 0})
     with asyncio.Runner() as runner:  # one loop for the life of the worker: an async reward may keep its connections
         if together > 1:
-            return runner.run(serve(reward, jobs, answer, timeout))
+            return runner.run(serve_calls(reward, jobs, send_reply, timeout))
         while True:
             try:
                 trajectory, task = pickle.load(jobs)
             except EOFError:
                 return
-            answer(told(call(reward, trajectory, task, runner)))
+            send_reply(result_message(call_reward(reward, trajectory, task, runner)))
 
 
-def told(result: Score | Failed) -> dict[str, Any]:
+def result_message(result: Score | Failed) -> dict[str, Any]:
     if isinstance(result, Score):
         return {"value": result.value, "parts": result.parts, "steps": result.steps}
     return {"reason": result.reason, "detail": result.detail}
 
 
-async def serve(reward: Any, jobs: Any, answer: Callable[[dict[str, Any]], None], timeout: float) -> None:
+async def serve_calls(reward: Any, jobs: Any, answer: Callable[[dict[str, Any]], None], timeout: float) -> None:
     """Many calls at once, each with its own clock; what it waits for a turn is not on it."""
     counts = getattr(reward, "counts", {})
     open_calls: set[asyncio.Task] = set()
     CLOCKS.set(clocks := CallClocks(lambda: answer({})))
 
-    async def one(number: int, trajectory: Trajectory, task: Task) -> None:
+    async def score_one(number: int, trajectory: Trajectory, task: Task) -> None:
         result: Score | Failed
         try:
             async with asyncio.timeout(timeout) as clock:
                 CLOCK.set(clock)
                 clocks.open.add(clock)
                 try:
-                    returned = called(reward, trajectory, task)
-                    result = placed(read(await returned if inspect.isawaitable(returned) else returned), trajectory)
+                    returned = call_with_clock(reward, trajectory, task)
+                    result = check_score(
+                        read_score(await returned if inspect.isawaitable(returned) else returned), trajectory
+                    )
                 finally:
                     clocks.open.discard(clock)
         except TimeoutError:
             result = Failed("timeout", f"no answer within {timeout:g} s")
         except BaseException as error:
             result = Failed(f"raised {type(error).__name__}", last_line(error))
-        answer({"number": number, "counts": dict(counts), **told(result)})
+        answer({"number": number, "counts": dict(counts), **result_message(result)})
 
-    async def alive() -> None:
+    async def send_heartbeats() -> None:
         while True:
             answer({})
             await asyncio.sleep(1)
@@ -112,34 +114,36 @@ async def serve(reward: Any, jobs: Any, answer: Callable[[dict[str, Any]], None]
         else:
             answer({"number": number, "value": 0.0, "memory": reward.memory})
 
-    beat = asyncio.ensure_future(alive())
+    beat = asyncio.ensure_future(send_heartbeats())
     while True:
         try:
             job = await asyncio.to_thread(pickle.load, jobs)
         except EOFError:
             beat.cancel()
             return
-        task = asyncio.ensure_future(told_to(*job) if len(job) == 2 else one(*job))
+        task = asyncio.ensure_future(told_to(*job) if len(job) == 2 else score_one(*job))
         open_calls.add(task)
         task.add_done_callback(open_calls.discard)
 
 
-def made(path: str) -> Any:
-    return imported("what is lent to rewards", path)()
+def make_lent(path: str) -> Any:
+    return import_attribute("what is lent to rewards", path)()
 
 
-def call(reward: Callable[..., Any], trajectory: Trajectory, task: Task, runner: asyncio.Runner) -> Score | Failed:
+def call_reward(
+    reward: Callable[..., Any], trajectory: Trajectory, task: Task, runner: asyncio.Runner
+) -> Score | Failed:
     """One call; whatever is raised, SystemExit and a library's BaseException too, is a failure and not a number."""
     try:
         returned = reward(trajectory, task)
         if inspect.isawaitable(returned):
-            returned = runner.run(_await(returned))
-        return placed(read(returned), trajectory)
+            returned = runner.run(_await_value(returned))
+        return check_score(read_score(returned), trajectory)
     except BaseException as error:
         return Failed(f"raised {type(error).__name__}", last_line(error))
 
 
-async def _await(awaitable: Any) -> Any:
+async def _await_value(awaitable: Any) -> Any:
     return await awaitable
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from rondel.planner import cost
 from rondel.planner.hardware import GB
-from rondel.planner.memory import bills
+from rondel.planner.memory import memory_bills
 from rondel.planner.workload import Workload, what_if
 from rondel.simulate.run import simulate, world_of
 
@@ -35,7 +35,7 @@ PUBLISHED = {  # gain of asynchrony over a synchronous baseline, each by its aut
 SIGMAS = (0.0, 0.4, 0.8, 1.2, 1.6)
 
 
-def work(devices: int, **more: Any) -> Workload:
+def chain_workload(devices: int, **more: Any) -> Workload:
     prompts = min(2048, 4 * devices)
     asked = {
         "model": "7b",
@@ -50,18 +50,20 @@ def work(devices: int, **more: Any) -> Workload:
     return what_if([f"{name}={value}" for name, value in {**asked, **more}.items()])
 
 
-def told(tiers: tuple[int, ...] = TIERS, *, steps: int = 4, gain_devices: int = 32) -> dict[str, Any]:
-    makers = dict(zip(TIERS, (_memory, _prefill, _copies, _tail, _controller, _members)))
-    found = gains(gain_devices)
+def build_chain(tiers: tuple[int, ...] = TIERS, *, steps: int = 4, gain_devices: int = 32) -> dict[str, Any]:
+    makers = dict(zip(TIERS, (_memory_tier, _prefill_tier, _copies_row, _tail_tier, _controller_row, _collective_tier)))
+    found = split_gains(gain_devices)
     return {
         "work": "qwen2.5-7b on h100 where nothing else is said, 4 groups of 8 a device up to 2048 groups, at most 16k tokens, 4k on average",
         "tiers": [makers[devices](devices, steps) for devices in tiers],
         "gains": found,
-        "published": {name: {"gain": PUBLISHED[name], "sigma": sigma} for name, sigma in placed(found).items()},
+        "published": {
+            name: {"gain": PUBLISHED[name], "sigma": sigma} for name, sigma in matching_sigmas(found).items()
+        },
     }
 
 
-def show(rows: dict[str, Any]) -> str:
+def format_chain(rows: dict[str, Any]) -> str:
     """The chain as text."""
     lines = [rows["work"], ""]
     for row in rows["tiers"]:
@@ -85,7 +87,7 @@ def show(rows: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _row(
+def _tier_row(
     devices: int, breaks: str, helps: str, without: str, with_: str, gain: float, dominates: str
 ) -> dict[str, Any]:
     return {
@@ -99,8 +101,8 @@ def _row(
     }
 
 
-def _dominates(setting: Workload) -> str:
-    generate, train = cost.generation(setting).seconds, cost.train_seconds(setting)
+def _dominant_cost(setting: Workload) -> str:
+    generate, train = cost.generation_time(setting).seconds, cost.train_seconds(setting)
     return (
         f"generation, {generate / (generate + train):.0%} of a step"
         if generate > train
@@ -108,107 +110,107 @@ def _dominates(setting: Workload) -> str:
     )
 
 
-def _memory(devices: int, steps: int) -> dict[str, Any]:
+def _memory_tier(devices: int, steps: int) -> dict[str, Any]:
     """14B, whose state fits 8 devices alone and not beside its engine."""
-    both = work(devices, model="14b", reference="14b")
-    without, with_ = (bills(replace(both, offload=offload))[0].peak[1] / GB for offload in (False, True))
-    return _row(
+    both = chain_workload(devices, model="14b", reference="14b")
+    without, with_ = (memory_bills(replace(both, offload=offload))[0].peak_phase[1] / GB for offload in (False, True))
+    return _tier_row(
         devices,
         "memory: trainer's state and the engine's cache at once",
         "take turns: release and resume, offload (trainer.offload)",
         f"{without:.0f} GB a device (14B and its reference)",
         f"{with_:.0f} GB",
         without / with_,
-        _dominates(work(devices)),
+        _dominant_cost(chain_workload(devices)),
     )
 
 
-def _prefill(devices: int, steps: int) -> dict[str, Any]:
-    long = work(devices, prompt="4k")
+def _prefill_tier(devices: int, steps: int) -> dict[str, Any]:
+    long = chain_workload(devices, prompt="4k")
     arguments = {"tensor": long.tensor, "width": long.width}
-    once = cost.prefill_seconds(long.shape, long.hardware, long.prompts * long.prompt / long.engines, **arguments)
-    return _row(
+    once = cost.prefill_seconds(long.shape, long.hardware, long.prompts * long.prompt / long.engine_count, **arguments)
+    return _tier_row(
         devices,
         "the same prompt is read for every answer of its group",
         "a prefix tree: one prefill a group",
         f"{long.group * once:.1f} s of prefill a step (prompts of 4k)",
         f"{once:.1f} s",
         float(long.group),
-        _dominates(long),
+        _dominant_cost(long),
     )
 
 
-def _copies(devices: int, steps: int) -> dict[str, Any]:
-    big = work(devices, model="70b")
-    ways = {way.kind: way.seconds for way in cost.ways(big)}
-    handed = cost.transfer_seconds(big.shape.parameters * big.width / big.tensor, big.hardware.link)
-    return _row(
+def _copies_row(devices: int, steps: int) -> dict[str, Any]:
+    big = chain_workload(devices, model="70b")
+    ways = {way.kind: way.seconds for way in cost.sync_options(big)}
+    handed = cost.transfer_seconds(big.shape.parameter_count * big.width / big.tensor, big.hardware.link)
+    return _tier_row(
         devices,
         "weights are gathered, copied and read again at every sync",
         "handles to memory that both sides map; each takes its part",
         f"{ways['disk']:.0f} s a sync through files, {ways['distributed']:.1f} s by broadcast (70B)",
         f"{handed:.2f} s inside a node",
         ways["distributed"] / handed,
-        _dominates(work(devices)),
+        _dominant_cost(chain_workload(devices)),
     )
 
 
-def _tail(devices: int, steps: int) -> dict[str, Any]:
-    apart = work(devices, place="split")
+def _tail_tier(devices: int, steps: int) -> dict[str, Any]:
+    apart = chain_workload(devices, place="split")
     wait, go_on = (simulate(world_of(replace(apart, staleness=s), sigma=1.2), steps=steps) for s in (0, 4))
-    return _row(
+    return _tier_row(
         devices,
         "the longest answer of a step: everybody waits",
         "partial rollout, S = 4, and importance weights for what is older",
         f"{wait['step_seconds']:.0f} s a step, {wait['places_idle']:.0%} of the places empty (sigma 1.2)",
         f"{go_on['step_seconds']:.0f} s, {go_on['places_idle']:.0%}",
         wait["step_seconds"] / go_on["step_seconds"],
-        _dominates(apart),
+        _dominant_cost(apart),
     )
 
 
-def _controller(devices: int, steps: int) -> dict[str, Any]:
+def _controller_row(devices: int, steps: int) -> dict[str, Any]:
     """Short agentic turns bring it earlier: an answer here is one turn."""
-    apart = replace(work(devices, place="split", prompts=8192, output=512, mean=256), staleness=2)
-    rate = apart.samples / max(cost.generation(apart).seconds, cost.train_seconds(apart))
+    apart = replace(chain_workload(devices, place="split", prompts=8192, output=512, mean=256), staleness=2)
+    rate = apart.samples / max(cost.generation_time(apart).seconds, cost.train_seconds(apart))
     busy = rate * CONTROLLER
-    return _row(
+    return _tier_row(
         devices,
         "one controller sees every answer",
         "several controllers, each with engines, tasks and a journal of its own",
         f"{busy:.0%} of one core at {rate:.0f} answers/s (256 tokens each)",
         f"{-(-busy // 0.5):.0f} controllers at half a core",
         busy / 0.5,
-        _dominates(apart),
+        _dominant_cost(apart),
     )
 
 
-def _members(devices: int, steps: int) -> dict[str, Any]:
+def _collective_tier(devices: int, steps: int) -> dict[str, Any]:
     """A collective has as many members as there are engines, and none may be missing."""
-    setting = work(devices)
+    setting = chain_workload(devices)
     every = MTBF / devices
     alone = 1 - REBUILD / (every + REBUILD)
     pulled = 1 - REBUILD / (MTBF / setting.trainers + REBUILD)
-    return _row(
+    return _tier_row(
         devices,
         "a collective over all engines: one that fails stops all",
         "one-sided reads (RDMA): who is there pulls, a group is never rebuilt",
         f"a failure every {every / 3600:.1f} h stops all for {REBUILD / 60:.0f} min: {1 - alone:.1%} of the time lost",
         f"{1 - pulled:.1%}: only the trainer's own failures",
         pulled / alone,
-        _dominates(setting),
+        _dominant_cost(setting),
     )
 
 
 # -- published gains, and the lengths that they need ---------------------------------------------------
 
 
-def gains(devices: int = 32, *, steps: int = 4) -> list[dict[str, float]]:
+def split_gains(devices: int = 32, *, steps: int = 4) -> list[dict[str, float]]:
     """Samples a second of a split at S = 4 with the planner's division, over all devices in
     turn at S = 0 (offloaded, so that each side has the whole memory in its turn); by the sigma of the lengths. At most
     48 requests an engine on both sides: batches
     that a deeper queue fills are no matter of lengths."""
-    together = work(devices, place="shared", prompts=4 * devices, running=48, offload="yes")
+    together = chain_workload(devices, place="shared", prompts=4 * devices, running=48, offload="yes")
     found = []
     for sigma in SIGMAS:
         sync = simulate(world_of(together, sigma=sigma), steps=steps)["samples_per_second"]
@@ -220,12 +222,15 @@ def gains(devices: int = 32, *, steps: int = 4) -> list[dict[str, float]]:
     return found
 
 
-def placed(found: list[dict[str, float]] | None = None) -> dict[str, float | None]:
+def matching_sigmas(found: list[dict[str, float]] | None = None) -> dict[str, float | None]:
     """For each published gain the sigma at which the simulator shows it too; None: at none of those tried."""
-    return {name: _where(gain, found if found is not None else gains()) for name, gain in PUBLISHED.items()}
+    return {
+        name: _interpolate_sigma(gain, found if found is not None else split_gains())
+        for name, gain in PUBLISHED.items()
+    }
 
 
-def _where(gain: float, found: list[dict[str, float]]) -> float | None:
+def _interpolate_sigma(gain: float, found: list[dict[str, float]]) -> float | None:
     for low, high in pairwise(found):
         if low["gain"] <= gain <= high["gain"]:
             return low["sigma"] + (gain - low["gain"]) / (high["gain"] - low["gain"]) * (high["sigma"] - low["sigma"])

@@ -24,7 +24,7 @@ class Passes:
         self.counts[round(100 * math.log(max(seconds, 1e-9)))] += 1
         self.longest = max(self.longest, seconds)
 
-    def at(self, share: float) -> float:
+    def seconds_at(self, share: float) -> float:
         """As long as this share of them at most was: 0.99 is the 99th percentile."""
         left = share * self.counts.total()
         for log, n in sorted(self.counts.items()):
@@ -43,13 +43,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self.now, self.passes, self._since = 0.0, Passes(), time.perf_counter()
         self._still = 0
-        self._poll, self._selector.select = self._selector.select, self._jump  # type: ignore[attr-defined]
+        self._poll, self._selector.select = self._selector.select, self._advance_clock  # type: ignore[attr-defined]
 
     def time(self) -> float:
         return self.now
 
     @contextmanager
-    def still(self) -> Iterator[None]:
+    def freeze_clock(self) -> Iterator[None]:
         """While something real is waited for: a thread's work takes no virtual time."""
         self._still += 1
         try:
@@ -57,7 +57,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         finally:
             self._still -= 1
 
-    def _jump(self, timeout: float | None = None) -> list[Any]:
+    def _advance_clock(self, timeout: float | None = None) -> list[Any]:
         self.passes.add(time.perf_counter() - self._since)
         if self._still and timeout:
             timeout = None

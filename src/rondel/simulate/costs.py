@@ -40,7 +40,7 @@ class Costs:
     pause: float
     prompt: float
 
-    def world(self, world: SimulatedWorld) -> SimulatedWorld:
+    def with_costs(self, world: SimulatedWorld) -> SimulatedWorld:
         """The same work at these costs."""
         return replace(
             world,
@@ -61,10 +61,10 @@ def costs_of(folders: list[str] | list[Path], *, first: int = FIRST) -> Costs:
     generated, trained = (
         np.array([row for run in seen for row in getattr(run, name)]) for name in ("generated", "trained")
     )
-    step, request, prefill = least(generated[:, 1:], generated[:, 0])
-    fixed, train = least(trained[:, 1:], trained[:, 0])
+    step, request, prefill = fit_nonnegative(generated[:, 1:], generated[:, 0])
+    fixed, train = fit_nonnegative(trained[:, 1:], trained[:, 0])
 
-    def mean(name: str) -> float:
+    def mean_seconds(name: str) -> float:
         values = [value for run in seen for value in getattr(run, name)]
         return fmean(values) if values else 0.0
 
@@ -73,11 +73,11 @@ def costs_of(folders: list[str] | list[Path], *, first: int = FIRST) -> Costs:
         request=request,
         prefill=prefill,
         train=train,
-        fixed=fixed + mean("host"),
-        answer=max(0.0, mean("answers")),
-        sync=mean("syncs"),
-        pause=mean("pauses"),
-        prompt=mean("prompts"),
+        fixed=fixed + mean_seconds("host"),
+        answer=max(0.0, mean_seconds("answers")),
+        sync=mean_seconds("syncs"),
+        pause=mean_seconds("pauses"),
+        prompt=mean_seconds("prompts"),
     )
 
 
@@ -106,7 +106,7 @@ class Timers:
             told.append(e)
             if e["kind"] == "StepDone":
                 if (first := first - 1) < 0 and e["metrics"].get("train/packed_tokens"):
-                    self._step({event["kind"]: event for event in told}, told, lengths)
+                    self._add_step({event["kind"]: event for event in told}, told, lengths)
                 told = []
         if not self.trained or not self.generated:
             raise DataError(
@@ -114,7 +114,7 @@ class Timers:
                 f"ours"
             )
 
-    def _step(self, last: dict[str, Any], told: list[dict[str, Any]], lengths: dict[int, list[int]]) -> None:
+    def _add_step(self, last: dict[str, Any], told: list[dict[str, Any]], lengths: dict[int, list[int]]) -> None:
         done, taken, synced = last["StepDone"], last["GroupsTaken"], last["Synced"]
         took, packed = done["seconds"], done["metrics"]["train/packed_tokens"]
         written = [n for number in taken["numbers"] for n in lengths.get(number, [])]
@@ -141,7 +141,7 @@ class Timers:
             )
 
 
-def least(rows: Any, seconds: Any) -> list[float]:
+def fit_nonnegative(rows: Any, seconds: Any) -> list[float]:
     """argmin |rows x - seconds| over x >= 0: the best of all choices of what is not 0,
     for there are three columns at most.
     """

@@ -19,12 +19,12 @@ def log_normal(mean: float, sigma: float, most: float) -> Lengths:
     return lambda draw: min(most, max(1.0, draw.lognormvariate(mu, sigma))) if sigma else mean
 
 
-def tailed(short: float, share: float, times: float) -> Lengths:
+def long_tailed(short: float, share: float, times: float) -> Lengths:
     """`share` of the answers are `times` as long as the others."""
     return lambda draw: short * (times if draw.random() < share else 1.0)
 
 
-def recorded(*folders: str | Path) -> Lengths:
+def recorded_lengths(*folders: str | Path) -> Lengths:
     """One of the lengths in the journals of runs, each as likely."""
     found: list[int] = []
     for folder in folders:
@@ -39,7 +39,7 @@ def recorded(*folders: str | Path) -> Lengths:
     return lambda draw: max(1, draw.choice(found))
 
 
-def told(text: str) -> tuple[float, float]:
+def parse_tail(text: str) -> tuple[float, float]:
     """ "0.1:8" -> (0.1, 8.0)."""
     try:
         share, times = map(float, text.split(":"))

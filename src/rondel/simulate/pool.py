@@ -53,11 +53,11 @@ class SimulatedReplica:
     def load(self) -> int:
         return len(self.running) + len(self.waiting)
 
-    def give(self, wanted: list[SimulatedRequest]) -> None:
+    def submit_requests(self, wanted: list[SimulatedRequest]) -> None:
         self.catch_up()
         self.waiting.extend(wanted)
-        self.pool.told(self)
-        self.admit()
+        self.pool.update_load(self)
+        self.admit_requests()
 
     def catch_up(self) -> None:
         """Account for the time since the last look."""
@@ -73,25 +73,25 @@ class SimulatedReplica:
         self.beats += tokens
         self.filled += tokens * len(self.running)
 
-    def admit(self) -> None:
+    def admit_requests(self) -> None:
         """Fill the places, unless somebody waits for them to run empty."""
         while self.waiting and len(self.running) < self.pool.places and not self.pool.draining:
             length, read, of = self.waiting.popleft()
             self.debt += read * self.pool.prefill * self.slow
             self.pool.number += 1
             heapq.heappush(self.running, (self.progress + length, self.pool.number, of))
-        self.arm()
+        self.arm_timer()
 
-    def arm(self) -> None:
+    def arm_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
         if self.running and not self.stopped:
             tokens = max(0.0, self.running[0][0] - self.progress)
             wait = self.debt + tokens * self.pool.beat[len(self.running)] * self.slow
-            self.timer = self.pool.clock.call_at(self.at + wait, self.fire)
+            self.timer = self.pool.clock.call_at(self.at + wait, self.on_timer)
 
-    def fire(self) -> None:
+    def on_timer(self) -> None:
         self.timer = None
         self.catch_up()
         while self.running and self.running[0][0] <= self.progress + 1e-6:
@@ -99,28 +99,28 @@ class SimulatedReplica:
             of.left -= 1
             if of.left == 0 and not of.done.done():
                 of.done.set_result(None)
-        self.pool.told(self)
-        self.admit()
+        self.pool.update_load(self)
+        self.admit_requests()
         if not self.running:
-            self.pool.emptied()
+            self.pool.notify_empty()
 
     def stop(self) -> None:
         self.catch_up()
         self.stopped += 1
-        self.arm()
+        self.arm_timer()
 
-    def go(self) -> None:
+    def resume_serving(self) -> None:
         self.catch_up()
         self.stopped -= 1
-        self.admit()
+        self.admit_requests()
 
-    def reread(self, prompt: float) -> None:
+    def recompute_cache(self, prompt: float) -> None:
         """What is in flight lost its cache: about the middle of each answer is read again."""
         self.debt += (
             sum(prompt + max(0.0, end - self.progress) for end, _, _ in self.running) * self.pool.prefill * self.slow
         )
 
-    def die(self, prompt: float) -> list[SimulatedRequest]:
+    def take_in_flight(self, prompt: float) -> list[SimulatedRequest]:
         """-> what was in flight, to go on elsewhere from the token where it was; what it had read
         is read again there.
         """
@@ -131,7 +131,7 @@ class SimulatedReplica:
         ]
         lost += self.waiting
         self.running, self.waiting, self.debt, self.dead = [], deque(), 0.0, True
-        self.arm()
+        self.arm_timer()
         return lost
 
 
@@ -162,17 +162,19 @@ class ReplicaPool:
         for i, replica in enumerate(self.replicas):
             replica.place = i
 
-    async def write(self, lengths: list[float], prompt: float) -> None:
+    async def generate_group(self, lengths: list[float], prompt: float) -> None:
         """A group: its prompt is read once, its answers are written together by the replica with the least to do."""
         answers = Answers(len(lengths), self.clock.create_future())
-        self._place([SimulatedRequest(length, prompt if i == 0 else 0.0, answers) for i, length in enumerate(lengths)])
+        self._assign_requests(
+            [SimulatedRequest(length, prompt if i == 0 else 0.0, answers) for i, length in enumerate(lengths)]
+        )
         await answers.done
 
-    def _place(self, wanted: list[SimulatedRequest]) -> None:
+    def _assign_requests(self, wanted: list[SimulatedRequest]) -> None:
         while True:
             load, i = heapq.heappop(self._least)
             if not (replica := self.replicas[i]).dead and load == replica.load * replica.slow:
-                return replica.give(wanted)
+                return replica.submit_requests(wanted)
 
     async def pause(self, how: str, prompt: float) -> None:
         """hold: all stand still.  drain: until nothing runs.  abort: as hold, and the cache is lost."""
@@ -184,42 +186,42 @@ class ReplicaPool:
         for replica in self.replicas:
             replica.stop()
             if how == "abort":
-                replica.reread(prompt)
+                replica.recompute_cache(prompt)
 
     def resume(self) -> None:
         self.draining = False
         for replica in self.replicas:
-            replica.go()
+            replica.resume_serving()
 
-    def told(self, replica: SimulatedReplica) -> None:
+    def update_load(self, replica: SimulatedReplica) -> None:
         """Its load is another now."""
         heapq.heappush(self._least, (replica.load * replica.slow, replica.place))
 
-    def back(self, replica: SimulatedReplica) -> None:
+    def restore_replica(self, replica: SimulatedReplica) -> None:
         replica.dead = False
-        self.told(replica)
+        self.update_load(replica)
 
-    def emptied(self) -> None:
+    def notify_empty(self) -> None:
         if self._empty is not None and not self._empty.done():
             self._empty.set_result(None)
 
-    def fail(self, which: int, prompt: float, back_in: float) -> None:
+    def fail_replica(self, which: int, prompt: float, back_in: float) -> None:
         replica = self.replicas[which]
         if replica.dead or sum(not each.dead for each in self.replicas) == 1:
             return
         self.failures += 1
-        lost = replica.die(prompt)
-        self.clock.call_later(back_in, self.back, replica)
+        lost = replica.take_in_flight(prompt)
+        self.clock.call_later(back_in, self.restore_replica, replica)
         for each in lost:
-            self._place([each])
+            self._assign_requests([each])
         if self.draining:
-            self.emptied()
+            self.notify_empty()
 
-    def look(self) -> tuple[float, float, float]:
+    def usage_totals(self) -> tuple[float, float, float]:
         """(requests x tokens, places x tokens, busy seconds) of all so far."""
         for replica in self.replicas:
             replica.catch_up()
-            replica.arm()
+            replica.arm_timer()
         filled = sum(replica.filled for replica in self.replicas)
         return (
             filled,

@@ -77,7 +77,7 @@ class SimulatedCounts:
     lags: Counter[int] = field(default_factory=Counter)
     failures: int = 0
 
-    def tree(self, world: SimulatedWorld) -> dict[str, Any]:
+    def to_dict(self, world: SimulatedWorld) -> dict[str, Any]:
         """Shares and rates."""
         return {
             "steps": self.steps,
@@ -97,16 +97,16 @@ class SimulatedCounts:
 
 def world_of(setting: Workload, lengths: Lengths | None = None, *, sigma: float = 0.8, **more: Any) -> SimulatedWorld:
     """The planner's times of a setting."""
-    requests, middle = cost.together(setting), setting.prompt + setting.mean / 2
+    requests, middle = cost.decode_concurrency(setting), setting.prompt + setting.mean / 2
     arguments = {"tensor": setting.tensor, "width": setting.width}
     packed = setting.four_bits
     beat = [
         cost.decode_seconds(setting.shape, setting.hardware, max(1, n), middle, four_bits=packed, **arguments)
         for n in range(requests + 1)
     ]
-    way = cost.ways(setting)[0]
+    way = cost.sync_options(setting)[0]
     return SimulatedWorld(
-        engines=setting.engines,
+        engines=setting.engine_count,
         places=requests,
         beat=beat,
         prefill=cost.prefill_seconds(setting.shape, setting.hardware, 1, **arguments),
@@ -130,7 +130,7 @@ def simulate(world: SimulatedWorld, *, steps: int = 20, first: int | None = None
     """`steps` steps after the `first` ones, which fill the buffer and are not counted."""
     before = world.staleness + 2 if first is None else first
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(Simulation(world, before, steps).run()).tree(world)
+        return runner.run(Simulation(world, before, steps).run()).to_dict(world)
 
 
 class Simulation:
@@ -159,9 +159,9 @@ class Simulation:
         self._began = (0.0, 0.0, 0.0, 0.0, 0)
         breaking = asyncio.create_task(self.break_some()) if w.mtbf else None
         await house.run(
-            self.tasks(),
+            self.endless_tasks(),
             self.buffer,
-            attempt=self.attempt,
+            attempt=self.generate_group,
             score=self.score,
             judge=self.judge,
             prepare=self.prepare,
@@ -179,22 +179,22 @@ class Simulation:
 
     # -- generate, score, filter -----------------------------------------------------------------
 
-    async def tasks(self) -> AsyncIterator[Task]:
+    async def endless_tasks(self) -> AsyncIterator[Task]:
         while True:
             yield Task("simulated", "", {})
 
-    async def attempt(self, slot: Slot) -> Group:
+    async def generate_group(self, slot: Slot) -> Group:
         lengths = [self.world.lengths(self.draw) for _ in range(self.world.group)]
         self.tokens[slot.number] = sum(lengths)
-        work = self.pool.write(lengths, self.world.prompt)
+        work = self.pool.generate_group(lengths, self.world.prompt)
         group = Group(slot.number, slot.task, [], slot.born)
         if self.world.oversample:
 
-            async def written(_: Slot) -> Group:
+            async def finish_group(_: Slot) -> Group:
                 await work
                 return group
 
-            return await self.buffer.in_time(slot, written)
+            return await self.buffer.in_time(slot, finish_group)
         await work
         return group
 
@@ -210,7 +210,7 @@ class Simulation:
     async def break_some(self) -> None:
         while True:
             await asyncio.sleep(self.faults.expovariate(self.world.engines / self.world.mtbf))
-            self.pool.fail(self.faults.randrange(self.world.engines), self.world.prompt, self.world.restart)
+            self.pool.fail_replica(self.faults.randrange(self.world.engines), self.world.prompt, self.world.restart)
 
     # -- train, sync -----------------------------------------------------------------------------
 
@@ -243,10 +243,10 @@ class Simulation:
         """At the end of the first steps counting begins; at the end of the last one it ends."""
         if step == self.before:
             self.seen = SimulatedCounts()
-            self._began = (self.clock.time(), *self.pool.look(), self.pool.failures)
+            self._began = (self.clock.time(), *self.pool.usage_totals(), self.pool.failures)
         elif step == self.before + self.steps:
             at, filled, places, busy, failures = self._began
-            now = self.pool.look()
+            now = self.pool.usage_totals()
             self.seen.steps, self.seen.seconds = self.steps, self.clock.time() - at
             self.seen.filled, self.seen.places = now[0] - filled, now[1] - places
             self.seen.rollout_busy = now[2] - busy

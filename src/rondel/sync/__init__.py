@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rondel.core.protocols import Transport
-from rondel.core.registry import find
+from rondel.core.registry import find_registered
 from rondel.sync.delta import Delta
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.from_distributed import FromDistributed
@@ -26,4 +26,4 @@ def transport_of(kind: str, *, folder: str | Path, one_module: bool = False) -> 
         "distributed": FromDistributed,
         "delta": lambda: Delta(folder),
     }
-    return find("sync.kind", kind, known)()
+    return find_registered("sync.kind", kind, known)()

@@ -21,18 +21,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rondel.core.errors import SyncError, boundary
+from rondel.core.errors import SyncError, error_boundary
 from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Weights
 from rondel.core.types import Manifest, Route
-from rondel.sync.from_disk import outdated
-from rondel.system.files import numbered, writing
+from rondel.sync.from_disk import outdated_versions
+from rondel.system.files import guard_write, numbered_paths
 
 PIECE = 1 << 18  # elements at a time: what is compared stays in the cache
 LEVEL = 1  # of zlib: 6 makes 7 % less of random positions and takes five times as long
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def bits(tensor: Tensor) -> Tensor:
+def view_as_integers(tensor: Tensor) -> Tensor:
     """Flat, as whole numbers of the same size, on the CPU."""
     return tensor.detach().cpu().contiguous().view(-1).view(WORDS[tensor.element_size()])
 
@@ -52,7 +52,7 @@ def encode(old: Tensor, new: Tensor) -> bytes:
     if not (at := torch.cat(positions) if positions else new.new_zeros(0)).numel():
         return b""
     gaps = at.diff(prepend=at.new_zeros(1)).to(torch.int32)
-    return zlib.compress(_planes(gaps) + _planes(torch.cat(values)), LEVEL)
+    return zlib.compress(_split_planes(gaps) + _split_planes(torch.cat(values)), LEVEL)
 
 
 def decode(old: Tensor, blob: bytes) -> Tensor:
@@ -61,20 +61,20 @@ def decode(old: Tensor, blob: bytes) -> Tensor:
     n, rest = divmod(len(raw), 4 + width)
     if rest or not n:
         raise SyncError(f"a delta of {len(raw)} bytes is no whole number of changes of {4 + width} bytes")
-    at = _joined(raw[: 4 * n], torch.int32).long().cumsum(0)
+    at = _join_planes(raw[: 4 * n], torch.int32).long().cumsum(0)
     if int(at.min()) < 0 or int(at[-1]) >= len(old):
         raise SyncError(f"a delta changes element {int(at[-1])} of a tensor that has {len(old)}")
     new = old.clone()
-    new[at] ^= _joined(raw[4 * n :], old.dtype)
+    new[at] ^= _join_planes(raw[4 * n :], old.dtype)
     return new
 
 
-def _planes(values: Tensor) -> bytes:
+def _split_planes(values: Tensor) -> bytes:
     """The lowest bytes of all, then the next: what is 0 almost everywhere lies together."""
     return values.view(torch.uint8).view(-1, values.element_size()).t().contiguous().numpy().tobytes()
 
 
-def _joined(planes: Tensor, dtype: torch.dtype) -> Tensor:
+def _join_planes(planes: Tensor, dtype: torch.dtype) -> Tensor:
     return planes.view(dtype.itemsize, -1).t().clone(memory_format=torch.contiguous_format).view(-1).view(dtype)
 
 
@@ -90,7 +90,7 @@ class Delta:
         self.folder, self.keep = Path(folder), keep
         self._root, self._last = "", {}  # type: str, dict[str, Tensor]
 
-    async def route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
+    async def plan_route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
         """On the version that all engines serve, if there is one."""
         states = [await engine.status() for engine in engines]
         roots = {"" if state.state == "refusing" else state.root for state in states}
@@ -100,17 +100,17 @@ class Delta:
         base = route.base if route.base == self._root else ""
         place, rows, last = self.folder / f"d-{version:06d}", [], {}
         draft = place.with_name(f".{place.name}.tmp")
-        with writing(place, error=SyncError):
+        with guard_write(place, error=SyncError):
             self.folder.mkdir(parents=True, exist_ok=True)
             for left in self.folder.glob(".d-*.tmp"):  # of a writer that died
                 left.unlink(missing_ok=True)
             index = {}
             with open(draft, "wb") as file:
                 for row, tensor in weights:
-                    new = bits(tensor)
-                    kind, blob = self._smallest(self._last.get(row.name) if base else None, new)
+                    new = view_as_integers(tensor)
+                    kind, blob = self._encode_smallest(self._last.get(row.name) if base else None, new)
                     index[row.name] = kind, file.tell(), len(blob)
-                    with writing(draft, len(blob), SyncError):
+                    with guard_write(draft, len(blob), SyncError):
                         file.write(blob)
                     rows.append(row)
                     last[row.name] = new.clone() if new.data_ptr() == tensor.data_ptr() else new
@@ -118,13 +118,13 @@ class Delta:
                 file.write(tail + len(tail).to_bytes(8, "little"))
                 size = file.tell()
             os.replace(draft, place)
-            for path in outdated(numbered(self.folder, "d-"), version, self.keep):
+            for path in outdated_versions(numbered_paths(self.folder, "d-"), version, self.keep):
                 path.unlink(missing_ok=True)
         manifest = Manifest(version, tuple(rows))
         self._root, self._last = manifest.root, last
         return manifest, Route("delta", (str(place), size), base=base, bytes=size)
 
-    def _smallest(self, old: Tensor | None, new: Tensor) -> tuple[str, bytes | memoryview]:
+    def _encode_smallest(self, old: Tensor | None, new: Tensor) -> tuple[str, bytes | memoryview]:
         whole = new.view(torch.uint8).numpy().data
         if old is None or (len(old), old.dtype) != (len(new), new.dtype):
             return "whole", whole
@@ -138,7 +138,7 @@ class Delta:
     def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         path, size = route.data
         shapes = {row.name: row for row in manifest.tensors}
-        with boundary(SyncError, f"reading the changes in {path}"), open(path, "rb") as file:
+        with error_boundary(SyncError, f"reading the changes in {path}"), open(path, "rb") as file:
             if (found := os.fstat(file.fileno()).st_size) != size:
                 raise SyncError(f"it has {found} bytes and not {size}")
             file.seek(size - 8)
@@ -155,7 +155,7 @@ class Delta:
                 if kind == "same":
                     yield name, base
                 elif kind == "changed":
-                    yield name, decode(bits(base), file.read(count)).view(base.dtype).view(base.shape)
+                    yield name, decode(view_as_integers(base), file.read(count)).view(base.dtype).view(base.shape)
                 else:
                     raw = torch.frombuffer(bytearray(file.read(count)), dtype=torch.uint8)
                     yield name, raw.view(getattr(torch, row.dtype)).view(row.shape)

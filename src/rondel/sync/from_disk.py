@@ -20,11 +20,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rondel.core.errors import SyncError, boundary
+from rondel.core.errors import SyncError, error_boundary
 from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Weights
 from rondel.core.types import Manifest, Route, TensorInfo
 from rondel.sync.from_ipc import size_of
-from rondel.system.files import numbered, writing
+from rondel.system.files import guard_write, numbered_paths
 
 
 class FromDisk:
@@ -39,32 +39,32 @@ class FromDisk:
     def __init__(self, folder: str | Path, *, keep: int = 2, file: int = 1 << 30) -> None:
         self.folder, self.keep, self.file = Path(folder), keep, file
 
-    async def route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
+    async def plan_route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
         return Route("disk")
 
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]:
         place = self.folder / f"v-{version:06d}"
         draft = place.with_name(f".{place.name}.tmp")
-        with writing(place, error=SyncError):
+        with guard_write(place, error=SyncError):
             for left in self.folder.glob(".v-*.tmp"):  # of a writer that died
                 shutil.rmtree(left, ignore_errors=True)
             draft.mkdir(parents=True)
-            manifest = Manifest(version, tuple(self._write(draft, weights)))
+            manifest = Manifest(version, tuple(self._write_tensors(draft, weights)))
             files = {path.name: path.stat().st_size for path in draft.iterdir()}
-            (draft / "manifest.json").write_text(json.dumps(manifest.tree()))
+            (draft / "manifest.json").write_text(json.dumps(manifest.to_dict()))
             shutil.rmtree(place, ignore_errors=True)
             os.replace(draft, place)
-            for old in outdated(versions(self.folder), version, self.keep):
+            for old in outdated_versions(complete_versions(self.folder), version, self.keep):
                 shutil.rmtree(old, ignore_errors=True)
         return manifest, Route("disk", str(place), bytes=sum(files.values()))
 
-    def _write(self, folder: Path, weights: Weights) -> Iterator[TensorInfo]:
+    def _write_tensors(self, folder: Path, weights: Weights) -> Iterator[TensorInfo]:
         held: dict[str, Tensor] = {}
         files: list[list[str]] = []
         size = total = 0
 
         def flush() -> None:
-            with writing(path := folder / f"{len(files):05d}", size, SyncError):
+            with guard_write(path := folder / f"{len(files):05d}", size, SyncError):
                 save_file(held, path, metadata={"format": "pt"})  # transformers asks for it
             files.append(list(held))
 
@@ -88,7 +88,7 @@ class FromDisk:
     def send(self, route: Route, weights: Tensors) -> None: ...
 
     def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        with boundary(SyncError, f"reading the weights in {route.data}"):
+        with error_boundary(SyncError, f"reading the weights in {route.data}"):
             for path in sorted(Path(route.data).glob("*.safetensors")):
                 with safe_open(path, "pt") as file:
                     for name in file.keys():  # noqa: SIM118  no mapping
@@ -97,7 +97,7 @@ class FromDisk:
     def close(self) -> None: ...
 
 
-def outdated(published: dict[int, Path], last: int, keep: int) -> list[Path]:
+def outdated_versions(published: dict[int, Path], last: int, keep: int) -> list[Path]:
     """Versions to delete once `last` is published: all but the `keep` latest up to it, and every later one.
 
     A later version is of a run that was rolled back behind it: the run that goes on will
@@ -107,16 +107,18 @@ def outdated(published: dict[int, Path], last: int, keep: int) -> list[Path]:
     return [path for version, path in published.items() if version not in good]
 
 
-def versions(folder: Path) -> dict[int, Path]:
+def complete_versions(folder: Path) -> dict[int, Path]:
     """Whole ones by their number, oldest first; what somebody else put there is not among them."""
-    return {version: path for version, path in numbered(folder, "v-").items() if (path / "manifest.json").is_file()}
+    return {
+        version: path for version, path in numbered_paths(folder, "v-").items() if (path / "manifest.json").is_file()
+    }
 
 
 def newest(folder: str | Path) -> tuple[Manifest, Route]:
     """What an engine that starts late takes first: `update.join(engine, *newest(folder))`."""
-    found = versions(Path(folder))
+    found = complete_versions(Path(folder))
     if not found:
         raise SyncError(f"no version of the weights lies in {folder}")
     last = found[max(found)]
-    with boundary(SyncError, f"reading {last / 'manifest.json'}"):
-        return Manifest.of(json.loads((last / "manifest.json").read_text())), Route("disk", str(last))
+    with error_boundary(SyncError, f"reading {last / 'manifest.json'}"):
+        return Manifest.from_dict(json.loads((last / "manifest.json").read_text())), Route("disk", str(last))

@@ -45,7 +45,7 @@ class GroupAddress:
     size: int
 
 
-def buckets(rows: Iterable[TensorInfo], most: int) -> list[list[TensorInfo]]:
+def split_into_buckets(rows: Iterable[TensorInfo], most: int) -> list[list[TensorInfo]]:
     """In order, as many as fit into `most` bytes; both sides compute the same."""
     out: list[list[TensorInfo]] = []
     room = 0
@@ -54,20 +54,20 @@ def buckets(rows: Iterable[TensorInfo], most: int) -> list[list[TensorInfo]]:
             out.append([])
             room = most
         out[-1].append(row)
-        room -= _aligned(row)
+        room -= _aligned_size(row)
     return out
 
 
-def _aligned(row: TensorInfo) -> int:
+def _aligned_size(row: TensorInfo) -> int:
     return -(-size_of(row) // ALIGN) * ALIGN
 
 
-def slots(bucket: list[TensorInfo], buffer: Tensor) -> Iterator[tuple[TensorInfo, Tensor]]:
+def split_bucket(bucket: list[TensorInfo], buffer: Tensor) -> Iterator[tuple[TensorInfo, Tensor]]:
     """Each tensor's bytes in the buffer."""
     at = 0
     for row in bucket:
         yield row, buffer[at : at + size_of(row)]
-        at += _aligned(row)
+        at += _aligned_size(row)
 
 
 class BroadcastGroup:
@@ -90,14 +90,14 @@ class BroadcastGroup:
         self._sent: list[Any] = [None, None]
         # the first collective of a group costs seconds
         self.broadcast(0, torch.zeros(1, dtype=torch.uint8, device=device))
-        self.wait(0)
+        self.wait_for_buffer(0)
 
     def broadcast(self, i: int, buffer: Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self._sent[i % 2] = self.group.broadcast([buffer], options)
 
-    def wait(self, i: int) -> None:
+    def wait_for_buffer(self, i: int) -> None:
         """Until what was begun as number i has arrived, if anything was."""
         work, self._sent[i % 2] = self._sent[i % 2], None
         try:
@@ -106,7 +106,7 @@ class BroadcastGroup:
         finally:
             del work  # a traceback would keep it, and it the connections
 
-    def leave(self) -> None:
+    def leave_group(self) -> None:
         """Gloo closes its connections with the last reference to them, and no sooner."""
         self.group, self._sent = None, [None, None]
 
@@ -134,7 +134,7 @@ class FromDistributed:
         """To another process go the knobs alone."""
         return partial(FromDistributed, bucket=self.bucket, deadline=self.deadline), (self.host,)
 
-    async def route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
+    async def plan_route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
         """How many receive, and their number in the row of those who were asked: others than
         the last time need a group of their own.
         """
@@ -149,7 +149,7 @@ class FromDistributed:
         self._rows = tuple(row for row, _ in weights)
         if self._store is None:
             wait = timedelta(seconds=self.deadline)
-            file, port = sockets.listening(self.host)
+            file, port = sockets.open_listening_socket(self.host)
             self._store = dist.TCPStore(
                 self.host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=file
             )
@@ -159,40 +159,40 @@ class FromDistributed:
         return Manifest(version, self._rows), Route("distributed", meeting, bytes=sum(map(size_of, self._rows)))
 
     def send(self, route: Route, weights: Tensors) -> None:
-        with self._one, self._leaving("the trainer sends weights"):
-            plan, stream = buckets(self._rows, self.bucket), iter(weights)
+        with self._one, self._leave_on_error("the trainer sends weights"):
+            plan, stream = split_into_buckets(self._rows, self.bucket), iter(weights)
             name, tensor = next(stream)
-            group = self._join(route.data, tensor.device, sends=True)
-            pair = _two(plan, group.device)
+            group = self._join_group(route.data, tensor.device, sends=True)
+            pair = _double_buffer(plan, group.device)
             for i, bucket in enumerate(plan):
-                group.wait(i)  # the broadcast before the last: its buffer is filled again
-                for row, slot in slots(bucket, pair[i % 2]):
+                group.wait_for_buffer(i)  # the broadcast before the last: its buffer is filled again
+                for row, slot in split_bucket(bucket, pair[i % 2]):
                     if name != row.name:
                         raise SyncError(f"{row.name} was published, and {name or 'nothing'} is sent in its place")
                     slot.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
                     name, tensor = next(stream, ("", tensor))
-                group.broadcast(i, _used(bucket, pair[i % 2]))
-            group.wait(0)
-            group.wait(1)
+                group.broadcast(i, _used_part(bucket, pair[i % 2]))
+            group.wait_for_buffer(0)
+            group.wait_for_buffer(1)
 
     # -- the engine's ----------------------------------------------------------------------------
 
     def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        with self._one, self._leaving("an engine receives weights"):
-            plan, device = buckets(manifest.tensors, self.bucket), next(iter(mine.values())).device
-            group = self._join(route.data, device, sends=False)
-            pair = _two(plan, device)
-            group.broadcast(0, _used(plan[0], pair[0]))
+        with self._one, self._leave_on_error("an engine receives weights"):
+            plan, device = split_into_buckets(manifest.tensors, self.bucket), next(iter(mine.values())).device
+            group = self._join_group(route.data, device, sends=False)
+            pair = _double_buffer(plan, device)
+            group.broadcast(0, _used_part(plan[0], pair[0]))
             for i, bucket in enumerate(plan):
-                group.wait(i)
+                group.wait_for_buffer(i)
                 if i + 1 < len(plan):
-                    group.broadcast(i + 1, _used(plan[i + 1], pair[(i + 1) % 2]))
-                for row, slot in slots(bucket, pair[i % 2]):
+                    group.broadcast(i + 1, _used_part(plan[i + 1], pair[(i + 1) % 2]))
+                for row, slot in split_bucket(bucket, pair[i % 2]):
                     yield row.name, slot.view(getattr(torch, row.dtype)).view(row.shape)
 
     # -- both ------------------------------------------------------------------------------------
 
-    def _join(self, meeting: GroupAddress, device: torch.device, *, sends: bool) -> BroadcastGroup:
+    def _join_group(self, meeting: GroupAddress, device: torch.device, *, sends: bool) -> BroadcastGroup:
         if self._group is None or self._group.meeting != meeting:
             self._group = None
             wait = timedelta(seconds=self.deadline)
@@ -202,7 +202,7 @@ class FromDistributed:
         return self._group
 
     @contextmanager
-    def _leaving(self, what: str) -> Iterator[None]:
+    def _leave_on_error(self, what: str) -> Iterator[None]:
         """Whoever fails leaves the group: connections close, and who waits at the other end
         fails too, long before the deadline.
         """
@@ -210,7 +210,7 @@ class FromDistributed:
             yield
         except BaseException as error:
             if self._group is not None:
-                self._group.leave()
+                self._group.leave_group()
             self._group = None
             if not isinstance(error, RuntimeError):
                 raise
@@ -222,10 +222,10 @@ class FromDistributed:
         self._group = self._store = None
 
 
-def _used(bucket: list[TensorInfo], buffer: Tensor) -> Tensor:
-    return buffer[: sum(map(_aligned, bucket))]
+def _used_part(bucket: list[TensorInfo], buffer: Tensor) -> Tensor:
+    return buffer[: sum(map(_aligned_size, bucket))]
 
 
-def _two(plan: list[list[TensorInfo]], device: torch.device) -> list[Tensor]:
-    most = max(sum(map(_aligned, bucket)) for bucket in plan)
+def _double_buffer(plan: list[list[TensorInfo]], device: torch.device) -> list[Tensor]:
+    most = max(sum(map(_aligned_size, bucket)) for bucket in plan)
     return [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(min(2, len(plan)))] * 2

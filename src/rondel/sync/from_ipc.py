@@ -37,10 +37,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rondel.core.errors import SyncError, boundary
+from rondel.core.errors import SyncError, error_boundary
 from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Weights
 from rondel.core.types import Manifest, Route, TensorInfo
-from rondel.system.files import writing
+from rondel.system.files import guard_write
 
 HEAD, ALIGN = 4096, 64  # bytes: of the first words; of where a tensor may begin
 SEGMENT = re.compile(r"/proc/\d+/fd/\d+|/dev/shm/rondel-[\w-]+", re.ASCII)
@@ -59,7 +59,7 @@ class SegmentAddress:
     cuda: bytes = b""
 
 
-def offsets(rows: tuple[TensorInfo, ...]) -> list[int]:
+def tensor_offsets(rows: tuple[TensorInfo, ...]) -> list[int]:
     """Where each tensor begins, and the end: a fact of the manifest alone, so that both sides know it."""
     at = [HEAD]
     for row in rows:
@@ -82,7 +82,7 @@ class SharedSegment:
     def __init__(self, *, named: bool) -> None:
         self.named, self._reserved = named, 0
         self.cuda: Tensor | None = None
-        with writing(f"the weights to {SHARED if named else 'memory'}", error=SyncError):
+        with guard_write(f"the weights to {SHARED if named else 'memory'}", error=SyncError):
             if named:
                 self.fd, self.path = tempfile.mkstemp(prefix=f"rondel-{os.getpid()}-", dir=SHARED)
             else:
@@ -117,15 +117,15 @@ class SharedSegment:
         elif len(raw):
             if at + len(raw) > len(self.map):
                 self.map.resize(max(at + len(raw), 2 * len(self.map)))
-            self._reserve(at + len(raw))
+            self._reserve_bytes(at + len(raw))
             torch.frombuffer(self.map, dtype=torch.uint8, count=len(raw), offset=at).copy_(raw)
 
-    def _reserve(self, size: int) -> None:
+    def _reserve_bytes(self, size: int) -> None:
         """Pages for the first so many bytes: shared memory that is full is an error here, where a
         write into the map would end the process.
         """
         if size > self._reserved:
-            with writing(f"the weights to {self.path}", size, SyncError):
+            with guard_write(f"the weights to {self.path}", size, SyncError):
                 os.posix_fallocate(self.fd, self._reserved, size - self._reserved)
             self._reserved = size
 
@@ -136,7 +136,7 @@ class SharedSegment:
                 self.cuda[: len(old)] = old
         return self.cuda
 
-    def handle(self) -> bytes:
+    def cuda_handle(self) -> bytes:
         if self.cuda is None:
             return b""
         from torch.multiprocessing.reductions import reduce_tensor
@@ -144,7 +144,7 @@ class SharedSegment:
         torch.cuda.synchronize(self.cuda.device)
         return pickle.dumps(reduce_tensor(self.cuda))
 
-    def end(self, size: int) -> None:
+    def finish_writing(self, size: int) -> None:
         """All is written: no byte more than announced."""
         if self.cuda is None and len(self.map) != size:
             self.map.resize(size)
@@ -157,25 +157,25 @@ class SharedSegment:
             Path(self.path).unlink(missing_ok=True)
 
 
-def _release(fd: int) -> None:
+def _unlock_and_close(fd: int) -> None:
     """Python's map keeps a copy of the descriptor, and the lock would stay with it."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 
-def reap() -> list[str]:
+def reap_segments() -> list[str]:
     """Remove named segments whose writer is gone. -> their names."""
     dead = [
         path
         for path in SHARED.glob("rondel-*-*")
-        if (pid := path.name.split("-")[1]).isdecimal() and not _alive(int(pid))
+        if (pid := path.name.split("-")[1]).isdecimal() and not _process_exists(int(pid))
     ]
     for path in dead:
         path.unlink(missing_ok=True)
     return [path.name for path in dead]
 
 
-def _alive(pid: int) -> bool:
+def _process_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -198,7 +198,7 @@ class FromIpc:
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
 
     @staticmethod
-    def place(path: str, size: int, number: int) -> SegmentAddress:
+    def segment_address(path: str, size: int, number: int) -> SegmentAddress:
         """A segment that somebody else tells of: shared memory of this machine, never a
         handle that would have to be unpickled.
         """
@@ -208,26 +208,26 @@ class FromIpc:
             )
         return SegmentAddress(path, size, number)
 
-    async def route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
+    async def plan_route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
         return Route("ipc")
 
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]:
-        segment, rows, at = self._free(), [], HEAD
+        segment, rows, at = self._lock_free_segment(), [], HEAD
         try:
             segment.number = 0
             for row, tensor in weights:
                 segment.write(at, tensor)
                 rows.append(row)
                 at = -(-(at + size_of(row)) // ALIGN) * ALIGN
-            segment.end(at)
+            segment.finish_writing(at)
             self._published += 1
             segment.number = self._published
         finally:
             segment.unlock()
-        place = SegmentAddress(segment.path, len(segment.map), self._published, segment.handle())
+        place = SegmentAddress(segment.path, len(segment.map), self._published, segment.cuda_handle())
         return Manifest(version, tuple(rows)), Route("ipc", place, bytes=sum(map(size_of, rows)))
 
-    def _free(self) -> SharedSegment:
+    def _lock_free_segment(self) -> SharedSegment:
         """A segment that nobody reads, locked: never the one that was published last,
         which an engine may be about to open.
         """
@@ -235,7 +235,7 @@ class FromIpc:
             if segment.lock():
                 return segment
         if self.named and not self._segments:
-            reap()
+            reap_segments()
         self._segments.append(SharedSegment(named=self.named))
         assert self._segments[-1].lock()
         return self._segments[-1]
@@ -244,9 +244,9 @@ class FromIpc:
 
     def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Views of the segment; on a GPU copies, because nobody would know when the last view is gone."""
-        place, at = route.data, offsets(manifest.tensors)
-        with boundary(SyncError, f"opening the trainer's memory {place.path}"):
-            base = self._open(place)
+        place, at = route.data, tensor_offsets(manifest.tensors)
+        with error_boundary(SyncError, f"opening the trainer's memory {place.path}"):
+            base = self._open_segment(place)
         buffer = base
         if place.cuda:
             # made by torch in the trainer's process, and carried by our own channel
@@ -258,7 +258,7 @@ class FromIpc:
             tensor = buffer[start : start + size_of(row)].view(getattr(torch, row.dtype)).view(row.shape)
             yield row.name, tensor.clone() if place.cuda else tensor
 
-    def _open(self, place: SegmentAddress) -> Tensor:
+    def _open_segment(self, place: SegmentAddress) -> Tensor:
         """All bytes as one tensor; the shared lock ends with the last tensor that shares its storage."""
         fd = os.open(place.path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -269,16 +269,16 @@ class FromIpc:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError as error:
                 raise SyncError(f"{place.path} is being written: this route is an old one") from error
-            memory = (ctypes.c_char * place.size).from_buffer(self._map(fd, stat))
+            memory = (ctypes.c_char * place.size).from_buffer(self._map_segment(fd, stat))
             if (number := int.from_bytes(memoryview(memory)[:8], "little")) != place.number:
                 raise SyncError(f"{place.path} holds publication {number} by now, and not {place.number}")
         except BaseException:
-            _release(fd)
+            _unlock_and_close(fd)
             raise
-        weakref.finalize(memory, _release, fd)
+        weakref.finalize(memory, _unlock_and_close, fd)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def _map(self, fd: int, stat: os.stat_result) -> mmap.mmap:
+    def _map_segment(self, fd: int, stat: os.stat_result) -> mmap.mmap:
         """Private, so that a write of this process stays its own; kept, because mapping
         again costs a fault for each page.
         """

@@ -21,7 +21,7 @@ class FromTensor:
     def __init__(self, holds: Literal["never", "begin"] = "never") -> None:
         self.holds: Literal["never", "begin", "commit"] = holds
 
-    async def route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
+    async def plan_route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
         return Route("tensor")
 
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]:

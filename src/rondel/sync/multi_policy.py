@@ -29,7 +29,7 @@ class MultiPolicyTransport:
     def names(self) -> Literal["module", "checkpoint"]:
         return next(iter(self.each.values())).names
 
-    async def route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
+    async def plan_route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
         """Of the policies that these engines have: `trainer` and `engines` are several,
         too, and have their parts in `each`.
         """
@@ -38,23 +38,23 @@ class MultiPolicyTransport:
         routes = {}
         for name, way in self.each.items():
             if mine := [engine.trained[name] for engine in ours if name in engine.trained]:
-                routes[name] = await way.route(parts.each[name], mine)
+                routes[name] = await way.plan_route(parts.each[name], mine)
         return Route("policies", routes)
 
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]:
-        self._refuse()
+        self._raise_driver_only()
 
     def send(self, route: Route, weights: Tensors) -> None:
-        self._refuse()
+        self._raise_driver_only()
 
     def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        self._refuse()
+        self._raise_driver_only()
 
     def close(self) -> None:
         for way in self.each.values():
             way.close()
 
-    def _refuse(self) -> NoReturn:
+    def _raise_driver_only(self) -> NoReturn:
         raise LawError(
             "the weights of several policies move by the transport of each; only the driver has them together"
         )

@@ -40,39 +40,40 @@ class ShardCut:
     parts: tuple[tuple[int, ShardCut], ...] = field(default=())
 
 
-def split(whole: Tensor, cut: ShardCut, tp: int) -> list[Tensor]:
+def split_shards(whole: Tensor, cut: ShardCut, tp: int) -> list[Tensor]:
     """The shard of every rank."""
     if cut.dim is None:
         return [whole] * tp
     if cut.parts:
         pieces = [
-            split(part, how, tp) for part, (_, how) in zip(whole.split([n for n, _ in cut.parts], cut.dim), cut.parts)
+            split_shards(part, how, tp)
+            for part, (_, how) in zip(whole.split([n for n, _ in cut.parts], cut.dim), cut.parts)
         ]
         return [torch.cat(of_rank, cut.dim) for of_rank in zip(*pieces)]
     if cut.heads and cut.heads < tp:
-        _divides(tp, cut.heads, "ranks", "heads")
+        _check_divisible(tp, cut.heads, "ranks", "heads")
         return [head for head in whole.chunk(cut.heads, cut.dim) for _ in range(tp // cut.heads)]
     if cut.rows:
         short = -whole.shape[cut.dim] % (cut.multiple * tp)
         shape = [*whole.shape]
         shape[cut.dim] = short
         whole = torch.cat([whole, whole.new_zeros(shape)], cut.dim)
-    _divides(cut.heads or whole.shape[cut.dim], tp, "heads" if cut.heads else "rows", "ranks")
+    _check_divisible(cut.heads or whole.shape[cut.dim], tp, "heads" if cut.heads else "rows", "ranks")
     return list(whole.chunk(tp, cut.dim))
 
 
-def join(shards: list[Tensor], cut: ShardCut) -> Tensor:
+def join_shards(shards: list[Tensor], cut: ShardCut) -> Tensor:
     """The whole tensor. Copies of a head must be equal."""
     tp = len(shards)
     if cut.dim is None:
-        return _one(shards)
+        return _single_copy(shards)
     if cut.parts:
-        cuts = [shard.split([_share(n, how, tp) for n, how in cut.parts], cut.dim) for shard in shards]
-        return torch.cat([join(list(part), how) for part, (_, how) in zip(zip(*cuts), cut.parts)], cut.dim)
+        cuts = [shard.split([_size_per_rank(n, how, tp) for n, how in cut.parts], cut.dim) for shard in shards]
+        return torch.cat([join_shards(list(part), how) for part, (_, how) in zip(zip(*cuts), cut.parts)], cut.dim)
     if cut.heads and cut.heads < tp:
-        _divides(tp, cut.heads, "ranks", "heads")
+        _check_divisible(tp, cut.heads, "ranks", "heads")
         times = tp // cut.heads
-        return torch.cat([_one(shards[i : i + times]) for i in range(0, tp, times)], cut.dim)
+        return torch.cat([_single_copy(shards[i : i + times]) for i in range(0, tp, times)], cut.dim)
     whole = torch.cat(shards, cut.dim)
     if not cut.rows:
         return whole
@@ -81,17 +82,17 @@ def join(shards: list[Tensor], cut: ShardCut) -> Tensor:
     return whole.narrow(cut.dim, 0, cut.rows)
 
 
-def _share(n: int, cut: ShardCut, tp: int) -> int:
+def _size_per_rank(n: int, cut: ShardCut, tp: int) -> int:
     """How much of n a rank has."""
     return n // min(tp, cut.heads or tp)
 
 
-def _one(copies: list[Tensor]) -> Tensor:
+def _single_copy(copies: list[Tensor]) -> Tensor:
     if not all(torch.equal(copies[0], copy) for copy in copies[1:]):
         raise SyncError(f"{len(copies)} ranks hold a copy of the same weight, and the copies differ")
     return copies[0]
 
 
-def _divides(n: int, by: int, what: str, whose: str) -> None:
+def _check_divisible(n: int, by: int, what: str, whose: str) -> None:
     if n % by:
         raise SyncError(f"{n} {what} over {by} {whose}: one must divide the other")

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from rondel.core.errors import SyncError
-from rondel.core.events import Synced, Warned, emit, stalled
+from rondel.core.events import Synced, Warned, emit, stalled_error
 from rondel.core.protocols import Interrupt, RolloutEngine, Trainer, Transport
 from rondel.core.types import POLICY, Abort, Begin, Commit, EngineStatus, Manifest, Message, Request, Route
 
@@ -72,12 +72,12 @@ class WeightUpdate:
     async def __call__(self, trainer: Trainer, *engines: RolloutEngine) -> int:
         async with self._one:
             began = time.perf_counter()
-            manifest, route = await self._published(trainer, engines)
+            manifest, route = await self._publish_weights(trainer, engines)
             self._check_moved(manifest)
-            paused, gap = await self._deliver(
+            paused, gap = await self._deliver_weights(
                 manifest, route, engines, holds=self.transport.holds, send=trainer.send, probe=self.probe
             )
-            copied = sum(status.bytes_copied for status in await self._statuses(engines))
+            copied = sum(status.bytes_copied for status in await self._engine_statuses(engines))
             # not before: an engine that ends has all of it made again
             self.root, self._last = manifest.root, (manifest, route, trainer)
             emit(Synced(manifest.version, manifest.root, time.perf_counter() - began, copied, gap, paused))
@@ -92,26 +92,28 @@ class WeightUpdate:
                 return (await engine.status()).version
             manifest, route, trainer = self._last
             if self.transport.holds == "begin":
-                manifest, route = await self._published(trainer, [engine])
-            await self._deliver(manifest, route, [engine], holds=self.transport.holds, send=trainer.send)
+                manifest, route = await self._publish_weights(trainer, [engine])
+            await self._deliver_weights(manifest, route, [engine], holds=self.transport.holds, send=trainer.send)
         return manifest.version
 
     async def join(self, engine: RolloutEngine, manifest: Manifest, route: Route) -> int:
         """The same for an engine that no trainer knows: `join(engine, *newest(folder))`."""
         async with self._one:
-            await self._deliver(manifest, route, [engine], holds="commit")
+            await self._deliver_weights(manifest, route, [engine], holds="commit")
         return manifest.version
 
-    async def _published(self, trainer: Trainer, engines: Sequence[RolloutEngine]) -> tuple[Manifest, Route]:
-        (route,) = await self._together(
-            {"an engine": self.transport.route(trainer, list(engines))}, "how many they are"
+    async def _publish_weights(self, trainer: Trainer, engines: Sequence[RolloutEngine]) -> tuple[Manifest, Route]:
+        (route,) = await self._gather_waits(
+            {"an engine": self.transport.plan_route(trainer, list(engines))}, "how many they are"
         )
-        return (await self._together({"the trainer": trainer.publish(route)}, "publish"))[0]
+        return (await self._gather_waits({"the trainer": trainer.publish(route)}, "publish"))[0]
 
-    async def _statuses(self, engines: Sequence[RolloutEngine]) -> list[EngineStatus]:
-        return await self._together({f"engine {i}": engine.status() for i, engine in enumerate(engines)}, "its status")
+    async def _engine_statuses(self, engines: Sequence[RolloutEngine]) -> list[EngineStatus]:
+        return await self._gather_waits(
+            {f"engine {i}": engine.status() for i, engine in enumerate(engines)}, "its status"
+        )
 
-    async def _deliver(
+    async def _deliver_weights(
         self,
         manifest: Manifest,
         route: Route,
@@ -126,53 +128,55 @@ class WeightUpdate:
         since = paused = gap = 0.0
         try:
             if holds == "begin":
-                parked, since = await self._park(engines), time.perf_counter()
-            await self._tell(engines, Begin(manifest, beside=holds == "commit"))
-            await self._tell(engines, route, also={"the trainer": send(route)} if send and holds == "begin" else {})
+                parked, since = await self._pause_engines(engines), time.perf_counter()
+            await self._send_message(engines, Begin(manifest, beside=holds == "commit"))
+            await self._send_message(
+                engines, route, also={"the trainer": send(route)} if send and holds == "begin" else {}
+            )
             if holds == "commit":
-                parked, since = await self._park(engines), time.perf_counter()
-            for version in await self._tell(engines, Commit(manifest.version, manifest.root)):
+                parked, since = await self._pause_engines(engines), time.perf_counter()
+            for version in await self._send_message(engines, Commit(manifest.version, manifest.root)):
                 if version != manifest.version:
                     raise SyncError(
                         f"the engine says it serves version {version}, but {manifest.version} was committed"
                     )
             if holds == "commit":
-                paused, parked = await self._resume(parked, since), []
+                paused, parked = await self._resume_engines(parked, since), []
             if probe:
                 gap = max(
                     [await self._probe_gap(engine, manifest, policy) for engine in engines for policy in self.scores]
                 )
         except BaseException as error:  # a cancelled update is an aborted one, too
-            await self._tell(engines, Abort(f"{type(error).__name__}: {error}"))
+            await self._send_message(engines, Abort(f"{type(error).__name__}: {error}"))
             raise
         finally:
-            paused = await self._resume(parked, since) if parked else paused
+            paused = await self._resume_engines(parked, since) if parked else paused
         return paused, gap
 
-    async def _park(self, engines: Sequence[RolloutEngine]) -> list[RolloutEngine]:
+    async def _pause_engines(self, engines: Sequence[RolloutEngine]) -> list[RolloutEngine]:
         """-> those that were decoding, between two steps now."""
         serving = [
             engine
-            for engine, status in zip(engines, await self._statuses(engines), strict=True)
+            for engine, status in zip(engines, await self._engine_statuses(engines), strict=True)
             if status.state == "serving"
         ]
-        await self._together(
+        await self._gather_waits(
             {f"engine {i}": engine.pause(self.how, LEASE) for i, engine in enumerate(serving)}, "a pause"
         )
         return serving
 
-    async def _resume(self, parked: Sequence[RolloutEngine], since: float) -> float:
-        await self._together({f"engine {i}": engine.resume() for i, engine in enumerate(parked)}, "its resumption")
+    async def _resume_engines(self, parked: Sequence[RolloutEngine], since: float) -> float:
+        await self._gather_waits({f"engine {i}": engine.resume() for i, engine in enumerate(parked)}, "its resumption")
         return time.perf_counter() - since if parked else 0.0
 
-    async def _tell(
+    async def _send_message(
         self, engines: Sequence[RolloutEngine], message: Message, also: dict[str, Awaitable[Any]] | None = None
     ) -> list[int]:
         """The same message to every engine at once. -> the version that each serves."""
         waits = {f"engine {i}": engine.receive(message) for i, engine in enumerate(engines)}
-        return (await self._together({**waits, **(also or {})}, type(message).__name__.lower()))[: len(engines)]
+        return (await self._gather_waits({**waits, **(also or {})}, type(message).__name__.lower()))[: len(engines)]
 
-    async def _together(self, waits: dict[str, Awaitable[Any]], what: str) -> list[Any]:
+    async def _gather_waits(self, waits: dict[str, Awaitable[Any]], what: str) -> list[Any]:
         """All of them, or the first fault; the others end by themselves, because whoever
         waits has a deadline of its own.
         """
@@ -188,7 +192,7 @@ class WeightUpdate:
                 failed[0].result()
             if late:
                 names = ", ".join(sorted(tasks[task] for task in late))
-                raise stalled(f"{names}: no answer to {what} for {self.deadline:g} s; the update is aborted")
+                raise stalled_error(f"{names}: no answer to {what} for {self.deadline:g} s; the update is aborted")
         finally:
             for task in tasks:
                 task.cancel()
@@ -211,7 +215,7 @@ class WeightUpdate:
             "the engine": engine.score(Request(list(self.probe), policy=policy)),
             "the trainer": self.scores[policy](self.probe),
         }
-        scored, ours = await self._together(both, "the probe")
+        scored, ours = await self._gather_waits(both, "the probe")
         theirs = scored.logprobs
         if len(theirs) != len(ours):
             raise SyncError(
@@ -227,7 +231,7 @@ class WeightUpdate:
                 f"probe "
                 f"(limit {self.tolerance}){overflown}"
             )
-        self._doubt(gap, ours, manifest.version, policy, whose)
+        self._check_gap_growth(gap, ours, manifest.version, policy, whose)
         for name, one in (scored.replicas or {"": theirs}).items():
             self._check_follows(
                 np.array(ours), np.array(one), manifest.version, policy, whose + (f" '{name}'" if name else ""), name
@@ -265,7 +269,7 @@ class WeightUpdate:
             )
         self._seen[policy, replica] = version, ours, theirs
 
-    def _doubt(self, gap: float, ours: list[float], version: int, policy: str, whose: str) -> None:
+    def _check_gap_growth(self, gap: float, ours: list[float], version: int, policy: str, whose: str) -> None:
         """A gap that has grown far beyond the first one and is a part of what the update itself
         moved: some of it may not have arrived.
 

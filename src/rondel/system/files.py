@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rondel.core.errors import CheckpointError, RondelError, UserError, refusal, ungrouped
+from rondel.core.errors import CheckpointError, RondelError, UserError, disk_refusal, unwrap_exception_group
 
 
 @contextmanager
-def writing(
+def guard_write(
     path: Path | str, wanted: int = 0, error: type[RondelError] = CheckpointError, doing: str = "writing"
 ) -> Iterator[None]:
     """Anything raised inside becomes `error` that names the path, the bytes where they are
@@ -22,12 +22,12 @@ def writing(
     """
     what = f"{doing} {path}"
     try:
-        with ungrouped():
+        with unwrap_exception_group():
             yield
     except RondelError:
         raise
     except Exception as cause:
-        raise error(refusal(cause, what, wanted) or f"{what}: {type(cause).__name__}: {cause}") from cause
+        raise error(disk_refusal(cause, what, wanted) or f"{what}: {type(cause).__name__}: {cause}") from cause
 
 
 def replace_file(path: Path, data: str | bytes, *, mode: int | None = None) -> None:
@@ -36,7 +36,7 @@ def replace_file(path: Path, data: str | bytes, *, mode: int | None = None) -> N
     """
     data = data.encode() if isinstance(data, str) else data
     draft = path.with_name(f".{path.name}.tmp")
-    with writing(path, len(data)):
+    with guard_write(path, len(data)):
         try:
             with draft.open("wb") as file:
                 file.write(data)
@@ -54,7 +54,7 @@ def replace_file(path: Path, data: str | bytes, *, mode: int | None = None) -> N
 
 def write_text(path: str | Path, text: str) -> None:
     """What a command was asked to write, wherever that is: a pipe or a terminal, too."""
-    with writing(path, len(text), UserError):
+    with guard_write(path, len(text), UserError):
         Path(path).write_text(text, encoding="utf-8", errors="replace")
 
 
@@ -80,14 +80,14 @@ def sync_tree(folder: Path) -> None:
 def make_folder(folder: Path, what: str = "") -> Path:
     """The folder, made with its parents where it is missing; its name is on the disk. `what`: the key that names it."""
     fresh = [part for part in (folder, *folder.parents) if not os.path.lexists(part)]
-    with writing(folder, doing=f"{what} = '{folder}': making" if what else "making"):
+    with guard_write(folder, doing=f"{what} = '{folder}': making" if what else "making"):
         folder.mkdir(parents=True, exist_ok=True)
         for part in fresh:
             sync_folder(part.parent)
     return folder
 
 
-def numbered(folder: Path, prefix: str, suffix: str = "", *, digits: int = 6) -> dict[int, Path]:
+def numbered_paths(folder: Path, prefix: str, suffix: str = "", *, digits: int = 6) -> dict[int, Path]:
     """{5: folder/step-000005}, in the order of the numbers: what a run named so, and nothing that merely begins so."""
     found = {}
     for path in folder.glob(f"{prefix}*{suffix}"):
@@ -101,7 +101,9 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
     """{5: folder/step-000005}, oldest first: what a run wrote there, whole or not, and
     no copy of it under another number.
     """
-    return {n: path for n, path in numbered(folder, "step-").items() if path.is_dir() and step_of(path) in (None, n)}
+    return {
+        n: path for n, path in numbered_paths(folder, "step-").items() if path.is_dir() and step_of(path) in (None, n)
+    }
 
 
 def step_of(checkpoint: Path) -> int | None:

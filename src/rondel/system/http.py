@@ -19,7 +19,7 @@ from rondel.core.errors import UserError
 from rondel.system.sockets import is_loopback
 
 
-def bind(host: str, port: int, *, api_key: str) -> socket.socket:
+def bind_socket(host: str, port: int, *, api_key: str) -> socket.socket:
     """Before anything is loaded: what cannot be bound is known at once. Port 0 takes a free one."""
     if not api_key and not is_loopback(host):
         raise UserError(
@@ -50,14 +50,14 @@ class PatientConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._watch()
+        self._start_header_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch()
+        self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._unwatch()
+        self._cancel_header_timer()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -66,13 +66,13 @@ class PatientConnection(H11Protocol):
         else:
             super().shutdown()
 
-    def _watch(self) -> None:
+    def _start_header_timer(self) -> None:
         if self.conn.their_state is not h11.IDLE:
-            self._unwatch()
+            self._cancel_header_timer()
         elif self._late is None and not self.transport.is_closing():
             self._late = self.loop.call_later(self.HEADERS, self.transport.close)
 
-    def _unwatch(self) -> None:
+    def _cancel_header_timer(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def resident(pid: int | None = None) -> dict[str, int]:
+def resident_memory(pid: int | None = None) -> dict[str, int]:
     """{"rss": bytes, "peak": bytes} of a process by the kernel's count; nothing where it
     has ended, or the kernel does not say.
     """

@@ -10,7 +10,7 @@ HANGUP = getattr(signal, "SIGHUP", None)
 ENDING = tuple(number for number in (signal.SIGTERM, signal.SIGINT, HANGUP) if number is not None)
 
 
-def heard() -> tuple[signal.Signals, ...]:
+def handled_signals() -> tuple[signal.Signals, ...]:
     """What the controller listens to: not to a terminal that is closed if it was started with nohup."""
     return tuple(number for number in ENDING if number != HANGUP or signal.getsignal(number) != signal.SIG_IGN)
 

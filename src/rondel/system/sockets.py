@@ -18,7 +18,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def listening(host: str, port: int = 0) -> tuple[int, int]:
+def open_listening_socket(host: str, port: int = 0) -> tuple[int, int]:
     """-> (file descriptor, port) of a socket that listens at this address only; the caller
     closes it. torch's own store takes all addresses.
     """

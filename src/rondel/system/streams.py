@@ -35,14 +35,14 @@ class PatientStream:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        silence(self._stream)
+        discard_output(self._stream)
         self._told(error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def silence(stream: TextIO) -> None:
+def discard_output(stream: TextIO) -> None:
     """What is still in its buffer, and all that follows, is thrown away: nothing fails again when the process ends."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -50,7 +50,7 @@ def silence(stream: TextIO) -> None:
         os.close(nowhere)
 
 
-def forgive(stream: TextIO) -> None:
+def replace_unencodable(stream: TextIO) -> None:
     """A character that the terminal does not know is shown as "?"."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")

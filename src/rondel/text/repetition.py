@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 
-def repeated(tokens: Sequence[int], mask: Sequence[Any], n: int) -> float | None:
+def repeated_fraction(tokens: Sequence[int], mask: Sequence[Any], n: int) -> float | None:
     """1 - distinct / all n-grams of the tokens that the policy wrote; one that spans a given
     token does not count. None when there are none.
     """

@@ -58,7 +58,7 @@ class SpecialTokens:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         added = {token.content: (id, token) for id, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
-        marks = _marks(tokenizer, [name for name, (_, token) in added.items() if not token.special])
+        marks = _template_marks(tokenizer, [name for name, (_, token) in added.items() if not token.special])
         self.names = {name: id for name, (id, token) in added.items() if name and (token.special or name in marks)}
         self._lengths = sorted({len(name) for name in self.names}, reverse=True)
         self._begins = re.compile("|".join(sorted({re.escape(name[:2]) for name in self.names})) or NOTHING)
@@ -75,16 +75,16 @@ class SpecialTokens:
 
     # -- before the template -----------------------------------------------------------------------
 
-    def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def cover_messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Each message covered, but those that have SPLIT = False."""
         return [
-            self.cover(
+            self.cover_control_tokens(
                 {key: value for key, value in message.items() if key != SPLIT}, split=message.get(SPLIT) is not False
             )
             for message in map(self._with_role, messages)
         ]
 
-    def cover(self, value: Any, *, split: bool = True) -> Any:
+    def cover_control_tokens(self, value: Any, *, split: bool = True) -> Any:
         """The same text or JSON-shaped data, in which no control token can begin; with split
         = False those that it spells are meant.
 
@@ -95,17 +95,24 @@ class SpecialTokens:
                 return value.replace(STAND_IN, self._codes[STAND_IN])
             return self._covering.sub(lambda found: self._codes.get(found[0], found[0]), value)
         if isinstance(value, dict):
-            return {self.cover(key, split=split): self.cover(inner, split=split) for key, inner in value.items()}
-        return [self.cover(inner, split=split) for inner in value] if isinstance(value, list | tuple) else value
+            return {
+                self.cover_control_tokens(key, split=split): self.cover_control_tokens(inner, split=split)
+                for key, inner in value.items()
+            }
+        return (
+            [self.cover_control_tokens(inner, split=split) for inner in value]
+            if isinstance(value, list | tuple)
+            else value
+        )
 
     def cover_but(self, text: str, names: set[str]) -> str:
         """Text in which these control tokens are meant, and no others."""
         out, at = [], 0
-        for begin, name in self._spelled(text):
+        for begin, name in self._iter_control_tokens(text):
             if name in names:
-                out += [self.cover(text[at:begin]), name]
+                out += [self.cover_control_tokens(text[at:begin]), name]
                 at = begin + len(name)
-        return "".join([*out, self.cover(text[at:])])
+        return "".join([*out, self.cover_control_tokens(text[at:])])
 
     def _with_role(self, message: dict[str, Any]) -> dict[str, Any]:
         """Templates put a role between other characters: 'im_end' between "<|" and "|>"."""
@@ -120,42 +127,48 @@ class SpecialTokens:
 
     def encode(self, covered: str, *, add_special_tokens: bool = False) -> list[int]:
         """Tokens of what a template made of covered messages, or of covered text alone."""
-        text = self.uncover(covered)
-        if self._harmless(covered, text):
+        text = self.uncover_control_tokens(covered)
+        if self._is_harmless(covered, text):
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        if self._twin is None:
+        if self._aliased_tokenizer is None:
             return self._in_pieces(covered, add_special_tokens)
         renamed, at = [], 0
-        for begin, name in self._spelled(covered):
-            renamed += [covered[at:begin], self._aliases[name]]
+        for begin, name in self._iter_control_tokens(covered):
+            renamed += [covered[at:begin], self._token_aliases[name]]
             at = begin + len(name)
         renamed.append(covered[at:])
-        return list(self._twin.encode(self.uncover("".join(renamed)), add_special_tokens=add_special_tokens).ids)
+        return list(
+            self._aliased_tokenizer.encode(
+                self.uncover_control_tokens("".join(renamed)), add_special_tokens=add_special_tokens
+            ).ids
+        )
 
     def encode_text(self, text: str, *, split: bool = True, add_special_tokens: bool = False) -> list[int]:
         """Tokens of text that no template has seen."""
-        return self.encode(self.cover(text, split=split), add_special_tokens=add_special_tokens)
+        return self.encode(self.cover_control_tokens(text, split=split), add_special_tokens=add_special_tokens)
 
-    def uncover(self, covered: str) -> str:
+    def uncover_control_tokens(self, covered: str) -> str:
         """What it was before `cover`."""
         return self._covered.sub(lambda found: self._chars[found[0]], covered) if STAND_IN in covered else covered
 
-    def spelled(self, text: str) -> list[str]:
+    def find_control_tokens(self, text: str) -> list[str]:
         """The control tokens that a text spells, in order."""
-        return [name for _, name in self._spelled(text)]
+        return [name for _, name in self._iter_control_tokens(text)]
 
     def of_images(self, placeholder: int) -> set[str]:
         """The tokens that a template writes for an image and for nothing else: the placeholder, and marks around it."""
         own = {name for name, id in self.names.items() if id == placeholder}
         with suppress(Exception):  # a template refuses what it does not know by raising whatever it likes
-            shown = self._written([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "u"}]}])
-            own |= shown - self._written([{"role": "user", "content": [{"type": "text", "text": "u"}]}])
+            shown = self._rendered_control_tokens(
+                [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "u"}]}]
+            )
+            own |= shown - self._rendered_control_tokens([{"role": "user", "content": [{"type": "text", "text": "u"}]}])
         return own
 
-    def _written(self, messages: list[dict[str, Any]]) -> set[str]:
-        return set(self.spelled(str(self.tokenizer.apply_chat_template(messages, tokenize=False))))
+    def _rendered_control_tokens(self, messages: list[dict[str, Any]]) -> set[str]:
+        return set(self.find_control_tokens(str(self.tokenizer.apply_chat_template(messages, tokenize=False))))
 
-    def _spelled(self, text: str) -> Iterator[tuple[int, str]]:
+    def _iter_control_tokens(self, text: str) -> Iterator[tuple[int, str]]:
         """(place, name) of each, the longest where several begin."""
         at = 0
         while self.names and (found := self._begins.search(text, at)) is not None:
@@ -165,24 +178,24 @@ class SpecialTokens:
                 yield begin, name
             at = begin + len(name or " ")
 
-    def _harmless(self, covered: str, text: str) -> bool:
+    def _is_harmless(self, covered: str, text: str) -> bool:
         """Whether the tokenizer itself finds no control token in `text` that is not in `covered`."""
         if covered == text:
             return not self._normalized or text.isascii()
-        return not self._normalized and self.spelled(text) == self.spelled(covered)
+        return not self._normalized and self.find_control_tokens(text) == self.find_control_tokens(covered)
 
     def _in_pieces(self, covered: str, add_special_tokens: bool) -> list[int]:
         """For a tokenizer that has no twin: what stands between control tokens, each piece for itself."""
         out: list[int] = list(self.tokenizer.encode("")) if add_special_tokens else []
         at = 0
-        for begin, name in [*self._spelled(covered), (len(covered), "")]:
-            if piece := self.uncover(covered[at:begin]):
-                out += self._piece(piece)
+        for begin, name in [*self._iter_control_tokens(covered), (len(covered), "")]:
+            if piece := self.uncover_control_tokens(covered[at:begin]):
+                out += self._encode_piece(piece)
             out += [self.names[name]] if name else []
             at = begin + len(name)
         return out
 
-    def _piece(self, text: str) -> list[int]:
+    def _encode_piece(self, text: str) -> list[int]:
         control = set(self.names.values()) - {getattr(self.tokenizer, "unk_token_id", None)}
         tokens = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         if not control & set(tokens):
@@ -205,20 +218,22 @@ class SpecialTokens:
         return re.compile("|".join([*map(re.escape, sorted(left, key=len, reverse=True)), *words, marks]))
 
     @cached_property
-    def _aliases(self) -> dict[str, str]:
+    def _token_aliases(self) -> dict[str, str]:
         return {name: f"<{token_hex(16)}>" for name in self.names}
 
     @cached_property
-    def _twin(self) -> Any:
+    def _aliased_tokenizer(self) -> Any:
         """The tokenizer with its control tokens renamed, by the same numbers; None if it cannot be made."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         try:
-            twin = type(backend).from_str(json.dumps(_renamed(json.loads(backend.to_str()), self._aliases)))  # type: ignore[union-attr]
+            twin = type(backend).from_str(json.dumps(_rename_tokens(json.loads(backend.to_str()), self._token_aliases)))  # type: ignore[union-attr]
         except Exception:  # of Python, or of a form that is not known here; its own reader raises a bare Exception
             return None
         twin.no_truncation()
         twin.no_padding()
-        return twin if all(twin.token_to_id(self._aliases[name]) == id for name, id in self.names.items()) else None
+        return (
+            twin if all(twin.token_to_id(self._token_aliases[name]) == id for name, id in self.names.items()) else None
+        )
 
 
 @lru_cache(maxsize=16)
@@ -239,7 +254,7 @@ def _any_of(chars: set[str]) -> str:
     return f"[{''.join(map(re.escape, sorted(chars)))}]"
 
 
-def _marks(tokenizer: Any, candidates: list[str]) -> set[str]:
+def _template_marks(tokenizer: Any, candidates: list[str]) -> set[str]:
     """Those of the added tokens that a template writes around turns and around answers of
     tools, without being declared special.
     """
@@ -249,17 +264,21 @@ def _marks(tokenizer: Any, candidates: list[str]) -> set[str]:
     if not found or not getattr(tokenizer, "chat_template", None):
         return set()
 
-    def written(*messages: dict[str, Any]) -> set[str]:
+    def rendered_tokens(*messages: dict[str, Any]) -> set[str]:
         try:
             text = str(tokenizer.apply_chat_template(list(messages), tokenize=False))
         except Exception:  # a template refuses what it does not know by raising whatever it likes
             return set()
         return {name for name in found if name in text}
 
-    return written(USER, ASSISTANT, USER) | written(USER) | (written(USER, ASKS, ANSWER) - written(USER, ASKS))
+    return (
+        rendered_tokens(USER, ASSISTANT, USER)
+        | rendered_tokens(USER)
+        | (rendered_tokens(USER, ASKS, ANSWER) - rendered_tokens(USER, ASKS))
+    )
 
 
-def _renamed(spec: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+def _rename_tokens(spec: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """A tokenizer.json with tokens renamed wherever the text of one could be read as the token."""
     for token in spec["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
@@ -272,11 +291,11 @@ def _renamed(spec: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     if "merges" in model:
-        model["merges"] = [merge for merge in model["merges"] if not _makes(merge, names)]
+        model["merges"] = [merge for merge in model["merges"] if not _makes_token(merge, names)]
     return spec
 
 
-def _makes(merge: str | list[str], names: dict[str, str]) -> bool:
+def _makes_token(merge: str | list[str], names: dict[str, str]) -> bool:
     """Whether a merge of two pieces is, or reads, one of these tokens."""
     left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
     return left in names or right in names or left + right in names

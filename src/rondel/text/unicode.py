@@ -12,18 +12,20 @@ HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells half of a surrog
 HIDDEN = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def valid(value: Any) -> Any:
+def valid_unicode(value: Any) -> Any:
     r"""The same text or JSON-shaped data, keys included, that UTF-8 can write: valid("a\ud83d") -> "a\ufffd".
 
     Two halves of a surrogate pair that meet become their character. What is neither text,
     list nor table is returned as it came.
     """
     if isinstance(value, str):
-        return value if _encodes(value) else value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return (
+            value if _is_encodable(value) else value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        )
     if isinstance(value, dict):
-        return {valid(key): valid(inner) for key, inner in value.items()}
+        return {valid_unicode(key): valid_unicode(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(valid, value))
+        return type(value)(map(valid_unicode, value))
     return value
 
 
@@ -33,24 +35,24 @@ def read_json(text: str | bytes) -> Any:
     """
     text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     value = json.loads(text)
-    return valid(value) if HALF_PAIR.search(text) else value
+    return valid_unicode(value) if HALF_PAIR.search(text) else value
 
 
-def visible(text: str) -> str:
+def visible_text(text: str) -> str:
     r"""For a terminal: control characters, marks that turn the direction of writing, and
     invalid text as escapes: "\x1b[2J" -> "\\x1b[2J".
 
     Line breaks and tabs stay.
     """
-    return HIDDEN.sub(lambda found: _escape(ord(found[0])), text)
+    return HIDDEN.sub(lambda found: _escape_code(ord(found[0])), text)
 
 
-def _encodes(text: str) -> bool:
+def _is_encodable(text: str) -> bool:
     try:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
         return False
 
 
-def _escape(code: int) -> str:
+def _escape_code(code: int) -> str:
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

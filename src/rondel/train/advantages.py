@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
 
 
-def credit(batch: TrainBatch, row: Algorithm) -> dict[str, float]:
+def compute_advantages(batch: TrainBatch, row: Algorithm) -> dict[str, float]:
     """Write every sample's advantages, and what a critic is to learn as the note
     "returns". -> metrics: how much of it the critic knew, and how far the policy is from its
     teacher (mean of log pi_behavior - log pi_teacher,
@@ -25,7 +25,7 @@ def credit(batch: TrainBatch, row: Algorithm) -> dict[str, float]:
     if branches:
         _refuse_by_token(row, batch)
         batch = TrainBatch([s for s in batch.samples if s.parent is None])
-    scored, lengths = batch.scored, batch.lengths_N.tolist()
+    scored, lengths = batch.scored_samples, batch.lengths_N.tolist()
     for sample, piece in zip(batch.samples, row.advantages_T(scored).float().split(lengths)):
         sample.advantages = piece.numpy()
     roots = {(s.group, s.index): s for s in batch.samples}
@@ -60,15 +60,15 @@ def _refuse_by_token(row: Algorithm, batch: TrainBatch) -> None:
     """An episode has one number for all its branches, where it has one."""
     by_token = (
         row.distill.coef
-        or row.kl.charged
-        or row.kl.follows
+        or row.kl.in_reward
+        or row.kl.in_advantage
         or "values" in row.needs
         or getattr(row.advantage, "per_token", False)
     )
     if by_token and "advantage" not in row.idle:
         raise ConfigError(
             f"algo.kind = '{row.name}' gives every token a credit of its own, and this episode has branches "
-            f"({batch.name(0)}), which share one "
+            f"({batch.sample_name(0)}), which share one "
             "number. Use a row with one advantage a sample (grpo, dr_grpo, rloo, gspo, ...), or an environment that "
             "does not rewrite its history"
         )

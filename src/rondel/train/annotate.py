@@ -34,13 +34,15 @@ def forward(
     `kept` left of their distributions.
     """
 
-    def work(head: LMHead) -> tuple[Tensor, Tensor]:
-        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape, packed.seen(loaded))
+    def compute_logprobs(head: LMHead) -> tuple[Tensor, Tensor]:
+        hidden = loaded.hidden_states(
+            packed.tokens, packed.positions, packed.layout, tape, packed.encode_images(loaded)
+        )
         return logprob_and_entropy(
             hidden.index_select(0, packed.source), packed.target, head, temperature=temperature, kept=kept
         )
 
-    return loaded.within(work)
+    return loaded.run_with_head(compute_logprobs)
 
 
 def forward_taught(
@@ -53,22 +55,24 @@ def forward_taught(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, and how far the whole distribution is from that of the teachers: KL(policy || teacher) [M]."""
 
-    def work(head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
-        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape, packed.seen(loaded)).index_select(
-            0, packed.source
-        )
+    def compute_logprobs_and_kl(head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = loaded.hidden_states(
+            packed.tokens, packed.positions, packed.layout, tape, packed.encode_images(loaded)
+        ).index_select(0, packed.source)
         return logprob_entropy_and_kl(hidden, packed.target, head, taught, temperature=temperature)
 
-    return loaded.within(work)
+    return loaded.run_with_head(compute_logprobs_and_kl)
 
 
 @torch.no_grad()
-def remember(loaded: LoadedModel, batch: TrainBatch, number: int, *, budget: int, share: bool = True) -> None:
+def store_hidden_states(
+    loaded: LoadedModel, batch: TrainBatch, number: int, *, budget: int, share: bool = True
+) -> None:
     """Keep the last hidden states of `loaded` at every trainable token, in host memory: a
     forward pass is not done again for each update.
     """
     for packed in micro_batches(batch, budget, share=share, device=loaded.device):
-        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, seen=packed.seen(loaded))
+        hidden = loaded.hidden_states(packed.tokens, packed.positions, packed.layout, seen=packed.encode_images(loaded))
         hidden = hidden.index_select(0, packed.source).cpu()
         samples = [batch.samples[i] for i in packed.samples]
         for sample, piece in zip(samples, hidden.split([len(s.trainable) for s in samples])):
@@ -76,7 +80,7 @@ def remember(loaded: LoadedModel, batch: TrainBatch, number: int, *, budget: int
 
 
 @torch.no_grad()
-def annotate(
+def annotate_logprobs(
     loaded: LoadedModel,
     batch: TrainBatch,
     name: str,
@@ -98,17 +102,17 @@ def annotate(
     """
     done: list[int] = []
     for packed in micro_batches(batch, budget, share=share, device=loaded.device, rank=ranks.rank, ranks=ranks.size):
-        tape = replaying(loaded, packed) if replay else None
+        tape = replay_tape(loaded, packed) if replay else None
         logprobs, entropy = forward(
             loaded, packed, temperature=temperature, tape=tape, kept=packed.kept if drawn else None
         )
         if packed.idle:
             continue
         done += packed.samples
-        note(batch, packed, name, logprobs)
+        store_values(batch, packed, name, logprobs)
         if name == "proximal":
-            note(batch, packed, "entropy", entropy)
-    ranks.exchange(batch, done, name, *(["entropy"] if name == "proximal" else []))
+            store_values(batch, packed, "entropy", entropy)
+    ranks.exchange_notes(batch, done, name, *(["entropy"] if name == "proximal" else []))
     return batch
 
 
@@ -117,16 +121,16 @@ def logprobs_of(loaded: LoadedModel, tokens: list[int]) -> list[float]:
     """Of every token of one text; 0 for the first."""
     ids = torch.tensor(tokens, device=loaded.device)
 
-    def work(head: LMHead) -> Tensor:
-        hidden = loaded.hidden(
+    def compute_logprobs(head: LMHead) -> Tensor:
+        hidden = loaded.hidden_states(
             ids, torch.arange(len(ids), device=loaded.device), PackedLayout([PackedSegment(0, len(ids))], loaded.device)
         )
         return logprob_and_entropy(hidden[:-1], ids[1:], head)[0]
 
-    return [0.0, *loaded.within(work).tolist()]
+    return [0.0, *loaded.run_with_head(compute_logprobs).tolist()]
 
 
-def replaying(loaded: LoadedModel, packed: PackedBatch) -> RoutingTape:
+def replay_tape(loaded: LoadedModel, packed: PackedBatch) -> RoutingTape:
     """The engine's routes of this micro-batch, ready for one forward pass."""
     if packed.routes is None or len(packed.routes) != len(packed.tokens):
         raise TrainError(
@@ -139,23 +143,23 @@ def replaying(loaded: LoadedModel, packed: PackedBatch) -> RoutingTape:
     return RoutingTape(loaded.routers, packed.routes)
 
 
-def note(batch: TrainBatch, packed: PackedBatch, name: str, values_M: Tensor) -> None:
+def store_values(batch: TrainBatch, packed: PackedBatch, name: str, values_M: Tensor) -> None:
     """Give each sample its share of a per-token tensor."""
-    spread([batch.samples[i] for i in packed.samples], name, values_M)
+    scatter_notes([batch.samples[i] for i in packed.samples], name, values_M)
 
 
-def gather(batch: TrainBatch, packed: PackedBatch, name: str) -> Tensor:
+def gather_notes(batch: TrainBatch, packed: PackedBatch, name: str) -> Tensor:
     """The inverse of `note`: [M] in the order of the packed row."""
-    return flat([batch.samples[i] for i in packed.samples], name).to(packed.tokens.device)
+    return concat_notes([batch.samples[i] for i in packed.samples], name).to(packed.tokens.device)
 
 
-def spread(samples: Sequence[TrainSample], name: str, values_T: Tensor) -> None:
+def scatter_notes(samples: Sequence[TrainSample], name: str, values_T: Tensor) -> None:
     """Cut a tensor over all trainable tokens of `samples` into their notes."""
     for sample, piece in zip(samples, values_T.detach().float().cpu().split([len(s.trainable) for s in samples])):
         sample.notes[name] = piece.numpy()
 
 
-def flat(samples: Sequence[TrainSample], name: str) -> Tensor:
+def concat_notes(samples: Sequence[TrainSample], name: str) -> Tensor:
     """The inverse of `spread`; "behavior" and "advantages" are the samples' own.  [T] float32."""
     own = ("behavior", "advantages")
     pieces = [torch.from_numpy(getattr(s, name) if name in own else s.notes[name]) for s in samples]

@@ -45,15 +45,15 @@ class PromptFamilies:
     tree: list[int] = field(default_factory=list)  # none: every family for itself
     root: list[int] = field(default_factory=list)
 
-    def cost(self, members: Iterable[int]) -> int:
+    def packed_cost(self, members: Iterable[int]) -> int:
         members = list(members)
         families = {self.family[i] for i in members}
-        return sum(self.own[i] for i in members) + sum(self.prompt[f] for f in families) + self.roots(families)
+        return sum(self.own[i] for i in members) + sum(self.prompt[f] for f in families) + self.root_tokens(families)
 
-    def roots(self, families: Iterable[int]) -> int:
+    def root_tokens(self, families: Iterable[int]) -> int:
         return sum(self.root[t] for t in {self.tree[f] for f in families}) if self.root else 0
 
-    def change(self, place: MicroBatchBin, out: list[int], into: list[int]) -> int:
+    def load_change(self, place: MicroBatchBin, out: list[int], into: list[int]) -> int:
         """By how much the load of `place` grows if `out` leave it and `into` join it."""
         counts = {f: len(members) for f, members in place.families.items()}
         moved = Counter(self.family[i] for i in into)
@@ -63,12 +63,12 @@ class PromptFamilies:
         joined = {f for f, n in moved.items() if f not in counts and n > 0}
         grown += sum(self.prompt[f] for f in joined) - sum(self.prompt[f] for f in left)
         if self.root and (left or joined):
-            grown += self.roots((counts.keys() - left) | joined) - self.roots(counts)
+            grown += self.root_tokens((counts.keys() - left) | joined) - self.root_tokens(counts)
         return grown
 
-    def shift(self, source: MicroBatchBin, goal: MicroBatchBin, there: list[int], back: list[int]) -> None:
+    def move_samples(self, source: MicroBatchBin, goal: MicroBatchBin, there: list[int], back: list[int]) -> None:
         for a, b, members in ((source, goal, there), (goal, source, back)):
-            a.load, b.load = a.load + self.change(a, members, []), b.load + self.change(b, [], members)
+            a.load, b.load = a.load + self.load_change(a, members, []), b.load + self.load_change(b, [], members)
             for i in members:
                 a.families[self.family[i]].remove(i)
                 if not a.families[self.family[i]]:
@@ -81,8 +81,8 @@ def in_order(families: PromptFamilies, budget: int) -> list[list[int]]:
     small last one would still pay for a whole pass over the gradients."""
     if not families.own:
         return []
-    total = families.cost(range(len(families.own)))
-    most = max(families.cost([i]) for i in range(len(families.own)))
+    total = families.packed_cost(range(len(families.own)))
+    most = max(families.packed_cost([i]) for i in range(len(families.own)))
     budget = min(budget, -(-total // -(-total // budget)) + most)
     cuts: list[list[int]] = [[]]
     here: set[int] = set()
@@ -90,47 +90,47 @@ def in_order(families: PromptFamilies, budget: int) -> list[list[int]]:
     for i, f in enumerate(families.family):
         n = families.own[i]
         if f not in here:
-            n += families.prompt[f] + families.roots(here | {f}) - families.roots(here)
+            n += families.prompt[f] + families.root_tokens(here | {f}) - families.root_tokens(here)
         if cuts[-1] and cost + n > budget:
             cuts.append([])
-            here, cost, n = set(), 0, families.cost([i])
+            here, cost, n = set(), 0, families.packed_cost([i])
         cuts[-1].append(i)
         here.add(f)
         cost += n
     return cuts
 
 
-def balanced(families: PromptFamilies, *, budget: int, ranks: int) -> list[list[int]]:
+def balance_micro_batches(families: PromptFamilies, *, budget: int, ranks: int) -> list[list[int]]:
     """-> samples of each micro-batch, the fullest first; as many for every rank as fit
     its budget, fewer only where samples are.
 
     A micro-batch of one sample may exceed the budget, no other does. The same on every rank.
     """
     own = families.own
-    each = max(1, -(-families.cost(range(len(own))) // (budget * ranks)))
+    each = max(1, -(-families.packed_cost(range(len(own))) // (budget * ranks)))
     while True:
-        bins = _deal(families, each * ranks)
-        _even(families, bins)
+        bins = _deal_samples(families, each * ranks)
+        _even_out(families, bins)
         if each * ranks >= len(own) or all(b.load <= budget or len(b.samples) == 1 for b in bins):
             return [b.samples for b in sorted(bins, key=lambda b: (-b.load, b.samples)) if b.families]
         each += 1
 
 
-def _deal(families: PromptFamilies, n: int) -> list[MicroBatchBin]:
+def _deal_samples(families: PromptFamilies, n: int) -> list[MicroBatchBin]:
     bins = [MicroBatchBin() for _ in range(n)]
     heap = [(0, k) for k in range(n)]
     members: dict[int, list[int]] = {}
     for i, f in enumerate(families.family):
         members.setdefault(f, []).append(i)
-    for f, own in sorted(members.items(), key=lambda item: (-families.cost(item[1]), item[0])):
+    for f, own in sorted(members.items(), key=lambda item: (-families.packed_cost(item[1]), item[0])):
         load, k = heapq.heappop(heap)
         bins[k].families[f] = list(own)
-        bins[k].load = load + families.cost(own)
+        bins[k].load = load + families.packed_cost(own)
         heapq.heappush(heap, (bins[k].load, k))
     return bins
 
 
-def _even(families: PromptFamilies, bins: list[MicroBatchBin]) -> None:
+def _even_out(families: PromptFamilies, bins: list[MicroBatchBin]) -> None:
     """Lower the fullest while that can be done; one that cannot be lowered (a single long
     sample) is left, and the others go on.
     """
@@ -139,26 +139,28 @@ def _even(families: PromptFamilies, bins: list[MicroBatchBin]) -> None:
         left.sort(key=lambda b: b.load)
         if left[-1].load <= ENOUGH * sum(b.load for b in left) / len(left):
             return
-        if not any(_relieve(families, left[-1], other) for other in left[:-1]):
+        if not any(_rebalance_bins(families, left[-1], other) for other in left[:-1]):
             left.pop()
 
 
-def _relieve(families: PromptFamilies, full: MicroBatchBin, other: MicroBatchBin) -> bool:
+def _rebalance_bins(families: PromptFamilies, full: MicroBatchBin, other: MicroBatchBin) -> bool:
     """Move or swap the samples or families that leave the fuller of both as empty as can
     be. -> whether that is less than before.
     """
     best, chosen = full.load, None
-    for there, back in _candidates(families, full, other):
-        after = max(full.load + families.change(full, there, back), other.load + families.change(other, back, there))
+    for there, back in _swap_candidates(families, full, other):
+        after = max(
+            full.load + families.load_change(full, there, back), other.load + families.load_change(other, back, there)
+        )
         if after < best:
             best, chosen = after, (there, back)
     if chosen is None:
         return False
-    families.shift(full, other, *chosen)
+    families.move_samples(full, other, *chosen)
     return True
 
 
-def _candidates(
+def _swap_candidates(
     families: PromptFamilies, full: MicroBatchBin, other: MicroBatchBin
 ) -> Iterator[tuple[list[int], list[int]]]:
     own = families.own

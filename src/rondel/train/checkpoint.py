@@ -29,11 +29,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rondel.core.errors import CheckpointError, boundary, size_text
+from rondel.core.errors import CheckpointError, error_boundary, size_text
 from rondel.core.events import Warned, emit
 from rondel.models import adapters, names
-from rondel.models.save import readable, save
-from rondel.system.files import checkpoints_in, make_folder, numbered, step_of, sync_folder, sync_tree, writing
+from rondel.models.save import make_readable, save_model
+from rondel.system.files import (
+    checkpoints_in,
+    guard_write,
+    make_folder,
+    numbered_paths,
+    step_of,
+    sync_folder,
+    sync_tree,
+)
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
@@ -67,34 +75,39 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
     """Model and optimizer into `folder`, then read back what can be checked cheaply."""
     weights, loaded = trainer.weights, trainer.loaded
     file, state = (
-        (MODEL, _tensors(trainer)) if loaded.adapter is None else (adapters.WEIGHTS, dict(names.weights(loaded.model)))
+        (MODEL, _model_tensors(trainer))
+        if loaded.adapter is None
+        else (adapters.WEIGHTS, dict(names.named_weights(loaded.model)))
     )
     optimizer = {
         "rng": torch.get_rng_state(),
         "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps]),
     }
     optimizer |= {f"{name}_coef": torch.tensor(coef, dtype=torch.float64) for name, coef in trainer.steered.items()}
-    masters, moments = _masters(weights), _moments(weights)
-    if not trainer.ranks.leads:  # it gave its shards to the one that writes
+    masters, moments = _master_tensors(weights), _adamw_moments(weights)
+    if not trainer.ranks.is_leader:  # it gave its shards to the one that writes
         return
-    with writing(folder, bytes_needed(trainer)):
-        save(loaded, folder, state) if loaded.adapter is None else adapters.save(loaded, folder)
-        plain = _arrived(folder / file, state)
+    with guard_write(folder, bytes_needed(trainer)):
+        save_model(loaded, folder, state) if loaded.adapter is None else adapters.save_adapter(loaded, folder)
+        plain = _stored_names(folder / file, state)
         rounded = loaded.adapter is None and loaded.dtype != torch.float32
         optimizer |= {
             f"master.{name}": masters[f"master.{name}"]
             for name in weights.names
-            if rounded or names.sent(name) not in plain
+            if rounded or names.published_name(name) not in plain
         }
         save_file(optimizer | moments, folder / "optimizer.safetensors")
         if trainer.draft is not None:
-            save_file(_masters(trainer.draft.weights) | _moments(trainer.draft.weights), folder / "draft.safetensors")
+            save_file(
+                _master_tensors(trainer.draft.weights) | _adamw_moments(trainer.draft.weights),
+                folder / "draft.safetensors",
+            )
         if trainer.critic is not None:
-            learned = _masters(trainer.critic.weights) | _moments(trainer.critic.weights)
+            learned = _master_tensors(trainer.critic.weights) | _adamw_moments(trainer.critic.weights)
             save_file(learned | {"steps": torch.tensor(trainer.critic.steps)}, folder / "critic.safetensors")
 
 
-def _arrived(path: Path, sent: dict[str, Tensor]) -> set[str]:
+def _stored_names(path: Path, sent: dict[str, Tensor]) -> set[str]:
     """The names in a file that has all numbers of what was sent: a mixture's experts are
     joined in the module and apart there.
     """
@@ -109,18 +122,18 @@ def _arrived(path: Path, sent: dict[str, Tensor]) -> set[str]:
     return plain
 
 
-def _masters(weights: MasterWeights) -> dict[str, Tensor]:
+def _master_tensors(weights: MasterWeights) -> dict[str, Tensor]:
     return {
-        f"master.{name}": weights.full(i, master.detach()).cpu()
+        f"master.{name}": weights.gather_full(i, master.detach()).cpu()
         for i, (name, master) in enumerate(zip(weights.names, weights.masters))
     }
 
 
-def _moments(weights: MasterWeights) -> dict[str, Tensor]:
+def _adamw_moments(weights: MasterWeights) -> dict[str, Tensor]:
     """AdamW's state as `key.name`."""
     state = [(name, weights.adamw.state.get(master, {})) for name, master in zip(weights.names, weights.masters)]
     return {
-        f"{key}.{name}": weights.full(i, value.detach()).cpu()
+        f"{key}.{name}": weights.gather_full(i, value.detach()).cpu()
         for i, (name, values) in enumerate(state)
         for key, value in values.items()
     }
@@ -130,7 +143,7 @@ def _load_moments(weights: MasterWeights, saved: dict[str, Tensor]) -> None:
     for i, (name, master) in enumerate(zip(weights.names, weights.masters)):
         weights.adamw.state.pop(master, None)
         moments = {
-            k: weights.shard(i, saved[f"{k}.{name}"])
+            k: weights.local_shard(i, saved[f"{k}.{name}"])
             for k in ("step", "exp_avg", "exp_avg_sq")
             if f"{k}.{name}" in saved
         }
@@ -138,22 +151,29 @@ def _load_moments(weights: MasterWeights, saved: dict[str, Tensor]) -> None:
             weights.adamw.state[master] = {k: v.to(master.device, copy=True) for k, v in moments.items()}
 
 
-def _tensors(trainer: TrainerState) -> dict[str, Tensor]:
+def _model_tensors(trainer: TrainerState) -> dict[str, Tensor]:
     """Parameters, frozen ones too, and persistent buffers; a tied tensor once, under its first name."""
     model = trainer.loaded.model
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: t for name, t in model.state_dict().items() if name not in every}
-    return {name: t.detach().cpu().contiguous() for name, t in [*trainer.ranks.whole(model), *buffers.items()]}
+    return {name: t.detach().cpu().contiguous() for name, t in [*trainer.ranks.full_weights(model), *buffers.items()]}
 
 
 def load_trainer(trainer: TrainerState, folder: Path) -> None:
     """Masters, moments, step numbers; the compute copy is written in place, so an engine that shares it sees it too."""
     weights = trainer.weights
-    with boundary(CheckpointError, f"reading {folder}"):
-        model = load_file(folder / MODEL) if trainer.loaded.adapter is None else adapters.read(trainer.loaded, folder)
+    with error_boundary(CheckpointError, f"reading {folder}"):
+        model = (
+            load_file(folder / MODEL)
+            if trainer.loaded.adapter is None
+            else adapters.read_adapter(trainer.loaded, folder)
+        )
         optimizer = load_file(folder / "optimizer.safetensors")
         weights.load_masters(
-            {n: optimizer[f"master.{n}"] if f"master.{n}" in optimizer else model[names.sent(n)] for n in weights.names}
+            {
+                n: optimizer[f"master.{n}"] if f"master.{n}" in optimizer else model[names.published_name(n)]
+                for n in weights.names
+            }
         )
         _load_moments(weights, optimizer)
         trainer.step_number, trainer.version, trainer.bad_steps = optimizer["numbers"].tolist()
@@ -215,7 +235,7 @@ class Checkpoints:
         less those that are there already.
         """
         make_folder(self.folder)
-        self.needed, new = needed, self.keep + 1 - min(self.keep, len(self.all()))
+        self.needed, new = needed, self.keep + 1 - min(self.keep, len(self.list_checkpoints()))
         free, wanted = shutil.disk_usage(self.folder).free, needed * new
         if free < wanted:
             raise CheckpointError(
@@ -229,47 +249,47 @@ class Checkpoints:
         back on a thread: they may be large.
         """
         final, scratch = self.folder / f"step-{step:06d}", self.folder / f".writing-{step:06d}"
-        with writing(final, self.needed):
+        with guard_write(final, self.needed):
             try:
-                for left in numbered(self.folder, ".writing-").values():  # of a run that died
+                for left in numbered_paths(self.folder, ".writing-").values():  # of a run that died
                     shutil.rmtree(left, ignore_errors=True)
                 scratch.mkdir(parents=True)
                 await save(scratch)
-                await asyncio.to_thread(self._seal, scratch, final, step, state)
+                await asyncio.to_thread(self._finalize_checkpoint, scratch, final, step, state)
             except Exception:
                 shutil.rmtree(scratch, ignore_errors=True)
                 raise
         return final
 
-    def _seal(self, scratch: Path, final: Path, step: int, state: dict[str, Any]) -> None:
+    def _finalize_checkpoint(self, scratch: Path, final: Path, step: int, state: dict[str, Any]) -> None:
         """Nothing older goes before all of this one is on the disk: a power cut leaves one or the other."""
         for model in [scratch, *sorted(scratch.glob("policies/*"))]:
-            readable(model)
+            make_readable(model)
         (scratch / "state.json").write_text(json.dumps(state))
         files = sorted(p for p in scratch.rglob("*") if p.is_file())
-        rows = {p.relative_to(scratch).as_posix(): {"bytes": p.stat().st_size, "crc32": _crc(p)} for p in files}
+        rows = {p.relative_to(scratch).as_posix(): {"bytes": p.stat().st_size, "crc32": _file_crc(p)} for p in files}
         (scratch / "manifest.json").write_text(json.dumps({"step": step, "files": rows}, indent=1))
         sync_tree(scratch)
         shutil.rmtree(final, ignore_errors=True)
         scratch.rename(final)
         sync_folder(self.folder)
         # later ones are corrupt: a resume skipped them
-        stay = [number for number in self.all() if number <= step][-self.keep :]
-        for number, other in self.all().items():
+        stay = [number for number in self.list_checkpoints() if number <= step][-self.keep :]
+        for number, other in self.list_checkpoints().items():
             if number not in stay:
                 shutil.rmtree(other, ignore_errors=True)
 
-    def all(self) -> dict[int, Path]:
+    def list_checkpoints(self) -> dict[int, Path]:
         """{step: folder} of what the run wrote, oldest first."""
         return checkpoints_in(self.folder)
 
-    def latest(self) -> tuple[Path, dict[str, Any]] | None:
+    def find_latest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest checkpoint whose manifest holds; corrupt ones are skipped with a
         message. None where there never was one.
         """
         flaws: list[str] = []
-        for number, folder in reversed(self.all().items()):
-            fault = flaw(folder)
+        for number, folder in reversed(self.list_checkpoints().items()):
+            fault = find_flaw(folder)
             if fault is None:
                 self._refuse_in_the_way(number)
                 return folder, json.loads((folder / "state.json").read_text())
@@ -286,14 +306,14 @@ class Checkpoints:
 
     def _refuse_in_the_way(self, step: int) -> None:
         """A copy that lies where the run will write, under the number of another step."""
-        for number, folder in numbered(self.folder, "step-").items():
+        for number, folder in numbered_paths(self.folder, "step-").items():
             if number > step and (of := step_of(folder)) not in (None, number):
                 raise CheckpointError(
                     f"{folder} is a copy of step {of}, and the run will write its step {number} there: rename it, to {folder.name}-copy say"
                 )
 
 
-def flaw(folder: Path) -> str | None:
+def find_flaw(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         files = json.loads((folder / "manifest.json").read_text())["files"]
@@ -311,12 +331,12 @@ def flaw(folder: Path) -> str | None:
         size, crc = expected.get(name, (None, None))
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        if _crc(path) != crc:
+        if _file_crc(path) != crc:
             return f"{name} is corrupt (checksum)"
     return None
 
 
-def _crc(path: Path) -> int:
+def _file_crc(path: Path) -> int:
     total = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):

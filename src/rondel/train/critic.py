@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rondel.models.head import LMHead
-from rondel.train.annotate import gather, note
+from rondel.train.annotate import gather_notes, store_values
 from rondel.train.optim import MasterWeights
 from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
@@ -41,18 +41,18 @@ class Critic:
     def __init__(
         self, loaded: LoadedModel, settings: TrainSettings, *, follows: bool = True, ranks: SingleRank = ALONE
     ) -> None:
-        backbone = loaded.copied()
+        backbone = loaded.copy_trainable()
         model = backbone.model
         value = nn.Linear(loaded.head.weight.shape[1], 1, device=loaded.device, dtype=torch.float32)
         nn.init.zeros_(value.weight)
         nn.init.zeros_(value.bias)
         model.set_output_embeddings(value)
-        self.loaded = ranks.hold(replace(backbone, head=LMHead(value.weight, value.bias), compute=loaded.dtype))
-        self.weights = ranks.own(model, betas=settings.betas, weight_decay=settings.weight_decay)
+        self.loaded = ranks.shard_model(replace(backbone, head=LMHead(value.weight, value.bias), compute=loaded.dtype))
+        self.weights = ranks.make_masters(model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.follows, self.ranks = follows, ranks
         self.steps = 0  # that it took part in
 
-    def begin(self, policy: MasterWeights) -> None:
+    def copy_backbone(self, policy: MasterWeights) -> None:
         """Before its first step: the policy's backbone, in full precision."""
         if self.follows and self.steps == 0:
             theirs = dict(zip(policy.names, policy.masters))
@@ -65,27 +65,29 @@ class Critic:
                 {name: theirs[name] if name in backbone else master for name, master in own.items()}
             )
 
-    def values(self, packed: PackedBatch) -> Tensor:
+    def predict_values(self, packed: PackedBatch) -> Tensor:
         """V of the states in which the trainable tokens of one micro-batch are chosen.  -> [M] in fp32."""
 
-        def work(head: LMHead) -> Tensor:
-            hidden = self.loaded.hidden(packed.tokens, packed.positions, packed.layout, seen=packed.seen(self.loaded))
+        def compute_values(head: LMHead) -> Tensor:
+            hidden = self.loaded.hidden_states(
+                packed.tokens, packed.positions, packed.layout, seen=packed.encode_images(self.loaded)
+            )
             return self.loaded.model.get_output_embeddings()(hidden.index_select(0, packed.source).float())[:, 0]
 
-        return self.loaded.within(work)
+        return self.loaded.run_with_head(compute_values)
 
     @torch.no_grad()
-    def annotate(self, batch: TrainBatch, settings: TrainSettings) -> None:
+    def annotate_values(self, batch: TrainBatch, settings: TrainSettings) -> None:
         """Write the values into every sample's notes."""
         done: list[int] = []
-        for packed in self._cut(batch, settings):
-            values = self.values(packed)
+        for packed in self._split_batch(batch, settings):
+            values = self.predict_values(packed)
             if not packed.idle:
-                note(batch, packed, "values", values)
+                store_values(batch, packed, "values", values)
                 done += packed.samples
-        self.ranks.exchange(batch, done, "values")
+        self.ranks.exchange_notes(batch, done, "values")
 
-    def accumulate(
+    def accumulate_gradients(
         self, batch: TrainBatch, row: Algorithm, settings: TrainSettings, sums: StepMetricSums, *, weight: float = 1.0
     ) -> Tensor:
         """The gradient of sum_t w_t·m_t over an update, every weight fixed before its
@@ -93,22 +95,24 @@ class Critic:
         """
         self.weights.zero_grad()
         weight_N = weight * row.aggregate(batch.lengths_N).float().to(self.loaded.device)
-        for packed in self._cut(batch, settings):
+        for packed in self._split_batch(batch, settings):
             loss_T, clipped_T = row.value(
-                self.values(packed), gather(batch, packed, "values"), gather(batch, packed, "returns")
+                self.predict_values(packed),
+                gather_notes(batch, packed, "values"),
+                gather_notes(batch, packed, "returns"),
             )
             (weight_N[packed.sample] * loss_T).sum().mul(not packed.idle).backward()
             if packed.idle:
                 continue
-            sums.add(torch.zeros(()), {"value": loss_T.detach(), "value_clipped": clipped_T})
+            sums.add_terms(torch.zeros(()), {"value": loss_T.detach(), "value_clipped": clipped_T})
         return self.weights.gradient_norm()
 
-    def move(self, *, lr: float, clip: float, norm: Tensor) -> None:
+    def optimizer_step(self, *, lr: float, clip: float, norm: Tensor) -> None:
         """By the accumulated gradient; without one the momentum of earlier steps does not move it either."""
         if norm > 0:
             self.weights.step(lr=lr, clip=clip, norm=norm)
 
-    def _cut(self, batch: TrainBatch, settings: TrainSettings) -> Iterator[PackedBatch]:
+    def _split_batch(self, batch: TrainBatch, settings: TrainSettings) -> Iterator[PackedBatch]:
         return micro_batches(
             batch,
             settings.micro_tokens,

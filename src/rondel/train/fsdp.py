@@ -42,12 +42,12 @@ class Rendezvous:
     def __init__(self, host: str, port: int = 0, *, opens: bool = True) -> None:
         file = None
         if opens:
-            file, port = sockets.listening(host, port)
+            file, port = sockets.open_listening_socket(host, port)
         self.store = dist.TCPStore(host, port, is_master=opens, wait_for_workers=False, master_listen_fd=file)
         self.address = (host, port)
 
     @classmethod
-    def at(cls, address: tuple[str, int]) -> Rendezvous:
+    def connect_to(cls, address: tuple[str, int]) -> Rendezvous:
         return cls(*address, opens=False)
 
 
@@ -71,29 +71,35 @@ class FsdpRank(SingleRank):
             dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=size, timeout=wait)
         self.mesh = init_device_mesh(device.partition(":")[0], (size,))
 
-    def hold(self, loaded: LoadedModel) -> LoadedModel:
+    def shard_model(self, loaded: LoadedModel) -> LoadedModel:
         """Each layer is gathered when its pass begins and let go when it ends; embedding, last
         norm and head stay for the whole pass.
         """
         model, dtype = loaded.model, loaded.dtype
         if not isinstance(model, FSDPModule):  # a reference that is the policy without its adapter is held already
-            self._shard(loaded)
-        head = LMHead.of(model)
+            self._shard_model(loaded)
+        head = LMHead.from_model(model)
 
-        def within(work: Callable[[LMHead], Any]) -> Any:
+        def enter_with_head(work: Callable[[LMHead], Any]) -> Any:
             return model.enter(
-                lambda: work(replace(head, weight=_now(model).weight, bias=getattr(_now(model), "bias", None)))
+                lambda: work(
+                    replace(
+                        head,
+                        weight=_output_embeddings(model).weight,
+                        bias=getattr(_output_embeddings(model), "bias", None),
+                    )
+                )
             )
 
         head.stack = linear.UnpackedLinear()
-        return replace(loaded, model=model, head=head, enter=within, compute=dtype)
+        return replace(loaded, model=model, head=head, enter=enter_with_head, compute=dtype)
 
-    def _shard(self, loaded: LoadedModel) -> None:
+    def _shard_model(self, loaded: LoadedModel) -> None:
         model, dtype = loaded.model, loaded.dtype
-        linear.loosen(model)
+        linear.unpack_linears(model)
         whole: set[nn.Parameter] = set()
         if loaded.adapter is not None:
-            names.pin(model)
+            names.pin_digest(model)
             whole = {
                 p
                 for name, p in model.named_parameters()
@@ -102,10 +108,10 @@ class FsdpRank(SingleRank):
         elif any(p.requires_grad for p in model.parameters()):
             names.remember_dtypes(model)
             model.float()
-        eye = set(vision.tower(model).modules()) if loaded.sight is not None else set()
+        eye = set(vision.vision_tower(model).modules()) if loaded.sight is not None else set()
         # whole on every rank, and frozen: no rank waits in a tower that another has no picture for
         if loaded.sight is not None:
-            whole |= set(vision.tower(model).to(dtype).parameters())
+            whole |= set(vision.vision_tower(model).to(dtype).parameters())
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         head = model.get_output_embeddings()
         # a critic's: its one number is computed in full precision
@@ -116,17 +122,17 @@ class FsdpRank(SingleRank):
                 mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32),
                 reshard_after_forward=False,
             )
-        for layer in [block for block in _layers(model) if block not in eye]:
+        for layer in [block for block in _sharded_blocks(model) if block not in eye]:
             fully_shard(layer, mesh=self.mesh, mp_policy=policy, ignored_params=whole)
         fully_shard(model, mesh=self.mesh, mp_policy=policy, ignored_params=whole)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        model.enter = MethodType(_enter, model)
+        model.enter = MethodType(_forward_root, model)
         register_fsdp_forward_method(model, "enter")
 
-    def own(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> MasterWeights:
+    def make_masters(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> MasterWeights:
         kept = (
             ShardedWeights
             if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad)
@@ -134,25 +140,25 @@ class FsdpRank(SingleRank):
         )
         return kept(model, self.mesh, betas=betas, weight_decay=weight_decay)
 
-    def whole(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         dtype = _computes_in(model)
-        for name, parameter in names.weights(model):
+        for name, parameter in names.named_weights(model):
             yield name, parameter.full_tensor().to(dtype) if isinstance(parameter, DTensor) else parameter
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         told: list[Any] = [None] * self.size
         dist.all_gather_object(told, value)
         return told
 
     @contextmanager
-    def together(self, verb: str) -> Iterator[None]:
+    def collective_section(self, verb: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             if "timed out" not in (said := str(error).lower()) and "timeout" not in said:
                 raise
             raise StalledError(
-                f"rank {self.rank} of {self.size} waits for another one since {self.patience:g} s, {_where(error)}, "
+                f"rank {self.rank} of {self.size} waits for another one since {self.patience:g} s, {_failed_operation(error)}, "
                 f"asked for: {verb}"
             ) from error
 
@@ -194,10 +200,10 @@ class ShardedWeights(MasterWeights):
         super().__init__(model, betas=betas, weight_decay=weight_decay)
         self._rounded = [m.to(self.dtype, copy=True) for m in self.masters] if self.dtype != torch.float32 else []
 
-    def _masters(self) -> list[Tensor]:
+    def _make_masters(self) -> list[Tensor]:
         return [p.detach().to_local() for p in self.compute]
 
-    def _arm(self) -> None:
+    def _install_gradient_hooks(self) -> None:
         """FSDP sums gradients in fp32 itself."""
 
     def gradient_norm(self) -> Tensor:
@@ -207,7 +213,7 @@ class ShardedWeights(MasterWeights):
         dist.all_reduce(square, group=self.mesh.get_group())
         return square.sqrt()
 
-    def _changed(self) -> float:
+    def _changed_share(self) -> float:
         if not self._rounded:
             return 1.0
         counts = torch.zeros(2, dtype=torch.float64)
@@ -222,7 +228,7 @@ class ShardedWeights(MasterWeights):
         for parameter, master in zip(self.compute, self.masters):
             parameter.grad = master.grad = None
 
-    def full(self, i: int, piece: Tensor) -> Tensor:
+    def gather_full(self, i: int, piece: Tensor) -> Tensor:
         """The whole of a tensor that lies in shards like parameter `i`; every rank asks."""
         like = self.compute[i]
         if piece.shape != self.masters[i].shape:
@@ -231,7 +237,7 @@ class ShardedWeights(MasterWeights):
             piece.contiguous(), self.mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         ).full_tensor()
 
-    def shard(self, i: int, full: Tensor) -> Tensor:
+    def local_shard(self, i: int, full: Tensor) -> Tensor:
         """This rank's part of a whole tensor: dimension 0 in equal pieces, the last ones shorter or empty."""
         like = self.compute[i]
         if full.shape != like.shape:
@@ -243,28 +249,28 @@ class ShardedWeights(MasterWeights):
     def load_masters(self, weights: dict[str, Tensor]) -> None:
         with torch.no_grad():
             for i, (name, master) in enumerate(zip(self.names, self.masters)):
-                master.copy_(self.shard(i, weights[name]))
+                master.copy_(self.local_shard(i, weights[name]))
             for master, rounded in zip(self.masters, self._rounded):
                 rounded.copy_(master)
 
 
-def _where(error: BaseException) -> str:
+def _failed_operation(error: BaseException) -> str:
     """ "in all_reduce (optim.py:71, step)": the operation, and which of our lines began it."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = next((frame for frame in reversed(frames) if f"{os.sep}torch{os.sep}" not in frame.filename), frames[0])
     return f"in {frames[-1].name} ({os.path.basename(ours.filename)}:{ours.lineno}, {ours.name})"
 
 
-def _enter(model: nn.Module, work: Callable[[], Any]) -> Any:
+def _forward_root(model: nn.Module, work: Callable[[], Any]) -> Any:
     """A pass through the model: FSDP gathers what lies at its root, and lets go of it after the backward pass."""
     return work()
 
 
-def _now(model: Any) -> Any:
+def _output_embeddings(model: Any) -> Any:
     return model.get_output_embeddings()
 
 
-def _layers(model: Any) -> list[nn.Module]:
+def _sharded_blocks(model: Any) -> list[nn.Module]:
     """What is gathered as one: the blocks that transformers, too, never splits."""
     blocks = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in blocks and module is not model]

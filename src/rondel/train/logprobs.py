@@ -17,16 +17,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rondel.models.head import LMHead, chosen
-from rondel.models.linear import matmul
-from rondel.models.main_grad import add_product, main_grad
+from rondel.models.head import LMHead, select_logprobs
+from rondel.models.linear import add_product, matmul
+from rondel.models.main_grad import main_grad
 from rondel.train.sampling_mask import SupportMask
 from rondel.train.teacher_distributions import TeacherDistribution
 
 LOGITS = 1 << 25  # entries of a chunk of logits: 128 MB in fp32
 
 
-def _chunks(rows: int, vocab: int) -> list[slice]:
+def _row_chunks(rows: int, vocab: int) -> list[slice]:
     """As few chunks as the budget allows: each one also passes over the whole gradient of the head."""
     n = -(-rows * vocab // LOGITS)
     size = -(-rows // max(1, n))
@@ -49,7 +49,7 @@ class _Chunked(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.head, ctx.temperature, ctx.kept, ctx.taught = head, temperature, kept, taught
         logprobs, entropies, apart = [], [], []
-        chunks = _chunks(len(hidden), len(weight))
+        chunks = _row_chunks(len(hidden), len(weight))
         keeps = len(chunks) == 1 and head.softcap is None and any(ctx.needs_input_grad)
         ctx.softmax = None
         for rows in chunks:
@@ -57,18 +57,18 @@ class _Chunked(torch.autograd.Function):
             if temperature != 1.0:
                 z.div_(temperature)
             if kept is not None:
-                z = kept.cut(z, rows)
-            logprob, shifted, e, total = chosen(z, target[rows])
+                z = kept.mask_logits(z, rows)
+            logprob, shifted, e, total = select_logprobs(z, target[rows])
             logprobs.append(logprob)
             entropies.append((total.log() - shifted.mul_(e).sum(-1, keepdim=True) / total)[:, 0])
             if taught is not None:
                 apart.append(-entropies[-1] - (taught.log_q(rows).mul_(e).sum(-1, keepdim=True) / total)[:, 0])
             if keeps:
                 ctx.softmax = e.div_(total)
-        ctx.entropy = _whole(entropies, hidden)
-        ctx.kl = _whole(apart, hidden)
+        ctx.entropy = _cat_pieces(entropies, hidden)
+        ctx.kl = _cat_pieces(apart, hidden)
         nothing = hidden.new_zeros(0, dtype=torch.float32)
-        return _whole(logprobs, hidden), ctx.entropy.clone(), nothing if taught is None else ctx.kl.clone()
+        return _cat_pieces(logprobs, hidden), ctx.entropy.clone(), nothing if taught is None else ctx.kl.clone()
 
     @staticmethod
     def backward(ctx, grad_logprob: Tensor, grad_entropy: Tensor, grad_kl: Tensor):
@@ -79,7 +79,7 @@ class _Chunked(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         main = main_grad(head.weight) if ctx.needs_input_grad[1] else None
         uses_entropy = bool(grad_entropy.any())
-        for rows in _chunks(len(hidden), len(weight)):
+        for rows in _row_chunks(len(hidden), len(weight)):
             h = hidden[rows]
             bent = None
             if ctx.softmax is not None:
@@ -155,5 +155,5 @@ def logprob_entropy_and_kl(
     return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, None, taught)
 
 
-def _whole(pieces: list[Tensor], like: Tensor) -> Tensor:
+def _cat_pieces(pieces: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(pieces) if pieces else like.new_zeros(0, dtype=torch.float32)

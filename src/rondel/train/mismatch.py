@@ -35,7 +35,7 @@ def bound_of(dtype: torch.dtype, *, mixture: bool, foreign: bool) -> float:
     return max(BOUNDS[dtype], BOUNDS[torch.bfloat16] if foreign else 0.0)
 
 
-def mismatch(log_weight_T: Tensor, behavior_T: Tensor, sample_T: Tensor, mask_T: Tensor) -> dict[str, float]:
+def mismatch_metrics(log_weight_T: Tensor, behavior_T: Tensor, sample_T: Tensor, mask_T: Tensor) -> dict[str, float]:
     """What x says of two policies that should be one.  [T], [T], [T], [T] -> {name:
     number}.  Over mask_T; nothing of no tokens.
 
@@ -63,8 +63,8 @@ def mismatch(log_weight_T: Tensor, behavior_T: Tensor, sample_T: Tensor, mask_T:
         "perplexity_ratio": bounded_exp(-sum_N / length_N).mean(),
         "chi2_token": torch.expm1(2 * x_T.clamp(-LIMIT, LIMIT)).mean(),
         "chi2_sample": torch.expm1(2 * sum_N.clamp(-LIMIT, LIMIT)).mean(),
-        "ess_token": _effective(w_T),
-        "ess_sample": _effective(bounded_exp(sum_N)),
+        "ess_token": _effective_sample_share(w_T),
+        "ess_sample": _effective_sample_share(bounded_exp(sum_N)),
         "weight_mean": w_T.mean(),
         "weight_std": w_T.std(correction=0),
         "weight_max": w_T.max(),
@@ -72,14 +72,14 @@ def mismatch(log_weight_T: Tensor, behavior_T: Tensor, sample_T: Tensor, mask_T:
     return {name: float(value) for name, value in found.items()}
 
 
-def _effective(weight_N: Tensor) -> Tensor:
+def _effective_sample_share(weight_N: Tensor) -> Tensor:
     """(Σ w)² / (n·Σ w²).  [N] -> scalar in (0, 1].  Kish 1965.  The share of the samples that
     equal weights would need.
     """
     return weight_N.sum().square() / (len(weight_N) * weight_N.square().sum())
 
 
-def measure(samples: list[TrainSample], version: int) -> dict[str, float]:
+def measure_mismatch(samples: list[TrainSample], version: int) -> dict[str, float]:
     """`mismatch` of the samples' notes, its K3 by tenths of the answer, and by how many versions old a token is.
 
     A token is as old as the first of its answer: one that was held while weights changed went
@@ -87,28 +87,31 @@ def measure(samples: list[TrainSample], version: int) -> dict[str, float]:
     """
     if not samples:
         return {}
-    mu_T, trained_T = _flat([s.behavior for s in samples]), _flat([s.notes["trained"] for s in samples])
+    mu_T, trained_T = (
+        _concat_pieces([s.behavior for s in samples]),
+        _concat_pieces([s.notes["trained"] for s in samples]),
+    )
     x_T = trained_T - mu_T
     each = [len(s.behavior) for s in samples]
     sample_T = torch.arange(len(samples)).repeat_interleave(torch.tensor(each))
     out = {
         f"train/mismatch_{name}": value
-        for name, value in mismatch(x_T, mu_T, sample_T, torch.ones_like(x_T, dtype=torch.bool)).items()
+        for name, value in mismatch_metrics(x_T, mu_T, sample_T, torch.ones_like(x_T, dtype=torch.bool)).items()
     }
     k3_T = k3(-x_T)
-    tenth_T = _flat([np.arange(n) * TENTHS // max(1, n) for n in each])
-    lag_T = version - _flat([np.minimum.accumulate(s.versions) for s in samples])
-    out |= dict(_by("train/mismatch_k3_tenth", k3_T, tenth_T + 1))
-    return out | dict(_by("train/mismatch_k3_lag", k3_T, lag_T))
+    tenth_T = _concat_pieces([np.arange(n) * TENTHS // max(1, n) for n in each])
+    lag_T = version - _concat_pieces([np.minimum.accumulate(s.versions) for s in samples])
+    out |= dict(_mean_by_part("train/mismatch_k3_tenth", k3_T, tenth_T + 1))
+    return out | dict(_mean_by_part("train/mismatch_k3_lag", k3_T, lag_T))
 
 
-def _by(prefix: str, value_T: Tensor, part_T: Tensor) -> Iterator[tuple[str, float]]:
+def _mean_by_part(prefix: str, value_T: Tensor, part_T: Tensor) -> Iterator[tuple[str, float]]:
     """The mean over each part: (prefix_3, number)."""
     for part in part_T.unique().tolist():
         yield f"{prefix}_{int(part)}", float(value_T[part_T == part].mean())
 
 
-def _flat(pieces: list[np.ndarray]) -> Tensor:
+def _concat_pieces(pieces: list[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.concatenate(pieces)).double()
 
 
@@ -122,7 +125,7 @@ class MismatchAlarm:
     most: float
     above: bool = False
 
-    def heard(self, metrics: dict[str, float]) -> str:
+    def check_metrics(self, metrics: dict[str, float]) -> str:
         """What to tell the user, or nothing."""
         fresh = metrics.get("train/mismatch_k3_lag_0", 0.0)
         was, self.above = self.above, not fresh <= self.most

@@ -44,7 +44,7 @@ class MultiPolicyTrainer:
         return any(trainer.moved for trainer in self.each.values())
 
     async def annotate(self, batch: TrainBatch, needs: frozenset[str]) -> TrainBatch:
-        for name, own in self._shares(batch).items():
+        for name, own in self._split_by_policy(batch).items():
             await self.each[name].annotate(own, needs)
         return batch
 
@@ -52,13 +52,13 @@ class MultiPolicyTrainer:
         """One after the other, for they may share a device. A policy of which nobody wrote
         stays as it is, and counts the version.
         """
-        shares = self._shares(batch)
+        shares = self._split_by_policy(batch)
         self._check_versions(shares)
-        metrics = _said(batch)
+        metrics = _policy_metrics(batch)
         refused = []
         for name, own in shares.items():
             stats = await self.each[name].step(own, algo)
-            metrics |= {named(name, metric): value for metric, value in stats.metrics.items()}
+            metrics |= {policy_metric(name, metric): value for metric, value in stats.metrics.items()}
             if not stats.stepped:
                 border, _, rest = stats.note.partition(":")
                 refused.append(f"{border} of '{name}':{rest}")
@@ -70,11 +70,11 @@ class MultiPolicyTrainer:
         told = {name: await self.each[name].publish(part) for name, part in route.data.items()}
         for name, (manifest, _) in told.items():
             self._check_moved(name, manifest)
-        joined = Manifest.joined({name: manifest for name, (manifest, _) in told.items()})
+        joined = Manifest.join_policies({name: manifest for name, (manifest, _) in told.items()})
         return joined, Route(route.kind, {name: part for name, (_, part) in told.items()})
 
     async def send(self, route: Route) -> None:
-        await self._all(lambda name: self.each[name].send(route.data[name]), route.data)
+        await self._call_trainers(lambda name: self.each[name].send(route.data[name]), route.data)
 
     async def logprobs(self, tokens: list[int]) -> list[float]:
         return await self.each[POLICY].logprobs(tokens)
@@ -94,16 +94,16 @@ class MultiPolicyTrainer:
             await trainer.load(folder_of(path, name))
 
     async def sleep(self, tags: tuple[str, ...]) -> None:
-        await self._all(lambda name: self.each[name].sleep(tags), self.each)
+        await self._call_trainers(lambda name: self.each[name].sleep(tags), self.each)
 
     async def wake(self, tags: tuple[str, ...]) -> None:
-        await self._all(lambda name: self.each[name].wake(tags), self.each)
+        await self._call_trainers(lambda name: self.each[name].wake(tags), self.each)
 
     @property
     def offload(self) -> MultiPolicyMemory:
         return MultiPolicyMemory(self.each)
 
-    def _shares(self, batch: TrainBatch) -> dict[str, TrainBatch]:
+    def _split_by_policy(self, batch: TrainBatch) -> dict[str, TrainBatch]:
         """The samples of each trained policy, in their order. -> also of one that has none."""
         return {name: TrainBatch([s for s in batch.samples if s.policy == name]) for name in self.each}
 
@@ -141,7 +141,7 @@ class MultiPolicyTrainer:
                 )
             )
 
-    async def _all(self, ask: Callable[[str], Awaitable[None]], names: Mapping[str, Any]) -> None:
+    async def _call_trainers(self, ask: Callable[[str], Awaitable[None]], names: Mapping[str, Any]) -> None:
         await asyncio.gather(*(ask(name) for name in names))
 
 
@@ -168,7 +168,7 @@ class MultiPolicyMemory:
             one.high = value
 
 
-def _said(batch: TrainBatch) -> dict[str, float]:
+def _policy_metrics(batch: TrainBatch) -> dict[str, float]:
     """What the agents of each policy earned and wrote, of those that are frozen, too."""
     of: dict[str, list[TrainSample]] = {}
     for sample in batch.samples:
@@ -179,7 +179,7 @@ def _said(batch: TrainBatch) -> dict[str, float]:
     }
 
 
-def named(policy: str, metric: str) -> str:
+def policy_metric(policy: str, metric: str) -> str:
     """train/loss of the policy "critic" is critic/loss."""
     return metric if policy == POLICY else f"{policy}/{metric.removeprefix('train/')}"
 

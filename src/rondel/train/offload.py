@@ -52,25 +52,26 @@ class Offload:
         if claim is not None:
             for name, model in beside.items():
                 if name != "critic":
-                    self.host.put(self._own(model))
+                    self.host.put(self._own_tensors(model))
             self.sleep()
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by what they are, each storage once."""
         seen: set[int] = set()
-        models = {name: self._own(model) for name, model in self.beside.items()}
+        models = {name: self._own_tensors(model) for name, model in self.beside.items()}
         optimizers = {
-            name: [t for owner in self.owners for t in owner.state()[name]] for name in self.owners[0].state()
+            name: [t for owner in self.owners for t in owner.state_tensors()[name]]
+            for name in self.owners[0].state_tensors()
         }
-        what = {"weights": _tensors(self.policy), **models, **optimizers}
-        return {name: self.host.resident(tensors, seen) for name, tensors in what.items()}
+        what = {"weights": _module_tensors(self.policy), **models, **optimizers}
+        return {name: self.host.resident_bytes(tensors, seen) for name, tensors in what.items()}
 
     def sleep(self) -> None:
         if self.asleep:
             return
         for owner in self.owners:
-            owner.rest()
-        self.host.put(self._state())
+            owner.clear_grads()
+        self.host.put(self._step_state())
         self.asleep = True
         if self.claim is not None:
             self.claim.leave("trainer")
@@ -78,21 +79,21 @@ class Offload:
     def wake(self) -> None:
         if self.claim is not None:
             self.claim.take("trainer")
-        self.host.fetch(self._state())
+        self.host.fetch_tensors(self._step_state())
         for owner in self.owners:
-            owner.rise()
+            owner.restore_grads()
         self.asleep = False
 
-    def settle(self) -> None:
+    def offload_new_state(self) -> None:
         """What was made while it slept, by a checkpoint, sleeps too."""
         if self.asleep:
-            self.host.put(self._state())
+            self.host.put(self._step_state())
 
     @contextmanager
-    def present(self, model: LoadedModel | None) -> Iterator[None]:
+    def on_device(self, model: LoadedModel | None) -> Iterator[None]:
         """For a pass of a frozen model."""
-        mine = self._own(model) if self.claim is not None else []
-        self.host.fetch(mine)
+        mine = self._own_tensors(model) if self.claim is not None else []
+        self.host.fetch_tensors(mine)
         if mine:
             self.high = max(self.high, sum(self.memory().values()))
         try:
@@ -104,18 +105,18 @@ class Offload:
         if self.asleep:
             raise TrainError(f"{verb} of a trainer that is asleep: its optimizer lies in host memory; wake it first")
 
-    def _state(self) -> list[Tensor]:
+    def _step_state(self) -> list[Tensor]:
         """What a step needs and nobody else reads."""
         return [
-            *(t for owner in self.owners for tensors in owner.state().values() for t in tensors),
-            *self._own(self.beside["critic"]),
+            *(t for owner in self.owners for tensors in owner.state_tensors().values() for t in tensors),
+            *self._own_tensors(self.beside["critic"]),
         ]
 
-    def _own(self, model: LoadedModel | None) -> list[Tensor]:
+    def _own_tensors(self, model: LoadedModel | None) -> list[Tensor]:
         """What a model has for itself: the base under an adapter is the policy's."""
-        policy = {id(t) for t in _tensors(self.policy)}
-        return [t for t in _tensors(model) if id(t) not in policy] if model is not None else []
+        policy = {id(t) for t in _module_tensors(self.policy)}
+        return [t for t in _module_tensors(model) if id(t) not in policy] if model is not None else []
 
 
-def _tensors(loaded: LoadedModel) -> list[Tensor]:
+def _module_tensors(loaded: LoadedModel) -> list[Tensor]:
     return [*loaded.model.parameters(), *loaded.model.buffers()]

@@ -22,22 +22,22 @@ class MasterWeights:
 
     def __init__(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> None:
         self.names, self.compute = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
-        self.masters = self._masters()
+        self.masters = self._make_masters()
         decay = [m for m in self.masters if m.ndim >= 2]
         plain = [m for m in self.masters if m.ndim < 2]
         groups = [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=1e-8, fused=True)
         self._graded: list[Tensor] = []
-        self._arm()
+        self._install_gradient_hooks()
 
-    def _masters(self) -> list[Tensor]:
+    def _make_masters(self) -> list[Tensor]:
         return [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.compute]
 
-    def _arm(self) -> None:
+    def _install_gradient_hooks(self) -> None:
         """In bf16 every gradient moves into its master's fp32 accumulator as soon as autograd is done with it."""
 
         def moves_to(master: Tensor) -> Callable[[Tensor], None]:
-            def hook(parameter: Tensor) -> None:
+            def accumulate_gradient(parameter: Tensor) -> None:
                 fresh = parameter.grad
                 if fresh is None:  # it was added to the master's already (rondel.models.main_grad)
                     return
@@ -47,7 +47,7 @@ class MasterWeights:
                     master.grad.add_(fresh)
                 parameter.grad = None
 
-            return hook
+            return accumulate_gradient
 
         for parameter, master in zip(self.compute, self.masters):
             own_parameter(parameter, master)
@@ -72,9 +72,9 @@ class MasterWeights:
             group["lr"] = lr
         self.adamw.step()
         weights_changed()  # the fused step does not count as a change of its tensors
-        return self._changed() if lr > 0 else 0.0
+        return self._changed_share() if lr > 0 else 0.0
 
-    def _changed(self) -> float:
+    def _changed_share(self) -> float:
         changed = total = 0
         with torch.no_grad():
             for parameter, master in zip(self.compute, self.masters):
@@ -85,18 +85,18 @@ class MasterWeights:
                     parameter.copy_(fresh)
         return changed / total if total else 1.0
 
-    def full(self, i: int, piece: Tensor) -> Tensor:
+    def gather_full(self, i: int, piece: Tensor) -> Tensor:
         """The whole of a tensor that is kept like master `i`: a master, one of its moments."""
         return piece
 
-    def shard(self, i: int, full: Tensor) -> Tensor:
+    def local_shard(self, i: int, full: Tensor) -> Tensor:
         """What is kept here of it."""
         return full
 
     def zero_grad(self) -> None:
         self.adamw.zero_grad(set_to_none=False)
 
-    def state(self) -> dict[str, list[Tensor]]:
+    def state_tensors(self) -> dict[str, list[Tensor]]:
         """What is the optimizer's alone; the compute copy is the engine's, too."""
         moments = [value for state in self.adamw.state.values() for value in state.values() if value.ndim]
         gradients = [m.grad for m in self.masters if m.grad is not None]
@@ -106,13 +106,13 @@ class MasterWeights:
             "gradients": gradients,
         }
 
-    def rest(self) -> None:
+    def clear_grads(self) -> None:
         """Between two steps: every gradient is spent."""
         self._graded = [m for m in self.masters if m.grad is not None]
         for master in self._graded:
             master.grad = None
 
-    def rise(self) -> None:
+    def restore_grads(self) -> None:
         """Where there was a gradient there is a zero again: AdamW passes over what has none."""
         for master in self._graded:
             master.grad = torch.zeros_like(master)

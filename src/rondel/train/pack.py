@@ -24,7 +24,7 @@ from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import GREEDY, POLICY, Group, Score, Trajectory
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.vision import VisionFeatures
-from rondel.train.balance import PromptFamilies, balanced, in_order
+from rondel.train.balance import PromptFamilies, balance_micro_batches, in_order
 from rondel.train.sampling_mask import SupportMask
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class TrainSample:
     )  # annotations by name: "proximal", "entropy", "ref", "trained", and what `ahead` decided
 
     @classmethod
-    def of(
+    def from_trajectory(
         cls, trajectory: Trajectory, *, group: int, index: int, baseline: float | None = None, stream: str = ""
     ) -> TrainSample:
         mask = np.asarray(trajectory.mask, dtype=bool)
@@ -77,7 +77,11 @@ class TrainSample:
                 f"group {group}, sample {index}: the first token has no predecessor, so it cannot be trained"
             )
         try:
-            earned = np.asarray(trajectory.score.over(trajectory.mask)) if isinstance(trajectory.score, Score) else None
+            earned = (
+                np.asarray(trajectory.score.token_rewards(trajectory.mask))
+                if isinstance(trajectory.score, Score)
+                else None
+            )
         except ValueError as error:
             raise ValueError(f"group {group}, sample {index}: {error}") from error
         return cls(
@@ -90,25 +94,25 @@ class TrainSample:
             float(trajectory.reward or 0.0),
             dict(trajectory.score.parts) if isinstance(trajectory.score, Score) else {},
             earned,
-            policy=POLICY if trajectory.guided else trajectory.policy,
+            policy=POLICY if trajectory.is_demonstration else trajectory.policy,
             agent=trajectory.agent,
             parent=trajectory.parent,
             stream=stream,
             truncated=trajectory.finish_reason == "length",
-            guided=trajectory.guided,
+            guided=trajectory.is_demonstration,
             baseline=baseline,
             experts=None if trajectory.experts is None else np.asarray(trajectory.experts),
             support=None
             if trajectory.support is None
-            else _support(trajectory, trainable, f"group {group}, sample {index}"),
+            else _checked_support(trajectory, trainable, f"group {group}, sample {index}"),
             media=trajectory.media,
         )
 
     def __post_init__(self) -> None:
-        self.keys = np.asarray(media.keyed(self.tokens, self.media), np.int64) if self.media else self.tokens
+        self.keys = np.asarray(media.content_keys(self.tokens, self.media), np.int64) if self.media else self.tokens
 
     @property
-    def prompt(self) -> int:
+    def prompt_length(self) -> int:
         """Tokens before the first trainable one."""
         return int(self.trainable[0]) if len(self.trainable) else len(self.tokens)
 
@@ -129,7 +133,7 @@ class TrainBatch:
         return torch.tensor([len(s.trainable) for s in self.samples], dtype=torch.int64)
 
     @property
-    def scored(self) -> ScoredSamples:
+    def scored_samples(self) -> ScoredSamples:
         """What advantages are made of."""
         names = dict.fromkeys(name for s in self.samples for name in s.parts)
         sides = {side: i for i, side in enumerate(dict.fromkeys((s.group, s.agent) for s in self.samples))}
@@ -143,33 +147,33 @@ class TrainBatch:
                 for name in names
             },
             greedy_N=torch.tensor(greedy, dtype=torch.float64) if len(greedy) == len(self.samples) else None,
-            earned_T=_joined([s.earned for s in self.samples]),
-            values_T=_joined([s.notes.get("values") for s in self.samples]),
-            behavior_T=_joined([s.behavior for s in self.samples]),
-            ref_T=_joined([s.notes.get("ref") for s in self.samples]),
-            teacher_T=_joined([s.notes.get("teacher") for s in self.samples]),
-            proximal_T=_joined([s.notes.get("proximal") for s in self.samples]),
+            earned_T=_concat_per_token([s.earned for s in self.samples]),
+            values_T=_concat_per_token([s.notes.get("values") for s in self.samples]),
+            behavior_T=_concat_per_token([s.behavior for s in self.samples]),
+            ref_T=_concat_per_token([s.notes.get("ref") for s in self.samples]),
+            teacher_T=_concat_per_token([s.notes.get("teacher") for s in self.samples]),
+            proximal_T=_concat_per_token([s.notes.get("proximal") for s in self.samples]),
         )
 
     @property
     def total_tokens(self) -> int:
         return sum(len(s.trainable) for s in self.samples)
 
-    def name(self, sample: int) -> str:
+    def sample_name(self, sample: int) -> str:
         return f"group {self.samples[sample].group}, sample {self.samples[sample].index}"
 
-    def shares(self, algo: Algorithm | Mixture) -> list[tuple[Algorithm, float, TrainBatch]]:
+    def split_by_row(self, algo: Algorithm | Mixture) -> list[tuple[Algorithm, float, TrainBatch]]:
         """Each row of `algo` with its weight and its samples."""
         if not isinstance(algo, Mixture):
             return [(algo, 1.0, self)]
-        found = algo.shares([s.stream for s in self.samples])
+        found = algo.split_by_row([s.stream for s in self.samples])
         return [(row, weight, TrainBatch([self.samples[i] for i in places])) for row, weight, places in found]
 
-    def trained(self, row: Algorithm) -> TrainBatch:
+    def trainable_samples(self, row: Algorithm) -> TrainBatch:
         """The samples that give a gradient: all, or those that were not cut off where the row masks truncated ones."""
         return TrainBatch([s for s in self.samples if not s.truncated]) if row.mask_truncated else self
 
-    def updates(self, n: int) -> list[TrainBatch]:
+    def split_updates(self, n: int) -> list[TrainBatch]:
         """`n` optimizer batches of whole groups, as equal as they come."""
         groups = list(dict.fromkeys(s.group for s in self.samples))
         parts = [set(groups[i::n]) for i in range(min(n, len(groups)))]
@@ -180,7 +184,9 @@ def batch_of(groups: list[Group]) -> TrainBatch:
     """The scored trajectories of all groups."""
     return TrainBatch(
         [
-            TrainSample.of(trajectory, group=group.id, index=i, baseline=group.baseline, stream=group.task.stream)
+            TrainSample.from_trajectory(
+                trajectory, group=group.id, index=i, baseline=group.baseline, stream=group.task.stream
+            )
             for group in groups
             for i, trajectory in enumerate(group.trajectories)
             if trajectory.reward is not None and trajectory.written and trajectory.policy != GREEDY
@@ -211,12 +217,12 @@ class PackedBatch:
     looks: ImageLookups | None = None
     idle: bool = False  # another rank computes it: only the pass counts
 
-    def seen(self, loaded: LoadedModel) -> VisionFeatures | None:
+    def encode_images(self, loaded: LoadedModel) -> VisionFeatures | None:
         """What this model sees there."""
         return (
             None
             if self.looks is None
-            else VisionFeatures(self.looks.rows, loaded.look(self.looks.images).rows(self.looks.cells))
+            else VisionFeatures(self.looks.rows, loaded.encode_images(self.looks.images).select_rows(self.looks.cells))
         )
 
 
@@ -241,28 +247,28 @@ def micro_batches(
     ranks: int = 1,
 ) -> Iterator[PackedBatch]:
     """Those of one rank, in turn; every rank gets as many, the last ones idle where there are too few."""
-    cuts = _cut(batch, budget, share=share, ranks=ranks)
+    cuts = _split_batch(batch, budget, share=share, ranks=ranks)
     for i in range(rank, -(-len(cuts) // ranks) * ranks, ranks):
-        packed = pack(batch, cuts[i % len(cuts)], share=share, device=device)
+        packed = pack_samples(batch, cuts[i % len(cuts)], share=share, device=device)
         packed.idle = i >= len(cuts)
         yield packed
 
 
-def _cut(batch: TrainBatch, budget: int, *, share: bool, ranks: int) -> list[list[int]]:
+def _split_batch(batch: TrainBatch, budget: int, *, share: bool, ranks: int) -> list[list[int]]:
     """Samples of each micro-batch, by a token budget that cannot change the result. Siblings
     stay together, to share their prompt, while they fit, and groups whose prompts begin
     alike share that; between several ranks the
     micro-batches are of equal size."""
-    families = _families(batch, list(range(len(batch.samples))), share)
+    families = _prompt_families(batch, list(range(len(batch.samples))), share)
     # any part of a family shares at least as much
     prompts = [_common_prompt([batch.samples[i] for i in family]) for family in families]
-    trees = _trees(batch, families, prompts, share)
+    trees = _prefix_trees(batch, families, prompts, share)
     of = {f: t for t, (members, _) in enumerate(trees) for f in members}
     number = [f for f, family in enumerate(families) for _ in family]
     own = [len(s.tokens) - prompts[f] for s, f in zip(batch.samples, number)]
     beyond = [prompt - trees[of[f]][1] for f, prompt in enumerate(prompts)]
     sizes = PromptFamilies(own, number, beyond, [of[f] for f in range(len(families))], [root for _, root in trees])
-    return balanced(sizes, budget=budget, ranks=ranks) if own and ranks > 1 else in_order(sizes, budget)
+    return balance_micro_batches(sizes, budget=budget, ranks=ranks) if own and ranks > 1 else in_order(sizes, budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +279,7 @@ class SamplePlacement:
     places: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
 
-def pack(
+def pack_samples(
     batch: TrainBatch, chosen: list[int], *, share: bool = True, device: torch.device | str = "cpu"
 ) -> PackedBatch:
     """Lay the chosen samples out in one row, as trees of what they share: what groups begin
@@ -287,7 +293,7 @@ def pack(
     pictured = any(batch.samples[i].media for i in chosen)
     at = 0
 
-    def lay(sample: TrainSample, end: int, above: SamplePlacement) -> SamplePlacement:
+    def place_tokens(sample: TrainSample, end: int, above: SamplePlacement) -> SamplePlacement:
         """Its tokens up to `end`, of which those above lie already."""
         nonlocal at
         first = len(above.places)
@@ -297,7 +303,7 @@ def pack(
         segments.append(PackedSegment(at, len(piece), above.segment))
         tokens.append(piece)
         positions.append(
-            media.positions(end, sample.media)[:, first:] if pictured else np.arange(first, first + len(piece))
+            media.rope_positions(end, sample.media)[:, first:] if pictured else np.arange(first, first + len(piece))
         )
         for place in sample.media:
             begin, stop = max(place.start, first), min(place.end, first + len(piece))
@@ -308,52 +314,54 @@ def pack(
         at += len(piece)
         return SamplePlacement(len(segments) - 1, np.concatenate([above.places, np.arange(at - len(piece), at)]))
 
-    def spread(members: list[int], above: SamplePlacement) -> None:
+    def place_family(members: list[int], above: SamplePlacement) -> None:
         """What they have in common once, then each group of those that go on alike."""
         samples = [batch.samples[i] for i in members]
-        whole = lay(samples[0], _common(samples), above)
+        whole = place_tokens(samples[0], _common_token_count(samples), above)
         going: dict[tuple[int, ...], list[int]] = {}
         for i, sample in zip(members, samples):
             n = len(whole.places)
             if n == sample.trainable[-1]:  # the last token predicts nothing that is trained
                 source[i] = whole.places[sample.trainable - 1]
             else:
-                going.setdefault((sample.keys[n], *(() if n < sample.prompt else (sample.episode,))), []).append(i)
+                going.setdefault((sample.keys[n], *(() if n < sample.prompt_length else (sample.episode,))), []).append(
+                    i
+                )
         for alike in going.values():
-            spread(alike, whole)
+            place_family(alike, whole)
 
     source: dict[int, np.ndarray] = {}
-    families = _families(batch, chosen, share)
+    families = _prompt_families(batch, chosen, share)
     prompts = [_common_prompt([batch.samples[i] for i in family]) for family in families]
-    for members, root in _trees(batch, families, prompts, share):
-        whole = lay(batch.samples[families[members[0]][0]], root, SamplePlacement())
+    for members, root in _prefix_trees(batch, families, prompts, share):
+        whole = place_tokens(batch.samples[families[members[0]][0]], root, SamplePlacement())
         for f in members:
-            spread(families[f], whole)
+            place_family(families[f], whole)
     counts = [len(batch.samples[i].trainable) for i in chosen]
     return PackedBatch(
         chosen,
-        _tensor(tokens, device),
-        torch.from_numpy(np.concatenate(positions, 1)).to(device) if pictured else _tensor(positions, device),
-        _tensor([source[i] for i in chosen], device),
-        _tensor([batch.samples[i].tokens[batch.samples[i].trainable] for i in chosen], device),
+        _concat_tensor(tokens, device),
+        torch.from_numpy(np.concatenate(positions, 1)).to(device) if pictured else _concat_tensor(positions, device),
+        _concat_tensor([source[i] for i in chosen], device),
+        _concat_tensor([batch.samples[i].tokens[batch.samples[i].trainable] for i in chosen], device),
         torch.repeat_interleave(torch.tensor(chosen), torch.tensor(counts)).to(device),
         PackedLayout(segments, device),
-        _tensor(routes, device).long() if routes else None,
-        _kept([batch.samples[i] for i in chosen], device),
-        _looks(looked, device) if looked else None,
+        _concat_tensor(routes, device).long() if routes else None,
+        _support_mask([batch.samples[i] for i in chosen], device),
+        _image_lookups(looked, device) if looked else None,
     )
 
 
-def _looks(looked: list[tuple[int, ImagePlaceholder, int, int]], device: torch.device | str) -> ImageLookups:
+def _image_lookups(looked: list[tuple[int, ImagePlaceholder, int, int]], device: torch.device | str) -> ImageLookups:
     images = {place.image.digest: place.image for _, place, _, _ in looked}
     ends = np.cumsum([image.tokens for image in images.values()])
     begins = {digest: end - image.tokens for (digest, image), end in zip(images.items(), ends)}
     rows = [np.arange(row, row + end - begin) for row, _, begin, end in looked]
     cells = [np.arange(begin, end) + begins[place.image.digest] for _, place, begin, end in looked]
-    return ImageLookups(list(images.values()), _tensor(rows, device), _tensor(cells, device))
+    return ImageLookups(list(images.values()), _concat_tensor(rows, device), _concat_tensor(cells, device))
 
 
-def _support(trajectory: Trajectory, trainable: np.ndarray, name: str) -> list[np.ndarray | None]:
+def _checked_support(trajectory: Trajectory, trainable: np.ndarray, name: str) -> list[np.ndarray | None]:
     """The recorded ids of the trainable tokens, each of which must be among its own."""
     assert trajectory.support is not None
     found = [None if (ids := trajectory.support[t]) is None else np.asarray(ids, np.int32) for t in trainable]
@@ -365,18 +373,18 @@ def _support(trajectory: Trajectory, trainable: np.ndarray, name: str) -> list[n
     return found
 
 
-def _kept(samples: list[TrainSample], device: torch.device | str) -> SupportMask | None:
+def _support_mask(samples: list[TrainSample], device: torch.device | str) -> SupportMask | None:
     rows = [ids for s in samples for ids in s.support or [None] * len(s.trainable)]
     if all(ids is None for ids in rows):
         return None
     counts = [0 if ids is None else len(ids) for ids in rows]
     return SupportMask(
-        _tensor([ids for ids in rows if ids is not None], device),
+        _concat_tensor([ids for ids in rows if ids is not None], device),
         torch.tensor(np.repeat(np.arange(len(rows)), counts), device=device),
     )
 
 
-def _families(batch: TrainBatch, chosen: list[int], share: bool) -> list[list[int]]:
+def _prompt_families(batch: TrainBatch, chosen: list[int], share: bool) -> list[list[int]]:
     """Neighbours of one group."""
     out: list[list[int]] = []
     for i in chosen:
@@ -392,7 +400,7 @@ def _families(batch: TrainBatch, chosen: list[int], share: bool) -> list[list[in
 ALIKE = 16
 
 
-def _trees(
+def _prefix_trees(
     batch: TrainBatch, families: list[list[int]], prompts: list[int], share: bool
 ) -> list[tuple[list[int], int]]:
     """Families whose prompts begin alike, and how many tokens they have in common: a system
@@ -405,10 +413,12 @@ def _trees(
         start = batch.samples[family[0]].keys[:ALIKE]
         trees.setdefault(start.tobytes() if share and prompts[f] >= ALIKE else f, []).append(f)
     firsts = [batch.samples[family[0]] for family in families]
-    return [(tree, _root([firsts[f] for f in tree], min(prompts[f] for f in tree))) for tree in trees.values()]
+    return [
+        (tree, _tree_root_length([firsts[f] for f in tree], min(prompts[f] for f in tree))) for tree in trees.values()
+    ]
 
 
-def _root(firsts: list[TrainSample], end: int) -> int:
+def _tree_root_length(firsts: list[TrainSample], end: int) -> int:
     """Of the first sample of every family, of whose prompts `end` is the shortest."""
     if len(firsts) == 1:
         return 0
@@ -422,28 +432,28 @@ def _root(firsts: list[TrainSample], end: int) -> int:
     return root if root >= ALIKE else 0
 
 
-def _common(samples: list[TrainSample]) -> int:
+def _common_token_count(samples: list[TrainSample]) -> int:
     """How many tokens they all begin with: what they were given, and of one episode also what was written in it."""
     one = len({s.episode for s in samples}) == 1
-    end = min(int(s.trainable[-1]) if one else s.prompt for s in samples)
+    end = min(int(s.trainable[-1]) if one else s.prompt_length for s in samples)
     alike = np.all([s.keys[:end] == samples[0].keys[:end] for s in samples], axis=0)
     return end if alike.all() else int(alike.argmin())
 
 
 def _common_prompt(samples: list[TrainSample]) -> int:
     """How many given tokens all siblings begin with."""
-    first = samples[0].keys[: min(s.prompt for s in samples)]
+    first = samples[0].keys[: min(s.prompt_length for s in samples)]
     for other in samples[1:]:
         differs = (first != other.keys[: len(first)]).nonzero()[0]
         first = first[: differs[0]] if len(differs) else first
     return len(first)
 
 
-def _joined(pieces: list[np.ndarray | None]) -> Tensor | None:
+def _concat_per_token(pieces: list[np.ndarray | None]) -> Tensor | None:
     """One number for each trainable token, in float64; None if a sample lacks them."""
     known = [piece for piece in pieces if piece is not None]
     return torch.from_numpy(np.concatenate([*known, np.empty(0)])) if len(known) == len(pieces) else None
 
 
-def _tensor(pieces: list[np.ndarray], device: torch.device | str) -> Tensor:
+def _concat_tensor(pieces: list[np.ndarray], device: torch.device | str) -> Tensor:
     return torch.from_numpy(np.concatenate(pieces) if pieces else np.empty(0, np.int64)).to(device)

@@ -29,27 +29,27 @@ class SingleRank:
     rank, size = 0, 1
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Writes what all of them have."""
         return self.rank == 0
 
-    def hold(self, loaded: LoadedModel) -> LoadedModel:
+    def shard_model(self, loaded: LoadedModel) -> LoadedModel:
         """The model as this rank keeps it."""
         return loaded
 
-    def own(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> MasterWeights:
+    def make_masters(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> MasterWeights:
         """Masters and AdamW of what this rank keeps of a model."""
         return MasterWeights(model, betas=betas, weight_decay=weight_decay)
 
-    def whole(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor in the compute dtype) of everything a receiver needs."""
-        return names.weights(model)
+        return names.named_weights(model)
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """What each rank says, in their order."""
         return [value]
 
-    def exchange(self, batch: TrainBatch, mine: Iterable[int], *notes: str) -> None:
+    def exchange_notes(self, batch: TrainBatch, mine: Iterable[int], *notes: str) -> None:
         """Give the others the notes of the samples that this rank computed."""
         if self.size == 1:
             return
@@ -57,12 +57,12 @@ class SingleRank:
             i: {name: batch.samples[i].notes[name] for name in notes if name in batch.samples[i].notes}
             for i in set(mine)
         }
-        for theirs in self.everyone(found):
+        for theirs in self.all_gather_object(found):
             for i, told in theirs.items():
                 batch.samples[i].notes.update(told)
 
     @contextmanager
-    def together(self, verb: str) -> Iterator[None]:
+    def collective_section(self, verb: str) -> Iterator[None]:
         """What all ranks do at the same time: a wait for one that does not come ends with a name."""
         yield
 

@@ -18,7 +18,7 @@ class SupportMask(NamedTuple):
     ids: Tensor  # [K]
     row: Tensor  # [K] ascending
 
-    def cut(self, z: Tensor, rows: slice) -> Tensor:
+    def mask_logits(self, z: Tensor, rows: slice) -> Tensor:
         """z [C, V] of the tokens `rows`, with CUT wherever the draw kept nothing."""
         first, end = torch.searchsorted(self.row, torch.tensor([rows.start, rows.stop], device=z.device)).tolist()
         row = self.row[first:end] - rows.start

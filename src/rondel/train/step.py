@@ -20,7 +20,7 @@ from rondel.algos.aggregate import masked_scale
 from rondel.algos.kl import k3
 from rondel.algos.mixture import Mixture
 from rondel.algos.objective import objective
-from rondel.algos.precompute import NOTHING, UpdateMasks, ahead, counted, tokens_of
+from rondel.algos.precompute import NOTHING, UpdateMasks, compute_update_masks, counted_tokens, tokens_of
 from rondel.core.errors import TrainError
 from rondel.core.events import Warned, emit
 from rondel.core.time_account import TimeAccount
@@ -28,15 +28,15 @@ from rondel.core.types import Manifest, Route, StepStats
 from rondel.models import linear, names
 from rondel.train import annotate as notes
 from rondel.train import checkpoint
-from rondel.train.advantages import credit, kl_of_samples
-from rondel.train.mismatch import MismatchAlarm, measure
+from rondel.train.advantages import compute_advantages, kl_of_samples
+from rondel.train.mismatch import MismatchAlarm, measure_mismatch
 from rondel.train.offload import Offload
 from rondel.train.optim import learning_rate
 from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.settings import TrainSettings
 from rondel.train.step_metrics import StepMetricSums
-from rondel.train.teachers import Teacher, TeacherEnsemble, said
+from rondel.train.teachers import Teacher, TeacherEnsemble, teacher_note_name
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
@@ -51,7 +51,7 @@ DOING = {"logprobs_of": "score", "save_trainer": "save", "sleep": "move", "wake"
 
 
 @contextmanager
-def _lap(seconds: dict[str, float], name: str) -> Iterator[None]:
+def _timed_phase(seconds: dict[str, float], name: str) -> Iterator[None]:
     """Its wall clock is added to the part of the step with this name."""
     began = time.perf_counter()
     try:
@@ -94,10 +94,12 @@ class LocalTrainer:
         self.account = TimeAccount("trainer")
         self.transport = transport
         wants_start = "ref_logprobs" in needs or settings.start_probe > 0
-        self.start = ranks.hold(_frozen(loaded)) if wants_start else None
-        self.teachers = TeacherEnsemble([replace(t, loaded=ranks.hold(t.loaded)) if t.loaded else t for t in teachers])
-        self.loaded = ranks.hold(loaded)
-        self.weights = ranks.own(self.loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
+        self.start = ranks.shard_model(_frozen_start(loaded)) if wants_start else None
+        self.teachers = TeacherEnsemble(
+            [replace(t, loaded=ranks.shard_model(t.loaded)) if t.loaded else t for t in teachers]
+        )
+        self.loaded = ranks.shard_model(loaded)
+        self.weights = ranks.make_masters(self.loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.step_number = self.bad_steps = 0
         self.version = 0
         self.alarm = MismatchAlarm(settings.mismatch_bound)
@@ -118,43 +120,43 @@ class LocalTrainer:
         """Those of the step that comes: a supervised phase has its own."""
         return self.warmup if self.warmup is not None and self.step_number < self.main.first_step else self.main
 
-    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def _run_on_device(self, function: Callable[..., Any], *args: Any) -> Any:
         """On the device's thread, and in the account under the name of what is done."""
         name = function.__name__.strip("_")
-        self.account.turn(DOING.get(name, name))
+        self.account.switch_to(DOING.get(name, name))
         try:
             return await self._device(function, *args)
         finally:
-            self.account.turn("idle")
+            self.account.switch_to("idle")
 
     # -- the verbs of the protocol ---------------------------------------------------------------
 
     async def annotate(self, batch: TrainBatch, needs: frozenset[str]) -> TrainBatch:
-        return await self._run(self._annotate, batch, needs)
+        return await self._run_on_device(self._annotate, batch, needs)
 
     async def step(self, batch: TrainBatch, algo: Algorithm | Mixture) -> StepStats:
-        stats = await self._run(self._step, batch, algo)
+        stats = await self._run_on_device(self._step, batch, algo)
         if self.draft is not None and batch.samples:
-            stats.metrics |= await self._run(self.draft.step, batch, self.settings)
-        self.account.tell(self.offload.memory())
+            stats.metrics |= await self._run_on_device(self.draft.step, batch, self.settings)
+        self.account.report_time(self.offload.memory())
         return stats
 
     async def publish(self, route: Route) -> tuple[Manifest, Route]:
         """The transport takes the tensors one by one: itself, into shared memory, into files, or only their digests."""
-        return await self._run(self._publish, route)
+        return await self._run_on_device(self._publish, route)
 
     async def send(self, route: Route) -> None:
-        await self._run(self._send, route)
+        await self._run_on_device(self._send, route)
 
     async def logprobs(self, tokens: list[int]) -> list[float]:
         """Of one text, through the training path at temperature 1: what a probe of the engine must agree with."""
-        return await self._run(notes.logprobs_of, self.loaded, tokens)
+        return await self._run_on_device(notes.logprobs_of, self.loaded, tokens)
 
     async def save(self, path: Path) -> None:
-        await self._run(checkpoint.save_trainer, self, path)
+        await self._run_on_device(checkpoint.save_trainer, self, path)
 
     async def load(self, path: Path) -> None:
-        await self._run(self._load, path)
+        await self._run_on_device(self._load, path)
 
     async def sleep(self, tags: tuple[str, ...]) -> None:
         """All that only a step needs goes to host memory, bit for bit, whatever the tag; the
@@ -164,40 +166,40 @@ class LocalTrainer:
             raise TrainError(
                 "the shards of several ranks stay on their devices: an offload is for place.kind = 'shared'"
             )
-        await self._run(self.offload.sleep)
+        await self._run_on_device(self.offload.sleep)
 
     async def wake(self, tags: tuple[str, ...]) -> None:
-        await self._run(self.offload.wake)
+        await self._run_on_device(self.offload.wake)
 
     # -- on the device's thread ------------------------------------------------------------------
 
     def _load(self, path: Path) -> None:
         checkpoint.load_trainer(self, path)
-        self.offload.settle()
+        self.offload.offload_new_state()
 
     def _publish(self, route: Route) -> tuple[Manifest, Route] | None:
         self._held = []
-        tensors = self._gathered()
-        if not self.ranks.leads:
+        tensors = self._gather_tensors()
+        if not self.ranks.is_leader:
             return None
         if self._transport.holds == "begin" and self.ranks.size > 1:
-            tensors = self._hold(tensors)
-        manifest, route = self._transport.publish(route, self.version, names.described(tensors))
-        return replace(manifest, base=names.base(self.loaded.model)), route
+            tensors = self._keep_on_host(tensors)
+        manifest, route = self._transport.publish(route, self.version, names.describe_tensors(tensors))
+        return replace(manifest, base=names.base_digest(self.loaded.model)), route
 
-    def _hold(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _keep_on_host(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The same, kept in host memory until they are sent: shards are gathered once an update."""
         for name, tensor in tensors:
             self._held.append((name, tensor.cpu()))
             yield name, tensor
 
     def _send(self, route: Route) -> None:
-        if self.ranks.leads:
+        if self.ranks.is_leader:
             held, self._held = self._held, []
             assert held or self.ranks.size == 1, "send before publish"
             device = self.loaded.device
             self._transport.send(
-                route, ((name, tensor.to(device)) for name, tensor in held) if held else self._gathered()
+                route, ((name, tensor.to(device)) for name, tensor in held) if held else self._gather_tensors()
             )
 
     @property
@@ -205,16 +207,16 @@ class LocalTrainer:
         assert self.transport is not None, "the trainer was built without a transport"
         return self.transport
 
-    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+    def _gather_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors, one at a time, under the names that the transport carries. The ranks
         that do not lead give their shards at once.
         """
         model = self.loaded.model
-        tensors = self.ranks.whole(model)
-        if not self.ranks.leads:
+        tensors = self.ranks.full_weights(model)
+        if not self.ranks.is_leader:
             for _ in tensors:
                 pass
-        return names.published(model, tensors) if self._transport.names == "checkpoint" else tensors
+        return names.published_tensors(model, tensors) if self._transport.names == "checkpoint" else tensors
 
     def _annotate(self, batch: TrainBatch, needs: frozenset[str]) -> TrainBatch:
         self.offload.refuse_asleep("annotate")
@@ -234,53 +236,57 @@ class LocalTrainer:
                 assert source is not None, f"the row needs {need}, and the trainer was built without that model"
                 own = source is self.loaded
                 replay = self.settings.replay_routes and own
-                with self.offload.present(source):
-                    notes.annotate(source, batch, need.removesuffix("_logprobs"), replay=replay, drawn=own, **how)
+                with self.offload.on_device(source):
+                    notes.annotate_logprobs(
+                        source, batch, need.removesuffix("_logprobs"), replay=replay, drawn=own, **how
+                    )
         if "teacher_logprobs" in needs:
 
-            def judged(teacher: LoadedModel, own: TrainBatch, number: int) -> None:
-                with self.offload.present(teacher):
-                    notes.annotate(teacher, own, said(number), **how)
+            def annotate_teacher(teacher: LoadedModel, own: TrainBatch, number: int) -> None:
+                with self.offload.on_device(teacher):
+                    notes.annotate_logprobs(teacher, own, teacher_note_name(number), **how)
 
-            self.teachers.ask(batch, judged)
-            self.teachers.weigh(batch)
+            self.teachers.query_teachers(batch, annotate_teacher)
+            self.teachers.combine_teachers(batch)
         if "teacher_hidden" in needs:
 
-            def remembered(teacher: LoadedModel, own: TrainBatch, number: int) -> None:
-                with self.offload.present(teacher):
-                    notes.remember(teacher, own, number, budget=settings.micro_tokens, share=settings.share_prompts)
+            def store_teacher_states(teacher: LoadedModel, own: TrainBatch, number: int) -> None:
+                with self.offload.on_device(teacher):
+                    notes.store_hidden_states(
+                        teacher, own, number, budget=settings.micro_tokens, share=settings.share_prompts
+                    )
 
-            self.teachers.ask(batch, remembered)
+            self.teachers.query_teachers(batch, store_teacher_states)
         if "values" in needs:
             assert self.critic is not None, "the row needs values, and the trainer was built without a critic"
-            self.critic.annotate(batch, self.settings)
+            self.critic.annotate_values(batch, self.settings)
         return batch
 
     def _step(self, batch: TrainBatch, algo: Algorithm | Mixture) -> StepStats:
         self.offload.refuse_asleep("step")
         if not batch.samples:
-            return self._rested()
+            return self._skip_step()
         settings, sums, seconds = (
             self.settings,
             StepMetricSums(),
             {"forward_backward": 0.0, "optimizer": 0.0, "annotate": 0.0},
         )
-        main = self._steered(algo.main if isinstance(algo, Mixture) else algo)
+        main = self._with_current_coefs(algo.main if isinstance(algo, Mixture) else algo)
         algo = replace(algo, main=main) if isinstance(algo, Mixture) else main
         critic = self.critic if "values" in main.needs else None
         if critic is not None:
-            critic.begin(self.weights)
+            critic.copy_backbone(self.weights)
         frozen = critic is not None and critic.steps < settings.critic_warmup
-        updates = batch.updates(settings.updates_per_step)
+        updates = batch.split_updates(settings.updates_per_step)
         moves = updates * settings.epochs
         more = ({"proximal_logprobs"} if len(moves) > 1 else set()) | ({"trained_logprobs"} if frozen else set())
         known: dict[str, float] = {}
         stepped, note, self.moved, taken = True, "", False, 0
         try:
-            with _lap(seconds, "annotate"):
-                known = self._known(batch, algo, updates, more)
+            with _timed_phase(seconds, "annotate"):
+                known = self._precompute_update(batch, algo, updates, more)
             for update in moves:
-                changed = self._move(update, algo, sums, seconds, more=more, critic=critic, frozen=frozen)
+                changed = self._optimizer_step(update, algo, sums, seconds, more=more, critic=critic, frozen=frozen)
                 taken, self.moved = taken + 1, self.moved or changed > 0
             self.bad_steps = 0
         except NotFinite as fault:
@@ -290,51 +296,53 @@ class LocalTrainer:
             self._count_bad(note)
         for sample in batch.samples:
             sample.hidden.clear()
-        sums.gather(self.ranks)
+        sums.gather_ranks(self.ranks)
         metrics = (
-            sums.metrics(len(moves))
+            sums.to_metrics(len(moves))
             | known
-            | {"train/lr": self._rate(settings.lr), "train/tokens": float(batch.total_tokens)}
+            | {"train/lr": self._learning_rate(settings.lr), "train/tokens": float(batch.total_tokens)}
         )
-        if masked := sum(len(share.samples) - len(share.trained(row).samples) for row, _, share in batch.shares(algo)):
+        if masked := sum(
+            len(share.samples) - len(share.trainable_samples(row).samples) for row, _, share in batch.split_by_row(algo)
+        ):
             metrics["train/truncated_masked"] = float(masked)
         if critic is not None:
-            metrics["train/critic_lr"] = self._rate(settings.critic_lr)
+            metrics["train/critic_lr"] = self._learning_rate(settings.critic_lr)
             critic.steps += 1
         if stepped:
-            metrics |= self._steer(batch, algo, main) | self._mismatch(batch, algo)
+            metrics |= self._update_coefs(batch, algo, main) | self._engine_mismatch(batch, algo)
         if self.start is not None and stepped and settings.start_probe:
-            with _lap(seconds, "annotate"):
+            with _timed_phase(seconds, "annotate"):
                 metrics |= self._kl_to_start(batch)
         metrics |= {f"train/{name}_s": spent for name, spent in seconds.items()}
         self.step_number += 1
         self.version += 1
         return StepStats(stepped, metrics, note)
 
-    def _rested(self) -> StepStats:
+    def _skip_step(self) -> StepStats:
         """A step in which there was nothing of this policy: its weights stay, its version and its schedule go on."""
-        metrics = {"train/lr": self._rate(self.settings.lr), "train/tokens": 0.0, "train/weights_changed": 0.0}
+        metrics = {"train/lr": self._learning_rate(self.settings.lr), "train/tokens": 0.0, "train/weights_changed": 0.0}
         self.moved = False
         self.step_number += 1
         self.version += 1
         return StepStats(True, metrics)
 
-    def _known(
+    def _precompute_update(
         self, batch: TrainBatch, algo: Algorithm | Mixture, updates: list[TrainBatch], more: set[str]
     ) -> dict[str, float]:
         """What must be known of every token before the first move, each update in the packing
         in which it will be trained. -> metrics.
         """
         for update in updates:
-            for row, _, share in update.shares(algo):
+            for row, _, share in update.split_by_row(algo):
                 self._annotate(share, row.needs | more)
         known: dict[str, float] = {}
-        for row, _, share in batch.shares(algo):
-            known |= credit(share, row)
+        for row, _, share in batch.split_by_row(algo):
+            known |= compute_advantages(share, row)
         _check_samples(batch)
         return known
 
-    def _move(
+    def _optimizer_step(
         self,
         update: TrainBatch,
         algo: Algorithm | Mixture,
@@ -347,85 +355,95 @@ class LocalTrainer:
     ) -> float:
         """One gradient over all rows, one step of each optimizer. -> the share of weights that it changed."""
         main = algo.main if isinstance(algo, Mixture) else algo
-        with _lap(seconds, "forward_backward"):
+        with _timed_phase(seconds, "forward_backward"):
             self.weights.zero_grad()
             # stale as soon as the weights move, and in the way of the activations
-            for stack in linear.stacks(self.loaded.model):
-                if stack.trained:
-                    stack.drop()
+            for stack in linear.packed_linears(self.loaded.model):
+                if stack.is_trained:
+                    stack.drop_packed()
             critic_norm = torch.zeros(())
-            for row, weight, share in update.shares(algo):
-                own = share.trained(row)
+            for row, weight, share in update.split_by_row(algo):
+                own = share.trainable_samples(row)
                 if not own.samples:  # all of them were cut off
                     continue
                 scale = masked_scale(row.aggregate, own.lengths_N, share.lengths_N)
                 if not frozen:
-                    self._accumulate(
+                    self._accumulate_gradients(
                         own, row, sums, weight=weight * scale, proximal_noted="proximal_logprobs" in row.needs | more
                     )
                 if critic is not None and row is main:
-                    critic_norm = critic.accumulate(own, row, self.settings, sums, weight=scale)
+                    critic_norm = critic.accumulate_gradients(own, row, self.settings, sums, weight=scale)
             norm = self.weights.gradient_norm()
             for whose, size in (("", norm), (" of the critic", critic_norm)):
                 if not math.isfinite(float(size)):
                     raise NotFinite(
-                        f"gradient{whose}: its norm is {float(size)} over {_some(update, range(len(update.samples)))}"
+                        f"gradient{whose}: its norm is {float(size)} over {_name_samples(update, range(len(update.samples)))}"
                     )
-        with _lap(seconds, "optimizer"):
+        with _timed_phase(seconds, "optimizer"):
             changed = 0.0
             if norm > 0:  # without signal the momentum of earlier steps must not move anything either
-                changed = self.weights.step(lr=self._rate(self.settings.lr), clip=self.settings.clip, norm=norm)
+                changed = self.weights.step(
+                    lr=self._learning_rate(self.settings.lr), clip=self.settings.clip, norm=norm
+                )
             if critic is not None:
-                critic.move(lr=self._rate(self.settings.critic_lr), clip=self.settings.clip, norm=critic_norm)
+                critic.optimizer_step(
+                    lr=self._learning_rate(self.settings.critic_lr), clip=self.settings.clip, norm=critic_norm
+                )
                 sums.put("train/critic_grad_norm", float(critic_norm))
         sums.put("train/grad_norm", float(norm))
         sums.put("train/weights_changed", changed)
         return changed
 
-    def _steer(self, batch: TrainBatch, algo: Algorithm | Mixture, main: Algorithm) -> dict[str, float]:
+    def _update_coefs(self, batch: TrainBatch, algo: Algorithm | Mixture, main: Algorithm) -> dict[str, float]:
         """Coefficients with a target follow what the step measured of their samples. ->
         what they were, and what was measured.
         """
-        own = next((share.samples for row, _, share in batch.shares(algo) if row is main), [])
+        own = next((share.samples for row, _, share in batch.split_by_row(algo) if row is main), [])
         told: dict[str, float] = {}
-        if main.kl.steers:
+        if main.kl.is_adaptive:
             told |= {"train/kl_coef": main.kl.coef, "train/kl_sample": (measured := kl_of_samples(TrainBatch(own)))}
-            self.steered["kl"] = main.kl.steered(measured, len(own))
-        if main.entropy.steers and own:
+            self.steered["kl"] = main.kl.next_coef(measured, len(own))
+        if main.entropy.is_adaptive and own:
             told["train/entropy_coef"] = main.entropy.coef
-            self.steered["entropy"] = main.entropy.steered(float(notes.flat(own, "entropy").mean()))
+            self.steered["entropy"] = main.entropy.next_coef(float(notes.concat_notes(own, "entropy").mean()))
         return told
 
-    def _mismatch(self, batch: TrainBatch, algo: Algorithm | Mixture) -> dict[str, float]:
+    def _engine_mismatch(self, batch: TrainBatch, algo: Algorithm | Mixture) -> dict[str, float]:
         """Engine against trainer, over whatever an engine drew."""
         drawn = [
-            s for row, _, share in batch.shares(algo) if row.needs for s in share.trained(row).samples if not s.guided
+            s
+            for row, _, share in batch.split_by_row(algo)
+            if row.needs
+            for s in share.trainable_samples(row).samples
+            if not s.guided
         ]
         if not drawn:
             return {}
-        metrics = measure(drawn, self.version)
-        if told := self.alarm.heard(metrics):
+        metrics = measure_mismatch(drawn, self.version)
+        if told := self.alarm.check_metrics(metrics):
             emit(Warned(f"step {self.step_number + 1}{self.whose}: {told}"))
         return metrics
 
-    def _rate(self, lr: float) -> float:
+    def _learning_rate(self, lr: float) -> float:
         """The learning rate of this step, under the schedule."""
         s = self.settings
         return learning_rate(
             self.step_number - s.first_step, lr=lr, schedule=s.schedule, warmup=s.warmup_steps, steps=s.steps
         )
 
-    def _steered(self, algo: Algorithm) -> Algorithm:
+    def _with_current_coefs(self, algo: Algorithm) -> Algorithm:
         """The row with the coefficients that earlier steps have led to."""
-        known = {name: coef for name, coef in self.steered.items() if getattr(algo, name).steers}
+        known = {name: coef for name, coef in self.steered.items() if getattr(algo, name).is_adaptive}
         return replace(algo, **{name: replace(getattr(algo, name), coef=coef) for name, coef in known.items()})
 
-    def _accumulate(
+    def _accumulate_gradients(
         self, batch: TrainBatch, algo: Algorithm, sums: StepMetricSums, *, proximal_noted: bool, weight: float = 1.0
     ) -> None:
         """Forward and backward over micro-batches; every weight is fixed before the first of them (law 3)."""
-        decided = _decide(batch, algo) if proximal_noted else NOTHING
-        weight_N = weight * algo.aggregate(counted(algo, batch.lengths_N, decided)).float().to(self.loaded.device)
+        decided = _decide_masks(batch, algo) if proximal_noted else NOTHING
+        weight_N = weight * algo.aggregate(counted_tokens(algo, batch.lengths_N, decided)).float().to(
+            self.loaded.device
+        )
         score_N = torch.tensor([s.reward for s in batch.samples], dtype=torch.float32, device=self.loaded.device)
         guided_N = torch.tensor([s.guided for s in batch.samples], dtype=torch.bool, device=self.loaded.device)
         faults: list[str] = []
@@ -438,10 +456,10 @@ class LocalTrainer:
             rank=self.ranks.rank,
             ranks=self.ranks.size,
         ):
-            tape = notes.replaying(self.loaded, packed) if self.settings.replay_routes else None
+            tape = notes.replay_tape(self.loaded, packed) if self.settings.replay_routes else None
             taught_T: Tensor | None = None
             if "teacher_hidden" in algo.needs:
-                taught = self.teachers.taught(batch, packed, self.settings.temperature)
+                taught = self.teachers.teacher_distribution(batch, packed, self.settings.temperature)
                 logprobs, entropy, taught_T = notes.forward_taught(
                     self.loaded, packed, taught, temperature=self.settings.temperature, tape=tape
                 )
@@ -449,45 +467,45 @@ class LocalTrainer:
                 logprobs, entropy = notes.forward(
                     self.loaded, packed, temperature=self.settings.temperature, tape=tape, kept=packed.kept
                 )
-            faults += _fault("logprob", logprobs, batch, packed)
+            faults += _find_nonfinite("logprob", logprobs, batch, packed)
             # demonstrations were drawn from no policy
-            behavior = notes.gather(batch, packed, "behavior") if algo.needs else None
-            proximal = notes.gather(batch, packed, "proximal") if proximal_noted else logprobs.detach()
+            behavior = notes.gather_notes(batch, packed, "behavior") if algo.needs else None
+            proximal = notes.gather_notes(batch, packed, "proximal") if proximal_noted else logprobs.detach()
             loss, terms = objective(
                 algo,
                 logprobs_T=logprobs,
                 entropy_T=entropy,
                 proximal_T=proximal,
                 behavior_T=behavior,
-                ref_T=notes.gather(batch, packed, "ref") if "ref_logprobs" in algo.needs else None,
-                advantages_T=notes.gather(batch, packed, "advantages"),
+                ref_T=notes.gather_notes(batch, packed, "ref") if "ref_logprobs" in algo.needs else None,
+                advantages_T=notes.gather_notes(batch, packed, "advantages"),
                 weight_T=weight_N[packed.sample] * (not packed.idle),
                 sample_T=packed.sample,
                 score_T=score_N[packed.sample],
                 guided_T=guided_N[packed.sample],
                 decided=UpdateMasks(
                     **{
-                        name: notes.gather(batch, packed, name)
+                        name: notes.gather_notes(batch, packed, name)
                         for name, known in vars(decided).items()
                         if known is not None
                     }
                 ),
                 taught_T=taught_T,
             )
-            faults += _fault("ratio", terms["ratio"], batch, packed)
+            faults += _find_nonfinite("ratio", terms["ratio"], batch, packed)
             loss.backward()
             if packed.idle:
                 continue
             done += packed.samples
-            notes.note(batch, packed, "trained", proximal)  # of the version that began the step, as the gap is
+            notes.store_values(batch, packed, "trained", proximal)  # of the version that began the step, as the gap is
             sums.packed += len(packed.tokens)
-            sums.add(loss.detach(), {**terms, "entropy": entropy.detach()})
+            sums.add_terms(loss.detach(), {**terms, "entropy": entropy.detach()})
             if tape is not None:
-                sums.routed(tape.flips)
+                sums.add_routing_flips(tape.flips)
         # no rank leaves a pass that the others wait for
-        if told := [fault for found in self.ranks.everyone(faults) for fault in found]:
+        if told := [fault for found in self.ranks.all_gather_object(faults) for fault in found]:
             raise NotFinite(told[0])
-        self.ranks.exchange(batch, done, "trained")
+        self.ranks.exchange_notes(batch, done, "trained")
 
     def _kl_to_start(self, batch: TrainBatch) -> dict[str, float]:
         """k3 estimate of KL(policy || starting weights) on the first samples that were trained,
@@ -498,8 +516,8 @@ class LocalTrainer:
             return {}
         assert self.start is not None, "start_probe keeps the starting weights"
         how: dict[str, Any] = dict(budget=self.main.micro_tokens, temperature=self.main.temperature, ranks=self.ranks)
-        with self.offload.present(self.start):
-            notes.annotate(self.start, probe, "start", **how)
+        with self.offload.on_device(self.start):
+            notes.annotate_logprobs(self.start, probe, "start", **how)
         gone_T = torch.cat([torch.from_numpy(s.notes["trained"] - s.notes["start"]) for s in probe.samples])
         return {"train/kl_to_start": float(k3(gone_T).mean())}
 
@@ -519,37 +537,37 @@ class LocalTrainer:
             )
 
 
-def _frozen(loaded: LoadedModel) -> LoadedModel:
+def _frozen_start(loaded: LoadedModel) -> LoadedModel:
     """The starting weights, which nothing trains: a copy, or under an adapter that is still zero the base itself."""
-    if loaded.adapter is not None and loaded.adapter.fresh:
+    if loaded.adapter is not None and loaded.adapter.is_zero:
         return replace(loaded, bare=True)
-    start = loaded.copied()
+    start = loaded.copy_trainable()
     start.model.requires_grad_(False)
-    linear.loosen(start.model)  # it scores a few samples a step: a packed copy would be as large as the model
+    linear.unpack_linears(start.model)  # it scores a few samples a step: a packed copy would be as large as the model
     return start
 
 
-def _decide(batch: TrainBatch, algo: Algorithm) -> UpdateMasks:
+def _decide_masks(batch: TrainBatch, algo: Algorithm) -> UpdateMasks:
     """What the row decides over the whole update, also noted with its samples."""
-    each = batch.scored.each
-    proximal_T = notes.flat(batch.samples, "proximal")
-    found = ahead(
+    each = batch.scored_samples.spread_to_tokens
+    proximal_T = notes.concat_notes(batch.samples, "proximal")
+    found = compute_update_masks(
         algo,
         tokens_of(
             algo,
             logprobs_T=proximal_T,
             proximal_T=proximal_T,
             sample_T=each(torch.arange(len(batch.samples))),
-            entropy_T=notes.flat(batch.samples, "entropy"),
-            behavior_T=notes.flat(batch.samples, "behavior") if algo.needs else None,
-            advantages_T=notes.flat(batch.samples, "advantages"),
+            entropy_T=notes.concat_notes(batch.samples, "entropy"),
+            behavior_T=notes.concat_notes(batch.samples, "behavior") if algo.needs else None,
+            advantages_T=notes.concat_notes(batch.samples, "advantages"),
             score_T=each(torch.tensor([s.reward for s in batch.samples])),
             guided_T=each(torch.tensor([s.guided for s in batch.samples])),
         ),
     )
     for name, values_T in vars(found).items():
         if values_T is not None:
-            notes.spread(batch.samples, name, values_T)
+            notes.scatter_notes(batch.samples, name, values_T)
     return found
 
 
@@ -565,18 +583,18 @@ def _check_samples(batch: TrainBatch) -> None:
         ("advantage", lambda s: s.advantages),
     ):
         if bad := [i for i, s in enumerate(batch.samples) if not np.isfinite(known(s)).all()]:
-            raise NotFinite(f"{border}: not finite for {_some(batch, bad)}")
+            raise NotFinite(f"{border}: not finite for {_name_samples(batch, bad)}")
 
 
-def _fault(border: str, values_M: Tensor, batch: TrainBatch, packed: PackedBatch) -> list[str]:
+def _find_nonfinite(border: str, values_M: Tensor, batch: TrainBatch, packed: PackedBatch) -> list[str]:
     finite = torch.isfinite(values_M)
     return (
         []
         if bool(finite.all())
-        else [f"{border}: not finite for {_some(batch, packed.sample[~finite].unique().tolist())}"]
+        else [f"{border}: not finite for {_name_samples(batch, packed.sample[~finite].unique().tolist())}"]
     )
 
 
-def _some(batch: TrainBatch, samples: Sequence[int]) -> str:
+def _name_samples(batch: TrainBatch, samples: Sequence[int]) -> str:
     more = f" and {len(samples) - 4} more" if len(samples) > 4 else ""
-    return ", ".join(batch.name(i) for i in samples[:4]) + more
+    return ", ".join(batch.sample_name(i) for i in samples[:4]) + more

@@ -17,19 +17,19 @@ class StepMetricSums:
         self.terms: dict[str, list[Tensor]] = {}
         self.values: dict[str, float] = {}
 
-    def add(self, loss: Tensor, terms: dict[str, Tensor]) -> None:
+    def add_terms(self, loss: Tensor, terms: dict[str, Tensor]) -> None:
         self.loss += float(loss)
         for name, values in terms.items():
             self.terms.setdefault(name, []).append(values.float().cpu())
 
-    def routed(self, flips_L: list[Tensor]) -> None:
+    def add_routing_flips(self, flips_L: list[Tensor]) -> None:
         """Share of each token's own choice of experts that the engine's record does not hold."""
         for layer, flips in enumerate(flips_L):
             self.terms.setdefault(f"flips_{layer}", []).append(flips.cpu())
 
-    def gather(self, ranks: SingleRank) -> None:
+    def gather_ranks(self, ranks: SingleRank) -> None:
         """All that the ranks have summed."""
-        told = ranks.everyone(
+        told = ranks.all_gather_object(
             (self.loss, self.packed, {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces})
         )
         self.loss, self.packed = sum(loss for loss, _, _ in told), sum(packed for _, packed, _ in told)
@@ -41,7 +41,7 @@ class StepMetricSums:
     def put(self, name: str, value: float) -> None:
         self.values[name] = max(value, self.values.get(name, value))
 
-    def metrics(self, updates: int) -> dict[str, float]:
+    def to_metrics(self, updates: int) -> dict[str, float]:
         out = {"train/loss": self.loss / max(1, updates), "train/packed_tokens": float(self.packed), **self.values}
         terms = {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces}
         if "correction" in terms:

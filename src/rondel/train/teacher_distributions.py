@@ -45,11 +45,11 @@ class TeacherDistribution:
             logits = mine.head.logits(mine.hidden[first:end])
             opinion = (logits / self.temperature).log_softmax(-1).mul_(mine.weight[first:end, None])
             if told is None:
-                told = opinion.new_zeros(min(rows.stop, self.length) - rows.start, opinion.shape[1])
+                told = opinion.new_zeros(min(rows.stop, self.token_count) - rows.start, opinion.shape[1])
             told.index_add_(0, mine.at[first:end] - rows.start, opinion)
         assert told is not None, "a token without a teacher"
         return told
 
     @property
-    def length(self) -> int:
+    def token_count(self) -> int:
         return max(int(mine.at[-1]) + 1 for mine in self.opinions if len(mine.at))

@@ -31,11 +31,11 @@ class Teacher:
     weight: float = 1.0
     source: str | None = None
 
-    def teaches(self, stream: str) -> bool:
+    def applies_to(self, stream: str) -> bool:
         return self.source in (None, stream)
 
 
-def said(number: int) -> str:
+def teacher_note_name(number: int) -> str:
     """The note in which a sample keeps what one teacher said."""
     return f"teacher.{number}"
 
@@ -57,26 +57,26 @@ class TeacherEnsemble(Sequence[Teacher]):
     def __getitem__(self, number: Any) -> Any:
         return self._teachers[number]
 
-    def ask(self, batch: TrainBatch, question: Callable[[LoadedModel, TrainBatch, int], None]) -> None:
+    def query_teachers(self, batch: TrainBatch, question: Callable[[LoadedModel, TrainBatch, int], None]) -> None:
         """One teacher at a time, each about all its samples: never more than one beside the policy."""
         for number, teacher in enumerate(self):
-            own = TrainBatch([s for s in batch.samples if teacher.teaches(s.stream)])
+            own = TrainBatch([s for s in batch.samples if teacher.applies_to(s.stream)])
             if teacher.loaded is not None and own.samples:
                 question(teacher.loaded, own, number)
 
-    def weigh(self, batch: TrainBatch) -> None:
+    def combine_teachers(self, batch: TrainBatch) -> None:
         """The note "teacher" of every sample, out of what each teacher said."""
         for i, sample in enumerate(batch.samples):
-            shares = self._shares(sample)
-            if not shares or not all(said(number) in sample.notes for number in shares):
+            shares = self._teacher_weights(sample)
+            if not shares or not all(teacher_note_name(number) in sample.notes for number in shares):
                 raise TrainError(
-                    f"no teacher of '{sample.stream}' has spoken of {batch.name(i)}; model.teacher needs one for this "
+                    f"no teacher of '{sample.stream}' has spoken of {batch.sample_name(i)}; model.teacher needs one for this "
                     f"source, or for all"
                 )
-            opinions = [sample.notes[said(number)] for number in shares]
+            opinions = [sample.notes[teacher_note_name(number)] for number in shares]
             sample.notes["teacher"] = np.average(opinions, axis=0, weights=list(shares.values())).astype(np.float32)
 
-    def taught(self, batch: TrainBatch, packed: PackedBatch, temperature: float) -> TeacherDistribution:
+    def teacher_distribution(self, batch: TrainBatch, packed: PackedBatch, temperature: float) -> TeacherDistribution:
         """What those who were asked for their hidden states think of the tokens of a micro-batch."""
         samples, device = [batch.samples[i] for i in packed.samples], packed.tokens.device
         lengths = [len(s.trainable) for s in samples]
@@ -89,11 +89,13 @@ class TeacherEnsemble(Sequence[Teacher]):
             assert teacher.loaded is not None
             hidden = torch.cat([samples[i].hidden[number] for i in mine]).to(device)
             at = torch.cat([torch.arange(first[i], first[i + 1]) for i in mine]).to(device)
-            weight = torch.cat([torch.full((lengths[i],), self._shares(samples[i])[number]) for i in mine]).to(device)
+            weight = torch.cat([torch.full((lengths[i],), self._teacher_weights(samples[i])[number]) for i in mine]).to(
+                device
+            )
             opinions.append(TeacherOpinion(teacher.loaded.head, hidden, at, weight))
         return TeacherDistribution(opinions, temperature)
 
-    def _shares(self, sample: TrainSample) -> dict[int, float]:
+    def _teacher_weights(self, sample: TrainSample) -> dict[int, float]:
         """How much each teacher of a sample counts, by its place."""
-        mine = {number: t.weight for number, t in enumerate(self) if t.teaches(sample.stream)}
+        mine = {number: t.weight for number, t in enumerate(self) if t.applies_to(sample.stream)}
         return {number: weight / sum(mine.values()) for number, weight in mine.items()}

@@ -11,7 +11,7 @@ from algos_kit import F64, near, scored, slope, tensor
 
 from rondel.algos import advantage, gae
 from rondel.algos.reward_transforms import KimiLength, Overlong
-from rondel.algos.table import resolve
+from rondel.algos.table import resolve_algorithm
 
 # groups 9: 1 0 0 1, 4: 7 2, -2: 5 5
 REWARDS, GROUPS = tensor(1, 7, 0, 0, 5, 1, 2, 5), torch.tensor([9, 4, 9, 9, -2, 9, 4, -2])
@@ -177,12 +177,12 @@ def test_a_preference_has_the_gradient_of_dpo():
     logp = torch.randn(14, generator=make, dtype=F64).requires_grad_()
     ref = torch.randn(14, generator=make, dtype=F64)
     given = scored(rewards, group, lengths)
-    sums = given.total(logp - ref)
+    sums = given.sum_by_sample(logp - ref)
     pairs = [[(0, 1), (2, 1)], [(3, 5)]]
     loss = sum(-torch.sigmoid(0.3 * (sums[w] - sums[b])).log() / len(some) for some in pairs for w, b in some) / len(
         pairs
     )
-    row = resolve({"kind": "online_dpo", "advantage": {"beta": 0.3}})
+    row = resolve_algorithm({"kind": "online_dpo", "advantage": {"beta": 0.3}})
     advantages_T = row.advantages_T(replace(given, proximal_T=logp.detach(), ref_T=ref))
-    ours = (given.each(row.aggregate(lengths)) * -advantages_T * logp).sum()
+    ours = (given.spread_to_tokens(row.aggregate(lengths)) * -advantages_T * logp).sum()
     assert near(slope(ours, logp), slope(loss, logp), 1e-12)

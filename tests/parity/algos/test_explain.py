@@ -11,7 +11,7 @@ from algos_kit import lively, near, tensor, tokens
 
 from rondel.algos import correction, kl, table
 from rondel.algos.entropy import EntropyBonus
-from rondel.algos.objective import explain, objective
+from rondel.algos.objective import explain_objective, objective
 
 
 @pytest.mark.parametrize("row", table.TABLE.values(), ids=table.TABLE)
@@ -44,7 +44,7 @@ def test_the_explained_slope_of_an_estimator_is_its_gradient(kind, knobs):
 
 def test_explain_shows_the_effective_formula_and_only_that():
     row = replace(table.DAPO, kl=kl.Kl("k2", 0.01), entropy=EntropyBonus(0.001)).bounded(512)
-    text = explain(row)
+    text = explain_objective(row)
     for line in (
         "loss      sum over the trainable tokens of w·(c·l + 0.01·k - 0.001·H)",
         "  l = max(-r·A, -clip(r, 0.8, 1.28)·A)",
@@ -54,20 +54,22 @@ def test_explain_shows_the_effective_formula_and_only_that():
         "knob      surrogate.high = 0.28    a ratio above 1 + high passes no gradient when A > 0",
     ):
         assert line in text.splitlines()
-    assert "R = reward" not in explain(table.SFT) and "idle      shaping: no reward is read" in explain(table.SFT)
+    assert "R = reward" not in explain_objective(
+        table.SFT
+    ) and "idle      shaping: no reward is read" in explain_objective(table.SFT)
 
 
 def test_explain_says_what_the_denominators_count():
     masked = correction.Importance(action="mask")
-    assert "what the correction keeps of" not in explain(replace(table.GRPO, correction=masked))
-    assert "  w counts what the correction keeps of the whole batch" in explain(
+    assert "what the correction keeps of" not in explain_objective(replace(table.GRPO, correction=masked))
+    assert "  w counts what the correction keeps of the whole batch" in explain_objective(
         replace(table.GRPO, correction=replace(masked, denominator="kept"))
     )
 
 
 def test_every_knob_of_every_row_is_explained():
     for row in table.TABLE.values():
-        for line in explain(row).splitlines():
+        for line in explain_objective(row).splitlines():
             assert not line.startswith("knob") or len(line.split("    ", 2)[-1].strip()) > 10, line
 
 

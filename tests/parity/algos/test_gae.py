@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rondel.algos.advantage import whitened
-from rondel.algos.gae import following, gae, lengths, returns
+from rondel.algos.advantage import whiten_values
+from rondel.algos.gae import discounted_returns, gae, next_values, sample_lengths
 
 
 def naive(rewards, values, mask, gamma: float, lam: float) -> tuple[list[float], list[float]]:
@@ -107,14 +107,14 @@ def test_one_reward_at_the_end_is_credited_to_every_token():
     sample = torch.tensor([4, 4, 4, 9, 9])
     advantages, targets = gae(rewards, torch.zeros(5), sample, gamma=1.0, lam=1.0)
     assert advantages.tolist() == targets.tolist() == [2.0, 2.0, 2.0, -1.0, -1.0]
-    assert returns(rewards, sample, gamma=0.5).tolist() == [0.5, 1.0, 2.0, -0.5, -1.0]
-    assert following(rewards, lengths(sample)).tolist() == [0.0, 2.0, 0.0, -1.0, 0.0]
+    assert discounted_returns(rewards, sample, gamma=0.5).tolist() == [0.5, 1.0, 2.0, -0.5, -1.0]
+    assert next_values(rewards, sample_lengths(sample)).tolist() == [0.0, 2.0, 0.0, -1.0, 0.0]
 
 
 def test_nothing_gives_nothing():
     none = torch.zeros(0)
     assert [len(x) for x in gae(none, none, none.long(), gamma=1.0, lam=1.0)] == [0, 0] and len(
-        returns(none, none.long(), gamma=1.0)
+        discounted_returns(none, none.long(), gamma=1.0)
     ) == 0
 
 
@@ -129,8 +129,10 @@ def test_the_order_of_samples_is_only_an_order():
 
 def test_whitened():
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 5
-    y = whitened(x)
+    y = whiten_values(x)
     exact = (x.numpy() - x.numpy().mean()) / np.sqrt(x.numpy().var(ddof=1) + 1e-8)
     np.testing.assert_allclose(y.numpy(), exact, rtol=1e-10, atol=1e-10)
-    assert whitened(torch.full((7,), 0.1)).tolist() == [0.0] * 7 and whitened(torch.tensor([3.0])).tolist() == [0.0]
-    assert len(whitened(torch.zeros(0))) == 0
+    assert whiten_values(torch.full((7,), 0.1)).tolist() == [0.0] * 7 and whiten_values(
+        torch.tensor([3.0])
+    ).tolist() == [0.0]
+    assert len(whiten_values(torch.zeros(0))) == 0

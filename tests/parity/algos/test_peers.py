@@ -202,18 +202,18 @@ def test_gpg_counts_samples_with_signal_and_verl_counts_rewards_that_are_not_zer
     ours, theirs = advantage.SignalCenter()(scored), verl_advantages(verl, "gpg")
     n, nonzero = len(LENGTHS), int((scored.rewards_N != 0).sum())
     telling = sum(len(set(scored.rewards_N[scored.group_N == g].tolist())) > 1 for g in scored.group_N)
-    assert telling != nonzero and near(theirs, scored.each(ours) * telling / n * n / nonzero, LOOSE)
+    assert telling != nonzero and near(theirs, scored.spread_to_tokens(ours) * telling / n * n / nonzero, LOOSE)
 
 
 def test_gdpo_is_whitened_over_samples_and_in_verl_over_tokens(verl):
     scored = BATCH.scored()
-    sums = sum(advantage.standardised(part_N, scored.group_N, 1e-6) for part_N in scored.parts.values())
-    assert near(advantage.PartsNorm()(scored), advantage.whitened(sums))
+    sums = sum(advantage.standardize_rewards(part_N, scored.group_N, 1e-6) for part_N in scored.parts.values())
+    assert near(advantage.PartsNorm()(scored), advantage.whiten_values(sums))
     from verl.utils.torch_functional import masked_whiten
 
-    theirs = masked_whiten(padded(scored.each(sums)), MASK) * MASK
-    assert near(padded(advantage.whitened(scored.each(sums))), theirs, LOOSE) and not near(
-        padded(scored.each(advantage.PartsNorm()(scored))), theirs, 0.01
+    theirs = masked_whiten(padded(scored.spread_to_tokens(sums)), MASK) * MASK
+    assert near(padded(advantage.whiten_values(scored.spread_to_tokens(sums))), theirs, LOOSE) and not near(
+        padded(scored.spread_to_tokens(advantage.PartsNorm()(scored))), theirs, 0.01
     )
 
 
@@ -269,7 +269,7 @@ def test_gae_and_the_value_loss_are_verls_with_observations_in_between(verl):
     sample = torch.arange(6)[:, None].expand(6, 40)[mask]
     theirs, wanted = verl.compute_gae_advantage_return(rewards * mask, values, mask.to(F64), 0.97, 0.9)
     advantages, found = gae.gae(rewards[mask], values[mask], sample, gamma=0.97, lam=0.9)
-    assert near(found, wanted[mask]) and near(advantage.whitened(advantages), theirs[mask], LOOSE)
+    assert near(found, wanted[mask]) and near(advantage.whiten_values(advantages), theirs[mask], LOOSE)
     loss, clipped = verl.compute_value_loss(later, returns, values, mask.to(F64), 0.2)
     terms = ClippedValue(0.2)(later[mask], values[mask], returns[mask])
     assert near(terms.loss_T.mean(), loss, LOOSE) and near(terms.clipped_T.to(F64).mean(), clipped, LOOSE)
@@ -281,7 +281,7 @@ def test_the_steered_coefficient_is_verls(verl):
     rule = kl.Kl("k1", 0.1, "reward", target=6.0)
     for measured in (1.0, 5.5, 6.5, 99.0):
         theirs.update(measured, 128)
-        rule = replace(rule, coef=rule.steered(measured, 128))
+        rule = replace(rule, coef=rule.next_coef(measured, 128))
         assert abs(rule.coef - theirs.value) <= 1e-12
 
 

@@ -11,7 +11,7 @@ from algos_kit import F64, near, slope, tensor
 
 from rondel.algos import kl, table
 from rondel.algos.gae import Gae, Returns
-from rondel.algos.objective import explain, objective
+from rondel.algos.objective import explain_objective, objective
 from rondel.algos.reward_transforms import ClipReward
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.value import ClippedValue, explained_variance
@@ -33,7 +33,7 @@ def a_step(seed: int = 0) -> ScoredSamples:
         ref_T=ref,
     )
     extra = extra * (torch.rand(total, generator=draw) < 0.1)  # earned on the way; the rest at the end
-    return replace(scored, earned_T=extra + scored.at_end(scored.rewards_N - scored.total(extra)))
+    return replace(scored, earned_T=extra + scored.at_end(scored.rewards_N - scored.sum_by_sample(extra)))
 
 
 def estimate(kind: str, x: float) -> float:
@@ -96,7 +96,7 @@ def test_the_loss_of_the_row(row):
     advantages = row.advantages_T(scored)
     loss, _ = objective(
         row, logprobs_T=logp, entropy_T=None, proximal_T=old, behavior_T=scored.behavior_T, ref_T=scored.ref_T, advantages_T=advantages,
-        weight_T=scored.each(row.aggregate(scored.lengths_N)), sample_T=scored.sample_T,
+        weight_T=scored.spread_to_tokens(row.aggregate(scored.lengths_N)), sample_T=scored.sample_T,
     )  # fmt: skip
     wanted = 0.0
     for t, a in enumerate(advantages.tolist()):
@@ -149,9 +149,9 @@ def test_explained_variance():
 def test_the_steered_coefficient():
     """arXiv:1909.08593: a tenth of the horizon moves it by a fiftieth at most."""
     it = kl.Kl("k1", 0.1, "reward", target=6.0, horizon=1000)
-    assert it.steered(6.0, 100) == pytest.approx(0.1) and it.steered(60.0, 100) == pytest.approx(0.102)
-    assert it.steered(0.0, 100) == pytest.approx(0.098) and it.steered(6.6, 100) == pytest.approx(0.101)
-    assert kl.Kl("k1", 0.1).steered(99.0, 100) == 0.1
+    assert it.next_coef(6.0, 100) == pytest.approx(0.1) and it.next_coef(60.0, 100) == pytest.approx(0.102)
+    assert it.next_coef(0.0, 100) == pytest.approx(0.098) and it.next_coef(6.6, 100) == pytest.approx(0.101)
+    assert kl.Kl("k1", 0.1).next_coef(99.0, 100) == 0.1
 
 
 def test_whitening_is_that_of_the_step_and_total():
@@ -171,16 +171,18 @@ def test_what_is_not_written_earns_nothing_and_loses_nothing():
     """A sample without trainable tokens has a reward and no token to credit; shaping and KL leave the sums right."""
     scored = a_step()
     row = replace(table.PPO, kl=kl.Kl("k3", 0.2, "reward"))
-    paid = row.rewarded(scored)
+    paid = row.with_shaped_rewards(scored)
     written = torch.tensor(LENGTHS) > 0
-    assert near(paid.total(paid.earned_T)[written], paid.rewards_N[written])
+    assert near(paid.sum_by_sample(paid.earned_T)[written], paid.rewards_N[written])
 
 
 def test_explain_says_where_the_kl_is():
-    charged, pulls = (explain(replace(table.PPO, kl=kl.Kl("k1", 0.1, where))) for where in ("reward", "loss"))
+    charged, pulls = (explain_objective(replace(table.PPO, kl=kl.Kl("k1", 0.1, where))) for where in ("reward", "loss"))
     assert "w·(c·l)\n" in charged and "each token pays 0.1·k of its reward" in charged and "critic    " in charged
     assert "w·(c·l + 0.1·k)\n" in pulls and "pays" not in pulls
-    assert "critic    " not in explain(table.GRPO) and "value: the row has no critic" in explain(table.GRPO)
+    assert "critic    " not in explain_objective(table.GRPO) and "value: the row has no critic" in explain_objective(
+        table.GRPO
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,9 +192,12 @@ def test_explain_says_where_the_kl_is():
         (lambda: Gae(lam=-0.1), "lam = -0.1; it must lie in"),
         (lambda: ClippedValue(0.0), "clip = 0.0; it must be positive"),
         (lambda: ClipReward(0.0), "limit = 0.0; it must be positive"),
-        (lambda: table.resolve({"kind": "grpo", "value": {"clip": 0.3}}), "has no effect: the row has no critic"),
         (
-            lambda: table.resolve({"kind": "sft", "kl": {"coef": 0.1, "where": "reward"}}),
+            lambda: table.resolve_algorithm({"kind": "grpo", "value": {"clip": 0.3}}),
+            "has no effect: the row has no critic",
+        ),
+        (
+            lambda: table.resolve_algorithm({"kind": "sft", "kl": {"coef": 0.1, "where": "reward"}}),
             "has no effect: it is part of the reward, and no reward is read",
         ),
     ],

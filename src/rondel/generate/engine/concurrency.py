@@ -45,21 +45,21 @@ class ConcurrencyController:
     def step(self) -> int:
         return max(1, self.most // STEPS)
 
-    def note(self, tokens: int, seconds: float, *, felt: bool, pressed: bool = False) -> None:
+    def record_answer(self, tokens: int, seconds: float, *, felt: bool, pressed: bool = False) -> None:
         """`felt`: somebody waited for a place. `pressed`: there was no room for those who had one."""
         if pressed:
             self.limit, self.rest, self._tried, self._down = max(1, self.limit // 2), REST, (0, 0.0), False
-            return self._begin()
+            return self._reset_window()
         if not felt:
-            return self._begin()
+            return self._reset_window()
         self._notes += 1
         self._tokens += tokens
         self._seconds += seconds
         if self._notes >= WINDOW and self._seconds > 0:
-            self._judge(self._tokens / self._seconds)
-            self._begin()
+            self._adjust_limit(self._tokens / self._seconds)
+            self._reset_window()
 
-    def _judge(self, rate: float) -> None:
+    def _adjust_limit(self, rate: float) -> None:
         self.now = (self.limit, rate)
         if not self.slowest[0] or self.limit <= self.slowest[0]:
             self.slowest = self.now
@@ -88,10 +88,10 @@ class ConcurrencyController:
             self._tried = self.now
             self.limit = max(1, self.limit - self.step)
 
-    def _begin(self) -> None:
+    def _reset_window(self) -> None:
         self._notes, self._tokens, self._seconds = 0, 0.0, 0.0
 
-    def told(self) -> tuple[str, float] | None:
+    def settled_limit(self) -> tuple[str, float] | None:
         """Where it has come to rest, and the gain over the fewest that were tried; None
         while it looks, or where this was said.
         """

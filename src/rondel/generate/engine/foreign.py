@@ -23,8 +23,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from rondel.core.errors import EngineError, SyncError, UserError, boundary
-from rondel.core.events import stalled
+from rondel.core.errors import EngineError, SyncError, UserError, error_boundary
+from rondel.core.events import stalled_error
 from rondel.core.media import ImagePlaceholder
 from rondel.core.protocols import Interrupt, Tags
 from rondel.core.types import (
@@ -71,7 +71,7 @@ class ServerDriver(Protocol):
     blind: str
 
     def open(self, sampling: Sampling) -> int: ...  # check once what can be checked -> the most tokens of a request
-    async def draw(
+    async def draw_tokens(
         self, tokens: list[int], media: Media, sampling: Sampling, seed: int, deadline: float | None
     ) -> DrawnTokens: ...
     async def score(self, tokens: list[int], media: Media) -> list[float]: ...  # raw logprob of each; the first is 0
@@ -104,36 +104,36 @@ class ForeignEngine:
         return "refusing" if self._broken else "held" if self._held else "serving"
 
     @property
-    def _called(self) -> str:
+    def _server_name(self) -> str:
         link = getattr(self.server, "link", None)
         return f"{self.server.name} at {link.url}" if link else self.server.name
 
     # -- generate and score ----------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Completion:
-        self._check(request)
+        self._check_request(request)
         began, done = time.perf_counter(), Completion([], [], [], "abort", prompt_tokens=len(request.tokens), text="")
         try:
             async with asyncio.timeout(request.deadline):
-                await self._write(request, done)
+                await self._generate_pieces(request, done)
         except TimeoutError as error:
-            raise stalled(
+            raise stalled_error(
                 f"a request waits for {self.server.name} since {request.deadline} s; it had written {len(done.tokens)} "
                 f"tokens, engine {self.state}"
             ) from error
         done.timings = {"total": time.perf_counter() - began}
         return done
 
-    async def _write(self, request: Request, done: Completion) -> None:
+    async def _generate_pieces(self, request: Request, done: Completion) -> None:
         """Pieces, until one is whole or all is aborted."""
         aborts = self._aborts
-        while await self._enter(aborts):
+        while await self._enter_gate(aborts):
             cuts, version = self._cuts, self.version
             try:
-                piece = await self._draw(request, done)
+                piece = await self._draw_tokens(request, done)
             finally:
                 self._drawing -= 1
-                await self._tell()
+                await self._notify_waiters()
             if piece.version is not None and piece.version != str(version):
                 raise EngineError(
                     f"{self.server.name} says that it drew with weights '{piece.version}', and this run gave it "
@@ -141,7 +141,7 @@ class ForeignEngine:
                     "somebody else changes them, too. A run needs a server of its own"
                 )
             done.tokens += piece.tokens
-            done.logprobs += checked(self._called, piece.tokens, piece.logprobs)
+            done.logprobs += check_logprobs(self._server_name, piece.tokens, piece.logprobs)
             done.versions += [version] * len(piece.tokens)
             done.text = (done.text or "") + piece.text
             done.cached_tokens = done.cached_tokens or piece.cached
@@ -153,18 +153,20 @@ class ForeignEngine:
                     f"{self.server.name} cut a request that nobody here interrupted; it had {len(done.tokens)} tokens"
                 )
 
-    async def _draw(self, request: Request, done: Completion) -> DrawnTokens:
+    async def _draw_tokens(self, request: Request, done: Completion) -> DrawnTokens:
         s, n = request.sampling, len(done.tokens)
-        if n and s.penalised:
+        if n and s.has_penalties:
             raise EngineError(
                 "a sample with penalties cannot go on behind an interruption: the server would not know which tokens it "
                 "wrote"
             )
         seed = int.from_bytes(blake2b(f"{request.key}/{n}".encode(), digest_size=8).digest(), "little") >> 1
-        rest = _left(s, n)
-        return await self.server.draw([*request.tokens, *done.tokens], request.media, rest, seed, request.deadline)
+        rest = _remaining_sampling(s, n)
+        return await self.server.draw_tokens(
+            [*request.tokens, *done.tokens], request.media, rest, seed, request.deadline
+        )
 
-    async def _enter(self, aborts: int) -> bool:
+    async def _enter_gate(self, aborts: int) -> bool:
         """Through the gate, or not at all: False when everything that waits is aborted."""
         self._waiting += 1
         try:
@@ -178,7 +180,7 @@ class ForeignEngine:
         self._drawing += 1
         return True
 
-    async def _tell(self) -> None:
+    async def _notify_waiters(self) -> None:
         async with self._moves:
             self._moves.notify_all()
 
@@ -187,9 +189,9 @@ class ForeignEngine:
         self._check_images(request)
         version = self.version
         logprobs = await self.server.score(request.tokens, request.media)
-        return TokenScores(checked(self._called, request.tokens, logprobs, request.media), version)
+        return TokenScores(check_logprobs(self._server_name, request.tokens, logprobs, request.media), version)
 
-    def _check(self, request: Request) -> None:
+    def _check_request(self, request: Request) -> None:
         self._refuse_if_broken()
         if not request.tokens:
             raise UserError("an empty prompt: a language model needs at least one token to go on from")
@@ -211,7 +213,7 @@ class ForeignEngine:
                 f'{self.server.name} is sent no images: {self.server.blind}. engine.kind = "builtin" and "sglang" see them'
             )
         try:
-            ImagePlaceholder.agree(request.tokens, request.media)
+            ImagePlaceholder.check_placeholders(request.tokens, request.media)
         except ValueError as error:
             raise EngineError(
                 f"{self.server.name} tells images by their placeholders alone, and the policy has drawn one or lacks one: {error}"
@@ -253,23 +255,23 @@ class ForeignEngine:
             raise UserError(f"pause('{how}'): it is one of {', '.join(get_args(Interrupt))}")
         self._held = True
         self._aborts += how == "abort"
-        await self._tell()
+        await self._notify_waiters()
         try:
             async with asyncio.timeout(min(lease, self.patience)):
                 while self._drawing:
                     if how != "drain":
                         self._cuts += 1
                         await self.server.interrupt()
-                    await self._idle(None if how == "drain" else AGAIN)
+                    await self._wait_until_idle(None if how == "drain" else AGAIN)
         except BaseException as error:
             await self.resume()
             if isinstance(error, TimeoutError):
-                raise stalled(
+                raise stalled_error(
                     f"{self._drawing} requests at {self.server.name} have not come back from a {how} for {min(lease, self.patience):g} s"
                 ) from error
             raise
 
-    async def _idle(self, seconds: float | None) -> None:
+    async def _wait_until_idle(self, seconds: float | None) -> None:
         try:
             async with asyncio.timeout(seconds), self._moves:
                 await self._moves.wait_for(lambda: not self._drawing)
@@ -279,7 +281,7 @@ class ForeignEngine:
 
     async def resume(self) -> None:
         self._held = False
-        await self._tell()
+        await self._notify_waiters()
 
     async def sleep(self, tags: Tags) -> None:
         if tags:
@@ -301,22 +303,22 @@ class ForeignEngine:
             case Begin():
                 self._begun, self._route, self._committed = message, None, False
             case Route():
-                self._announced(message)
+                self._check_update_folder(message)
             case Commit():
-                await self._commit(message)
+                await self._commit_update(message)
             case Abort():
                 self._begun = self._route = None
                 if self._committed:
                     self._broken = f"the update was aborted after its commit: {message.reason}"
         return self.version
 
-    def _announced(self, route: Route) -> None:
+    def _check_update_folder(self, route: Route) -> None:
         """The folder must hold what was begun. It is read by a process that may have another working folder."""
         if self._begun is None or route.kind != "disk":
             raise SyncError(
                 f"a route of kind '{route.kind}' {'before its begin' if self._begun is None else ''}: {self.server.name} reads disk"
             )
-        with boundary(SyncError, f"reading {route.data}/manifest.json"):
+        with error_boundary(SyncError, f"reading {route.data}/manifest.json"):
             found = json.loads((Path(route.data) / "manifest.json").read_text())["root"]
         if found != self._begun.manifest.root:
             raise SyncError(
@@ -324,7 +326,7 @@ class ForeignEngine:
             )
         self._route = route
 
-    async def _commit(self, commit: Commit) -> None:
+    async def _commit_update(self, commit: Commit) -> None:
         begun, route = self._begun, self._route
         self._begun = self._route = None
         if (
@@ -355,7 +357,7 @@ class ForeignEngine:
             raise EngineError(f"the engine refuses to generate until a good update: {self._broken}")
 
 
-def checked(server: str, tokens: Sequence[int], logprobs: Sequence[float], media: Media = ()) -> list[float]:
+def check_logprobs(server: str, tokens: Sequence[int], logprobs: Sequence[float], media: Media = ()) -> list[float]:
     """The log-probabilities that a server gave for these tokens: each is finite and at most 0, up to rounding.
 
     Anything else has no meaning that a run could go on with: NaN taken for 0 would be a
@@ -375,12 +377,12 @@ def checked(server: str, tokens: Sequence[int], logprobs: Sequence[float], media
     return [logprob if at in placeholders else min(0.0, logprob) for at, logprob in enumerate(logprobs)]
 
 
-def _left(s: Sampling, written: int) -> Sampling:
+def _remaining_sampling(s: Sampling, written: int) -> Sampling:
     """For the tokens that are still to come."""
     return replace(s, max_tokens=s.max_tokens - written, min_tokens=max(0, s.min_tokens - written))
 
 
-def common(s: Sampling) -> dict[str, Any]:
+def common_sampling_fields(s: Sampling) -> dict[str, Any]:
     """What all servers call alike; what is not truncated says so."""
     return {
         "temperature": s.temperature,

@@ -15,7 +15,7 @@ IDLE = 2.0  # seconds that a connection waits for its next request: less than se
 SHOWN = 200  # characters of a body that an error shows
 
 
-def client() -> Any:
+def import_httpx() -> Any:
     try:
         import httpx2
     except ModuleNotFoundError as error:
@@ -35,7 +35,7 @@ class ServerClient:
     def __init__(self, url: str, *, remedy: str, transport: Any = None) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"engine.url = '{url}'; it is an address like http://127.0.0.1:30000")
-        self.url, self.remedy, self._http = url.rstrip("/"), remedy, client()
+        self.url, self.remedy, self._http = url.rstrip("/"), remedy, import_httpx()
         key = os.environ.get("RONDEL_API_KEY", "")
         self._settings: dict[str, Any] = {
             "base_url": self.url,
@@ -47,37 +47,37 @@ class ServerClient:
         self._client: Any = None
 
     async def post(self, path: str, body: dict[str, Any] | None = None, *, deadline: float | None = DEADLINE) -> Any:
-        return await self._ask("POST", path, body, deadline)
+        return await self._send_request("POST", path, body, deadline)
 
     async def get(self, path: str, *, deadline: float | None = DEADLINE) -> Any:
-        return await self._ask("GET", path, None, deadline)
+        return await self._send_request("GET", path, None, deadline)
 
-    def now(self, path: str) -> Any:
+    def get_blocking(self, path: str) -> Any:
         """GET from code without an event loop."""
         try:
             with self._http.Client(**self._settings) as link:
-                return self._read(path, link.get(path, timeout=DEADLINE))
+                return self._read_reply(path, link.get(path, timeout=DEADLINE))
         except self._http.HTTPError as error:
-            raise self._lost(path, error) from error
+            raise self._connection_error(path, error) from error
 
-    async def _ask(self, verb: str, path: str, body: dict[str, Any] | None, deadline: float | None) -> Any:
+    async def _send_request(self, verb: str, path: str, body: dict[str, Any] | None, deadline: float | None) -> Any:
         if self._client is None:
             self._client = self._http.AsyncClient(**self._settings)
         try:
             wait = self._http.Timeout(deadline, connect=DEADLINE)
-            return self._read(path, await self._client.request(verb, path, json=body, timeout=wait))
+            return self._read_reply(path, await self._client.request(verb, path, json=body, timeout=wait))
         except self._http.ReadTimeout as error:
             raise StalledError(f"{self.url}{path} has not answered for {deadline:g} s; {self.remedy}") from error
         except self._http.HTTPError as error:
-            raise self._lost(path, error) from error
+            raise self._connection_error(path, error) from error
 
-    def _lost(self, path: str, error: Exception) -> EngineError:
+    def _connection_error(self, path: str, error: Exception) -> EngineError:
         return EngineError(f"{self.url}{path} cannot be reached ({type(error).__name__}: {error}): {self.remedy}")
 
-    def _read(self, path: str, reply: Any) -> Any:
+    def _read_reply(self, path: str, reply: Any) -> Any:
         if reply.status_code != 200:
             raise ServerRefusal(
-                f"{self.url}{path} answered {reply.status_code}: {_short(reply.text)}", reply.status_code
+                f"{self.url}{path} answered {reply.status_code}: {_truncate_text(reply.text)}", reply.status_code
             )
         if not reply.content:
             return {}
@@ -100,5 +100,5 @@ class ServerRefusal(EngineError):
         self.status = status
 
 
-def _short(text: str) -> str:
+def _truncate_text(text: str) -> str:
     return text[:SHOWN] + ("..." if len(text) > SHOWN else "")

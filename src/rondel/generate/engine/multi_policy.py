@@ -16,7 +16,7 @@ from typing import Any
 
 from rondel.core.errors import EngineError, SyncError
 from rondel.core.protocols import Interrupt, RolloutEngine, Tags
-from rondel.core.registry import nearest
+from rondel.core.registry import suggest_name
 from rondel.core.types import (
     Abort,
     Begin,
@@ -60,20 +60,20 @@ class MultiPolicyEngine:
 
     async def generate(self, request: Request) -> Completion:
         self._refuse_mixed()
-        version, done = self._version, await self._of(request).generate(request)
+        version, done = self._version, await self._engine_for(request).generate(request)
         if request.policy in self.frozen:
             done = replace(done, versions=[version] * len(done.tokens), stints=())
         return done
 
     async def score(self, request: Request) -> TokenScores:
-        scored = await self._of(request).score(request)
+        scored = await self._engine_for(request).score(request)
         return replace(scored, version=self._version) if request.policy in self.frozen else scored
 
-    def _of(self, request: Request) -> RolloutEngine:
+    def _engine_for(self, request: Request) -> RolloutEngine:
         if request.policy not in self.each:
             raise EngineError(
                 f"a request for the policy '{request.policy}', which this run does not "
-                f"have.{nearest(request.policy, list(self.each))} "
+                f"have.{suggest_name(request.policy, list(self.each))} "
                 f"It has {', '.join(self.each)}"
             )
         return self.each[request.policy]
@@ -86,7 +86,7 @@ class MultiPolicyEngine:
 
     async def status(self) -> EngineStatus:
         """Sums; a state is that of the first in `STATES` that anyone is in."""
-        told: list[EngineStatus] = await self._all(self.each, lambda _, engine: engine.status())
+        told: list[EngineStatus] = await self._call_engines(self.each, lambda _, engine: engine.status())
         memory: dict[str, int] = {}
         for status in told:
             for tag, n in status.memory.items():
@@ -107,27 +107,27 @@ class MultiPolicyEngine:
         )
 
     async def pause(self, how: Interrupt = "hold", lease: float = 600.0) -> None:
-        await self._all(self.each, lambda _, engine: engine.pause(how, lease))
+        await self._call_engines(self.each, lambda _, engine: engine.pause(how, lease))
 
     async def resume(self) -> None:
-        await self._all(self.each, lambda _, engine: engine.resume())
+        await self._call_engines(self.each, lambda _, engine: engine.resume())
 
     async def sleep(self, tags: Tags) -> None:
-        await self._all(self.each, lambda _, engine: engine.sleep(tags))
+        await self._call_engines(self.each, lambda _, engine: engine.sleep(tags))
 
     async def wake(self, tags: Tags) -> None:
-        await self._all(self.each, lambda _, engine: engine.wake(tags))
+        await self._call_engines(self.each, lambda _, engine: engine.wake(tags))
 
     async def receive(self, message: Message) -> int:
         """To each trained policy its part. -> the version that all of them serve."""
         if isinstance(message, Commit):
-            return await self._commit(message)
+            return await self._commit_update(message)
         if isinstance(message, Begin | Abort):
             self._begun = message.manifest if isinstance(message, Begin) else None
-        await self._all(self.trained, lambda name, engine: engine.receive(_part(message, name)))
+        await self._call_engines(self.trained, lambda name, engine: engine.receive(_policy_message(message, name)))
         return self._version
 
-    async def _commit(self, message: Commit) -> int:
+    async def _commit_update(self, message: Commit) -> int:
         """One that fails while another serves the new version already would be a mixture: then nobody generates."""
         begun, self._begun = self._begun, None
         if begun is None:
@@ -136,7 +136,7 @@ class MultiPolicyEngine:
             raise SyncError(
                 f"version {message.version} is committed, but {begun.version} was begun, or with another root"
             )
-        roots = {name: begun.part(name).root for name in self.trained}
+        roots = {name: begun.policy_part(name).root for name in self.trained}
         answers = await asyncio.gather(
             *(engine.receive(Commit(message.version, roots[name])) for name, engine in self.trained.items()),
             return_exceptions=True,
@@ -154,7 +154,7 @@ class MultiPolicyEngine:
         self._version, self._mixed = message.version, ""
         return self._version
 
-    async def _all(self, engines: Mapping[str, Any], ask: Callable[[str, Any], Awaitable[Any]]) -> list[Any]:
+    async def _call_engines(self, engines: Mapping[str, Any], ask: Callable[[str, Any], Awaitable[Any]]) -> list[Any]:
         """Every answer, once all have answered; the first fault is everyone's."""
         answers = await asyncio.gather(*(ask(name, engine) for name, engine in engines.items()), return_exceptions=True)
         for answer in answers:
@@ -163,10 +163,10 @@ class MultiPolicyEngine:
         return answers
 
 
-def _part(message: Message, policy: str) -> Message:
+def _policy_message(message: Message, policy: str) -> Message:
     match message:
         case Begin():
-            return replace(message, manifest=message.manifest.part(policy))
+            return replace(message, manifest=message.manifest.policy_part(policy))
         case Route():
             return message.data[policy]
     return message

@@ -16,12 +16,12 @@ from rondel.core.types import Completion, Request, Sampling, sample_key
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
-from rondel.models.aligned_numerics import align
+from rondel.models.aligned_numerics import align_numerics
 from rondel.models.cuda_graphs import serving_pass
-from rondel.models.load import load
+from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.text.special_tokens import special_tokens
-from rondel.text.unicode import valid
+from rondel.text.unicode import valid_unicode
 
 GUESSES = 4  # at most, of a request in one step
 
@@ -30,7 +30,7 @@ def speculation_of(how: str, *, dtype: str, device: str) -> SpeculativeDecoder |
     """ "off", "ngram" or "draft:MODEL"."""
     kind, _, model = how.partition(":")
     if kind == "draft" and model:
-        return SpeculativeDecoder(GUESSES, DraftModel(load(model, dtype=dtype, device=device)))
+        return SpeculativeDecoder(GUESSES, DraftModel(load_model(model, dtype=dtype, device=device)))
     if how not in ("off", "ngram"):
         raise UserError(
             f"speculative = '{how}'; it is off, ngram or draft:MODEL, a smaller model with the same tokenizer"
@@ -59,7 +59,7 @@ class Engine:
             compiled = self._device.submit(serving_pass, loaded, max_running).result() if compile else None
             self._engine = BuiltinEngine(
                 loaded,
-                run=self._run,
+                run=self._run_on_device,
                 kv_pages=kv_pages,
                 max_running=max_running,
                 compiled=compiled,
@@ -91,15 +91,15 @@ class Engine:
         if numerics not in ("fast", "aligned"):
             raise UserError(f"numerics = '{numerics}'; it is fast or aligned")
 
-        def made() -> tuple[LoadedModel, SpeculativeDecoder | None]:
-            loaded = load(path, dtype=dtype, device=where)
+        def load_models() -> tuple[LoadedModel, SpeculativeDecoder | None]:
+            loaded = load_model(path, dtype=dtype, device=where)
             if numerics == "aligned":
-                align(loaded)
+                align_numerics(loaded)
             return loaded, speculation_of(speculative, dtype=dtype, device=where)
 
         # its threads end with it: arithmetic on the caller's thread would halve the engine's speed
         with ThreadPoolExecutor(1) as aside:
-            loaded, speculation = aside.submit(made).result()
+            loaded, speculation = aside.submit(load_models).result()
         return cls(loaded, speculation=speculation, **settings)
 
     @property
@@ -127,7 +127,7 @@ class Engine:
             raise UserError("prompts is one prompt; give a list of them: engine.generate([prompt])")
         special = special_tokens(self.tokenizer)
         rows = [
-            special.encode_text(valid(p), split=split_special_tokens, add_special_tokens=True)
+            special.encode_text(valid_unicode(p), split=split_special_tokens, add_special_tokens=True)
             if isinstance(p, str)
             else list(p)
             for p in prompts
@@ -139,7 +139,7 @@ class Engine:
             for i, row in enumerate(rows)
             for j in range(sampling.n)
         ]
-        waiting = asyncio.run_coroutine_threadsafe(self._all(jobs), self._loop)
+        waiting = asyncio.run_coroutine_threadsafe(self._generate_all(jobs), self._loop)
         try:
             flat = waiting.result()
         finally:
@@ -157,14 +157,14 @@ class Engine:
         if not getattr(self.tokenizer, "chat_template", None):
             raise UserError(f"'{self.loaded.name}' has no chat template; give engine.generate its prompts as text")
         special = special_tokens(self.tokenizer)
-        covered = [special.messages(valid(messages)) for messages in conversations]
+        covered = [special.cover_messages(valid_unicode(messages)) for messages in conversations]
         rows = [
             special.encode(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
             for messages in covered
         ]
         return self.generate(rows, sampling, wants=wants)
 
-    async def _all(self, jobs: list[Request]) -> list[Completion]:
+    async def _generate_all(self, jobs: list[Request]) -> list[Completion]:
         """All or none: when one request is refused, the others end."""
         tasks = [asyncio.ensure_future(self._engine.generate(job)) for job in jobs]
         try:
@@ -182,5 +182,5 @@ class Engine:
         self._device.shutdown()
         self._loop.close()
 
-    async def _run(self, function: Any, *args: Any) -> Any:
+    async def _run_on_device(self, function: Any, *args: Any) -> Any:
         return await self._loop.run_in_executor(self._device, function, *args)

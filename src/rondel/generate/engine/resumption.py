@@ -11,7 +11,7 @@ import numpy as np
 from rondel.core.types import Completion, Request
 
 
-async def resumed(generate: Callable[[Request], Awaitable[Completion]], request: Request) -> Completion:
+async def generate_until_done(generate: Callable[[Request], Awaitable[Completion]], request: Request) -> Completion:
     """Ask until it ends by itself: every piece keeps its tokens, logprobs, versions, routes and support."""
     pieces = [await generate(request)]
     while pieces[-1].finish_reason == "abort":
@@ -24,10 +24,10 @@ async def resumed(generate: Callable[[Request], Awaitable[Completion]], request:
             request, tokens=[*request.tokens, *tokens], sampling=rest, continuation=request.continuation + len(tokens)
         )
         pieces.append(await generate(again))
-    return joined(pieces) if len(pieces) > 1 else pieces[0]
+    return join_completions(pieces) if len(pieces) > 1 else pieces[0]
 
 
-def joined(pieces: list[Completion]) -> Completion:
+def join_completions(pieces: list[Completion]) -> Completion:
     """One completion of several. Of a token's routes those of the engine that wrote it
     count, so the earliest record stays.
     """
@@ -48,13 +48,13 @@ def joined(pieces: list[Completion]) -> Completion:
         if all(piece.text is not None for piece in pieces)
         else None,
         timings={what: sum(piece.timings.get(what, 0.0) for piece in pieces) for what in last.timings},
-        raw_logprobs=_all(pieces, "raw_logprobs"),
-        top_logprobs=_all(pieces, "top_logprobs"),
-        support=_all(pieces, "support"),
+        raw_logprobs=_join_pieces(pieces, "raw_logprobs"),
+        top_logprobs=_join_pieces(pieces, "top_logprobs"),
+        support=_join_pieces(pieces, "support"),
         prompt_logprobs=first.prompt_logprobs,
     )
 
 
-def _all(pieces: list[Completion], name: str) -> list[Any] | None:
+def _join_pieces(pieces: list[Completion], name: str) -> list[Any] | None:
     lists = [getattr(piece, name) for piece in pieces]
     return None if any(entries is None for entries in lists) else [entry for entries in lists for entry in entries]

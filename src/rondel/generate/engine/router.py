@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rondel.core.errors import EngineError, LawError, StalledError, WorkerError
-from rondel.core.events import Advised, Warned, emit, stalled
+from rondel.core.events import Advised, Warned, emit, stalled_error
 from rondel.core.protocols import Interrupt, RolloutEngine, Tags
 from rondel.core.types import Abort, Begin, Commit, Completion, EngineStatus, Message, Request, TokenScores
 from rondel.generate.engine.concurrency import ConcurrencyController
@@ -100,35 +100,35 @@ class EngineRouter:
         while True:
             try:
                 async with asyncio.timeout(request.deadline):
-                    replica = await self._place(group, first=again)
+                    replica = await self._acquire_replica(group, first=again)
             except TimeoutError as error:
-                raise stalled(
+                raise stalled_error(
                     f"a request waits for a replica since {request.deadline} s; each of {len(self.replicas)} has "
                     f"{self.max_inflight} already"
                 ) from error
             if replica is None:
                 return Completion([], [], [], "abort", prompt_tokens=len(request.tokens))
             try:
-                done = await self._ask(replica, request)
+                done = await self._generate_on_replica(replica, request)
             finally:
                 replica.load -= 1
-                self._assign()
+                self._assign_requests()
             if done is not None:
-                self._note(len(done.tokens))
+                self._record_answer(len(done.tokens))
                 return done
             again = True
 
-    def _note(self, tokens: int, *, pressed: bool = False) -> None:
+    def _record_answer(self, tokens: int, *, pressed: bool = False) -> None:
         """An answer ended, so long after the one before."""
         if self.concurrency is not None:
             now = time.perf_counter()
-            self.concurrency.note(tokens, now - self._ended, felt=bool(self._queue), pressed=pressed)
+            self.concurrency.record_answer(tokens, now - self._ended, felt=bool(self._queue), pressed=pressed)
             self._ended = now
-            self._assign()
-            if found := self.concurrency.told():
+            self._assign_requests()
+            if found := self.concurrency.settled_limit():
                 emit(Advised(self.version, *found))
 
-    async def _ask(self, replica: EngineReplica, request: Request) -> Completion | None:
+    async def _generate_on_replica(self, replica: EngineReplica, request: Request) -> Completion | None:
         """-> None if the replica is no longer there to answer."""
         task = asyncio.ensure_future(replica.engine.generate(request))
         replica.tasks.add(task)
@@ -142,8 +142,8 @@ class EngineRouter:
         try:
             return task.result()
         except (EngineError, WorkerError, StalledError) as error:
-            if await self._serves(replica, error):
-                self._note(0, pressed=isinstance(error, StalledError))
+            if await self._survives_error(replica, error):
+                self._record_answer(0, pressed=isinstance(error, StalledError))
                 raise
             return None
 
@@ -151,8 +151,8 @@ class EngineRouter:
         """Log-probabilities of all replicas, who must agree: what one of them alone gets wrong
         would go unseen (law 6).
         """
-        asked = self._healthy()
-        told: list[TokenScores] = await self._all(lambda engine: engine.score(request), asked)
+        asked = self._healthy_replicas()
+        told: list[TokenScores] = await self._call_replicas(lambda engine: engine.score(request), asked)
         for other in told[1:]:
             gap = float(np.abs(np.subtract(other.logprobs, told[0].logprobs)).mean()) if request.tokens else 0.0
             if other.version != told[0].version or not gap <= self.apart:
@@ -164,12 +164,12 @@ class EngineRouter:
 
     # -- who gets a request ----------------------------------------------------------------------
 
-    async def _place(self, group: Any, *, first: bool) -> EngineReplica | None:
+    async def _acquire_replica(self, group: Any, *, first: bool) -> EngineReplica | None:
         """A replica with room, whose load already counts this request. `first`: it had one before."""
         self._refuse_if_alone()
         mine = QueuedRequest(group, asyncio.get_running_loop().create_future())
         self._queue.appendleft(mine) if first else self._queue.append(mine)
-        self._assign()
+        self._assign_requests()
         try:
             return await mine.place
         except asyncio.CancelledError:
@@ -182,19 +182,19 @@ class EngineRouter:
                 and (got := mine.place.result())
             ):
                 got.load -= 1
-                self._assign()
+                self._assign_requests()
             raise
 
-    def _assign(self) -> None:
+    def _assign_requests(self) -> None:
         """Give out what room there is, in the order of the queue."""
-        while self._queue and (replica := self._choose(self._queue[0].group)):
+        while self._queue and (replica := self._choose_replica(self._queue[0].group)):
             mine = self._queue.popleft()
             if not mine.place.done():
                 replica.load += 1
                 mine.place.set_result(replica)
 
-    def _choose(self, group: Any) -> EngineReplica | None:
-        able = [r for r in self._healthy() if not r.leaving and r.load < self.max_inflight]
+    def _choose_replica(self, group: Any) -> EngineReplica | None:
+        able = [r for r in self._healthy_replicas() if not r.leaving and r.load < self.max_inflight]
         if not able:
             return None
         least = min(able, key=lambda r: r.load)
@@ -210,12 +210,14 @@ class EngineRouter:
             self._homes.popitem(last=False)
         return chosen
 
-    def _healthy(self) -> list[EngineReplica]:
+    def _healthy_replicas(self) -> list[EngineReplica]:
         return [replica for replica in self.replicas.values() if not replica.fault]
 
     # -- join, leave, die ------------------------------------------------------------------------
 
-    async def join(self, name: str, engine: RolloutEngine, bring: Callable[[RolloutEngine], Awaitable[int]]) -> None:
+    async def add_engine(
+        self, name: str, engine: RolloutEngine, bring: Callable[[RolloutEngine], Awaitable[int]]
+    ) -> None:
         """`bring` gives it the weights that serve, and says which; it is admitted between
         updates, at the version of all others.
         """
@@ -228,12 +230,12 @@ class EngineRouter:
                         await self._still.wait_for(lambda: not self._busy)
         except TimeoutError as error:
             waits = ", ".join(sorted(self._busy)) or f"version {self.version}"
-            raise stalled(f"replica '{name}' waits to join since {self.deadline:g} s: {waits}") from error
+            raise stalled_error(f"replica '{name}' waits to join since {self.deadline:g} s: {waits}") from error
         self.lost.pop(name, None)
         self.replicas[name] = EngineReplica(name, engine)
-        self._assign()
+        self._assign_requests()
 
-    async def leave(self, name: str, patience: float = 0.0) -> RolloutEngine:
+    async def remove_engine(self, name: str, patience: float = 0.0) -> RolloutEngine:
         """It gets nothing new; what it has not ended after `patience` seconds is sent
         elsewhere. -> the engine, with nothing to do.
         """
@@ -243,12 +245,12 @@ class EngineRouter:
             if replica.tasks and patience > 0:
                 await asyncio.wait(list(replica.tasks), timeout=patience)
         finally:
-            self._drop(replica, "it left")
+            self._drop_replica(replica, "it left")
             for task in list(replica.tasks):
                 task.cancel()
         return replica.engine
 
-    async def _serves(self, replica: EngineReplica, error: BaseException) -> bool:
+    async def _survives_error(self, replica: EngineReplica, error: BaseException) -> bool:
         """Whether an error concerns one request, or the replica: one that refuses stays, one that is silent goes."""
         if self.replicas.get(replica.name) is not replica:
             return False
@@ -256,7 +258,7 @@ class EngineRouter:
             async with asyncio.timeout(self.patience):
                 state = (await replica.engine.status()).state
         except Exception:
-            self._drop(replica, f"{type(error).__name__}: {error}")
+            self._drop_replica(replica, f"{type(error).__name__}: {error}")
             emit(
                 Warned(
                     f"replica '{replica.name}' is lost: {error}; {len(self.replicas)} are left, and what it had is sent "
@@ -269,7 +271,7 @@ class EngineRouter:
             self._fail_if_alone()
         return not replica.fault
 
-    def _drop(self, replica: EngineReplica, why: str) -> None:
+    def _drop_replica(self, replica: EngineReplica, why: str) -> None:
         if self.replicas.get(replica.name) is replica:
             del self.replicas[replica.name]
             self.lost[replica.name] = why
@@ -286,7 +288,7 @@ class EngineRouter:
             self._queue.clear()
 
     def _refuse_if_alone(self) -> None:
-        if not self._healthy():
+        if not self._healthy_replicas():
             causes = self.lost | {r.name: r.fault for r in self.replicas.values()}
             raise EngineError(
                 f"no engine is left: {'; '.join(f'{name}: {why}' for name, why in causes.items()) or 'none has joined'}"
@@ -297,7 +299,9 @@ class EngineRouter:
     async def status(self) -> EngineStatus:
         """Sums; a state is that of the first in `STATES` that anyone is in."""
         self._refuse_if_gone()
-        told: list[EngineStatus] = await self._all(lambda engine: engine.status(), list(self.replicas.values()))
+        told: list[EngineStatus] = await self._call_replicas(
+            lambda engine: engine.status(), list(self.replicas.values())
+        )
         roots = {s.root for s in told}
         return EngineStatus(
             version=self.version,
@@ -316,7 +320,7 @@ class EngineRouter:
 
     async def pause(self, how: Interrupt = "hold", lease: float = 600.0) -> None:
         self._busy.add("pause")
-        await self._all(lambda engine: engine.pause(how, lease), list(self.replicas.values()))
+        await self._call_replicas(lambda engine: engine.pause(how, lease), list(self.replicas.values()))
         if how == "abort":
             for mine in self._queue:
                 if not mine.place.done():
@@ -324,16 +328,16 @@ class EngineRouter:
             self._queue.clear()
 
     async def resume(self) -> None:
-        await self._all(lambda engine: engine.resume(), list(self.replicas.values()))
-        await self._over("pause")
+        await self._call_replicas(lambda engine: engine.resume(), list(self.replicas.values()))
+        await self._end_busy("pause")
 
     async def sleep(self, tags: Tags) -> None:
         self._busy |= {"sleep"} if tags else set()
-        await self._all(lambda engine: engine.sleep(tags), list(self.replicas.values()))
+        await self._call_replicas(lambda engine: engine.sleep(tags), list(self.replicas.values()))
 
     async def wake(self, tags: Tags) -> None:
-        await self._all(lambda engine: engine.wake(tags), list(self.replicas.values()))
-        await self._over("sleep")
+        await self._call_replicas(lambda engine: engine.wake(tags), list(self.replicas.values()))
+        await self._end_busy("sleep")
 
     async def receive(self, message: Message) -> int:
         """To all who heard its beginning. -> the version that all of them serve."""
@@ -343,10 +347,10 @@ class EngineRouter:
             self._members = list(self.replicas.values())
         members = self._members = [r for r in self._members if self.replicas.get(r.name) is r]
         try:
-            served = set(await self._all(lambda engine: engine.receive(message), members))
+            served = set(await self._call_replicas(lambda engine: engine.receive(message), members))
         finally:
             if isinstance(message, Commit | Abort):
-                await self._over("update")
+                await self._end_busy("update")
         if len(served) > 1:
             raise LawError(
                 f"after {type(message).__name__} the replicas serve versions {sorted(served)}; they must serve one"
@@ -355,15 +359,17 @@ class EngineRouter:
             self.version = served.pop()
             for replica in members:
                 replica.fault = ""
-            self._assign()
+            self._assign_requests()
         return self.version
 
-    async def _over(self, what: str) -> None:
+    async def _end_busy(self, what: str) -> None:
         self._busy.discard(what)
         async with self._still:
             self._still.notify_all()
 
-    async def _all(self, ask: Callable[[RolloutEngine], Awaitable[Any]], replicas: list[EngineReplica]) -> list[Any]:
+    async def _call_replicas(
+        self, ask: Callable[[RolloutEngine], Awaitable[Any]], replicas: list[EngineReplica]
+    ) -> list[Any]:
         """The answers of those who live. A fault of a living one is everyone's; the dead
         are dropped, until none is left.
         """
@@ -372,7 +378,9 @@ class EngineRouter:
         for replica, answer in zip(replicas, answers):
             if not isinstance(answer, BaseException):
                 good.append(answer)
-            elif not isinstance(answer, EngineError | WorkerError | StalledError) or await self._lives(replica, answer):
+            elif not isinstance(answer, EngineError | WorkerError | StalledError) or await self._is_serving(
+                replica, answer
+            ):
                 fault = fault or answer
         if fault is not None:
             raise fault
@@ -380,8 +388,8 @@ class EngineRouter:
             self._refuse_if_alone()
         return good
 
-    async def _lives(self, replica: EngineReplica, error: BaseException) -> bool:
-        await self._serves(replica, error)
+    async def _is_serving(self, replica: EngineReplica, error: BaseException) -> bool:
+        await self._survives_error(replica, error)
         return self.replicas.get(replica.name) is replica
 
     def _refuse_if_gone(self) -> None:

@@ -17,9 +17,9 @@ from uuid import uuid4
 
 from rondel.core.errors import EngineError
 from rondel.core.types import FinishReason, Sampling
-from rondel.generate.engine.foreign import DrawnTokens, Media, common
+from rondel.generate.engine.foreign import DrawnTokens, Media, common_sampling_fields
 from rondel.generate.engine.http import DEADLINE, ServerClient
-from rondel.generate.pictures import beside, url_of
+from rondel.generate.pictures import run_on_image_thread, url_of
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -37,20 +37,20 @@ class SglangServer:
         self.link = ServerClient(url, remedy=f"is a server running there? {self.__doc__}")
 
     def open(self, sampling: Sampling) -> int:
-        self.link.now("/get_model_info")
-        return int(self.link.now("/v1/models")["data"][0]["max_model_len"])
+        self.link.get_blocking("/get_model_info")
+        return int(self.link.get_blocking("/v1/models")["data"][0]["max_model_len"])
 
-    async def draw(
+    async def draw_tokens(
         self, tokens: list[int], media: Media, sampling: Sampling, seed: int, deadline: float | None
     ) -> DrawnTokens:
-        body = {"sampling_params": params(sampling, seed), "return_logprob": True, "rid": uuid4().hex}
-        return piece(await self._generate(tokens, media, body, deadline))
+        body = {"sampling_params": sampling_params(sampling, seed), "return_logprob": True, "rid": uuid4().hex}
+        return drawn_tokens(await self._post_generate(tokens, media, body, deadline))
 
     async def score(self, tokens: list[int], media: Media) -> list[float]:
         """Raw: temperature 1, over the prompt. One token has to be drawn with it."""
         asked = {"temperature": 0.0, "max_new_tokens": 1}
         body = {"sampling_params": asked, "return_logprob": True, "logprob_start_len": 0}
-        rows = (await self._generate(tokens, media, body, DEADLINE))["meta_info"]["input_token_logprobs"]
+        rows = (await self._post_generate(tokens, media, body, DEADLINE))["meta_info"]["input_token_logprobs"]
         seen = {at for place in media for at in range(place.start, place.end)}  # SGLang has hashes of the images there
         if len(rows) != len(tokens) or any(
             row[1] != token for at, (row, token) in enumerate(zip(rows, tokens)) if at not in seen
@@ -61,10 +61,10 @@ class SglangServer:
             )
         return [0.0, *(logprob for logprob, *_ in rows[1:])]
 
-    async def _generate(
+    async def _post_generate(
         self, tokens: list[int], media: Media, body: dict[str, Any], deadline: float | None
     ) -> dict[str, Any]:
-        images = {"image_data": [await beside(url_of, place.image) for place in media]} if media else {}
+        images = {"image_data": [await run_on_image_thread(url_of, place.image) for place in media]} if media else {}
         reply: dict[str, Any] = await self.link.post(
             "/generate", {"input_ids": tokens, **images, **body}, deadline=deadline
         )
@@ -93,10 +93,10 @@ class SglangServer:
         return str((await self.link.get("/get_model_info"))["weight_version"])
 
 
-def params(s: Sampling, seed: int) -> dict[str, Any]:
+def sampling_params(s: Sampling, seed: int) -> dict[str, Any]:
     """All of them: what is left out, the server may take from the model's generation config."""
     return {
-        **common(s),
+        **common_sampling_fields(s),
         "top_k": -1,
         "max_new_tokens": s.max_tokens,
         "min_new_tokens": s.min_tokens,
@@ -104,7 +104,7 @@ def params(s: Sampling, seed: int) -> dict[str, Any]:
     }
 
 
-def piece(reply: dict[str, Any]) -> DrawnTokens:
+def drawn_tokens(reply: dict[str, Any]) -> DrawnTokens:
     """`output_token_logprobs` has every drawn token, the end token too: (logprob, token, text or null)."""
     meta = reply["meta_info"]
     rows = meta.get("output_token_logprobs") or []  # none, if it was aborted before its first token

@@ -16,7 +16,7 @@ from typing import Any
 
 from rondel.core.errors import ConfigError, EngineError
 from rondel.core.types import FinishReason, Sampling
-from rondel.generate.engine.foreign import DrawnTokens, Media, common
+from rondel.generate.engine.foreign import DrawnTokens, Media, common_sampling_fields
 from rondel.generate.engine.http import ServerClient, ServerRefusal
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -42,7 +42,7 @@ class VllmServer:
 
     def open(self, sampling: Sampling) -> int:
         try:
-            config = self.link.now("/server_info?config_format=json")["vllm_config"]
+            config = self.link.get_blocking("/server_info?config_format=json")["vllm_config"]
         except ServerRefusal as error:
             raise ConfigError(
                 f"engine.url = '{self.link.url}': weights change only through the endpoints of vLLM's development mode, "
@@ -55,21 +55,21 @@ class VllmServer:
                 f"start it with --logprobs-mode {PROCESSED}, or use 1.0"
             )
         self.packs = config["device_config"]["device"] == "cpu"
-        found = self.link.now("/v1/models")["data"][0]
+        found = self.link.get_blocking("/v1/models")["data"][0]
         self.model = found["id"]
         return int(found["max_model_len"])
 
-    async def draw(
+    async def draw_tokens(
         self, tokens: list[int], media: Media, sampling: Sampling, seed: int, deadline: float | None
     ) -> DrawnTokens:
         body = {
             "model": self.model,
             "prompt": tokens,
-            **params(sampling, seed),
+            **sampling_params(sampling, seed),
             "logprobs": 0,
             "return_token_ids": True,
         }
-        return piece((await self.link.post("/v1/completions", body, deadline=deadline))["choices"][0])
+        return drawn_tokens((await self.link.post("/v1/completions", body, deadline=deadline))["choices"][0])
 
     async def score(self, tokens: list[int], media: Media) -> list[float]:
         """Raw: temperature 1, over the prompt. One token has to be drawn with it."""
@@ -103,12 +103,18 @@ class VllmServer:
         return str((await self.link.get("/weight_info"))["weight_version"])
 
 
-def params(s: Sampling, seed: int) -> dict[str, Any]:
+def sampling_params(s: Sampling, seed: int) -> dict[str, Any]:
     """All of them: what is left out, the server takes from the model's generation config."""
-    return {**common(s), "top_k": 0, "max_tokens": s.max_tokens, "min_tokens": s.min_tokens, "seed": seed}
+    return {
+        **common_sampling_fields(s),
+        "top_k": 0,
+        "max_tokens": s.max_tokens,
+        "min_tokens": s.min_tokens,
+        "seed": seed,
+    }
 
 
-def piece(choice: dict[str, Any]) -> DrawnTokens:
+def drawn_tokens(choice: dict[str, Any]) -> DrawnTokens:
     """`token_ids` has every drawn token, the end token too, each with its logprob."""
     told = choice.get("logprobs") or {"token_logprobs": []}
     return DrawnTokens(

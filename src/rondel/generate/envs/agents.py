@@ -21,12 +21,12 @@ from graphlib import CycleError, TopologicalSorter
 from string import Formatter
 from typing import Any
 
-from rondel.core.errors import ConfigError, DataError, ungrouped
-from rondel.core.media import worded
-from rondel.core.registry import nearest
+from rondel.core.errors import ConfigError, DataError, unwrap_exception_group
+from rondel.core.media import message_text
+from rondel.core.registry import suggest_name
 from rondel.core.types import Task, Trajectory
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.single_turn import opening
+from rondel.generate.envs.single_turn import opening_messages
 from rondel.generate.envs.template import Messages, Schemas
 
 PROMPT = "prompt"  # in `says`: what task.data's "prompt" or "messages" ask
@@ -42,7 +42,7 @@ class AgentTurn:
     system: str | None = None
 
     @property
-    def reads(self) -> list[str]:
+    def referenced_names(self) -> list[str]:
         return [name for _, name, _, _ in Formatter().parse(self.says) if name is not None]
 
 
@@ -50,7 +50,7 @@ class Agents:
     """`Agents([{"agent": "writer", "says": "{prompt}"}, ...])`."""
 
     def __init__(self, turns: Iterable[dict[str, Any]], *, suffix: str = "", system: str | None = None) -> None:
-        self.list = [_read(number, dict(turn)) for number, turn in enumerate(turns, 1)]
+        self.list = [_read_turn(number, dict(turn)) for number, turn in enumerate(turns, 1)]
         self.suffix, self.system = suffix, system
         names = [turn.turn for turn in self.list]
         if twice := {name for name in names if names.count(name) > 1}:
@@ -58,7 +58,7 @@ class Agents:
                 f"task.agents: two turns are called '{min(twice)}'; an agent's later turns need a name: turn = "
                 f'"final"'
             )
-        self.waits = self._waits()
+        self.waits = self._turn_dependencies()
         try:
             TopologicalSorter(self.waits).prepare()
         except CycleError as error:
@@ -73,7 +73,7 @@ class Agents:
     def prompt(self, task: Task) -> tuple[Messages, Schemas]:
         """What the first turn reads; the others' texts are not known before."""
         first = self.list[0]
-        return self._heard(first, task, dict.fromkeys(self.waits, ""), {first.agent}), ()
+        return self._turn_messages(first, task, dict.fromkeys(self.waits, ""), {first.agent}), ()
 
     async def run(self, task: Task, chat: TokenChat) -> list[Trajectory]:
         """-> the answering agent's trajectory, then those of the others."""
@@ -83,67 +83,69 @@ class Agents:
         ended = {turn.turn: asyncio.Event() for turn in self.list}
         said: dict[str, str] = {}
 
-        async def one(turn: AgentTurn) -> None:
+        async def run_turn(turn: AgentTurn) -> None:
             for name in self.waits[turn.turn]:
                 await ended[name].wait()
             own = chats[turn.agent]
-            own.others = own.others or any(name in said for name in turn.reads)
-            own.give(self._heard(turn, task, said, new))
+            own.others = own.others or any(name in said for name in turn.referenced_names)
+            own.give(self._turn_messages(turn, task, said, new))
             new.discard(turn.agent)
             said[turn.turn] = (await own.reply()).text or ""
             ended[turn.turn].set()
 
-        with ungrouped():
+        with unwrap_exception_group():
             async with asyncio.TaskGroup() as together:
                 for turn in self.list:
-                    together.create_task(one(turn))
+                    together.create_task(run_turn(turn))
         return [
             chats[self.answering].trajectory,
             *(own.trajectory for agent, own in chats.items() if agent != self.answering),
         ]
 
-    def _waits(self) -> dict[str, list[str]]:
+    def _turn_dependencies(self) -> dict[str, list[str]]:
         """Whom each turn waits for: those it reads, and its agent's turn before."""
         waits: dict[str, list[str]] = {}
         last: dict[str, str] = {}
         known = {turn.turn for turn in self.list}
         for turn in self.list:
             before = [last[turn.agent]] if turn.agent in last else []
-            waits[turn.turn] = [*before, *(name for name in turn.reads if name in known)]
+            waits[turn.turn] = [*before, *(name for name in turn.referenced_names if name in known)]
             last[turn.agent] = turn.turn
         return waits
 
-    def _heard(self, turn: AgentTurn, task: Task, said: dict[str, str], new: set[str]) -> Messages:
+    def _turn_messages(self, turn: AgentTurn, task: Task, said: dict[str, str], new: set[str]) -> Messages:
         """The messages of one turn. `new`: agents that have not spoken yet, who get their system message."""
         begins = turn.agent in new
         system = turn.system if turn.system is not None else self.system
         if turn.says == "{prompt}" and begins:
-            return opening(task, suffix=self.suffix, system=system)
-        values = {name: said[name] if name in said else self._field(turn, task, name) for name in turn.reads}
+            return opening_messages(task, suffix=self.suffix, system=system)
+        values = {
+            name: said[name] if name in said else self._task_field(turn, task, name) for name in turn.referenced_names
+        }
         words = {"role": "user", "content": turn.says.format(**values) + self.suffix}
         return [{"role": "system", "content": system}, words] if begins and system is not None else [words]
 
-    def _field(self, turn: AgentTurn, task: Task, name: str) -> Any:
+    def _task_field(self, turn: AgentTurn, task: Task, name: str) -> Any:
         if name == PROMPT:
-            return "\n".join(worded(m["content"]) for m in opening(task))
+            return "\n".join(message_text(m["content"]) for m in opening_messages(task))
         if name not in task.data:
             known = [*task.data, *self.waits]
             raise DataError(
                 f"task.agents: turn '{turn.turn}' reads {{{name}}}, and task {task.id} has no such "
-                f"field.{nearest(name, known)}"
+                f"field.{suggest_name(name, known)}"
             )
         return task.data[name]
 
 
-def _read(number: int, given: dict[str, Any]) -> AgentTurn:
+def _read_turn(number: int, given: dict[str, Any]) -> AgentTurn:
     where = f"task.agents[{number}]"
     for key in given.keys() - {"agent", "says", "turn", "system"}:
-        raise ConfigError(f"{where} has no setting '{key}'.{nearest(key, ['agent', 'says', 'turn', 'system'])}")
+        raise ConfigError(f"{where} has no setting '{key}'.{suggest_name(key, ['agent', 'says', 'turn', 'system'])}")
     if not all(isinstance(given.get(key), str) and given[key] for key in ("agent", "says")):
         raise ConfigError(f'{where} needs agent = "a name" and says = "what it reads: {{prompt}}"')
     turn = AgentTurn(given["agent"], given["says"], given.get("turn", given["agent"]), given.get("system"))
     try:
-        odd = next((name for name in turn.reads if not name.isidentifier()), None)
+        odd = next((name for name in turn.referenced_names if not name.isidentifier()), None)
     except ValueError as error:
         raise ConfigError(
             f"{where}.says: {error}; a brace of the text itself is written twice: {{{{ or }}}}"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rondel.core.errors import DataError
-from rondel.generate.envs.dialects import Dialect, ToolCall, given, spoken
+from rondel.generate.envs.dialects import Dialect, ToolCall, detect_dialect, parse_value
 
 NAME, KEY, VALUE = "probe_name", "probe_key", "probe value"
 PROBE: dict[str, Any] = {
@@ -48,24 +48,24 @@ class JsonCalls:
     ends: ClassVar = ""
     BETWEEN: ClassVar = re.compile(r"[; \n\t,]*+")
 
-    def read(self, text: str) -> list[ToolCall]:
+    def parse_calls(self, text: str) -> list[ToolCall]:
         """The calls in what the policy wrote, in order; one that is begun and cannot be read is a call with a fault."""
         if not self.opens:
             begins = text.strip()
-            return self._objects(begins) if begins.startswith("{") and '"name"' in begins else []
+            return self._read_objects(begins) if begins.startswith("{") and '"name"' in begins else []
         calls: list[ToolCall] = []
         for piece in text.split(self.opens)[1:]:
-            calls += self._objects(piece.split(self.closes)[0] if self.closes else piece)
+            calls += self._read_objects(piece.split(self.closes)[0] if self.closes else piece)
         return calls
 
-    def begins(self, text: str) -> int:
+    def find_call_start(self, text: str) -> int:
         """Where the first call begins; the text's length where there is none."""
         if not self.opens:
-            return 0 if self.read(text) else len(text)
+            return 0 if self.parse_calls(text) else len(text)
         at = text.find(self.opens)
         return len(text) if at < 0 else at
 
-    def _objects(self, text: str) -> list[ToolCall]:
+    def _read_objects(self, text: str) -> list[ToolCall]:
         found: list[ToolCall] = []
         text, at = text.strip(), 0
         while at < len(text) and (not found or text[at] in "{["):
@@ -73,11 +73,11 @@ class JsonCalls:
                 value, end = json.JSONDecoder().raw_decode(text, at)
             except (ValueError, RecursionError) as error:
                 return found or [ToolCall("", {}, f"the call is not valid JSON: {error}")]
-            found += [self._call(one) for one in (value if isinstance(value, list) else [value])]
+            found += [self._parse_call(one) for one in (value if isinstance(value, list) else [value])]
             at = self.BETWEEN.match(text, end).end()  # type: ignore[union-attr]  # it matches nothing, too
         return found or [ToolCall("", {}, "the call is empty")]
 
-    def _call(self, value: Any) -> ToolCall:
+    def _parse_call(self, value: Any) -> ToolCall:
         if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
             return ToolCall("", {}, f'a call is a JSON object with "name" and "{self.arguments}"')
         arguments = value.get(self.arguments, value.get("arguments", {}))
@@ -98,19 +98,19 @@ class TaggedCalls:
     FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
     PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?")
 
-    def read(self, text: str) -> list[ToolCall]:
+    def parse_calls(self, text: str) -> list[ToolCall]:
         """As JsonCalls.read."""
-        calls = [ToolCall(name.strip(), self._arguments(body)) for name, body in self.FUNCTION.findall(text)]
+        calls = [ToolCall(name.strip(), self._parse_arguments(body)) for name, body in self.FUNCTION.findall(text)]
         return calls or ([ToolCall("", {}, "the call names no <function=...>")] if "<tool_call>" in text else [])
 
-    def _arguments(self, body: str) -> dict[str, Any]:
+    def _parse_arguments(self, body: str) -> dict[str, Any]:
         found = {}
         for piece in body.split("</parameter>")[:-1]:
             if (tag := self.PARAMETER.search(piece)) is not None:
-                found[tag.group(1).strip()] = given(piece[tag.end() :].removesuffix("\n"))
+                found[tag.group(1).strip()] = parse_value(piece[tag.end() :].removesuffix("\n"))
         return found
 
-    def begins(self, text: str) -> int:
+    def find_call_start(self, text: str) -> int:
         """As JsonCalls.begins."""
         return min(at if at >= 0 else len(text) for at in (text.find("<tool_call>"), text.find("<function=")))
 
@@ -146,25 +146,25 @@ def read_off(write: Callable[[list[dict[str, Any]], Sequence[dict[str, Any]]], s
     written = written[len(before) :] if written.startswith(before) else written
     if f"<function={NAME}>" in written:
         return TaggedCalls()
-    if (dialect := spoken(NAME, before, written)) is not None:
+    if (dialect := detect_dialect(NAME, before, written)) is not None:
         return dialect
-    at = next((i for i in _braces(written) if NAME in str(_object(written, i))), None)
+    at = next((i for i in _brace_positions(written) if NAME in str(_read_object(written, i))), None)
     if at is None:
         raise DataError(
             "the chat template writes tool calls in a form that is none of those that are read back. Use a model whose template does, "
             "or a tokenizer whose chat_template knows no tools: they are then described in words"
         )
-    value, end = _object(written, at) or ({}, at)
+    value, end = _read_object(written, at) or ({}, at)
     listed = written[:at].rstrip().endswith("[")
     opens, closes = written[:at].rstrip().removesuffix("[").rstrip(), written[end:].lstrip().removeprefix("]").lstrip()
     arguments = next((key for key in ("arguments", "parameters") if key in value), "arguments")
     opens = opens.rpartition("\n")[2] or opens.rpartition("\n\n")[2]
     if not listed and not closes.startswith("</"):  # the object is the whole message
         return JsonCalls("", "", arguments)
-    return JsonCalls(_mark(opens), _mark(closes, end=True), arguments)
+    return JsonCalls(_nearest_tag(opens), _nearest_tag(closes, end=True), arguments)
 
 
-def _mark(text: str, *, end: bool = False) -> str:
+def _nearest_tag(text: str, *, end: bool = False) -> str:
     """The tag nearest to the object."""
     if end:
         return text[: text.find(">") + 1] if text.startswith("</") else ""
@@ -172,11 +172,11 @@ def _mark(text: str, *, end: bool = False) -> str:
     return text[begins:] if begins >= 0 else text
 
 
-def _braces(text: str) -> list[int]:
+def _brace_positions(text: str) -> list[int]:
     return [i for i, c in enumerate(text) if c == "{"]
 
 
-def _object(text: str, at: int) -> tuple[dict[str, Any], int] | None:
+def _read_object(text: str, at: int) -> tuple[dict[str, Any], int] | None:
     try:
         value, end = json.JSONDecoder().raw_decode(text, at)
     except ValueError:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rondel.core.errors import DataError, EnvError
-from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, worded
+from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, message_text
 from rondel.core.types import POLICY, Completion, FinishReason, Request, Sampling, Trajectory, Turn
 from rondel.generate.envs.calls import ToolCall
 from rondel.generate.envs.template import Messages, Schemas, Template
-from rondel.generate.pictures import parted, placed, seen
+from rondel.generate.pictures import place_images, process_image, split_images
 from rondel.system.clock import now
-from rondel.text.unicode import valid
+from rondel.text.unicode import valid_unicode
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +97,22 @@ class TokenChat:
         if self._open:
             raise EnvError("give() twice without a reply() between: hand over all messages in one call")
         self._open = True
-        messages, tools = valid(messages), valid(tools)
+        messages, tools = valid_unicode(messages), valid_unicode(tools)
         if self.turn == 0:
             if self.system is not None and not any(m.get("role") == "system" for m in messages):
                 messages = [{"role": "system", "content": self.system}, *messages]
-            plain, sources = self._parted(messages)
-            tokens, media = self._placed(self.template.opening(plain, tools), sources)
+            plain, sources = self._split_images(messages)
+            tokens, media = self._place_images(self.template.render_opening(plain, tools), sources)
             self.trajectory.extend(tokens, media=media)
-            self._heard(messages)
+            self._record_messages(messages)
             return
-        plain, sources = self._parted(messages)
-        self._append(self.template.after(self._last, plain), sources)
+        plain, sources = self._split_images(messages)
+        self._append_tokens(self.template.render_after_turn(self._last, plain), sources)
         if not self._full:
-            self._heard(messages)
+            self._record_messages(messages)
 
-    def _parted(self, messages: Messages) -> tuple[Messages, list[Any]]:
-        plain, sources = parted(messages)
+    def _split_images(self, messages: Messages) -> tuple[Messages, list[Any]]:
+        plain, sources = split_images(messages)
         if sources and self.sight is None:
             raise DataError(
                 f"{len(sources)} images in a conversation with a model that reads text alone: take a vision-language "
@@ -120,20 +120,22 @@ class TokenChat:
             )
         return plain, sources
 
-    def _placed(self, tokens: list[int], sources: list[Any]) -> tuple[list[int], list[ImagePlaceholder]]:
+    def _place_images(self, tokens: list[int], sources: list[Any]) -> tuple[list[int], list[ImagePlaceholder]]:
         if self.sight is None:
             return tokens, []
         sight = self.sight
-        return placed(tokens, [seen(source, sight) for source in sources], sight)
+        return place_images(tokens, [process_image(source, sight) for source in sources], sight)
 
     def give_tokens(self, tokens: list[int]) -> None:
         """The same for what is text alone, without roles and without a template."""
         self._open = True
-        self._append(tokens)
+        self._append_tokens(tokens)
         if not self._full:
-            self._heard([{"role": "user", "content": self.tokenizer.decode(tokens, skip_special_tokens=True)}])
+            self._record_messages(
+                [{"role": "user", "content": self.tokenizer.decode(tokens, skip_special_tokens=True)}]
+            )
 
-    def _heard(self, messages: Messages) -> None:
+    def _record_messages(self, messages: Messages) -> None:
         """What was just given, as rewards read it. The template writes all messages at once,
         so only their common end is a place.
         """
@@ -142,26 +144,26 @@ class TokenChat:
             calls = "".join(
                 f"\n{json.dumps(call, ensure_ascii=False, default=str)}" for call in message.get("tool_calls") or ()
             )
-            text = worded(message.get("content") or "") + calls
+            text = message_text(message.get("content") or "") + calls
             known.append(Turn(str(message.get("role", "user")), text, known[-1].end if known else 0, end))
 
-    def _append(self, tokens: list[int], sources: Sequence[Any] = ()) -> None:
+    def _append_tokens(self, tokens: list[int], sources: Sequence[Any] = ()) -> None:
         try:
-            tokens, media = self._placed(tokens, list(sources))
+            tokens, media = self._place_images(tokens, list(sources))
         except DataError as error:  # what came in the middle of an episode is its world's, and no fault of the data
             raise EnvError(str(error)) from error
-        self._full = self._full or len(tokens) >= self._room
+        self._full = self._full or len(tokens) >= self._remaining_tokens
         if not self._full:
             self.trajectory.extend(tokens, media=media)
 
     async def reply(self) -> Completion:
         """The policy writes one turn, mask 1."""
         self._check_turn()
-        if self._full or self._room <= 0:
+        if self._full or self._remaining_tokens <= 0:
             self._full, self._open, self.trajectory.finish_reason = True, False, "length"
             return Completion([], [], [], "length", prompt_tokens=len(self.trajectory.tokens))
         self._check_speaker()
-        limit = min(self.sampling.max_tokens, self._room)
+        limit = min(self.sampling.max_tokens, self._remaining_tokens)
         sampling = replace(self.sampling, max_tokens=limit, min_tokens=min(self.sampling.min_tokens, limit))
         tokens = list(self.trajectory.tokens)
         began = now()
@@ -183,17 +185,20 @@ class TokenChat:
             self.trajectory.timings[what] = self.trajectory.timings.get(what, 0.0) + seconds
         if done.text is None:
             done.text = self.tokenizer.decode(done.tokens, skip_special_tokens=True)
-        self._close(done.tokens, done.text)
+        self._close_turn(done.tokens, done.text)
         self.trajectory.finish_reason = done.finish_reason
         return done
 
     def calls(self, done: Completion) -> list[ToolCall]:
         """The tools that a reply asks for, as the template writes calls; what it only thought of is not asked for."""
-        found = self.template.calls.read(
+        found = self.template.call_format.parse_calls(
             self.tokenizer.decode(done.tokens, skip_special_tokens=False).rpartition("</think>")[2]
         )
         # JSON may spell half a character
-        return [ToolCall(valid(call.name), valid(call.arguments), valid(call.fault)) for call in found]
+        return [
+            ToolCall(valid_unicode(call.name), valid_unicode(call.arguments), valid_unicode(call.fault))
+            for call in found
+        ]
 
     def write(self, text: str, *, version: int = 0, split_special_tokens: bool = True) -> None:
         """Put words into the policy's mouth, for supervised phases: mask 1, logprob 0, then the tokenizer's end token.
@@ -202,20 +207,20 @@ class TokenChat:
         Control tokens that the text spells are text, or with split_special_tokens = False tokens.
         """
         self._check_turn()
-        text, special, end = valid(text), self.template.special, self.tokenizer.eos_token_id
+        text, special, end = valid_unicode(text), self.template.special, self.tokenizer.eos_token_id
         tokens = special.encode_text(text, split=split_special_tokens) + ([] if end is None else [end])
-        kept = [] if self._full else tokens[: max(0, self._room)]
+        kept = [] if self._full else tokens[: max(0, self._remaining_tokens)]
         self.trajectory.extend(kept, logprobs=[0.0] * len(kept), versions=[version] * len(kept))
-        self._close(kept, text)
+        self._close_turn(kept, text)
         self.trajectory.finish_reason = "stop" if len(kept) == len(tokens) else "length"
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether what was given last leaves no room for an answer."""
-        return self._full or self._room <= 0
+        return self._full or self._remaining_tokens <= 0
 
     @property
-    def mark(self) -> ConversationMark:
+    def turn_mark(self) -> ConversationMark:
         """Of the turn that the policy has just written."""
         n = len(self.trajectory.tokens)
         t = self.trajectory
@@ -266,13 +271,13 @@ class TokenChat:
         return twin
 
     @property
-    def _room(self) -> int:
+    def _remaining_tokens(self) -> int:
         return self.max_context - len(self.trajectory.tokens)
 
     def _check_turn(self) -> None:
         if not self._open:
             raise EnvError("the policy's turn without a give() before it: it would go on behind its own end of turn")
-        if self.turn == 0 and self._room <= 0 and not self.others:
+        if self.turn == 0 and self._remaining_tokens <= 0 and not self.others:
             raise DataError(
                 f"a prompt of {len(self.trajectory.tokens)} tokens leaves no room for an answer: the context holds "
                 f"{self.max_context}; "
@@ -292,7 +297,7 @@ class TokenChat:
             )
         t.policy = plays
 
-    def _close(self, tokens: list[int], text: str) -> None:
+    def _close_turn(self, tokens: list[int], text: str) -> None:
         """A turn of the policy is over. Turns are joined by a line break, so that a number at an end does not grow."""
         self.trajectory.text += ("\n" if self.turn else "") + text
         n = len(self.trajectory.tokens)

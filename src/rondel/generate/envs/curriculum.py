@@ -17,7 +17,7 @@ import numpy as np
 
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.events import Event, GroupFinished, StepDone
-from rondel.core.registry import find
+from rondel.core.registry import find_registered
 from rondel.core.types import Task
 from rondel.generate.envs.order import PureOrder, ShuffledOrder, TaskAdmissions
 
@@ -39,12 +39,12 @@ class EasyFirst(PureOrder):
                 f"admission"
             )
         field, sign = by.removeprefix("-"), -1 if by.startswith("-") else 1
-        self.tasks = sorted(tasks, key=lambda t: sign * _number(t, field))
+        self.tasks = sorted(tasks, key=lambda t: sign * _task_number(t, field))
         self.seed = seed
         self.start = start
         self.admissions = admissions
 
-    def nth(self, n: int) -> Task:
+    def task_at(self, n: int) -> Task:
         share = self.start + (1 - self.start) * min(1.0, n / self.admissions)
         return self.tasks[int(random.Random(f"{self.seed}/{n}").random() * math.ceil(share * len(self.tasks)))]
 
@@ -63,11 +63,11 @@ class ByRate:
         self._ended: list[GroupFinished] = []
         self._sums = np.cumsum([weight(None)] * len(tasks))
 
-    def nth(self, n: int) -> Task:
+    def task_at(self, n: int) -> Task:
         drawn = random.Random(f"{self.seed}/{n}").random() * self._sums[-1]
         return self.tasks[int(np.searchsorted(self._sums, drawn, side="right"))]
 
-    def read(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if isinstance(event, GroupFinished) and event.rewards and event.task in self.place:
             self._ended.append(event)
         elif isinstance(event, StepDone) and self._ended:
@@ -75,16 +75,16 @@ class ByRate:
                 passed = sum(min(1.0, max(0.0, r)) for r in ended.rewards) / len(ended.rewards)
                 self.rates[ended.task] = DECAY * self.rates.get(ended.task, passed) + (1 - DECAY) * passed
             self._ended.clear()
-            self._weigh()
+            self._update_weights()
 
-    def state(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         return dict(self.rates)
 
     def load(self, state: dict[str, float]) -> None:
         self.rates = {task: rate for task, rate in state.items() if task in self.place}
-        self._weigh()
+        self._update_weights()
 
-    def _weigh(self) -> None:
+    def _update_weights(self) -> None:
         self._sums = np.cumsum([self.weight(self.rates.get(task.id)) for task in self.tasks])
 
 
@@ -114,11 +114,11 @@ CURRICULA: dict[str, Callable[..., TaskAdmissions]] = {
 }
 
 
-def admissions(tasks: Sequence[Task], seed: int, spec: dict[str, Any]) -> TaskAdmissions:
+def build_curriculum(tasks: Sequence[Task], seed: int, spec: dict[str, Any]) -> TaskAdmissions:
     """Of a recipe's `task.curriculum`: `{ kind = "priority", floor = 0.05 }`."""
     settings = dict(spec)
     kind = settings.pop("kind", "shuffle")
-    make = find("task.curriculum.kind", kind, CURRICULA)
+    make = find_registered("task.curriculum.kind", kind, CURRICULA)
     try:
         return make(tasks, seed, **settings)
     except TypeError as error:
@@ -132,7 +132,7 @@ def _check_floor(floor: float) -> None:
         )
 
 
-def _number(task: Task, field: str) -> float:
+def _task_number(task: Task, field: str) -> float:
     value = task.data.get(field)
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise DataError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rondel.core.errors import DataError
 from rondel.core.types import Task, Trajectory
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.single_turn import Example, opening
+from rondel.generate.envs.single_turn import Example, opening_messages
 from rondel.text.special_tokens import SPLIT
 
 
@@ -26,7 +26,7 @@ class Demonstrate:
     async def run(self, task: Task, chat: TokenChat) -> Trajectory:
         if "answer" not in task.data:
             raise DataError(f"task {task.id} has no 'answer' to demonstrate; it has: {', '.join(task.data)}")
-        chat.give(opening(task, suffix=self.suffix, system=self.system, examples=self.examples))
+        chat.give(opening_messages(task, suffix=self.suffix, system=self.system, examples=self.examples))
         chat.write(str(task.data["answer"]), split_special_tokens=task.data.get(SPLIT, True))
         chat.trajectory.policy = self.policy
         return chat.trajectory

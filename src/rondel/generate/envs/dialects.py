@@ -33,7 +33,7 @@ class ToolCall:
     fault: str = ""
 
 
-def given(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """Lists and objects are written as JSON; everything else is a text that the signature may read as a number."""
     try:
         value = json.loads(text)
@@ -55,7 +55,7 @@ class KeyedCalls:
     told, ends = False, "</tool_call>"
     TAG = re.compile(r"</?(?:tool_call|arg_key|arg_value)>")
 
-    def read(self, text: str) -> list[ToolCall]:
+    def parse_calls(self, text: str) -> list[ToolCall]:
         """The calls in what the policy wrote, in order."""
         calls: list[ToolCall] = []
         inside, name, key, begins = "", "", "", 0
@@ -75,7 +75,7 @@ class KeyedCalls:
                 case "keyed", "<arg_value>":
                     inside = "value"
                 case "value", "</arg_value>":
-                    arguments[key], inside = given(piece), "call"
+                    arguments[key], inside = parse_value(piece), "call"
                 case "call", "<arg_key>":
                     inside = "key"
                 case "call", "</tool_call>":
@@ -100,9 +100,9 @@ class KeyedCalls:
             calls.append(ToolCall(name if inside != "name" else "", {}, "the call has no end: </tool_call>"))
         return calls
 
-    def begins(self, text: str) -> int:
+    def find_call_start(self, text: str) -> int:
         """Where the first call begins; the text's length where there is none."""
-        return _found(text, "<tool_call>")
+        return _find_mark(text, "<tool_call>")
 
 
 # -- values as Python and Gemma write them ------------------------------------------------------------
@@ -122,72 +122,74 @@ class ValueScanner:
     SPACE: ClassVar = re.compile(r"\s*+")
     WORDS: ClassVar[dict[str, Any]] = {"true": True, "false": False, "null": None, "none": None}
 
-    def skip(self) -> None:
+    def skip_spaces(self) -> None:
         self.at = self.SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]  # it matches nothing, too
 
-    def take(self, mark: str) -> bool:
+    def take_mark(self, mark: str) -> bool:
         """Behind the mark, if it is next."""
-        self.skip()
+        self.skip_spaces()
         if not (there := self.text.startswith(mark, self.at)):
             return False
         self.at += len(mark)
         return there
 
-    def need(self, mark: str) -> None:
-        if not self.take(mark):
+    def expect_mark(self, mark: str) -> None:
+        if not self.take_mark(mark):
             raise UnreadValue(f"{self.text[self.at : self.at + 20]!r} stands where {mark!r} must")
 
-    def word(self) -> str:
-        self.skip()
+    def read_word(self) -> str:
+        self.skip_spaces()
         if (found := self.WORD.match(self.text, self.at)) is None:
             raise UnreadValue(f"{self.text[self.at : self.at + 20]!r} stands where a name must")
         self.at = found.end()
         return found.group()
 
-    def value(self, depth: int = 0) -> Any:
+    def read_value(self, depth: int = 0) -> Any:
         if depth > DEEPEST:
             raise UnreadValue(NESTED)
-        self.skip()
-        if self.quote and self.take(self.quote):
-            return self._until(self.quote)
+        self.skip_spaces()
+        if self.quote and self.take_mark(self.quote):
+            return self._read_until(self.quote)
         if (found := self.STRING.match(self.text, self.at)) is not None:
             self.at = found.end()
-            return self.ESCAPE.sub(_character, found.group(1) if found.group(1) is not None else found.group(2))
+            return self.ESCAPE.sub(
+                _unescape_character, found.group(1) if found.group(1) is not None else found.group(2)
+            )
         if self.text.startswith(("'", '"'), self.at):
             self.at = len(self.text)
             raise UnreadValue("a text has no end")
-        if self.take("["):
-            return self.rows("]", lambda: self.value(depth + 1))
-        if self.take("{"):
-            return dict(self.rows("}", lambda: self.pair(":", depth + 1)))
+        if self.take_mark("["):
+            return self.read_list("]", lambda: self.read_value(depth + 1))
+        if self.take_mark("{"):
+            return dict(self.read_list("}", lambda: self.read_pair(":", depth + 1)))
         if (found := self.NUMBER.match(self.text, self.at)) is not None:
             self.at = found.end()
-            return _number(found.group())
-        word = self.word()
+            return _parse_number(found.group())
+        word = self.read_word()
         if word.lower() not in self.WORDS:
             raise UnreadValue(f"{word[:20]!r} is no value; a text stands in quotes")
         return self.WORDS[word.lower()]
 
-    def pair(self, between: str, depth: int = 0) -> tuple[str, Any]:
+    def read_pair(self, between: str, depth: int = 0) -> tuple[str, Any]:
         """A key, bare or as a text, and its value."""
-        self.skip()
+        self.skip_spaces()
         quoted = self.text.startswith(("'", '"', *([self.quote] if self.quote else [])), self.at)
-        key = self.value(depth) if quoted else self.word()
-        self.need(between)
-        return key, self.value(depth)
+        key = self.read_value(depth) if quoted else self.read_word()
+        self.expect_mark(between)
+        return key, self.read_value(depth)
 
-    def rows(self, end: str, one: Any) -> list[Any]:
+    def read_list(self, end: str, one: Any) -> list[Any]:
         """`one` after the other, with commas between, up to the end mark."""
         found: list[Any] = []
-        while not self.take(end):
+        while not self.take_mark(end):
             if found:
-                self.need(",")
-                if self.take(end):
+                self.expect_mark(",")
+                if self.take_mark(end):
                     break
             found.append(one())
         return found
 
-    def _until(self, mark: str) -> str:
+    def _read_until(self, mark: str) -> str:
         end = self.text.find(mark, self.at)
         if end < 0:
             self.at = len(self.text)
@@ -196,13 +198,13 @@ class ValueScanner:
         return piece
 
 
-def _number(text: str) -> int | float:
+def _parse_number(text: str) -> int | float:
     if len(text) > 300:  # a thousand digits are no argument, and their reading is not linear
         raise UnreadValue("a number of more than 300 digits")
     return float(text) if any(c in text for c in ".eE") else int(text)
 
 
-def _character(escape: re.Match[str]) -> str:
+def _unescape_character(escape: re.Match[str]) -> str:
     code = escape.group(1)
     if len(code) > 1:
         return chr(int(code[1:], 16))
@@ -218,24 +220,24 @@ class ScannedCalls:
     quote: str = ""
     told: ClassVar = False
 
-    def read(self, text: str) -> list[ToolCall]:
+    def parse_calls(self, text: str) -> list[ToolCall]:
         """The calls in what the policy wrote, in order."""
         calls: list[ToolCall] = []
         scan = ValueScanner(text, quote=self.quote)
         while (begin := text.find(self.opens, scan.at)) >= 0:
             scan.at = begin + len(self.opens)
             try:
-                calls += self._calls(scan)
-                scan.need(self.closes)
+                calls += self._parse_calls(scan)
+                scan.expect_mark(self.closes)
             except UnreadValue as error:
                 calls.append(ToolCall("", {}, f"the call cannot be read: {error}"))
         return calls
 
-    def begins(self, text: str) -> int:
+    def find_call_start(self, text: str) -> int:
         """Where the first call begins; the text's length where there is none."""
-        return _found(text, self.opens)
+        return _find_mark(text, self.opens)
 
-    def _calls(self, scan: ValueScanner) -> list[ToolCall]:
+    def _parse_calls(self, scan: ValueScanner) -> list[ToolCall]:
         raise NotImplementedError
 
 
@@ -247,19 +249,19 @@ class PythonCalls(ScannedCalls):
     def __init__(self) -> None:
         super().__init__("<|tool_call_start|>", "<|tool_call_end|>")
 
-    def _calls(self, scan: ValueScanner) -> list[ToolCall]:
-        return scan.rows("]", lambda: self._one(scan)) if scan.take("[") else [self._one(scan)]
+    def _parse_calls(self, scan: ValueScanner) -> list[ToolCall]:
+        return scan.read_list("]", lambda: self._read_call(scan)) if scan.take_mark("[") else [self._read_call(scan)]
 
-    def _one(self, scan: ValueScanner) -> ToolCall:
-        scan.skip()
+    def _read_call(self, scan: ValueScanner) -> ToolCall:
+        scan.skip_spaces()
         if scan.text.startswith("{", scan.at):
-            value = scan.value()
+            value = scan.read_value()
             if not isinstance(value.get("name"), str) or not isinstance(value.get("arguments", {}), dict):
                 raise UnreadValue('a call is an object with "name" and "arguments"')
             return ToolCall(value["name"], value.get("arguments", {}))
-        name = scan.word()
-        scan.need("(")
-        return ToolCall(name, dict(scan.rows(")", lambda: scan.pair("="))))
+        name = scan.read_word()
+        scan.expect_mark("(")
+        return ToolCall(name, dict(scan.read_list(")", lambda: scan.read_pair("="))))
 
 
 class BracedCalls(ScannedCalls):
@@ -269,11 +271,11 @@ class BracedCalls(ScannedCalls):
     def ends(self) -> str:
         return self.closes
 
-    def _calls(self, scan: ValueScanner) -> list[ToolCall]:
-        scan.need("call:")
-        name = scan.word()
-        scan.need("{")
-        return [ToolCall(name, dict(scan.rows("}", lambda: scan.pair(":"))))]
+    def _parse_calls(self, scan: ValueScanner) -> list[ToolCall]:
+        scan.expect_mark("call:")
+        name = scan.read_word()
+        scan.expect_mark("{")
+        return [ToolCall(name, dict(scan.read_list("}", lambda: scan.read_pair(":"))))]
 
 
 # -- gpt-oss ---------------------------------------------------------------------------------------
@@ -288,15 +290,15 @@ class ChannelCalls:
     MARK = re.compile(r"<\|(?:start|message|end|call|return)\|>")
     TO = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
-    def read(self, text: str) -> list[ToolCall]:
+    def parse_calls(self, text: str) -> list[ToolCall]:
         """The calls in what the policy wrote, in order."""
-        return [call for _, call in self._found(text)]
+        return [call for _, call in self._find_calls(text)]
 
-    def begins(self, text: str) -> int:
+    def find_call_start(self, text: str) -> int:
         """Where the message of the first call begins; the text's length where there is none."""
-        return next((at for at, _ in self._found(text)), len(text))
+        return next((at for at, _ in self._find_calls(text)), len(text))
 
-    def _found(self, text: str) -> list[tuple[int, ToolCall]]:
+    def _find_calls(self, text: str) -> list[tuple[int, ToolCall]]:
         found: list[tuple[int, ToolCall]] = []
         begins, to, body = 0, "", -1  # of the message, whom it is for, of its body
         for mark in [*self.MARK.finditer(text), None]:
@@ -306,11 +308,11 @@ class ChannelCalls:
                 to, body = told.group(1) if told else "", end
             elif kind != "<|message|>":
                 if body >= 0 and to:
-                    found.append((begins, self._call(to, text[body:at])))
+                    found.append((begins, self._parse_call(to, text[body:at])))
                 begins, to, body = at if kind == "<|start|>" else end, "", -1
         return found
 
-    def _call(self, name: str, body: str) -> ToolCall:
+    def _parse_call(self, name: str, body: str) -> ToolCall:
         try:
             arguments = json.loads(body) if body.strip() else {}
         except (ValueError, RecursionError) as error:
@@ -322,7 +324,7 @@ class ChannelCalls:
         )
 
 
-def _found(text: str, mark: str) -> int:
+def _find_mark(text: str, mark: str) -> int:
     at = text.find(mark)
     return len(text) if at < 0 else at
 
@@ -330,7 +332,7 @@ def _found(text: str, mark: str) -> int:
 Dialect = KeyedCalls | PythonCalls | BracedCalls | ChannelCalls
 
 
-def spoken(name: str, before: str, written: str) -> Dialect | None:
+def detect_dialect(name: str, before: str, written: str) -> Dialect | None:
     """Whose form a template wrote a call of `name` in, behind what it says `before`; None if it is none of these."""
     if "<arg_key>" in written and "<tool_call>" in written:
         return KeyedCalls()

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from rondel.core.errors import EnvError, UserError, ungrouped
+from rondel.core.errors import EnvError, UserError, unwrap_exception_group
 from rondel.core.protocols import Chat
 from rondel.core.types import Score, Task, Trajectory
 
@@ -25,11 +25,11 @@ async def episode_of(env: Any, task: Task, chat: Chat) -> list[Trajectory]:
     """The trajectories of one episode, always as a list. Of errors that end a task group of
     the environment's, the root cause is raised.
     """
-    with ungrouped():
-        return listed(await env.run(task, chat))
+    with unwrap_exception_group():
+        return as_trajectories(await env.run(task, chat))
 
 
-def listed(episode: Any) -> list[Trajectory]:
+def as_trajectories(episode: Any) -> list[Trajectory]:
     """What an environment returned, always as a list."""
     found = list(episode) if isinstance(episode, list | tuple) else [episode]
     if odd := [one for one in found if not isinstance(one, Trajectory)]:
@@ -45,7 +45,7 @@ def listed(episode: Any) -> list[Trajectory]:
     return found
 
 
-def rooted(episode: list[Trajectory]) -> list[Trajectory]:
+def assign_parents(episode: list[Trajectory]) -> list[Trajectory]:
     """The same by agents, with every branch's `parent`: the first of an agent in which
     something was written is its root, and so is whoever brings a score of its own. Others in
     which nothing was written are left out."""
@@ -59,7 +59,7 @@ def rooted(episode: list[Trajectory]) -> list[Trajectory]:
     return found
 
 
-def joined(episodes: Iterable[list[Trajectory]]) -> list[Trajectory]:
+def join_episodes(episodes: Iterable[list[Trajectory]]) -> list[Trajectory]:
     """All of them as a group has them: parents count from its first trajectory."""
     found: list[Trajectory] = []
     for episode in episodes:
@@ -70,7 +70,7 @@ def joined(episodes: Iterable[list[Trajectory]]) -> list[Trajectory]:
     return found
 
 
-def share(episode: list[Trajectory]) -> None:
+def share_scores(episode: list[Trajectory]) -> None:
     """Who has no score of its own has that of its root, or else of the episode's first:
     without what was earned at places of those tokens.
     """

@@ -42,29 +42,29 @@ class OpenEnv:
         )
 
     def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        told = self._ask("reset", {"seed": seed, **self.more})
+        told = self._send_request("reset", {"seed": seed, **self.more})
         if told["type"] == "error":
-            raise EnvError(f"{self.url} does not reset: {self._fault(told)}")
-        return self._seen(told["data"]), {}
+            raise EnvError(f"{self.url} does not reset: {self._error_text(told)}")
+        return self._observation_text(told["data"]), {}
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         try:
             action = {self.action: text} if self.action else json.loads(text)
         except json.JSONDecodeError as error:
             return f"That is not a JSON object: {error}.", 0.0, False, False, {}
-        told = self._ask("step", action if isinstance(action, dict) else {})
+        told = self._send_request("step", action if isinstance(action, dict) else {})
         if told["type"] == "error":
             if (told.get("data") or {}).get("code") != "VALIDATION_ERROR":
-                raise EnvError(f"{self.url} does not step: {self._fault(told)}")
-            return self._fault(told), 0.0, False, False, {}
+                raise EnvError(f"{self.url} does not step: {self._error_text(told)}")
+            return self._error_text(told), 0.0, False, False, {}
         data = told["data"]
-        return self._seen(data), float(data.get("reward") or 0.0), bool(data.get("done")), False, {}
+        return self._observation_text(data), float(data.get("reward") or 0.0), bool(data.get("done")), False, {}
 
     def close(self) -> None:
         with self._ends:
             self._link.send(json.dumps({"type": "close"}))
 
-    def _ask(self, verb: str, data: dict[str, Any]) -> dict[str, Any]:
+    def _send_request(self, verb: str, data: dict[str, Any]) -> dict[str, Any]:
         self._link.send(json.dumps({"type": verb, "data": data}))
         told = json.loads(self._link.recv(timeout=PATIENCE))
         if not isinstance(told, dict) or told.get("type") not in ("observation", "error"):
@@ -73,7 +73,7 @@ class OpenEnv:
             )
         return told
 
-    def _seen(self, data: dict[str, Any]) -> str:
+    def _observation_text(self, data: dict[str, Any]) -> str:
         observation = data.get("observation") or {}
         if not self.show:
             return json.dumps(observation, ensure_ascii=False)
@@ -85,7 +85,7 @@ class OpenEnv:
         return str(observation[self.show])
 
     @staticmethod
-    def _fault(told: dict[str, Any]) -> str:
+    def _error_text(told: dict[str, Any]) -> str:
         data = told.get("data") or {}
         errors = [
             f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg', '')}"
@@ -110,16 +110,16 @@ class TextArena:
 
     def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         self._game.reset(num_players=1, seed=seed)
-        return self._news(), {}
+        return self._unread_observation(), {}
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         done, info = self._game.step(action=text)
         if not done:
-            return self._news(), 0.0, False, False, dict(info or {})
+            return self._unread_observation(), 0.0, False, False, dict(info or {})
         rewards, _ = self._game.close()
         return "", float((rewards or {}).get(0, 0.0)), True, False, dict(info or {})
 
-    def _news(self) -> str:
+    def _unread_observation(self) -> str:
         """What the player has not read; its own words it knows."""
         player, messages = self._game.get_observation()
         return "\n".join(str(text) for who, text, *_ in messages if who != player)

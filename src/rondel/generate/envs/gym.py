@@ -17,13 +17,13 @@ from typing import Any
 
 from rondel.core.errors import ConfigError, EnvError
 from rondel.core.protocols import Chat
-from rondel.core.registry import imported
+from rondel.core.registry import import_attribute
 from rondel.core.types import Score, Task, Trajectory
 from rondel.generate.envs.external_envs import OpenEnv, TextArena
 from rondel.generate.envs.tools import on_a_thread
 
 
-def maker(name: str) -> Callable[..., Any]:
+def world_factory(name: str) -> Callable[..., Any]:
     """ "openenv:http://...", "textarena:Game-v0", or "module:name", a function or class of
     yours; anything else is an id of gymnasium.
     """
@@ -31,7 +31,7 @@ def maker(name: str) -> Callable[..., Any]:
     if kind in OTHERS:
         return partial(OTHERS[kind], rest)
     if ":" in name and not re.search(r"-v\d+$", name):
-        if not callable(made := imported("world", name)):
+        if not callable(made := import_attribute("world", name)):
             raise ConfigError(f"the world '{name}' is {made!r:.60}, and no function or class")
         return made
     try:
@@ -58,17 +58,17 @@ class Gym:
 
     async def run(self, task: Task, chat: Chat) -> Trajectory:
         name, trajectory = task.data["world"], chat.trajectory
-        world = await self._does(name, maker(name), **dict(task.data.get("args") or {}))
+        world = await self._call_environment(name, world_factory(name), **dict(task.data.get("args") or {}))
         earned: list[tuple[int, float]] = []
         try:
-            seen, _ = await self._does(name, world.reset, seed=task.data["seed"])
+            seen, _ = await self._call_environment(name, world.reset, seed=task.data["seed"])
             for left in reversed(range(self.turns)):
                 said = [] if earned or self.system is None else [{"role": "system", "content": self.system}]
                 chat.give([*said, {"role": "user", "content": f"{seen}{self.suffix}"}])
                 done = await chat.reply()
                 if not done.tokens:  # no room for an action
                     break
-                seen, reward, terminated, truncated, _ = await self._does(name, world.step, done.text)
+                seen, reward, terminated, truncated, _ = await self._call_environment(name, world.step, done.text)
                 earned.append((len(trajectory.tokens) - 1, float(reward)))
                 if terminated or truncated:
                     break
@@ -76,11 +76,11 @@ class Gym:
                     trajectory.finish_reason = "length"
         finally:
             if hasattr(world, "close"):
-                await self._does(name, world.close)
+                await self._call_environment(name, world.close)
         trajectory.score = Score(sum(value for _, value in earned), steps=tuple(earned))
         return trajectory
 
-    async def _does(self, name: str, verb: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    async def _call_environment(self, name: str, verb: Callable[..., Any], *given: Any, **named: Any) -> Any:
         def call() -> Any:
             return verb(*given, **named)
 

@@ -12,7 +12,7 @@ from collections import Counter
 from hashlib import blake2b
 
 from rondel.core.errors import ConfigError
-from rondel.core.media import worded
+from rondel.core.media import message_text
 from rondel.core.types import Task
 
 GRAM, COMMON = (
@@ -47,21 +47,23 @@ def hold_out(contents: list[str], holdout: float, seed: int) -> set[str]:
     return held
 
 
-def overlapping(train: list[Task], held: list[Task], n: int) -> set[str]:
+def overlapping_tasks(train: list[Task], held: list[Task], n: int) -> set[str]:
     """Ids of the training tasks that share `n` words in a row with a held-out question; what
     stands in many of them is a form of words.
     """
     if n <= 0:
         return set()
-    theirs = {gram for task in held for gram in _grams(task, n)}
+    theirs = {gram for task in held for gram in _word_ngrams(task, n)}
     found: dict[tuple[str, ...], list[str]] = {}
     for task in train:
-        for gram in _grams(task, n) & theirs:
+        for gram in _word_ngrams(task, n) & theirs:
             found.setdefault(gram, []).append(task.id)
     return {id for ids in found.values() if len(ids) <= COMMON for id in ids}
 
 
-def _grams(task: Task, n: int) -> set[tuple[str, ...]]:
-    messages = [task.data["prompt"]] if "prompt" in task.data else [worded(m["content"]) for m in task.data["messages"]]
+def _word_ngrams(task: Task, n: int) -> set[tuple[str, ...]]:
+    messages = (
+        [task.data["prompt"]] if "prompt" in task.data else [message_text(m["content"]) for m in task.data["messages"]]
+    )
     words = re.findall(r"\w+", " ".join(messages).lower())
     return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}

@@ -26,7 +26,7 @@ from rondel.core.errors import ConfigError, DataError, EnvError, root_cause
 from rondel.core.types import Task
 from rondel.generate.envs.gateway.agent import DIES_WITH_US
 from rondel.generate.envs.tools import Tool
-from rondel.generate.pictures import beside, opened
+from rondel.generate.pictures import open_image, run_on_image_thread
 
 BEGINS = 30.0  # seconds until a server must have introduced itself
 ASKED_WRONGLY = (-32601, -32602)  # JSON-RPC: no such method, invalid parameters
@@ -38,13 +38,13 @@ class McpSession:
     def __init__(self, where: str) -> None:
         self.where, self.loop = where, asyncio.get_running_loop()
         self._over, self._open = asyncio.Event(), self.loop.create_future()
-        self._owner = self.loop.create_task(self._live())
+        self._owner = self.loop.create_task(self._run_session())
 
     @property
     def alive(self) -> bool:
         return not self._owner.done() and self.loop is asyncio.get_running_loop()
 
-    async def call(self, verb: str, *given: Any, **named: Any) -> dict[str, Any]:
+    async def call_method(self, verb: str, *given: Any, **named: Any) -> dict[str, Any]:
         """What the server answers, as the protocol writes it."""
         try:
             async with asyncio.timeout(BEGINS) as limit:
@@ -66,15 +66,15 @@ class McpSession:
     def close(self) -> None:
         self._over.set()
 
-    async def _live(self) -> None:
+    async def _run_session(self) -> None:
         try:
             async with AsyncExitStack() as ends:
-                session = await _connected(self.where, ends)
+                session = await _connect_session(self.where, ends)
                 if not self._open.done():
                     self._open.set_result(session)
                 await self._over.wait()
         except BaseException as error:
-            said = EnvError(f"the MCP server '{self.where}' cannot be reached: {_told(root_cause(error))}")
+            said = EnvError(f"the MCP server '{self.where}' cannot be reached: {_error_text(root_cause(error))}")
             if not self._open.done():
                 self._open.set_exception(said)
                 self._open.exception()  # perhaps nobody asks
@@ -97,7 +97,7 @@ class Mcp:
             words = shlex.split(self.where)
             if not words or shutil.which(words[0]) is None:
                 raise ConfigError(f"task.tools: '{entry}': there is no command '{words[0] if words else ''}' here")
-        self.listed = _now(self.where)
+        self.listed = _list_tools(self.where)
 
     def __call__(self, task: Task) -> McpEpisode:
         return McpEpisode(self)
@@ -116,12 +116,12 @@ class McpEpisode:
         if self._session is not None and not self.server.is_shared:
             self._session.close()
 
-    async def ask(self, name: str, arguments: dict[str, Any]) -> str | list[Any]:
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> str | list[Any]:
         """A text; or texts and opened images, where there is an image in the answer."""
         if self._closed:
             raise EnvError("the episode is over")
         try:
-            answer = await self._opened().call("call_tool", name, arguments)
+            answer = await self._open_session().call_method("call_tool", name, arguments)
         except (TimeoutError, EnvError):
             raise
         except Exception as raised:  # of the client's or the connection's
@@ -129,20 +129,20 @@ class McpEpisode:
             said = getattr(error, "error", error)
             if getattr(said, "code", None) in ASKED_WRONGLY:
                 return f"error: {name}: {getattr(said, 'message', said)}"
-            raise EnvError(f"the MCP server '{self.server.where}': {_told(error)}") from error
+            raise EnvError(f"the MCP server '{self.server.where}': {_error_text(error)}") from error
         content = answer.get("content") or []
-        if any(map(_image, content)):
-            return await self._shown(content, begins=["error:"] * bool(answer.get("isError")))
-        text = "\n".join(_read(part) for part in content)
+        if any(map(_image_url, content)):
+            return await self._read_content(content, begins=["error:"] * bool(answer.get("isError")))
+        text = "\n".join(_part_text(part) for part in content)
         if not text and answer.get("structuredContent") is not None:
             text = json.dumps(answer["structuredContent"], ensure_ascii=False)
         return f"error: {text}" if answer.get("isError") else text
 
-    async def _shown(self, content: list[dict[str, Any]], begins: list[Any]) -> list[Any]:
+    async def _read_content(self, content: list[dict[str, Any]], begins: list[Any]) -> list[Any]:
         pieces = begins
         for part in content:
             try:
-                piece = await beside(opened, url) if (url := _image(part)) else _read(part)
+                piece = await run_on_image_thread(open_image, url) if (url := _image_url(part)) else _part_text(part)
             except DataError as error:
                 raise EnvError(f"the MCP server '{self.server.where}' answered with {error}") from error
             if isinstance(piece, str) and pieces and isinstance(pieces[-1], str):
@@ -151,7 +151,7 @@ class McpEpisode:
                 pieces.append(piece)
         return pieces
 
-    def _opened(self) -> McpSession:
+    def _open_session(self) -> McpSession:
         held = self.server.shared if self.server.is_shared else self._session
         if held is None or (self.server.is_shared and not held.alive):
             held = McpSession(self.server.where)
@@ -178,7 +178,7 @@ class McpTool(Tool):
         }
 
         async def function(**arguments: Any) -> str | list[Any]:
-            return await episode.ask(self.name, arguments)
+            return await episode.call_tool(self.name, arguments)
 
         self.function = function
 
@@ -186,11 +186,11 @@ class McpTool(Tool):
     def schema(self) -> dict[str, Any]:
         return self._schema
 
-    def fitted(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def validate_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments
 
 
-async def _connected(where: str, ends: AsyncExitStack) -> Any:
+async def _connect_session(where: str, ends: AsyncExitStack) -> Any:
     from mcp import ClientSession, StdioServerParameters
     from mcp.client.stdio import stdio_client
     from mcp.client.streamable_http import streamable_http_client
@@ -209,18 +209,18 @@ async def _connected(where: str, ends: AsyncExitStack) -> Any:
     return session
 
 
-def _now(where: str) -> list[dict[str, Any]]:
+def _list_tools(where: str) -> list[dict[str, Any]]:
     """What the server offers; asked in a loop beside, since a run begins outside of one."""
     found: list[Any] = []
 
-    async def ask() -> list[dict[str, Any]]:
+    async def list_tools() -> list[dict[str, Any]]:
         from mcp.types import PaginatedRequestParams
 
         session, tools, cursor = McpSession(where), [], None
         try:
             async with asyncio.timeout(BEGINS):
                 while True:
-                    page = await session.call(
+                    page = await session.call_method(
                         "list_tools", params=PaginatedRequestParams(cursor=cursor) if cursor else None
                     )
                     tools += page["tools"]
@@ -230,13 +230,13 @@ def _now(where: str) -> list[dict[str, Any]]:
             session.close()
             await asyncio.wait([session._owner], timeout=BEGINS)
 
-    def beside() -> None:
+    def run_in_thread() -> None:
         try:
-            found.append(asyncio.run(ask()))
+            found.append(asyncio.run(list_tools()))
         except Exception as error:
             found.append(error)
 
-    thread = threading.Thread(target=beside, name=f"list the tools of {where}")
+    thread = threading.Thread(target=run_in_thread, name=f"list the tools of {where}")
     thread.start()
     thread.join()
     (result,) = found
@@ -253,18 +253,18 @@ def _is_url(where: str) -> bool:
     return where.startswith(("http://", "https://"))
 
 
-def _read(part: dict[str, Any]) -> str:
+def _part_text(part: dict[str, Any]) -> str:
     if part.get("type") == "text":
         return str(part["text"])
     return str((part.get("resource") or {}).get("text") or f"[{part.get('type')}]")
 
 
-def _image(part: dict[str, Any]) -> str:
+def _image_url(part: dict[str, Any]) -> str:
     """As a data: URL, also where it is embedded as a resource; "" for what is none."""
     held = (part.get("resource") or {}) if part.get("type") == "resource" else part
     kind, data = str(held.get("mimeType") or ""), held.get("blob", held.get("data"))
     return f"data:{kind};base64,{data}" if kind.startswith("image/") and isinstance(data, str) else ""
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -21,18 +21,18 @@ PERIOD = 1000  # admissions after which the sources of a mixture repeat, at most
 class TaskAdmissions(Protocol):
     """`read` hears the journal; `state` and `load` are what it has learned from that, as JSON."""
 
-    def nth(self, n: int) -> Task: ...
-    def read(self, event: Event) -> None: ...
-    def state(self) -> Any: ...
+    def task_at(self, n: int) -> Task: ...
+    def on_event(self, event: Event) -> None: ...
+    def state_dict(self) -> Any: ...
     def load(self, state: Any) -> None: ...
 
 
 class PureOrder:
     """Task n is a function of (tasks, seed, n): resuming needs the number n only (SPEC L7)."""
 
-    def read(self, event: Event) -> None: ...
+    def on_event(self, event: Event) -> None: ...
 
-    def state(self) -> Any:
+    def state_dict(self) -> Any:
         return None
 
     def load(self, state: Any) -> None: ...
@@ -42,10 +42,10 @@ class ShuffledOrder(PureOrder):
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
         self.tasks, self.seed = tasks, seed
 
-    def nth(self, n: int) -> Task:
+    def task_at(self, n: int) -> Task:
         """Task number n: place n mod N of epoch n div N. The cost does not depend on n."""
         epoch, place = divmod(n, len(self.tasks))
-        return self.tasks[permutation(len(self.tasks), self.seed, epoch)[place]]
+        return self.tasks[epoch_permutation(len(self.tasks), self.seed, epoch)[place]]
 
 
 class MixedOrder:
@@ -53,29 +53,29 @@ class MixedOrder:
 
     def __init__(self, sources: Sequence[tuple[float, TaskAdmissions]]) -> None:
         self.orders = [order for _, order in sources]
-        self.turns = _turns([weight for weight, _ in sources])
+        self.turns = _turn_schedule([weight for weight, _ in sources])
         self.before = [[0] * len(sources)]  # how many of each source came before a place of the period
         for turn in self.turns:
             self.before.append([had + (i == turn) for i, had in enumerate(self.before[-1])])
 
-    def nth(self, n: int) -> Task:
+    def task_at(self, n: int) -> Task:
         period, place = divmod(n, len(self.turns))
         source = self.turns[place]
-        return self.orders[source].nth(period * self.before[-1][source] + self.before[place][source])
+        return self.orders[source].task_at(period * self.before[-1][source] + self.before[place][source])
 
-    def read(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         for order in self.orders:
-            order.read(event)
+            order.on_event(event)
 
-    def state(self) -> Any:
-        return [order.state() for order in self.orders]
+    def state_dict(self) -> Any:
+        return [order.state_dict() for order in self.orders]
 
     def load(self, state: Any) -> None:
         for order, own in zip(self.orders, state, strict=True):
             order.load(own)
 
 
-def _turns(weights: list[float]) -> list[int]:
+def _turn_schedule(weights: list[float]) -> list[int]:
     """Whose turn it is at each place of a period, as even as whole numbers allow:
     always the one that is furthest behind.
     """
@@ -91,14 +91,14 @@ def _turns(weights: list[float]) -> list[int]:
 
 
 @lru_cache(maxsize=32)
-def permutation(length: int, seed: int, epoch: int) -> tuple[int, ...]:
+def epoch_permutation(length: int, seed: int, epoch: int) -> tuple[int, ...]:
     """The order of one epoch. Sorted by random(), whose stream Python promises to keep, unlike that of shuffle()."""
     draw = random.Random(f"{seed}/{epoch}").random
     noise = [draw() for _ in range(length)]
     return tuple(sorted(range(length), key=noise.__getitem__))
 
 
-async def stream(
+async def stream_tasks(
     order: TaskAdmissions, *, start: int = 0, room: Callable[[], Awaitable[object]] | None = None
 ) -> AsyncIterator[Task]:
     """Tasks start, start + 1, ... for ever; each is chosen when there is `room` for it, so
@@ -108,5 +108,5 @@ async def stream(
     while True:
         if room is not None:
             await room()
-        yield order.nth(n)
+        yield order.task_at(n)
         n += 1

@@ -43,7 +43,7 @@ class SandboxInterpreter:
         self.asks, self.answers = asks[1], answers[0]
         os.set_blocking(self.asks, False)
 
-    def ask(self, code: str) -> str | None:
+    def run_code(self, code: str) -> str | None:
         """What it printed; None when it ended, or does not hear."""
         deadline = time.monotonic() + SECONDS + GRACE
         rest, line = json.dumps({"code": code}).encode() + b"\n", b""
@@ -67,7 +67,7 @@ class SandboxInterpreter:
         ):  # late, a broken pipe; or the code wrote into the answers itself
             return None
 
-    def end(self) -> str:
+    def end_process(self) -> str:
         """-> how it ended."""
         try:
             ended = self.cell.finish(0.2)
@@ -99,9 +99,9 @@ def python_tool(sandbox: Callable[[], SandboxFactory]) -> type:
                     self._open = self._open or SandboxInterpreter(sandbox())
                 except SandboxError as error:
                     raise EnvError(f"no box for the code of {self._task.id}: {error}") from error
-                text = None if self._closed else self._open.ask(code)
+                text = None if self._closed else self._open.run_code(code)
                 if text is None:  # and a box that was opened for an episode that is over ends too
-                    how, self._open = self._open.end(), None
+                    how, self._open = self._open.end_process(), None
                     return f"error: the interpreter ended ({how}); its variables and files are lost"
                 return middle_out(text)
 
@@ -109,13 +109,13 @@ def python_tool(sandbox: Callable[[], SandboxFactory]) -> type:
             """At once for the caller: the box ends beside."""
             self._closed = True
             if (opened := self._open) is not None:
-                threading.Thread(target=self._release, args=(opened,), daemon=True).start()
+                threading.Thread(target=self._release_interpreter, args=(opened,), daemon=True).start()
 
-        def _release(self, opened: SandboxInterpreter) -> None:
+        def _release_interpreter(self, opened: SandboxInterpreter) -> None:
             opened.cell.kill()  # who waits for it hears that it ended
             with self._turn:
                 if self._open is opened:
-                    opened.end()
+                    opened.end_process()
                     self._open = None
 
     return Python

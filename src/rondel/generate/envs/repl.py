@@ -16,7 +16,7 @@ import traceback
 from typing import Any
 
 
-def run(text: str, space: dict[str, Any]) -> None:
+def execute_code(text: str, space: dict[str, Any]) -> None:
     try:
         tree = ast.parse(text, "<python>")
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -33,7 +33,7 @@ def run(text: str, space: dict[str, Any]) -> None:
         traceback.print_exception(error.with_traceback(trace))
 
 
-def late(*_: Any) -> None:
+def raise_timeout(*_: Any) -> None:
     raise TimeoutError("it took too long and was stopped; its variables are kept")
 
 
@@ -57,7 +57,7 @@ def memory_file() -> int:
             return os.dup(file.fileno())
 
 
-def flushed() -> str:
+def flush_streams() -> str:
     """What could not be written, in words, or nothing."""
     lost = ""
     for name, fd in (("stdout", 1), ("stderr", 2)):
@@ -77,17 +77,17 @@ def serve(seconds: float, most: int) -> None:
         os.dup2(said, fd)
     main = type(sys)("__main__")
     sys.modules["__main__"] = main
-    signal.signal(signal.SIGALRM, late)
+    signal.signal(signal.SIGALRM, raise_timeout)
     for line in asked:
         os.ftruncate(said, 0)
         os.lseek(said, 0, os.SEEK_SET)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            run(json.loads(line)["code"], main.__dict__)
+            execute_code(json.loads(line)["code"], main.__dict__)
         except TimeoutError:
             pass
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        lost = flushed()
+        lost = flush_streams()
         answers.write(json.dumps({"text": middle_out(said, most) + lost}) + "\n")
         answers.flush()

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rondel.core.errors import DataError, boundary, refusal
-from rondel.core.registry import located, nearest, places
+from rondel.core.errors import DataError, disk_refusal, error_boundary
+from rondel.core.registry import locate_path, search_folders, suggest_name
 
 
 class DatasetRow(NamedTuple):
@@ -40,11 +40,11 @@ def reasoning_gym(
     except ImportError as error:
         raise DataError("kind 'reasoning_gym' needs a package: pip install 'rondel[tasks]'") from error
     if name not in DATASETS:
-        raise DataError(f"reasoning_gym has no data set '{name}'.{nearest(name, list(DATASETS))}")
+        raise DataError(f"reasoning_gym has no data set '{name}'.{suggest_name(name, list(DATASETS))}")
     number = 0
     for place, level in enumerate(levels or [None]):
         part = size // len(levels) + (place < size % len(levels)) if levels else size
-        for entry in _entries(gym, name, {**(args or {}), "size": part, "seed": seed + place}, level):
+        for entry in _dataset_entries(gym, name, {**(args or {}), "size": part, "seed": seed + place}, level):
             number += 1
             fields = {"prompt": entry["question"], "answer": entry["answer"], "entry": entry} | (
                 {"level": level} if levels else {}
@@ -52,7 +52,7 @@ def reasoning_gym(
             yield DatasetRow(f"{name}, entry {number}", name, fields, str(entry["metadata"].get("expression", "")))
 
 
-def _entries(gym: Any, name: str, settings: dict[str, Any], level: int | None) -> Iterable[dict[str, Any]]:
+def _dataset_entries(gym: Any, name: str, settings: dict[str, Any], level: int | None) -> Iterable[dict[str, Any]]:
     from dataclasses import fields
 
     from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
@@ -98,14 +98,14 @@ def jsonl(path: str | list[str]) -> Iterator[DatasetRow]:
         yield from itertools.chain.from_iterable(map(jsonl, path))
         return
     name = Path(path.removesuffix(".gz")).stem
-    for number, line in enumerate(_lines(_existing(path), path), 1):
+    for number, line in enumerate(_read_lines(_existing_path(path), path), 1):
         if line.strip():
-            yield DatasetRow(f"{path}:{number}", name, _fields(line, f"{path}:{number}"))
+            yield DatasetRow(f"{path}:{number}", name, _parse_row(line, f"{path}:{number}"))
 
 
-def _lines(file: Path, path: str) -> Iterator[bytes]:
+def _read_lines(file: Path, path: str) -> Iterator[bytes]:
     """The lines of a file without the mark of its encoding; what begins as another format is refused by its name."""
-    with reading(path):
+    with wrap_read_errors(path):
         with file.open("rb") as raw:
             first = raw.read(4)
         for magic, format, remedy in FORMATS:
@@ -131,7 +131,7 @@ FORMATS = (  # how a file begins that is no JSON lines, what it is, what to do
 
 
 @contextmanager
-def reading(path: str) -> Iterator[None]:
+def wrap_read_errors(path: str) -> Iterator[None]:
     """A file that breaks off or cannot be read is an error with its name."""
     try:
         yield
@@ -140,10 +140,10 @@ def reading(path: str) -> Iterator[None]:
             f"{path}: the gzip file is damaged or not whole ({error}): copy it again, or unpack what is left of it"
         ) from error
     except OSError as error:
-        raise DataError(refusal(error, f"reading {path}") or f"reading {path}: {error}") from error
+        raise DataError(disk_refusal(error, f"reading {path}") or f"reading {path}: {error}") from error
 
 
-def _fields(line: bytes, where: str) -> Any:
+def _parse_row(line: bytes, where: str) -> Any:
     """The object of one line. Numbers and texts that no task can hold are refused here, where the line is known."""
     try:
         text = line.decode()
@@ -183,24 +183,24 @@ def parquet(path: str | list[str]) -> Iterator[DatasetRow]:
         return
     from pyarrow import parquet as format
 
-    file = _existing(path)
-    with boundary(DataError, f"reading {path} as parquet (kind = 'jsonl' reads JSON lines)"):
+    file = _existing_path(path)
+    with error_boundary(DataError, f"reading {path} as parquet (kind = 'jsonl' reads JSON lines)"):
         rows = format.read_table(file).to_pylist()
     for number, fields in enumerate(rows, 1):
         yield DatasetRow(f"{path}, row {number}", Path(path).stem, fields)
 
 
-def datasets(name: str, split: str = "train", subset: str | None = None) -> Iterator[DatasetRow]:
+def read_dataset(name: str, split: str = "train", subset: str | None = None) -> Iterator[DatasetRow]:
     """A data set of the Hugging Face hub, or a folder written by `save_to_disk`."""
     try:
         import datasets as hub
     except ImportError as error:
         raise DataError("kind 'datasets' needs a package: pip install 'rondel[tasks]'") from error
-    with boundary(
+    with error_boundary(
         DataError, f"loading data set '{name}', split '{split}' (is the name right, and the machine online?)"
     ):
-        saved = any((located(name) / f).is_file() for f in ("state.json", "dataset_dict.json"))
-        rows = hub.load_from_disk(str(located(name))) if saved else hub.load_dataset(name, subset, split=split)
+        saved = any((locate_path(name) / f).is_file() for f in ("state.json", "dataset_dict.json"))
+        rows = hub.load_from_disk(str(locate_path(name))) if saved else hub.load_dataset(name, subset, split=split)
         if isinstance(rows, hub.DatasetDict):
             rows = rows[split]
     for number, fields in enumerate(rows, 1):
@@ -209,20 +209,20 @@ def datasets(name: str, split: str = "train", subset: str | None = None) -> Iter
 
 def verifiers(name: str, split: str = "train", args: dict[str, Any] | None = None) -> Iterator[DatasetRow]:
     """The examples of an environment of verifiers; `eval_split = "eval"` holds its own evaluation data out."""
-    from rondel.generate.envs.verifiers import examples
+    from rondel.generate.envs.verifiers import read_examples
 
-    for number, example in enumerate(examples(name, split, args or {}), 1):
+    for number, example in enumerate(read_examples(name, split, args or {}), 1):
         fields = {"prompt": example["prompt"], "answer": example.get("answer") or "", "example": example}
         yield DatasetRow(f"{name}, example {number}", name.partition(":")[2] or name, fields)
 
 
-def inline(rows: list[dict[str, Any]]) -> Iterator[DatasetRow]:
+def inline_rows(rows: list[dict[str, Any]]) -> Iterator[DatasetRow]:
     """Rows written in the recipe."""
     for number, fields in enumerate(rows, 1):
         yield DatasetRow(f"task.data.rows[{number}]", "list", fields)
 
 
-def digits() -> Iterator[DatasetRow]:
+def digit_sums() -> Iterator[DatasetRow]:
     """All 100 sums of two digits, "3+4=" -> "7": what a model of a million parameters learns in a minute."""
     for a in range(10):
         for b in range(10):
@@ -254,30 +254,30 @@ KINDS: dict[str, Callable[..., Iterable[DatasetRow]]] = {
     "reasoning_gym": reasoning_gym,
     "jsonl": jsonl,
     "parquet": parquet,
-    "datasets": datasets,
-    "list": inline,
+    "datasets": read_dataset,
+    "list": inline_rows,
     "verifiers": verifiers,
     "gym": gym,
-    "digits": digits,
+    "digits": digit_sums,
     "quadrants": quadrants,
 }
 
 
-def _existing(path: str) -> Path:
-    file = located(path)
+def _existing_path(path: str) -> Path:
+    file = locate_path(path)
     if not os.path.isfile(file):  # False, too, of what could be no name
         raise DataError(
-            f"no file '{path[:200]}' (from {' or '.join(map(str, places()))}).{_nearest(file)} Give a path from there, "
+            f"no file '{path[:200]}' (from {' or '.join(map(str, search_folders()))}).{_suggest_file(file)} Give a path from there, "
             f"or an absolute one"
         )
     return file
 
 
-def _nearest(file: Path) -> str:
+def _suggest_file(file: Path) -> str:
     """Why it is none, or one that is there under a name like it."""
     if os.path.isdir(file):
         return " It is a folder."
     if os.path.islink(file):
         return " It is a link that leads nowhere."
     there = os.listdir(file.parent) if os.path.isdir(file.parent) else []
-    return nearest(file.name, [name for name in there if name != file.name])
+    return suggest_name(file.name, [name for name in there if name != file.name])

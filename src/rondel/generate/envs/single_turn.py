@@ -14,7 +14,9 @@ from rondel.text.special_tokens import SPLIT
 Example = dict[str, str]  # {"prompt": "2 + 2 =", "answer": "4"}
 
 
-def opening(task: Task, *, suffix: str = "", system: str | None = None, examples: Sequence[Example] = ()) -> Messages:
+def opening_messages(
+    task: Task, *, suffix: str = "", system: str | None = None, examples: Sequence[Example] = ()
+) -> Messages:
     """Messages of a task's prompt: task.data's "messages", or its "prompt" as a user's message.
 
     suffix ends the last one; examples are earlier turns, each a question (with the
@@ -53,7 +55,7 @@ class SingleTurn:
 
     def prompt(self, task: Task) -> tuple[Messages, Schemas]:
         """What the policy reads first, and the tools it is offered."""
-        return opening(task, suffix=self.suffix, system=self.system, examples=self.examples), ()
+        return opening_messages(task, suffix=self.suffix, system=self.system, examples=self.examples), ()
 
     async def run(self, task: Task, chat: Chat) -> Trajectory:
         chat.give(*self.prompt(task))

@@ -16,14 +16,14 @@ from typing import Any, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rondel.core.errors import ConfigError, DataError, RondelError
-from rondel.core.media import worded
-from rondel.core.registry import find, located, nearest
+from rondel.core.media import message_text
+from rondel.core.registry import find_registered, locate_path, suggest_name
 from rondel.core.types import Task
-from rondel.generate.envs.holdout import GRAM, content_key, hold_out, overlapping
+from rondel.generate.envs.holdout import GRAM, content_key, hold_out, overlapping_tasks
 from rondel.generate.envs.rows import KINDS, DatasetRow
-from rondel.generate.pictures import is_image, is_picture, shown, source_of, stored
+from rondel.generate.pictures import image_part, interleave_images, is_image, is_picture, source_of
 from rondel.text.special_tokens import SPLIT, SpecialTokens
-from rondel.text.unicode import valid
+from rondel.text.unicode import valid_unicode
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 Found = dict[str, tuple[str, Task]]  # task id -> (content, task)
@@ -78,13 +78,13 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
     seed            of the split, and of kinds that draw
     """
     if data.get("kind") == "mix":
-        return _mixed(dict(data), env)
+        return _read_mixed(dict(data), env)
     settings = dict(data)
     kind = settings.pop("kind", None)
     holdout = settings.pop("holdout", 0)
-    gram = _whole(settings.pop("ngram", GRAM), "ngram")
-    columns = DatasetColumns(*(_column(settings, name) for name in ("prompt", "answer", "image")))
-    _whole(settings.get("seed", 0), "seed")
+    gram = _checked_int(settings.pop("ngram", GRAM), "ngram")
+    columns = DatasetColumns(*(_column_name(settings, name) for name in ("prompt", "answer", "image")))
+    _checked_int(settings.get("seed", 0), "seed")
     split = settings.pop(SPLIT, True)
     if not isinstance(split, bool):
         raise ConfigError(
@@ -99,10 +99,10 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
             f"place"
         )
 
-    found, duplicates = _read(kind, settings, env, columns)
+    found, duplicates = _read_tasks(kind, settings, env, columns)
     if elsewhere:
-        held, _ = _read(kind, settings | elsewhere, env, columns)
-        shared = overlapping([task for _, task in found.values()], [task for _, task in held.values()], gram)
+        held, _ = _read_tasks(kind, settings | elsewhere, env, columns)
+        shared = overlapping_tasks([task for _, task in found.values()], [task for _, task in held.values()], gram)
         contents = {content for content, _ in held.values()} | {
             content for content, task in found.values() if task.id in shared
         }
@@ -121,13 +121,13 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
     return TaskSet(train, [task for _, task in held.values()], duplicates, leaked)
 
 
-def _whole(value: Any, key: str) -> int:
+def _checked_int(value: Any, key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"task.data.{key} = {value!r}; it is a whole number")
     return value
 
 
-def _column(settings: dict[str, Any], key: str) -> str | None:
+def _column_name(settings: dict[str, Any], key: str) -> str | None:
     """The name of a field, as the recipe says it; None where it says nothing."""
     name = settings.pop(key, None)
     if name is not None and not isinstance(name, str):
@@ -135,7 +135,7 @@ def _column(settings: dict[str, Any], key: str) -> str | None:
     return name
 
 
-def _mixed(settings: dict[str, Any], env: str) -> TaskSet:
+def _read_mixed(settings: dict[str, Any], env: str) -> TaskSet:
     """Several sources. What one holds out, none trains on; a question that several bring belongs
     to the first of them.
     """
@@ -167,12 +167,12 @@ def _mixed(settings: dict[str, Any], env: str) -> TaskSet:
             task.data["source"] = name
         sets.append((weight, loaded))
     held = [task for _, s in sets for task in s.held_out]
-    forbidden, seen = {content_key(asked(task)) for task in held}, set[str]()
+    forbidden, seen = {content_key(question_text(task)) for task in held}, set[str]()
     sources: list[tuple[float, list[Task]]] = []
     for weight, s in sets:
-        mine = [task for task in s.train if content_key(asked(task)) not in forbidden]
-        kept = [task for task in mine if asked(task) not in seen]
-        seen |= {asked(task) for task in kept}
+        mine = [task for task in s.train if content_key(question_text(task)) not in forbidden]
+        kept = [task for task in mine if question_text(task) not in seen]
+        seen |= {question_text(task) for task in kept}
         if not kept:
             raise DataError(
                 f"task.data: nothing is left of source '{s.train[0].data['source']}' without what others hold out or "
@@ -180,7 +180,7 @@ def _mixed(settings: dict[str, Any], env: str) -> TaskSet:
             )
         sources.append((weight, kept))
     train = [task for _, tasks in sources for task in tasks]
-    clean = sum(content_key(asked(task)) not in forbidden for _, s in sets for task in s.train)
+    clean = sum(content_key(question_text(task)) not in forbidden for _, s in sets for task in s.train)
     leaked = sum(len(s.train) for _, s in sets) - clean
     return TaskSet(
         train,
@@ -191,19 +191,19 @@ def _mixed(settings: dict[str, Any], env: str) -> TaskSet:
     )
 
 
-def _read(kind: str, settings: dict[str, Any], env: str, columns: DatasetColumns) -> tuple[Found, int]:
+def _read_tasks(kind: str, settings: dict[str, Any], env: str, columns: DatasetColumns) -> tuple[Found, int]:
     """The different tasks of a kind, and how many rows repeated a question."""
     settings = dict(settings)
     found: Found = {}
     wanted, count, kept = settings.pop("where", {}), 0, 0
     path = settings.get("path")
     first = path[0] if isinstance(path, list) and path else path
-    folder = located(first).parent if isinstance(first, str) else Path()
-    for count, row in enumerate(_rows(kind, settings), 1):  # noqa: B007
-        if wanted and not _fits(row, wanted):
+    folder = locate_path(first).parent if isinstance(first, str) else Path()
+    for count, row in enumerate(_source_rows(kind, settings), 1):  # noqa: B007
+        if wanted and not _matches_filter(row, wanted):
             continue
         kept += 1
-        content, task = _task(row, env, folder, columns)
+        content, task = _task_from_row(row, env, folder, columns)
         found.setdefault(task.id, (content, task))
     if not count:
         raise DataError(f"task.data of kind '{kind}' is empty ({settings}); check the path and the size")
@@ -212,13 +212,13 @@ def _read(kind: str, settings: dict[str, Any], env: str, columns: DatasetColumns
     return found, kept - len(found)
 
 
-def _fits(row: DatasetRow, wanted: dict[str, Any]) -> bool:
+def _matches_filter(row: DatasetRow, wanted: dict[str, Any]) -> bool:
     if not isinstance(wanted, dict):
         raise ConfigError(f"task.data.where = {wanted!r}; it is a table: where = {{ level = [2, 4] }}")
     for field, rule in wanted.items():
-        value = _at(row.fields, field)
+        value = _nested_field(row.fields, field)
         if value is None:
-            raise _missing(row, field, "where")
+            raise _missing_column(row, field, "where")
         if isinstance(rule, list):
             if len(rule) != 2:
                 raise ConfigError(f"task.data.where.{field} = {rule}; a range has two ends: [low, high]")
@@ -234,23 +234,23 @@ def _fits(row: DatasetRow, wanted: dict[str, Any]) -> bool:
     return True
 
 
-def _rows(kind: str, settings: dict[str, Any]) -> Iterator[DatasetRow]:
-    source: Callable[..., Iterable[Any]] = find("task.data.kind", kind, KINDS)
-    known = _parameters(source)
+def _source_rows(kind: str, settings: dict[str, Any]) -> Iterator[DatasetRow]:
+    source: Callable[..., Iterable[Any]] = find_registered("task.data.kind", kind, KINDS)
+    known = _signature_parameters(source)
     if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
         # a kind that does not draw needs no seed
         settings = {k: v for k, v in settings.items() if k in known or k != "seed"}
         for key in settings:
             if key not in known:
                 raise ConfigError(
-                    f"task.data.{key} is no setting of kind '{kind}'.{nearest(key, list(known))} It has: "
+                    f"task.data.{key} is no setting of kind '{kind}'.{suggest_name(key, list(known))} It has: "
                     f"{', '.join(known) or 'none'}"
                 )
         for key, parameter in known.items():
             if parameter.default is parameter.empty and key not in settings:
                 raise ConfigError(f"task.data.{key} is missing: kind '{kind}' needs it")
     if kind in KINDS:
-        _check(source, settings)
+        _check_settings(source, settings)
     name, number = kind.partition(":")[2], 0
     try:
         for number, row in enumerate(source(**settings), 1):
@@ -265,7 +265,7 @@ def _rows(kind: str, settings: dict[str, Any]) -> Iterator[DatasetRow]:
         ) from error
 
 
-def _parameters(source: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def _signature_parameters(source: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Those of a function; of one written in C, which does not say, whatever is given."""
     try:
         return inspect.signature(source).parameters
@@ -273,7 +273,7 @@ def _parameters(source: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return {"settings": inspect.Parameter("settings", inspect.Parameter.VAR_KEYWORD)}
 
 
-def _check(source: Callable[..., Any], settings: dict[str, Any]) -> None:
+def _check_settings(source: Callable[..., Any], settings: dict[str, Any]) -> None:
     """What one of our kinds is given is of the type that it says."""
     hints = get_type_hints(source)
     for key, value in settings.items():
@@ -283,20 +283,20 @@ def _check(source: Callable[..., Any], settings: dict[str, Any]) -> None:
             raise ConfigError(f"task.data.{key} = {value!r:.80}: {error.errors()[0]['msg'].lower()}") from error
 
 
-def _task(row: DatasetRow, env: str, folder: Path, columns: DatasetColumns) -> tuple[str, Task]:
+def _task_from_row(row: DatasetRow, env: str, folder: Path, columns: DatasetColumns) -> tuple[str, Task]:
     """(content, task) of one row; all other fields of the row stay in task.data."""
     prompt, answer, image = columns.prompt, "answer" if columns.answer is None else columns.answer, columns.image or ""
     if not isinstance(row.fields, dict):
         raise DataError(f"{row.where}: a {type(row.fields).__name__}; a task is an object with named fields")
     # the recipe's to say, and not the data's
-    fields = {name: value for name, value in valid(row.fields).items() if name != SPLIT}
+    fields = {name: value for name, value in valid_unicode(row.fields).items() if name != SPLIT}
     prompt = prompt or ("messages" if "messages" in fields and "prompt" not in fields else "prompt")
     for column, key in ((prompt, "prompt"), (answer, "answer"), (image, "image")):
-        if column and _at(fields, column) is None:
-            raise _missing(row, column, key)
+        if column and _nested_field(fields, column) is None:
+            raise _missing_column(row, column, key)
     if columns.image is None:
         _refuse_unseen(row, fields)
-    asked, gold = _at(fields, prompt), _at(fields, answer)
+    asked, gold = _nested_field(fields, prompt), _nested_field(fields, answer)
     if isinstance(gold, float) and not math.isfinite(gold):
         raise DataError(
             f"{row.where}: '{answer}' is {gold}, which no answer can be equal to: give the row a number or drop it"
@@ -330,25 +330,27 @@ def _with_images(row: DatasetRow, asked: Any, fields: dict[str, Any], folder: Pa
         raise DataError(f"{row.where}: the field '{held[0]}' holds an image; say image = '{held[0]}' in task.data")
     try:
         if column:
-            found = _at(fields, column)
+            found = _nested_field(fields, column)
             fields.pop(column, None)
-            asked = shown(asked, [stored(one, folder) for one in (found if isinstance(found, list) else [found])])
-        return [_stored(m, folder) for m in asked] if isinstance(asked, list) else asked
+            asked = interleave_images(
+                asked, [image_part(one, folder) for one in (found if isinstance(found, list) else [found])]
+            )
+        return [_store_images(m, folder) for m in asked] if isinstance(asked, list) else asked
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from error
 
 
-def _stored(message: Any, folder: Path) -> Any:
+def _store_images(message: Any, folder: Path) -> Any:
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     parts = [
-        stored(source_of(part), folder) if is_image(part) and "name" not in part else part
+        image_part(source_of(part), folder) if is_image(part) and "name" not in part else part
         for part in message["content"]
     ]
     return {**message, "content": parts}
 
 
-def _at(fields: dict[str, Any], column: str) -> Any:
+def _nested_field(fields: dict[str, Any], column: str) -> Any:
     """The field `column`; "reward_model.ground_truth" lies in a table of the row."""
     found: Any = fields
     for name in [column] if column in fields else column.split("."):
@@ -356,25 +358,25 @@ def _at(fields: dict[str, Any], column: str) -> Any:
     return found
 
 
-def asked(task: Task) -> str:
+def question_text(task: Task) -> str:
     """The question of a task, as one text."""
     return (
         task.data["prompt"]
         if "prompt" in task.data
-        else "\n".join(f"{m['role']}: {worded(m['content'])}" for m in task.data["messages"])
+        else "\n".join(f"{m['role']}: {message_text(m['content'])}" for m in task.data["messages"])
     )
 
 
-def spelled(task: Task, special: SpecialTokens) -> list[str]:
+def control_tokens_in(task: Task, special: SpecialTokens) -> list[str]:
     """The control tokens that question and answer of a task spell."""
-    return special.spelled(f"{asked(task)}\n{task.data.get('answer', '')}")
+    return special.find_control_tokens(f"{question_text(task)}\n{task.data.get('answer', '')}")
 
 
 def _question(row: DatasetRow, asked: Any) -> str:
     if isinstance(asked, str) and asked.strip():
         return asked
     if isinstance(asked, list) and asked and all(map(_is_message, asked)):
-        return "\n".join(f"{m['role']}: {worded(m['content'])}" for m in asked)
+        return "\n".join(f"{m['role']}: {message_text(m['content'])}" for m in asked)
     what = "empty" if isinstance(asked, str) else f"{asked!r:.60}, a {type(asked).__name__}"
     raise DataError(
         f"{row.where}: the prompt is {what}; it must be a text, or a list of messages with role and content"
@@ -388,12 +390,12 @@ def _is_message(node: Any) -> bool:
     return isinstance(content, str) or (isinstance(content, list) and all(isinstance(part, dict) for part in content))
 
 
-def _missing(row: DatasetRow, column: str, key: str) -> DataError:
+def _missing_column(row: DatasetRow, column: str, key: str) -> DataError:
     has = list(row.fields)
     none = ", or answer = '' if the reward needs none" if key == "answer" else ""
     if column in has:
         return DataError(f"{row.where}: '{column}' is null; give the row a value or drop it{none}")
     return DataError(
-        f"{row.where}: no '{column}'.{nearest(column, has)} It has: {', '.join(has)}; name the field with {key} = "
+        f"{row.where}: no '{column}'.{suggest_name(column, has)} It has: {', '.join(has)}; name the field with {key} = "
         f"'...'{none}"
     )

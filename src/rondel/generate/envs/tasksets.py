@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from rondel.core.errors import ConfigError, EnvError, boundary
+from rondel.core.errors import ConfigError, EnvError, error_boundary
 from rondel.core.types import Score, Task
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 LOCAL = {"type": "subprocess"}
 
 
-def examples(name: str, split: str, args: dict[str, Any]) -> Iterable[dict[str, Any]]:
+def read_examples(name: str, split: str, args: dict[str, Any]) -> Iterable[dict[str, Any]]:
     """A row for each task, with its place in the taskset."""
     if split != "train":
         raise ConfigError(
             f"task.data.split = '{split}'; a taskset of verifiers 0.4 has no splits: use holdout, or what its own args "
             f"say"
         )
-    for place, task in enumerate(loaded(name, json.dumps(args))[1]):
+    for place, task in enumerate(load_taskset(name, json.dumps(args))[1]):
         yield {
             "prompt": task.data.prompt_text,
             "place": place,
@@ -45,9 +45,9 @@ def examples(name: str, split: str, args: dict[str, Any]) -> Iterable[dict[str, 
 
 def agent_of(name: str, args: dict[str, Any]) -> Agent:
     """An agent for the gateway that plays tasks of this taskset."""
-    config, tasks, role = loaded(name, json.dumps(args))
+    config, tasks, role = load_taskset(name, json.dumps(args))
 
-    async def run(task: Task, url: str, key: str) -> Score:
+    async def run_taskset(task: Task, url: str, key: str) -> Score:
         import verifiers.v1 as vf
         from verifiers.v1.utils.loaders import load_environment
 
@@ -77,11 +77,11 @@ def agent_of(name: str, args: dict[str, Any]) -> Agent:
         }
         return Score(float(trace.reward), parts)
 
-    return run
+    return run_taskset
 
 
 @lru_cache
-def loaded(name: str, args: str) -> tuple[Any, list[Any], str]:
+def load_taskset(name: str, args: str) -> tuple[Any, list[Any], str]:
     """-> the environment's config, its tasks, and the role that is trained."""
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.configs.env import EnvConfig
@@ -96,14 +96,14 @@ def loaded(name: str, args: str) -> tuple[Any, list[Any], str]:
             f"task.data.name = '{name}'; verifiers 0.4 takes the id or the module of a package whose __all__ has its "
             f"Taskset"
         )
-    with boundary(ConfigError, f"task.data.name = '{name}': loading it"):
+    with error_boundary(ConfigError, f"task.data.name = '{name}': loading it"):
         kind = environment_class(name, given.get("id", ""))
         shape: Any = concrete_type(kind, EnvConfig, origin=Env) or EnvConfig
         block = {**given, "taskset": {**given.get("taskset", {}), "id": name}}
         for role in (
             role for role, field in shape.model_fields.items() if role in agent_config_fields(shape.model_construct())
         ):
-            block[role] = _local(name, role, dict(given.get(role) or {}))
+            block[role] = _local_harness(name, role, dict(given.get(role) or {}))
         config = shape.model_validate(block)
         env = load_environment(config)
         if not env.taskset.bounded and not size:
@@ -119,7 +119,7 @@ def loaded(name: str, args: str) -> tuple[Any, list[Any], str]:
     return config, tasks, mine[0]
 
 
-def _local(name: str, role: str, spec: dict[str, Any]) -> dict[str, Any]:
+def _local_harness(name: str, role: str, spec: dict[str, Any]) -> dict[str, Any]:
     """A harness that carries out nothing, here, unless `args` says another; what carries out
     what a policy writes must have been told where.
     """

@@ -54,33 +54,36 @@ class Template:
         self.tokenizer, self.special = tokenizer, special_tokens(tokenizer)
         self.plain = not getattr(tokenizer, "chat_template", None)
 
-    def opening(self, messages: Messages, tools: Schemas = ()) -> list[int]:
+    def render_opening(self, messages: Messages, tools: Schemas = ()) -> list[int]:
         """The first messages with the tools that are offered, up to where the policy starts to
         write. TemplateError where it refuses them.
         """
-        messages, tools = self._worded(self.special.messages(messages)), self.special.cover(tools)
-        if tools and self.calls.told:
+        messages, tools = (
+            self._calls_as_text(self.special.cover_messages(messages)),
+            self.special.cover_control_tokens(tools),
+        )
+        if tools and self.call_format.told:
             messages, tools = _with_words(messages, tools, speaker="system" if self._has_system else "user"), ()
         if self.plain:
-            return self._bare(messages, opening=True)
-        with _refusing(messages):
-            return self._render(messages, tools=tools)
+            return self._encode_plain(messages, opening=True)
+        with _template_errors(messages):
+            return self._render_tokens(messages, tools=tools)
 
-    def after(self, tokens: list[int], messages: Messages) -> list[int]:
+    def render_after_turn(self, tokens: list[int], messages: Messages) -> list[int]:
         """What follows a turn of the policy that wrote `tokens`: the rest of its end, and the
         messages up to where it writes again. TemplateError where the template refuses them."""
-        with _refusing(messages):
-            if messages and messages[0]["role"] == "tool" and not self.plain and self.calls.ends:
-                return self._answered(tokens, messages)
-            tail, later = self.missing_tail(tokens), self.later(messages)
+        with _template_errors(messages):
+            if messages and messages[0]["role"] == "tool" and not self.plain and self.call_format.ends:
+                return self._render_after_call(tokens, messages)
+            tail, later = self.missing_tail(tokens), self.render_continuation(messages)
         return tail + later[self._said_already(tokens, later) if not tail else 0 :]
 
-    def _answered(self, tokens: list[int], messages: Messages) -> list[int]:
+    def _render_after_call(self, tokens: list[int], messages: Messages) -> list[int]:
         """What follows the mark that closes a call, but for what the policy has written behind it."""
-        messages, ends = self._worded(self.special.messages(messages)), self.calls.ends
-        written = self._text([USER, _asking(messages), *messages], (), prompt=True)
-        behind = self._encode(written[written.index(ends) + len(ends) :])
-        mark = self._encode(ends)
+        messages, ends = self._calls_as_text(self.special.cover_messages(messages)), self.call_format.ends
+        written = self._render_text([USER, _build_calling_turn(messages), *messages], (), prompt=True)
+        behind = self._encode_text(written[written.index(ends) + len(ends) :])
+        mark = self._encode_text(ends)
         at = next((i for i in range(len(tokens), 0, -1) if tokens[max(0, i - len(mark)) : i] == mark), len(tokens))
         drawn = tokens[at:]
         return behind[len(drawn) :] if behind[: len(drawn)] == drawn else behind[self._said_already(tokens, behind) :]
@@ -89,57 +92,59 @@ class Template:
         """1 where the policy ended its turn with the mark that begins the next message, as GLM does."""
         return int(tokens[-1:] == behind[:1] and tokens[-1:] != [] and tokens[-1] in self.tokenizer.all_special_ids)
 
-    def later(self, messages: Messages) -> list[int]:
+    def render_continuation(self, messages: Messages) -> list[int]:
         """Messages that follow a finished turn of the policy, up to where it writes again.
         TemplateError where it refuses them.
         """
-        messages = self._worded(self.special.messages(messages))
+        messages = self._calls_as_text(self.special.cover_messages(messages))
         if self.plain:
-            return self._bare(messages, opening=False)
-        refused, asking = "", _asking(messages)
+            return self._encode_plain(messages, opening=False)
+        refused, asking = "", _build_calling_turn(messages)
         for dummy in ([asking if m is PROBE else m for m in dummy] for dummy in DUMMIES):
             try:
-                prefix, whole = self._render(dummy, prompt=False), self._render([*dummy, *messages])
+                prefix, whole = self._render_tokens(dummy, prompt=False), self._render_tokens([*dummy, *messages])
             except Exception as error:  # a template refuses a role order by raising whatever it likes
                 refused = f"{type(error).__name__}: {error}"
                 continue
-            if (n := self._shared(prefix, whole)) is not None:
+            if (n := self._shared_prefix(prefix, whole)) is not None:
                 return whole[n:]
         raise TemplateError(
-            f"the chat template cannot append messages ({_roles(messages)}): behind every dummy conversation it "
+            f"the chat template cannot append messages ({_role_list(messages)}): behind every dummy conversation it "
             f"rewrites what came before"
             f"{' or raises ' + refused if refused else ''}; use roles it knows, or a template that only appends"
         )
 
-    def _worded(self, messages: Messages) -> Messages:
+    def _calls_as_text(self, messages: Messages) -> Messages:
         """Calls and what came of them, as the template can say them."""
         if not any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
             return messages
-        if self.calls.told:
+        if self.call_format.told:
             return _in_words(messages)
         return [{"tool_call_id": "call00001", **m} if m["role"] == "tool" else m for m in messages]
 
     @cached_property
-    def calls(self) -> CallFormat:
+    def call_format(self) -> CallFormat:
         """How the policy calls tools."""
-        return HERMES if self.plain else read_off(self._text)
+        return HERMES if self.plain else read_off(self._render_text)
 
     @cached_property
     def _has_system(self) -> bool:
         try:
-            return self.plain or "s7x" in self._text([{"role": "system", "content": "s7x"}, USER], ())
+            return self.plain or "s7x" in self._render_text([{"role": "system", "content": "s7x"}, USER], ())
         except Exception:  # a template refuses a role by raising whatever it likes
             return False
 
     @cached_property
-    def tail(self) -> list[int]:
+    def turn_end_tokens(self) -> list[int]:
         """What ends an assistant's turn: the common end of two conversations that differ only in
         the assistant's words.
         """
         if self.plain:
             return []
         for pair in ("x7", "ab", "01"):  # a small vocabulary may read two letters as the same unknown token
-            one, two = (self._render([USER, {"role": "assistant", "content": letter}], prompt=False) for letter in pair)
+            one, two = (
+                self._render_tokens([USER, {"role": "assistant", "content": letter}], prompt=False) for letter in pair
+            )
             if one != two:
                 common = sum(1 for _ in takewhile(lambda ends: ends[0] == ends[1], zip(reversed(one), reversed(two))))
                 return one[len(one) - common : self._goes_on(one)]
@@ -153,13 +158,16 @@ class Template:
         templates end every text with an end token.
         """
         try:
-            alone, followed = self._render([USER, ASSISTANT], prompt=False), self._render([USER, ASSISTANT, USER])
+            alone, followed = (
+                self._render_tokens([USER, ASSISTANT], prompt=False),
+                self._render_tokens([USER, ASSISTANT, USER]),
+            )
         except Exception:  # a template refuses a role order by raising whatever it likes
             return len(ended)
-        n = self._shared(alone, followed)
+        n = self._shared_prefix(alone, followed)
         return len(ended) if n is None else len(ended) - (len(alone) - n)
 
-    def _shared(self, prefix: list[int], whole: list[int]) -> int | None:
+    def _shared_prefix(self, prefix: list[int], whole: list[int]) -> int | None:
         """How much of `prefix` the longer conversation begins with, if it is all but an end token."""
         for n in (len(prefix), len(prefix) - (prefix[-1:] == [self.tokenizer.eos_token_id])):
             if whole[:n] == prefix[:n]:
@@ -168,20 +176,22 @@ class Template:
 
     def missing_tail(self, tokens: list[int]) -> list[int]:
         """The part of the tail that `tokens` (a turn as the policy left it) does not already end with."""
-        have = next((k for k in range(len(self.tail), 0, -1) if tokens[-k:] == self.tail[:k]), 0)
-        return self.tail[have:]
+        have = next((k for k in range(len(self.turn_end_tokens), 0, -1) if tokens[-k:] == self.turn_end_tokens[:k]), 0)
+        return self.turn_end_tokens[have:]
 
-    def _render(self, messages: Sequence[dict[str, Any]], *, prompt: bool = True, tools: Schemas = ()) -> list[int]:
-        return list(_rendered(self.tokenizer, json.dumps(messages), prompt, json.dumps(tools)))
+    def _render_tokens(
+        self, messages: Sequence[dict[str, Any]], *, prompt: bool = True, tools: Schemas = ()
+    ) -> list[int]:
+        return list(_render_cached(self.tokenizer, json.dumps(messages), prompt, json.dumps(tools)))
 
-    def _text(self, messages: Messages, tools: Schemas, *, prompt: bool = False) -> str:
+    def _render_text(self, messages: Messages, tools: Schemas, *, prompt: bool = False) -> str:
         more = {"tools": list(tools)} if tools or not prompt else {}
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **more))
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode_text(self, text: str) -> list[int]:
         return self.special.encode(text)
 
-    def _bare(self, messages: Messages, *, opening: bool) -> list[int]:
+    def _encode_plain(self, messages: Messages, *, opening: bool) -> list[int]:
         if any(isinstance(m["content"], list) for m in messages):
             raise DataError(
                 "images for a tokenizer without a chat template, which alone says where they stand; take an instruct model"
@@ -190,7 +200,7 @@ class Template:
 
 
 @contextmanager
-def _refusing(messages: Messages) -> Iterator[None]:
+def _template_errors(messages: Messages) -> Iterator[None]:
     """What a template raises, as the fault of the episode that these messages are from."""
     try:
         yield
@@ -198,15 +208,15 @@ def _refusing(messages: Messages) -> Iterator[None]:
         raise
     except Exception as error:  # a template refuses by raising whatever it likes
         raise TemplateError(
-            f"the chat template refuses messages ({_roles(messages)}): {type(error).__name__}: {error}"[:1000]
+            f"the chat template refuses messages ({_role_list(messages)}): {type(error).__name__}: {error}"[:1000]
         ) from error
 
 
-def _roles(messages: Messages) -> str:
+def _role_list(messages: Messages) -> str:
     return ", ".join(str(m.get("role", "?")) for m in messages)
 
 
-def _asking(messages: Messages) -> dict[str, Any]:
+def _build_calling_turn(messages: Messages) -> dict[str, Any]:
     """The assistant's turn that these answers of tools belong to: a template may tell whose answer one is."""
     call = PROBE["tool_calls"][0]
     answers = list(takewhile(lambda m: m["role"] == "tool", messages))
@@ -267,7 +277,7 @@ def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4096)
-def _rendered(tokenizer: Any, messages: str, prompt: bool, tools: str) -> tuple[int, ...]:
+def _render_cached(tokenizer: Any, messages: str, prompt: bool, tools: str) -> tuple[int, ...]:
     """Siblings ask for the same opening; a template is slow enough to render it once."""
     more = {"tools": offered} if (offered := json.loads(tools)) else {}
     text = tokenizer.apply_chat_template(json.loads(messages), tokenize=False, add_generation_prompt=prompt, **more)

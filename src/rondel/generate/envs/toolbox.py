@@ -23,20 +23,20 @@ def calculator(expression: str) -> str:
         tree = ast.parse(
             expression.replace("^", "**").replace("\u00d7", "*").replace("\u00f7", "/").strip(), mode="eval"
         )
-        value = _value(tree.body)
+        value = _evaluate_node(tree.body)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"'{expression[:40]}' is no arithmetic expression") from error
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
 
 
-def _value(node: ast.expr) -> Fraction:
+def _evaluate_node(node: ast.expr) -> Fraction:
     match node:
         case ast.Constant(int() | float() as number) if not isinstance(number, bool):
             return Fraction(str(number))
         case ast.UnaryOp(op, operand) if type(op) in UNARY:
-            return UNARY[type(op)](_value(operand))
+            return UNARY[type(op)](_evaluate_node(operand))
         case ast.BinOp(left, op, right) if type(op) in BINARY:
-            a, b = _value(left), _value(right)
+            a, b = _evaluate_node(left), _evaluate_node(right)
             if isinstance(op, ast.Pow) and (
                 b.denominator != 1 or abs(b) > POWER or a.numerator.bit_length() * abs(b) > 4 * DIGITS
             ):

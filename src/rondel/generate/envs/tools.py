@@ -25,14 +25,14 @@ from typing import Any, get_type_hints
 from pydantic import ConfigDict, ValidationError, create_model
 
 from rondel.core.errors import ConfigError, EnvError
-from rondel.core.media import worded
+from rondel.core.media import message_text
 from rondel.core.protocols import Chat
 from rondel.core.sandbox_types import BoxFileError
 from rondel.core.types import Task, Trajectory
 from rondel.generate.envs.calls import ToolCall
-from rondel.generate.envs.single_turn import opening
+from rondel.generate.envs.single_turn import opening_messages
 from rondel.generate.envs.template import Messages, Schemas
-from rondel.generate.pictures import observed
+from rondel.generate.pictures import tool_image_parts
 from rondel.system.clock import now
 
 
@@ -73,13 +73,13 @@ class Tool:
         about = inspect.getdoc(self.function) or self.name
         return {"type": "function", "function": {"name": self.name, "description": about, "parameters": parameters}}
 
-    def fitted(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def validate_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments in the types of the signature; pydantic's ValidationError where they do not fit."""
         read = self._arguments(**arguments)
         return {name: getattr(read, name) for name in type(read).model_fields}
 
 
-def offered(found: Any) -> list[Tool]:
+def resolve_tools(found: Any) -> list[Tool]:
     """The tools behind one entry of task.tools: the function itself, the `tools` or the public
     methods of an object made for this episode.
     """
@@ -114,17 +114,19 @@ class Tools:
         tools = list(tools)
         made = [isinstance(one, type) or hasattr(one, "listed") for one in tools]  # for each episode
         self.classes = [one for one, anew in zip(tools, made) if anew]
-        self.shared = _named(tool for one, anew in zip(tools, made) if not anew for tool in offered(one))
+        self.shared = _tools_by_name(tool for one, anew in zip(tools, made) if not anew for tool in resolve_tools(one))
 
     def prompt(self, task: Task, tools: dict[str, Tool] | None = None) -> tuple[Messages, Schemas]:
         """What the policy reads first, and the tools it is offered."""
         with ExitStack() as ends:
-            tools = self._open(task, ends) if tools is None else tools
-            return opening(task, suffix=self.suffix, system=self.system), [tool.schema for tool in tools.values()]
+            tools = self._open_tools(task, ends) if tools is None else tools
+            return opening_messages(task, suffix=self.suffix, system=self.system), [
+                tool.schema for tool in tools.values()
+            ]
 
     async def run(self, task: Task, chat: Chat) -> Trajectory:
         with ExitStack() as ends:
-            tools = self._open(task, ends)
+            tools = self._open_tools(task, ends)
             chat.give(*self.prompt(task, tools))
             for left in reversed(range(self.turns)):
                 done = await chat.reply()
@@ -135,16 +137,16 @@ class Tools:
                     chat.trajectory.finish_reason = "length"
                     break
                 began = time.perf_counter()
-                results = await asyncio.gather(*(self._timed(call, tools, chat.trajectory) for call in calls))
+                results = await asyncio.gather(*(self._call_timed(call, tools, chat.trajectory) for call in calls))
                 timings = chat.trajectory.timings
                 timings["tools"] = timings.get("tools", 0.0) + time.perf_counter() - began
-                read = [self._readable(call, result, tools, chat) for call, result in zip(calls, results)]
+                read = [self._visible_result(call, result, tools, chat) for call, result in zip(calls, results)]
                 chat.give(
                     [{"role": "tool", "name": call.name, "content": content} for call, content in zip(calls, read)]
                 )
         return chat.trajectory
 
-    def _open(self, task: Task, ends: ExitStack) -> dict[str, Tool]:
+    def _open_tools(self, task: Task, ends: ExitStack) -> dict[str, Tool]:
         if not self.classes:
             return self.shared
         made = []
@@ -152,14 +154,14 @@ class Tools:
             made.append(one(task))
             if hasattr(made[-1], "close"):
                 ends.callback(made[-1].close)
-        return _named([*self.shared.values(), *(tool for one in made for tool in offered(one))])
+        return _tools_by_name([*self.shared.values(), *(tool for one in made for tool in resolve_tools(one))])
 
-    def _readable(self, call: ToolCall, result: Any, tools: dict[str, Tool], chat: Chat) -> Any:
+    def _visible_result(self, call: ToolCall, result: Any, tools: dict[str, Tool], chat: Chat) -> Any:
         """A server's images are told by name to a policy that reads text alone: nobody could have left them out."""
         blind = getattr(chat, "sight", None) is None
-        return worded(result) if blind and call.name in tools and tools[call.name].foreign else result
+        return message_text(result) if blind and call.name in tools and tools[call.name].foreign else result
 
-    async def _timed(self, call: ToolCall, tools: dict[str, Tool], of: Trajectory) -> str | list[dict[str, Any]]:
+    async def _call_timed(self, call: ToolCall, tools: dict[str, Tool], of: Trajectory) -> str | list[dict[str, Any]]:
         began = now()
         result = await self.carry_out(call, tools)
         of.laps.append((call.name or "?", began, now() - began, 0, 0))
@@ -175,13 +177,13 @@ class Tools:
         if (tool := tools.get(call.name)) is None:
             return f"error: there is no tool '{call.name}'; there are: {', '.join(tools)}"
         try:
-            arguments = tool.fitted(call.arguments)
+            arguments = tool.validate_arguments(call.arguments)
         except ValidationError as error:
             first = error.errors()[0]
             return f"error: {call.name}: {'.'.join(map(str, first['loc'])) or 'arguments'}: {first['msg']}"
         try:
             async with asyncio.timeout(self.timeout):
-                result = await self._called(tool.function, arguments)
+                result = await self._call_function(tool.function, arguments)
         except TimeoutError as error:
             raise EnvError(f"tool {call.name} did not answer within {self.timeout:g} s (task.tool_timeout)") from error
         except BoxFileError as error:  # the box is the policy's own
@@ -190,15 +192,15 @@ class Tools:
             raise EnvError(f"tool {call.name}: {type(error).__name__}: {error}") from error
         except Exception as error:  # what the policy asked for cannot be done
             return f"error: {type(error).__name__}: {error}"
-        if (parts := observed(result)) is not None:
+        if (parts := tool_image_parts(result)) is not None:
             return parts
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
-    def _called(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Awaitable[Any]:
+    def _call_function(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Awaitable[Any]:
         return function(**arguments) if inspect.iscoroutinefunction(function) else on_a_thread(function, arguments)
 
 
-def _named(found: Iterable[Tool]) -> dict[str, Tool]:
+def _tools_by_name(found: Iterable[Tool]) -> dict[str, Tool]:
     tools: dict[str, Tool] = {}
     for tool in found:
         if tool.name in tools:

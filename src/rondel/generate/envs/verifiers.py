@@ -17,8 +17,8 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from rondel.core.errors import ConfigError, EnvError, boundary
-from rondel.core.registry import imported
+from rondel.core.errors import ConfigError, EnvError, error_boundary
+from rondel.core.registry import import_attribute
 from rondel.core.types import Score, Task
 from rondel.generate.envs import tasksets
 
@@ -29,15 +29,15 @@ EMPTY = "EmptyModelResponse"  # the policy's doing: its rubric scores that
 SAID: ContextVar[list[str]] = ContextVar("said")  # errors of the rubric that scores this episode
 
 
-def examples(name: str, split: str, args: dict[str, Any]) -> Iterable[dict[str, Any]]:
+def read_examples(name: str, split: str, args: dict[str, Any]) -> Iterable[dict[str, Any]]:
     """The rows of its data set, "train" or "eval", which the rollout gets back as they are."""
     if has_tasksets():
-        yield from tasksets.examples(name, split, args)
+        yield from tasksets.read_examples(name, split, args)
         return
-    env = loaded(name, json.dumps(args))
+    env = load_verifiers(name, json.dumps(args))
     if split not in ("train", "eval"):
         raise ConfigError(f'task.data.split = \'{split}\'; an environment of verifiers has "train" and "eval"')
-    with boundary(ConfigError, f"the {split} examples of '{name}'"):
+    with error_boundary(ConfigError, f"the {split} examples of '{name}'"):
         rows = [dict(row) for row in (env.get_dataset() if split == "train" else env.get_eval_dataset())]
     yield from rows
 
@@ -52,13 +52,13 @@ def agent_of_verifiers(data: dict[str, Any]) -> Agent:
     name, args = str(data.get("name")), dict(data.get("args") or {})
     if has_tasksets():
         return tasksets.agent_of(name, args)
-    env = loaded(name, json.dumps(args))
+    env = load_verifiers(name, json.dumps(args))
 
-    async def run(task: Task, url: str, key: str) -> Score:
+    async def run_verifiers(task: Task, url: str, key: str) -> Score:
         import openai
         import verifiers as vf
 
-        _listen()
+        _install_log_handler()
         said: list[str] = []
         SAID.set(said)
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=None) as client:
@@ -76,7 +76,7 @@ def agent_of_verifiers(data: dict[str, Any]) -> Agent:
             float(reward), {part: float(value) for part, value in metrics.items() if isinstance(value, int | float)}
         )
 
-    return run
+    return run_verifiers
 
 
 @lru_cache
@@ -90,7 +90,7 @@ def has_tasksets() -> bool:
 
 
 @lru_cache
-def _listen() -> None:
+def _install_log_handler() -> None:
     """A rubric takes a reward function that raises for one that returned 0, and says so in its log alone."""
 
     class Ear(logging.Handler):
@@ -102,7 +102,7 @@ def _listen() -> None:
 
 
 @lru_cache
-def loaded(name: str, args: str) -> Any:
+def load_verifiers(name: str, args: str) -> Any:
     """ "module:name" is an environment, or a function that makes one; anything else an id that verifiers knows."""
     try:
         import verifiers as vf
@@ -113,11 +113,11 @@ def loaded(name: str, args: str) -> Any:
             "this verifiers has neither its classic interface nor tasksets: pip install 'verifiers>=0.3,<0.5'"
         ) from error
     given = json.loads(args)
-    with boundary(ConfigError, f"task.data.name = '{name}': loading it"):
+    with error_boundary(ConfigError, f"task.data.name = '{name}': loading it"):
         if ":" not in name:
             env = load(name, **given)
         else:
-            env = imported("environment of verifiers", name)
+            env = import_attribute("environment of verifiers", name)
             env = env if isinstance(env, base) else env(**given)
     if not isinstance(env, base):
         raise ConfigError(f"task.data.name = '{name}' is {env!r:.80}, no environment of verifiers")

@@ -66,7 +66,7 @@ class ClusterProbe:
         """Answers at this address of its own until `stop`. -> the port"""
         server = socket.create_server((address, 0))
         self._servers.append(server)
-        threading.Thread(target=_serve, args=(server,), daemon=True).start()
+        threading.Thread(target=_accept_links, args=(server,), daemon=True).start()
         return int(server.getsockname()[1])
 
     def reach(self, address: str, port: int) -> dict[str, Any]:
@@ -78,14 +78,14 @@ class ClusterProbe:
                 for _ in range(PINGS):
                     began = time.perf_counter()
                     link.sendall(b"p")
-                    _exactly(link, 1)
+                    _receive_exactly(link, 1)
                     trips.append(time.perf_counter() - began)
                 began = time.perf_counter()
                 link.sendall(b"b")
                 block = memoryview(bytes(1 << 20))
                 for _ in range(BLOCK // len(block)):
                     link.sendall(block)
-                _exactly(link, 1)
+                _receive_exactly(link, 1)
                 return {"latency": min(trips), "bandwidth": BLOCK / (time.perf_counter() - began)}
         except OSError as error:
             return {"error": str(error) or type(error).__name__}
@@ -96,25 +96,25 @@ class ClusterProbe:
         self._servers.clear()
 
 
-def _serve(server: socket.socket) -> None:
+def _accept_links(server: socket.socket) -> None:
     with contextlib.suppress(OSError):  # closed
         while True:
             link, _ = server.accept()
-            threading.Thread(target=_answer, args=(link,), daemon=True).start()
+            threading.Thread(target=_echo_probe, args=(link,), daemon=True).start()
 
 
-def _answer(link: socket.socket) -> None:
+def _echo_probe(link: socket.socket) -> None:
     """p: a byte back.  b: a byte back for a block."""
     with link, contextlib.suppress(OSError):
         link.settimeout(60)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while word := link.recv(1):
             if word == b"b":
-                _exactly(link, BLOCK)
+                _receive_exactly(link, BLOCK)
             link.sendall(b"k")
 
 
-def _exactly(link: socket.socket, count: int) -> None:
+def _receive_exactly(link: socket.socket, count: int) -> None:
     while count:
         got = len(link.recv(min(count, 1 << 20)))
         if not got:

@@ -82,24 +82,24 @@ class ForkServer:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rondel.runtime.cluster.forkserver", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(_path())},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
-        threading.Thread(target=self._hear, name="nursery", daemon=True).start()
+        threading.Thread(target=self._receive_events, name="nursery", daemon=True).start()
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         return self.owner == os.getpid() and self.process.poll() is None
 
-    def bear(self, module: str, pipe: int, log: int, environment: dict[str, str]) -> ForkedProcess:
+    def fork_worker(self, module: str, pipe: int, log: int, environment: dict[str, str]) -> ForkedProcess:
         """`pipe`: the worker's end of its socket pair. OSError if it cannot be asked."""
         with self.lock:
             self.tickets += 1
             ticket, process = self.tickets, ForkedProcess()
             self.waiting[ticket] = process
-            told = pickle.dumps((ticket, module, os.getcwd(), _path(), environment))
+            told = pickle.dumps((ticket, module, os.getcwd(), _import_path(), environment))
             try:
                 socket.send_fds(self.socket, [told], [pipe, log])
             except OSError:
@@ -107,7 +107,7 @@ class ForkServer:
                 raise
         return process
 
-    def _hear(self) -> None:
+    def _receive_events(self) -> None:
         with contextlib.suppress(OSError, EOFError):
             while told := self.socket.recv(ROOM):
                 kind, number, value = pickle.loads(told)
@@ -136,28 +136,30 @@ _nursery: ForkServer | None = None
 _guard = threading.Lock()
 
 
-def bear(make: Callable[..., Any], pipe: int, log: int, environment: dict[str, str]) -> ForkedProcess | None:
+def fork_from_server(
+    make: Callable[..., Any], pipe: int, log: int, environment: dict[str, str]
+) -> ForkedProcess | None:
     """A worker that begins with everything imported; None where it has to be started in the ordinary way."""
     global _nursery
     if sys.platform != "linux" or any(map(os.path.exists, ACCELERATORS)):
         return None
     with _guard:
         try:
-            if _nursery is None or not _nursery.lives:
+            if _nursery is None or not _nursery.is_alive:
                 _nursery = ForkServer()
                 atexit.register(_nursery.close)
             module = make.__module__ if make.__module__.startswith(OURS) else BASE  # what is the user's is not run here
-            return _nursery.bear(module, pipe, log, environment)
+            return _nursery.fork_worker(module, pipe, log, environment)
         except OSError:
             return None
 
 
-def pid() -> int | None:
+def forkserver_pid() -> int | None:
     """Of the one that this process has."""
-    return _nursery.process.pid if _nursery is not None and _nursery.lives else None
+    return _nursery.process.pid if _nursery is not None and _nursery.is_alive else None
 
 
-def _path() -> list[str]:
+def _import_path() -> list[str]:
     return [entry or os.getcwd() for entry in sys.path]
 
 
@@ -176,7 +178,7 @@ def main() -> None:
             return
         if heard in ready:
             os.read(heard, 4096)
-        while (ended := _reaped()) is not None:
+        while (ended := _reap_child()) is not None:
             own.send(pickle.dumps(("ended", *ended)))
         if own.fileno() in ready:
             message, fds, _, _ = socket.recv_fds(own, ROOM, 2)
@@ -193,13 +195,13 @@ def main() -> None:
                 own.close()
                 os.close(heard)
                 os.close(told)
-                _live(fds[0], fds[1], folder, path, environment)
+                _run_child(fds[0], fds[1], folder, path, environment)
             for fd in fds:
                 os.close(fd)
             own.send(pickle.dumps(("born", ticket, pid)))
 
 
-def _reaped() -> tuple[int, int] | None:
+def _reap_child() -> tuple[int, int] | None:
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -207,7 +209,7 @@ def _reaped() -> tuple[int, int] | None:
     return (pid, os.waitstatus_to_exitcode(status)) if pid else None
 
 
-def _live(pipe: int, log: int, folder: str, path: list[str], environment: dict[str, str]) -> None:
+def _run_child(pipe: int, log: int, folder: str, path: list[str], environment: dict[str, str]) -> None:
     """The forked process as a fresh interpreter would be."""
     code = 1
     try:
@@ -225,7 +227,7 @@ def _live(pipe: int, log: int, folder: str, path: list[str], environment: dict[s
 
         from rondel.runtime.cluster import worker_main
 
-        worker_main.live(pipe, os.getppid())
+        worker_main.run_worker(pipe, os.getppid())
         code = 0
     except BaseException:
         import traceback

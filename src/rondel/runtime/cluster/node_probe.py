@@ -42,7 +42,7 @@ class ProbeResult:
     asks: bool | None = None  # whoever comes, for a token; None where nobody can come
 
 
-async def look(
+async def probe_nodes(
     workers: Mapping[str, tuple[str, Any]], *, folder: str = "", cluster: str = "", asks: bool | None = None
 ) -> ProbeResult:
     """`workers`: name -> (address, a Lookout behind a proxy). The first is the one whose versions and clock count."""
@@ -54,7 +54,7 @@ async def look(
         try:
             await who.ready()
             node.facts = await who.facts()
-            node.skew = await _skew(who)
+            node.skew = await _clock_skew(who)
         except Exception as error:  # whatever keeps a worker from starting there is the finding
             node.error = str(error).strip().splitlines()[-1][:300] if str(error).strip() else type(error).__name__
     there = [node for node in seen.nodes if not node.error]
@@ -64,7 +64,7 @@ async def look(
         for node in there:
             node.sees = await workers[node.name][1].sees(path)
         await first.clear(path)
-    for a, b in _pairs([node.name for node in there]):
+    for a, b in _node_pairs([node.name for node in there]):
         address, who = workers[b]
         try:
             port = await who.listen(address)
@@ -77,7 +77,7 @@ async def look(
     return seen
 
 
-async def _skew(who: Any) -> float:
+async def _clock_skew(who: Any) -> float:
     """Its clock by ours, from the quickest of five round trips."""
     found = []
     for _ in range(5):
@@ -89,7 +89,7 @@ async def _skew(who: Any) -> float:
     return 0.0 if abs(off) <= trip / 2 else off  # less than that cannot be told
 
 
-def _pairs(names: list[str]) -> list[tuple[str, str]]:
+def _node_pairs(names: list[str]) -> list[tuple[str, str]]:
     if len(names) <= ALL:
         return [(a, b) for a in names for b in names if a != b]
     ring = list(pairwise([*names, names[0]]))
@@ -99,7 +99,7 @@ def _pairs(names: list[str]) -> list[tuple[str, str]]:
 # -- what is wrong ---------------------------------------------------------------------------------
 
 
-def judge(seen: ProbeResult) -> Iterator[Row]:
+def probe_rows(seen: ProbeResult) -> Iterator[Row]:
     there, several = [node for node in seen.nodes if not node.error], len(seen.nodes) > 1
     yield (
         "cluster",
@@ -112,10 +112,10 @@ def judge(seen: ProbeResult) -> Iterator[Row]:
         yield "token", "note", "nobody is asked for one: whoever reaches a port of a node can run code there", fix
     for node in seen.nodes:
         if node.error:
-            yield node.name, "broken", f"nothing can be started there: {node.error}", _install(node, there)
-    yield from _addresses(there)
-    yield from _versions(there)
-    yield from _gpus(there)
+            yield node.name, "broken", f"nothing can be started there: {node.error}", _install_hint(node, there)
+    yield from _check_addresses(there)
+    yield from _check_versions(there)
+    yield from _check_gpus(there)
     for node in there:
         if abs(node.skew) > SKEW:
             state = "broken" if abs(node.skew) > FAR else "note"
@@ -125,18 +125,18 @@ def judge(seen: ProbeResult) -> Iterator[Row]:
                 f"{abs(node.skew):.1f} s {'ahead' if node.skew > 0 else 'behind'}",
                 f"on {node.name}: sudo chronyc makestep",
             )
-    yield from _folder(seen, there)
-    yield from _links(seen)
+    yield from _check_folder(seen, there)
+    yield from _check_links(seen)
 
 
-def _install(node: ProbedNode, there: list[ProbedNode]) -> str:
+def _install_hint(node: ProbedNode, there: list[ProbedNode]) -> str:
     if "No module named" in node.error or "ModuleNotFoundError" in node.error:
         which = f"=={there[0].facts['versions'].get('rondel', '')}".removesuffix("==") if there else ""
         return f"on {node.name}: pip install 'rondel[cluster]{which}'"
     return f"ray status  (is {node.address} alive? if not, start it again: ray start --address=HEAD:6379)"
 
 
-def _addresses(there: list[ProbedNode]) -> Iterator[Row]:
+def _check_addresses(there: list[ProbedNode]) -> Iterator[Row]:
     """On one machine everybody may be called 127.0.0.1."""
     if len({node.facts["host"] for node in there}) < 2:
         return
@@ -150,7 +150,7 @@ def _addresses(there: list[ProbedNode]) -> Iterator[Row]:
             yield f"name of {node.name}", "note", found, fix
 
 
-def _versions(there: list[ProbedNode]) -> Iterator[Row]:
+def _check_versions(there: list[ProbedNode]) -> Iterator[Row]:
     if not there:
         return
     first, wrong = there[0].facts["versions"], False
@@ -177,7 +177,7 @@ def _versions(there: list[ProbedNode]) -> Iterator[Row]:
         yield "versions", "ok", ", ".join(f"{name} {number}" for name, number in first.items()), ""
 
 
-def _gpus(there: list[ProbedNode]) -> Iterator[Row]:
+def _check_gpus(there: list[ProbedNode]) -> Iterator[Row]:
     counts = {node.name: node.facts["gpus"] for node in there}
     if len(set(counts.values())) <= 1:
         yield "GPUs", "ok", f"{next(iter(counts.values()), 0)} a node", ""
@@ -192,7 +192,7 @@ def _gpus(there: list[ProbedNode]) -> Iterator[Row]:
         )
 
 
-def _folder(seen: ProbeResult, there: list[ProbedNode]) -> Iterator[Row]:
+def _check_folder(seen: ProbeResult, there: list[ProbedNode]) -> Iterator[Row]:
     blind = [node.name for node in there if node.sees is False]
     if blind:
         found = f"{seen.folder} of {there[0].name} is not there on {', '.join(blind)}"
@@ -206,7 +206,7 @@ def _folder(seen: ProbeResult, there: list[ProbedNode]) -> Iterator[Row]:
         yield "shared folder", "ok", f"{seen.folder} is the same everywhere", ""
 
 
-def _links(seen: ProbeResult) -> Iterator[Row]:
+def _check_links(seen: ProbeResult) -> Iterator[Row]:
     good = {pair: link for pair, link in seen.links.items() if "error" not in link}
     for (a, b), link in seen.links.items():
         if "error" in link:

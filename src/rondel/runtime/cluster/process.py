@@ -32,7 +32,7 @@ from rondel.core.errors import SilentError
 from rondel.runtime.cluster import forkserver
 from rondel.runtime.cluster.worker import PULSE, RemoteWorker
 from rondel.runtime.stacks import SIGNAL
-from rondel.system.files import make_folder, writing
+from rondel.system.files import guard_write, make_folder
 
 GRACE = 5.0  # that one may take to end when it is asked to
 DUMP = 2.0  # that one may take to write its stacks
@@ -104,8 +104,10 @@ class ProcessWorker(RemoteWorker):
             **os.environ,
             "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
         }
-        with theirs, _opened(log or Path(os.devnull)) as out:
-            self._process = forkserver.bear(make, theirs.fileno(), out.fileno(), environment) or subprocess.Popen(
+        with theirs, _open_log(log or Path(os.devnull)) as out:
+            self._process = forkserver.fork_from_server(
+                make, theirs.fileno(), out.fileno(), environment
+            ) or subprocess.Popen(
                 [sys.executable, "-m", "rondel.runtime.cluster.worker_main", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 env=environment,
@@ -117,8 +119,8 @@ class ProcessWorker(RemoteWorker):
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._sign: Any = None  # of what advances in the child, as it last said
         self._heard, self._speaks = time.monotonic(), False  # one that has not spoken yet does not know the signal
-        self._end = weakref.finalize(self, _end, self._process)
-        self._put((name, cores, tells))
+        self._end = weakref.finalize(self, _end_process, self._process)
+        self._enqueue_message((name, cores, tells))
         self._made = self.ask("", make, args)
         for work in (self._write, self._read, self._watch):
             threading.Thread(target=work, name=f"{name}-{work.__name__[1:]}", daemon=True).start()
@@ -134,8 +136,8 @@ class ProcessWorker(RemoteWorker):
 
     def dismiss(self) -> None:
         """Ask the child to end, and wait for nothing."""
-        self._put((0, None))
-        self._lost(f"worker {self._name} was closed")
+        self._enqueue_message((0, None))
+        self._mark_lost(f"worker {self._name} was closed")
 
     def close(self) -> None:
         """End the child: asked first, then killed."""
@@ -149,13 +151,13 @@ class ProcessWorker(RemoteWorker):
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def _send(self, number: int, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> None:
-        self._put((number, verb, args, how))
+    def _send_call(self, number: int, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> None:
+        self._enqueue_message((number, verb, args, how))
 
-    def _cancel(self, number: int) -> None:
-        self._put((number, None))
+    def _cancel_call(self, number: int) -> None:
+        self._enqueue_message((number, None))
 
-    def _put(self, message: Any) -> None:
+    def _enqueue_message(self, message: Any) -> None:
         self._outbox.put(pickle.dumps(message, protocol=5))
 
     def _write(self) -> None:
@@ -168,20 +170,20 @@ class ProcessWorker(RemoteWorker):
             while True:
                 number, kind, value = pickle.loads(self._pipe.recv_bytes())
                 self._speaks = True
-                if kind != "pulse" or value != self._sign or not self._waiting():
+                if kind != "pulse" or value != self._sign or not self._pending_verbs():
                     self._heard = time.monotonic()
                 self._sign = value if kind == "pulse" else self._sign
                 if kind == "event":
-                    self._tell(value)
+                    self._forward_event(value)
                 elif kind == "broken":
-                    self._lost(str(value))
+                    self._mark_lost(str(value))
                     self._process.kill()
                 elif number:
-                    self._settle(number, kind, value)
+                    self._resolve_call(number, kind, value)
         except (EOFError, OSError):
             code = self._process.wait()
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            self._lost(f"worker {self._name} (process {self.pid}) {how}", words=self._last_words)
+            self._mark_lost(f"worker {self._name} (process {self.pid}) {how}", words=self._last_words)
 
     # -- life and death --------------------------------------------------------------------------
 
@@ -189,12 +191,14 @@ class ProcessWorker(RemoteWorker):
         """A worker that stands still says so through its silence, or by saying the same again and again."""
         while not self._over:
             time.sleep(min(PULSE, self._patience / 4))
-            if (silent := time.monotonic() - self._heard) > (limit := self._limit) and (waiting := self._waiting()):
-                self._lost(
+            if (silent := time.monotonic() - self._heard) > (limit := self._silence_limit) and (
+                waiting := self._pending_verbs()
+            ):
+                self._mark_lost(
                     f"worker {self._name} (process {self.pid}) gives no sign of life since {silent:.0f} s (limit "
                     f"{limit:g} s), asked for: {waiting}",
                     SilentError,
-                    self._stacks,
+                    self._dump_stacks,
                 )
                 self._process.kill()
 
@@ -204,16 +208,16 @@ class ProcessWorker(RemoteWorker):
             self._process.send_signal(SIGNAL)
             self._process.send_signal(signal.SIGCONT)
 
-    def _stacks(self) -> str:
+    def _dump_stacks(self) -> str:
         """What it does, and what the others wait for meanwhile: into the logs, before it is killed."""
-        size, deadline = self._logged(), time.monotonic() + DUMP
+        size, deadline = self._log_size(), time.monotonic() + DUMP
         self._all_dump()
-        while self._logged() == size and time.monotonic() < deadline:
+        while self._log_size() == size and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.1)  # it is many writes
         return self._last_words()
 
-    def _logged(self) -> int:
+    def _log_size(self) -> int:
         return self._log.stat().st_size if self._log and self._log.is_file() else 0
 
     def _last_words(self) -> str:
@@ -223,11 +227,11 @@ class ProcessWorker(RemoteWorker):
         return f"; the last lines of {self._log}:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""
 
 
-def _opened(log: Path) -> IO[bytes]:
-    with writing(log, doing="opening"):
+def _open_log(log: Path) -> IO[bytes]:
+    with guard_write(log, doing="opening"):
         return log.open("ab")
 
 
-def _end(process: subprocess.Popen | forkserver.ForkedProcess) -> None:
+def _end_process(process: subprocess.Popen | forkserver.ForkedProcess) -> None:
     process.kill()
     process.wait()

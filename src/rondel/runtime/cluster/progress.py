@@ -38,16 +38,16 @@ class WorkerProgress:
     def __init__(self) -> None:
         self.turns = self.signs = 0
         self._loop = threading.get_ident()
-        self._at, self._cpu, self._bytes = time.monotonic(), time.process_time(), _bytes()
+        self._at, self._cpu, self._bytes = time.monotonic(), time.process_time(), _io_bytes()
 
-    async def turn(self) -> None:
+    async def count_turns(self) -> None:
         """Runs on the event loop for as long as it does."""
         while True:
             self.turns += 1
             await asyncio.sleep(TURN)
 
-    def sign(self) -> tuple[int, ...]:
-        now, cpu, moved = time.monotonic(), time.process_time(), _bytes()
+    def liveness_sign(self) -> tuple[int, ...]:
+        now, cpu, moved = time.monotonic(), time.process_time(), _io_bytes()
         if cpu - self._cpu > COMPUTES * (now - self._at) or moved - self._bytes > MOVES or self._waits_for_others():
             self.signs += 1
         self._at, self._cpu, self._bytes = now, cpu, moved
@@ -64,7 +64,7 @@ class WorkerProgress:
         return False
 
 
-def _bytes() -> int:
+def _io_bytes() -> int:
     """Read and written by this process, files and what the disk had to fetch."""
     try:
         rows = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())

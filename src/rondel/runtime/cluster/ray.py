@@ -35,7 +35,7 @@ from rondel.core.errors import ConfigError, SilentError, WorkerError
 from rondel.core.events import Warned, emit, subscribe
 from rondel.runtime.cluster.progress import WorkerProgress
 from rondel.runtime.cluster.worker import START, RemoteWorker
-from rondel.runtime.cluster.worker_main import portable
+from rondel.runtime.cluster.worker_main import portable_error
 from rondel.system.signals import ENDING
 
 RESERVE = 120.0  # seconds that the cluster may take to find room for all workers
@@ -77,15 +77,15 @@ class RayCluster:
                 f"s; it has {has}. "
                 "Use fewer place.engines and place.ranks, or wait until others have ended"
             )
-        self._order = ordered(self._found(workers))
+        self._order = sort_bundles(self._find_bundles(workers))
 
-    def _found(self, workers: int) -> list[tuple[str, list[int]]]:
+    def _find_bundles(self, workers: int) -> list[tuple[str, list[int]]]:
         """The node and the GPUs of each bundle: the group tells the node, and only who is inside it sees its GPUs."""
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         gpus: list[list[int]] = [[] for _ in range(workers)]
         if self.gpus:
-            inside = [self._within(i) for i in range(workers)]
+            inside = [self._bundle_strategy(i) for i in range(workers)]
             how = {"num_cpus": self.cpus, "num_gpus": self.gpus}
             probes: list[Any] = [ray.remote(BundleProbe).options(**how, scheduling_strategy=s).remote() for s in inside]
             gpus = [
@@ -96,7 +96,7 @@ class RayCluster:
                 ray.kill(probe)
         return [(addresses[nodes[i]], gpus[i]) for i in range(workers)]
 
-    def _within(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+    def _bundle_strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
 
     def spawn(
@@ -109,7 +109,7 @@ class RayCluster:
             num_cpus=self.cpus,
             num_gpus=self.gpus,
             max_concurrency=4096,
-            scheduling_strategy=self._within(bundle),
+            scheduling_strategy=self._bundle_strategy(bundle),
         )
         worker = RayWorker(name, actor.remote(name, tells), make, args, tells=tells, patience=self.patience)
         self.workers.append(worker)
@@ -145,7 +145,7 @@ class EveryNode:
     def __init__(self, make: Callable[[], Any], *, address: str = "auto", patience: float = 60.0) -> None:
         self._mine = not ray.is_initialized()
         if self._mine:
-            _answers(address)
+            _check_reachable(address)
             try:
                 with own_signals():
                     ray.init(address=address, log_to_driver=False, configure_logging=False)
@@ -181,7 +181,7 @@ class EveryNode:
             ray.shutdown()
 
 
-def _answers(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Ray itself would try for a minute."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon:
@@ -233,14 +233,14 @@ class BundleProbe:
         return ray.get_gpu_ids()
 
 
-def ordered(bundles: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
+def sort_bundles(bundles: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
     """Numbers of (node, GPUs), by the node's address as numbers and then the GPUs:
     10.0.0.2 comes before 10.0.0.10.  SPEC O2.
 
     A host name counts as its address, and one without an address by its letters, behind all others.
     """
 
-    def address(node: str) -> tuple[int, bytes]:
+    def address_key(node: str) -> tuple[int, bytes]:
         try:
             return 0, ipaddress.ip_address(node).packed
         except ValueError:
@@ -250,7 +250,7 @@ def ordered(bundles: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
         except (OSError, UnicodeError, ValueError):
             return 1, node.encode()
 
-    known = {node: address(node) for node, _ in bundles}
+    known = {node: address_key(node) for node, _ in bundles}
     return sorted(range(len(bundles)), key=lambda i: (known[bundles[i][0]], bundles[i][0], list(bundles[i][1]), i))
 
 
@@ -275,8 +275,8 @@ class WorkerActor:
         """A sign that differs from the last one if anything advanced."""
         if self.progress is None:
             self.progress = WorkerProgress()
-            self.turning = asyncio.get_running_loop().create_task(self.progress.turn())
-        return self.progress.sign()
+            self.turning = asyncio.get_running_loop().create_task(self.progress.count_turns())
+        return self.progress.liveness_sign()
 
     async def dump(self) -> None:
         """Its stacks, to where Ray keeps its output; no signal reaches another machine."""
@@ -302,7 +302,7 @@ class WorkerActor:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            return "error", portable(error, self.name, verb or "build")
+            return "error", portable_error(error, self.name, verb or "build")
 
 
 class RayWorker(RemoteWorker):
@@ -330,9 +330,9 @@ class RayWorker(RemoteWorker):
 
     def dismiss(self) -> None:
         """End the actor, and wait for nothing."""
-        self._lost(f"worker {self._name} was closed")
+        self._mark_lost(f"worker {self._name} was closed")
         self._closed.set()
-        self._kill()
+        self._kill_actor()
 
     def close(self) -> None:
         self.dismiss()
@@ -343,26 +343,26 @@ class RayWorker(RemoteWorker):
         if not self._over:
             self._actor.dump.remote()
 
-    def _send(self, number: int, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> None:
+    def _send_call(self, number: int, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> None:
         ref = self._refs[number] = self._actor.call.remote(verb, cloudpickle.dumps((args, how)))
-        ref.future().add_done_callback(lambda done: self._answered(number, done))
+        ref.future().add_done_callback(lambda done: self._on_answer(number, done))
 
-    def _cancel(self, number: int) -> None:
+    def _cancel_call(self, number: int) -> None:
         if not self._over and (ref := self._refs.get(number)) is not None:
             ray.cancel(ref)
 
-    def _answered(self, number: int, done: Future[Any]) -> None:
+    def _on_answer(self, number: int, done: Future[Any]) -> None:
         self._refs.pop(number, None)
         try:
-            self._settle(number, *done.result())
+            self._resolve_call(number, *done.result())
         except RayActorError as error:  # all its calls end so, and it is not asked again
-            self._lost(f"worker {self._name} ended: {' '.join(str(error).split())}")
+            self._mark_lost(f"worker {self._name} ended: {' '.join(str(error).split())}")
             # this thread is Ray's own: its calls would wait for themselves
-            threading.Thread(target=self._kill, daemon=True).start()
+            threading.Thread(target=self._kill_actor, daemon=True).start()
         except BaseException as error:
-            self._settle(number, "error", WorkerError(f"worker {self._name}: {type(error).__name__}: {error}"))
+            self._resolve_call(number, "error", WorkerError(f"worker {self._name}: {type(error).__name__}: {error}"))
 
-    def _kill(self) -> None:
+    def _kill_actor(self) -> None:
         with contextlib.suppress(RayError):
             ray.kill(self._actor)
 
@@ -373,15 +373,15 @@ class RayWorker(RemoteWorker):
             except Exception:
                 return
             for event in events:
-                self._tell(event)
+                self._forward_event(event)
 
     def _watch(self) -> None:
         last, since = None, time.monotonic()
         while not self._closed.wait(self._patience / 4) and not self._over:
-            limit = self._limit
+            limit = self._silence_limit
             try:
                 sign = ray.get(self._actor.ping.remote(), timeout=max(0.1, since + limit - time.monotonic()))
-                if sign != last or not self._waiting():
+                if sign != last or not self._pending_verbs():
                     last, since = sign, time.monotonic()
                 still = time.monotonic() - since > limit
             except GetTimeoutError:
@@ -390,9 +390,9 @@ class RayWorker(RemoteWorker):
                 return
             if not still:
                 continue
-            if waiting := self._waiting():
-                self._lost(
+            if waiting := self._pending_verbs():
+                self._mark_lost(
                     f"worker {self._name} gives no sign of life for {limit:g} s, asked for: {waiting}", SilentError
                 )
-                self._kill()
+                self._kill_actor()
             since = time.monotonic()

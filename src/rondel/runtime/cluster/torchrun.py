@@ -46,7 +46,7 @@ def ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
 
-def joined(device: str, patience: float) -> Any:
+def init_process_groups(device: str, patience: float) -> Any:
     """The group of all ranks, which is then torch's default, and one beside it for calls."""
     if not dist.is_initialized():
         dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=datetime.timedelta(seconds=patience))
@@ -69,22 +69,22 @@ class LeaderWorker:
             raise AttributeError(verb)
 
         async def call(*args: Any) -> Any:
-            await asyncio.wrap_future(self._thread.submit(self._tell, verb, args))
+            await asyncio.wrap_future(self._thread.submit(self._broadcast_call, verb, args))
             value = getattr(self._object, verb)(*args)
             return await value if asyncio.iscoroutine(value) else value
 
         return call
 
     def close(self) -> None:
-        self._thread.submit(self._tell, "close", ()).result()
+        self._thread.submit(self._broadcast_call, "close", ()).result()
         self._thread.shutdown()
         self._object.close()
 
-    def _tell(self, verb: str, args: tuple[Any, ...]) -> None:
+    def _broadcast_call(self, verb: str, args: tuple[Any, ...]) -> None:
         dist.broadcast_object_list([verb, args], src=0, group=self._calls)
 
 
-def follow(made: Any, calls: Any) -> None:
+def follow_leader(made: Any, calls: Any) -> None:
     """Do what rank 0 calls, until it closes. torchrun sends its signals to all ranks, and
     the first one decides what they mean.
     """
@@ -96,10 +96,10 @@ def follow(made: Any, calls: Any) -> None:
             verb, args = heard
             value = getattr(made, verb)(*args)
             if asyncio.iscoroutine(value):
-                runner.run(_await(value))
+                runner.run(_await_value(value))
             if verb == "close":
                 return
 
 
-async def _await(value: Any) -> Any:
+async def _await_value(value: Any) -> Any:
     return await value

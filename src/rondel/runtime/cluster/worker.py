@@ -52,8 +52,8 @@ class RemoteWorker:
             if self._over:
                 raise WorkerError(self._over)
             self._asked[number] = (verb or "build", answer)
-        answer.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
-        self._send(number, verb, args, how)
+        answer.add_done_callback(lambda done: self._cancel_call(number) if done.cancelled() else None)
+        self._send_call(number, verb, args, how)
         return answer
 
     def now(self, verb: str = "", *args: Any, **how: Any) -> Any:
@@ -72,20 +72,20 @@ class RemoteWorker:
         """Why it is not alive."""
         return self._over
 
-    def _send(self, number: int, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> None:
+    def _send_call(self, number: int, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def _cancel(self, number: int) -> None:
+    def _cancel_call(self, number: int) -> None:
         raise NotImplementedError
 
-    def _settle(self, number: int, kind: str, value: Any) -> None:
+    def _resolve_call(self, number: int, kind: str, value: Any) -> None:
         with self._guard:
             _, answer = self._asked.pop(number, ("", None))
         if answer is None or not answer.set_running_or_notify_cancel():
             return
         answer.set_result(value) if kind == "result" else answer.set_exception(value)
 
-    def _tell(self, event: Event) -> None:
+    def _forward_event(self, event: Event) -> None:
         """Readers of events are not made for threads: they hear it on the event loop that asks this worker."""
         if isinstance(event, WorkerTime):
             event.worker = self._name  # there are several of its kind
@@ -93,15 +93,15 @@ class RemoteWorker:
             self._loop.call_soon_threadsafe(emit, event) if self._loop else emit(event)
 
     @property
-    def _limit(self) -> float:
+    def _silence_limit(self) -> float:
         """Seconds that it may be silent now."""
         return self._patience if self._made.done() else max(self._patience, START)
 
-    def _waiting(self) -> str:
+    def _pending_verbs(self) -> str:
         with self._guard:
             return ", ".join(sorted({verb for verb, _ in self._asked.values()}))
 
-    def _lost(self, why: str, error: type[Exception] = WorkerError, words: Callable[[], str] = str) -> None:
+    def _mark_lost(self, why: str, error: type[Exception] = WorkerError, words: Callable[[], str] = str) -> None:
         """It answers no more, and whoever waits is told; `words` are its last ones, asked for
         when it can no longer be heard otherwise.
         """

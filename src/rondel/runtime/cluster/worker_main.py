@@ -26,7 +26,7 @@ from rondel.runtime.cluster.worker import PULSE
 from rondel.system.signals import leave_to_controller
 
 
-def live(socket: int, parent: int) -> None:
+def run_worker(socket: int, parent: int) -> None:
     """`parent`: who started this process."""
     _die_with(parent)
     pipe = Connection(socket)
@@ -34,7 +34,7 @@ def live(socket: int, parent: int) -> None:
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     leave_to_controller()
-    stacks.listen(sys.stderr)
+    stacks.register_stack_dump(sys.stderr)
     asyncio.run(WorkerMain(pipe, name, tells).serve())
 
 
@@ -51,11 +51,11 @@ class WorkerMain:
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
         self.progress = WorkerProgress()
-        turning = loop.create_task(self.progress.turn())
+        turning = loop.create_task(self.progress.count_turns())
         subscribe(lambda event: self.put(0, "event", event) if self.tells or isinstance(event, WorkerTime) else None)
-        for work in (self._send, self._pulse):
+        for work in (self._send_messages, self._send_pulses):
             threading.Thread(target=work, daemon=True).start()
-        threading.Thread(target=self._hear, args=(loop,), daemon=True).start()
+        threading.Thread(target=self._receive_messages, args=(loop,), daemon=True).start()
         await self.over.wait()
         turning.cancel()
         if close := getattr(self.object, "close", None):
@@ -75,11 +75,11 @@ class WorkerMain:
 
     # -- threads ---------------------------------------------------------------------------------
 
-    def _hear(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _receive_messages(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             while True:
                 message = pickle.loads(self.pipe.recv_bytes())
-                loop.call_soon_threadsafe(self._take, *message)
+                loop.call_soon_threadsafe(self._accept_call, *message)
         except (EOFError, OSError):
             loop.call_soon_threadsafe(self.over.set)
         except Exception as error:  # whose call it was is not known, so it is everyone's
@@ -87,21 +87,21 @@ class WorkerMain:
                 0, "broken", WorkerError(f"{self.name} cannot read what it was asked: {type(error).__name__}: {error}")
             )
 
-    def _send(self) -> None:
+    def _send_messages(self) -> None:
         try:
             while True:
                 self.pipe.send_bytes(self.outbox.get())
         except OSError:
             os._exit(1)  # nobody listens any more
 
-    def _pulse(self) -> None:
+    def _send_pulses(self) -> None:
         while True:
             time.sleep(PULSE)
-            self.put(0, "pulse", self.progress.sign())
+            self.put(0, "pulse", self.progress.liveness_sign())
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def _take(
+    def _accept_call(
         self, number: int, verb: str | None, args: tuple[Any, ...] = (), how: dict[str, Any] | None = None
     ) -> None:
         if verb is None:  # whoever asked has gone away; 0 is the controller itself
@@ -110,9 +110,9 @@ class WorkerMain:
             elif not number:
                 self.over.set()
             return
-        self.calls[number] = asyncio.create_task(self._answer(number, verb, args, how or {}))
+        self.calls[number] = asyncio.create_task(self._answer_call(number, verb, args, how or {}))
 
-    async def _answer(self, number: int, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> None:
+    async def _answer_call(self, number: int, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> None:
         try:
             if not verb:
                 make, made_of = args
@@ -129,12 +129,12 @@ class WorkerMain:
             with contextlib.suppress(OSError):  # the disk of the log may be what is full
                 traceback.print_exc()
                 sys.stderr.flush()
-            self.put(number, "error", portable(error, self.name, verb or "build"))
+            self.put(number, "error", portable_error(error, self.name, verb or "build"))
         finally:
             self.calls.pop(number, None)
 
 
-def portable(error: BaseException, name: str, verb: str) -> Exception:
+def portable_error(error: BaseException, name: str, verb: str) -> Exception:
     """Our own errors cross as they are; what another process could not build again crosses as its text."""
     if isinstance(error, RondelError):
         try:
@@ -153,4 +153,4 @@ def _die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    live(*map(int, sys.argv[1:3]))
+    run_worker(*map(int, sys.argv[1:3]))

@@ -28,36 +28,38 @@ class ImageStore:
         self.folder = folder / "media"
         self._known: dict[str, Image] = {}
 
-    def keep(self, media: list[ImagePlaceholder]) -> list[list[Any]]:
+    def store_images(self, media: list[ImagePlaceholder]) -> list[list[Any]]:
         """-> [start, digest, cell] of each; `placed` is the inverse."""
         for place in media:
-            if not (path := self._path(place.image.digest)).exists():
+            if not (path := self._image_path(place.image.digest)).exists():
                 out = io.BytesIO()
-                _pillow().fromarray(place.image.pixels).save(out, "PNG")
-                self._write(path, out.getvalue())
+                _import_pillow().fromarray(place.image.pixels).save(out, "PNG")
+                self._write_file(path, out.getvalue())
         return [[place.start, place.image.digest, place.image.cell] for place in media]
 
-    def placed(self, rows: list[list[Any]]) -> list[ImagePlaceholder]:
-        return [ImagePlaceholder(start, self._image(digest, cell)) for start, digest, cell in rows]
+    def load_images(self, rows: list[list[Any]]) -> list[ImagePlaceholder]:
+        return [ImagePlaceholder(start, self._load_image(digest, cell)) for start, digest, cell in rows]
 
-    def without(self, data: Any) -> Any:
+    def replace_data_urls(self, data: Any) -> Any:
         """A task's data with the names of files instead of data: URLs; `whole` is the inverse."""
-        return _parts(data, self._put)
+        return _map_images(data, self._store_url)
 
-    def whole(self, data: Any) -> Any:
-        return _parts(data, self._get)
+    def restore_data_urls(self, data: Any) -> Any:
+        return _map_images(data, self._load_data_url)
 
-    def _image(self, digest: str, cell: int) -> Image:
+    def _load_image(self, digest: str, cell: int) -> Image:
         if digest not in self._known:
-            image = Image.of(np.asarray(_pillow().open(io.BytesIO(self._read(self._path(digest))))), cell)
+            image = Image.from_pixels(
+                np.asarray(_import_pillow().open(io.BytesIO(self._read_file(self._image_path(digest))))), cell
+            )
             if image.digest != digest:
                 raise CheckpointError(
-                    f"{self._path(digest)} is another picture than was trained on: its digest is {image.digest}"
+                    f"{self._image_path(digest)} is another picture than was trained on: its digest is {image.digest}"
                 )
             self._known[digest] = image
         return self._known[digest]
 
-    def _put(self, url: str) -> str:
+    def _store_url(self, url: str) -> str:
         if not (found := URL.fullmatch(url)):
             return url
         raw = b64decode(found[2])
@@ -65,39 +67,39 @@ class ImageStore:
             return url
         name = f"{blake2b(raw, digest_size=16).hexdigest()}.{found[1]}"
         if not (path := self.folder / name).exists():
-            self._write(path, raw)
+            self._write_file(path, raw)
         return f"media:{name}"
 
-    def _get(self, name: str) -> str:
+    def _load_data_url(self, name: str) -> str:
         if not (found := KEPT.fullmatch(name)):
             return name
-        return f"data:image/{found[2]};base64,{b64encode(self._read(self.folder / f'{found[1]}.{found[2]}')).decode()}"
+        return f"data:image/{found[2]};base64,{b64encode(self._read_file(self.folder / f'{found[1]}.{found[2]}')).decode()}"
 
-    def _path(self, digest: str) -> Path:
+    def _image_path(self, digest: str) -> Path:
         return self.folder / f"{digest}.png"
 
-    def _write(self, path: Path, raw: bytes) -> None:
+    def _write_file(self, path: Path, raw: bytes) -> None:
         make_folder(self.folder)
         replace_file(path, raw)
 
-    def _read(self, path: Path) -> bytes:
+    def _read_file(self, path: Path) -> bytes:
         try:
             return path.read_bytes()
         except OSError as error:
             raise CheckpointError(f"{path}, a picture of these rollouts, cannot be read: {error.strerror}") from error
 
 
-def _parts(data: Any, change: Callable[[str], str]) -> Any:
+def _map_images(data: Any, change: Callable[[str], str]) -> Any:
     """`change` for the source of every image part."""
     if isinstance(data, list):
-        return [_parts(inner, change) for inner in data]
+        return [_map_images(inner, change) for inner in data]
     if not isinstance(data, dict):
         return data
     own = isinstance(data.get("image"), str) and data.get("type") == "image"
-    return {key: change(inner) if own and key == "image" else _parts(inner, change) for key, inner in data.items()}
+    return {key: change(inner) if own and key == "image" else _map_images(inner, change) for key, inner in data.items()}
 
 
-def _pillow() -> Any:
+def _import_pillow() -> Any:
     try:
         from PIL import Image as Pillow
     except ImportError as error:

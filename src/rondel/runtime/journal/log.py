@@ -30,8 +30,8 @@ from typing import Any, Literal, NamedTuple
 from rondel.core.errors import CheckpointError, UserError
 from rondel.core.events import Checkpointed, Event, Generating, GroupsTaken, RunEnded, StepDone
 from rondel.system.clock import now
-from rondel.system.files import make_folder, sync_folder, writing
-from rondel.text.unicode import read_json, valid
+from rondel.system.files import guard_write, make_folder, sync_folder
+from rondel.text.unicode import read_json, valid_unicode
 
 FILE = "journal.jsonl"
 MEND = (
@@ -54,8 +54,8 @@ class Journal:
         self.path, self.durability = Path(folder) / FILE, durability
         self._lock = threading.Lock()
         make_folder(self.path.parent)
-        with writing(self.path, doing="opening"):
-            self._next, self._length = _whole(self.path)
+        with guard_write(self.path, doing="opening"):
+            self._next, self._length = _complete_lines(self.path)
             self._file = self.path.open("ab", buffering=0)
             self._file.truncate(self._length)  # a crash may have torn the last line
             sync_folder(self.path.parent)
@@ -66,16 +66,18 @@ class Journal:
             return
         with self._lock:
             line = (
-                encode({"n": self._next, "t": round(now(), 3), "kind": type(event).__name__, **_fields(event)}).encode()
+                encode(
+                    {"n": self._next, "t": round(now(), 3), "kind": type(event).__name__, **_event_fields(event)}
+                ).encode()
                 + b"\n"
             )
-            with writing(self.path, len(line)):
-                self._append(line)
+            with guard_write(self.path, len(line)):
+                self._append_line(line)
                 if isinstance(event, Checkpointed) or (self.durability == "disk" and isinstance(event, MILESTONES)):
                     os.fsync(self._file.fileno())
             self._next += 1
 
-    def _append(self, line: bytes) -> None:
+    def _append_line(self, line: bytes) -> None:
         """The whole line, or the file as it was: a full disk takes a part of it."""
         try:
             written = 0
@@ -90,35 +92,35 @@ class Journal:
         self._file.close()
 
 
-def _fields(event: Event) -> dict[str, Any]:
+def _event_fields(event: Event) -> dict[str, Any]:
     if isinstance(event, GroupsTaken):
         numbers, births = [g.id for g in event.groups], [g.born for g in event.groups]
         return {"step": event.step, "version": event.version, "numbers": numbers, "born": births, "limit": event.limit}
     return {f.name: getattr(event, f.name) for f in fields(event)}
 
 
-def _whole(path: Path) -> tuple[int, int]:
+def _complete_lines(path: Path) -> tuple[int, int]:
     """The next sequence number, and how many bytes of the file are whole lines."""
-    data = _bytes(path) if path.exists() else b""
+    data = _read_regular_file(path) if path.exists() else b""
     end = data.rfind(b"\n") + 1
     for _ in range(2):  # a power loss may also leave one line of noise that ends in a newline
         if not end:
             return 0, 0
         start = data.rfind(b"\n", 0, end - 1) + 1
         try:
-            return _event(data[start:end].decode())["n"] + 1, end
+            return _parse_event(data[start:end].decode())["n"] + 1, end
         except ValueError:
             end = start
     raise CheckpointError(f"{path} ends in several lines that are not JSON: it was damaged or edited. {MEND}")
 
 
-def _bytes(path: Path) -> bytes:
+def _read_regular_file(path: Path) -> bytes:
     if not path.is_file():  # a pipe would be waited for
         raise OSError(errno.ENXIO, "not a file", str(path))
     return path.read_bytes()
 
 
-def _event(line: str) -> dict[str, Any]:
+def _parse_event(line: str) -> dict[str, Any]:
     try:
         event = decode(line)
     except RecursionError as error:
@@ -132,7 +134,7 @@ def _event(line: str) -> dict[str, Any]:
         if name not in event:
             if told.always:
                 raise ValueError(f"a {kind} without {name}")
-        elif not told.fits(event[name]):
+        elif not told.accepts_value(event[name]):
             raise ValueError(f"the {name} of a {kind} is {event[name]!r:.40}, and no {told.what}")
     return event
 
@@ -147,7 +149,7 @@ class FieldRule(NamedTuple):
     inner: tuple[type, ...]
     what: str
 
-    def fits(self, value: Any) -> bool:
+    def accepts_value(self, value: Any) -> bool:
         if not isinstance(value, self.outer):
             return False
         within = value.values() if isinstance(value, dict) else value if isinstance(value, list) and self.inner else ()
@@ -166,7 +168,7 @@ PLAIN: dict[str, tuple[type, ...]] = {
 INNER = re.compile(r"(?:dict\[str, |list\[)(int|float|str)\]")
 
 
-def _told(field: Field[Any]) -> FieldRule:
+def _field_rule(field: Field[Any]) -> FieldRule:
     written, optional = str(field.type).removesuffix(" | None"), str(field.type).endswith(" | None")
     outer, inner = PLAIN.get(written.partition("[")[0], (object,)), INNER.fullmatch(written)
     always = field.default is MISSING and field.default_factory is MISSING
@@ -176,7 +178,7 @@ def _told(field: Field[Any]) -> FieldRule:
 
 
 TOLD: dict[str, tuple[tuple[str, FieldRule], ...]] = {  # kind of event -> what its line has
-    kind.__name__: tuple((f.name, _told(f)) for f in fields(kind))
+    kind.__name__: tuple((f.name, _field_rule(f)) for f in fields(kind))
     for kind in Event.__subclasses__()
     if kind is not GroupsTaken
 } | {
@@ -190,7 +192,7 @@ TOLD: dict[str, tuple[tuple[str, FieldRule], ...]] = {  # kind of event -> what 
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def history(folder: str | Path) -> list[dict[str, Any]]:
+def read_history(folder: str | Path) -> list[dict[str, Any]]:
     """Every event ever written, also those that a resume has repeated since. A torn last line is not an event."""
     folder = Path(folder)
     path = folder / FILE
@@ -200,12 +202,12 @@ def history(folder: str | Path) -> list[dict[str, Any]]:
         raise UserError(
             f"{folder} holds no {FILE}, so it is not a run folder; give the folder named by run.folder in the recipe"
         )
-    with writing(path, doing="reading"):
-        lines = _bytes(path).decode("utf-8", "replace").split("\n")
+    with guard_write(path, doing="reading"):
+        lines = _read_regular_file(path).decode("utf-8", "replace").split("\n")
     events = []
     for number, line in enumerate(lines, start=1):
         try:
-            events.append(_event(line))
+            events.append(_parse_event(line))
         except ValueError as error:
             if number < len(lines) - 1:
                 raise CheckpointError(
@@ -214,13 +216,13 @@ def history(folder: str | Path) -> list[dict[str, Any]]:
     return events
 
 
-def recipe(folder: str | Path) -> dict[str, Any]:
+def read_recipe(folder: str | Path) -> dict[str, Any]:
     """The job.toml of a run as plain tables; {} where there is none."""
     path = Path(folder) / "job.toml"
     if not path.exists():
         return {}
     try:
-        with writing(path, doing="reading"):
+        with guard_write(path, doing="reading"):
             tree = tomllib.loads(path.read_text(encoding="utf-8"))
             if odd := next((name for name, node in tree.items() if not isinstance(node, dict)), None):
                 raise ValueError(f"{odd} is no table")
@@ -231,10 +233,10 @@ def recipe(folder: str | Path) -> dict[str, Any]:
 
 def read(folder: str | Path) -> Iterator[dict[str, Any]]:
     """The events that count, in order: the run as if it had never been interrupted."""
-    yield from settled(history(folder))
+    yield from drop_repeated_events(read_history(folder))
 
 
-def settled(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def drop_repeated_events(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Leave out what a later `Resumed` repeats. Three rules:
 
     1. `Resumed(step=k)` goes back to the line of `Checkpointed(step=k)`. What follows
@@ -251,7 +253,7 @@ def settled(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     highest = -1
     for event in events:
         if event["kind"] == "Resumed":
-            told = _before(told, event)
+            told = _events_before(told, event)
         elif event["kind"] == "Admitted":
             if event["number"] <= highest:
                 told = [e for e in told if e.get("number", -1) < event["number"]]
@@ -261,7 +263,7 @@ def settled(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [e for at, e in enumerate(told) if e["kind"] != "GroupFinished" or last[e["number"]] == at]
 
 
-def _before(told: list[dict[str, Any]], resumed: dict[str, Any]) -> list[dict[str, Any]]:
+def _events_before(told: list[dict[str, Any]], resumed: dict[str, Any]) -> list[dict[str, Any]]:
     step = resumed["step"]
     if not resumed["checkpoint"]:
         return [e for e in told if e["kind"] in LASTING]
@@ -283,30 +285,30 @@ def encode(value: Any) -> str:
         # nearly every event; rewriting each value in Python costs several times as much
         return json.dumps(value, **how)
     except (TypeError, ValueError):
-        return json.dumps(_plain(value), **how)
+        return json.dumps(_plain_json(value), **how)
 
 
 def decode(text: str) -> Any:
     """The inverse of `encode`, as valid text."""
     if '"$float"' not in text:
         return read_json(text)  # nearly every event; a hook is called for each object
-    return valid(
+    return valid_unicode(
         json.loads(text, object_hook=lambda node: float(node["$float"]) if node.keys() == {"$float"} else node)
     )
 
 
-def _plain(value: Any) -> Any:
+def _plain_json(value: Any) -> Any:
     """Anything as JSON-shaped data: numpy scalars become numbers, paths become text."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": str(float(value))}
     if value is None or isinstance(value, (str, int)):
         return value
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): _plain_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [_plain_json(v) for v in value]
     if isinstance(value, (set, frozenset)):
-        return sorted((_plain(v) for v in value), key=str)
+        return sorted((_plain_json(v) for v in value), key=str)
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())  # numpy and torch, without importing either
+        return _plain_json(value.tolist())  # numpy and torch, without importing either
     return str(value)

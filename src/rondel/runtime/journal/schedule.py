@@ -20,11 +20,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rondel.core.errors import CheckpointError, LawError, StalledError, UserError, boundary
+from rondel.core.errors import CheckpointError, LawError, StalledError, UserError, error_boundary
 from rondel.core.events import Warned, emit
 from rondel.core.types import Completion, Request, Stint
 from rondel.runtime.journal.log import decode, encode
-from rondel.system.files import writing
+from rondel.system.files import guard_write
 
 FILE = "schedule.jsonl"
 PATIENCE = 1800.0  # seconds
@@ -35,50 +35,50 @@ class OrderRecorder:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
-        with writing(self.path, doing="opening"):
+        with guard_write(self.path, doing="opening"):
             self._file = self.path.open("w", buffering=1)
 
-    def begin(self) -> None:
+    def begin_phase(self) -> None:
         """Another phase: its buffer counts from 0."""
-        self._write("begin", 0)
+        self._write_row("begin", 0)
 
-    def may(self, what: str, number: int) -> bool:
+    def may_proceed(self, what: str, number: int) -> bool:
         return True
 
-    def did(self, what: str, number: int) -> None:
-        self._write(what, number)
+    def mark_done(self, what: str, number: int) -> None:
+        self._write_row(what, number)
 
     def in_time(self, number: int) -> bool | None:
         return None
 
-    async def asked(self, version: int) -> None:
+    async def wait_for_requests(self, version: int) -> None:
         """Whatever was to be asked at this version has been."""
 
-    def lines(self, request: Request) -> None:
+    def version_spans(self, request: Request) -> None:
         """Where this request has to stand still."""
 
-    def drew(self, request: Request, done: Completion) -> None:
+    def record_completion(self, request: Request, done: Completion) -> None:
         """An answer, or a piece of one."""
         if not done.tokens:
             return
-        if _drawn(done.stints) != done.versions:  # it was read from the token log of an engine that ended
-            self.spoil("an engine ended and was started again: what it had computed by then is not known")
-        self._write("drew", f"{request.key:x}", request.continuation, done.stints, request.id)
+        if _token_versions(done.stints) != done.versions:  # it was read from the token log of an engine that ended
+            self.mark_unreplayable("an engine ended and was started again: what it had computed by then is not known")
+        self._write_row("drew", f"{request.key:x}", request.continuation, done.stints, request.id)
 
-    def spoil(self, why: str) -> None:
+    def mark_unreplayable(self, why: str) -> None:
         emit(Warned(f"this run cannot be replayed: {why}"))
-        self._write("spoiled", why)
+        self._write_row("spoiled", why)
 
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, *row: Any) -> None:
+    def _write_row(self, *row: Any) -> None:
         line = encode(row) + "\n"
-        with writing(self.path, len(line)):
+        with guard_write(self.path, len(line)):
             self._file.write(line)
 
 
-def _drawn(stints: Any) -> list[int]:
+def _token_versions(stints: Any) -> list[int]:
     """The version of every token."""
     before = [0, *(written for *_, written in stints)]
     return list(chain.from_iterable([version] * (written - n) for (version, _, written), n in zip(stints, before)))
@@ -94,7 +94,7 @@ class OrderReplayer:
                 f"{folder} has no {FILE}: only a run that was trained with --record can be replayed whole. One step: "
                 f"--step N"
             )
-        with boundary(CheckpointError, f"reading {path}"):
+        with error_boundary(CheckpointError, f"reading {path}"):
             rows = [decode(line) for line in path.read_text().splitlines()]
         if why := [row[1] for row in rows if row[0] == "spoiled"]:
             raise UserError(f"{folder} cannot be replayed: {why[0]}")
@@ -114,12 +114,12 @@ class OrderReplayer:
                     self._due[version].add((key, continuation, left))
         self._news = asyncio.Event()
 
-    def begin(self) -> None:
+    def begin_phase(self) -> None:
         self._order, self._at = self._phases.popleft(), 0
         self._left = {number: what for what, number in self._order if what in ("put", "drop")}
         self._late = {number for what, number in self._order if what == "late"}
 
-    def may(self, what: str, number: int) -> bool:
+    def may_proceed(self, what: str, number: int) -> bool:
         if what in ("put", "drop") and self._left.get(number, what) != what:
             raise LawError(
                 f"the replay has left the recorded run: group {number} is to {what}, and was not then. Does its reward "
@@ -127,7 +127,7 @@ class OrderReplayer:
             )
         return self._order[self._at : self._at + 1] == [(what, number)]
 
-    def did(self, what: str, number: int) -> None:
+    def mark_done(self, what: str, number: int) -> None:
         self._at += 1
 
     def close(self) -> None: ...
@@ -135,7 +135,7 @@ class OrderReplayer:
     def in_time(self, number: int) -> bool | None:
         return number not in self._late
 
-    async def asked(self, version: int) -> None:
+    async def wait_for_requests(self, version: int) -> None:
         due = self._due[version]
         while due:
             self._news.clear()
@@ -147,7 +147,7 @@ class OrderReplayer:
                     f"the replay waits for {len(due)} requests of version {version} since {PATIENCE:g} s without any"
                 ) from error
 
-    def lines(self, request: Request) -> tuple[Stint, ...]:
+    def version_spans(self, request: Request) -> tuple[Stint, ...]:
         """() for one that never ended: it changed nothing."""
         pieces = self._pieces[request.key, request.continuation]
         if not pieces:
@@ -157,7 +157,7 @@ class OrderReplayer:
         self._news.set()
         return pieces[-1]
 
-    def drew(self, request: Request, done: Completion) -> None:
+    def record_completion(self, request: Request, done: Completion) -> None:
         if done.tokens:
             self._pieces[request.key, request.continuation].pop()
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from rondel.core.errors import CheckpointError, UserError, boundary
+from rondel.core.errors import CheckpointError, UserError, error_boundary
 from rondel.core.events import Event, GroupsTaken, Resumed
 from rondel.core.types import EnvFault, Failed, Group, Ok, Outcome, PolicyFault, Score, Task, Trajectory
 from rondel.runtime.journal.image_store import ImageStore
 from rondel.runtime.journal.log import decode, encode
-from rondel.system.files import make_folder, numbered, replace_file, writing
+from rondel.system.files import guard_write, make_folder, numbered_paths, replace_file
 
 PerToken = Mapping[tuple[int, int], Any]  # (group id, sample index) -> one number for each of the T tokens
 OUTCOMES: dict[str, type] = {"ok": Ok, "env_fault": EnvFault, "policy_fault": PolicyFault}
@@ -45,51 +45,51 @@ class RolloutStore:
 
     def write(self, event: Event) -> None:
         if isinstance(event, GroupsTaken):
-            self._then(write_step, self.folder, event.step, event.groups, version=event.version)
+            self._run_in_order(write_step, self.folder, event.step, event.groups, version=event.version)
         elif isinstance(event, Resumed):
-            self._then(self._forget, event.step)
+            self._run_in_order(self._delete_later_steps, event.step)
 
-    async def annotate(
+    async def annotate_rollouts(
         self, step: int, *, trainer_logprobs: PerToken | None = None, advantages: PerToken | None = None
     ) -> None:
         """What is known only after training. It waits for the step before, so that a slow
         disk slows the run, and for nothing else.
         """
         before = self._annotated
-        self._annotated = self._then(
+        self._annotated = self._run_in_order(
             annotate_step, self.folder, step, trainer_logprobs=trainer_logprobs, advantages=advantages
         )
         if before is not None:
-            before.result() if before.done() else await _done(before)
+            before.result() if before.done() else await _wait_shielded(before)
 
-    async def written(self) -> None:
+    async def wait_until_written(self) -> None:
         """All that was given is there."""
         if self._last is not None:
-            await _done(self._last)
+            await _wait_shielded(self._last)
 
     def close(self) -> None:
         """When everything is written."""
         self._thread.shutdown()
 
-    def _forget(self, after: int) -> None:
-        for step in steps(self.folder):
+    def _delete_later_steps(self, after: int) -> None:
+        for step in stored_steps(self.folder):
             if step > after:
                 path_of(self.folder, step).unlink()
 
-    def _then(self, work: Callable[..., Any], *args: Any, **how: Any) -> Future[Any]:
+    def _run_in_order(self, work: Callable[..., Any], *args: Any, **how: Any) -> Future[Any]:
         """One after the other; whatever follows a fault has the same."""
         before = self._last
 
-        def run() -> None:
+        def run_after_previous() -> None:
             if before is not None:
                 before.result()
             work(*args, **how)
 
-        self._last = self._thread.submit(run)
+        self._last = self._thread.submit(run_after_previous)
         return self._last
 
 
-async def _done(work: Future[Any]) -> None:
+async def _wait_shielded(work: Future[Any]) -> None:
     """Whoever is told to wait no more takes nothing with it: the work goes on."""
     await asyncio.shield(asyncio.wrap_future(work))
 
@@ -98,9 +98,9 @@ def path_of(folder: str | Path, step: int) -> Path:
     return Path(folder) / "rollouts" / f"step-{step:06d}.parquet"
 
 
-def steps(folder: str | Path) -> list[int]:
+def stored_steps(folder: str | Path) -> list[int]:
     """The steps whose rollouts are stored, in order."""
-    return list(numbered(Path(folder) / "rollouts", "step-", ".parquet"))
+    return list(numbered_paths(Path(folder) / "rollouts", "step-", ".parquet"))
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def write_step(
     """
     rows = [
         {
-            **_row(group, sample, trajectory),
+            **_rollout_row(group, sample, trajectory),
             "trained_at": version,
             "trainer_logprobs": (extra or {}).get((group.id, sample)),
             "advantages": (advantages or {}).get((group.id, sample)),
@@ -128,7 +128,7 @@ def write_step(
         for group in groups
         for sample, trajectory in enumerate(group.trajectories)
     ]
-    return _save(path_of(folder, step), rows)
+    return _write_rows(path_of(folder, step), rows)
 
 
 def annotate_step(
@@ -137,8 +137,8 @@ def annotate_step(
     """Add what is known only after training to a step that is stored already."""
     import pyarrow.parquet as pq
 
-    path, schema = path_of(folder, step), _schema()
-    with writing(path):
+    path, schema = path_of(folder, step), _rollout_schema()
+    with guard_write(path):
         table = pq.read_table(path, schema=schema)
         keys = list(zip(table["group"].to_pylist(), table["sample"].to_pylist(), strict=True))
         for name, told in (("trainer_logprobs", trainer_logprobs), ("advantages", advantages)):
@@ -146,12 +146,12 @@ def annotate_step(
                 old = table[name]
                 values = [told[key] if key in told else old[i].as_py() for i, key in enumerate(keys)]
                 table = table.set_column(
-                    schema.get_field_index(name), schema.field(name), _column(values, schema.field(name).type)
+                    schema.get_field_index(name), schema.field(name), _build_column(values, schema.field(name).type)
                 )
-        _replace(path, table)
+        _replace_table(path, table)
 
 
-def _row(group: Group, sample: int, t: Trajectory) -> dict[str, Any]:
+def _rollout_row(group: Group, sample: int, t: Trajectory) -> dict[str, Any]:
     failed = t.score if isinstance(t.score, Failed) else None
     return {
         "group": group.id,
@@ -184,7 +184,7 @@ def _row(group: Group, sample: int, t: Trajectory) -> dict[str, Any]:
     }
 
 
-def _schema() -> Any:
+def _rollout_schema() -> Any:
     import pyarrow as pa
 
     integers, numbers = pa.list_(pa.int32()), pa.list_(pa.float32())
@@ -226,28 +226,39 @@ def _schema() -> Any:
 JSON = ("task_data", "reward_parts", "timings", "media")  # columns of small trees, as strict JSON text
 
 
-def _save(path: Path, rows: list[dict[str, Any]]) -> Path:
+def _write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     import pyarrow as pa
 
-    with writing(path):
+    with guard_write(path):
         make_folder(path.parent)
         album = ImageStore(path.parent)
         rows = [
-            {**row, "task_data": album.without(row["task_data"]), "media": album.keep(row["media"]) or None}
+            {
+                **row,
+                "task_data": album.replace_data_urls(row["task_data"]),
+                "media": album.store_images(row["media"]) or None,
+            }
             for row in rows
         ]
         rows = [
-            {**row, **{name: encode(row[name]) for name in JSON}, "experts": _packed(row["experts"])} for row in rows
+            {**row, **{name: encode(row[name]) for name in JSON}, "experts": _pack_experts(row["experts"])}
+            for row in rows
         ]
-        schema = _schema()
-        _replace(
+        schema = _rollout_schema()
+        _replace_table(
             path,
-            pa.table({f.name: _column([_utf8(row[f.name]) for row in rows], f.type) for f in schema}, schema=schema),
+            pa.table(
+                {
+                    f.name: _build_column([_replace_invalid_unicode(row[f.name]) for row in rows], f.type)
+                    for f in schema
+                },
+                schema=schema,
+            ),
         )
     return path
 
 
-def _replace(path: Path, table: Any) -> None:
+def _replace_table(path: Path, table: Any) -> None:
     """In one file, whole or not at all."""
     import pyarrow.parquet as pq
 
@@ -256,7 +267,7 @@ def _replace(path: Path, table: Any) -> None:
     replace_file(path, data.getvalue())
 
 
-def _column(values: list[Any], kind: Any) -> Any:
+def _build_column(values: list[Any], kind: Any) -> Any:
     """Lists of numbers by numpy, one row after the other: a row is short, and between
     two of them other threads may run.
     """
@@ -273,14 +284,14 @@ def _column(values: list[Any], kind: Any) -> Any:
     )
 
 
-def _utf8(value: Any) -> Any:
+def _replace_invalid_unicode(value: Any) -> Any:
     """Text that is no valid Unicode (a tool may return such) is stored with replacement
     marks rather than stopping the run.
     """
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
-def _packed(experts: Any) -> bytes | None:
+def _pack_experts(experts: Any) -> bytes | None:
     if experts is None:
         return None
     out = io.BytesIO()
@@ -299,18 +310,20 @@ def read_step(folder: str | Path, step: int) -> list[dict[str, Any]]:
     if not folder.is_dir():
         raise UserError(f"no run folder at {folder}; `rondel train RUN.toml` makes one (key run.folder)")
     if not path.exists():
-        raise UserError(f"{folder} has no rollouts of step {step}; {_which(steps(folder))}")
-    with boundary(CheckpointError, f"{path} cannot be read; the file is damaged, the other steps are not affected"):
-        rows = pq.read_table(path, schema=_schema()).to_pylist()
+        raise UserError(f"{folder} has no rollouts of step {step}; {_describe_steps(stored_steps(folder))}")
+    with error_boundary(
+        CheckpointError, f"{path} cannot be read; the file is damaged, the other steps are not affected"
+    ):
+        rows = pq.read_table(path, schema=_rollout_schema()).to_pylist()
         album = ImageStore(path.parent)
         for row in rows:
             row.update({name: decode(row[name]) for name in JSON if row[name] is not None})
-            row.update(task_data=album.whole(row["task_data"]), media=album.placed(row["media"] or []))
+            row.update(task_data=album.restore_data_urls(row["task_data"]), media=album.load_images(row["media"] or []))
             row["experts"] = None if row["experts"] is None else np.load(io.BytesIO(row["experts"]), allow_pickle=False)
     return rows
 
 
-def _which(known: list[int]) -> str:
+def _describe_steps(known: list[int]) -> str:
     if not known:
         return "none are stored yet"
     gapless = known == list(range(known[0], known[-1] + 1))
@@ -326,18 +339,18 @@ def groups_of(rows: list[dict[str, Any]]) -> list[Group]:
     for number, members in groupby(rows, key=lambda row: row["group"]):
         first, *rest = members
         task = Task(first["task"], first["env"], first["task_data"])
-        groups.append(Group(number, task, [_trajectory(row) for row in (first, *rest)], first["born"]))
+        groups.append(Group(number, task, [_decode_trajectory(row) for row in (first, *rest)], first["born"]))
     return groups
 
 
-def _trajectory(row: dict[str, Any]) -> Trajectory:
+def _decode_trajectory(row: dict[str, Any]) -> Trajectory:
     t = Trajectory(
         experts=row["experts"],
         policy=row["policy"],
         agent=row["agent"] or "",
         parent=row["parent"],
-        score=_score(row),
-        outcome=_outcome(row),
+        score=_decode_score(row),
+        outcome=_read_outcome(row),
         finish_reason=row["finish_reason"],
         text=row["text"],
         timings=row["timings"],
@@ -355,7 +368,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
     return t
 
 
-def _score(row: dict[str, Any]) -> Score | Failed | None:
+def _decode_score(row: dict[str, Any]) -> Score | Failed | None:
     if row["failed"] is not None:
         return Failed(row["failed"], row["failed_detail"])
     if row["reward"] is None:
@@ -363,6 +376,6 @@ def _score(row: dict[str, Any]) -> Score | Failed | None:
     return Score(row["reward"], row["reward_parts"], tuple(zip(row["step_positions"] or [], row["step_rewards"] or [])))
 
 
-def _outcome(row: dict[str, Any]) -> Outcome:
+def _read_outcome(row: dict[str, Any]) -> Outcome:
     kind = OUTCOMES[row["outcome"]]
     return kind() if kind is Ok else kind(row["outcome_reason"])

@@ -32,7 +32,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from rondel.system.files import make_folder, numbered, writing
+from rondel.system.files import guard_write, make_folder, numbered_paths
 
 ROW = np.dtype(
     [("key", "V16"), ("index", "<u4"), ("prompt", "<u4"), ("logprob", "<f8"), ("token", "<i4"), ("version", "<i4")]
@@ -76,30 +76,30 @@ class TokenLog:
         self._segment: BinaryIO | None = None
         for log in {folder, *beside}:
             blocks: list[_Block] = []
-            for path in numbered(log, "", ".bin").values():
-                whole = self._read(path, blocks)
+            for path in numbered_paths(log, "", ".bin").values():
+                whole = self._read_segment(path, blocks)
                 if log == folder:
                     self._whole[path] = whole
             if blocks:
                 self._lost.append(_Earlier(blocks))
 
-    def committed(self, version: int, root: str) -> None:
+    def record_version(self, version: int, root: str) -> None:
         """Another version serves. The first one of a life says which past it has: what was trained after it is lost."""
         if not self._began:
             mine = self._past.get(version) == root
             self._past = {v: r for v, r in self._past.items() if mine and v <= version}
             self._began = True
             for earlier in self._lost:
-                earlier.keep(version, self._past)
+                earlier.prune_rows(version, self._past)
         self._past[version] = root
         self.close()
         path = self.folder / f"{version:06d}.bin"
-        with writing(path):
+        with guard_write(path):
             if path in self._whole:
                 os.truncate(path, self._whole.pop(path))
             self._segment, self._known = path.open("ab", buffering=0), set()
-        self._append(_block(0, root.encode().ljust(ROOT)[:ROOT]))
-        segments = numbered(self.folder, "", ".bin")
+        self._append_block(_encode_block(0, root.encode().ljust(ROOT)[:ROOT]))
+        segments = numbered_paths(self.folder, "", ".bin")
         # later: of a lost life
         for old in [segment for number, segment in segments.items() if number <= version][: -self.keep]:
             old.unlink(missing_ok=True)
@@ -112,24 +112,24 @@ class TokenLog:
             return
         rows = np.empty(len(drawn), ROW)
         for name, values in zip(ROW.names or (), zip(*drawn, strict=True), strict=True):
-            rows[name] = [_bytes(key) for key in values] if name == "key" else values
+            rows[name] = [_key_bytes(key) for key in values] if name == "key" else values
         if any(routes):
-            body = self._routed(rows, routes)
-            self._append(_block(len(body), body, ROUTED))
+            body = self._encode_routes(rows, routes)
+            self._append_block(_encode_block(len(body), body, ROUTED))
         else:
-            self._append(_block(len(rows), rows.tobytes()))
+            self._append_block(_encode_block(len(rows), rows.tobytes()))
 
-    def _append(self, block: bytes) -> None:
+    def _append_block(self, block: bytes) -> None:
         """Whole, or nothing of it counts: a torn block ends its segment."""
         assert self._segment is not None
-        with writing(self._segment.name, len(block)):
+        with guard_write(self._segment.name, len(block)):
             written = 0
             while written < len(block):
                 written += self._segment.write(block[written:]) or 0
             if self.durable:
                 os.fdatasync(self._segment.fileno())
 
-    def _routed(self, rows: np.ndarray, routes: Sequence[Routes | None]) -> bytes:
+    def _encode_routes(self, rows: np.ndarray, routes: Sequence[Routes | None]) -> bytes:
         shape = next(part[1].shape[1:] for part in routes if part)
         width = np.dtype(np.uint8 if all(int(part[1].max(initial=0)) < 256 for part in routes if part) else np.uint16)
         spans, payload = np.zeros(len(rows), SPAN), []
@@ -151,18 +151,18 @@ class TokenLog:
         head = np.array([(len(rows), *shape, width.itemsize)], SHAPE)
         return b"".join([head.tobytes(), rows.tobytes(), spans.tobytes(), *payload])
 
-    def written(self, key: int, prompt: int, *, first: int = 0) -> Iterator[RecalledToken]:
+    def recall_tokens(self, key: int, prompt: int, *, first: int = 0) -> Iterator[RecalledToken]:
         """What a sample had drawn from its token `first` on, as far as this life's past reaches."""
-        if (mine := _bytes(key)) in self._taken:
+        if (mine := _key_bytes(key)) in self._taken:
             return
-        found = [self._run(earlier.rows_of(mine), prompt, first) for earlier in self._lost]
+        found = [self._consecutive_rows(earlier.rows_of(mine), prompt, first) for earlier in self._lost]
         longest = max(found, key=len, default=[])  # of one log alone: another may have drawn it, too
         if longest:
             self._taken.add(mine)
         for row, _, routes in longest:
             yield RecalledToken(int(row["token"]), float(row["logprob"]), int(row["version"]), routes)
 
-    def _run(self, rows: list[_Lost], prompt: int, first: int) -> list[_Lost]:
+    def _consecutive_rows(self, rows: list[_Lost], prompt: int, first: int) -> list[_Lost]:
         """Of the same index the last counts. Versions only grow: behind an older one stands what another life drew."""
         mine = {
             int(r.row["index"]): r
@@ -174,7 +174,7 @@ class TokenLog:
         return run[:fall]
 
     @staticmethod
-    def mark(tokens: Sequence[int]) -> int:
+    def context_hash(tokens: Sequence[int]) -> int:
         """Of the text that a sample answers, never 0: a key whose task has changed finds nothing."""
         return zlib.crc32(np.asarray(tokens, np.int64).tobytes()) | 1
 
@@ -183,9 +183,9 @@ class TokenLog:
             self._segment.close()
         self._segment = None
 
-    def _read(self, path: Path, blocks: list[_Block]) -> int:
+    def _read_segment(self, path: Path, blocks: list[_Block]) -> int:
         """The blocks of a segment, behind those that are there. -> bytes before what is torn."""
-        with writing(path, doing="reading"):
+        with guard_write(path, doing="reading"):
             data, at, root = path.read_bytes(), 0, ""
         known: dict[bytes, np.ndarray] = {}
         while at + HEAD.itemsize <= len(data):
@@ -205,11 +205,11 @@ class TokenLog:
         return at
 
 
-def _bytes(key: int) -> bytes:
+def _key_bytes(key: int) -> bytes:
     return key.to_bytes(16, "little")
 
 
-def _block(rows: int, body: bytes, magic: int = MAGIC) -> bytes:
+def _encode_block(rows: int, body: bytes, magic: int = MAGIC) -> bytes:
     return np.array([(magic, rows, zlib.crc32(body))], HEAD).tobytes() + body
 
 
@@ -242,20 +242,20 @@ class _Earlier:
         starts = np.cumsum([0, *(len(block.rows) for block in blocks)])
         rows = np.concatenate([block.rows for block in blocks])
         root = np.repeat([number[block.root] for block in blocks], np.diff(starts)).astype(np.uint32)
-        self._index(
+        self._index_rows(
             rows,
             root,
             {int(start) + i: told for start, block in zip(starts, blocks) for i, told in block.routes.items()},
         )
 
-    def _index(self, rows: np.ndarray, root: np.ndarray, routes: dict[int, Routes]) -> None:
+    def _index_rows(self, rows: np.ndarray, root: np.ndarray, routes: dict[int, Routes]) -> None:
         self.rows, self.root, self.routes = rows, root, routes
         keys, which, n = np.unique(rows["key"].copy().view("S16"), return_inverse=True, return_counts=True)
         self.by_key = np.argsort(which, kind="stable").astype(np.uint32)
         ends = np.cumsum(n).tolist()
         self.spans = dict(zip((bytes(key).ljust(16, b"\0") for key in keys), zip([0, *ends[:-1]], ends)))
 
-    def keep(self, served: int, past: dict[int, str]) -> None:
+    def prune_rows(self, served: int, past: dict[int, str]) -> None:
         """Only what weights of this past drew, and of later versions, which may be trained again,
         bit for bit: nothing else can count any more.
         """
@@ -265,7 +265,9 @@ class _Earlier:
                 stays |= (self.rows["version"] == version) & (self.root == self.roots.index(root))
         at = np.flatnonzero(stays)
         number = dict(zip(at.tolist(), range(len(at)))) if self.routes else {}
-        self._index(self.rows[at], self.root[at], {number[i]: told for i, told in self.routes.items() if i in number})
+        self._index_rows(
+            self.rows[at], self.root[at], {number[i]: told for i, told in self.routes.items() if i in number}
+        )
 
     def rows_of(self, key: bytes) -> list[_Lost]:
         begin, end = self.spans.get(key, (0, 0))

@@ -26,24 +26,24 @@ from typing import Any
 from rondel.core.registry import one_of
 from rondel.core.sandbox_types import CommandResult, Limits
 from rondel.runtime.sandbox.cell import NamespaceCell
-from rondel.runtime.sandbox.images import container, machine, micro
-from rondel.runtime.sandbox.probe import isolation
+from rondel.runtime.sandbox.images import container, make_machine, make_microvm
+from rondel.runtime.sandbox.probe import find_isolation
 
 STANDARD = Limits()
 
 
-def process(
+def make_process_cell(
     limits: Limits, *, folder: str | Path | None = None, wall: str = "auto", lock: int | None = None, **more: Any
 ) -> NamespaceCell:
     """Behind the strongest wall of this machine, or none: a SandboxError."""
-    return NamespaceCell(limits, isolation(wall).wall, folder=folder, lock=lock, **more)
+    return NamespaceCell(limits, find_isolation(wall).wall, folder=folder, lock=lock, **more)
 
 
 SUBSTRATES: dict[str, Callable[..., Any]] = {
-    "process": process,
+    "process": make_process_cell,
     "container": container,
-    "microvm": micro,
-    "vm": machine,
+    "microvm": make_microvm,
+    "vm": make_machine,
 }
 
 
@@ -81,18 +81,18 @@ class Box:
     async def run(
         self, argv: list[str], *, stdin: bytes = b"", timeout: float | None = None, env: dict[str, str] | None = None
     ) -> CommandResult:
-        return await self._do(self.cell.run, argv, stdin=stdin, wall=timeout, env=env)
+        return await self._run_in_thread(self.cell.run, argv, stdin=stdin, wall=timeout, env=env)
 
     async def call(self, code: str, *, stdin: bytes = b"", timeout: float | None = None) -> CommandResult:
-        return await self._do(self.cell.call, code, stdin=stdin, wall=timeout)
+        return await self._run_in_thread(self.cell.call, code, stdin=stdin, wall=timeout)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        await self._do(self.cell.write, path, data, mode=mode)
+        await self._run_in_thread(self.cell.write, path, data, mode=mode)
 
     async def read(self, path: str) -> bytes:
-        return await self._do(self.cell.read, path)
+        return await self._run_in_thread(self.cell.read, path)
 
-    async def _do(self, verb: Callable[..., Any], *what: Any, **how: Any) -> Any:
+    async def _run_in_thread(self, verb: Callable[..., Any], *what: Any, **how: Any) -> Any:
         try:
             return await on_a_thread(verb, *what, **how)
         except asyncio.CancelledError:
@@ -106,13 +106,13 @@ async def on_a_thread(verb: Callable[..., Any], *what: Any, **how: Any) -> Any:
     """
     done: Future[Any] = Future()
 
-    def work() -> None:
+    def run_verb() -> None:
         try:
             done.set_result(verb(*what, **how))
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=work, name="sandbox", daemon=True).start()
+    threading.Thread(target=run_verb, name="sandbox", daemon=True).start()
     waits = asyncio.wrap_future(done)
     # nobody may be there any more to hear it
     waits.add_done_callback(lambda ended: ended.cancelled() or ended.exception())

@@ -25,7 +25,7 @@ from typing import Any
 from rondel.core.errors import BoxError, SandboxError, UserError
 from rondel.core.sandbox_types import BoxFileError, CommandResult, Limits
 from rondel.runtime.sandbox.talk import CommandStreams
-from rondel.runtime.sandbox.users import owner_of, rooted, somebody
+from rondel.runtime.sandbox.users import is_real_root, owner_of, random_user_id
 
 HOME = "/box"
 BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from rondel.runtime.sandbox.inside.wall import main; main()"
@@ -72,10 +72,10 @@ class NamespaceCell:
             "home": HOME,
             "python": PYTHON,
             "shown": [*prefix, *map(os.path.realpath, shown)],
-            "uid": owner_of(self.folder) if self.folder else somebody(),
+            "uid": owner_of(self.folder) if self.folder else random_user_id(),
             "folder": str(self.folder or ""),
             "group": group,
-            "root": rooted(),
+            "root": is_real_root(),
             "modules": modules,
             **{
                 name: getattr(limits, name)
@@ -91,9 +91,9 @@ class NamespaceCell:
                 pass_fds=(theirs.fileno(), *([lock] if lock is not None else [])),
             )  # fmt: skip
         self._control = own
-        self._end = weakref.finalize(self, _end, own, self.process)
+        self._end = weakref.finalize(self, _end_sandbox, own, self.process)
         try:
-            hello = self._hear(time.monotonic() + START_SECONDS)
+            hello = self._receive_reply(time.monotonic() + START_SECONDS)
         except SandboxError as error:
             hello = {"silent": str(error)}
         if "ready" not in hello:
@@ -116,24 +116,24 @@ class NamespaceCell:
     def run(
         self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None
     ) -> CommandResult:
-        return self._do({"do": "run", "argv": argv, "env": self.env | (env or {})}, stdin=stdin, wall=wall)
+        return self._execute_order({"do": "run", "argv": argv, "env": self.env | (env or {})}, stdin=stdin, wall=wall)
 
     def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> CommandResult:
         """Python text in a copy of the box's waiting interpreter: `run([python, "-c", code])`
         without the start of one.
         """
-        with _held(code) as text:
-            return self._do({"do": "call", "env": self.env}, stdin=stdin, wall=wall, more=(text,))
+        with _memory_file(code) as text:
+            return self._execute_order({"do": "call", "env": self.env}, stdin=stdin, wall=wall, more=(text,))
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        done = self._do({"do": "write", "path": path, "mode": mode}, stdin=data)
+        done = self._execute_order({"do": "write", "path": path, "mode": mode}, stdin=data)
         if not done.ok:
             raise BoxFileError(
                 f"cannot write {path!r} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}"
             )
 
     def read(self, path: str, *, most: int | None = None) -> bytes:
-        done = self._do({"do": "read", "path": path}, most=most or self.limits.disk)
+        done = self._execute_order({"do": "read", "path": path}, most=most or self.limits.disk)
         if not done.ok:
             raise BoxFileError(
                 f"cannot read {path!r} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}"
@@ -146,14 +146,14 @@ class NamespaceCell:
         """
         self._turn.acquire()
         try:
-            with _held(code) as text:
-                self._send(
+            with _memory_file(code) as text:
+                self._send_order(
                     {"do": "call", "env": self.env},
                     stdin,
                     stdout,
                     stderr,
                     text,
-                    *([_compiled(prelude)] if prelude else []),
+                    *([_compile_prelude(prelude)] if prelude else []),
                 )
         except BaseException:
             self._turn.release()
@@ -165,7 +165,7 @@ class NamespaceCell:
         try:
             talk = CommandStreams(self._control, -1, {}, b"", 0)
             answer, limit = talk.until_done(time.monotonic() + wall)
-            return self._told(answer, limit, b"", b"", self._began)
+            return self._command_result(answer, limit, b"", b"", self._began)
         finally:
             self._turn.release()
 
@@ -181,7 +181,7 @@ class NamespaceCell:
 
     # -- one command -----------------------------------------------------------------------------
 
-    def _do(
+    def _execute_order(
         self,
         order: dict[str, Any],
         *,
@@ -194,7 +194,7 @@ class NamespaceCell:
             began = time.monotonic()
             into, out, err = os.pipe(), os.pipe(), os.pipe()
             try:
-                self._send(order, into[0], out[1], err[1], *more)
+                self._send_order(order, into[0], out[1], err[1], *more)
             except BaseException:
                 for fd in (into[1], out[0], err[0]):
                     os.close(fd)
@@ -206,9 +206,11 @@ class NamespaceCell:
                 self._control, into[1], {out[0]: bytearray(), err[0]: bytearray()}, stdin, most or self.limits.output
             )
             answer, limit = talk.until_done(began + (wall or self.limits.wall), self._too_much if self.folder else None)
-            return self._told(answer, limit, talk.text(out[0]), talk.text(err[0]), began)
+            return self._command_result(
+                answer, limit, talk.captured_output(out[0]), talk.captured_output(err[0]), began
+            )
 
-    def _told(
+    def _command_result(
         self, answer: dict[str, Any] | None, limit: str, stdout: bytes, stderr: bytes, began: float
     ) -> CommandResult:
         if answer is None:
@@ -231,7 +233,7 @@ class NamespaceCell:
             limit = "file"
         return CommandResult(answer["exit"], number, stdout, stderr, limit, time.monotonic() - began)
 
-    def _send(self, order: dict[str, Any], *files: int) -> None:
+    def _send_order(self, order: dict[str, Any], *files: int) -> None:
         message = json.dumps(order).encode()
         if len(message) > 1 << 17:
             raise UserError(f"a command of {len(message)} bytes; a box takes {1 << 17}: write a file, or use stdin")
@@ -240,7 +242,7 @@ class NamespaceCell:
         except OSError as error:
             raise BoxError(f"the box has ended: {error}") from error
 
-    def _hear(self, deadline: float) -> dict[str, Any]:
+    def _receive_reply(self, deadline: float) -> dict[str, Any]:
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
@@ -255,12 +257,12 @@ class NamespaceCell:
 
     def _too_much(self) -> bool:
         assert self.folder
-        size, count = contents(self.folder)
+        size, count = folder_usage(self.folder)
         return size > self.limits.disk or count > self.limits.files
 
 
 @contextmanager
-def _held(code: str) -> Iterator[int]:
+def _memory_file(code: str) -> Iterator[int]:
     """The text as an open file in memory."""
     held = os.memfd_create("code")
     try:
@@ -273,7 +275,7 @@ def _held(code: str) -> Iterator[int]:
 
 
 @functools.cache
-def _compiled(prelude: str) -> int:
+def _compile_prelude(prelude: str) -> int:
     """The text compiled, as an open file in memory that nobody can change. A box has this interpreter."""
     held = os.memfd_create("prelude", os.MFD_ALLOW_SEALING)
     os.write(held, marshal.dumps(compile(prelude, "<code>", "exec")))
@@ -283,7 +285,7 @@ def _compiled(prelude: str) -> int:
     return held
 
 
-def contents(folder: Path) -> tuple[int, int]:
+def folder_usage(folder: Path) -> tuple[int, int]:
     """(bytes on the disk, files and folders). What vanishes meanwhile does not count; a hole costs nothing."""
     size = count = 0
     folders = [os.fspath(folder)]
@@ -298,7 +300,7 @@ def contents(folder: Path) -> tuple[int, int]:
     return size, count
 
 
-def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+def _end_sandbox(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
     with suppress(OSError):
         control.shutdown(socket.SHUT_RDWR)
     try:

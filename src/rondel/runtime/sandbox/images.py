@@ -159,7 +159,9 @@ class Container(ExternalSandbox):
         variables = [word for name, value in (env or {}).items() for word in ("--env", f"{name}={value}")]
         began = time.monotonic()
         command = [self.tool, "exec", "--interactive", *variables, self.name, *argv]
-        stdout, stderr, limit, code = talked(command, stdin, began + (wall or self.limits.wall), self.limits.output)
+        stdout, stderr, limit, code = communicate_bounded(
+            command, stdin, began + (wall or self.limits.wall), self.limits.output
+        )
         if limit:  # `exec` has no way to end what it began: the container goes, and with it all that runs
             self.kill()
         return CommandResult(
@@ -203,7 +205,7 @@ class Container(ExternalSandbox):
                 )
 
 
-def talked(command: list[str], stdin: bytes, deadline: float, most: int) -> tuple[bytes, bytes, str, int]:
+def communicate_bounded(command: list[str], stdin: bytes, deadline: float, most: int) -> tuple[bytes, bytes, str, int]:
     """-> (stdout, stderr, limit, exit code) of a program outside, ended at the deadline or when it says too much."""
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -211,12 +213,12 @@ def talked(command: list[str], stdin: bytes, deadline: float, most: int) -> tupl
     said: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
     limits: list[str] = []
 
-    def give() -> None:
+    def feed_stdin() -> None:
         assert process.stdin
         with suppress(OSError), process.stdin:
             process.stdin.write(stdin)
 
-    def take(stream: Any) -> None:
+    def read_stream(stream: Any) -> None:
         while piece := stream.read1(1 << 16):
             said[stream] += piece[: most - len(said[stream])]
             if len(said[stream]) >= most:
@@ -224,8 +226,8 @@ def talked(command: list[str], stdin: bytes, deadline: float, most: int) -> tupl
                 process.kill()
 
     threads = [
-        threading.Thread(target=give, daemon=True),
-        *(threading.Thread(target=take, args=(s,), daemon=True) for s in said),
+        threading.Thread(target=feed_stdin, daemon=True),
+        *(threading.Thread(target=read_stream, args=(s,), daemon=True) for s in said),
     ]
     for thread in threads:
         thread.start()
@@ -243,8 +245,8 @@ def talked(command: list[str], stdin: bytes, deadline: float, most: int) -> tupl
 # -- machines ----------------------------------------------------------------------------------------
 
 
-def micro(limits: Limits, *, kernel: str = "", root: str = "", **_: Any) -> Machine:
-    tool = found("microvm", "firecracker", kernel, root)
+def make_microvm(limits: Limits, *, kernel: str = "", root: str = "", **_: Any) -> Machine:
+    tool = find_tool("microvm", "firecracker", kernel, root)
     if not os.access("/dev/kvm", os.R_OK | os.W_OK):
         raise SandboxError(
             "substrate 'microvm' needs /dev/kvm, which is not there or may not be opened: use kind = 'vm' or 'process'"
@@ -264,8 +266,8 @@ def micro_config(limits: Limits, kernel: str, root: str) -> dict[str, Any]:
     }
 
 
-def machine(limits: Limits, *, kernel: str = "", root: str = "", **_: Any) -> Machine:
-    tool = found("vm", f"qemu-system-{platform.machine()}", kernel, root)
+def make_machine(limits: Limits, *, kernel: str = "", root: str = "", **_: Any) -> Machine:
+    tool = find_tool("vm", f"qemu-system-{platform.machine()}", kernel, root)
     return Machine(machine_command(tool, limits, kernel, root), limits)
 
 
@@ -298,7 +300,7 @@ def machine_command(tool: str, limits: Limits, kernel: str, root: str) -> list[s
     ]
 
 
-def found(kind: str, tool: str, kernel: str, root: str) -> str:
+def find_tool(kind: str, tool: str, kernel: str, root: str) -> str:
     path = shutil.which(tool)
     if path is None:
         raise SandboxError(
@@ -329,7 +331,7 @@ class Machine(ExternalSandbox):
             bufsize=0,
         )
         self.rest = b""
-        if self._line(time.monotonic() + patience) is None:  # {"ready": true}
+        if self._read_message(time.monotonic() + patience) is None:  # {"ready": true}
             self.kill()
             raise SandboxError(f"{command[0]}: no agent of the machine answered within {patience:g} s")
 
@@ -347,7 +349,7 @@ class Machine(ExternalSandbox):
             self.process.stdin.write(json.dumps(order).encode() + b"\n")
         except OSError as error:
             raise SandboxError(f"the machine has ended: {error}") from error
-        told = self._line(began + (wall or self.limits.wall))
+        told = self._read_message(began + (wall or self.limits.wall))
         if told is None:
             ended = not self.alive
             self.kill()
@@ -361,7 +363,7 @@ class Machine(ExternalSandbox):
             told["exit"], told["signal"], stdout[:most], stderr[:most], limit, time.monotonic() - began
         )
 
-    def _line(self, deadline: float) -> dict[str, Any] | None:
+    def _read_message(self, deadline: float) -> dict[str, Any] | None:
         """The next JSON object; what a booting kernel says is no JSON. None: too late, or the machine has ended."""
         assert self.process.stdout
         poll = select.poll()

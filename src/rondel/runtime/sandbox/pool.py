@@ -28,9 +28,9 @@ class Functions:
         self.sandbox, self.limits, self.patience = sandbox, limits or Limits(), patience
         self._idle: queue.Queue[Any] = queue.Queue()  # cells, or the error of one that could not be started
         self._all: set[Any] = set()
-        self._end = weakref.finalize(self, _end, self._all)
+        self._end = weakref.finalize(self, _end_cells, self._all)
         for _ in range(size):
-            self._hire()
+            self._start_cell()
 
     def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> CommandResult:
         try:
@@ -38,7 +38,7 @@ class Functions:
         except queue.Empty:
             raise SandboxError(f"no box of the pool became free within {self.patience:g} s; make it larger") from None
         if isinstance(cell, SandboxError):
-            threading.Thread(target=self._hire, daemon=True).start()  # the next caller gets another trial
+            threading.Thread(target=self._start_cell, daemon=True).start()  # the next caller gets another trial
             raise cell
         try:
             return cell.call(code, stdin=stdin, wall=wall)
@@ -46,7 +46,7 @@ class Functions:
             if cell.alive and cell.clean and self._end.alive:
                 self._idle.put(cell)
             else:
-                threading.Thread(target=self._replace, args=(cell,), daemon=True).start()
+                threading.Thread(target=self._replace_cell, args=(cell,), daemon=True).start()
 
     async def acall(self, code: str, *, stdin: bytes = b"", timeout: float | None = None) -> CommandResult:
         return await on_a_thread(self.call, code, stdin=stdin, wall=timeout)
@@ -60,7 +60,7 @@ class Functions:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _hire(self) -> None:
+    def _start_cell(self) -> None:
         try:
             cell = self.sandbox.cell(self.limits)
         except SandboxError as error:
@@ -71,14 +71,14 @@ class Functions:
             cell.kill()
         self._idle.put(cell)
 
-    def _replace(self, cell: Any) -> None:
+    def _replace_cell(self, cell: Any) -> None:
         self._all.discard(cell)
         cell.kill()
         if self._end.alive:
-            self._hire()
+            self._start_cell()
 
 
-def _end(cells: set[Any]) -> None:
+def _end_cells(cells: set[Any]) -> None:
     for cell in tuple(cells):
         cell.interrupt()
     for cell in tuple(cells):

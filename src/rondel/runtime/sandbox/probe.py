@@ -57,7 +57,7 @@ class Isolation:
     wall: str
     holds: tuple[str, ...]
 
-    def line(self) -> str:
+    def summary_line(self) -> str:
         missing = [name for name in ("user", "calls", "memory", "count") if name not in self.holds]
         weaker = {
             "memory": "memory is held for each process only",
@@ -70,12 +70,12 @@ class Isolation:
 
 
 @functools.cache
-def isolation(wall: str = "auto") -> Isolation:
+def find_isolation(wall: str = "auto") -> Isolation:
     """The first wall that holds what is required, or a SandboxError that says what each lacks."""
     faults = []
     for name in WALLS if wall == "auto" else (wall,):
         try:
-            found = tried(name)
+            found = probe_isolation(name)
         except SandboxError as error:
             faults.append(f"{name}: {error}")
             continue
@@ -88,7 +88,7 @@ def isolation(wall: str = "auto") -> Isolation:
     )
 
 
-def tried(wall: str) -> Isolation:
+def probe_isolation(wall: str) -> Isolation:
     if sys.platform != "linux":
         raise SandboxError(f"{sys.platform} has no namespaces; use Linux, or a container as the substrate")
     if wall == "bubblewrap" and shutil.which("bwrap") is None:

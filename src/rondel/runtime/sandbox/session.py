@@ -71,23 +71,23 @@ class SandboxSession:
         idempotent: bool = False,
     ) -> CommandResult:
         what = {"run": argv, "stdin": blake2b(stdin, digest_size=16).hexdigest(), "env": env or {}}
-        return await self._once(what, lambda: self.box.run(argv, stdin=stdin, timeout=timeout, env=env), idempotent)
+        return await self._run_once(what, lambda: self.box.run(argv, stdin=stdin, timeout=timeout, env=env), idempotent)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """A whole file: doing it twice is doing it once."""
         what = {"write": path, "data": blake2b(data, digest_size=16).hexdigest(), "mode": mode}
 
-        async def done() -> CommandResult:
+        async def write_file() -> CommandResult:
             await self.box.write(path, data, mode=mode)
             return CommandResult(0, 0, b"", b"")
 
-        await self._once(what, done, True)
+        await self._run_once(what, write_file, True)
 
     async def read(self, path: str) -> bytes:
         """As it is now; not logged."""
         return await self.box.read(path)
 
-    async def _once(self, what: dict[str, Any], do: Any, idempotent: bool) -> CommandResult:
+    async def _run_once(self, what: dict[str, Any], do: Any, idempotent: bool) -> CommandResult:
         n, self.next = self.next, self.next + 1
         if (before := self.log.begun.get(n)) is not None:
             if before["begin"] != what:
@@ -97,22 +97,22 @@ class SandboxSession:
                 )
             if (row := self.log.ran.get(n)) is not None:
                 self.replayed += 1
-                return _read(row["ran"], n)
+                return _decode_result(row["ran"], n)
             if not idempotent:
-                self._keep(n, None)
-                raise _unknown(n, what)
+                self._log_result(n, None)
+                raise _unknown_outcome(n, what)
         else:
             self.log.write({"n": n, "begin": what, "idempotent": idempotent})
         ran = await do()
-        self._keep(n, ran)
+        self._log_result(n, ran)
         return ran
 
-    def _keep(self, n: int, ran: CommandResult | None) -> None:
-        self.log.write({"n": n, "ran": None if ran is None else _written(ran)})
+    def _log_result(self, n: int, ran: CommandResult | None) -> None:
+        self.log.write({"n": n, "ran": None if ran is None else _encode_result(ran)})
 
 
 @asynccontextmanager
-async def opened(
+async def open_session(
     sandbox: Sandbox, folder: str | Path, limits: Limits | None = None, *, resume: bool = False, patience: float = 20.0
 ) -> AsyncIterator[SandboxSession]:
     """A session in `folder`: a new one, or with `resume` the one that is there."""
@@ -122,7 +122,7 @@ async def opened(
     # the box may open its own folder to all, but not the way to it
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "box").mkdir(exist_ok=True, mode=0o700)
-    with _alone(folder / "lock", patience) as lock:
+    with _exclusive_lock(folder / "lock", patience) as lock:
         log = CommandLog(folder / "log.jsonl")
         try:
             async with sandbox.open(limits or Limits(), folder=folder / "box", lock=lock) as box:
@@ -132,7 +132,7 @@ async def opened(
 
 
 @contextmanager
-def _alone(path: Path, patience: float) -> Any:
+def _exclusive_lock(path: Path, patience: float) -> Any:
     """The keeper of a box holds it too: it is free when nothing of a killed session runs any more."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -152,19 +152,19 @@ def _alone(path: Path, patience: float) -> Any:
         os.close(fd)
 
 
-def _unknown(n: int, what: dict[str, Any]) -> UnknownOutcome:
+def _unknown_outcome(n: int, what: dict[str, Any]) -> UnknownOutcome:
     return UnknownOutcome(
         f"command {n} ({json.dumps(what)[:200]}) was begun before the session was cut off, and its outcome is unknown; look at its effect, "
         "or declare it idempotent if it may be done twice"
     )
 
 
-def _written(ran: CommandResult) -> dict[str, Any]:
+def _encode_result(ran: CommandResult) -> dict[str, Any]:
     streams = {name: base64.b64encode(getattr(ran, name)).decode() for name in ("stdout", "stderr")}
     return {"exit": ran.exit, "signal": ran.signal, "limit": ran.limit, "seconds": round(ran.seconds, 6), **streams}
 
 
-def _read(row: dict[str, Any] | None, n: int) -> CommandResult:
+def _decode_result(row: dict[str, Any] | None, n: int) -> CommandResult:
     if row is None:
-        raise _unknown(n, {})
+        raise _unknown_outcome(n, {})
     return CommandResult(**{**row, **{name: base64.b64decode(row[name]) for name in ("stdout", "stderr")}})

@@ -62,8 +62,8 @@ class CommandStreams:
                         answer = json.loads(message)
                         self.poll.unregister(fd)
                     elif fd == self.into:
-                        self._give()
-                    elif self._take(fd) and not limit:
+                        self._write_stdin()
+                    elif self._read_chunk(fd) and not limit:
                         limit = "output"
             if too_much and not limit and too_much():
                 limit = "disk"
@@ -72,7 +72,7 @@ class CommandStreams:
             for fd in {self.into, *self.open} - {-1}:
                 os.close(fd)
 
-    def _give(self) -> None:
+    def _write_stdin(self) -> None:
         try:
             if self.rest:
                 self.rest = self.rest[os.write(self.into, self.rest[: 1 << 16]) :]
@@ -85,7 +85,7 @@ class CommandStreams:
             os.close(self.into)
             self.into = -1
 
-    def _take(self, fd: int) -> bool:
+    def _read_chunk(self, fd: int) -> bool:
         """-> whether it is too much."""
         try:
             piece = os.read(fd, 1 << 16)
@@ -103,5 +103,5 @@ class CommandStreams:
             self.cut.add(fd)
         return len(piece) > room
 
-    def text(self, fd: int) -> bytes:
+    def captured_output(self, fd: int) -> bytes:
         return bytes(self.out[fd]) + (b"\n[cut at %d bytes]" % self.most if fd in self.cut else b"")

@@ -47,7 +47,7 @@ def seconds_of(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return {worker: dict(seconds) for worker, seconds in found.items()}
 
 
-def shares(seconds: dict[str, float]) -> dict[str, float]:
+def seconds_to_shares(seconds: dict[str, float]) -> dict[str, float]:
     """{"generate": 0.8, "idle": 0.2}, the largest first; nothing where no time passed."""
     total = sum(seconds.values())
     return {kind: n / total for kind, n in sorted(seconds.items(), key=lambda kv: -kv[1])} if total > 0 else {}

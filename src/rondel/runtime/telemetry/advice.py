@@ -36,14 +36,14 @@ class PlacementFacts:
     staleness: int
 
     @classmethod
-    def of(cls, job: Mapping[str, Any]) -> PlacementFacts:
+    def from_job(cls, job: Mapping[str, Any]) -> PlacementFacts:
         place, loop = job.get("place", {}), job.get("loop", {})
         return cls(
             place.get("kind") == "split", place.get("engines", 1), place.get("ranks", 1), loop.get("max_staleness", 0)
         )
 
 
-def advise(phases: Mapping[str, float], idle: float, place: PlacementFacts) -> RuntimeAdvice | None:
+def advise_runtime(phases: Mapping[str, float], idle: float, place: PlacementFacts) -> RuntimeAdvice | None:
     """`phases`: seconds of the learner by name; `idle`: share of their time in which engines
     had nothing to do. None where all is well.
     """
@@ -53,7 +53,7 @@ def advise(phases: Mapping[str, float], idle: float, place: PlacementFacts) -> R
     share, training = wait / step, step - wait
     if place.staleness == 0:
         gain = step / max(wait, training) if training > 0 else 1.0
-        return _worth(
+        return _advice_if_faster(
             gain,
             f"the trainer waits {share:.0%} of the step and the engines the rest of it: loop.max_staleness = 1 (with "
             f"algo.correction.kind = "
@@ -65,13 +65,13 @@ def advise(phases: Mapping[str, float], idle: float, place: PlacementFacts) -> R
             engines, gain = place.engines + more, step / max(step * place.engines / (place.engines + more), training)
             if step * place.engines / engines <= training:
                 break
-        return _worth(
+        return _advice_if_faster(
             gain,
             f"the trainer waits {share:.0%} of the step: place.engines = {engines}, or a larger engine.max_running if "
             f"its batch is full",
         )
     if idle >= MUCH:
-        return _worth(
+        return _advice_if_faster(
             1 / max(1 - idle, place.ranks / (place.ranks + 1)),
             f"the engines have nothing to do {idle:.0%} of the time, the trainer sets the pace: place.ranks = "
             f"{place.ranks + 1}; or fewer place.engines, "
@@ -80,7 +80,7 @@ def advise(phases: Mapping[str, float], idle: float, place: PlacementFacts) -> R
     return None
 
 
-def _worth(gain: float, message: str) -> RuntimeAdvice | None:
+def _advice_if_faster(gain: float, message: str) -> RuntimeAdvice | None:
     return RuntimeAdvice(f"{message} (about {gain:.1f}x as fast)", gain) if gain >= GAIN else None
 
 
@@ -97,7 +97,7 @@ class Advisor:
         self.phases: defaultdict[str, float] = defaultdict(float)
         self.engines: defaultdict[str, float] = defaultdict(float)
 
-    def read(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if isinstance(event, WorkerTime) and event.worker.startswith("engine"):
             for kind, seconds in event.seconds.items():
                 self.engines[kind] += seconds
@@ -107,7 +107,7 @@ class Advisor:
                     self.phases[name] += seconds
             self.steps += 1
             if self.steps == self.EVERY:
-                told = advise(self.phases, idle_share(self.engines), self.place)
+                told = advise_runtime(self.phases, idle_share(self.engines), self.place)
                 self.steps = 0
                 self.phases.clear()
                 self.engines.clear()

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rondel.core.errors import UserError
-from rondel.runtime.journal.log import encode, history, recipe, settled
-from rondel.runtime.telemetry.accounts import seconds_of, shares
+from rondel.runtime.journal.log import drop_repeated_events, encode, read_history, read_recipe
+from rondel.runtime.telemetry.accounts import seconds_of, seconds_to_shares
 from rondel.runtime.telemetry.scores import interval_text, is_share, score_text, within_unit
 from rondel.system.files import replace_file
 
@@ -21,7 +21,7 @@ EVAL = ("score", "low", "high", "n", "step", "version", "profile", "request")
 UNKNOWN = "not recorded"
 
 
-def wilson(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]:
+def wilson_interval(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]:
     """Interval of a share: (p + z²/2n ± z·sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n).  Wilson
     1927, doi:10.1080/01621459.1927.10502953.
 
@@ -37,7 +37,7 @@ def wilson(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]
     return max(0.0, (centre - half) / (1 + spread)), min(1.0, (centre + half) / (1 + spread))
 
 
-def normal(values: list[float], z: float = 1.959964) -> tuple[float, float]:
+def normal_interval(values: list[float], z: float = 1.959964) -> tuple[float, float]:
     """mean ± z·s/√n, s unbiased: the interval of a mean of numbers of any size.  One value
     says nothing of its spread: (value, value).
     """
@@ -72,25 +72,25 @@ def write_card(folder: str | Path) -> dict[str, Any]:
 def card_of(folder: str | Path) -> dict[str, Any]:
     """What card.json holds, from the journal and job.toml of a run. Writes nothing."""
     folder = Path(folder)
-    raw = history(folder)
+    raw = read_history(folder)
     if not raw:
         raise UserError(f"the journal in {folder} is empty: the run has not started, so there is nothing to report")
-    return summary(raw, recipe(folder))
+    return run_summary(raw, read_recipe(folder))
 
 
 def save_card(folder: str | Path, card: dict[str, Any]) -> None:
-    for name, text in (("card.json", encode(card) + "\n"), ("card.md", markdown(card))):
+    for name, text in (("card.json", encode(card) + "\n"), ("card.md", render_markdown(card))):
         replace_file(Path(folder) / name, text.encode("utf-8", "replace"))
 
 
 # -- from events to numbers ------------------------------------------------------------------------
 
 
-def summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
+def run_summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
     """Everything the card says, as data. `raw` is the whole history: interrupted work is not
     counted, but its time is.
     """
-    events = settled(raw)
+    events = drop_repeated_events(raw)
     done = [e for e in events if e["kind"] == "StepDone"]
     evals = [e for e in events if e["kind"] == "Evaluated"]
     evals = [e for e in evals if e["profile"] == evals[0]["profile"]]  # only equal questions can be compared
@@ -99,29 +99,29 @@ def summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
     warm = job.get("loop", {}).get("warmup", {}).get("steps", 0)
     finished = [e["rewards"] for e in events if e["kind"] == "GroupFinished"]
     return {
-        "eval_before": _evaluation(evals[0]) if evals else None,
-        "eval_after": _evaluation(evals[-1]) if len(evals) > 1 and evals[-1]["step"] > evals[0]["step"] else None,
-        "eval_supervised": next((_evaluation(e) for e in evals[:-1] if 0 < e["step"] == warm), None),
+        "eval_before": _evaluation_row(evals[0]) if evals else None,
+        "eval_after": _evaluation_row(evals[-1]) if len(evals) > 1 and evals[-1]["step"] > evals[0]["step"] else None,
+        "eval_supervised": next((_evaluation_row(e) for e in evals[:-1] if 0 < e["step"] == warm), None),
         "score_is_share": all(map(is_share, evals)) and all(map(within_unit, finished)),
-        "seconds": round(_seconds(raw), 1),
+        "seconds": round(_wall_seconds(raw), 1),
         "steps": done[-1]["step"] if done else 0,
         "trained_groups": ledger.get("trained", 0),
         "ledger": ledger,
         "resumes": sum(e["kind"] == "Resumed" for e in raw),
         "ended": next((e["reason"] for e in reversed(events) if e["kind"] == "RunEnded"), "not ended"),
         "warnings": list(dict.fromkeys(e["message"] for e in raw if e["kind"] == "Warned")),
-        "rewards": _rewards(events),
-        "policies": policies(done, facts),
-        "questions": questions(events, job, facts),
+        "rewards": _mean_rewards(events),
+        "policies": policy_summaries(done, facts),
+        "questions": answer_questions(events, job, facts),
         "loss": facts.get("loss", UNKNOWN),
         "seeds": {"loop": facts.get("seed", UNKNOWN)},
         "data": facts.get("tasks", {}),
         "cost": {
-            "device_hours": round(_seconds(raw) * facts.get("devices", 1) / 3600, 4),
+            "device_hours": round(_wall_seconds(raw) * facts.get("devices", 1) / 3600, 4),
             "devices": facts.get("devices", 1),
         },
-        "workers": {worker: shares(seconds) for worker, seconds in seconds_of(events).items()},
-        "memory": memory(events, facts),
+        "workers": {worker: seconds_to_shares(seconds) for worker, seconds in seconds_of(events).items()},
+        "memory": memory_by_worker(events, facts),
         "samples_before": evals[0]["samples"] if evals else [],
         "samples_after": evals[-1]["samples"] if len(evals) > 1 else [],
         "facts": facts,
@@ -129,7 +129,7 @@ def summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def memory(events: Events, facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def memory_by_worker(events: Events, facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """{"trainer-0": {"moments": {"planned": 7.2e8, "counted": 7.2e8}, "rss": ...},
     ...}: the most that each worker has told.
     """
@@ -144,11 +144,11 @@ def memory(events: Events, facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {worker: held for worker, held in most.items() if held}
 
 
-def _evaluation(event: dict[str, Any]) -> dict[str, Any]:
+def _evaluation_row(event: dict[str, Any]) -> dict[str, Any]:
     return {key: event[key] for key in EVAL}
 
 
-def _seconds(raw: Events) -> float:
+def _wall_seconds(raw: Events) -> float:
     """Wall time of all lives of the run: from each RunStarted to the last sign of that life."""
     total, begun, last = 0.0, raw[0]["t"], raw[0]["t"]
     for event in raw:
@@ -158,7 +158,7 @@ def _seconds(raw: Events) -> float:
     return total + last - begun
 
 
-def _rewards(events: Events) -> list[float | None]:
+def _mean_rewards(events: Events) -> list[float | None]:
     """The mean reward of what finished before each step; None where nothing did, as in the supervised phase."""
     curve: list[float | None] = []
     rewards: list[float] = []
@@ -171,7 +171,7 @@ def _rewards(events: Events) -> list[float | None]:
     return curve
 
 
-def policies(done: Events, facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def policy_summaries(done: Events, facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """{"critic": {"agents": ["critic"], "model": ..., "reward_first": 0.1, "reward_last":
     0.9, ...}, ...} of a run that has several.
     """
@@ -185,12 +185,12 @@ def policies(done: Events, facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return told
 
 
-def questions(events: Events, job: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
+def answer_questions(events: Events, job: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
     """The nine questions a reviewer should ask, from measurement where there is one
     and from the recipe where it decides.
     """
 
-    def key(dotted: str) -> Any:
+    def recipe_value(dotted: str) -> Any:
         node: Any = job
         for name in dotted.split("."):
             node = node.get(name) if isinstance(node, dict) else None
@@ -199,7 +199,9 @@ def questions(events: Events, job: dict[str, Any], facts: dict[str, Any]) -> dic
     done = [e for e in events if e["kind"] == "StepDone"]
     gaps = [gap for e in done for name, gap in e["metrics"].items() if name.endswith("/gap_max")]  # of every policy
     probes = [e["probe_gap"] for e in events if e["kind"] == "Synced"]
-    warm = 0 if key("loop.warmup.steps") == UNKNOWN else key("loop.warmup.steps")  # its groups nobody drew
+    warm = (
+        0 if recipe_value("loop.warmup.steps") == UNKNOWN else recipe_value("loop.warmup.steps")
+    )  # its groups nobody drew
     lags = [
         e["version"] - born for e in events if e["kind"] == "GroupsTaken" and e["step"] > warm for born in e["born"]
     ]
@@ -212,14 +214,14 @@ def questions(events: Events, job: dict[str, Any], facts: dict[str, Any]) -> dic
         if probes
         else "no sync recorded"
     )
-    turns = "one turn" if key("task.env") == "single_turn" else f"at most {key('task.turns')} turns"
+    turns = "one turn" if recipe_value("task.env") == "single_turn" else f"at most {recipe_value('task.turns')} turns"
     replay = facts.get("resolved", {}).get("routing_replay", "none: no routed experts recorded")
     return {
-        "framework": _listed(facts.get("versions")),
-        "engine and topology": f"engine {key('engine.kind')}, placement {key('place.kind')}, {facts.get('device', UNKNOWN)}, "
+        "framework": _format_facts(facts.get("versions")),
+        "engine and topology": f"engine {recipe_value('engine.kind')}, placement {recipe_value('place.kind')}, {facts.get('device', UNKNOWN)}, "
         f"{facts.get('place', UNKNOWN)}",
-        "precision and what enforces consistency": f"{_listed(facts.get('dtypes'))}; one model definition on both sides; {gap}; {probe}",
-        "on-policy or measured lag": f"{_lag(lags)}; cap {key('loop.max_staleness')}",
+        "precision and what enforces consistency": f"{_format_facts(facts.get('dtypes'))}; one model definition on both sides; {gap}; {probe}",
+        "on-policy or measured lag": f"{_summarize_lag(lags)}; cap {recipe_value('loop.max_staleness')}",
         "whose logprobs": "the engine's, stored for each token when it was drawn (after temperature and truncation of the support); "
         + (
             "the trainer recomputes its own, and the gap above is between the two"
@@ -227,14 +229,14 @@ def questions(events: Events, job: dict[str, Any], facts: dict[str, Any]) -> dic
             else "a recomputation was not recorded"
         ),
         "routing replay": str(replay),
-        "group size": f"{key('algo.group_size')} answers a task, {key('loop.groups_per_step')} tasks a step, "
-        f"updates a step: {key('loop.updates_per_step')}, passes over them: {key('loop.epochs')}",
-        "multi-turn budgets": f"environment {key('task.env')}, {turns} of at most {key('engine.sampling.max_tokens')} tokens",
-        "where the time went": _listed(time_shares(done)) if done else "no step was finished",
+        "group size": f"{recipe_value('algo.group_size')} answers a task, {recipe_value('loop.groups_per_step')} tasks a step, "
+        f"updates a step: {recipe_value('loop.updates_per_step')}, passes over them: {recipe_value('loop.epochs')}",
+        "multi-turn budgets": f"environment {recipe_value('task.env')}, {turns} of at most {recipe_value('engine.sampling.max_tokens')} tokens",
+        "where the time went": _format_facts(time_shares(done)) if done else "no step was finished",
     }
 
 
-def _lag(lags: list[int]) -> str:
+def _summarize_lag(lags: list[int]) -> str:
     if not lags:
         return "no group was trained"
     if max(lags) == 0:
@@ -254,7 +256,7 @@ def time_shares(done: Events) -> dict[str, str]:
     return {name: f"{seconds / total:.1%}" for name, seconds in phases.most_common()}
 
 
-def _listed(facts: Any) -> str:
+def _format_facts(facts: Any) -> str:
     if isinstance(facts, dict):
         return ", ".join(f"{name} {value}" for name, value in facts.items())
     return UNKNOWN if facts is None else str(facts)
@@ -263,16 +265,16 @@ def _listed(facts: Any) -> str:
 # -- from numbers to a page ------------------------------------------------------------------------
 
 
-def markdown(card: dict[str, Any]) -> str:
+def render_markdown(card: dict[str, Any]) -> str:
     """The card as a page that can be read without knowing Rondel."""
     before, after, share = card["eval_before"], card["eval_after"], card["score_is_share"]
     parts = [
         "# Run card",
         f"{card['steps']} steps, {card['trained_groups']} trained groups, {card['seconds']:.0f} s in all"
-        + (f", resumed {_times(card['resumes'])}" if card["resumes"] else "")
+        + (f", resumed {_format_count(card['resumes'])}" if card["resumes"] else "")
         + f". Ended: {card['ended']}.",
         "## Held-out tasks",
-        table(
+        markdown_table(
             ("", "score" if share else "mean reward", f"95 % interval{' (Wilson)' * share}", "tasks", "after step"),
             [
                 _eval_row("before", before, share),
@@ -284,13 +286,13 @@ def markdown(card: dict[str, Any]) -> str:
                 _eval_row("after", after, share),
             ],
         ),
-        _verdict(before, after),
+        _interval_verdict(before, after),
         "## Reward while training",
-        _curve(card["rewards"]),
+        _curve_text(card["rewards"]),
         *(
             [
                 "## Policies",
-                table(
+                markdown_table(
                     ("policy", "agents", "model", "trained", "mean reward, first and last step"),
                     _policy_rows(card["policies"]),
                 ),
@@ -299,30 +301,31 @@ def markdown(card: dict[str, Any]) -> str:
             else []
         ),
         "## Nine questions",
-        table(("question", "answer"), list(card["questions"].items())),
+        markdown_table(("question", "answer"), list(card["questions"].items())),
         "## To do it again",
-        table(("what", "which"), _again(card)),
+        markdown_table(("what", "which"), _reproduction_rows(card)),
         f"```text\n{card['loss']}\n```",
         "## Time of each worker",
-        table(
-            ("worker", "its time, 100 %"), [(worker, _account(account)) for worker, account in card["workers"].items()]
+        markdown_table(
+            ("worker", "its time, 100 %"),
+            [(worker, _format_account(account)) for worker, account in card["workers"].items()],
         )
         if card["workers"]
         else "No worker has reported.",
         "## Memory",
-        table(("who", "what", "planned", "counted, at most"), _memory_rows(card["memory"]))
+        markdown_table(("who", "what", "planned", "counted, at most"), _memory_rows(card["memory"]))
         if card["memory"]
         else "No worker has reported.",
         "## Ledger of groups",
-        table(("what became of them", "groups"), list(card["ledger"].items()))
+        markdown_table(("what became of them", "groups"), list(card["ledger"].items()))
         if card["ledger"]
         else "No step was finished.",
     ]
     for title, samples in (("Answers before", card["samples_before"]), ("Answers after", card["samples_after"])):
         if samples:
-            parts += [f"## {title}", *map(_sample, samples[:4])]
+            parts += [f"## {title}", *map(_format_sample, samples[:4])]
     if card["warnings"]:
-        parts += ["## Warnings", "\n".join(f"- {_cell(w)}" for w in card["warnings"])]
+        parts += ["## Warnings", "\n".join(f"- {_escape_cell(w)}" for w in card["warnings"])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -344,33 +347,33 @@ def _policy_rows(policies: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
 def _memory_rows(memory: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     """What the planner has a word for stands beside its bill."""
     return [
-        (worker, what, "" if each["planned"] is None else _mb(each["planned"]), _mb(each["counted"]))
+        (worker, what, "" if each["planned"] is None else _format_mb(each["planned"]), _format_mb(each["counted"]))
         for worker, tenants in memory.items()
         for what, each in tenants.items()
     ]
 
 
-def _mb(n: float) -> str:
+def _format_mb(n: float) -> str:
     return f"{n / 1e6:,.{0 if n >= 1e7 else 2}f} MB"
 
 
-def _again(card: dict[str, Any]) -> list[tuple[str, str]]:
+def _reproduction_rows(card: dict[str, Any]) -> list[tuple[str, str]]:
     """What else than the recipe determines the run, and what it costs."""
     data, cost = dict(card["data"]), card["cost"]
     digests = data.pop("digests", {})
     return [
-        ("seeds", _listed(card["seeds"])),
-        ("tasks", _listed(data) or UNKNOWN),
-        ("digests of the tasks (blake2b)", _listed(digests) or UNKNOWN),
+        ("seeds", _format_facts(card["seeds"])),
+        ("tasks", _format_facts(data) or UNKNOWN),
+        ("digests of the tasks (blake2b)", _format_facts(digests) or UNKNOWN),
         ("cost", f"{cost['device_hours']:.3g} device-hours on {cost['devices']} device{'s' * (cost['devices'] != 1)}"),
     ]
 
 
-def _account(account: dict[str, float]) -> str:
+def _format_account(account: dict[str, float]) -> str:
     return ", ".join(f"{kind} {share:.1%}" for kind, share in account.items())
 
 
-def _times(n: int) -> str:
+def _format_count(n: int) -> str:
     return "once" if n == 1 else f"{n} times"
 
 
@@ -386,7 +389,7 @@ def _eval_row(title: str, e: dict[str, Any] | None, share: bool) -> tuple[str, .
     )
 
 
-def _verdict(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:
+def _interval_verdict(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:
     if before is None or after is None:
         return "Without both evaluations this run shows no effect."
     if before["low"] > after["high"] or after["low"] > before["high"]:
@@ -394,7 +397,7 @@ def _verdict(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str
     return "The intervals overlap: this many tasks cannot tell the difference from chance."
 
 
-def _curve(rewards: list[float | None]) -> str:
+def _curve_text(rewards: list[float | None]) -> str:
     known = {step: r for step, r in enumerate(rewards, 1) if r is not None}
     if not known:
         return "No reward was recorded."
@@ -404,22 +407,22 @@ def _curve(rewards: list[float | None]) -> str:
     return f"`{curve}`\n\nMean reward from {known[first]:.3f} at step {first} to {known[last]:.3f} at step {last} ({span})."
 
 
-def _sample(sample: dict[str, Any]) -> str:
+def _format_sample(sample: dict[str, Any]) -> str:
     reward = sample.get("reward")
     told = "reward not computed" if reward is None else f"reward {reward:g}"
     body = f"prompt  {sample.get('prompt', '')}\nwrote   {sample.get('text', '')}\nanswer  {sample.get('answer', '')}"
-    fence = "`" * max(3, 1 + max((len(run) for run in _ticks(body)), default=0))
+    fence = "`" * max(3, 1 + max((len(run) for run in _backtick_runs(body)), default=0))
     return f"{told}\n\n{fence}text\n{body}\n{fence}"
 
 
-def _ticks(text: str) -> list[str]:
+def _backtick_runs(text: str) -> list[str]:
     return "".join(c if c == "`" else " " for c in text).split()
 
 
-def table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+def markdown_table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(_cell(str(cell)) for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(_escape_cell(str(cell)) for cell in line) + " |" for line in lines)
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")

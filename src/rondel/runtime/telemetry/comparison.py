@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rondel.runtime.telemetry.card import table
+from rondel.runtime.telemetry.card import markdown_table
 from rondel.runtime.telemetry.diagnose.story import differing
 
 PARTS = {  # section -> where in a card it is
@@ -28,7 +28,7 @@ PARTS = {  # section -> where in a card it is
 ELSEWHERE = ("recipe.run.", "facts.tasks", "facts.loss", "eval_before.request", "eval_after.request")
 
 
-def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, dict[str, tuple[Any, Any]]]:
+def compare_cards(a: dict[str, Any], b: dict[str, Any]) -> dict[str, dict[str, tuple[Any, Any]]]:
     """{"recipe": {"loop.seed": (0, 1)}, "results": {...}}: of two cards, section by section;
     a section without a difference is left out.
     """
@@ -42,16 +42,16 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, dict[str, tuple[A
     return found
 
 
-def comparison(a: str, b: str, differ: dict[str, dict[str, tuple[Any, Any]]]) -> str:
+def render_comparison(a: str, b: str, differ: dict[str, dict[str, tuple[Any, Any]]]) -> str:
     """The same as a page."""
     parts = [f"# {a} beside {b}"]
     for section, rows in differ.items():
         parts += [
             f"## {section.capitalize()}",
-            table(("", a, b), [(name, _shown(x), _shown(y)) for name, (x, y) in rows.items()]),
+            markdown_table(("", a, b), [(name, _format_value(x), _format_value(y)) for name, (x, y) in rows.items()]),
         ]
     return "\n\n".join(parts if differ else [*parts, "No difference."]) + "\n"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

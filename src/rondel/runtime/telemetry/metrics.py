@@ -161,7 +161,7 @@ OF_POLICY: dict[str, tuple[str, str]] = {
 }
 
 
-def meaning(name: str) -> tuple[str, str] | None:
+def metric_meaning(name: str) -> tuple[str, str] | None:
     """(unit, meaning) of a metric; None for one that only the run's own trainer or algorithm knows.
 
     critic/gap_max is train/gap_max of the policy that the recipe calls "critic".
@@ -291,7 +291,7 @@ class StepMetrics:
         self._row: dict[str, float] = {}
         self._book: dict[str, int] = {}
 
-    def read(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         match event:
             case GroupFinished() if event.supervised:
                 self._row["loop/supervised"] = 1.0
@@ -320,22 +320,22 @@ class StepMetrics:
                     self._row[name] = self._row.get(name, 0.0) + seconds
                 self._row |= {f"mem/{event.worker}/{what}": n for what, n in event.memory.items()}
             case Evaluated():
-                self._write(
+                self._write_row(
                     event.step,
                     {"eval/score": event.score, "eval/low": event.low, "eval/high": event.high}
                     | {f"eval/score_of_{name}": score for name, score in event.of.items()},
                 )
             case StepDone():
-                self._write(event.step, self._complete(event))
+                self._write_row(event.step, self._complete_row(event))
                 self._finished, self._guesses, self._row = [], [], {}
             case Resumed():
                 self._finished, self._guesses, self._row = [], [], {}
 
-    def _complete(self, done: StepDone) -> dict[str, float]:
+    def _complete_row(self, done: StepDone) -> dict[str, float]:
         row = (
             from_groups(self._finished)
             | from_tail(self._finished)
-            | self._late(done)
+            | self._late_fraction(done)
             | from_guesses(self._guesses)
             | self._row
             | done.metrics
@@ -346,7 +346,7 @@ class StepMetrics:
             row["loop/tokens_per_second"] = row["generate/tokens"] / done.seconds["step"]
         return row
 
-    def _late(self, done: StepDone) -> dict[str, float]:
+    def _late_fraction(self, done: StepDone) -> dict[str, float]:
         """Who has been given up since the last step, among these and the trained."""
         book = [self._book.get(name, 0) for name in ("filtered/late", "trained")]
         self._book = done.ledger
@@ -355,6 +355,6 @@ class StepMetrics:
         )
         return {"loop/late_fraction": late / (late + trained)} if late else {}
 
-    def _write(self, step: int, row: dict[str, float]) -> None:
+    def _write_row(self, step: int, row: dict[str, float]) -> None:
         for writer in self.writers:
             writer(step, row)

@@ -63,10 +63,10 @@ def traces_of(endpoint: str, folder: str, model: str) -> TraceExporter | None:
         return None
     # what it would say at every failure is said once, by the run
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
-    return TraceExporter(OTLPSpanExporter(endpoint=_address(endpoint) if named else None), folder, model)
+    return TraceExporter(OTLPSpanExporter(endpoint=_traces_url(endpoint) if named else None), folder, model)
 
 
-def _address(endpoint: str) -> str:
+def _traces_url(endpoint: str) -> str:
     """The path of traces, unless the recipe names one."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -91,7 +91,7 @@ class TraceExporter:
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": "rondel", "rondel.run.folder": folder})
         )
-        counted: Any = _Counted(exporter, self._failed)  # an exporter in all but its class
+        counted: Any = _Counted(exporter, self._mark_lost)  # an exporter in all but its class
         self._provider.add_span_processor(BatchSpanProcessor(counted))
         self._tracer = self._provider.get_tracer("rondel")
         self._run = self._tracer.start_span(
@@ -100,11 +100,11 @@ class TraceExporter:
             attributes={"rondel.run.folder": folder, "gen_ai.request.model": model},
         )
 
-    def read(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         now = clock.now()
         match event:
             case Admitted():
-                span = self._open(
+                span = self._start_span(
                     "group",
                     self._run,
                     now,
@@ -112,22 +112,22 @@ class TraceExporter:
                 )
                 self._groups[event.number] = (span, 0.0)
             case GroupFinished() if event.number in self._groups:
-                self._verdict(event, now)
+                self._export_verdict(event, now)
             case GroupsTaken():
                 for group in event.groups:
-                    self._trajectories(group, event.step)
+                    self._export_trajectories(group, event.step)
             case StepDone():
-                self._step(event, now)
+                self._export_step(event, now)
             case Evaluated() | Checkpointed():
                 name = "evaluation" if isinstance(event, Evaluated) else "checkpoint"
                 told: Attributes = {"rondel.step": event.step, "rondel.version": event.version}
                 if isinstance(event, Evaluated):
                     told |= {"gen_ai.evaluation.name": event.profile, "gen_ai.evaluation.score.value": event.score}
-                self._whole(name, self._run, now - event.seconds, now, told)
+                self._export_span(name, self._run, now - event.seconds, now, told)
             case Warned():
                 self._run.add_event("warning", {"rondel.message": event.message})
             case Resumed() | RunEnded():
-                self._forget(now)
+                self._end_open_groups(now)
         if self.lost and not self._said:
             self._said = True
             emit(
@@ -138,13 +138,13 @@ class TraceExporter:
             )
 
     def close(self) -> None:
-        self._forget(clock.now())
+        self._end_open_groups(clock.now())
         self._run.end(round(clock.now() * NANO))
         self._provider.shutdown()
 
     # -- spans -----------------------------------------------------------------------------------
 
-    def _step(self, e: StepDone, now: float) -> None:
+    def _export_step(self, e: StepDone, now: float) -> None:
         laps = {name: seconds for name, seconds in e.seconds.items() if name != "step"}
         at = now - sum(laps.values())
         told: Attributes = {"rondel.step": e.step, "rondel.version": e.version}
@@ -153,13 +153,13 @@ class TraceExporter:
             for name in ("score/reward_mean", "train/loss", "train/grad_norm")
             if name in e.metrics
         }
-        step = self._open(f"step {e.step}", self._run, at, told)
+        step = self._start_span(f"step {e.step}", self._run, at, told)
         for name, seconds in laps.items():
-            self._whole(name, step, at, at + seconds, {"rondel.step": e.step})
+            self._export_span(name, step, at, at + seconds, {"rondel.step": e.step})
             at += seconds
         step.end(round(now * NANO))
 
-    def _verdict(self, e: GroupFinished, now: float) -> None:
+    def _export_verdict(self, e: GroupFinished, now: float) -> None:
         span, _ = self._groups[e.number]
         span.set_attributes(
             {"rondel.kept": e.kept, "rondel.reason": e.reason, "rondel.rewards": e.rewards, "rondel.lengths": e.lengths}
@@ -170,19 +170,21 @@ class TraceExporter:
         else:
             del self._groups[e.number]
 
-    def _trajectories(self, group: Group, step: int) -> None:
+    def _export_trajectories(self, group: Group, step: int) -> None:
         span, verdict = self._groups.pop(group.id, (None, 0.0))
         laps = [lap for t in group.trajectories for lap in t.laps]
         if span is None or not laps:
             return
         began, ended = min(lap[1] for lap in laps), max(lap[1] + lap[2] for lap in laps)
-        generate = self._whole("generate", span, began, ended, {"rondel.group": group.id, "rondel.trained_at": step})
+        generate = self._export_span(
+            "generate", span, began, ended, {"rondel.group": group.id, "rondel.trained_at": step}
+        )
         for i, t in enumerate(group.trajectories):
             if t.laps:
-                self._trajectory(t, f"{group.id}.{i}", generate)
-        self._whole("score", span, ended, max(ended, verdict), {"rondel.group": group.id})
+                self._export_trajectory(t, f"{group.id}.{i}", generate)
+        self._export_span("score", span, ended, max(ended, verdict), {"rondel.group": group.id})
 
-    def _trajectory(self, t: Trajectory, name: str, parent: Any) -> None:
+    def _export_trajectory(self, t: Trajectory, name: str, parent: Any) -> None:
         began, ended = min(lap[1] for lap in t.laps), max(lap[1] + lap[2] for lap in t.laps)
         told: Attributes = {
             "gen_ai.operation.name": "invoke_agent", "gen_ai.conversation.id": name, "gen_ai.request.model": self.model,
@@ -193,28 +195,28 @@ class TraceExporter:
             told["gen_ai.agent.name"] = t.agent
         if t.reward is not None:
             told["rondel.reward"] = t.reward
-        span = self._whole(f"trajectory {name}", parent, began, ended, told)
+        span = self._export_span(f"trajectory {name}", parent, began, ended, told)
         for what, at, seconds, read, written in t.laps:
             if what == "chat":
                 usage = {"gen_ai.usage.input_tokens": read, "gen_ai.usage.output_tokens": written}
                 told = {"gen_ai.operation.name": "chat", "gen_ai.request.model": self.model, **usage}
             else:
                 told = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": what}
-            self._whole("chat" if what == "chat" else f"execute_tool {what}", span, at, at + seconds, told)
+            self._export_span("chat" if what == "chat" else f"execute_tool {what}", span, at, at + seconds, told)
 
-    def _open(self, name: str, parent: Any, at: float, told: Attributes) -> Any:
+    def _start_span(self, name: str, parent: Any, at: float, told: Attributes) -> Any:
         from opentelemetry.trace import set_span_in_context
 
         return self._tracer.start_span(
             name, context=set_span_in_context(parent), start_time=round(at * NANO), attributes=told
         )
 
-    def _whole(self, name: str, parent: Any, began: float, ended: float, told: Attributes) -> Any:
-        span = self._open(name, parent, began, told)
+    def _export_span(self, name: str, parent: Any, began: float, ended: float, told: Attributes) -> Any:
+        span = self._start_span(name, parent, began, told)
         span.end(round(ended * NANO))
         return span
 
-    def _forget(self, now: float) -> None:
+    def _end_open_groups(self, now: float) -> None:
         """Groups in flight end here without a verdict."""
         for span, verdict in self._groups.values():
             if not verdict:
@@ -222,7 +224,7 @@ class TraceExporter:
                 span.end(round(now * NANO))
         self._groups.clear()
 
-    def _failed(self) -> None:
+    def _mark_lost(self) -> None:
         self.lost = True
 
 

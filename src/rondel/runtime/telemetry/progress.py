@@ -36,7 +36,7 @@ from rondel.core.types import POLICY
 from rondel.runtime.telemetry.metrics import StepMetrics
 from rondel.runtime.telemetry.scores import interval_text, is_share, score_text, within_unit
 from rondel.system.streams import PatientStream
-from rondel.text.unicode import visible
+from rondel.text.unicode import visible_text
 
 LEGEND = (
     "reward: mean score · signal: groups whose rewards differ, only these teach · KL: distance to the start\n"
@@ -72,10 +72,10 @@ class ProgressPrinter:
 
     def __init__(self, steps: int, *, quiet: bool = False, console: Console | None = None, every: float = 10.0) -> None:
         self.steps, self.quiet, self.every = steps, quiet, every
-        self.console = console or Console(file=cast(IO[str], PatientStream(sys.stdout, self._unread)))
+        self.console = console or Console(file=cast(IO[str], PatientStream(sys.stdout, self._handle_closed_output)))
         self.live = self.console.is_terminal and not quiet
         self._status: Status | None = None
-        self._metrics = StepMetrics(self._row)
+        self._metrics = StepMetrics(self._print_row)
         self._warned: set[str] = set()
         self._step, self._finished, self._last_sign = 0, 0, time.monotonic()
         self._supervised = False  # the last step
@@ -91,99 +91,101 @@ class ProgressPrinter:
         if self._status is not None:
             self._status.stop()
 
-    def read(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if isinstance(event, Warned):
-            return self._warn(event.message)
+            return self._print_warning(event.message)
         if self.quiet:
             return
         match event:
             case RunStarted():
-                self.say(f"run folder {event.folder}", style="bold")
-                self.say(LEGEND, style="dim")
+                self.print_line(f"run folder {event.folder}", style="bold")
+                self.print_line(LEGEND, style="dim")
             case Resumed():
                 self._step = event.step
-                self.say(f"resumed at step {event.step} from {event.checkpoint or 'the start'}", style="bold")
+                self.print_line(f"resumed at step {event.step} from {event.checkpoint or 'the start'}", style="bold")
             case GroupFinished():
                 self._finished += 1
                 self._share = self._share and within_unit(event.rewards)
             case GroupsTaken():
                 self._step, self._finished = event.step, 0
-                self._move(
+                self._show_status(
                     f"step {event.step}/{self.steps}: training on {sum(len(g.trajectories) for g in event.groups)} "
                     f"answers"
                 )
             case Generating():
-                self._generating(event)
+                self._print_generating(event)
             case Evaluated():
-                self._evaluated(event)
+                self._print_evaluation(event)
             case Advised():
-                self.say(f"  {event.message}", style="dim")
+                self.print_line(f"  {event.message}", style="dim")
             case Checkpointed():
-                self.say(f"saved {event.path}", style="dim")
+                self.print_line(f"saved {event.path}", style="dim")
             case RunEnded():
-                self.say(f"{event.reason} after step {event.step}, {_clock(event.seconds)}", style="bold")
-        self._metrics.read(event)
+                self.print_line(
+                    f"{event.reason} after step {event.step}, {_format_duration(event.seconds)}", style="bold"
+                )
+        self._metrics.on_event(event)
         if isinstance(event, StepDone) and event.note:
-            self.say(f"  step {event.step} was not trained: {event.note}", style="yellow")
+            self.print_line(f"  step {event.step} was not trained: {event.note}", style="yellow")
 
     # -- one line a step -------------------------------------------------------------------------
 
-    def _evaluated(self, event: Evaluated) -> None:
+    def _print_evaluation(self, event: Evaluated) -> None:
         self._share = share = self._share and is_share(asdict(event))
         score, interval = score_text(event.score, share), interval_text(event.low, event.high, share)
         failed = f", {n} could not be scored and count as 0" if (n := event.request.get("failed")) else ""
         what = "" if share else "mean reward "
-        self.say(
+        self.print_line(
             f"eval after step {event.step}: {what}{score}  (95 % interval {interval}, {event.n} tasks, "
             f"{event.seconds:.0f} s{failed})",
             style="cyan",
         )
 
-    def _row(self, step: int, row: dict[str, float]) -> None:
+    def _print_row(self, step: int, row: dict[str, float]) -> None:
         if "eval/score" in row:
             return
         supervised = "loop/supervised" in row
         if supervised and not self._supervised:
-            self.say(SUPERVISED_LEGEND, style="dim")
+            self.print_line(SUPERVISED_LEGEND, style="dim")
         self._supervised = supervised
         columns = SUPERVISED if supervised else COLUMNS
         cells = [
-            f"{title} {style.format(row[name])}{_limit(title, row)}"
+            f"{title} {style.format(row[name])}{_format_limit(title, row)}"
             for title, (name, style) in columns.items()
             if name in row
         ]
         label = [f"step {step:>{len(str(self.steps))}}/{self.steps}", *["supervised"] * supervised]
-        self.say("   ".join([*label, *cells, *_policies(row), _phases(row)]))
+        self.print_line("   ".join([*label, *cells, *_format_policies(row), _format_phases(row)]))
         doing = "supervised" if supervised else "generating"
-        self._move(f"step {step + 1}/{self.steps}: {doing}" if step < self.steps else "finishing")
+        self._show_status(f"step {step + 1}/{self.steps}: {doing}" if step < self.steps else "finishing")
 
     # -- the line that moves ---------------------------------------------------------------------
 
-    def _generating(self, beat: Generating) -> None:
+    def _print_generating(self, beat: Generating) -> None:
         speed = f"{beat.tokens / beat.seconds:.0f} tokens/s" if beat.seconds > 0 else "starting"
         doing = f"{beat.running} answers being written, {beat.waiting} waiting, {self._finished} groups finished"
-        self._move(f"step {min(self._step + 1, self.steps)}/{self.steps}: {speed}, {doing}")
+        self._show_status(f"step {min(self._step + 1, self.steps)}/{self.steps}: {speed}, {doing}")
 
-    def _move(self, text: str) -> None:
+    def _show_status(self, text: str) -> None:
         if self._status is not None:
-            self._status.update(escape(visible(text)))
+            self._status.update(escape(visible_text(text)))
         elif not self.live and time.monotonic() - self._last_sign >= self.every:
-            self.say("... " + text)
+            self.print_line("... " + text)
 
-    def say(self, text: str, style: str = "") -> None:
+    def print_line(self, text: str, style: str = "") -> None:
         self._last_sign = time.monotonic()
-        self.console.print(visible(text), style=style, soft_wrap=True, markup=False, highlight=False)
+        self.console.print(visible_text(text), style=style, soft_wrap=True, markup=False, highlight=False)
 
-    def _warn(self, message: str) -> None:
+    def _print_warning(self, message: str) -> None:
         if message in self._warned:
             return
         self._warned.add(message)
         if self.quiet:
-            print(visible(f"warning: {message}"), file=PatientStream(sys.stderr, lambda error: None))
+            print(visible_text(f"warning: {message}"), file=PatientStream(sys.stderr, lambda error: None))
         else:
-            self.say(f"warning: {message}", style="yellow")
+            self.print_line(f"warning: {message}", style="yellow")
 
-    def _unread(self, error: OSError) -> None:
+    def _handle_closed_output(self, error: OSError) -> None:
         """The reader of the output is gone, `head` say: the run goes on."""
         self.live = False
         stderr = PatientStream(sys.stderr, lambda error: None)
@@ -193,7 +195,7 @@ class ProgressPrinter:
         )
 
 
-def _policies(row: dict[str, float]) -> list[str]:
+def _format_policies(row: dict[str, float]) -> list[str]:
     """critic: reward 0.400, entropy 1.21, gap 2e-06: of each policy beside the main one."""
     names = [name for metric in row if (name := metric.removesuffix("/reward_mean")) not in (metric, "score", POLICY)]
     shown = {title: COLUMNS[title] for title in ("entropy", "KL", "gap")}
@@ -210,12 +212,12 @@ def _policies(row: dict[str, float]) -> list[str]:
     ]
 
 
-def _limit(title: str, row: dict[str, float]) -> str:
+def _format_limit(title: str, row: dict[str, float]) -> str:
     """lag 0.5/1: never without what it may be at most."""
     return f"/{row['loop/lag_limit']:g}" if title == "lag" and row.get("loop/lag_limit") else ""
 
 
-def _phases(row: dict[str, Any]) -> str:
+def _format_phases(row: dict[str, Any]) -> str:
     """7.4 s: wait 61 %, train 30 %, other 9 %"""
     phases = {
         name.removeprefix("time/"): seconds
@@ -233,7 +235,7 @@ def _phases(row: dict[str, Any]) -> str:
     return f"{total:.1f} s: " + ", ".join(shares)
 
 
-def _clock(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     """95.0 -> '1 min 35 s'"""
     if seconds < 60:
         return f"{seconds:.1f} s"

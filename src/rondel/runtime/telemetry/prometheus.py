@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rondel.core.errors import ConfigError
-from rondel.runtime.telemetry.metrics import meaning
+from rondel.runtime.telemetry.metrics import metric_meaning
 
 HOST = "127.0.0.1"
 
@@ -45,7 +45,7 @@ class PrometheusSink:
 
         yield GaugeMetricFamily("rondel_step", "the step that these are of", value=self._step)
         for name, value in dict(self._row).items():
-            unit, says = meaning(name) or ("", name)
+            unit, says = metric_meaning(name) or ("", name)
             yield GaugeMetricFamily(
                 "rondel_" + re.sub(r"\W", "_", name), f"{says} ({unit})" if unit else says, value=float(value)
             )

@@ -14,7 +14,7 @@ from typing import Any
 
 from rondel.core.events import Warned, emit
 from rondel.core.types import Group, Score, Trajectory
-from rondel.text.repetition import repeated
+from rondel.text.repetition import repeated_fraction
 
 SPAN = 8  # steps on each side of a comparison
 SIGMAS = 3.0  # standard errors by which the reward must have risen
@@ -27,12 +27,12 @@ NGRAM, TAIL = 8, 2000  # tokens in an n-gram; the end of an answer that is looke
 def from_scored(groups: Iterable[Group]) -> dict[str, float]:
     """What the trained groups of one step say beyond their rewards."""
     groups = list(groups)
-    scored = [[t for t in group.own if isinstance(t.score, Score)] for group in groups]
+    scored = [[t for t in group.policy_samples if isinstance(t.score, Score)] for group in groups]
     row: dict[str, float] = {}
-    if (found := correlation(scored)) is not None:
+    if (found := length_correlation(scored)) is not None:
         row["score/length_correlation"] = found
     firsts = [trajectories[0] for trajectories in scored if trajectories]
-    if shares := [share for t in firsts if (share := repetition(t.tokens, t.mask)) is not None]:
+    if shares := [share for t in firsts if (share := tail_repetition(t.tokens, t.mask)) is not None]:
         row["generate/repetition"] = math.fsum(shares) / len(shares)
     parts: dict[str, list[float]] = {}
     for trajectory in (t for trajectories in scored for t in trajectories):
@@ -42,11 +42,11 @@ def from_scored(groups: Iterable[Group]) -> dict[str, float]:
     return row | {f"score/part_{name}": math.fsum(values) / len(values) for name, values in parts.items()}
 
 
-def correlation(groups: Sequence[Sequence[Trajectory]]) -> float | None:
-    return within([[(t.reward or 0.0, t.written) for t in group] for group in groups])
+def length_correlation(groups: Sequence[Sequence[Trajectory]]) -> float | None:
+    return within_group_correlation([[(t.reward or 0.0, t.written) for t in group] for group in groups])
 
 
-def within(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
+def within_group_correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
     """Σ (r - r̄)(l - l̄) / √(Σ (r - r̄)² · Σ (l - l̄)²) of pairs (r, l), means within each
     group; None where one of both is constant.
     """
@@ -62,9 +62,9 @@ def within(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
     return both / math.sqrt(rewards * lengths) if rewards > 0 and lengths > 0 else None
 
 
-def repetition(tokens: Sequence[int], mask: Sequence[Any]) -> float | None:
+def tail_repetition(tokens: Sequence[int], mask: Sequence[Any]) -> float | None:
     """Of the end of an answer; None where it is shorter than one n-gram."""
-    return repeated(tokens[-TAIL:], mask[-TAIL:], NGRAM)
+    return repeated_fraction(tokens[-TAIL:], mask[-TAIL:], NGRAM)
 
 
 class HackingMonitor:
@@ -75,10 +75,10 @@ class HackingMonitor:
         self.quiet: dict[str, int] = {}  # steps since an alarm was last true; not in it are those that never were
 
     def write(self, step: int, row: dict[str, float]) -> None:
-        for told in self.heard(row):
+        for told in self.check_step(row):
             emit(Warned(told))
 
-    def heard(self, row: dict[str, float]) -> list[str]:
+    def check_step(self, row: dict[str, float]) -> list[str]:
         """What to tell the user of this step, mostly nothing."""
         if "score/reward_mean" not in row:  # an evaluation, or a step of the warmup
             return []
@@ -86,8 +86,12 @@ class HackingMonitor:
         if len(self.rows) < 2 * SPAN:
             return []
         told = []
-        rise = self._rise("score/reward_mean")
-        findings = {"length": self._length, "repetition": self._repetition, "parts": self._parts} if rise else {}
+        rise = self._significant_rise("score/reward_mean")
+        findings = (
+            {"length": self._check_length, "repetition": self._repetition_evidence, "parts": self._check_parts}
+            if rise
+            else {}
+        )
         for name in ("length", "repetition", "parts"):
             text = findings[name]() if name in findings else ""
             # once for each time: a step of noise does not end it
@@ -96,9 +100,9 @@ class HackingMonitor:
             self.quiet[name] = 0 if text else self.quiet.get(name, SPAN) + 1
         return told
 
-    def _length(self) -> str:
-        before, now = self._means("generate/length_mean")
-        _, paid = self._means("score/length_correlation")
+    def _check_length(self) -> str:
+        before, now = self._half_means("generate/length_mean")
+        _, paid = self._half_means("score/length_correlation")
         if not (now > LONGER * before and paid > PAID):
             return ""
         return (
@@ -107,8 +111,8 @@ class HackingMonitor:
             "length. Look at the longest with `rondel view`, and at a part of the reward against length"
         )
 
-    def _repetition(self) -> str:
-        before, now = self._means("generate/repetition")
+    def _repetition_evidence(self) -> str:
+        before, now = self._half_means("generate/repetition")
         if not now - before > REPEATS:
             return ""
         return (
@@ -117,32 +121,34 @@ class HackingMonitor:
             "see task.filters = ['repetition']"
         )
 
-    def _parts(self) -> str:
+    def _check_parts(self) -> str:
         """The first part is what matters, or the one that is called correct; the others are form."""
         names = [name for name in self.rows[-1] if name.startswith("score/part_")]
         main = next((n for n in names if n == "score/part_correct"), names[0] if names else "")
-        if len(names) < 2 or self._rise(main):
+        if len(names) < 2 or self._significant_rise(main):
             return ""
-        risen = [name for name in names if name != main and self._rise(name)]
+        risen = [name for name in names if name != main and self._significant_rise(name)]
         if not risen:
             return ""
-        told = ", ".join("{} ({:.3g} to {:.3g})".format(n.removeprefix("score/part_"), *self._means(n)) for n in risen)
-        before, now = self._means(main)
+        told = ", ".join(
+            "{} ({:.3g} to {:.3g})".format(n.removeprefix("score/part_"), *self._half_means(n)) for n in risen
+        )
+        before, now = self._half_means(main)
         return (
             f"only by its part {told}; '{main.removeprefix('score/part_')}' stayed at {now:.3g} ({before:.3g} before): "
             f"form is learned and not what it is "
             "for. Give the form less weight"
         )
 
-    def _means(self, name: str) -> tuple[float, float]:
+    def _half_means(self, name: str) -> tuple[float, float]:
         rows = list(self.rows)
         halves = [[row[name] for row in half if name in row] for half in (rows[:SPAN], rows[SPAN:])]
         before, now = (math.fsum(half) / len(half) if half else math.nan for half in halves)
         return before, now
 
-    def _rise(self, name: str) -> tuple[float, float] | None:
+    def _significant_rise(self, name: str) -> tuple[float, float] | None:
         """(before, now) where the difference is SIGMAS standard errors above 0."""
-        before, now = self._means(name)
+        before, now = self._half_means(name)
         rows = list(self.rows)
         spread = [
             sum((row.get(name, m) - m) ** 2 for row in half) for half, m in ((rows[:SPAN], before), (rows[SPAN:], now))

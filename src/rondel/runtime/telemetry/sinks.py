@@ -15,12 +15,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rondel.core.errors import ConfigError, RondelError, refusal
+from rondel.core.errors import ConfigError, RondelError, disk_refusal
 from rondel.core.protocols import Sink
-from rondel.core.registry import find
+from rondel.core.registry import find_registered
 from rondel.runtime.journal.log import decode, encode
 from rondel.runtime.telemetry.trackers import MLflow, Trackio, WandB
-from rondel.system.files import make_folder, replace_file, writing
+from rondel.system.files import guard_write, make_folder, replace_file
 
 
 class TensorBoard:
@@ -36,19 +36,19 @@ class TensorBoard:
         resumed = path.is_dir() and any(path.iterdir())
         self._writer = EventFileWriter(str(path))
         if resumed:
-            self._add(after + 1, session_log=SessionLog(status=SessionLog.START))
+            self._write_event(after + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
-        self._add(step, summary=Summary(value=values))
+        self._write_event(step, summary=Summary(value=values))
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
 
-    def _add(self, step: int, **what: Any) -> None:
+    def _write_event(self, step: int, **what: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._writer.add_event(Event(wall_time=time.time(), step=step, **what))
@@ -59,12 +59,14 @@ class JsonLines:
 
     def __init__(self, folder: str | Path, after: int = -1) -> None:
         path = Path(folder) / "metrics.jsonl"
-        _keep(path, (line for line in _lines(path) if (row := _parsed(line)) and row["step"] <= after))
+        _rewrite_lines(
+            path, (line for line in _whole_lines(path) if (row := _parse_line(line)) and row["step"] <= after)
+        )
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         line = encode({"step": step, **metrics}) + "\n"
-        with writing(self._file.name, len(line)):
+        with guard_write(self._file.name, len(line)):
             self._file.write(line)
             self._file.flush()
 
@@ -79,12 +81,14 @@ class Csv:
 
     def __init__(self, folder: str | Path, after: int = -1) -> None:
         path = Path(folder) / "metrics.csv"
-        kept = (line for line in _lines(path) if (step := line.partition(",")[0]).isdigit() and int(step) <= after)
-        _keep(path, (self.HEADER, *kept))
+        kept = (
+            line for line in _whole_lines(path) if (step := line.partition(",")[0]).isdigit() and int(step) <= after
+        )
+        _rewrite_lines(path, (self.HEADER, *kept))
         self._file = path.open("a", encoding="utf-8", newline="")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        with writing(self._file.name):
+        with guard_write(self._file.name):
             csv.writer(self._file, lineterminator="\n").writerows(
                 (step, name, repr(float(value))) for name, value in metrics.items()
             )
@@ -106,11 +110,11 @@ SINKS: dict[str, Any] = {
 
 def open_sinks(kinds: Iterable[str], folder: str | Path, after: int = -1) -> list[Sink]:
     """The sinks of `run.sinks`; the user's own is "module:name" and is made in the same way."""
-    return [_opened(kind, folder, after) for kind in kinds]
+    return [_open_sink(kind, folder, after) for kind in kinds]
 
 
-def _opened(kind: str, folder: str | Path, after: int) -> Sink:
-    make = find("run.sinks:", kind, SINKS)
+def _open_sink(kind: str, folder: str | Path, after: int) -> Sink:
+    make = find_registered("run.sinks:", kind, SINKS)
     try:
         return make(folder, after=after)
     except RondelError:
@@ -118,18 +122,18 @@ def _opened(kind: str, folder: str | Path, after: int) -> Sink:
     except Exception as error:
         what = f"run.sinks: opening '{kind}' in {folder}"
         raise ConfigError(
-            refusal(error, what) or f"{what} raised {type(error).__name__}: {error}; leave it out, or mend it"
+            disk_refusal(error, what) or f"{what} raised {type(error).__name__}: {error}; leave it out, or mend it"
         ) from error
 
 
-def _lines(path: Path) -> list[str]:
+def _whole_lines(path: Path) -> list[str]:
     """The whole lines of a file; a torn last one is left out."""
     if not path.exists():
         return []
     return [line + "\n" for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]]
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
+def _parse_line(line: str) -> dict[str, Any] | None:
     try:
         row = decode(line)
     except ValueError:
@@ -137,8 +141,8 @@ def _parsed(line: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and not math.isnan(row.get("step", math.nan)) else None
 
 
-def _keep(path: Path, lines: Iterable[str]) -> None:
+def _rewrite_lines(path: Path, lines: Iterable[str]) -> None:
     """Replace the file by these of its lines, atomically."""
     make_folder(path.parent)
-    with writing(path):
+    with guard_write(path):
         replace_file(path, "".join(lines))

@@ -18,13 +18,13 @@ class PhaseTimer:
         self._started = self._last = time.perf_counter()
         self._laps: dict[str, float] = {}
 
-    def lap(self, name: str) -> None:
+    def record_phase(self, name: str) -> None:
         """The time since the last lap belongs to `name`."""
         now = time.perf_counter()
         self._laps[name] = self._laps.get(name, 0.0) + now - self._last
         self._last = now
 
-    def turn(self) -> dict[str, float]:
+    def finish_step(self) -> dict[str, float]:
         """Every lap since the last turn, and `step`, their sum; the next turn begins now."""
         laps = {**self._laps, "step": self._last - self._started}
         self._laps, self._started = {}, self._last

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rondel.core.errors import ConfigError
-from rondel.runtime.journal.log import recipe
-from rondel.system.files import writing
+from rondel.runtime.journal.log import read_recipe
+from rondel.system.files import guard_write
 
 PROJECT = "rondel"
 MOST, PARAMS = 6000, 100  # MLflow's limits: characters of a value, values of one call
@@ -45,8 +45,8 @@ class Tracker:
         self._told = self.folder / f"tracker-{self.kind}"
         words = self._told.read_text().split() if after >= 0 and self._told.is_file() else []
         self.id, self.known = (words[0], int(words[1])) if len(words) == 2 else ("", -1)
-        self.recipe = recipe(self.folder)
-        self._open()
+        self.recipe = read_recipe(self.folder)
+        self._open_run()
 
     @property
     def name(self) -> str:
@@ -56,17 +56,17 @@ class Tracker:
         """An evaluation comes as a row of its own, with the step of the row before it."""
         if step <= self.known:
             return
-        self._log(step, {name: float(v) for name, v in metrics.items() if math.isfinite(v)})
-        with writing(self._told):
+        self._log_metrics(step, {name: float(v) for name, v in metrics.items() if math.isfinite(v)})
+        with guard_write(self._told):
             self._told.write_text(f"{self.id} {step}\n")
 
     def close(self) -> None:
         raise NotImplementedError
 
-    def _open(self) -> None:
+    def _open_run(self) -> None:
         raise NotImplementedError
 
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
+    def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         raise NotImplementedError
 
 
@@ -75,8 +75,8 @@ class WandB(Tracker):
 
     kind, install = "wandb", "rondel[observe]"
 
-    def _open(self) -> None:
-        self.id = self.id or _fresh(self.folder)
+    def _open_run(self) -> None:
+        self.id = self.id or _fresh_id(self.folder)
         mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
         self.run = self.package.init(
             project=PROJECT,
@@ -88,7 +88,7 @@ class WandB(Tracker):
             config=self.recipe,
         )
 
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
+    def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         self.run.log(metrics, step=step)
 
     def close(self) -> None:
@@ -100,8 +100,8 @@ class Trackio(Tracker):
 
     kind, install = "trackio", "rondel[observe]"
 
-    def _open(self) -> None:
-        self.id = self.id or f"{self.name}-{_fresh(self.folder)}"
+    def _open_run(self) -> None:
+        self.id = self.id or f"{self.name}-{_fresh_id(self.folder)}"
         self.package.init(
             project=PROJECT,
             name=self.id,
@@ -110,7 +110,7 @@ class Trackio(Tracker):
             space_id=os.environ.get("TRACKIO_SPACE_ID"),
         )
 
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
+    def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         self.package.log(metrics, step=step)
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class MLflow(Tracker):
 
     kind, install = "mlflow", "mlflow"
 
-    def _open(self) -> None:
+    def _open_run(self) -> None:
         self.client = self.package.MlflowClient(
             tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.folder}/mlflow.db"
         )
@@ -132,12 +132,14 @@ class MLflow(Tracker):
             found = self.client.get_experiment_by_name(PROJECT)
             experiment = found.experiment_id if found else self.client.create_experiment(PROJECT)
             self.id = self.client.create_run(experiment, run_name=self.name).info.run_id
-            told = [self.package.entities.Param(key, str(value)[:MOST]) for key, value in _flat(self.recipe).items()]
+            told = [
+                self.package.entities.Param(key, str(value)[:MOST]) for key, value in _flatten_tree(self.recipe).items()
+            ]
             for i in range(0, len(told), PARAMS):
                 self.client.log_batch(self.id, params=told[i : i + PARAMS])
         self.client.update_run(self.id, status="RUNNING")
 
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
+    def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         now = int(time.time() * 1000)
         told = [self.package.entities.Metric(name, value, now, step) for name, value in metrics.items()]
         for i in range(0, len(told), 500):  # of one call MLflow takes at most 1,000
@@ -147,14 +149,14 @@ class MLflow(Tracker):
         self.client.set_terminated(self.id)
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten_tree(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"loop": {"steps": 6}} -> {"loop.steps": 6}"""
     out: dict[str, Any] = {}
     for key, value in tree.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        out |= _flatten_tree(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return out
 
 
-def _fresh(folder: Path) -> str:
+def _fresh_id(folder: Path) -> str:
     """An id that another start in the same folder does not have."""
     return blake2b(f"{folder} {time.time_ns()}".encode(), digest_size=6).hexdigest()

@@ -33,18 +33,20 @@ class AssertionCounter(ast.NodeTransformer):
 
     def visit_Assert(self, node: ast.Assert) -> Any:
         self.generic_visit(node)
-        return [node] if _is_false(node.test) else [node, self._count(MADE, node)]
+        return [node] if _is_false(node.test) else [node, self._counting_call(MADE, node)]
 
     def visit_If(self, node: ast.If) -> Any:
-        wrong = any(map(_ends, (*node.body, *node.orelse)))
+        wrong = any(map(_is_failure, (*node.body, *node.orelse)))
         self.generic_visit(node)
-        return [node, self._count(MADE, node)] if wrong else node
+        return [node, self._counting_call(MADE, node)] if wrong else node
 
     def visit_Try(self, node: Any) -> Any:
-        wrong = any(_ends(inner) for statement in (*node.body, *node.orelse) for inner in _inside(statement))
+        wrong = any(
+            _is_failure(inner) for statement in (*node.body, *node.orelse) for inner in _walk_statement(statement)
+        )
         self.generic_visit(node)
         for handler in node.handlers if wrong else ():
-            handler.body.insert(0, self._count(CAUGHT, handler))
+            handler.body.insert(0, self._counting_call(CAUGHT, handler))
         return node
 
     visit_TryStar = visit_Try
@@ -55,7 +57,7 @@ class AssertionCounter(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)
-        name = _called(node.func)
+        name = _function_name(node.func)
         if name.startswith("assert") or (name in CALLS and isinstance(node.func, ast.Attribute)):
             self.found += 1
             node.func = ast.copy_location(
@@ -63,18 +65,18 @@ class AssertionCounter(ast.NodeTransformer):
             )
         return node
 
-    def _count(self, name: str, where: ast.AST) -> ast.stmt:
+    def _counting_call(self, name: str, where: ast.AST) -> ast.stmt:
         self.found += 1
         call = ast.Expr(ast.Call(ast.Name(name, ast.Load()), [], []))
         return ast.fix_missing_locations(ast.copy_location(call, where))
 
 
-def counted(test: str) -> Any:
+def instrument_test(test: str) -> Any:
     """The test as a tree with counts."""
     return AssertionCounter().visit(ast.parse(test))
 
 
-def asserts(*statements: ast.stmt) -> bool:
+def has_assertions(*statements: ast.stmt) -> bool:
     """Whether anything is asserted there. The statements are changed."""
     counting = AssertionCounter()
     for statement in statements:
@@ -82,7 +84,7 @@ def asserts(*statements: ast.stmt) -> bool:
     return counting.found > 0
 
 
-def complaint(test: str, entry: str) -> str:
+def explain_untested(test: str, entry: str) -> str:
     """Why a text that can be parsed tests nothing when it is run, and what to write instead; or nothing.
 
     entry: the name of the function that a `check(candidate)` is called with
@@ -92,31 +94,31 @@ def complaint(test: str, entry: str) -> str:
     run: list[ast.stmt] = []
     for statement in tree.body:
         if isinstance(statement, FUNCTION) and statement.name not in loaded:
-            if statement.name == "check" and _needed(statement) == 1:
+            if statement.name == "check" and _required_arguments(statement) == 1:
                 if not entry:
                     return "nothing calls its check(...): set data['entry_point'] to the name of the function, or call it in the text"
             elif not statement.name.startswith("test"):
                 continue  # nothing runs it
-            elif _needed(statement):
+            elif _required_arguments(statement):
                 return UNCALLED.format(statement.name)
         elif isinstance(statement, ast.ClassDef):
             for method in statement.body:
                 if (
                     isinstance(method, FUNCTION)
                     and method.name.startswith("test")
-                    and _needed(method) > 1
+                    and _required_arguments(method) > 1
                     and method.name not in loaded
                 ):
                     return UNCALLED.format(method.name)
         run.append(statement)
     return (
         ""
-        if asserts(*run)
+        if has_assertions(*run)
         else "it asserts nothing that is run: write assert, a method of unittest, or a function test_... with them"
     )
 
 
-def _needed(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def _required_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """How many arguments it cannot do without."""
     arguments = function.args
     named = sum(default is None for default in arguments.kw_defaults)
@@ -127,22 +129,22 @@ def _is_false(test: ast.expr) -> bool:
     return isinstance(test, ast.Constant) and not test.value
 
 
-def _ends(statement: ast.AST) -> bool:
+def _is_failure(statement: ast.AST) -> bool:
     """Whether coming here is wrong: raise, assert False, self.fail(), sys.exit(1)."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        return _called(statement.value.func) in ENDS
+        return _function_name(statement.value.func) in ENDS
     return isinstance(statement, ast.Raise) or (isinstance(statement, ast.Assert) and _is_false(statement.test))
 
 
-def _inside(statement: ast.AST) -> Any:
+def _walk_statement(statement: ast.AST) -> Any:
     """It and all below it, but no function that is only made there."""
     yield statement
     for child in ast.iter_child_nodes(statement):
         if not isinstance(child, (*FUNCTION, ast.ClassDef, ast.Lambda)):
-            yield from _inside(child)
+            yield from _walk_statement(child)
 
 
-def _called(function: ast.expr) -> str:
+def _function_name(function: ast.expr) -> str:
     return (
         function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
     )

@@ -34,7 +34,7 @@ def serve() -> None:
                 return {"value": pack(main.__dict__[order["plain"]](*map(unpack, order["args"])))}
             return {"value": end.pack(main.__dict__[order["name"]])}
         except Exception as error:
-            return end.raised(error)
+            return end.pack_error(error)
 
     try:
         while True:

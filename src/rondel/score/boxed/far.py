@@ -20,12 +20,12 @@ import sys
 import types
 from typing import Any
 
-from rondel.score.boxed.plain import named, pack, unpack
+from rondel.score.boxed.plain import pack, type_key, unpack
 
 LONGEST = 1 << 24  # characters of one message
 
 
-def _filled(name: str) -> Any:
+def _container_filler(name: str) -> Any:
     """Put these items into a container, in place."""
     if name == "list":
         return lambda box, items: operator.setitem(box, slice(None), items)
@@ -38,18 +38,23 @@ def _filled(name: str) -> Any:
 
 # mutable containers: type -> (more about it, an empty one, its items, filling one)
 CONTAINERS: dict[tuple[str, str], tuple[Any, Any, Any, Any]] = {
-    ("builtins", "list"): (lambda v: None, lambda cls, more: cls(), list, _filled("list")),
-    ("builtins", "set"): (lambda v: None, lambda cls, more: cls(), list, _filled("set")),
-    ("builtins", "bytearray"): (lambda v: None, lambda cls, more: cls(), list, _filled("list")),
-    ("collections", "deque"): (lambda v: v.maxlen, lambda cls, more: cls(maxlen=more), list, _filled("deque")),
+    ("builtins", "list"): (lambda v: None, lambda cls, more: cls(), list, _container_filler("list")),
+    ("builtins", "set"): (lambda v: None, lambda cls, more: cls(), list, _container_filler("set")),
+    ("builtins", "bytearray"): (lambda v: None, lambda cls, more: cls(), list, _container_filler("list")),
+    ("collections", "deque"): (
+        lambda v: v.maxlen,
+        lambda cls, more: cls(maxlen=more),
+        list,
+        _container_filler("deque"),
+    ),
     ("collections", "defaultdict"): (
         lambda v: v.default_factory,
         lambda cls, more: cls(more),
         lambda v: list(v.items()),
-        _filled("dict"),
+        _container_filler("dict"),
     ),
     **{
-        (module, name): (lambda v: None, lambda cls, more: cls(), lambda v: list(v.items()), _filled("dict"))
+        (module, name): (lambda v: None, lambda cls, more: cls(), lambda v: list(v.items()), _container_filler("dict"))
         for module, name in (("builtins", "dict"), ("collections", "OrderedDict"), ("collections", "Counter"))
     },
     ("numpy", "ndarray"): (
@@ -74,12 +79,12 @@ def _fill_array(array: Any, data: bytes) -> None:
 def _same_items(one: Any, other: Any) -> bool:
     """Whether nothing was put in or taken out; what stands in it tells its own changes."""
 
-    def same(a: Any, b: Any) -> bool:
+    def items_identical(a: Any, b: Any) -> bool:
         if type(a) is tuple and type(b) is tuple and len(a) == len(b):
             return all(map(operator.is_, a, b))
         return a is b or (type(a) is bytes and type(b) is bytes and a == b)
 
-    return len(one) == len(other) and all(map(same, one, other))
+    return len(one) == len(other) and all(map(items_identical, one, other))
 
 
 BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift"]
@@ -101,18 +106,18 @@ DO: dict[str, Any] = {
     "isinstance": lambda kind, one: isinstance(one, kind),
     "issubclass": lambda kind, one: issubclass(one, kind),
     "copy": copy.copy, "deepcopy": copy.deepcopy,
-    "data": lambda on: _data(on),
+    "data": lambda on: _container_data(on),
     "await": lambda on: importlib.import_module("asyncio").run(on),
 }  # fmt: skip
 
 
-def _base(kind: type) -> str:
+def _base_container(kind: type) -> str:
     """The container that a class of the user's is a subclass of, or ""."""
     return next((name for name, base in BASES.items() if issubclass(kind, base)), "")
 
 
-def _data(value: Any) -> Any:
-    base = BASES[_base(type(value))]
+def _container_data(value: Any) -> Any:
+    base = BASES[_base_container(type(value))]
     return dict(dict.items(value)) if base is dict else base(base.__iter__(value))
 
 
@@ -126,7 +131,7 @@ class UncrossableValue(TypeError):
 
 class SharedContainer:
     def __init__(self, value: Any) -> None:
-        self.value, self.key, self.items = value, named(type(value), CONTAINERS), None
+        self.value, self.key, self.items = value, type_key(type(value), CONTAINERS), None
 
 
 class Proxy:
@@ -189,11 +194,11 @@ class Proxy:
         return self._far_do("deepcopy")
 
 
-def _delegated(name: str, what: str) -> None:
+def _delegate_method(name: str, what: str) -> None:
     setattr(Proxy, f"__{name}__", lambda self, *args: self._far_do(what, *args))
 
 
-def _operators() -> None:
+def _define_operators() -> None:
     for name in BINARY:
         plain = name.rstrip("_")
         setattr(Proxy, f"__{plain}__", lambda self, other, name=name: self._far_operate(name, self, other))
@@ -214,10 +219,10 @@ def _operators() -> None:
         ("delitem", "delete_item"),
         ("copy", "copy"),
     ):
-        _delegated(name, what)
+        _delegate_method(name, what)
 
 
-_operators()
+_define_operators()
 
 
 class End:
@@ -237,17 +242,17 @@ class End:
     # -- messages --------------------------------------------------------------------------------
 
     def ask(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.forget()
+        self.forget_unused()
         sent = [self.pack(one) for one in args], {name: self.pack(one) for name, one in kwargs.items()}
         self.send({"do": what, "args": sent[0], "kwargs": sent[1]})
-        return self.answer()
+        return self.receive_answer()
 
-    def answer(self, copied: bool = False) -> Any:
+    def receive_answer(self, copied: bool = False) -> Any:
         """What the other end answers; until then it may ask. `copied`: plain data, or nothing."""
         while "do" in (message := self.receive()):
             self.serve(message)
         if "raised" in message:
-            self.throw(message)
+            self.raise_remote(message)
         return unpack(message["value"]) if copied else self.unpack(message["value"])
 
     def serve(self, order: dict[str, Any]) -> None:
@@ -260,10 +265,10 @@ class End:
             self.allow(order["do"], args)
             return {"value": self.pack(DO[order["do"]](*args, **kwargs))}
         except Exception as error:
-            return self.raised(error)
+            return self.pack_error(error)
 
-    def raised(self, error: Exception) -> dict[str, Any]:
-        def plain(value: Any) -> Any:
+    def pack_error(self, error: Exception) -> dict[str, Any]:
+        def pack_or_text(value: Any) -> Any:
             try:
                 return pack(value)
             except Exception:
@@ -275,9 +280,9 @@ class End:
             said = ""
         return {
             "raised": self.pack(type(error)),
-            "args": [plain(one) for one in error.args],
+            "args": [pack_or_text(one) for one in error.args],
             "said": said,
-            "error": {"r": [self.number(error), ""]},
+            "error": {"r": [self.object_number(error), ""]},
         }
 
     def send(self, message: dict[str, Any]) -> None:
@@ -306,14 +311,14 @@ class End:
             line = self.reads.readline(LONGEST)
             message = json.loads(line)
             for number in message["dropped"]:
-                self.drop(number)
+                self.drop_shared(number)
             told = message["shared"]
             for number, module, name, more, _ in told:
                 if number not in self.shared:
                     empty = CONTAINERS[module, name][1](
                         getattr(importlib.import_module(module), name), self.unpack(more)
                     )
-                    self.share(number, empty)
+                    self.share_container(number, empty)
             for number, module, name, _, items in told:
                 shared = self.shared[number]
                 _, _, items_of, fill = CONTAINERS[module, name]
@@ -326,36 +331,41 @@ class End:
     # -- values ----------------------------------------------------------------------------------
 
     def pack(self, value: Any) -> Any:
-        return pack(value, self.cross)
+        return pack(value, self.pack_reference)
 
-    def cross(self, value: Any) -> Any:
+    def pack_reference(self, value: Any) -> Any:
         kind = type(value)
         if issubclass(kind, Proxy):
             return {"y": value._far_number}
-        if named(kind, CONTAINERS):
+        if type_key(kind, CONTAINERS):
             if id(value) not in self.share_numbers:
-                self.share(next(self.free), value)
+                self.share_container(next(self.free), value)
             return {"m": self.share_numbers[id(value)]}
         if id(value) in self.standing:
             return {"y": self.standing[id(value)]}
-        if (known := self.known(value)) is not None:
+        if (known := self.importable_name(value)) is not None:
             return {"n": known}
         if isinstance(value, type) and issubclass(value, Exception):
             bases = [self.pack(base) for base in value.__bases__ if issubclass(base, Exception)]
-            return {"x": [self.number(value), value.__module__, value.__name__, bases]}
-        return {"r": [self.number(value), "await" if issubclass(kind, types.CoroutineType) else _base(kind)]}
+            return {"x": [self.object_number(value), value.__module__, value.__name__, bases]}
+        return {
+            "r": [
+                self.object_number(value),
+                "await" if issubclass(kind, types.CoroutineType) else _base_container(kind),
+            ]
+        }
 
-    def number(self, value: Any) -> int:
-        self.admit(value)
+    def object_number(self, value: Any) -> int:
+        self.refuse_export(value)
         if id(value) not in self.object_numbers:
             self.object_numbers[id(value)] = len(self.objects)
             self.objects.append(value)
         return self.object_numbers[id(value)]
 
     def unpack(self, value: Any) -> Any:
-        return unpack(value, self.found)
+        return unpack(value, self.unpack_reference)
 
-    def found(self, tag: str, body: Any) -> Any:
+    def unpack_reference(self, tag: str, body: Any) -> Any:
         if tag == "m":
             return self.shared[body].value
         if tag == "y":
@@ -363,7 +373,7 @@ class End:
         if tag == "n":
             return self.looked_up(*body)
         if tag == "x":
-            return self.exception(*body)
+            return self.exception_class(*body)
         number, base = body
         if number not in self.proxies:
             self.proxies[number] = self.stand_in(number, base)
@@ -372,7 +382,7 @@ class End:
     def stand_in(self, number: int, base: str) -> Proxy:
         return self.proxy(self, number, base)
 
-    def exception(self, number: int, module: str, name: str, bases: list[Any]) -> Any:
+    def exception_class(self, number: int, module: str, name: str, bases: list[Any]) -> Any:
         """A class here for an exception class there, so that it can be caught: the library's own
         if it is loaded here.
         """
@@ -393,7 +403,7 @@ class End:
             self.standing[id(made)] = number
         return self.proxies[number]
 
-    def throw(self, message: dict[str, Any]) -> None:
+    def raise_remote(self, message: dict[str, Any]) -> None:
         try:
             kind = self.unpack(message["raised"])
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
@@ -409,20 +419,20 @@ class End:
 
     # -- shared containers -----------------------------------------------------------------------
 
-    def share(self, number: int, value: Any) -> None:
+    def share_container(self, number: int, value: Any) -> None:
         self.shared[number] = SharedContainer(value)
         self.share_numbers[id(value)] = number
 
-    def drop(self, number: int) -> None:
+    def drop_shared(self, number: int) -> None:
         if shared := self.shared.pop(number, None):
             del self.share_numbers[id(shared.value)]
 
-    def forget(self) -> None:
+    def forget_unused(self) -> None:
         """What nobody here can look at any more needs no telling."""
 
     # -- what each side decides ------------------------------------------------------------------
 
-    def known(self, value: Any) -> list[str] | None:
+    def importable_name(self, value: Any) -> list[str] | None:
         """(module, name) of what both ends have: built-in types."""
         name = value.__name__ if isinstance(value, type) and value.__module__ == "builtins" else ""
         if name and getattr(builtins, name, None) is value:
@@ -432,7 +442,7 @@ class End:
     def looked_up(self, module: str, name: str) -> Any:
         return getattr(importlib.import_module(module), name)
 
-    def admit(self, value: Any) -> None:
+    def refuse_export(self, value: Any) -> None:
         """Refuse to hand over an object of this end."""
 
     def allow(self, what: str, args: list[Any]) -> None:

@@ -21,9 +21,9 @@ import types
 from numbers import Number
 from typing import Any
 
-from rondel.score.boxed.compare import same
+from rondel.score.boxed.compare import values_equal
 from rondel.score.boxed.far import BASES, BINARY, CONTAINERS, ORDER, End, Gone, Proxy, UncrossableValue
-from rondel.score.boxed.plain import VALUES, named, unpack
+from rondel.score.boxed.plain import VALUES, type_key, unpack
 from rondel.score.boxed.suite import Suite, is_theirs
 
 # not what a process says that ends for another reason
@@ -118,7 +118,7 @@ class FarCoroutine(Far):
         pass
 
 
-def _ordered(name: str) -> Any:
+def _make_comparison(name: str) -> Any:
     def compare(self: Far, other: Any) -> Any:
         if issubclass(type(other), Proxy):
             return self._far_do(name, other) is True
@@ -130,13 +130,13 @@ def _ordered(name: str) -> Any:
 
 
 for _name in ORDER:
-    setattr(Far, f"__{_name}__", _ordered(_name))
+    setattr(Far, f"__{_name}__", _make_comparison(_name))
 
 
 def is_plain(value: Any) -> bool:
     kind = type(value)
     return kind in (int, float, complex, str, bytes, bool, tuple, frozenset, type(None)) or bool(
-        named(kind, VALUES) or named(kind, CONTAINERS)
+        type_key(kind, VALUES) or type_key(kind, CONTAINERS)
     )
 
 
@@ -153,14 +153,14 @@ class TestsEnd(End):
         self.asked = 0  # depth of orders of the candidate's
         self.consulted = False  # whether the test has asked more than what a name stands for
 
-    def order(self, order: dict[str, Any]) -> Any:
+    def send_order(self, order: dict[str, Any]) -> Any:
         self.send(order)
-        return self.answer()
+        return self.receive_answer()
 
-    def copied(self, order: dict[str, Any]) -> Any:
+    def order_plain_data(self, order: dict[str, Any]) -> Any:
         """The answer as plain data alone: nothing in it asks the candidate again."""
         self.send(order)
-        return self.answer(copied=True)
+        return self.receive_answer(copied=True)
 
     def ask(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Only an iterator may say that it has ended: raised by a function, it would end a
@@ -177,9 +177,9 @@ class TestsEnd(End):
             wrong._far = error.__dict__["_far"]  # type: ignore[attr-defined]
             raise wrong from None
 
-    def answer(self, copied: bool = False) -> Any:
+    def receive_answer(self, copied: bool = False) -> Any:
         try:
-            return super().answer(copied)
+            return super().receive_answer(copied)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             if is_theirs(error):
                 raise
@@ -208,13 +208,13 @@ class TestsEnd(End):
     def stand_in(self, number: int, base: str) -> Proxy:
         return FarCoroutine(self, number, "") if base == "await" else super().stand_in(number, base)
 
-    def forget(self) -> None:
+    def forget_unused(self) -> None:
         for number, shared in list(self.shared.items()):
             if sys.getrefcount(shared.value) <= 2:
-                self.drop(number)
+                self.drop_shared(number)
                 self.dropped.append(number)
 
-    def known(self, value: Any) -> list[str] | None:
+    def importable_name(self, value: Any) -> list[str] | None:
         """What the candidate can import itself: functions and classes of the standard library."""
         module, name = getattr(value, "__module__", None), getattr(value, "__name__", "")
         if (
@@ -223,7 +223,7 @@ class TestsEnd(End):
             and getattr(sys.modules.get(module), name, None) is value
         ):
             return [module, name]
-        return super().known(value)
+        return super().importable_name(value)
 
     def looked_up(self, module: str, name: Any) -> Any:
         found = super().looked_up(module, name) if module == "builtins" and not name.startswith("_") else None
@@ -231,7 +231,7 @@ class TestsEnd(End):
             raise ValueError(f"{module}.{name}")
         return found
 
-    def admit(self, value: Any) -> None:
+    def refuse_export(self, value: Any) -> None:
         file = isinstance(value, io.IOBase) and not isinstance(value, TEXTS)
         kept = file or isinstance(value, INNARDS) or (isinstance(value, type) and issubclass(value, Proxy))
         if not kept:
@@ -246,12 +246,14 @@ class TestsEnd(End):
 
     def allow(self, what: str, args: list[Any]) -> None:
         on = args[0]
-        inside = what in ("get", "set", "delete") and (isinstance(on, types.GeneratorType) or inner(on, str(args[1])))
+        inside = what in ("get", "set", "delete") and (
+            isinstance(on, types.GeneratorType) or is_internal(on, str(args[1]))
+        )
         if inside or (isinstance(on, FUNCTIONS) and what not in OUTSIDE):
             raise AttributeError(f"'{what}' of a {type(on).__name__} of the test's")
 
 
-def inner(on: Any, name: str) -> bool:
+def is_internal(on: Any, name: str) -> bool:
     """Whether an attribute is not for the candidate: what is Python's or ours, the
     library's own, and how a mock is made to compare.
     """
@@ -270,13 +272,13 @@ def judge(
              if the module has no such attributes
     """
 
-    def run(line: TestsEnd) -> int:
+    def run_suite(line: TestsEnd) -> int:
         given = {name: importlib.import_module(module) for name, module, _ in modules}
         theirs = [name for name, _, attributes in modules if not all(hasattr(given[name], one) for one in attributes)]
         found = {}
         for name in [*names, *theirs]:
             try:
-                found[name] = line.order({"name": name})
+                found[name] = line.send_order({"name": name})
             except KeyError:
                 if name in needed:
                     return BROKEN
@@ -291,23 +293,23 @@ def judge(
             line.fault = "none of its assertions is carried out, and the candidate is asked nothing"
         return EMPTY
 
-    _ended(code, run)
+    _run_and_exit(code, run_suite)
 
 
 def judge_call(code: str, name: str, args: list[Any], expected: Any) -> None:
     """The verdict of one call, whose result is compared as a copy. `args`, `expected`: packed."""
 
-    def run(line: TestsEnd) -> int:
-        return PASSED if same(line.copied({"plain": name, "args": args}), unpack(expected)) else WRONG
+    def run_call(line: TestsEnd) -> int:
+        return PASSED if values_equal(line.order_plain_data({"plain": name, "args": args}), unpack(expected)) else WRONG
 
-    _ended(code, run)
+    _run_and_exit(code, run_call)
 
 
-def _ended(code: str, run: Any) -> None:
+def _run_and_exit(code: str, run: Any) -> None:
     """Runs it beside the candidate, and ends the process with the verdict."""
     verdict, line = BROKEN, TestsEnd()
     try:
-        line.order({"code": code})
+        line.send_order({"code": code})
         verdict = run(line)
     except Gone:
         verdict = GONE

@@ -30,7 +30,7 @@ VALUES: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[..., Any]]] =
 }
 
 
-def named(kind: type, table: Any) -> tuple[str, str] | None:
+def type_key(kind: type, table: Any) -> tuple[str, str] | None:
     """The key of exactly this type in a table by (module, name)."""
     key = (kind.__module__, kind.__qualname__)
     return key if key in table and getattr(sys.modules.get(key[0]), key[1], None) is kind else None
@@ -43,7 +43,7 @@ def pack(value: Any, cross: Any = None, depth: int = 0) -> Any:
     if depth > DEEPEST:
         raise ValueError(f"nested deeper than {DEEPEST}")
 
-    def inner(values: Any) -> list[Any]:
+    def pack_items(values: Any) -> list[Any]:
         return [pack(one, cross, depth + 1) for one in values]
 
     kind = type(value)
@@ -62,16 +62,16 @@ def pack(value: Any, cross: Any = None, depth: int = 0) -> Any:
     if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         return pack(value.item(), cross, depth + 1)  # a scalar
     if kind is tuple or kind is frozenset:
-        return {"t" if kind is tuple else "z": inner(value)}
-    if key := named(kind, VALUES):
-        return {"o": [*key, inner(VALUES[key][0](value))]}
+        return {"t" if kind is tuple else "z": pack_items(value)}
+    if key := type_key(kind, VALUES):
+        return {"o": [*key, pack_items(VALUES[key][0](value))]}
     if cross is not None:
         return cross(value)
     for base, name in ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "z")):
         if issubclass(kind, base):
-            return {name: inner(base.__iter__(value))}
+            return {name: pack_items(base.__iter__(value))}
     if issubclass(kind, dict):
-        return {"d": [inner(pair) for pair in dict.items(value)]}
+        return {"d": [pack_items(pair) for pair in dict.items(value)]}
     raise TypeError(f"a {kind.__name__} is no plain data")
 
 

@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from rondel.score.boxed.assertions import CAUGHT, MADE, MAKES, counted
+from rondel.score.boxed.assertions import CAUGHT, MADE, MAKES, instrument_test
 from rondel.score.boxed.far import Proxy
 
 
@@ -39,39 +39,39 @@ class Suite:
         solution.__dict__.update(names)
         sys.modules.update({"__main__": self.module, "solution": solution})
         self.space.update(names)
-        self.space.update({MADE: self._count, CAUGHT: self._caught, MAKES: self._making})
+        self.space.update({MADE: self._count_assertion, CAUGHT: self._count_caught, MAKES: self._count_calls})
         if "unittest" in self.test:  # its main would look for the tests by itself, and end the process
             importlib.import_module("unittest").main = lambda *_, **__: None  # type: ignore[attr-defined]
-        self._statements()
+        self._run_statements()
         if entry and callable(check := self.space.get("check")):
-            ended(check(names[entry]))
-        self._call("setUpModule")
+            run_to_end(check(names[entry]))
+        self._call_if_defined("setUpModule")
         for name, value in list(self.space.items()):
             if issubclass(type(value), Proxy):
                 continue
             if isinstance(value, type):
-                self._class(name, value)
+                self._run_class(name, value)
             elif name.startswith("test") and callable(value) and not needs_arguments(value):
-                ended(value())
-        self._call("tearDownModule")
+                run_to_end(value())
+        self._call_if_defined("tearDownModule")
 
-    def _statements(self) -> None:
+    def _run_statements(self) -> None:
         try:
-            exec(compile(counted(self.test), "<test>", "exec", dont_inherit=True), self.space)
+            exec(compile(instrument_test(self.test), "<test>", "exec", dont_inherit=True), self.space)
         except SystemExit as error:  # the end of a main block
             if error.code:
                 raise
 
-    def _class(self, name: str, kind: Any) -> None:
+    def _run_class(self, name: str, kind: Any) -> None:
         unittest = sys.modules.get("unittest")
         if kind.__module__ != "__main__":
             return
         if unittest and issubclass(kind, unittest.TestCase):
-            self._cases(unittest, kind)
+            self._run_cases(unittest, kind)
         elif name.startswith("Test") and kind.__init__ is object.__init__:
-            self._methods(kind)
+            self._run_methods(kind)
 
-    def _cases(self, unittest: Any, kind: Any) -> None:
+    def _run_cases(self, unittest: Any, kind: Any) -> None:
         """Not by its runner, which would take what a candidate raises for a test that is skipped."""
         try:
             kind.setUpClass()
@@ -88,39 +88,39 @@ class Suite:
         finally:
             kind.doClassCleanups()
 
-    def _methods(self, kind: Any) -> None:
+    def _run_methods(self, kind: Any) -> None:
         for name in sorted(dir(kind)):
             if name.startswith("test") and callable(getattr(kind, name)):
                 one = kind()
                 for step in ("setup_class", "setup_method", name, "teardown_method", "teardown_class"):
                     if (method := getattr(one, step, None)) is not None:
-                        ended(method(getattr(one, name)) if step != name and needs_arguments(method) else method())
+                        run_to_end(method(getattr(one, name)) if step != name and needs_arguments(method) else method())
 
-    def _call(self, name: str) -> None:
+    def _call_if_defined(self, name: str) -> None:
         if isinstance(self.space.get(name), types.FunctionType):
             self.space[name]()
 
     # -- what the text calls behind its assertions -----------------------------------------------
 
-    def _count(self) -> None:
+    def _count_assertion(self) -> None:
         self.made += not self.called_back()
 
-    def _caught(self) -> None:
+    def _count_caught(self) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, AssertionError) or is_theirs(error):
-            self._count()
+            self._count_assertion()
 
-    def _making(self, assertion: Any) -> Any:
+    def _count_calls(self, assertion: Any) -> Any:
         """The same function, counted when it returns; one of the candidate's is no assertion of the test's."""
         if issubclass(type(assertion), Proxy):
             return assertion
 
-        def made(*args: Any, **kwargs: Any) -> Any:
+        def counted_assertion(*args: Any, **kwargs: Any) -> Any:
             result = assertion(*args, **kwargs)
-            self._count()
+            self._count_assertion()
             return result
 
-        return made
+        return counted_assertion
 
 
 def needs_arguments(function: Any) -> bool:
@@ -132,7 +132,7 @@ def needs_arguments(function: Any) -> bool:
     return code.co_argcount - len(function.__defaults__ or ()) > bound
 
 
-def ended(result: Any) -> None:
+def run_to_end(result: Any) -> None:
     """What a test returns is run to its end: a coroutine, a generator."""
     if isinstance(result, types.CoroutineType):
         importlib.import_module("asyncio").run(result)

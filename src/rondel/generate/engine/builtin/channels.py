@@ -31,7 +31,7 @@ class TokenChannels:
     def reads_raw(self) -> bool:
         return self.raw_logprobs is not None or self.top_logprobs is not None
 
-    def lists(self) -> dict[str, Any]:
+    def token_lists(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("raw_logprobs", "top_logprobs", "prompt_logprobs", "support")}
 
 

@@ -27,9 +27,9 @@ from rondel.core.errors import ConfigError, EngineError
 from rondel.core.events import Warned, emit
 from rondel.generate.engine.builtin.feed import TokenFeed
 from rondel.generate.engine.builtin.pages import LayerPools
-from rondel.generate.engine.builtin.rejection import accepts, leftover
+from rondel.generate.engine.builtin.rejection import accept_draft_tokens, residual_weights
 from rondel.generate.engine.builtin.request import SequenceState
-from rondel.generate.engine.builtin.sampler import choose, uniform, weights
+from rondel.generate.engine.builtin.sampler import draw_uniform, sample_tokens, sampling_weights
 from rondel.models.vocabulary import same_words
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class PassBuilder(Protocol):
 
     loaded: LoadedModel
 
-    def lay(
+    def pack_feeds(
         self, chunks: list[TokenFeed], single: list[TokenFeed], keys: LayerPools, values: LayerPools
     ) -> tuple[Tensor, Tensor, PagedLayout, list[int]]: ...
 
@@ -60,29 +60,29 @@ class DraftModel:
             SequenceState, list[Tensor]
         ] = {}  # [V] each: the weights that every guess of this step was drawn with
 
-    def open(self, loaded: LoadedModel, pages: int) -> None:
+    def allocate_pools(self, loaded: LoadedModel, pages: int) -> None:
         """Pools for an engine of this model and so many pages."""
-        _fits(loaded, self.loaded)
+        _check_draft(loaded, self.loaded)
         self.keys, self.values = LayerPools(pages + 1), LayerPools(pages + 1)
         self.known = np.zeros(pages + 1, bool)
 
-    def forget(self) -> None:
+    def forget_cache(self) -> None:
         """Its weights are others now."""
         self.known[:] = False
         self.broken = ""
 
     def release_memory(self) -> None:
-        self.forget()
+        self.forget_cache()
         self.keys.clear()
         self.values.clear()
 
     # -- on the device's thread ------------------------------------------------------------------
 
-    def propose(self, runner: PassBuilder, plan: StepPlan) -> None:
+    def propose_drafts(self, runner: PassBuilder, plan: StepPlan) -> None:
         """A guess for every page that was reserved ahead; none, if its numbers overflow: the model needs no guesses."""
         began = time.perf_counter()
         for live, n in plan.chunks:
-            self.known[live.pages[live.computed - n :]] = False
+            self.known[live.pages[live.computed_tokens - n :]] = False
         for live in plan.decoding:
             self.known[[live.pages[-1], *live.ahead]] = False
         self._odds = {live: [] for live in plan.decoding if live.ahead}
@@ -100,26 +100,28 @@ class DraftModel:
     def _one_more(self, lives: list[SequenceState], i: int, vocab: int, runner: PassBuilder) -> None:
         """Guess i of each, after feeding what the draft has not seen."""
 
-        starts = [live.computed + i - 1 if i else self._unknown(live) for live in lives]
-        feeds = [TokenFeed(live, first, live.computed + i - first) for live, first in zip(lives, starts)]
+        starts = [live.computed_tokens + i - 1 if i else self._first_uncomputed(live) for live in lives]
+        feeds = [TokenFeed(live, first, live.computed_tokens + i - first) for live, first in zip(lives, starts)]
         chunks, single = [f for f in feeds if f.n > FEW], [f for f in feeds if f.n <= FEW]
-        ids, at, layout, ends = runner.lay(chunks, single, self.keys, self.values)
-        hidden = self.loaded.hidden(ids, at, layout)
+        ids, at, layout, ends = runner.pack_feeds(chunks, single, self.keys, self.values)
+        hidden = self.loaded.hidden_states(ids, at, layout)
         self.known[layout.write.cpu().numpy()] = True
         fed = [f.live for f in [*chunks, *single]]
         logits = self.loaded.head.logits(hidden[[end - 1 for end in ends]])[:, :vocab]
         samplings = [live.request.sampling for live in fed]
-        q = weights(logits, samplings)
-        tokens, _ = choose(q, samplings, [uniform(live.request.key, live.drawn + i, GUESS) for live in fed])
+        q = sampling_weights(logits, samplings)
+        tokens, _ = sample_tokens(
+            q, samplings, [draw_uniform(live.request.key, live.noise_counter + i, GUESS) for live in fed]
+        )
         for live, token, row in zip(fed, tokens, F.pad(q, (0, vocab - q.shape[1]))):
             live.guess.append(token)
             self._odds[live].append(row)
 
-    def _unknown(self, live: SequenceState) -> int:
+    def _first_uncomputed(self, live: SequenceState) -> int:
         """The first of its tokens that the draft has not computed; there is one, the newest."""
         return int(self.known[live.pages].argmin())
 
-    def judge(
+    def verify_drafts(
         self, lives: list[SequenceState], p: Tensor, tokens: list[int], logprobs: list[float]
     ) -> tuple[list[int], list[float]]:
         """What was drawn in each row of p [R, V] as if nobody had guessed -> the same with
@@ -134,11 +136,13 @@ class DraftModel:
         at = torch.tensor([row for _, row, _ in rows], device=p.device)
         guess = torch.tensor([live.guess[i] for live, _, i in rows], device=p.device)
         coin = torch.tensor(
-            [uniform(live.request.key, live.drawn + i, COIN) for live, _, i in rows],
+            [draw_uniform(live.request.key, live.noise_counter + i, COIN) for live, _, i in rows],
             dtype=torch.float64,
             device=p.device,
         )
-        stays = accepts(p[at], torch.stack([self._odds[live][i] for live, _, i in rows]), guess, coin).tolist()
+        stays = accept_draft_tokens(
+            p[at], torch.stack([self._odds[live][i] for live, _, i in rows]), guess, coin
+        ).tolist()
         tokens, lost, over = list(tokens), [], set()
         for (live, row, i), kept in zip(rows, stays):
             if live in over or live.request.sampling.temperature == 0:  # a greedy draw is its own judge
@@ -149,9 +153,13 @@ class DraftModel:
                 over.add(live)
                 lost.append((live, row, i))
         if lost:
-            rest = leftover(p[[row for _, row, _ in lost]], torch.stack([self._odds[live][i] for live, _, i in lost]))
-            noise = [uniform(live.request.key, live.drawn + i, AGAIN) for live, _, i in lost]
-            for (_, row, _), token in zip(lost, choose(rest, [live.request.sampling for live, _, _ in lost], noise)[0]):
+            rest = residual_weights(
+                p[[row for _, row, _ in lost]], torch.stack([self._odds[live][i] for live, _, i in lost])
+            )
+            noise = [draw_uniform(live.request.key, live.noise_counter + i, AGAIN) for live, _, i in lost]
+            for (_, row, _), token in zip(
+                lost, sample_tokens(rest, [live.request.sampling for live, _, _ in lost], noise)[0]
+            ):
                 tokens[row] = token
         stated = p.gather(1, torch.tensor(tokens, device=p.device)[:, None])[:, 0].double() / p.sum(
             -1, dtype=torch.float64
@@ -159,7 +167,7 @@ class DraftModel:
         return tokens, stated.log().clamp_max_(0.0).tolist()
 
 
-def _fits(loaded: LoadedModel, draft: LoadedModel) -> None:
+def _check_draft(loaded: LoadedModel, draft: LoadedModel) -> None:
     remedy = 'A draft needs the model\'s own tokenizer: take a smaller model of the same family, or kind = "ngram", which needs none'
     same_words(loaded, draft, who=f"the draft '{draft.name}'", remedy=remedy)
     if draft.max_context < loaded.max_context:

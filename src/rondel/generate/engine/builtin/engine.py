@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from rondel.core.errors import EngineError, LawError, SyncError, UserError
-from rondel.core.events import Advised, Generating, Speculated, Warned, emit, stalled
+from rondel.core.events import Advised, Generating, Speculated, Warned, emit, stalled_error
 from rondel.core.protocols import Interrupt, MemoryClaim, Tags, Transport
 from rondel.core.time_account import TimeAccount
 from rondel.core.types import (
@@ -93,7 +93,7 @@ class BuiltinEngine:
             self.scheduler.limit = concurrency.limit
         self.speculation = speculation
         if speculation is not None:
-            speculation.open(loaded, kv_pages)
+            speculation.attach_model(loaded, kv_pages)
         draft = speculation.draft if speculation else None
         self.runner = ModelRunner(loaded, self.pages, max_running, records=routes, draft=draft, compiled=compiled)
         self.resting = MemoryRelease(loaded, compiled, owns=bool(transports))
@@ -117,42 +117,47 @@ class BuiltinEngine:
             return "refusing"
         if self._asleep:
             return "asleep"
-        return "held" if self._held or self.arrivals.overwrites else "serving"
+        return "held" if self._held or self.arrivals.is_overwriting else "serving"
 
     # -- generate and score ----------------------------------------------------------------------
 
     async def generate(self, request: Request, *, on_token: Heard | None = None) -> Completion:
         """`on_token` is told of every token as it is drawn, for streams."""
         self._refuse_if_broken()
-        self._check(request)
+        self._check_request(request)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
-        def finish(result: Completion | Exception) -> None:
+        def resolve_future(result: Completion | Exception) -> None:
             if not done.done():
                 done.set_result(result) if isinstance(result, Completion) else done.set_exception(result)
 
         live = SequenceState(
-            request, finish, list(request.tokens), len(request.tokens), heard=on_token, gaze=RequestImages.of(request)
+            request,
+            resolve_future,
+            list(request.tokens),
+            len(request.tokens),
+            heard=on_token,
+            gaze=RequestImages.from_request(request),
         )
-        await self._equip(live)
-        if live.mark and (reason := self._remember(live)):
-            return self._completed(live, reason)
+        await self._prepare_sampling(live)
+        if live.mark and (reason := self._restore_logged_tokens(live)):
+            return self._build_completion(live, reason)
         self.scheduler.waiting.append(live)
-        self.scheduler.follow(self.version)
+        self.scheduler.follow_schedule(self.version)
         self._wake_pump()
         try:
             async with asyncio.timeout(request.deadline):
                 return await done
         except TimeoutError as error:
-            raise stalled(
+            raise stalled_error(
                 f"a request waits for the engine since {request.deadline} s; it had written {live.written} tokens, "
                 f"engine {self.state}"
             ) from error
         finally:
             if done.cancelled():  # the caller went away
-                self._leave(live)
+                self._remove_request(live)
 
-    async def _equip(self, live: SequenceState) -> None:
+    async def _prepare_sampling(self, live: SequenceState) -> None:
         """What its sampling needs beside the logits. A grammar is compiled on the device's thread, where it is used."""
         request, own = live.request, live.tokens[live.prompt - live.request.continuation :]
         ids, strings = split_stops(self.loaded.tokenizer, request.sampling.stop)
@@ -160,19 +165,19 @@ class BuiltinEngine:
         live.reader = open_reader(self.loaded.tokenizer, strings, own) if strings else None
         live.channels = open_channels(request.wants - {"experts"}, self.loaded.head.weight.shape[0])
         if request.sampling.grammar is not None:
-            live.constraint = await self._run(self.grammars.start, request.sampling.grammar, own)
+            live.constraint = await self._run(self.grammars.start_constraint, request.sampling.grammar, own)
             self._refuse_if_broken()
         elif self.log is not None and request.key and not request.namespace and not request.wants - {"experts"}:
-            live.mark = self.log.mark(live.keys[: live.prompt - request.continuation])
+            live.mark = self.log.context_hash(live.cache_keys[: live.prompt - request.continuation])
 
-    def _remember(self, live: SequenceState) -> FinishReason | None:
+    def _restore_logged_tokens(self, live: SequenceState) -> FinishReason | None:
         """The tokens that this sample had drawn before a crash, and their routes if it wants
         them. -> why it needs no more, if so.
         """
         assert self.log is not None
         pieces: list[np.ndarray] = []
         reason = None
-        for found in self.log.written(live.request.key, live.mark, first=live.request.continuation):
+        for found in self.log.recall_tokens(live.request.key, live.mark, first=live.request.continuation):
             if "experts" in live.request.wants:
                 if found.routes is None or found.routes[0] > live.logged:
                     break  # it was drawn when nobody wanted them
@@ -180,8 +185,8 @@ class BuiltinEngine:
                 first, routes = found.routes
                 pieces.append(routes[live.logged - first :])
                 live.logged = max(live.logged, first + len(routes))
-            live.recall(found.token, found.logprob, found.version)
-            if reason := live.done():
+            live.restore_token(found.token, found.logprob, found.version)
+            if reason := live.check_finish():
                 break
         if pieces:
             live.routes = np.concatenate(pieces).astype(np.int16)
@@ -189,7 +194,7 @@ class BuiltinEngine:
 
     async def score(self, request: Request) -> TokenScores:
         self._refuse_if_broken()
-        if self.arrivals.overwrites:
+        if self.arrivals.is_overwriting:
             raise EngineError("new weights are arriving: score before the update begins or after its commit")
         if "weights" in self._asleep:
             raise EngineError("the weights are asleep: wake them before anything is scored")
@@ -201,13 +206,15 @@ class BuiltinEngine:
             )
         self._check_words(request)
         version = self.version
-        self.account.turn("generate" if self._pump is not None else "score")
+        self.account.switch_to("generate" if self._pump is not None else "score")
         try:
-            return TokenScores(await self._run(self.runner.score, request.tokens, RequestImages.of(request)), version)
+            return TokenScores(
+                await self._run(self.runner.score, request.tokens, RequestImages.from_request(request)), version
+            )
         finally:
-            self.account.turn(self._doing)
+            self.account.switch_to(self._current_activity)
 
-    def _check(self, request: Request) -> None:
+    def _check_request(self, request: Request) -> None:
         prompt, new = len(request.tokens), request.sampling.max_tokens
         if not prompt:
             raise UserError("an empty prompt: a language model needs at least one token to go on from")
@@ -235,8 +242,8 @@ class BuiltinEngine:
                 f"another tokenizer?"
             )
         if request.media:
-            self.runner.eyes.check(request)
-            if self._draft is not None:
+            self.runner.eyes.check_request(request)
+            if self._draft_model is not None:
                 raise UserError(
                     "images beside a draft model, which reads text alone: set engine.speculative.kind to 'ngram' or "
                     "'off'"
@@ -251,7 +258,7 @@ class BuiltinEngine:
     # -- the pump --------------------------------------------------------------------------------
 
     @property
-    def _doing(self) -> str:
+    def _current_activity(self) -> str:
         """For its account: `held` is a wait for the trainer or an update, `idle` one for whoever asks."""
         return "generate" if self._pump is not None else {"serving": "idle"}.get(self.state, self.state)
 
@@ -264,23 +271,23 @@ class BuiltinEngine:
         )
 
     @property
-    def _busy(self) -> bool:
+    def _has_work(self) -> bool:
         """Whether a step runs or will: parked requests do not count (law 8)."""
         return self._pump is not None and self.scheduler.has_work
 
     def _wake_pump(self) -> None:
         if self._pump is None and self._may_step:
-            self._pump = asyncio.create_task(self._serve(), name="engine")
-        self.account.turn(self._doing)
+            self._pump = asyncio.create_task(self._step_loop(), name="engine")
+        self.account.switch_to(self._current_activity)
 
-    async def _serve(self) -> None:
+    async def _step_loop(self) -> None:
         """Step until nothing is left or a pause arrives."""
         began = told = time.perf_counter()
         tokens = 0
         try:
-            await self._settle()
+            await self._wait_for_arrivals()
             while self._may_step:
-                tokens += await self._step()
+                tokens += await self._run_step()
                 if (now := time.perf_counter()) - told > HEARTBEAT:
                     emit(Generating(len(self.scheduler.running), len(self.scheduler.waiting), tokens, now - began))
                     told = now
@@ -293,48 +300,48 @@ class BuiltinEngine:
         finally:
             self.seconds += time.perf_counter() - began
             self._pump = None
-            self.account.turn(self._doing)
+            self.account.switch_to(self._current_activity)
             self._let_go()
-            if self.speculation is not None and (guessed := self.speculation.untold())[0]:
+            if self.speculation is not None and (guessed := self.speculation.take_new_counts())[0]:
                 emit(Speculated(*guessed))
 
-    async def _step(self) -> int:
+    async def _run_step(self) -> int:
         """-> how many tokens were drawn."""
         started, retracted = time.perf_counter(), self.scheduler.retracted
-        plan = self.scheduler.plan(self.version, fresh=self._admits)
+        plan = self.scheduler.plan_step(self.version, fresh=self._admits)
         felt = bool(self.scheduler.waiting) and len(self.scheduler.running) >= self.scheduler.limit
         if not plan.tokens:
             raise LawError(
                 f"a step without tokens: {len(self.scheduler.running)} requests run, {len(self.scheduler.waiting)} "
                 f"wait, "
-                f"{self.pages.free} pages are free"
+                f"{self.pages.free_count} pages are free"
             )
         if self.speculation is not None:
-            self.speculation.propose(plan, self.scheduler)
+            self.speculation.propose_drafts(plan, self.scheduler)
         began = time.perf_counter()
         drawn = await self._run(self.runner.step, plan)
         if self.log is not None:
-            self._write(drawn)
+            self._log_tokens(drawn)
         if self.speculation is not None:
-            self.speculation.note(plan, drawn, time.perf_counter() - began)
-        self.scheduler.computed(plan)
+            self.speculation.record_step(plan, drawn, time.perf_counter() - began)
+        self.scheduler.mark_computed(plan)
         for live, token, logprob in drawn:
             if live.row >= 0:  # else a token before this one ended it: the rest of its round was never written
-                self._deliver(live, token, logprob)
+                self._deliver_token(live, token, logprob)
         self.scheduler.roll_back(plan)
-        self.scheduler.follow(self.version)
+        self.scheduler.follow_schedule(self.version)
         self._let_go()
-        self.scheduler.check()
+        self.scheduler.check_invariants()
         requests, read = len(plan.chunks) + len(plan.decoding), sum(n for _, n in plan.chunks)
         for name, n in (("steps", 1), ("tokens", len(drawn)), ("requests", requests), ("read", read)):
             self.account.counts[name] += n
         if self.concurrency is not None:
             pressed = self.scheduler.retracted > retracted
-            self.concurrency.note(len(drawn), time.perf_counter() - started, felt=felt, pressed=pressed)
+            self.concurrency.record_answer(len(drawn), time.perf_counter() - started, felt=felt, pressed=pressed)
             self.scheduler.limit = self.concurrency.limit
         return len(drawn)
 
-    def _write(self, drawn: list[tuple[SequenceState, int, float]]) -> None:
+    def _log_tokens(self, drawn: list[tuple[SequenceState, int, float]]) -> None:
         """All tokens of the step, before anyone sees one. Guesses that are drawn behind an
         end are passed over when they are read.
         """
@@ -345,8 +352,8 @@ class BuiltinEngine:
         for live, token, logprob in drawn:
             if live.mark and live.fault is None:
                 more[live] = nth = more.get(live, -1) + 1
-                rows.append((live.request.key, live.drawn + nth, live.mark, logprob, token, self.version))
-                routes.append(self._routes_of(live, live.computed + nth))
+                rows.append((live.request.key, live.noise_counter + nth, live.mark, logprob, token, self.version))
+                routes.append(self._routes_of(live, live.computed_tokens + nth))
         self.log.write(rows, routes)
 
     def _routes_of(self, live: SequenceState, upto: int) -> Routes | None:
@@ -356,7 +363,7 @@ class BuiltinEngine:
         first, live.logged = live.logged, upto
         return first, live.routes_from(first, upto, self.pages.routes)
 
-    async def _settle(self) -> None:
+    async def _wait_for_arrivals(self) -> None:
         """Let everyone who is about to ask, ask: the first batch then does not depend on the order of wake-ups."""
         seen = -1
         while seen != len(self.scheduler.waiting):
@@ -364,13 +371,13 @@ class BuiltinEngine:
             for _ in range(4):
                 await asyncio.sleep(0)
 
-    def _deliver(self, live: SequenceState, token: int, logprob: float) -> None:
+    def _deliver_token(self, live: SequenceState, token: int, logprob: float) -> None:
         if live.fault is not None:
-            self.scheduler.release(live, self.version)
+            self.scheduler.release_sequence(live, self.version)
             return live.finish(live.fault)
         live.first = live.first or time.perf_counter()
-        live.add(token, logprob, self.version)
-        reason = live.done()
+        live.append_token(token, logprob, self.version)
+        reason = live.check_finish()
         if live.heard is not None:
             top = live.channels.top_logprobs if live.channels is not None else None
             try:
@@ -379,36 +386,36 @@ class BuiltinEngine:
                 live.finish(EngineError(f"what listens to the tokens broke: {type(error).__name__}: {error}"))
                 reason = "abort"
         if reason:
-            self._finish(live, reason)
+            self._finish_sequence(live, reason)
 
-    def _finish(self, live: SequenceState, reason: FinishReason) -> None:
+    def _finish_sequence(self, live: SequenceState, reason: FinishReason) -> None:
         live.keep_routes(self.pages.routes)
-        live.stand(self.version)
-        completion = self._completed(live, reason)
-        self.scheduler.release(live, self.version)
+        live.append_version_span(self.version)
+        completion = self._build_completion(live, reason)
+        self.scheduler.release_sequence(live, self.version)
         live.finish(completion)
 
-    def _completed(self, live: SequenceState, reason: FinishReason) -> Completion:
-        completion = live.completion(reason)
+    def _build_completion(self, live: SequenceState, reason: FinishReason) -> Completion:
+        completion = live.to_completion(reason)
         if "experts" in live.request.wants:
             completion.experts = live.routes
         decode = self.loaded.tokenizer.decode
         completion.text = live.said if live.said is not None else decode(completion.tokens, skip_special_tokens=True)
         return completion
 
-    def _leave(self, live: SequenceState) -> None:
+    def _remove_request(self, live: SequenceState) -> None:
         """Its caller is gone. The device thread may be reading it, so a running request leaves between two steps."""
         if self._pump is not None and live in self.scheduler.running:
             self._gone.append(live)
         else:
-            self.scheduler.release(live, self.version)
+            self.scheduler.release_sequence(live, self.version)
 
     def _let_go(self) -> None:
         for live in self._gone:
-            self.scheduler.release(live, self.version)
+            self.scheduler.release_sequence(live, self.version)
         for live in self._aborted:
             if live in self.scheduler.running or live in self.scheduler.waiting:
-                self._finish(live, "abort")
+                self._finish_sequence(live, "abort")
         self._gone.clear()
         self._aborted.clear()
 
@@ -439,24 +446,28 @@ class BuiltinEngine:
             running=0 if parked else len(s.running),
             waiting=0 if parked else len(s.waiting),
             parked=parked,
-            pages_free=self.pages.free,
+            pages_free=self.pages.free_count,
             pages_cached=s.tree.cached,
             pages_total=self.pages.count,
             capabilities=frozenset(
-                {*CAN, *(f"update_{kind}" for kind in self.arrivals.kinds), *(["images"] if self.loaded.sight else [])}
+                {
+                    *CAN,
+                    *(f"update_{kind}" for kind in self.arrivals.route_kinds),
+                    *(["images"] if self.loaded.sight else []),
+                }
             ),
             root=self.arrivals.root,
             bytes_copied=self.arrivals.bytes_copied,
-            memory={"kv_cache": sum(layers.bytes for layers in self._caches), **self.resting.bytes},
+            memory={"kv_cache": sum(layers.pool_bytes for layers in self._page_pools), **self.resting.memory_bytes},
         )
 
     @property
-    def _caches(self) -> list[LayerPools]:
-        draft = self._draft
+    def _page_pools(self) -> list[LayerPools]:
+        draft = self._draft_model
         return [self.pages.keys, self.pages.values, *([draft.keys, draft.values] if draft else [])]
 
     @property
-    def _draft(self) -> DraftModel | None:
+    def _draft_model(self) -> DraftModel | None:
         return self.speculation.draft if self.speculation else None
 
     async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:
@@ -483,10 +494,10 @@ class BuiltinEngine:
         finally:
             self._admits = True
             self._wake_pump()
-            self.account.turn(self._doing)
+            self.account.switch_to(self._current_activity)
         if how == "abort":
             for live in [*self.scheduler.running, *self.scheduler.waiting]:
-                self._finish(live, "abort")
+                self._finish_sequence(live, "abort")
         if lease != float("inf"):
             self._lease = asyncio.get_running_loop().call_later(lease, self._lease_ended, lease)
 
@@ -503,16 +514,16 @@ class BuiltinEngine:
             self._let_go()
         return len(found)
 
-    async def flush(self) -> int:
+    async def flush_cache(self) -> int:
         """Forget every cached prefix; parked requests keep their tokens and compute their
         context again. -> pages that became free.
         """
-        if self._busy:
+        if self._has_work:
             raise EngineError("flush while requests run: pause the engine first, or wait until it is idle")
-        free = self.pages.free
+        free = self.pages.free_count
         self.scheduler.drop_cache(self.version)
-        self.runner.eyes.forget()
-        return self.pages.free - free
+        self.runner.eyes.forget_features()
+        return self.pages.free_count - free
 
     def _end_lease(self) -> None:
         if self._lease is not None:
@@ -535,19 +546,19 @@ class BuiltinEngine:
         """
         if not tags:
             return
-        if self._busy:
+        if self._has_work:
             raise EngineError("sleep while requests run: pause the engine first")
         if "kv_cache" in tags:
             self.scheduler.drop_cache(self.version)
             self.pages.release_memory()
-            self.runner.eyes.forget()
+            self.runner.eyes.forget_features()
             if self.speculation is not None and self.speculation.draft is not None:
                 self.speculation.draft.release_memory()
             if self.claim is not None:
                 self.claim.leave("engine")
         await self._run(self.resting.sleep, tags)
         self._asleep.update(tags)
-        self.account.turn(self._doing)
+        self.account.switch_to(self._current_activity)
 
     async def wake(self, tags: Tags) -> None:
         """Awake when every tag is back."""
@@ -569,44 +580,44 @@ class BuiltinEngine:
         beside = (
             message.beside
             if isinstance(message, Begin)
-            else isinstance(message, Route) and not self.arrivals.overwrites
+            else isinstance(message, Route) and not self.arrivals.is_overwriting
         )
-        if self._busy and not beside and not isinstance(message, Abort):
+        if self._has_work and not beside and not isinstance(message, Abort):
             raise SyncError("weights arrived while requests run: pause the engine first")
         try:
             match message:
                 case Begin():
-                    self.arrivals.begin(message, self.version)
-                    self.account.turn(self._doing)
+                    self.arrivals.begin_update(message, self.version)
+                    self.account.switch_to(self._current_activity)
                 case Route():
-                    await self.arrivals.take(message, self._run)
+                    await self.arrivals.receive_data(message, self._run)
                 case Commit():
-                    await self._commit(message)
+                    await self._commit_update(message)
                     self._tell_account()
-                case Abort(reason=reason) if not self.arrivals.drop():
+                case Abort(reason=reason) if not self.arrivals.drop_update():
                     self._broken = f"the update was aborted ({reason})"
         except BaseException as error:
             why = str(error) or type(error).__name__
-            if not (whole := self.arrivals.drop()):
+            if not (whole := self.arrivals.drop_update()):
                 self._broken = why
             if not isinstance(error, Exception):
                 raise
             raise SyncError(why if whole else f"{why}; the engine refuses to generate until a good update") from error
         return self.version
 
-    async def _commit(self, commit: Commit) -> None:
-        await self._run(self.arrivals.commit, commit)
+    async def _commit_update(self, commit: Commit) -> None:
+        await self._run(self.arrivals.commit_update, commit)
         if commit.version <= self.version:
             # other weights under a name that was used: nothing computed so far may be matched
             self.scheduler.drop_cache(self.version)
         linear.weights_changed()
-        self.runner.eyes.forget()
+        self.runner.eyes.forget_features()
         before, self.version = self.version, commit.version
         self.scheduler.new_version(self.version, before)
         if self.log is not None:
-            self.log.committed(self.version, commit.root)
+            self.log.record_version(self.version, commit.root)
         if self.speculation is not None and self.speculation.draft is not None:
-            self.speculation.draft.forget()  # it learns with the policy
+            self.speculation.draft.forget_cache()  # it learns with the policy
         self._broken = ""
         self._wake_pump()
 
@@ -616,8 +627,8 @@ class BuiltinEngine:
             self.account.counts["room"] = steps * self.scheduler.max_running
             self.account.counts["retracted"] = self.scheduler.retracted - self._retracted
             self._retracted = self.scheduler.retracted
-        self.account.tell({"kv_cache": sum(layers.bytes for layers in self._caches)})
-        if self.concurrency is not None and (found := self.concurrency.told()):
+        self.account.report_time({"kv_cache": sum(layers.pool_bytes for layers in self._page_pools)})
+        if self.concurrency is not None and (found := self.concurrency.settled_limit()):
             emit(Advised(self.version, *found))
 
     def _refuse_if_broken(self) -> None:

@@ -22,11 +22,11 @@ class TokenFeed:
     n: int
 
     @property
-    def where(self) -> np.ndarray:
+    def position_ids(self) -> np.ndarray:
         """[3, n] positions, in a step in which someone sees a picture."""
         end = self.first + self.n
         return (
             np.broadcast_to(np.arange(self.first, end), (3, self.n))
             if self.live.gaze is None
-            else self.live.gaze.where(self.first, end)
+            else self.live.gaze.position_ids(self.first, end)
         )

@@ -41,7 +41,7 @@ class GrammarConstraint:
     matcher: Any
     consumed: int = 0
 
-    def follow(self, drawn: list[int]) -> str:
+    def consume_tokens(self, drawn: list[int]) -> str:
         """Consume what was drawn since. -> what is wrong, or nothing."""
         for token in drawn[self.consumed :]:
             if not self.matcher.consume_token(token):
@@ -49,9 +49,9 @@ class GrammarConstraint:
             self.consumed += 1
         return ""
 
-    def allowed(self, drawn: list[int], bits: np.ndarray) -> str:
+    def fill_bitmask(self, drawn: list[int], bits: np.ndarray) -> str:
         """Write one bit a token into bits [ceil(V/32)] int32. -> what is wrong, or nothing."""
-        if wrong := self.follow(drawn):
+        if wrong := self.consume_tokens(drawn):
             return wrong
         self.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if not self.matcher.is_error():
@@ -63,7 +63,7 @@ class GrammarConstraint:
         )
 
 
-def allow(logits: Tensor, rows: list[tuple[int, GrammarConstraint, list[int]]]) -> dict[int, EngineError]:
+def apply_grammar_masks(logits: Tensor, rows: list[tuple[int, GrammarConstraint, list[int]]]) -> dict[int, EngineError]:
     """Forbid in logits [B, V] what the grammars of (row, constraint, drawn tokens) forbid. ->
     rows whose grammar broke; they stay free.
     """
@@ -72,7 +72,7 @@ def allow(logits: Tensor, rows: list[tuple[int, GrammarConstraint, list[int]]]) 
     vocab, broken = logits.shape[1], {}
     bits = np.zeros((len(rows), -(-vocab // 32)), dtype=np.int32)
     for i, (row, constraint, drawn) in enumerate(rows):
-        if wrong := constraint.allowed(drawn, bits[i]):
+        if wrong := constraint.fill_bitmask(drawn, bits[i]):
             broken[row] = EngineError(f"constrained decoding: {wrong}")
             bits[i] = -1
     allowed = torch.from_numpy(np.unpackbits(bits.view(np.uint8), axis=1, count=vocab, bitorder="little")).bool()
@@ -91,31 +91,31 @@ class GrammarCache:
         self._tokenizer: Any = None
         self._starts: dict[str, Any] = {}
 
-    def start(self, grammar: dict[str, Any], drawn: list[int]) -> GrammarConstraint:
+    def start_constraint(self, grammar: dict[str, Any], drawn: list[int]) -> GrammarConstraint:
         """Where an answer stands that has `drawn` these tokens already. Every fault of the
         grammar is a UserError, before anything runs.
         """
         text = as_lark(grammar)
-        start = self._starts.pop(text, None) or self._compile(text)
+        start = self._starts.pop(text, None) or self._compile_grammar(text)
         self._starts[text] = start  # at the end again: the first is the one not used for longest
         if len(self._starts) > KEPT:
             del self._starts[next(iter(self._starts))]
         constraint = GrammarConstraint(start.deep_copy())
-        if wrong := constraint.follow(drawn):
+        if wrong := constraint.consume_tokens(drawn):
             raise UserError(f"a continuation that breaks its grammar: {wrong}")
         return constraint
 
-    def _compile(self, text: str) -> Any:
-        library = _library()
+    def _compile_grammar(self, text: str) -> Any:
+        library = _grammar_library()
         if self._tokenizer is None:
             self._tokenizer = read_tokenizer(library, self.loaded)
         bad, said = library.LLMatcher.validate_grammar_with_warnings(text, self._tokenizer)
         if bad:
-            raise UserError(f"the grammar cannot be compiled: {_first(said[0])}")
+            raise UserError(f"the grammar cannot be compiled: {_first_line(said[0])}")
         for warning in said:
-            warnings.warn(f"a grammar was compiled with a warning: {_first(warning)}", stacklevel=2)
+            warnings.warn(f"a grammar was compiled with a warning: {_first_line(warning)}", stacklevel=2)
         start = library.LLMatcher(self._tokenizer, text, log_level=0)
-        if wrong := GrammarConstraint(start.deep_copy()).allowed(
+        if wrong := GrammarConstraint(start.deep_copy()).fill_bitmask(
             [], np.zeros(-(-self._tokenizer.vocab_size // 32), dtype=np.int32)
         ):
             raise UserError(f"the grammar has no sentence that can be written: {wrong}")
@@ -135,7 +135,7 @@ def as_lark(grammar: dict[str, Any]) -> str:
     if not isinstance(given, str) or not given.strip():
         raise UserError(f"grammar.{kind} = {given!r}; it must be a text, and not an empty one")
     if kind == "regex":
-        return f"start: /{_library().regex_to_lark(given)}/{NO_FORCING}"
+        return f"start: /{_grammar_library().regex_to_lark(given)}/{NO_FORCING}"
     return given if "%llguidance" in given else given + NO_FORCING
 
 
@@ -164,7 +164,7 @@ def read_tokenizer(library: Any, loaded: LoadedModel) -> Any:
         return library.LLTokenizer(library.TokenizerWrapper(view), n_vocab=vocab, eos_token=ends)
 
 
-def _first(said: str) -> str:
+def _first_line(said: str) -> str:
     """The library's message without its copy of the grammar."""
     return " ".join(said.partition("\n   1 |")[0].split())
 
@@ -179,7 +179,7 @@ class _Bytes(SimpleNamespace):
         return []
 
 
-def _library() -> Any:
+def _grammar_library() -> Any:
     try:
         import llguidance
     except ImportError as error:

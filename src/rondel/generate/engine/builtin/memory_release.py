@@ -34,21 +34,21 @@ class MemoryRelease:
 
     def sleep(self, tags: Tags) -> None:
         if "cuda_graph" in tags and self.compiled is not None:
-            self.compiled.forget()
+            self.compiled.forget_graphs()
         if "weights" in tags:
-            for stack in linear.stacks(self.loaded.model):
-                stack.drop()
+            for stack in linear.packed_linears(self.loaded.model):
+                stack.drop_packed()
             if self.moves:
                 self.host.put(self.tensors)
 
     def wake(self, tags: Tags) -> None:
         if "weights" in tags and self.moves:
-            self.host.fetch(self.tensors)
+            self.host.fetch_tensors(self.tensors)
 
     @property
-    def bytes(self) -> dict[str, int]:
+    def memory_bytes(self) -> dict[str, int]:
         """On the device; of a shared module the trainer tells."""
         if not self.owns:
             return {}
-        packed = sum(stack.bytes for stack in linear.stacks(self.loaded.model))
-        return {"weights": self.host.resident(self.tensors, set()), "packed": packed}
+        packed = sum(stack.packed_bytes for stack in linear.packed_linears(self.loaded.model))
+        return {"weights": self.host.resident_bytes(self.tensors, set()), "packed": packed}

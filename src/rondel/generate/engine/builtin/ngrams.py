@@ -22,7 +22,7 @@ class NgramIndex:
     follows: dict[tuple[int, ...], int] = field(default_factory=dict)
     read: int = 1  # tokens whose predecessors are in it
 
-    def guess(self, tokens: list[int], k: int) -> list[int]:
+    def draft_tokens(self, tokens: list[int], k: int) -> list[int]:
         """k tokens, or none. Only tokens that are new since the last call are read.
 
         >>> Grams().guess([7, 8, 9, 5, 7, 8], 3)

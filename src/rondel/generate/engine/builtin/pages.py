@@ -33,12 +33,12 @@ class LayerPools:
         self._mapped: dict[int, mmap.mmap] = {}
         self._empty: set[int] = set()  # layers whose memory was given back and that have not written since
 
-    def at(self, layer: int, like: Tensor) -> Tensor:
+    def layer_pool(self, layer: int, like: Tensor) -> Tensor:
         """The pool [K, pages, D] of `layer`, all pages of a head together, for tokens like [T, K, D]."""
         if layer not in self._pools:
             shape = (like.shape[1], self.pages, like.shape[2])
             if like.device.type == "cpu" and sys.platform == "linux":
-                self._mapped[layer] = _mapping(math.prod(shape) * like.element_size())
+                self._mapped[layer] = _map_zeros(math.prod(shape) * like.element_size())
                 self._pools[layer] = torch.frombuffer(self._mapped[layer], dtype=like.dtype).view(shape)
             else:
                 self._pools[layer] = torch.zeros(shape, dtype=like.dtype, device=like.device)
@@ -55,15 +55,15 @@ class LayerPools:
                 del self._pools[layer]
 
     @property
-    def addresses(self) -> list[int]:
+    def data_pointers(self) -> list[int]:
         return [t.data_ptr() for t in self._pools.values()]
 
     @property
-    def bytes(self) -> int:
+    def pool_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for layer, t in self._pools.items() if layer not in self._empty)
 
 
-def _mapping(size: int) -> mmap.mmap:
+def _map_zeros(size: int) -> mmap.mmap:
     """Zeros that take memory only where they are written, in large pages where the kernel has them."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
@@ -81,16 +81,16 @@ class PageAllocator:
         self._free = list(range(count, 0, -1))
 
     @property
-    def free(self) -> int:
+    def free_count(self) -> int:
         return len(self._free)
 
-    def take(self, n: int) -> list[int]:
+    def allocate_pages(self, n: int) -> list[int]:
         assert n <= len(self._free), f"{n} pages wanted, {len(self._free)} free: the scheduler must make room first"
         taken = self._free[len(self._free) - n :][::-1]
         del self._free[len(self._free) - n :]
         return taken
 
-    def give(self, pages: Iterator[int] | list[int]) -> None:
+    def free_pages(self, pages: Iterator[int] | list[int]) -> None:
         self._free.extend(pages)
 
     def note_routes(self, slots: Tensor, routes: Tensor) -> None:

@@ -40,26 +40,26 @@ class RadixTree:
         ] = []  # a heap: last use when it was entered, a number, a node that was an unlocked leaf then
         self._numbers, self._dead = count(), 0  # entries of nodes that are gone
 
-    def match(self, root: Root, tokens: list[int]) -> tuple[RadixNode, list[int]]:
+    def match_prefix(self, root: Root, tokens: list[int]) -> tuple[RadixNode, list[int]]:
         """The deepest node that covers a prefix of `tokens`, and the pages of that
         prefix. Splits a node matched in part.
         """
         self._clock += 1
         node, at, pages = self.roots.setdefault(root, RadixNode([], [], None)), 0, []
         while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
-            n = _common(child.tokens, tokens, at)
+            n = _shared_prefix_length(child.tokens, tokens, at)
             if n < len(child.tokens):
-                child = self._split(child, n)
+                child = self._split_node(child, n)
             child.used = self._clock
             pages += child.pages
             node, at = child, at + n
         return node, pages
 
-    def covered(self, root: Root, tokens: list[int]) -> int:
+    def cached_prefix_length(self, root: Root, tokens: list[int]) -> int:
         """How many of `tokens`, from the first on, are cached. It counts as no use and changes nothing."""
         node, at = self.roots.get(root), 0
         while node is not None and at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
-            n = _common(child.tokens, tokens, at)
+            n = _shared_prefix_length(child.tokens, tokens, at)
             node, at = child if n == len(child.tokens) else None, at + n
         return at
 
@@ -67,13 +67,13 @@ class RadixTree:
         """Store `pages` of `tokens`. -> (node, the tree's pages for these tokens, those
         of `pages` that were duplicates).
         """
-        node, known = self.match(root, tokens)
+        node, known = self.match_prefix(root, tokens)
         rest = len(known)
         if rest < len(tokens):
             child = RadixNode(tokens[rest:], pages[rest:], node, used=self._clock)
             node.children[tokens[rest]] = child
             self.cached += len(child.pages)
-            self._queue(child)
+            self._enqueue_leaf(child)
             node = child
         duplicates = [mine for mine, theirs in zip(pages, known) if mine != theirs]
         return node, known + pages[rest:], duplicates
@@ -89,7 +89,7 @@ class RadixTree:
             node.locks -= 1
             assert node.locks >= 0, "a cache path was unlocked twice"
             self.held -= 0 if node.locks else len(node.pages)
-            self._queue(node)
+            self._enqueue_leaf(node)
             node = node.parent
 
     def evict(self, wanted: int) -> list[int]:
@@ -102,31 +102,31 @@ class RadixTree:
             if leaf.gone or leaf.children or leaf.locks:
                 continue  # it is entered again when it is an unlocked leaf again
             if leaf.used != used:
-                self._queue(leaf)  # used since: its turn comes later
+                self._enqueue_leaf(leaf)  # used since: its turn comes later
                 continue
-            freed += self._remove(leaf)
+            freed += self._remove_leaf(leaf)
         return freed
 
-    def forget(self, keep_version: int) -> list[int]:
+    def free_stale_nodes(self, keep_version: int) -> list[int]:
         """Free all unlocked nodes of other versions: no request can match them any more."""
         freed: list[int] = []
         for name in [r for r in self.roots if r[0] != keep_version]:
             root = self.roots[name]
-            for node in reversed(list(_below(root))):  # children before their parents
+            for node in reversed(list(_walk_subtree(root))):  # children before their parents
                 if not node.children and node.locks == 0:
-                    freed += self._remove(node)
+                    freed += self._remove_leaf(node)
             if not root.children:
                 del self.roots[name]
         return freed
 
-    def nodes(self) -> Iterator[RadixNode]:
+    def iter_nodes(self) -> Iterator[RadixNode]:
         """Every node below a root."""
         for root in self.roots.values():
-            yield from _below(root)
+            yield from _walk_subtree(root)
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _split(self, node: RadixNode, n: int) -> RadixNode:
+    def _split_node(self, node: RadixNode, n: int) -> RadixNode:
         """The first n tokens of `node` become its new parent; locks hold for both halves."""
         assert node.parent is not None
         upper = RadixNode(node.tokens[:n], node.pages[:n], node.parent, locks=node.locks, used=node.used)
@@ -135,7 +135,7 @@ class RadixTree:
         upper.children[node.tokens[0]] = node
         return upper
 
-    def _remove(self, leaf: RadixNode) -> list[int]:
+    def _remove_leaf(self, leaf: RadixNode) -> list[int]:
         assert leaf.locks == 0 and not leaf.children and leaf.parent is not None
         del leaf.parent.children[leaf.tokens[0]]
         self.cached -= len(leaf.pages)
@@ -145,17 +145,17 @@ class RadixTree:
             self._leaves = [entry for entry in self._leaves if not entry[2].gone]
             heapify(self._leaves)
             self._dead = 0
-        self._queue(leaf.parent)
+        self._enqueue_leaf(leaf.parent)
         return leaf.pages
 
-    def _queue(self, node: RadixNode) -> None:
+    def _enqueue_leaf(self, node: RadixNode) -> None:
         """Enter an unlocked leaf into the heap, once."""
         if node.parent is not None and not (node.queued or node.children or node.locks or node.gone):
             node.queued = True
             heappush(self._leaves, (node.used, next(self._numbers), node))
 
 
-def _below(root: RadixNode) -> Iterator[RadixNode]:
+def _walk_subtree(root: RadixNode) -> Iterator[RadixNode]:
     """The nodes under `root`, parents before their children."""
     stack = [*root.children.values()]
     while stack:
@@ -164,7 +164,7 @@ def _below(root: RadixNode) -> Iterator[RadixNode]:
         stack += node.children.values()
 
 
-def _common(run: list[int], tokens: list[int], at: int) -> int:
+def _shared_prefix_length(run: list[int], tokens: list[int], at: int) -> int:
     """How many tokens of `run` continue `tokens[at:]`."""
     window = tokens[at : at + len(run)]
     if window == run:

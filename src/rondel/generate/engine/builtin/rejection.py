@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     pass
 
 
-def agreeing(drawn: Sequence[int], guess: Sequence[int]) -> int:
+def matching_prefix_length(drawn: Sequence[int], guess: Sequence[int]) -> int:
     """How many guesses are what was drawn in their place, up to the first that is not."""
     return next((i for i, (a, b) in enumerate(zip(drawn, guess)) if a != b), len(guess))
 
 
-def accepts(p: Tensor, q: Tensor, guess: Tensor, coin: Tensor) -> Tensor:
+def accept_draft_tokens(p: Tensor, q: Tensor, guess: Tensor, coin: Tensor) -> Tensor:
     """coin < min(1, p(x) / q(x)), row by row. p, q [R, V] weights, not normalised; guess, coin [R] -> [R] bool."""
     mine, theirs = (
         w.gather(1, guess[:, None])[:, 0].double() / w.sum(-1, dtype=torch.float64) for w in (p, q)
@@ -25,7 +25,7 @@ def accepts(p: Tensor, q: Tensor, guess: Tensor, coin: Tensor) -> Tensor:
     return coin * theirs < mine
 
 
-def leftover(p: Tensor, q: Tensor) -> Tensor:
+def residual_weights(p: Tensor, q: Tensor) -> Tensor:
     """(p - q)+ of normalised weights, what a rejected row draws from. [R, V], [R, V] -> [R, V] double.
 
     Where rounding leaves nothing, p and q are the same and it is p.

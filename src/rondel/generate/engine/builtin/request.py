@@ -68,23 +68,23 @@ class SequenceState:
     first: float = 0.0
 
     @property
-    def computed(self) -> int:
+    def computed_tokens(self) -> int:
         return len(self.pages)
 
     @property
-    def keys(self) -> list[int]:
+    def cache_keys(self) -> list[int]:
         """What its tokens are known by in the prefix cache."""
         return self.tokens if self.gaze is None else self.gaze.keys + self.tokens[self.prompt :]
 
     @property
-    def leads(self) -> bool:
+    def leads_prefill(self) -> bool:
         """Whether it is computing more of its prompt than the last token, which every request
         feeds itself: siblings wait for that.
         """
         return self.prompt - self.shared > 1
 
     @property
-    def pending(self) -> int:
+    def pending_tokens(self) -> int:
         """Tokens whose keys and values do not exist yet; a decoding request has one, the token drawn last."""
         return len(self.tokens) - len(self.pages)
 
@@ -92,41 +92,41 @@ class SequenceState:
     def written(self) -> int:
         return len(self.tokens) - self.prompt
 
-    def still(self, version: int) -> bool:
+    def is_held_by_replay(self, version: int) -> bool:
         """Whether it stands still under these weights, because it did so when its run was recorded."""
         if (lines := self.request.lines) is None:
             return False
         if self.line == len(lines):
             return True
         at, computed, written = lines[self.line]
-        return at != version or (self.computed, self.written) == (computed, written)
+        return at != version or (self.computed_tokens, self.written) == (computed, written)
 
     @property
-    def reach(self) -> int:
+    def computable_tokens(self) -> int:
         """How many of its tokens may be computed now."""
         if self.request.lines is None:
             return len(self.tokens)
         _, computed, written = self.request.lines[self.line]
         return computed if written == self.written else len(self.tokens)
 
-    def stand(self, version: int) -> None:
+    def append_version_span(self, version: int) -> None:
         """Note where it stands: the weights change, its cache is lost, or it ends."""
-        self.stints.append((version, self.computed, self.written))
+        self.stints.append((version, self.computed_tokens, self.written))
 
     @property
-    def drawn(self) -> int:
+    def noise_counter(self) -> int:
         """The counter of its next token's noise: tokens that this sample drew before, continued ones included."""
         return self.request.continuation + self.written
 
-    def add(self, token: int, logprob: float, version: int) -> None:
+    def append_token(self, token: int, logprob: float, version: int) -> None:
         """The next drawn token. Behind another one of the same step it says that the guess
         before it was right: its page stays.
         """
-        if self.pending:
+        if self.pending_tokens:
             self.pages.append(self.ahead.pop(0))
-        self.recall(token, logprob, version)
+        self.restore_token(token, logprob, version)
 
-    def recall(self, token: int, logprob: float, version: int) -> None:
+    def restore_token(self, token: int, logprob: float, version: int) -> None:
         """A token that it drew in an earlier life; its page is computed with the prompt's."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
@@ -148,7 +148,7 @@ class SequenceState:
         pages = self.pages[fresh:upto] if upto <= len(self.pages) else [*self.pages, *self.ahead][fresh:upto]
         return np.concatenate([known[first:upto], pool[pages]])
 
-    def done(self) -> FinishReason | None:
+    def check_finish(self) -> FinishReason | None:
         """Asked once a token. End tokens were forbidden where they must not be drawn; strings
         cannot be, so an early one is passed over.
         """
@@ -156,13 +156,13 @@ class SequenceState:
         if self.tokens[-1] in self.ends:
             return "stop"
         if self.reader is not None:
-            said = self.reader.add(self.tokens[len(self.tokens) - self.drawn :])
+            said = self.reader.find_stop(self.tokens[len(self.tokens) - self.noise_counter :])
             if said is not None and self.written > sampling.min_tokens:
                 self.said = said
                 return "stop"
         return "length" if self.written >= sampling.max_tokens else None
 
-    def completion(self, reason: FinishReason) -> Completion:
+    def to_completion(self, reason: FinishReason) -> Completion:
         now = time.perf_counter()
         return Completion(
             tokens=self.tokens[self.prompt :],
@@ -173,5 +173,5 @@ class SequenceState:
             cached_tokens=self.cached,
             stints=self.stints,
             timings={"queue": (self.first or now) - self.arrived, "total": now - self.arrived},
-            **(self.channels.lists() if self.channels is not None else {}),
+            **(self.channels.token_lists() if self.channels is not None else {}),
         )

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from rondel.generate.engine.builtin.channels import TokenChannels, note_raw
 from rondel.generate.engine.builtin.feed import TokenFeed
-from rondel.generate.engine.builtin.logits_processors import shape
+from rondel.generate.engine.builtin.logits_processors import process_logits
 from rondel.generate.engine.builtin.pages import LayerPools, PageAllocator
-from rondel.generate.engine.builtin.rejection import agreeing
+from rondel.generate.engine.builtin.rejection import matching_prefix_length
 from rondel.generate.engine.builtin.request import SequenceState
-from rondel.generate.engine.builtin.sampler import choose, uniform, weights
+from rondel.generate.engine.builtin.sampler import draw_uniform, sample_tokens, sampling_weights
 from rondel.generate.engine.builtin.step_plan import StepPlan
 from rondel.generate.engine.builtin.vision_encoder import RequestImages, VisionEncoderCache
 from rondel.models.attention import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.compilation import CompiledModel
-from rondel.models.head import chosen
+from rondel.models.head import select_logprobs
 from rondel.models.routing_tape import RoutingTape
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class ModelRunner:
         compiled: CompiledModel | DecodeGraphs | None = None,
     ) -> None:
         self.records, self.draft = records, draft
-        self.hidden = loaded.hidden if compiled is None else compiled.hidden
+        self.hidden = loaded.hidden_states if compiled is None else compiled.hidden_states
         self.loaded, self.pages, self.device = loaded, pages, loaded.device
         self.table = torch.zeros(rows, 256, dtype=torch.int64)
         self.lines = lines_of(loaded, rows, pages.count)
@@ -67,17 +67,19 @@ class ModelRunner:
         that decode, in order of their tokens.
         """
         if self.draft is not None:
-            self.draft.propose(self, plan)
-        hidden, last = self._forward(plan)
+            self.draft.propose_drafts(self, plan)
+        hidden, last = self._forward_step(plan)
         out: list[tuple[SequenceState, int, float]] = []
-        for part in _parts(last):
+        for part in _row_batches(last):
             rows = torch.tensor(
                 [first + i for live, first in part for i in range(1 + len(live.guess))], device=self.device
             )
-            out += self._draw([live for live, _ in part], self.loaded.head.logits(hidden.index_select(0, rows)))
+            out += self._sample_tokens(
+                [live for live, _ in part], self.loaded.head.logits(hidden.index_select(0, rows))
+            )
         return out
 
-    def _draw(self, lives: list[SequenceState], logits: Tensor) -> Iterable[tuple[SequenceState, int, float]]:
+    def _sample_tokens(self, lives: list[SequenceState], logits: Tensor) -> Iterable[tuple[SequenceState, int, float]]:
         """Tokens from rows of logits [B, V], one for each request and each of its guesses; they
         are overwritten, raw logprobs taken before.
         """
@@ -89,15 +91,21 @@ class ModelRunner:
             if live.channels is not None and live.channels.reads_raw
         ]
         raw = logits[[row for row, _ in heard]].log_softmax(-1) if heard else None
-        if shaped := [(row, part[row]) for row, s in enumerate(samplings) if s.shaped]:
-            shape(logits, shaped)
-        plain = [row for row, s in enumerate(samplings) if not (s.shaped or s.truncated)] if self.loaded.aligned else []
+        if shaped := [(row, part[row]) for row, s in enumerate(samplings) if s.changes_logits]:
+            process_logits(logits, shaped)
+        plain = (
+            [row for row, s in enumerate(samplings) if not (s.changes_logits or s.truncates_support)]
+            if self.loaded.aligned
+            else []
+        )
         exact = logits[plain]
-        p = weights(logits, samplings)
-        noise = [uniform(live.request.key, live.drawn + i) for live in lives for i in range(1 + len(live.guess))]
-        tokens, logprobs = choose(p, samplings, noise)
+        p = sampling_weights(logits, samplings)
+        noise = [
+            draw_uniform(live.request.key, live.noise_counter + i) for live in lives for i in range(1 + len(live.guess))
+        ]
+        tokens, logprobs = sample_tokens(p, samplings, noise)
         if self.draft is not None:
-            tokens, logprobs = self.draft.judge(lives, p, tokens, logprobs)
+            tokens, logprobs = self.draft.verify_drafts(lives, p, tokens, logprobs)
         for row, logprob in zip(
             plain,
             self._as_trained(
@@ -110,7 +118,7 @@ class ModelRunner:
         for row, live in enumerate(part):
             if live.channels is not None:
                 self._note_rest(live, live.channels, p[row])
-        return _kept(lives, tokens, logprobs)
+        return _accepted_rows(lives, tokens, logprobs)
 
     def _as_trained(self, logits: Tensor, temperatures: list[float], tokens: list[int]) -> list[float]:
         """Logprobs by the trainer's own formula, for aligned numerics."""
@@ -118,7 +126,7 @@ class ModelRunner:
         for temperature in set(temperatures):
             rows = [row for row, t in enumerate(temperatures) if t == temperature]
             z = logits[rows] if temperature == 1.0 else logits[rows].div_(temperature)
-            out[rows] = chosen(z, torch.tensor([tokens[row] for row in rows], device=z.device))[0].cpu()
+            out[rows] = select_logprobs(z, torch.tensor([tokens[row] for row in rows], device=z.device))[0].cpu()
         return out.tolist()
 
     def _note_rest(self, live: SequenceState, channels: TokenChannels, p: Tensor) -> None:
@@ -126,7 +134,7 @@ class ModelRunner:
         sampling = live.request.sampling
         if channels.support is not None:
             cut = (
-                (sampling.truncated and sampling.temperature > 0)
+                (sampling.truncates_support and sampling.temperature > 0)
                 or live.constraint is not None
                 or live.written < sampling.min_tokens
             )
@@ -142,8 +150,8 @@ class ModelRunner:
         n = len(tokens)
         where, ids = torch.arange(n, device=self.device), torch.tensor(tokens, device=self.device)
         layout = PagedLayout(LayerPools(n), LayerPools(n), where, [PrefillChunk(0, n, where)])
-        at = where if gaze is None else torch.from_numpy(gaze.where(0, n)).to(self.device)
-        hidden = self._pass(ids, at, layout, [(0, n, gaze)])
+        at = where if gaze is None else torch.from_numpy(gaze.position_ids(0, n)).to(self.device)
+        hidden = self._forward_pass(ids, at, layout, [(0, n, gaze)])
         out = [0.0]
         for first in range(0, n - 1, ROWS):
             rows = slice(first, min(first + ROWS, n - 1))
@@ -151,25 +159,27 @@ class ModelRunner:
             out += logprobs.gather(1, ids[rows.start + 1 : rows.stop + 1, None])[:, 0].tolist()
         return out
 
-    def _forward(self, plan: StepPlan) -> tuple[Tensor, list[tuple[SequenceState, int]]]:
+    def _forward_step(self, plan: StepPlan) -> tuple[Tensor, list[tuple[SequenceState, int]]]:
         """Hidden states of the step's new tokens, and the first of the rows from which a
         request's tokens are drawn: 1 + its guesses.
         """
-        chunks = [TokenFeed(live, live.computed - n, n) for live, n in plan.chunks if n > 1]
+        chunks = [TokenFeed(live, live.computed_tokens - n, n) for live, n in plan.chunks if n > 1]
         # siblings that find their prompt cached
-        single = [TokenFeed(live, live.computed - 1, 1) for live, n in plan.chunks if n == 1]
-        single += [TokenFeed(live, live.computed - 1, 1 + len(live.guess)) for live in plan.decoding]
-        ids, at, layout, ends = self.lay(chunks, single, self.pages.keys, self.pages.values)
+        single = [TokenFeed(live, live.computed_tokens - 1, 1) for live, n in plan.chunks if n == 1]
+        single += [TokenFeed(live, live.computed_tokens - 1, 1 + len(live.guess)) for live in plan.decoding]
+        ids, at, layout, ends = self.pack_feeds(chunks, single, self.pages.keys, self.pages.values)
         last = [
-            (f.live, end - len(f.live.guess) - 1) for f, end in zip([*chunks, *single], ends) if f.live.pending == 0
+            (f.live, end - len(f.live.guess) - 1)
+            for f, end in zip([*chunks, *single], ends)
+            if f.live.pending_tokens == 0
         ]
         tape = RoutingTape(self.loaded.routers) if self.records else None
-        hidden = self._pass(ids, at, layout, [(f.first, f.n, f.live.gaze) for f in [*chunks, *single]], tape)
+        hidden = self._forward_pass(ids, at, layout, [(f.first, f.n, f.live.gaze) for f in [*chunks, *single]], tape)
         if tape is not None:
-            self.pages.note_routes(layout.write, tape.recorded)
+            self.pages.note_routes(layout.write, tape.recorded_routes)
         return hidden, last
 
-    def _pass(
+    def _forward_pass(
         self,
         ids: Tensor,
         at: Tensor,
@@ -177,14 +187,14 @@ class ModelRunner:
         fed: Sequence[tuple[int, int, RequestImages | None]],
         tape: RoutingTape | None = None,
     ) -> Tensor:
-        seen = self.eyes.seen(fed) if at.ndim == 2 else None
+        seen = self.eyes.gather_features(fed) if at.ndim == 2 else None
         return (
             self.hidden(ids, at, layout)
             if tape is None and seen is None
-            else self.loaded.hidden(ids, at, layout, tape, seen)
+            else self.loaded.hidden_states(ids, at, layout, tape, seen)
         )
 
-    def lay(
+    def pack_feeds(
         self, chunks: list[TokenFeed], single: list[TokenFeed], keys: LayerPools, values: LayerPools
     ) -> tuple[Tensor, Tensor, PagedLayout, list[int]]:
         """Packed tokens, their positions, who sees whom, and where each feed ends. The tokens
@@ -197,22 +207,24 @@ class ModelRunner:
         laid: list[PrefillChunk] = []
         for feed in [*chunks, *single]:
             live, first, end = feed.live, feed.first, feed.first + feed.n
-            self._note(live)
+            self._record_pages(live)
             if self.lines is None and len(laid) < len(chunks):
                 laid.append(
                     PrefillChunk(
-                        len(tokens), feed.n, torch.tensor(_cut(live.pages, live.ahead, 0, end), device=self.device)
+                        len(tokens),
+                        feed.n,
+                        torch.tensor(_slice_joined(live.pages, live.ahead, 0, end), device=self.device),
                     )
                 )
-            tokens += _cut(live.tokens, live.guess, first, end)
+            tokens += _slice_joined(live.tokens, live.guess, first, end)
             positions += range(first, end)
-            write += _cut(live.pages, live.ahead, first, end)
+            write += _slice_joined(live.pages, live.ahead, first, end)
             ends.append(len(tokens))
         ids, at, where = (torch.tensor(x, device=self.device) for x in (tokens, positions, write))
         if any(feed.live.gaze is not None for feed in [*chunks, *single]):
-            at = torch.from_numpy(np.concatenate([feed.where for feed in [*chunks, *single]], 1)).to(self.device)
+            at = torch.from_numpy(np.concatenate([feed.position_ids for feed in [*chunks, *single]], 1)).to(self.device)
         if self.lines is not None:
-            return ids, at, self.lines.layout(keys, values, where, [_fed(chunks), _fed(single)]), ends
+            return ids, at, self.lines.fed_layout(keys, values, where, [_token_runs(chunks), _token_runs(single)]), ends
         return ids, at, PagedLayout(keys, values, where, laid, self._decoding(single) if single else None), ends
 
     def _decoding(self, feeds: list[TokenFeed]) -> DecodeBatch:
@@ -225,18 +237,18 @@ class ModelRunner:
         # a draft may be behind its prompt
         shares = [feed.live.shared if feed.first >= feed.live.shared else 0 for feed, _ in rows]
         siblings = [((id(feed.live.node), n) if n else at, n) for at, ((feed, _), n) in enumerate(zip(rows, shares))]
-        best = _Families.of(siblings, total)
+        best = _Families.from_rows(siblings, total)
         if len(rows) > len(feeds):
-            own = _Families.of([(id(feed), feed.first) for feed, _ in rows], total)
+            own = _Families.from_rows([(id(feed), feed.first) for feed, _ in rows], total)
             best = min((best, own), key=lambda families: families.cost)
         if self.loaded.aligned or best.cost > SHARE * int(total.max()) * len(rows):
             return DecodeBatch(
-                self._slots(lines, torch.zeros_like(total), total).to(self.device), total.to(self.device)
+                self._slot_table(lines, torch.zeros_like(total), total).to(self.device), total.to(self.device)
             )
-        grid, place = best.grid()
-        prefix = self._slots(lines[grid[:, 0]], torch.zeros_like(best.shared), best.shared)
+        grid, place = best.member_grid()
+        prefix = self._slot_table(lines[grid[:, 0]], torch.zeros_like(best.shared), best.shared)
         parts = (
-            self._slots(lines, best.above, total - best.above),
+            self._slot_table(lines, best.above, total - best.above),
             total - best.above,
             prefix,
             best.shared,
@@ -246,22 +258,22 @@ class ModelRunner:
         slots, lengths, *family = (x.to(self.device) for x in parts)
         return DecodeBatch(slots, lengths, *family)  # type: ignore[arg-type]  # four tensors
 
-    def _slots(self, rows: Tensor, first: Tensor, count: Tensor) -> Tensor:
+    def _slot_table(self, rows: Tensor, first: Tensor, count: Tensor) -> Tensor:
         """[B, max(count)]: slots first .. first+count of each line of the table, padded with slot 0."""
         column = torch.arange(int(count.max()))
         at = (first[:, None] + column).clamp_(max=self.table.shape[1] - 1)
         return self.table[rows[:, None], at].masked_fill_(column >= count[:, None], 0)
 
-    def _note(self, live: SequenceState) -> None:
+    def _record_pages(self, live: SequenceState) -> None:
         """Write the pages that are not yet in the request's line."""
-        upto = live.computed + len(live.ahead)
+        upto = live.computed_tokens + len(live.ahead)
         if self.lines is not None:
-            self.lines.note(live.row, live.noted, _cut(live.pages, live.ahead, live.noted, upto))
+            self.lines.record_slots(live.row, live.noted, _slice_joined(live.pages, live.ahead, live.noted, upto))
             live.noted = upto
             return
         while upto > self.table.shape[1]:
             self.table = torch.cat([self.table, torch.zeros_like(self.table)], 1)
-        self.table.numpy()[live.row, live.noted : upto] = _cut(live.pages, live.ahead, live.noted, upto)
+        self.table.numpy()[live.row, live.noted : upto] = _slice_joined(live.pages, live.ahead, live.noted, upto)
         live.noted = upto
 
 
@@ -280,14 +292,14 @@ def has_kernel(loaded: LoadedModel) -> bool:
     return loaded.device.type == "cuda" and not loaded.aligned and importlib.util.find_spec("triton") is not None
 
 
-def _fed(feeds: list[TokenFeed]) -> list[TokenRun]:
+def _token_runs(feeds: list[TokenFeed]) -> list[TokenRun]:
     from rondel.models.paged_attention import TokenRun
 
     rows = accumulate((f.n for f in feeds), initial=0)
     return [TokenRun(f.live.row, row, f.n, f.first + f.n) for f, row in zip(feeds, rows)]
 
 
-def _parts(last: list[tuple[SequenceState, int]]) -> Iterator[list[tuple[SequenceState, int]]]:
+def _row_batches(last: list[tuple[SequenceState, int]]) -> Iterator[list[tuple[SequenceState, int]]]:
     """Requests whose rows together are at most ROWS: a request's own stay together."""
     part: list[tuple[SequenceState, int]] = []
     rows = 0
@@ -301,7 +313,7 @@ def _parts(last: list[tuple[SequenceState, int]]) -> Iterator[list[tuple[Sequenc
         yield part
 
 
-def _kept(
+def _accepted_rows(
     lives: list[SequenceState], tokens: list[int], logprobs: list[float]
 ) -> Iterator[tuple[SequenceState, int, float]]:
     """Of each request's rows those up to the first whose token is not the guess, that one
@@ -309,13 +321,13 @@ def _kept(
     """
     at = 0
     for live in lives:
-        n = 1 + agreeing(tokens[at : at + len(live.guess)], live.guess)
+        n = 1 + matching_prefix_length(tokens[at : at + len(live.guess)], live.guess)
         for row in range(at, at + n):
             yield live, tokens[row], logprobs[row]
         at += 1 + len(live.guess)
 
 
-def _cut(known: list[int], more: list[int], first: int, end: int) -> list[int]:
+def _slice_joined(known: list[int], more: list[int], first: int, end: int) -> list[int]:
     """[first, end) of the two lists behind one another."""
     n = len(known)
     return known[first:end] if end <= n else known[first:] + more[max(0, first - n) : end - n]
@@ -331,7 +343,7 @@ class _Families:
     cost: float
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[object, int]], total: Tensor) -> _Families:
+    def from_rows(cls, rows: Sequence[tuple[object, int]], total: Tensor) -> _Families:
         """(whose family, how many tokens it shares) of each row, and its tokens in all [B]."""
         families: dict[object, list[int]] = {}
         for at, (name, _) in enumerate(rows):
@@ -342,7 +354,7 @@ class _Families:
         padded = max(map(len, members)) * len(members) > 2 * len(rows)
         return cls(members, shared, above, float("inf") if padded else cost)
 
-    def grid(self) -> tuple[Tensor, Tensor]:
+    def member_grid(self) -> tuple[Tensor, Tensor]:
         """[F,S] rows of the members, padded with row 0, and [B] where each row stands in it, counted flat."""
         widest = max(map(len, self.members))
         grid = torch.zeros(len(self.members), widest, dtype=torch.int64)

@@ -24,14 +24,14 @@ BLOCK = 256
 LIKELY = 1024  # top-p sorts so many of a row first, and the whole row only where they do not suffice
 
 
-def uniform(key: int, t: int, word: int = 0) -> float:
+def draw_uniform(key: int, t: int, word: int = 0) -> float:
     """The t-th uniform of a sample, in [0, 1) with 53 bits. `word` 1 to 3 are others of
     the same block, for guesses (draft.py).
     """
     return (int(np.random.Philox(key=key, counter=t).random_raw(word + 1)[word]) >> 11) * 2.0**-53
 
 
-def weights(logits: Tensor, samplings: list[Sampling]) -> Tensor:
+def sampling_weights(logits: Tensor, samplings: list[Sampling]) -> Tensor:
     """Logits [B, V] fp32 (overwritten) -> what is drawn from, not normalised [B, V]: the
     largest of a row is 1, what is cut is 0.
 
@@ -59,7 +59,7 @@ def weights(logits: Tensor, samplings: list[Sampling]) -> Tensor:
     return p
 
 
-def choose(p: Tensor, samplings: list[Sampling], noise: list[float]) -> tuple[list[int], list[float]]:
+def sample_tokens(p: Tensor, samplings: list[Sampling], noise: list[float]) -> tuple[list[int], list[float]]:
     """Weights [B, V], a uniform for each row -> (tokens, log-probabilities under the distribution drawn from)."""
     chosen, total = _inverse_cdf(p, torch.tensor(noise, dtype=torch.float64, device=p.device))
     if greedy := [row for row, s in enumerate(samplings) if s.temperature == 0]:

@@ -39,7 +39,7 @@ class Scheduler:
 
     def may_move(self, version: int) -> bool:
         """Whether anyone has work left under these weights."""
-        return any(not live.still(version) for live in chain(self.running, self.waiting))
+        return any(not live.is_held_by_replay(version) for live in chain(self.running, self.waiting))
 
     @property
     def has_begun(self) -> bool:
@@ -48,7 +48,7 @@ class Scheduler:
 
     # -- before the step -------------------------------------------------------------------------
 
-    def plan(self, version: int, *, fresh: bool = True) -> StepPlan:
+    def plan_step(self, version: int, *, fresh: bool = True) -> StepPlan:
         """Reserve pages for one step. `fresh` False admits only requests that have written
         something: the engine is being drained.
         """
@@ -57,32 +57,32 @@ class Scheduler:
         chunks: list[tuple[SequenceState, int]] = []
         # those interrupted in the middle of their prompt; the decoding ones have nothing pending any more
         for live in self.running:
-            n = 0 if live.still(version) else min(budget, live.reach - live.computed)
-            if n and self._reserve(live, n):
+            n = 0 if live.is_held_by_replay(version) else min(budget, live.computable_tokens - live.computed_tokens)
+            if n and self._reserve_pages(live, n):
                 chunks.append((live, n))
                 budget -= n
-        leaders = [r for r in self.running if r.leads and not r.still(version)]
-        for live in self._queue(version, budget):
+        leaders = [r for r in self.running if r.leads_prefill and not r.is_held_by_replay(version)]
+        for live in self._waiting_order(version, budget):
             if not budget or len(self.running) >= self.limit:
                 break
             root = (version, live.request.adapter, live.request.namespace)
             if (
                 not (fresh or live.written)
-                or live.still(version)
-                or any(other.root == root and _shares(live, other) for other in leaders)
+                or live.is_held_by_replay(version)
+                or any(other.root == root and _will_share_prompt(live, other) for other in leaders)
             ):
                 # in-batch sharing: a running request is about to finish the prefix that this one would compute
                 continue
-            n = self._admit(live, root, budget, ahead=AHEAD * (len(decoding) + 1) if self.running else 0)
+            n = self._admit_sequence(live, root, budget, ahead=AHEAD * (len(decoding) + 1) if self.running else 0)
             if not n:
                 break
             chunks.append((live, n))
             budget -= n
-            if live.leads:
+            if live.leads_prefill:
                 leaders.append(live)
         return StepPlan(chunks, decoding)
 
-    def _queue(self, version: int, budget: int) -> list[SequenceState]:
+    def _waiting_order(self, version: int, budget: int) -> list[SequenceState]:
         """Those that wait: first those whose prompt is cached for the most part, each kind in the order of arrival.
 
         Retracted requests, recorded ones, and one that was overtaken `OVERTAKEN` times are
@@ -94,20 +94,20 @@ class Scheduler:
         def goes_first(live: SequenceState) -> bool:
             if live.written or live.request.lines is not None or live.overtaken >= OVERTAKEN:
                 return True
-            keys = live.keys[: live.reach - 1]
-            return self.tree.covered((version, live.request.adapter, live.request.namespace), keys) >= CACHED * len(
-                keys
-            )
+            keys = live.cache_keys[: live.computable_tokens - 1]
+            return self.tree.cached_prefix_length(
+                (version, live.request.adapter, live.request.namespace), keys
+            ) >= CACHED * len(keys)
 
         looked = sorted(islice(self.waiting, LOOKED), key=goes_first, reverse=True)
         return [*looked, *islice(self.waiting, LOOKED, None)]
 
-    def _admit(self, live: SequenceState, root: Root, budget: int, *, ahead: int) -> int:
+    def _admit_sequence(self, live: SequenceState, root: Root, budget: int, *, ahead: int) -> int:
         """Match, lock, reserve. -> how many of its tokens this step computes, 0 if there is
         no room (then nothing has changed).
         """
-        reach = live.reach
-        node, known = self.tree.match(root, live.keys[: reach - 1])  # the last token must be fed
+        reach = live.computable_tokens
+        node, known = self.tree.match_prefix(root, live.cache_keys[: reach - 1])  # the last token must be fed
         n = min(budget, reach - len(known))
         self.tree.lock(node)
         if not self._has_room(n + ahead):
@@ -118,7 +118,7 @@ class Scheduler:
         self.waiting.remove(live)
         self.running.append(live)
         live.root, live.node, live.shared, live.row = root, node, len(known), self._rows.pop()
-        live.pages = known + self.pages.take(n)
+        live.pages = known + self.pages.allocate_pages(n)
         live.cached = max(live.cached, live.shared)
         self.reused += live.shared
         return n
@@ -128,10 +128,12 @@ class Scheduler:
         (then the longest prompts) until it fits.
         """
         while True:
-            decoding = [r for r in self.running if r.pending == 1 and r.written and not r.still(version)]
+            decoding = [
+                r for r in self.running if r.pending_tokens == 1 and r.written and not r.is_held_by_replay(version)
+            ]
             if self._has_room(len(decoding)):
                 for live in decoding:
-                    self._reserve(live, 1)
+                    self._reserve_pages(live, 1)
                 return decoding
             victim = min(self.running, key=lambda r: (r.written, -r.prompt))
             if len(self.running) == 1:
@@ -145,35 +147,35 @@ class Scheduler:
                     "computed again"
                 )
             self.retracted += 1
-            self.retract(victim, version)
+            self.retract_sequence(victim, version)
 
     def _has_room(self, n: int) -> bool:
         """Make room for n pages if that is possible; nothing is evicted in vain."""
-        if self.pages.free + self.tree.cached - self.tree.held < n:
+        if self.pages.free_count + self.tree.cached - self.tree.held < n:
             return False
-        if self.pages.free < n:
-            self.pages.give(self.tree.evict(n - self.pages.free))
+        if self.pages.free_count < n:
+            self.pages.free_pages(self.tree.evict(n - self.pages.free_count))
         return True
 
-    def _reserve(self, live: SequenceState, n: int) -> bool:
+    def _reserve_pages(self, live: SequenceState, n: int) -> bool:
         if not self._has_room(n):
             return False
-        live.pages += self.pages.take(n)
+        live.pages += self.pages.allocate_pages(n)
         return True
 
     def reserve_ahead(self, live: SequenceState, n: int) -> int:
         """Pages for guesses: only free ones, nobody is evicted or retracted for a guess. -> how many there are."""
-        live.ahead = self.pages.take(min(n, self.pages.free))
+        live.ahead = self.pages.allocate_pages(min(n, self.pages.free_count))
         return len(live.ahead)
 
     # -- after the step --------------------------------------------------------------------------
 
-    def computed(self, plan: StepPlan) -> None:
+    def mark_computed(self, plan: StepPlan) -> None:
         """Keys and values of the plan exist now: prompts become shareable."""
         for live, n in plan.chunks:
             self.prefilled += n
-            if live.computed >= live.prompt:
-                self._store(live, live.prompt)
+            if live.computed_tokens >= live.prompt:
+                self._store_prefix(live, live.prompt)
         self.decoded += sum(1 + len(live.ahead) for live in plan.decoding)
 
     def roll_back(self, plan: StepPlan) -> None:
@@ -182,46 +184,46 @@ class Scheduler:
             self._give_ahead(live)
 
     def _give_ahead(self, live: SequenceState) -> None:
-        self.pages.give(live.ahead)
+        self.pages.free_pages(live.ahead)
         live.guess, live.ahead = [], []
-        live.noted = min(live.noted, live.computed)  # its line in the page table ends where its tokens do
+        live.noted = min(live.noted, live.computed_tokens)  # its line in the page table ends where its tokens do
 
-    def _store(self, live: SequenceState, upto: int) -> None:
+    def _store_prefix(self, live: SequenceState, upto: int) -> None:
         """Give the pages of the first `upto` tokens to the tree, unless they mix versions."""
         if live.root is None or upto <= live.shared:
             return
-        node, pages, duplicates = self.tree.insert(live.root, live.keys[:upto], live.pages[:upto])
+        node, pages, duplicates = self.tree.insert(live.root, live.cache_keys[:upto], live.pages[:upto])
         self.tree.lock(node)
         self.tree.unlock(live.node)
         live.node, live.pages, live.shared = node, pages + live.pages[upto:], upto
-        self.pages.give(duplicates)
+        self.pages.free_pages(duplicates)
         if duplicates:
             live.noted = 0  # its line in the page table names pages that it gave back
 
-    def release(self, live: SequenceState, version: int) -> None:
+    def release_sequence(self, live: SequenceState, version: int) -> None:
         """A finished or aborted request leaves: its context goes to the tree if it is clean, else
         its pages are free.
         """
         if live in self.running:
             if live.root is not None and live.root[0] == version:
-                self._store(live, live.computed)
+                self._store_prefix(live, live.computed_tokens)
             self._drop_pages(live)
             self.running.remove(live)
-            self.pages.give(self.tree.forget(version))
+            self.pages.free_pages(self.tree.free_stale_nodes(version))
         elif live in self.waiting:
             self.waiting.remove(live)
 
-    def retract(self, live: SequenceState, version: int) -> None:
+    def retract_sequence(self, live: SequenceState, version: int) -> None:
         """Back to the queue with all its tokens; only its pages are lost, so no output changes."""
         self._drop_pages(live)
-        live.stand(version)
+        live.append_version_span(version)
         self.running.remove(live)
         self.waiting.appendleft(live)
 
     def _drop_pages(self, live: SequenceState) -> None:
         live.keep_routes(self.pages.routes)
         self._give_ahead(live)
-        self.pages.give(live.pages[live.shared :])
+        self.pages.free_pages(live.pages[live.shared :])
         self.tree.unlock(live.node)
         self._rows.append(live.row)
         live.pages, live.shared, live.node, live.root, live.row, live.noted = [], 0, None, None, -1, 0
@@ -232,17 +234,18 @@ class Scheduler:
         """Running requests keep their keys and values, but those never enter the new tree (law 7)."""
         for live in self.running:
             live.root = None
-            live.stand(before)
-        self.follow(version)
-        self.pages.give(self.tree.forget(version))
+            live.append_version_span(before)
+        self.follow_schedule(version)
+        self.pages.free_pages(self.tree.free_stale_nodes(version))
 
     def makes_for_a_line(self, version: int) -> bool:
         """Whether anyone has not yet come as far as in the run that is replayed."""
         return any(
-            live.request.lines is not None and not live.still(version) for live in chain(self.running, self.waiting)
+            live.request.lines is not None and not live.is_held_by_replay(version)
+            for live in chain(self.running, self.waiting)
         )
 
-    def follow(self, version: int) -> None:
+    def follow_schedule(self, version: int) -> None:
         """Requests of a replayed run make for the next line behind the one they have reached;
         where their cache was lost, it is lost again.
         """
@@ -250,28 +253,28 @@ class Scheduler:
             for at, computed, written in (live.request.lines or ())[live.line :]:
                 if at > version or (at == version and (computed or live.written != written)):
                     break
-                if at < version and (live.computed, live.written) != (computed, written):
+                if at < version and (live.computed_tokens, live.written) != (computed, written):
                     raise LawError(
-                        f"version {version} came when a request stood at {live.computed} computed, {live.written} "
+                        f"version {version} came when a request stood at {live.computed_tokens} computed, {live.written} "
                         f"written tokens; in the run that is "
                         f"replayed version {at} took it to {computed}, {written}"
                     )
-                if live.computed and not computed:
-                    self.retract(live, version)
+                if live.computed_tokens and not computed:
+                    self.retract_sequence(live, version)
                 live.line += 1
 
     def drop_cache(self, version: int) -> None:
         """All keys and values are gone: running requests go back to the queue, the tree empties."""
         for live in list(reversed(self.running)):
-            self.retract(live, version)
-        self.pages.give(self.tree.evict(self.pages.count))
+            self.retract_sequence(live, version)
+        self.pages.free_pages(self.tree.evict(self.pages.count))
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Law 7: free + cached + private = all pages; a path is locked only for a running request."""
-        private = sum(live.computed - live.shared + len(live.ahead) for live in self.running)
-        if self.pages.free + self.tree.cached + private != self.pages.count:
+        private = sum(live.computed_tokens - live.shared + len(live.ahead) for live in self.running)
+        if self.pages.free_count + self.tree.cached + private != self.pages.count:
             raise LawError(
-                f"pages do not add up: {self.pages.free} free + {self.tree.cached} cached + {private} private != "
+                f"pages do not add up: {self.pages.free_count} free + {self.tree.cached} cached + {private} private != "
                 f"{self.pages.count}"
             )
         if self.tree.held > sum(live.shared for live in self.running):
@@ -280,10 +283,10 @@ class Scheduler:
             )
 
 
-def _shares(live: SequenceState, other: SequenceState) -> bool:
+def _will_share_prompt(live: SequenceState, other: SequenceState) -> bool:
     """Whether `other`, whose prompt is not in the tree yet, will soon offer most of the prompt of `live`.
 
     Only who came before may be waited for: later ones could follow each other without end.
     """
     n = (3 * min(live.prompt, other.prompt)) // 4
-    return other.arrived <= live.arrived and n >= 4 and live.keys[:n] == other.keys[:n]
+    return other.arrived <= live.arrived and n >= 4 and live.cache_keys[:n] == other.cache_keys[:n]

@@ -41,7 +41,7 @@ PROBE = 32  # steps after which the other choice is tried once
 # -- which guesses stay --------------------------------------------------------------------------
 
 
-def expected(alpha: float, k: int) -> float:
+def expected_tokens(alpha: float, k: int) -> float:
     """Mean tokens of a round of k guesses, each accepted with probability alpha: 1 + alpha + ... + alpha^k."""
     return float(k + 1) if alpha >= 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
 
@@ -69,19 +69,19 @@ class SpeculationController:
     steps: int = 0
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # of 1, x, y, x², xy
 
-    def choose(self, running: int, guessing: int) -> int:
+    def choose_draft_length(self, running: int, guessing: int) -> int:
         """Asked once a step that could guess; `guessing` of the `running` requests have something to try."""
         self.steps += 1
-        best = max(range(self.k + 1), key=lambda k: (self._rate(k, running, guessing), -k))
+        best = max(range(self.k + 1), key=lambda k: (self._token_rate(k, running, guessing), -k))
         if self.steps % PROBE == 0:
             return 0 if best else max(1, self.k // 2)
         return best
 
-    def _rate(self, k: int, running: int, guessing: int) -> float:
-        tokens = running + guessing * (expected(self.alpha, k) - 1)
+    def _token_rate(self, k: int, running: int, guessing: int) -> float:
+        tokens = running + guessing * (expected_tokens(self.alpha, k) - 1)
         return tokens / (self.a + self.b * (running + guessing * k) + self.c * k)
 
-    def timed(self, tokens: int, seconds: float, *, k: int = 0, draft: float = 0.0) -> None:
+    def record_step_time(self, tokens: int, seconds: float, *, k: int = 0, draft: float = 0.0) -> None:
         """A step that only decoded fed so many tokens; `draft` seconds of it were spent on guessing k deep."""
         for i, value in enumerate((1.0, tokens, seconds - draft, tokens * tokens, tokens * (seconds - draft))):
             self._sums[i] = MEMORY * self._sums[i] + value
@@ -93,7 +93,7 @@ class SpeculationController:
         if k:
             self.c += (draft / k - self.c) * (0.2 if self.c else 1.0)
 
-    def judged(self, looked_at: int, accepted: int) -> None:
+    def update_acceptance(self, looked_at: int, accepted: int) -> None:
         """Guesses up to and with the first rejected one were looked at."""
         if looked_at:
             self.alpha += (1 - 0.95**looked_at) * (accepted / looked_at - self.alpha)
@@ -113,12 +113,12 @@ class SpeculativeDecoder:
         self.rounds = self.proposed = self.accepted = 0  # counters
         self.told = (0, 0, 0)  # as an event last told them
 
-    def open(self, loaded: LoadedModel, pages: int) -> None:
+    def attach_model(self, loaded: LoadedModel, pages: int) -> None:
         """For the engine of this model."""
         if self.draft is not None:
-            self.draft.open(loaded, pages)
+            self.draft.allocate_pools(loaded, pages)
 
-    def propose(self, plan: StepPlan, scheduler: Scheduler) -> None:
+    def propose_drafts(self, plan: StepPlan, scheduler: Scheduler) -> None:
         """Reserve pages for guesses where there is room for nothing more urgent; look-ups are
         made here, a draft's guesses on its device.
         """
@@ -128,22 +128,22 @@ class SpeculativeDecoder:
         for live in plan.decoding:
             # the last token of a round is never a guess
             most = min(self.pays.k, live.request.sampling.max_tokens - live.written - 1)
-            if most < 1 or not speculates(live):
+            if most < 1 or not can_speculate(live):
                 continue
             if self.draft is not None:
                 guesses.append((live, most, []))
                 continue
             live.grams = live.grams or NgramIndex()
-            if guess := live.grams.guess(live.tokens, most):
+            if guess := live.grams.draft_tokens(live.tokens, most):
                 guesses.append((live, most, guess))
         if not guesses:
             return
-        k = self.pays.k if self.always else self.pays.choose(len(plan.decoding), len(guesses))
+        k = self.pays.k if self.always else self.pays.choose_draft_length(len(plan.decoding), len(guesses))
         for live, most, guess in guesses:
             n = scheduler.reserve_ahead(live, min(k, most))
             live.guess = guess[:n]
 
-    def note(self, plan: StepPlan, drawn: list[tuple[SequenceState, int, float]], seconds: float) -> None:
+    def record_step(self, plan: StepPlan, drawn: list[tuple[SequenceState, int, float]], seconds: float) -> None:
         """What the step brought, before it is delivered."""
         came: dict[SequenceState, int] = {}
         for live, _, _ in drawn:
@@ -154,17 +154,17 @@ class SpeculativeDecoder:
             self.rounds += 1
             self.proposed += len(live.guess)
             self.accepted += n
-            self.pays.judged(min(n + 1, len(live.guess)), n)
+            self.pays.update_acceptance(min(n + 1, len(live.guess)), n)
         if not plan.chunks:
             deepest = max((len(live.guess) for live in guessed), default=0)
-            self.pays.timed(
+            self.pays.record_step_time(
                 plan.tokens,
                 seconds,
                 k=deepest if self.draft else 0,
                 draft=self.draft.seconds if self.draft and guessed else 0.0,
             )
 
-    def untold(self) -> tuple[int, int, int]:
+    def take_new_counts(self) -> tuple[int, int, int]:
         """(rounds, proposed, accepted) since it was last asked."""
         now = (self.rounds, self.proposed, self.accepted)
         rounds, proposed, accepted = (a - b for a, b in zip(now, self.told))
@@ -172,8 +172,8 @@ class SpeculativeDecoder:
         return rounds, proposed, accepted
 
 
-def speculates(live: SequenceState) -> bool:
+def can_speculate(live: SequenceState) -> bool:
     """Whether its next tokens depend on nothing but logits, temperature and truncation, and only they are wanted."""
     s = live.request.sampling
-    shaped = s.penalised or bool(s.logit_bias) or s.grammar is not None or live.written < s.min_tokens
+    shaped = s.has_penalties or bool(s.logit_bias) or s.grammar is not None or live.written < s.min_tokens
     return not shaped and live.channels is None

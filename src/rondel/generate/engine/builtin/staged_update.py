@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from rondel.core.errors import SyncError, boundary
+from rondel.core.errors import SyncError, error_boundary
 from rondel.core.types import Abort, Begin, Commit, Manifest, Route, TensorInfo
 from rondel.models import adapters, names
 
@@ -40,12 +40,12 @@ def from_disk(loaded: LoadedModel, folder: str) -> dict[str, Tensor]:
     """A folder of Hugging Face safetensors, cast to the engine's dtype, or an adapter's for an adapted model. Runs on
     the device's thread: transformers sets global state.
     """
-    with boundary(SyncError, f"reading the weights in '{folder}'"):
+    with error_boundary(SyncError, f"reading the weights in '{folder}'"):
         path = Path(folder).expanduser()
         if not path.is_dir() or not list(path.glob("*.safetensors")):
             raise SyncError(f"'{folder}' is no folder with .safetensors on this machine")
         if loaded.adapter is not None:
-            return adapters.read(loaded, path)
+            return adapters.read_adapter(loaded, path)
         if adapters.is_adapter(path):
             raise SyncError(
                 f"'{folder}' is an adapter, and the model that serves has none: serve an adapter to replace it, or "
@@ -67,7 +67,7 @@ def from_disk(loaded: LoadedModel, folder: str) -> dict[str, Tensor]:
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if odd := sorted(map(str, report.get(what) or ())):
             raise SyncError(f"'{folder}' has {len(odd)} {what.replace('_', ' ')}, first {odd[0]}")
-    return dict(names.weights(model))
+    return dict(names.named_weights(model))
 
 
 def _same_architecture(loaded: LoadedModel, path: Path) -> None:
@@ -96,11 +96,11 @@ def _of_floats(path: Path) -> None:
 
 def from_bytes(loaded: LoadedModel, blob: bytes) -> dict[str, Tensor]:
     """One safetensors file in memory, under the names and in the dtypes of the model."""
-    with boundary(SyncError, "reading the safetensors of the body"):
+    with error_boundary(SyncError, "reading the safetensors of the body"):
         return safetensors.torch.load(blob)
 
 
-async def update(
+async def apply_update(
     engine: BuiltinEngine,
     run: Callable[..., Awaitable[Any]],
     read: Callable[[LoadedModel, Any], dict[str, Tensor]],
@@ -114,22 +114,22 @@ async def update(
     `keep`: parked requests keep the keys and values that older weights computed, else they compute them again.
     """
 
-    def stage() -> tuple[Manifest, dict[str, Tensor]]:
+    def stage_tensors() -> tuple[Manifest, dict[str, Tensor]]:
         tensors = read(engine.loaded, source)
         for name, tensor in tensors.items():
             if not bool(names.is_finite(tensor).all()):
                 raise SyncError(f"{name} holds NaN or infinity")
         rows = (
-            TensorInfo(n, tuple(t.shape), str(t.dtype).removeprefix("torch."), names.digest(t))
+            TensorInfo(n, tuple(t.shape), str(t.dtype).removeprefix("torch."), names.tensor_digest(t))
             for n, t in tensors.items()
         )
-        return Manifest(version, tuple(rows), names.base(engine.loaded.model)), tensors
+        return Manifest(version, tuple(rows), names.base_digest(engine.loaded.model)), tensors
 
-    manifest, tensors = await run(stage)
-    return await deliver(engine, manifest, Route("tensor", tensors), keep=keep)
+    manifest, tensors = await run(stage_tensors)
+    return await deliver_update(engine, manifest, Route("tensor", tensors), keep=keep)
 
 
-async def deliver(engine: BuiltinEngine, manifest: Manifest, route: Route, *, keep: bool) -> int:
+async def deliver_update(engine: BuiltinEngine, manifest: Manifest, route: Route, *, keep: bool) -> int:
     """One update of one engine, beside what it serves. -> the version served."""
     serving = False
     try:
@@ -138,7 +138,7 @@ async def deliver(engine: BuiltinEngine, manifest: Manifest, route: Route, *, ke
         if serving := engine.state == "serving":
             await engine.pause("hold")  # else it is paused already, and its lease goes on
         if not keep:
-            await engine.flush()
+            await engine.flush_cache()
         return await engine.receive(Commit(manifest.version, manifest.root))
     except BaseException as error:
         await engine.receive(Abort(f"{type(error).__name__}: {error}"))

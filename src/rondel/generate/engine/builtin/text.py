@@ -26,7 +26,7 @@ class IncrementalDetokenizer:
     _from: int = 0
     _read: int = 0
 
-    def add(self, tokens: list[int]) -> str | None:
+    def find_stop(self, tokens: list[int]) -> str | None:
         """All tokens so far -> this request's text before the stop string that the newest completes, or None."""
         known = len(self.text)
         before, now = self.decode(tokens[self._from : self._read]), self.decode(tokens[self._from :])
@@ -47,7 +47,7 @@ def open_reader(tokenizer: Any, stops: tuple[str, ...], drawn: list[int]) -> Inc
     """A reader that has read what a continuation drew."""
     reader = IncrementalDetokenizer(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), stops)
     for n in range(1, len(drawn) + 1):
-        reader.add(drawn[:n])
+        reader.find_stop(drawn[:n])
     reader.first = len(reader.text)
     return reader
 

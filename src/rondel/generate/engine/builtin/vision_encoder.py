@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rondel.core.errors import UserError
-from rondel.core.media import Image, ImagePlaceholder, keyed, positions, shift
+from rondel.core.media import Image, ImagePlaceholder, content_keys, position_shift, rope_positions
 from rondel.models.vision import ImageFeatures, VisionFeatures
 
 if TYPE_CHECKING:
@@ -39,11 +39,15 @@ class RequestImages:
     shift: int
 
     @classmethod
-    def of(cls, request: Request) -> RequestImages | None:
+    def from_request(cls, request: Request) -> RequestImages | None:
         tokens, media = request.tokens, request.media
-        return cls(media, keyed(tokens, media), positions(len(tokens), media), shift(media)) if media else None
+        return (
+            cls(media, content_keys(tokens, media), rope_positions(len(tokens), media), position_shift(media))
+            if media
+            else None
+        )
 
-    def where(self, first: int, end: int) -> np.ndarray:
+    def position_ids(self, first: int, end: int) -> np.ndarray:
         """[3, end - first]"""
         n = self.positions.shape[1]
         behind = np.broadcast_to(np.arange(max(first, n), max(end, n)) + self.shift, (3, max(0, end - max(first, n))))
@@ -56,7 +60,7 @@ class VisionEncoderCache:
         self.looked = 0  # pictures that the tower has encoded
         self._known: OrderedDict[str, ImageFeatures] = OrderedDict()
 
-    def check(self, request: Request) -> None:
+    def check_request(self, request: Request) -> None:
         """Before it is let in: a picture where there is no place for it would break the step of everyone."""
         sight = self.loaded.sight
         if sight is None:
@@ -67,7 +71,11 @@ class VisionEncoderCache:
         at = 0
         for place in request.media:
             own = request.tokens[place.start : place.end]
-            if place.image.cell != sight.cell or place.start < at or own != [sight.placeholder] * place.image.tokens:
+            if (
+                place.image.cell != sight.token_pixels
+                or place.start < at
+                or own != [sight.placeholder] * place.image.tokens
+            ):
                 raise UserError(
                     f"an image of {place.image.tokens} tokens at token {place.start}, where the prompt has no such run "
                     f"of this model's "
@@ -75,11 +83,11 @@ class VisionEncoderCache:
                 )
             at = place.end
 
-    def forget(self) -> None:
+    def forget_features(self) -> None:
         """Other weights serve, or the memory is wanted."""
         self._known.clear()
 
-    def seen(self, fed: Sequence[tuple[int, int, RequestImages | None]]) -> VisionFeatures | None:
+    def gather_features(self, fed: Sequence[tuple[int, int, RequestImages | None]]) -> VisionFeatures | None:
         """What is seen by tokens that are fed: (first, how many, gaze) of each run, in the order
         of the packed row. On the device's thread.
         """
@@ -95,26 +103,28 @@ class VisionEncoderCache:
             at += n
         if not rows:
             return None
-        features = self._look({image.digest: image for image, _, _ in cells})
+        features = self._encode_images({image.digest: image for image, _, _ in cells})
         parts = [
-            features[image.digest].rows(torch.arange(begin, end, device=self.loaded.device))
+            features[image.digest].select_rows(torch.arange(begin, end, device=self.loaded.device))
             for image, begin, end in cells
         ]
         return VisionFeatures(
-            torch.from_numpy(np.concatenate(rows)).to(self.loaded.device), ImageFeatures.joined(parts)
+            torch.from_numpy(np.concatenate(rows)).to(self.loaded.device), ImageFeatures.concat_features(parts)
         )
 
-    def _look(self, wanted: dict[str, Image]) -> dict[str, ImageFeatures]:
+    def _encode_images(self, wanted: dict[str, Image]) -> dict[str, ImageFeatures]:
         """The features of these pictures; those that nobody has asked for in a while go when there is no room."""
         if new := [image for digest, image in wanted.items() if digest not in self._known]:
-            whole, at = self.loaded.look(new), 0
+            whole, at = self.loaded.encode_images(new), 0
             for image in new:
-                self._known[image.digest] = whole.rows(torch.arange(at, at + image.tokens, device=self.loaded.device))
+                self._known[image.digest] = whole.select_rows(
+                    torch.arange(at, at + image.tokens, device=self.loaded.device)
+                )
                 at += image.tokens
             self.looked += len(new)
         for digest in wanted:
             self._known.move_to_end(digest)
         found = {digest: self._known[digest] for digest in wanted}
-        while len(self._known) > len(wanted) and sum(f.bytes for f in self._known.values()) > ROOM:
+        while len(self._known) > len(wanted) and sum(f.feature_bytes for f in self._known.values()) > ROOM:
             self._known.popitem(last=False)
         return found

@@ -45,27 +45,30 @@ class WeightReceiver:
         self._parts: Mapping[str, tuple[str, names.TensorSlice]] = {}
 
     @property
-    def kinds(self) -> set[str]:
+    def route_kinds(self) -> set[str]:
         return {"tensor", "disk", *self._transports}
 
     @property
-    def overwrites(self) -> bool:
+    def is_overwriting(self) -> bool:
         """Whether an update is under way that writes over the weights."""
         return self._begun is not None and not self._begun.beside
 
-    def begin(self, begin: Begin, version: int) -> None:
+    def begin_update(self, begin: Begin, version: int) -> None:
         self._untouched = begin.beside
-        self._check(begin.manifest)
+        self._check_manifest(begin.manifest)
         if begin.manifest.version < version and not begin.anew:
             raise SyncError(f"version {begin.manifest.version} is older than {version}, which the engine serves")
         self._begun, self._came = begin, False
-        self._beside, self._parts = {}, names.parts(self.loaded.model, [row.name for row in begin.manifest.tensors])
+        self._beside, self._parts = (
+            {},
+            names.tensor_slices(self.loaded.model, [row.name for row in begin.manifest.tensors]),
+        )
         self._awaited = {row.name: row for row in begin.manifest.tensors}
 
-    def _check(self, manifest: Manifest) -> None:
+    def _check_manifest(self, manifest: Manifest) -> None:
         mine = {
             n: (tuple(t.shape), str(t.dtype).removeprefix("torch."))
-            for n, t in names.served(self.loaded.model, [t.name for t in manifest.tensors]).items()
+            for n, t in names.updatable_tensors(self.loaded.model, [t.name for t in manifest.tensors]).items()
         }
         theirs = {t.name: (t.shape, t.dtype) for t in manifest.tensors}
         missing, unknown = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
@@ -74,7 +77,7 @@ class WeightReceiver:
             if found:
                 raise SyncError(f"{len(found)} tensors are {what}, first {found[0]}")
 
-    async def take(self, route: Route, run: Callable[..., Awaitable[Any]]) -> None:
+    async def receive_data(self, route: Route, run: Callable[..., Awaitable[Any]]) -> None:
         """All data of the route; `run` is the device's thread."""
         if (begun := self._begun) is None:
             raise SyncError("data without begin")
@@ -85,11 +88,11 @@ class WeightReceiver:
                 f"the data changes weights with root {route.base[:8]}; those that serve have "
                 f"{self.root[:8] or 'none yet'}"
             )
-        mine = names.served(self.loaded.model, self._awaited)
+        mine = names.updatable_tensors(self.loaded.model, self._awaited)
         self.bytes_copied = 0
-        stream = self._open(route, begun.manifest, mine)
+        stream = self._open_stream(route, begun.manifest, mine)
         try:
-            while await run(self._some, stream, mine, begun.beside):
+            while await run(self._receive_some, stream, mine, begun.beside):
                 pass
         finally:
             await run(stream.close)  # there, because a cancelled wait leaves the thread inside it
@@ -99,7 +102,7 @@ class WeightReceiver:
             )
         self._came, self.bytes_copied = True, route.bytes or self.bytes_copied
 
-    def _open(
+    def _open_stream(
         self, route: Route, manifest: Manifest, mine: dict[str, Tensor]
     ) -> Generator[tuple[str, Tensor], None, None]:
         if isinstance(route.data, dict):  # the tensors themselves
@@ -108,19 +111,19 @@ class WeightReceiver:
             yield from self._transports[route.kind].receive(route, manifest, mine)
         else:
             raise SyncError(
-                f"weights come by '{route.kind}'; this engine takes them by {', '.join(sorted(self.kinds))}"
+                f"weights come by '{route.kind}'; this engine takes them by {', '.join(sorted(self.route_kinds))}"
             )
 
-    def _some(self, stream: Iterator[tuple[str, Tensor]], mine: dict[str, Tensor], beside: bool) -> bool:
+    def _receive_some(self, stream: Iterator[tuple[str, Tensor]], mine: dict[str, Tensor], beside: bool) -> bool:
         """Tensors for a few milliseconds. -> is there more?"""
         until = time.perf_counter() + SLICE
         for name, tensor in stream:
-            self._accept(name, tensor, mine, beside)
+            self._accept_tensor(name, tensor, mine, beside)
             if time.perf_counter() > until:
                 return True
         return False
 
-    def _accept(self, name: str, tensor: Tensor, mine: dict[str, Tensor], beside: bool) -> None:
+    def _accept_tensor(self, name: str, tensor: Tensor, mine: dict[str, Tensor], beside: bool) -> None:
         if name not in self._awaited:
             raise SyncError(
                 f"{name} came twice" if name in mine else f"tensors came that were not announced, first {name}"
@@ -131,14 +134,14 @@ class WeightReceiver:
                 f"{name} was announced as {row.dtype} {list(row.shape)} and came as {tensor.dtype} {list(tensor.shape)}"
             )
         if beside:
-            if names.digest(tensor) != row.digest:
+            if names.tensor_digest(tensor) != row.digest:
                 raise SyncError(f"1 tensors arrived with other bits than were sent, first {name}")
-            self._lay(name, tensor)
+            self._stage_tensor(name, tensor)
         elif tensor.data_ptr() != mine[name].data_ptr() or tensor.device != mine[name].device:
             mine[name].copy_(tensor)
             self.bytes_copied += tensor.numel() * tensor.element_size()
 
-    def _lay(self, name: str, tensor: Tensor) -> None:
+    def _stage_tensor(self, name: str, tensor: Tensor) -> None:
         """Beside what serves. A part of one of the module's tensors, as an expert of a
         mixture, goes to its place in a new one.
         """
@@ -150,7 +153,7 @@ class WeightReceiver:
             self._beside[of] = torch.empty_like(self.loaded.model.get_parameter(of))
         piece.view(self._beside[of]).copy_(tensor)
 
-    def commit(self, commit: Commit) -> None:
+    def commit_update(self, commit: Commit) -> None:
         """On the device's thread, between two steps."""
         begun = self._begun
         if begun is None:
@@ -163,20 +166,20 @@ class WeightReceiver:
             )
         if not self._came:
             raise SyncError("commit without data")
-        if names.base(self.loaded.model) != begun.manifest.base:
+        if names.base_digest(self.loaded.model) != begun.manifest.base:
             raise SyncError(
                 "the adapter belongs to another base than the one that serves: their frozen weights have other bits"
             )
-        if not begun.beside or self._point():
-            self._compare(begun.manifest)
+        if not begun.beside or self._swap_parameters():
+            self._compare_manifest(begun.manifest)
         self.root, self._untouched = root, False
         self._begun, self._beside = None, {}
 
-    def _point(self) -> bool:
+    def _swap_parameters(self) -> bool:
         """The module's parameters become the tensors beside; those of another device are copied. -> were any copied?"""
         copied = False
         for name, parameter in self.loaded.model.named_parameters():
-            if (tensor := self._beside.get(names.sent(name))) is None:
+            if (tensor := self._beside.get(names.published_name(name))) is None:
                 continue  # it lies under an adapter and did not travel
             if tensor.device == parameter.device:
                 parameter.data = tensor
@@ -189,14 +192,14 @@ class WeightReceiver:
                 buffer.copy_(tensor)
         return copied
 
-    def _compare(self, manifest: Manifest) -> None:
-        arrived = names.manifest(self.loaded.model, manifest.version, [t.name for t in manifest.tensors])
+    def _compare_manifest(self, manifest: Manifest) -> None:
+        arrived = names.build_manifest(self.loaded.model, manifest.version, [t.name for t in manifest.tensors])
         if arrived.root != manifest.root:
             sent = {t.name: t.digest for t in manifest.tensors}
             wrong = [t.name for t in arrived.tensors if sent[t.name] != t.digest]
             raise SyncError(f"{len(wrong)} tensors arrived with other bits than were sent, first {wrong[0]}")
 
-    def drop(self) -> bool:
+    def drop_update(self) -> bool:
         """Forget the update under way. -> is the old version whole?"""
         self._begun, self._beside, self._awaited = None, {}, {}
         return self._untouched

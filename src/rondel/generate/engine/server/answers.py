@@ -33,7 +33,7 @@ class SampleAnswer:
     text: str = ""  # what a stream has been given, in the end all of it
     completion: Completion | None = None
 
-    def add(
+    def append_token(
         self,
         reader: IncrementalDetokenizer,
         token: int,
@@ -48,18 +48,18 @@ class SampleAnswer:
         if top is not None:
             self.top.append(top)
         known = len(reader.text)
-        reader.add(self.tokens)
-        piece = reader.text[len(self.text) : self._certain(reader.text, known)]
+        reader.find_stop(self.tokens)
+        piece = reader.text[len(self.text) : self._stop_boundary(reader.text, known)]
         self.text += piece
         return piece
 
-    def _certain(self, text: str, known: int) -> int:
+    def _stop_boundary(self, text: str, known: int) -> int:
         """Where a stop string may begin: one that this token completed, or one that the text ends in the middle of."""
         whole = first_stop(text, self.stops, known)
-        half = len(text) - max((_overlap(text, stop) for stop in self.stops), default=0)
+        half = len(text) - max((_stop_overlap(text, stop) for stop in self.stops), default=0)
         return half if whole is None else min(half, whole)
 
-    def end(self, completion: Completion) -> str:
+    def finish_answer(self, completion: Completion) -> str:
         """-> the rest of the text."""
         rest = (completion.text or "")[len(self.text) :]
         self.completion, self.text = completion, self.text + rest
@@ -68,7 +68,7 @@ class SampleAnswer:
         return rest
 
 
-def _overlap(text: str, stop: str) -> int:
+def _stop_overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
@@ -91,21 +91,21 @@ class RequestSamples:
         self.answers = [answer for answer, _ in pairs]
         self._pieces: asyncio.Queue[AnswerDelta | None] = asyncio.Queue()
 
-    async def _one(self, answer: SampleAnswer, request: Request) -> None:
+    async def _generate_one(self, answer: SampleAnswer, request: Request) -> None:
         reader = answer.reader
         if reader is None:
-            answer.end(await self.engine.generate(request))
+            answer.finish_answer(await self.engine.generate(request))
             return
 
-        def heard(token: int, logprob: float, version: int, top: list[tuple[int, float]] | None) -> None:
-            text, at = answer.add(reader, token, logprob, version, top), len(answer.tokens)
+        def on_token(token: int, logprob: float, version: int, top: list[tuple[int, float]] | None) -> None:
+            text, at = answer.append_token(reader, token, logprob, version, top), len(answer.tokens)
             self._pieces.put_nowait(AnswerDelta(answer, text, at - 1, at))
 
-        rest = answer.end(await self.engine.generate(request, on_token=heard))
+        rest = answer.finish_answer(await self.engine.generate(request, on_token=on_token))
         self._pieces.put_nowait(AnswerDelta(answer, rest, len(answer.tokens), len(answer.tokens), ends=True))
 
-    async def whole(self) -> list[SampleAnswer]:
-        tasks = [asyncio.create_task(self._one(*pair)) for pair in self.pairs]
+    async def gather_answers(self) -> list[SampleAnswer]:
+        tasks = [asyncio.create_task(self._generate_one(*pair)) for pair in self.pairs]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -115,9 +115,9 @@ class RequestSamples:
             self._pieces.put_nowait(None)
         return self.answers
 
-    async def pieces(self) -> AsyncGenerator[AnswerDelta]:
+    async def stream_deltas(self) -> AsyncGenerator[AnswerDelta]:
         """As they come; the last of each answer `ends` it. Left early, everything ends."""
-        work = asyncio.create_task(self.whole())
+        work = asyncio.create_task(self.gather_answers())
         try:
             while (piece := await self._pieces.get()) is not None:
                 yield piece

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from rondel.core.errors import StalledError
 from rondel.generate.engine.server import broadcast, control, native, openai, weights
 from rondel.generate.engine.server.answers import RequestSamples
-from rondel.generate.engine.server.errors import GONE, RequestRefusal, refusal
+from rondel.generate.engine.server.errors import GONE, RequestRefusal, to_refusal
 from rondel.generate.engine.server.fields import read_fields
 from rondel.generate.engine.server.service import GenerationRequest, GenerationService
 from rondel.system.http import from_a_web_page
@@ -56,12 +56,12 @@ OPEN = frozenset({"/health"})  # without a key: whoever watches the process has 
 PROBE_SECONDS = 20.0
 
 
-def build(service: GenerationService) -> ServerAuth:
+def build_app(service: GenerationService) -> ServerAuth:
     """The ASGI application."""
     born = int(time.time())
 
-    async def models(request: Request) -> dict[str, Any]:
-        return openai.models(service, born)
+    async def list_models(request: Request) -> dict[str, Any]:
+        return openai.model_list(service, born)
 
     async def one_model(request: Request) -> dict[str, Any]:
         if request.path_params["name"] != service.name:
@@ -70,30 +70,33 @@ def build(service: GenerationService) -> ServerAuth:
                 f"no model '{request.path_params['name'][:200]}' here; this server serves '{service.name}'",
                 code="model_not_found",
             )
-        return openai.model(service, born)
+        return openai.model_card(service, born)
 
-    async def metrics(request: Request) -> Response:
-        return Response(service.metrics.page(), media_type="text/plain; version=0.0.4")
+    async def show_metrics(request: Request) -> Response:
+        return Response(service.metrics.render_metrics(), media_type="text/plain; version=0.0.4")
 
-    def bound(handler: Handler) -> Any:
+    def bind_handler(handler: Handler) -> Any:
         return lambda request: handler(service, request)
 
     routes = [
-        Route("/v1/models", _safely(service, models), methods=["GET"]),
-        Route("/v1/models/{name:path}", _safely(service, one_model), methods=["GET"]),
-        Route("/health", _safely(service, bound(health)), methods=["GET"]),
-        Route("/health_generate", _safely(service, bound(health_generate)), methods=["GET"]),
-        Route("/metrics", _safely(service, metrics), methods=["GET"]),
+        Route("/v1/models", _catch_errors(service, list_models), methods=["GET"]),
+        Route("/v1/models/{name:path}", _catch_errors(service, one_model), methods=["GET"]),
+        Route("/health", _catch_errors(service, bind_handler(health)), methods=["GET"]),
+        Route("/health_generate", _catch_errors(service, bind_handler(health_generate)), methods=["GET"]),
+        Route("/metrics", _catch_errors(service, show_metrics), methods=["GET"]),
         *(
-            Route(path, _safely(service, bound(_generating(*how))), methods=["POST"])
+            Route(path, _catch_errors(service, bind_handler(_generation_handler(*how))), methods=["POST"])
             for path, how in GENERATING.items()
         ),
-        *(Route(path, _safely(service, bound(handler)), methods=["GET"]) for path, handler in FACTS.items()),
+        *(
+            Route(path, _catch_errors(service, bind_handler(handler)), methods=["GET"])
+            for path, handler in FACTS.items()
+        ),
         *(
             # trainers of the field flush with a GET
             Route(
                 path,
-                _safely(service, bound(handler), control=True),
+                _catch_errors(service, bind_handler(handler), control=True),
                 methods=["GET", "POST"] if path == "/flush_cache" else ["POST"],
             )
             for path, handler in CONTROL.items()
@@ -104,7 +107,7 @@ def build(service: GenerationService) -> ServerAuth:
     async def not_found(request: Request, error: Exception) -> Response:
         return RequestRefusal(
             404, f"nothing is at {request.scope['path'][:200]}; this server has {there}", code="not_found"
-        ).response()
+        ).to_response()
 
     async def not_allowed(request: Request, error: Any) -> Response:
         return RequestRefusal(
@@ -112,7 +115,7 @@ def build(service: GenerationService) -> ServerAuth:
             f"{request.method} is not for {request.scope['path']}",
             code="method_not_allowed",
             headers=error.headers,
-        ).response()
+        ).to_response()
 
     return ServerAuth(
         service,
@@ -121,7 +124,7 @@ def build(service: GenerationService) -> ServerAuth:
     )
 
 
-def _safely(
+def _catch_errors(
     service: GenerationService, handler: Callable[[Request], Awaitable[Any]], *, control: bool = False
 ) -> Callable[[Request], Awaitable[Any]]:
     """Whatever a handler raises is an answer, too."""
@@ -130,14 +133,14 @@ def _safely(
         try:
             result = await handler(request)
         except Exception as error:
-            return told(service, error).response(control=control)
+            return error_refusal(service, error).to_response(control=control)
         return JSONResponse(result) if isinstance(result, dict | list) else result
 
     return endpoint
 
 
-def told(service: GenerationService, error: Exception) -> RequestRefusal:
-    said = refusal(error, refusing=service.engine.state == "refusing")
+def error_refusal(service: GenerationService, error: Exception) -> RequestRefusal:
+    said = to_refusal(error, refusing=service.engine.state == "refusing")
     if said.status == 500:
         traceback.print_exception(error, file=sys.stderr)
     return said
@@ -146,13 +149,13 @@ def told(service: GenerationService, error: Exception) -> RequestRefusal:
 # -- answers ---------------------------------------------------------------------------------------
 
 
-def _generating(read: Callable[..., Any], harmless: frozenset[str]) -> Handler:
-    async def handler(service: GenerationService, request: Request) -> Any:
+def _generation_handler(read: Callable[..., Any], harmless: frozenset[str]) -> Handler:
+    async def handle_request(service: GenerationService, request: Request) -> Any:
         f = await read_fields(request, service.limits.body, ignored=harmless)
         reply = read(f, service)
         return AnswerResponse(service, reply, reply.asked)
 
-    return handler
+    return handle_request
 
 
 class AnswerResponse:
@@ -162,11 +165,14 @@ class AnswerResponse:
         self.service, self.reply, self.asked = service, reply, asked
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def gone() -> None:
+        async def wait_for_disconnect() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        work, left = asyncio.create_task(self._answer(scope, receive, send)), asyncio.create_task(gone())
+        work, left = (
+            asyncio.create_task(self._send_answer(scope, receive, send)),
+            asyncio.create_task(wait_for_disconnect()),
+        )
         try:
             await asyncio.wait([work, left], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -176,55 +182,57 @@ class AnswerResponse:
         if not work.cancelled():
             work.result()
 
-    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+    async def _send_answer(self, scope: Any, receive: Any, send: Any) -> None:
         begun = False
 
-        async def sending(message: Any) -> None:
+        async def forward_message(message: Any) -> None:
             nonlocal begun
             begun = True
             await send(message)
 
         try:
-            with self.service.admit(max(1, len(self.asked.prompts)) * self.asked.n):
+            with self.service.reserve_queue_slots(max(1, len(self.asked.prompts)) * self.asked.n):
                 async with asyncio.timeout(self.service.limits.deadline):
-                    samples = await self.service.samples(self.asked)
+                    samples = await self.service.prepare_samples(self.asked)
                     await (
-                        self._stream(samples, sending)
+                        self._send_stream(samples, forward_message)
                         if self.asked.stream
-                        else self._whole(samples, scope, receive, sending)
+                        else self._send_whole(samples, scope, receive, forward_message)
                     )
-                self.service.metrics.count(samples.answers)
+                self.service.metrics.count_answers(samples.answers)
         except Exception as error:
-            said = told(
+            said = error_refusal(
                 self.service,
                 StalledError("the deadline of this server has passed") if isinstance(error, TimeoutError) else error,
             )
             if begun:
-                await send({"type": "http.response.body", "body": sse(said.body), "more_body": False})
+                await send({"type": "http.response.body", "body": encode_sse(said.response_body), "more_body": False})
             else:
-                await said.response()(scope, receive, send)
+                await said.to_response()(scope, receive, send)
 
-    async def _whole(self, samples: RequestSamples, scope: Any, receive: Any, send: Any) -> None:
-        answers = await samples.whole()
+    async def _send_whole(self, samples: RequestSamples, scope: Any, receive: Any, send: Any) -> None:
+        answers = await samples.gather_answers()
         await JSONResponse(self.reply.whole(answers))(scope, receive, send)
 
-    async def _stream(self, samples: RequestSamples, send: Any) -> None:
+    async def _send_stream(self, samples: RequestSamples, send: Any) -> None:
         """The status waits for the first token, so that a refusal has its own."""
-        async with aclosing(samples.pieces()) as pieces:
+        async with aclosing(samples.stream_deltas()) as pieces:
             first = await anext(pieces)
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             for chunk in self.reply.begin(samples.answers):
-                await send({"type": "http.response.body", "body": sse(chunk), "more_body": True})
-            await send({"type": "http.response.body", "body": sse(self.reply.chunk(first)), "more_body": True})
+                await send({"type": "http.response.body", "body": encode_sse(chunk), "more_body": True})
+            await send({"type": "http.response.body", "body": encode_sse(self.reply.chunk(first)), "more_body": True})
             async for piece in pieces:
-                await send({"type": "http.response.body", "body": sse(self.reply.chunk(piece)), "more_body": True})
+                await send(
+                    {"type": "http.response.body", "body": encode_sse(self.reply.chunk(piece)), "more_body": True}
+                )
         for chunk in self.reply.end(samples.answers):
-            await send({"type": "http.response.body", "body": sse(chunk), "more_body": True})
+            await send({"type": "http.response.body", "body": encode_sse(chunk), "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
-def sse(data: dict[str, Any]) -> bytes:
+def encode_sse(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -242,11 +250,11 @@ async def health_generate(service: GenerationService, request: Request) -> Any:
     if service.engine.state != "serving":
         raise RequestRefusal(503, f"the engine is {service.engine.state}", code="not_serving")
     asked = GenerationRequest(prompts=[[0]], max_tokens=1, draw={"temperature": 0.0}, id="health")
-    with service.admit(1):
-        samples = await service.samples(asked)
+    with service.reserve_queue_slots(1):
+        samples = await service.prepare_samples(asked)
         try:
             async with asyncio.timeout(PROBE_SECONDS):
-                answers = await samples.whole()
+                answers = await samples.gather_answers()
         except TimeoutError:
             raise RequestRefusal(503, f"no token within {PROBE_SECONDS:g} s", code="not_serving") from None
     return {"status": service.engine.state, "tokens": answers[0].tokens, "weight_version": str(service.engine.version)}
@@ -266,7 +274,7 @@ class ServerAuth:
             return
         status = GONE
 
-        async def counted(message: Any) -> None:
+        async def send_counted(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -274,9 +282,9 @@ class ServerAuth:
 
         try:
             if (no := self._turned_away(Request(scope))) is not None:
-                await no.response()(scope, receive, counted)
+                await no.to_response()(scope, receive, send_counted)
             else:
-                await self.app(scope, receive, counted)
+                await self.app(scope, receive, send_counted)
         finally:
             path = scope["path"] if scope["path"] in self.paths else "other"
             self.service.metrics.requests.labels(path, str(status)).inc()

@@ -28,7 +28,15 @@ from rondel.core.errors import StalledError, SyncError
 from rondel.generate.engine.builtin import staged_update
 from rondel.generate.engine.server.errors import RequestRefusal
 from rondel.generate.engine.server.fields import RequestFields
-from rondel.generate.engine.server.told import done, fields_of, here, refusing, served, updating, version_of
+from rondel.generate.engine.server.told import (
+    client_lifetime,
+    deliver_weights,
+    errors_as_refusals,
+    exclusive_update,
+    fields_of,
+    success_reply,
+    version_of,
+)
 from rondel.models import names
 from rondel.system import sockets
 
@@ -51,38 +59,42 @@ class WeightGroup:
 
 async def init_weights_update_group(service: GenerationService, request: Request) -> dict[str, Any]:
     f = await fields_of(service, request)
-    host, port = f.text("master_address", ""), f.whole("master_port", None, 1, 65535)
-    rank, size = f.whole("rank_offset", 1, 1, 4095), f.whole("world_size", None, 2, 4096)
-    name, backend, wait = f.text("group_name", NAME), f.text("backend", "nccl"), f.number("timeout", WAIT, 0.1, 3600.0)
-    f.end()
+    host, port = f.read_string("master_address", ""), f.read_integer("master_port", None, 1, 65535)
+    rank, size = f.read_integer("rank_offset", 1, 1, 4095), f.read_integer("world_size", None, 2, 4096)
+    name, backend, wait = (
+        f.read_string("group_name", NAME),
+        f.read_string("backend", "nccl"),
+        f.take_number("timeout", WAIT, 0.1, 3600.0),
+    )
+    f.refuse_unknown_fields()
     device = service.engine.loaded.device.type
     if not host or port is None or size is None:
         raise RequestRefusal(400, "a group needs master_address, master_port and world_size", param="master_address")
     if name is None:
         raise RequestRefusal(400, "a group needs a group_name", param="group_name")
     if rank >= size:
-        raise f.wrong("rank_offset", f"of {size} members the last one is {size - 1}")
+        raise f.field_error("rank_offset", f"of {size} members the last one is {size - 1}")
     if backend != (fits := "nccl" if device == "cuda" else "gloo"):
-        raise f.wrong("backend", f"the weights of this server lie on a {device}: {fits}")
+        raise f.field_error("backend", f"the weights of this server lie on a {device}: {fits}")
     if name in service.groups:
         raise RequestRefusal(
             409, f"group '{name}' is there already, or is being joined; /destroy_weights_update_group ends it"
         )
     service.groups[name] = WeightGroup(None, device)  # nothing moves while it is joined: updates by other ways go on
     try:
-        async with refusing(service), here(request):
+        async with errors_as_refusals(service), client_lifetime(request):
             end = time.monotonic() + wait
-            await _reach(host, port, end, wait)
+            await _wait_for_port(host, port, end, wait)
             service.groups[name].group = await asyncio.to_thread(
-                _join, host, port, rank, size, name, end - time.monotonic(), device
+                _join_group, host, port, rank, size, name, end - time.monotonic(), device
             )
     except BaseException:
         del service.groups[name]
         raise
-    return done(f"rank {rank} of {size} in group '{name}'")
+    return success_reply(f"rank {rank} of {size} in group '{name}'")
 
 
-async def _reach(host: str, port: int, end: float, wait: float) -> None:
+async def _wait_for_port(host: str, port: int, end: float, wait: float) -> None:
     """Until somebody listens there. torch's store asks a dead address past its own
     time-out, on a thread that nobody can stop.
     """
@@ -100,7 +112,7 @@ async def _reach(host: str, port: int, end: float, wait: float) -> None:
             await asyncio.sleep(AGAIN)
 
 
-def _join(host: str, port: int, rank: int, size: int, name: str, wait: float, device: str) -> Any:
+def _join_group(host: str, port: int, rank: int, size: int, name: str, wait: float, device: str) -> Any:
     """The same keys in the same store as torch's own groups, of which the other side has
     one (its `_new_process_group_helper`).
     """
@@ -115,18 +127,18 @@ def _join(host: str, port: int, rank: int, size: int, name: str, wait: float, de
         options._timeout = limit
         return dist.ProcessGroupNCCL(store, rank, size, options)  # type: ignore[attr-defined]
     except RuntimeError as error:
-        raise _told(f"joining '{name}' at {host}:{port}", wait, error) from error
+        raise _transfer_error(f"joining '{name}' at {host}:{port}", wait, error) from error
 
 
 async def destroy_weights_update_group(service: GenerationService, request: Request) -> dict[str, Any]:
     f = await fields_of(service, request)
-    name = f.text("group_name", NAME)
-    f.end()
-    async with updating(service):
+    name = f.read_string("group_name", NAME)
+    f.refuse_unknown_fields()
+    async with exclusive_update(service):
         if service.groups.get(str(name), WeightGroup(None, "")).group is None:
             raise RequestRefusal(400, f"there is no group '{name}'", param="group_name")
         del service.groups[str(name)]
-    return done(f"group '{name}' is left")
+    return success_reply(f"group '{name}' is left")
 
 
 async def update_weights_from_distributed(service: GenerationService, request: Request) -> dict[str, Any]:
@@ -134,11 +146,15 @@ async def update_weights_from_distributed(service: GenerationService, request: R
     "flattened_bucket" they are one broadcast.
     """
     f = await fields_of(service, request)
-    rows, name = _rows(service, f), f.text("group_name", NAME)
-    flat = f.text("load_format") == "flattened_bucket"
-    f.only("load_format", "flattened_bucket", "auto")
-    version, keep, abort = version_of(service, f), not f.flag("flush_cache", True), f.flag("abort_all_requests")
-    f.end()
+    rows, name = _announced_tensors(service, f), f.read_string("group_name", NAME)
+    flat = f.read_string("load_format") == "flattened_bucket"
+    f.allow_only("load_format", "flattened_bucket", "auto")
+    version, keep, abort = (
+        version_of(service, f),
+        not f.read_flag("flush_cache", True),
+        f.read_flag("abort_all_requests"),
+    )
+    f.refuse_unknown_fields()
     if (group := service.groups.get(str(name))) is None or group.group is None:
         raise RequestRefusal(
             400, f"there is no group '{name}': /init_weights_update_group makes one", param="group_name"
@@ -148,13 +164,13 @@ async def update_weights_from_distributed(service: GenerationService, request: R
         raise RequestRefusal(
             400, f"{twice[0]} came twice before all tensors had come; what had come is forgotten", param="names"
         )
-    async with updating(service):
+    async with exclusive_update(service):
         try:
-            came = await asyncio.to_thread(_receive, group, rows, flat)
+            came = await asyncio.to_thread(_receive_tensors, group, rows, flat)
         except BaseException:
             service.groups.pop(str(name), None)  # its members are no longer in step
             raise
-        wanted = names.served(service.engine.loaded.model, {*group.arrived, *came})
+        wanted = names.updatable_tensors(service.engine.loaded.model, {*group.arrived, *came})
         if strangers := sorted(group.arrived.keys() - wanted.keys()):
             group.arrived.clear()
             raise RequestRefusal(
@@ -166,22 +182,28 @@ async def update_weights_from_distributed(service: GenerationService, request: R
         group.arrived |= {n: t.to(wanted[n].dtype) for n, t in came.items()}
         if missing := len(wanted) - len(group.arrived):
             said = f"{len(came)} tensors wait for the {missing} that are still to come"
-            return done(said, weight_version=str(service.engine.version))
+            return success_reply(said, weight_version=str(service.engine.version))
         whole, group.arrived = group.arrived, {}
         deliver = partial(
-            staged_update.update, service.engine, service.run, lambda _, found: found, whole, version=version, keep=keep
+            staged_update.apply_update,
+            service.engine,
+            service.run,
+            lambda _, found: found,
+            whole,
+            version=version,
+            keep=keep,
         )
-        return await served(service, deliver, abort=abort)
+        return await deliver_weights(service, deliver, abort=abort)
 
 
-def _rows(service: GenerationService, f: RequestFields) -> list[tuple[str, torch.dtype, list[int]]]:
+def _announced_tensors(service: GenerationService, f: RequestFields) -> list[tuple[str, torch.dtype, list[int]]]:
     """Announced as this model has them, so that nothing is waited for that could not be taken."""
-    found, dtypes, shapes = f.texts("names", MOST), f.texts("dtypes", MOST), f.take("shapes", [])
+    found, dtypes, shapes = f.read_strings("names", MOST), f.read_strings("dtypes", MOST), f.read_field("shapes", [])
     if not found or not isinstance(shapes, list) or not len(found) == len(dtypes) == len(shapes):
         raise RequestRefusal(400, "names, dtypes and shapes are lists of one length, with a tensor each", param="names")
     if len(set(found)) < len(found):
-        raise f.wrong("names", "each tensor comes once")
-    mine = names.served(service.engine.loaded.model, found)
+        raise f.field_error("names", "each tensor comes once")
+    mine = names.updatable_tensors(service.engine.loaded.model, found)
     rows = []
     for name, dtype, shape in zip(found, dtypes, shapes):
         if name not in mine:
@@ -199,7 +221,9 @@ def _rows(service: GenerationService, f: RequestFields) -> list[tuple[str, torch
     return rows
 
 
-def _receive(group: WeightGroup, rows: list[tuple[str, torch.dtype, list[int]]], flat: bool) -> dict[str, Tensor]:
+def _receive_tensors(
+    group: WeightGroup, rows: list[tuple[str, torch.dtype, list[int]]], flat: bool
+) -> dict[str, Tensor]:
     """On a thread of its own: the device goes on decoding while the other side sends."""
     tensors = {name: torch.empty(shape, dtype=kind, device=group.device) for name, kind, shape in rows}
     sizes = [t.numel() * t.element_size() for t in tensors.values()]
@@ -212,7 +236,7 @@ def _receive(group: WeightGroup, rows: list[tuple[str, torch.dtype, list[int]]],
         if group.device == "cuda":
             torch.cuda.synchronize()
     except RuntimeError as error:
-        raise _told(
+        raise _transfer_error(
             f"{len(rows)} tensors were announced and did not come, so the group is left", WAIT, error
         ) from error
     if flat:
@@ -221,7 +245,7 @@ def _receive(group: WeightGroup, rows: list[tuple[str, torch.dtype, list[int]]],
     return tensors
 
 
-def _told(what: str, wait: float, error: RuntimeError) -> SyncError | StalledError:
+def _transfer_error(what: str, wait: float, error: RuntimeError) -> SyncError | StalledError:
     late = any(word in str(error).lower() for word in ("timeout", "timed out"))
     said = f"{what}: {str(error)[:300]}"
     return StalledError(f"{said} (waited at most {wait:g} s)") if late else SyncError(said)

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from rondel.core.errors import RondelError
 from rondel.generate.engine.server.errors import RequestRefusal
 from rondel.generate.engine.server.fields import RequestFields
-from rondel.generate.engine.server.told import done, fields_of
+from rondel.generate.engine.server.told import fields_of, success_reply
 
 if TYPE_CHECKING:
     from rondel.generate.engine.server.service import GenerationService
@@ -28,43 +28,43 @@ async def pause_generation(service: GenerationService, request: Request) -> dict
     begun ones end. abort: partial answers go out.
     """
     f = await fields_of(service, request)
-    mode, lease = f.text("mode", "abort"), f.number("lease", LEASE, 0.001, 86400.0)
-    f.end()
+    mode, lease = f.read_string("mode", "abort"), f.take_number("lease", LEASE, 0.001, 86400.0)
+    f.refuse_unknown_fields()
     if mode not in PAUSES:
-        raise f.wrong("mode", f"it is one of {', '.join(PAUSES)}")
+        raise f.field_error("mode", f"it is one of {', '.join(PAUSES)}")
     await service.engine.pause(PAUSES[mode], lease)  # type: ignore[arg-type]
     if mode == "retract":
-        await service.engine.flush()
+        await service.engine.flush_cache()
     status = await service.engine.status()
-    return done(f"paused ({mode}) for at most {lease:g} s", parked=status.parked)
+    return success_reply(f"paused ({mode}) for at most {lease:g} s", parked=status.parked)
 
 
 async def continue_generation(service: GenerationService, request: Request) -> dict[str, Any]:
     f = await fields_of(service, request)
-    f.only("torch_empty_cache", True, False)  # SGLang's hint to its allocator
-    f.end()
+    f.allow_only("torch_empty_cache", True, False)  # SGLang's hint to its allocator
+    f.refuse_unknown_fields()
     await service.engine.resume()
-    return done(f"the engine is {service.engine.state}")
+    return success_reply(f"the engine is {service.engine.state}")
 
 
 async def abort_request(service: GenerationService, request: Request) -> dict[str, Any]:
     f = await fields_of(service, request)
-    rid, everything = f.text("rid"), f.flag("abort_all")
-    f.end()
+    rid, everything = f.read_string("rid"), f.read_flag("abort_all")
+    f.refuse_unknown_fields()
     if not (rid or everything):
         raise RequestRefusal(400, "say which: rid = the request's id, or abort_all = true", param="rid")
     n = await service.engine.abort(lambda r: everything or r.id == rid)
-    return done(f"{n} answers end here", aborted=n)
+    return success_reply(f"{n} answers end here", aborted=n)
 
 
 async def flush_cache(service: GenerationService, request: Request) -> dict[str, Any]:
     f = await fields_of(service, request)
-    f.end()
-    freed = await _refused(409, service.engine.flush())
-    return done(f"{freed} pages are free again", freed_pages=freed)
+    f.refuse_unknown_fields()
+    freed = await _await_or_refuse(409, service.engine.flush_cache())
+    return success_reply(f"{freed} pages are free again", freed_pages=freed)
 
 
-async def _refused(status: int, work: Any) -> Any:
+async def _await_or_refuse(status: int, work: Any) -> Any:
     try:
         return await work
     except RondelError as error:
@@ -74,9 +74,9 @@ async def _refused(status: int, work: Any) -> Any:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def _tags(f: RequestFields) -> tuple[str, ...]:
-    tags = f.take("tags")
-    f.end()
+def _parse_tags(f: RequestFields) -> tuple[str, ...]:
+    tags = f.read_field("tags")
+    f.refuse_unknown_fields()
     if tags is None:
         return TAGS
     if (
@@ -84,24 +84,24 @@ def _tags(f: RequestFields) -> tuple[str, ...]:
         or not all(t in TAGS for t in tags if isinstance(t, str))
         or not all(isinstance(t, str) for t in tags)
     ):
-        raise f.wrong("tags", f"it must be a list of {', '.join(TAGS)}")
+        raise f.field_error("tags", f"it must be a list of {', '.join(TAGS)}")
     return tuple(tags)
 
 
 async def release_memory_occupation(service: GenerationService, request: Request) -> dict[str, Any]:
     """Raises while requests run (law 8). Parked ones compute their context again afterwards."""
-    tags = _tags(await fields_of(service, request))
+    tags = _parse_tags(await fields_of(service, request))
     before = sum((await service.engine.status()).memory.values())
-    await _refused(409, service.engine.sleep(tags))
+    await _await_or_refuse(409, service.engine.sleep(tags))
     freed = before - sum((await service.engine.status()).memory.values())
-    return done(
+    return success_reply(
         f"{freed} bytes of {', '.join(tags) or 'nothing'} are given back", freed_bytes=freed, asleep=sorted(tags)
     )
 
 
 async def resume_memory_occupation(service: GenerationService, request: Request) -> dict[str, Any]:
-    await service.engine.wake(_tags(await fields_of(service, request)))
-    return done(f"the engine is {service.engine.state}")
+    await service.engine.wake(_parse_tags(await fields_of(service, request)))
+    return success_reply(f"the engine is {service.engine.state}")
 
 
 # -- facts -----------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ async def get_model_info(service: GenerationService, request: Request) -> dict[s
         "is_generation": True,
         "model_type": loaded.model.config.model_type,
         "dtype": str(loaded.dtype).removeprefix("torch."),
-        "max_model_len": service.room,
+        "max_model_len": service.max_context_tokens,
         "weight_version": str(service.engine.version),
     }
 
@@ -142,6 +142,6 @@ async def get_server_info(service: GenerationService, request: Request) -> dict[
             "samples": limits.samples,
             "queue": limits.queue,
             "deadline": limits.deadline,
-            "context": service.room,
+            "context": service.max_context_tokens,
         },
     }

@@ -36,17 +36,17 @@ class RequestRefusal(Exception):
         self.status, self.message, self.param, self.code, self.headers = status, message[:1000], param, code, headers
 
     @property
-    def body(self) -> dict[str, Any]:
+    def response_body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self, *, control: bool = False) -> JSONResponse:
+    def to_response(self, *, control: bool = False) -> JSONResponse:
         """Control endpoints say it in SGLang's way, too."""
         also = {"success": False, "message": self.message} if control else {}
-        return JSONResponse({**also, **self.body}, self.status, headers=self.headers)
+        return JSONResponse({**also, **self.response_body}, self.status, headers=self.headers)
 
 
-def refusal(error: Exception, *, refusing: bool = False) -> RequestRefusal:
+def to_refusal(error: Exception, *, refusing: bool = False) -> RequestRefusal:
     """How an error of the engine is told over HTTP. One that serves others has an
     error only for what this request asked.
     """

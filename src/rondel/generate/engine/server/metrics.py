@@ -27,7 +27,7 @@ class ServerMetrics:
         )
         self.registry.register(self)
 
-    def count(self, answers: list[SampleAnswer]) -> None:
+    def count_answers(self, answers: list[SampleAnswer]) -> None:
         for answer in answers:
             if (c := answer.completion) is not None:
                 self.tokens.labels("prompt").inc(c.prompt_tokens)
@@ -74,5 +74,5 @@ class ServerMetrics:
             )
         yield CounterMetricFamily("rondel_retracted", "Requests put back to make room", s.retracted)
 
-    def page(self) -> bytes:
+    def render_metrics(self) -> bytes:
         return generate_latest(self.registry)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import uvicorn
 
-from rondel.generate.engine.server.app import build
+from rondel.generate.engine.server.app import build_app
 from rondel.generate.engine.server.service import GenerationService
 from rondel.system.http import PatientConnection, QuietServer
-from rondel.system.signals import heard
+from rondel.system.signals import handled_signals
 
 LAST = 5  # seconds for answers to leave after the drain's limit has cut them
 
@@ -21,7 +21,7 @@ async def run(service: GenerationService, sock: socket.socket, *, drain: float, 
     and partial answers for what is left.
     """
     config = uvicorn.Config(
-        build(service),
+        build_app(service),
         http=PatientConnection,
         loop="asyncio",
         ws="none",
@@ -34,15 +34,15 @@ async def run(service: GenerationService, sock: socket.socket, *, drain: float, 
     server, loop = QuietServer(config, ready), asyncio.get_running_loop()
     cut: set[asyncio.Task[int]] = set()
 
-    def stop() -> None:
+    def request_stop() -> None:
         if server.should_exit:
             server.force_exit = True  # asked twice
             return
         service.draining = server.should_exit = True
         loop.call_later(drain, lambda: cut.add(asyncio.ensure_future(service.engine.abort(lambda _: True))))
 
-    for number in heard():
-        loop.add_signal_handler(number, stop)
+    for number in handled_signals():
+        loop.add_signal_handler(number, request_stop)
     try:
         await server.serve([sock])
     finally:

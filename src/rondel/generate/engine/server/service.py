@@ -20,7 +20,7 @@ from rondel.generate.engine.builtin.text import IncrementalDetokenizer, split_st
 from rondel.generate.engine.server.answers import RequestSamples, SampleAnswer
 from rondel.generate.engine.server.errors import RequestRefusal
 from rondel.generate.engine.server.metrics import ServerMetrics
-from rondel.generate.pictures import TooLarge, all_seen, parted, placed
+from rondel.generate.pictures import TooLarge, all_seen, place_images, split_images
 from rondel.text.special_tokens import special_tokens
 
 if TYPE_CHECKING:
@@ -92,17 +92,17 @@ class GenerationService:
         self.tokenizer = copy.deepcopy(engine.loaded.tokenizer)
         self.plain = not getattr(self.tokenizer, "chat_template", None)
         self.special = special_tokens(self.tokenizer)
-        self._image_marks = self.special.of_images(self.sight.placeholder) if self.sight else set[str]()
+        self._image_marks = self.special.of_images(self.image_config.placeholder) if self.image_config else set[str]()
         self._longest = max(map(len, self.tokenizer.get_vocab()))
         self._text = ThreadPoolExecutor(1, "rondel-text")
 
     @property
-    def room(self) -> int:
+    def max_context_tokens(self) -> int:
         """Tokens that a prompt and its answer can have together."""
         return min(self.engine.loaded.max_context, self.engine.pages.count)
 
     @property
-    def sight(self) -> ImageProcessorConfig | None:
+    def image_config(self) -> ImageProcessorConfig | None:
         """How the model looks at images."""
         return self.engine.loaded.sight
 
@@ -110,7 +110,7 @@ class GenerationService:
         self._text.shutdown(wait=True, cancel_futures=True)
 
     @contextmanager
-    def admit(self, n: int) -> Iterator[None]:
+    def reserve_queue_slots(self, n: int) -> Iterator[None]:
         """A place in the queue for n answers."""
         if n > min(self.limits.samples, self.limits.queue):
             raise RequestRefusal(
@@ -132,24 +132,24 @@ class GenerationService:
         finally:
             self.open -= n
 
-    async def samples(self, asked: GenerationRequest) -> RequestSamples:
+    async def prepare_samples(self, asked: GenerationRequest) -> RequestSamples:
         """Prompts as tokens, checked against the room there is; nothing runs yet."""
         if asked.messages is None:
             sources = asked.images or [[] for _ in asked.prompts]
             given = [
-                await self._tokens(p, self._image_marks if own else set(), split=asked.split)
+                await self._encode_prompt(p, self._image_marks if own else set(), split=asked.split)
                 if isinstance(p, str)
                 else p
                 for p, own in zip(asked.prompts, sources, strict=True)
             ]
             prompts = [
-                await self._placed(tokens, own) if own else (tokens, ())
+                await self._prepare_images(tokens, own) if own else (tokens, ())
                 for tokens, own in zip(given, sources, strict=True)
             ]
         else:
-            plain, shown = parted(asked.messages)
-            tokens = await self._off_loop(self._render, plain, asked.tools)
-            prompts = [await self._placed(tokens, shown) if self.sight or shown else (tokens, ())]
+            plain, shown = split_images(asked.messages)
+            tokens = await self._off_loop(self._render_chat, plain, asked.tools)
+            prompts = [await self._prepare_images(tokens, shown) if self.image_config or shown else (tokens, ())]
         wants = asked.wants | ({f"top_logprobs:{asked.top}"} if asked.top else set())
         stops = split_stops(self.tokenizer, asked.draw.get("stop", ()))[1]
         pairs = []
@@ -159,7 +159,7 @@ class GenerationService:
                 sampling = Sampling(**asked.draw, max_tokens=max_tokens)
             except ValueError as error:
                 raise RequestRefusal(400, str(error)) from None
-            if asked.top and not _plain(sampling):
+            if asked.top and not _is_untransformed(sampling):
                 raise RequestRefusal(
                     400,
                     "the likeliest tokens are told under the model alone, the drawn one under what it was drawn from: to have both in one "
@@ -167,7 +167,7 @@ class GenerationService:
                     param="top_logprobs",
                 )
             for j in range(asked.n):
-                reader = IncrementalDetokenizer(self._decode, ()) if asked.stream else None
+                reader = IncrementalDetokenizer(self._decode_tokens, ()) if asked.stream else None
                 answer = SampleAnswer(i * asked.n + j, prompt, stops, reader)
                 request = Request(
                     prompt, sampling, key=sample_key(asked.seed, i, j), id=asked.id, wants=wants, media=media
@@ -176,55 +176,57 @@ class GenerationService:
                 pairs.append((answer, request))
         return RequestSamples(self.engine, pairs)
 
-    async def _placed(self, tokens: list[int], sources: list[Any]) -> tuple[list[int], tuple[ImagePlaceholder, ...]]:
+    async def _prepare_images(
+        self, tokens: list[int], sources: list[Any]
+    ) -> tuple[list[int], tuple[ImagePlaceholder, ...]]:
         """Its images at their placeholders: one for each, or as many as it has cells."""
-        sight = self.sight
+        sight = self.image_config
         try:
             if sight is None:
                 raise DataError(f"{len(sources)} images for '{self.name}', which reads text alone: leave them out")
-            images = await all_seen(sources, sight, self.room)
+            images = await all_seen(sources, sight, self.max_context_tokens)
             n, cells = tokens.count(sight.placeholder), sum(image.tokens for image in images)
             if n == cells != len(images):
-                return tokens, _where(tokens, images, sight)
+                return tokens, _place_images(tokens, images, sight)
             if images and n > len(images):
                 raise DataError(
                     f"{n} image placeholders for {len(images)} images of {cells} cells: one for each image, or one for each cell"
                 )
-            whole, media = placed(tokens, images, sight)
+            whole, media = place_images(tokens, images, sight)
             return whole, tuple(media)
         except DataError as error:
             code = "context_length_exceeded" if isinstance(error, TooLarge) else "invalid_image"
             raise RequestRefusal(400, str(error), param="image", code=code) from None
 
     def _max_tokens(self, prompt: int, wanted: int | None) -> int:
-        left = self.room - prompt
+        left = self.max_context_tokens - prompt
         if left < (wanted or 1):
             raise RequestRefusal(
                 400,
-                f"{prompt} prompt tokens + max_tokens {wanted or 1} exceed the {self.room} that this server holds for one request",
+                f"{prompt} prompt tokens + max_tokens {wanted or 1} exceed the {self.max_context_tokens} that this server holds for one request",
                 param="max_tokens" if left > 0 else "prompt",
                 code="context_length_exceeded",
             )
         return wanted or left
 
-    async def _tokens(self, text: str, meant: set[str], *, split: bool) -> list[int]:
+    async def _encode_prompt(self, text: str, meant: set[str], *, split: bool) -> list[int]:
         """Of a prompt's text; the control tokens `meant` stand for its images."""
-        if len(text) > self._longest * self.room:  # found out before it costs the tokenizer's time
+        if len(text) > self._longest * self.max_context_tokens:  # found out before it costs the tokenizer's time
             raise RequestRefusal(
                 400,
-                f"a prompt of {len(text)} characters; {self.room} tokens cannot hold it",
+                f"a prompt of {len(text)} characters; {self.max_context_tokens} tokens cannot hold it",
                 code="context_length_exceeded",
             )
-        covered = self.special.cover_but(text, meant) if split else self.special.cover(text, split=False)
+        covered = self.special.cover_but(text, meant) if split else self.special.cover_control_tokens(text, split=False)
         return await self._off_loop(partial(self.special.encode, covered, add_special_tokens=True))
 
     async def _off_loop(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._text, function, *args)
 
-    def _decode(self, tokens: list[int]) -> str:
+    def _decode_tokens(self, tokens: list[int]) -> str:
         return self.engine.loaded.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[int]:
+    def _render_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[int]:
         """The model's chat template, of messages in which no control token is meant. What it
         raises is the client's to read: it knows which roles and orders it takes."""
         if self.plain:
@@ -232,14 +234,14 @@ class GenerationService:
                 400, f"'{self.name}' has no chat template: use /v1/completions", code="no_chat_template"
             )
 
-        messages, tools = self.special.cover(messages), self.special.cover(tools)
+        messages, tools = self.special.cover_control_tokens(messages), self.special.cover_control_tokens(tools)
 
-        def render(**more: Any) -> str:
+        def apply_template(**more: Any) -> str:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
 
         try:
-            text = render(tools=tools) if tools else render()
-            if tools and text == render():
+            text = apply_template(tools=tools) if tools else apply_template()
+            if tools and text == apply_template():
                 raise RequestRefusal(
                     400, f"the chat template of '{self.name}' does not show tools to the model", param="tools"
                 )
@@ -251,27 +253,27 @@ class GenerationService:
                 f"the chat template refuses these messages: {type(error).__name__}: {str(error)[:300]}",
                 param="messages",
             ) from None
-        if (size := len(self.special.uncover(text))) > self._longest * self.room:
+        if (size := len(self.special.uncover_control_tokens(text))) > self._longest * self.max_context_tokens:
             raise RequestRefusal(
                 400,
-                f"messages of {size} characters; {self.room} tokens cannot hold them",
+                f"messages of {size} characters; {self.max_context_tokens} tokens cannot hold them",
                 code="context_length_exceeded",
             )
         return self.special.encode(text)
 
 
-def _where(tokens: list[int], images: list[Image], sight: ImageProcessorConfig) -> tuple[ImagePlaceholder, ...]:
+def _place_images(tokens: list[int], images: list[Image], sight: ImageProcessorConfig) -> tuple[ImagePlaceholder, ...]:
     """The images among tokens that have a placeholder for each of their cells."""
     media: list[ImagePlaceholder] = []
     try:
         for image in images:
             media.append(ImagePlaceholder(tokens.index(sight.placeholder, media[-1].end if media else 0), image))
-        ImagePlaceholder.agree(tokens, media)
+        ImagePlaceholder.check_placeholders(tokens, media)
     except ValueError as error:
         raise DataError(str(error)) from error
     return tuple(media)
 
 
-def _plain(s: Sampling) -> bool:
+def _is_untransformed(s: Sampling) -> bool:
     """Whether a token's logprob is that of the model alone; a greedy one's is."""
-    return not s.shaped and (s.temperature == 0 or (s.temperature == 1 and not s.truncated))
+    return not s.changes_logits and (s.temperature == 0 or (s.temperature == 1 and not s.truncates_support))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rondel.generate.engine.server.service import GenerationService
 
 
-def done(message: str, **more: Any) -> dict[str, Any]:
+def success_reply(message: str, **more: Any) -> dict[str, Any]:
     return {"success": True, "message": message, **more}
 
 
@@ -29,12 +29,12 @@ def version_of(service: GenerationService, f: RequestFields) -> int:
     """SGLang's is a string; ours counts, so that staleness can be measured. An older one is
     refused: it is late, unless `rollback` says it is meant.
     """
-    given = f.take("weight_version", service.engine.version + 1)
+    given = f.read_field("weight_version", service.engine.version + 1)
     if isinstance(given, str) and given.isascii() and given.isdecimal() and len(given) < 16:
         given = int(given)
     if type(given) is not int or not 0 <= given < 1 << 53:
-        raise f.wrong("weight_version", "it must be a whole number; left out it is the next one")
-    if not f.flag("rollback") and given < service.engine.version:
+        raise f.field_error("weight_version", "it must be a whole number; left out it is the next one")
+    if not f.read_flag("rollback") and given < service.engine.version:
         raise RequestRefusal(
             409,
             f"weight_version = {given}, and {service.engine.version} serves: who goes back to an older version says so "
@@ -45,16 +45,16 @@ def version_of(service: GenerationService, f: RequestFields) -> int:
 
 
 @asynccontextmanager
-async def updating(service: GenerationService) -> AsyncIterator[None]:
+async def exclusive_update(service: GenerationService) -> AsyncIterator[None]:
     """One at a time; what goes wrong is told with what serves now."""
     if service.updating.locked():
         raise RequestRefusal(409, "another update is on its way; ask again when it is done")
-    async with service.updating, refusing(service):
+    async with service.updating, errors_as_refusals(service):
         yield
 
 
 @asynccontextmanager
-async def refusing(service: GenerationService) -> AsyncIterator[None]:
+async def errors_as_refusals(service: GenerationService) -> AsyncIterator[None]:
     """What goes wrong is told with what serves now."""
     try:
         yield
@@ -66,17 +66,17 @@ async def refusing(service: GenerationService) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def here(request: Request) -> AsyncIterator[None]:
+async def client_lifetime(request: Request) -> AsyncIterator[None]:
     """What is done inside ends with the client that asked for it."""
     task = asyncio.current_task()
     assert task is not None
 
-    async def watch() -> None:
+    async def cancel_on_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         task.cancel()
 
-    left = asyncio.create_task(watch())
+    left = asyncio.create_task(cancel_on_disconnect())
     try:
         yield
     except asyncio.CancelledError:
@@ -88,9 +88,11 @@ async def here(request: Request) -> AsyncIterator[None]:
         left.cancel()
 
 
-async def served(service: GenerationService, deliver: Callable[[], Awaitable[int]], *, abort: bool) -> dict[str, Any]:
+async def deliver_weights(
+    service: GenerationService, deliver: Callable[[], Awaitable[int]], *, abort: bool
+) -> dict[str, Any]:
     if abort:
         await service.engine.abort(lambda _: True)
     parked = service.open
     version = await deliver()
-    return done(f"version {version} serves", weight_version=str(version), num_paused_requests=parked)
+    return success_reply(f"version {version} serves", weight_version=str(version), num_paused_requests=parked)

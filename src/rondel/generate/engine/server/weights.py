@@ -17,39 +17,41 @@ from starlette.requests import Request
 from rondel.core.types import Manifest, Route
 from rondel.generate.engine.builtin import staged_update
 from rondel.generate.engine.server.errors import RequestRefusal
-from rondel.generate.engine.server.fields import RequestFields, parse, read_body
-from rondel.generate.engine.server.told import fields_of, served, updating, version_of
+from rondel.generate.engine.server.fields import RequestFields, parse_body, read_body
+from rondel.generate.engine.server.told import deliver_weights, exclusive_update, fields_of, version_of
 
 if TYPE_CHECKING:
     from rondel.generate.engine.server.service import GenerationService
 
 
-async def _update(
+async def _apply_update(
     service: GenerationService, f: RequestFields, deliver: Callable[..., Awaitable[int]]
 ) -> dict[str, Any]:
     """`deliver(keep=...)` -> the version served."""
-    keep, abort = not f.flag("flush_cache", True), f.flag("abort_all_requests")
-    f.end()
-    async with updating(service):
-        return await served(service, lambda: deliver(keep=keep), abort=abort)
+    keep, abort = not f.read_flag("flush_cache", True), f.read_flag("abort_all_requests")
+    f.refuse_unknown_fields()
+    async with exclusive_update(service):
+        return await deliver_weights(service, lambda: deliver(keep=keep), abort=abort)
 
 
 async def update_weights_from_disk(service: GenerationService, request: Request) -> dict[str, Any]:
     """A folder on this machine. Requests in flight are parked meanwhile and go on, each token with its version."""
     f = await fields_of(service, request)
-    path, version = f.text("model_path"), version_of(service, f)
-    f.only("load_format", "auto", "safetensors")
+    path, version = f.read_string("model_path"), version_of(service, f)
+    f.allow_only("load_format", "auto", "safetensors")
     for harmless in ("is_async", "torch_empty_cache", "recapture_cuda_graph"):
-        f.only(harmless, False, True)
-    f.only("keep_pause", False)
-    f.only("manifest", {})
-    f.whole("token_step", 0, 0, 1 << 53)
+        f.allow_only(harmless, False, True)
+    f.allow_only("keep_pause", False)
+    f.allow_only("manifest", {})
+    f.read_integer("token_step", 0, 0, 1 << 53)
     if not path or "\0" in path or len(path) > 4096:
-        raise f.wrong("model_path", "it must name a folder")
-    return await _update(
+        raise f.field_error("model_path", "it must name a folder")
+    return await _apply_update(
         service,
         f,
-        partial(staged_update.update, service.engine, service.run, staged_update.from_disk, path, version=version),
+        partial(
+            staged_update.apply_update, service.engine, service.run, staged_update.from_disk, path, version=version
+        ),
     )
 
 
@@ -69,12 +71,12 @@ async def update_weights_from_tensor(service: GenerationService, request: Reques
                 "rollback": back == "true" if back in ("true", "false") else back,
             }
         )
-        return await _update(service, f, _from_bytes(service, body, version_of(service, f)))
+        return await _apply_update(service, f, _from_bytes(service, body, version_of(service, f)))
     if kind != "application/json":
         raise RequestRefusal(415, f"the body is '{kind or 'of no type'}'; send application/octet-stream, or JSON")
-    f = RequestFields(parse(body))
-    parts = f.texts("serialized_named_tensors", 1)
-    f.only("load_format", "safetensors")
+    f = RequestFields(parse_body(body))
+    parts = f.read_strings("serialized_named_tensors", 1)
+    f.allow_only("load_format", "safetensors")
     if len(parts) != 1:
         raise RequestRefusal(
             400,
@@ -86,11 +88,13 @@ async def update_weights_from_tensor(service: GenerationService, request: Reques
         blob = base64.b64decode(parts[0], validate=True)
     except (binascii.Error, ValueError):
         raise RequestRefusal(400, "serialized_named_tensors is not base64", param="serialized_named_tensors") from None
-    return await _update(service, f, _from_bytes(service, blob, version_of(service, f)))
+    return await _apply_update(service, f, _from_bytes(service, blob, version_of(service, f)))
 
 
 def _from_bytes(service: GenerationService, blob: bytes, version: int) -> Callable[..., Awaitable[int]]:
-    return partial(staged_update.update, service.engine, service.run, staged_update.from_bytes, blob, version=version)
+    return partial(
+        staged_update.apply_update, service.engine, service.run, staged_update.from_bytes, blob, version=version
+    )
 
 
 async def update_weights_from_ipc(service: GenerationService, request: Request) -> dict[str, Any]:
@@ -101,8 +105,8 @@ async def update_weights_from_ipc(service: GenerationService, request: Request) 
     other side wrote, so that way stays shut.
     """
     f = await fields_of(service, request)
-    if f.take("zmq_handles") is not None:
-        raise f.wrong(
+    if f.read_field("zmq_handles") is not None:
+        raise f.field_error(
             "zmq_handles",
             "what comes that way is pickled, and pickle is never read: send manifest and segment of shared memory",
         )
@@ -110,17 +114,21 @@ async def update_weights_from_ipc(service: GenerationService, request: Request) 
         raise RequestRefusal(
             501, "this server maps no memory of others; use /update_weights_from_disk", code="not_implemented"
         )
-    at = f.object("segment")
-    path, size, number = at.text("path", "") or "", at.whole("size", 0, 1, 1 << 50), at.whole("number", 0, 0, 1 << 60)
-    at.end()
+    at = f.take_object("segment")
+    path, size, number = (
+        at.read_string("path", "") or "",
+        at.read_integer("size", 0, 1, 1 << 50),
+        at.read_integer("number", 0, 0, 1 << 60),
+    )
+    at.refuse_unknown_fields()
     try:
-        manifest = Manifest.of(f.take("manifest", {})).with_version(version_of(service, f))
+        manifest = Manifest.from_dict(f.read_field("manifest", {})).with_version(version_of(service, f))
     except ValueError as error:
-        raise f.wrong("manifest", str(error)) from None
+        raise f.field_error("manifest", str(error)) from None
 
-    async def deliver(*, keep: bool) -> int:
-        return await staged_update.deliver(
+    async def deliver_segment(*, keep: bool) -> int:
+        return await staged_update.deliver_update(
             service.engine, manifest, Route("ipc", segment(path, size, number)), keep=keep
         )
 
-    return await _update(service, f, deliver)
+    return await _apply_update(service, f, deliver_segment)

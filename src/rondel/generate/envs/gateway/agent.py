@@ -21,10 +21,10 @@ from numbers import Real
 from typing import Any
 
 from rondel.core.errors import ConfigError, EnvError
-from rondel.core.registry import imported
+from rondel.core.registry import import_attribute
 from rondel.core.types import Score, Task
 from rondel.generate.envs.tools import on_a_thread
-from rondel.text.unicode import read_json, valid
+from rondel.text.unicode import read_json, valid_unicode
 
 Agent = Callable[[Task, str, str], Awaitable[Any]]  # task, address, key -> what it says the episode was worth
 KEPT = 1 << 16  # bytes of what a command prints
@@ -38,31 +38,31 @@ DIES_WITH_US = (  # the agent's process, when this one is killed
 def agent_of(given: str | list[str]) -> Agent:
     """ "module:name" is a function; everything else is a command."""
     if isinstance(given, str) and re.fullmatch(r"[\w.]+:\w+", given):
-        found = imported("agent", given)
+        found = import_attribute("agent", given)
         if not callable(found):
             raise ConfigError(
                 f"task.agent = '{given}' is {found!r}; it must be a function agent(task, base_url, api_key)"
             )
-        return called(found)
+        return function_agent(found)
     words = shlex.split(given) if isinstance(given, str) else given
     if not words:
         raise ConfigError("task.agent is empty; name a function as 'module:name', or a command")
-    return command(words)
+    return command_agent(words)
 
 
-def called(function: Callable[..., Any]) -> Agent:
+def function_agent(function: Callable[..., Any]) -> Agent:
     """A coroutine runs in the loop, anything else on a thread of its own."""
 
-    async def run(task: Task, url: str, key: str) -> Any:
+    async def run_function(task: Task, url: str, key: str) -> Any:
         given = {"task": task, "base_url": f"{url}/v1", "api_key": key}
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
             return await function(**given)
-        return await on_a_thread(_unstoppable(function), given)
+        return await on_a_thread(_catch_exit(function), given)
 
-    return run
+    return run_function
 
 
-def _unstoppable(function: Callable[..., Any]) -> Callable[..., Any]:
+def _catch_exit(function: Callable[..., Any]) -> Callable[..., Any]:
     """sys.exit() of an agent ends the agent."""
 
     def agent(**given: Any) -> Any:
@@ -76,7 +76,7 @@ def _unstoppable(function: Callable[..., Any]) -> Callable[..., Any]:
     return agent
 
 
-def command(words: list[str]) -> Agent:
+def command_agent(words: list[str]) -> Agent:
     """In a process group of its own, which ends with the episode. If the last line it
     prints is a JSON score, it is the score.
     """
@@ -85,7 +85,7 @@ def command(words: list[str]) -> Agent:
             f"task.agent: there is no command '{words[0]}' here; a function of yours is written 'module:name'"
         )
 
-    async def run(task: Task, url: str, key: str) -> Any:
+    async def run_command(task: Task, url: str, key: str) -> Any:
         told = {
             "OPENAI_BASE_URL": f"{url}/v1",
             "OPENAI_API_KEY": key,
@@ -117,7 +117,7 @@ def command(words: list[str]) -> Agent:
             )
         return _score_in(out.strip().rpartition("\n")[2])
 
-    return run
+    return run_command
 
 
 async def _end_of(stream: asyncio.StreamReader | None) -> str:
@@ -139,7 +139,7 @@ def score_of(returned: Any) -> Score | None:
     """None leaves it to the run's reward. Named parts are added up, or have a "total", as those of a reward."""
     if returned is None or isinstance(returned, Score):
         return returned
-    parts = valid(returned) if isinstance(returned, dict) else {"total": returned}
+    parts = valid_unicode(returned) if isinstance(returned, dict) else {"total": returned}
     wrong = next(
         (v for v in parts.values() if not isinstance(v, Real) or not math.isfinite(v)), None if parts else returned
     )

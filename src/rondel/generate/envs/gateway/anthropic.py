@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from rondel.generate.envs.gateway.errors import GatewayRefusal
-from rondel.generate.envs.gateway.fields import ChatFields, event, functions
+from rondel.generate.envs.gateway.fields import ChatFields, read_functions, sse_event
 from rondel.generate.envs.gateway.messages import Messages, call_of, content_of, text_of
 
 if TYPE_CHECKING:
@@ -34,13 +34,15 @@ def read_messages(system: Any, given: list[Any]) -> Messages:
         answers = [b for b in blocks if b.get("type") == "tool_result"]
         words = [b for b in blocks if b.get("type") not in ("tool_use", "tool_result", *THOUGHTS)]
         out += [
-            {"role": "tool", "tool_call_id": str(b.get("tool_use_id", "")), "content": _answered(b, where)}
+            {"role": "tool", "tool_call_id": str(b.get("tool_use_id", "")), "content": _read_tool_result(b, where)}
             for b in answers
         ]
         if words or role == "assistant" or not answers:
             read = {
                 "role": role,
-                "content": content_of(_imaged(words), where, "\n") if role == "user" else text_of(words, where, "\n"),
+                "content": content_of(_inline_images(words), where, "\n")
+                if role == "user"
+                else text_of(words, where, "\n"),
             }
             out.append({**read, "tool_calls": calls} if calls and role == "assistant" else read)
     if out and out[-1]["role"] == "assistant":
@@ -50,15 +52,15 @@ def read_messages(system: Any, given: list[Any]) -> Messages:
     return out
 
 
-def _answered(block: dict[str, Any], where: str) -> str | list[dict[str, Any]]:
+def _read_tool_result(block: dict[str, Any], where: str) -> str | list[dict[str, Any]]:
     """What a tool said, and what it showed."""
-    content = content_of(_imaged(block.get("content")), where, "\n")
+    content = content_of(_inline_images(block.get("content")), where, "\n")
     if not block.get("is_error"):
         return content
     return f"error: {content}" if isinstance(content, str) else [{"type": "text", "text": "error: "}, *content]
 
 
-def _imaged(content: Any) -> Any:
+def _inline_images(content: Any) -> Any:
     """Blocks whose images are data: URLs, as the rest of this house has them."""
     if not isinstance(content, list):
         return content
@@ -81,20 +83,30 @@ def function_of(tool: dict[str, Any]) -> dict[str, Any]:
 
 async def count_tokens(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
     """Of a conversation as if it were new; nothing is asked of the policy."""
-    said = read_messages(f.take("system", (str, list)), f.take("messages", list, []))
+    said = read_messages(f.read_field("system", (str, list)), f.read_field("messages", list, []))
     if not said:
         raise GatewayRefusal(400, "there is nothing to count")
-    return {"input_tokens": await session.size(said, functions(f.take("tools", list, []), function_of))}
+    return {
+        "input_tokens": await session.count_tokens(said, read_functions(f.read_field("tools", list, []), function_of))
+    }
 
 
-async def messages(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
-    said = read_messages(f.take("system", (str, list)), f.take("messages", list, []))
-    tools = functions(f.take("tools", list, []), function_of)
-    (reply,) = await session.replies(f.asked(said, tools, limit=("max_tokens",), stop="stop_sequences"))
+async def create_message(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
+    said = read_messages(f.read_field("system", (str, list)), f.read_field("messages", list, []))
+    tools = read_functions(f.read_field("tools", list, []), function_of)
+    (reply,) = await session.generate_replies(
+        f.read_chat_request(said, tools, limit=("max_tokens",), stop="stop_sequences")
+    )
     content: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text else []
     content += [{"type": "tool_use", "id": id, "name": name, "input": given} for id, name, given in reply.calls]
     stop = (
-        "tool_use" if reply.calls else "max_tokens" if reply.cut else "stop_sequence" if reply.stopped else "end_turn"
+        "tool_use"
+        if reply.calls
+        else "max_tokens"
+        if reply.is_truncated
+        else "stop_sequence"
+        if reply.stopped
+        else "end_turn"
     )
     cached = reply.done.cached_tokens
     return {
@@ -114,12 +126,12 @@ async def messages(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
     }
 
 
-def chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterator[bytes]:
-    def tell(kind: str, **data: Any) -> bytes:
-        return event({"type": kind, **data}, kind)
+def stream_chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterator[bytes]:
+    def make_event(kind: str, **data: Any) -> bytes:
+        return sse_event({"type": kind, **data}, kind)
 
     ends = {"stop_reason": None, "stop_sequence": None}
-    yield tell(
+    yield make_event(
         "message_start", message={**whole, **ends, "content": [], "usage": {**whole["usage"], "output_tokens": 0}}
     )
     for i, block in enumerate(whole["content"]):
@@ -129,10 +141,10 @@ def chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterator[bytes]:
         else:
             empty = {**block, "input": {}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        yield tell("content_block_start", index=i, content_block=empty)
-        yield tell("content_block_delta", index=i, delta=delta)
-        yield tell("content_block_stop", index=i)
-    yield tell(
+        yield make_event("content_block_start", index=i, content_block=empty)
+        yield make_event("content_block_delta", index=i, delta=delta)
+        yield make_event("content_block_stop", index=i)
+    yield make_event(
         "message_delta", delta={k: whole[k] for k in ends}, usage={"output_tokens": whole["usage"]["output_tokens"]}
     )
-    yield tell("message_stop")
+    yield make_event("message_stop")

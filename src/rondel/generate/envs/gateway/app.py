@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rondel.generate.envs.gateway import anthropic, openai, responses
-from rondel.generate.envs.gateway.errors import GatewayRefusal, refusal
-from rondel.generate.envs.gateway.fields import ChatFields, parse
+from rondel.generate.envs.gateway.errors import GatewayRefusal, to_refusal
+from rondel.generate.envs.gateway.fields import ChatFields, parse_body
 
 if TYPE_CHECKING:
     from rondel.generate.envs.gateway.session import GatewaySession
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     Answer = Callable[[GatewaySession, ChatFields], Awaitable[dict[str, Any]]]
     Chunks = Callable[[dict[str, Any], dict[str, Any]], Iterator[bytes]]
 SHARED = {  # by what Anthropic's clients append, to their own base_url or to OpenAI's
-    "messages": (anthropic.messages, anthropic.chunks),
-    "messages/count_tokens": (anthropic.count_tokens, anthropic.chunks),
+    "messages": (anthropic.create_message, anthropic.stream_chunks),
+    "messages/count_tokens": (anthropic.count_tokens, anthropic.stream_chunks),
 }
 ENDPOINTS: dict[str, tuple[Answer, Chunks]] = {
-    "/v1/chat/completions": (openai.chat, openai.chat_chunks),
-    "/v1/completions": (openai.completion, openai.completion_chunks),
-    "/v1/responses": (responses.response, responses.chunks),
+    "/v1/chat/completions": (openai.create_chat_completion, openai.chat_chunks),
+    "/v1/completions": (openai.create_completion, openai.completion_chunks),
+    "/v1/responses": (responses.build_response, responses.stream_chunks),
     **{f"{base}/{name}": how for name, how in SHARED.items() for base in ("/v1", "/v1/v1")},
 }
 LARGEST = 64 << 20  # bytes of a body
 LEFT = 499  # nobody reads this
 
 
-def build(sessions: dict[str, GatewaySession], warn: Callable[[str, str], None]) -> Starlette:
+def build_app(sessions: dict[str, GatewaySession], warn: Callable[[str, str], None]) -> Starlette:
     """The ASGI application over the sessions that are open."""
 
     def session_of(request: Request) -> GatewaySession:
@@ -49,44 +49,44 @@ def build(sessions: dict[str, GatewaySession], warn: Callable[[str, str], None])
             )
         return sessions[key]
 
-    def safely(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    def catch_errors(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             try:
                 return await handler(request)
             except Exception as error:
-                said = refusal(error)
-                shape = said.body("messages" in request.url.path or "anthropic-version" in request.headers)
+                said = to_refusal(error)
+                shape = said.response_body("messages" in request.url.path or "anthropic-version" in request.headers)
                 return JSONResponse(shape, said.status, headers={"x-should-retry": "false"})
 
         return endpoint
 
-    def answering(answer: Answer, chunks: Chunks) -> Callable[[Request], Awaitable[Response]]:
-        async def handler(request: Request) -> Response:
+    def make_answer_handler(answer: Answer, chunks: Chunks) -> Callable[[Request], Awaitable[Response]]:
+        async def handle_request(request: Request) -> Response:
             session = session_of(request)
-            body = parse(await _body(request))
+            body = parse_body(await _read_body(request))
             fields = ChatFields(body, session.chat.sampling, warn)
-            options = fields.take("stream_options", dict, {})
+            options = fields.read_field("stream_options", dict, {})
             whole = await _while_it_waits(request, session, answer(session, fields))
             if not body.get("stream"):
                 return JSONResponse(whole)
             stream = b"".join(chunks(whole, options))
             return Response(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
-        return handler
+        return handle_request
 
-    async def models(request: Request) -> Response:
+    async def list_models(request: Request) -> Response:
         session_of(request)
         name = request.path_params.get("name")
         listed = {
             "object": "list",
-            "data": [openai.model("policy")],
+            "data": [openai.model_card("policy")],
             "has_more": False,
             "first_id": "policy",
             "last_id": "policy",
         }
-        return JSONResponse(openai.model(name) if name else listed)
+        return JSONResponse(openai.model_card(name) if name else listed)
 
-    async def nothing(request: Request) -> Response:
+    async def not_found(request: Request) -> Response:
         raise GatewayRefusal(
             404,
             f"nothing is at {request.url.path[:200]}; this gateway has {', '.join([*ENDPOINTS][:4])} and /v1/models",
@@ -94,15 +94,18 @@ def build(sessions: dict[str, GatewaySession], warn: Callable[[str, str], None])
 
     return Starlette(
         routes=[
-            *(Route(path, safely(answering(*how)), methods=["POST"]) for path, how in ENDPOINTS.items()),
-            Route("/v1/models", safely(models)),
-            Route("/v1/models/{name:path}", safely(models)),
-            Route("/{path:path}", safely(nothing), methods=["GET", "POST", "PUT", "DELETE"]),
+            *(
+                Route(path, catch_errors(make_answer_handler(*how)), methods=["POST"])
+                for path, how in ENDPOINTS.items()
+            ),
+            Route("/v1/models", catch_errors(list_models)),
+            Route("/v1/models/{name:path}", catch_errors(list_models)),
+            Route("/{path:path}", catch_errors(not_found), methods=["GET", "POST", "PUT", "DELETE"]),
         ]
     )
 
 
-async def _body(request: Request) -> bytes:
+async def _read_body(request: Request) -> bytes:
     body = bytearray()
     try:
         async for chunk in request.stream():
@@ -115,11 +118,11 @@ async def _body(request: Request) -> bytes:
 
 
 async def _while_it_waits(request: Request, session: GatewaySession, answer: Any) -> dict[str, Any]:
-    async def gone() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    work, left = session.begin(answer), asyncio.create_task(gone())
+    work, left = session.start_task(answer), asyncio.create_task(wait_for_disconnect())
     try:
         await asyncio.wait([work, left], return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -35,11 +35,11 @@ class ChatReply:
     stopped: str = ""
 
     @property
-    def cut(self) -> bool:
+    def is_truncated(self) -> bool:
         return self.done.finish_reason == "length"
 
     @property
-    def message(self) -> dict[str, Any]:
+    def assistant_message(self) -> dict[str, Any]:
         """What a client sends back when it goes on from here."""
         calls = [
             {"id": id, "type": "function", "function": {"name": name, "arguments": given}}

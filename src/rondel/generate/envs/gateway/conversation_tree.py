@@ -40,7 +40,7 @@ class ConversationBranch:
     turns: list[AnsweredTurn]
     busy: bool = False
 
-    def knows(self, said: Any, tools: list[dict[str, Any]]) -> int:
+    def shared_turns(self, said: Any, tools: list[dict[str, Any]]) -> int:
         """How many turns of this branch `said` begins with; something must follow them."""
         if type(said) is not type(self.said) or tools != self.tools:
             return 0
@@ -54,11 +54,11 @@ class ConversationTree:
     def __init__(self, root: TokenChat) -> None:
         self.root, self.branches = root, list[ConversationBranch]()
 
-    def open(self, said: Any, tools: list[dict[str, Any]]) -> ConversationBranch:
+    def open_branch(self, said: Any, tools: list[dict[str, Any]]) -> ConversationBranch:
         """The branch to write in: its turns are those that `said` begins with."""
         found, known = None, 0
         for branch in self.branches:
-            n = branch.knows(said, tools)
+            n = branch.shared_turns(said, tools)
             free = n == len(branch.turns) and not branch.busy
             if n and (n > known or (n == known and free)):
                 found, known = branch, n
@@ -72,9 +72,9 @@ class ConversationTree:
         self.branches.append(found)
         return found
 
-    def undo(self, branch: ConversationBranch, finish_reason: FinishReason | None = None) -> None:
+    def undo_turn(self, branch: ConversationBranch, finish_reason: FinishReason | None = None) -> None:
         """A turn that came to nothing leaves no trace, but perhaps why the branch ends there."""
-        if not branch.turns or self._inner(branch):
+        if not branch.turns or self._has_continuation(branch):
             self.branches.remove(branch)
             return
         timings = branch.chat.trajectory.timings
@@ -83,12 +83,14 @@ class ConversationTree:
         if finish_reason is not None:
             branch.chat.trajectory.finish_reason = finish_reason
 
-    def trajectories(self) -> list[Trajectory]:
+    def leaf_trajectories(self) -> list[Trajectory]:
         """One for each leaf, whose prefix is in it whole; in the order in which they were opened."""
         return [
-            b.chat.trajectory for b in self.branches if b.turns and not self._inner(b) and b.chat.trajectory.written
+            b.chat.trajectory
+            for b in self.branches
+            if b.turns and not self._has_continuation(b) and b.chat.trajectory.written
         ]
 
-    def _inner(self, branch: ConversationBranch) -> bool:
+    def _has_continuation(self, branch: ConversationBranch) -> bool:
         """Whether another branch goes on from where this one ends."""
         return any(branch.turns[-1] in other.turns for other in self.branches if other is not branch)

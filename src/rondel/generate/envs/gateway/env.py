@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 
-from rondel.core.errors import ConfigError, EnvError, ungrouped
+from rondel.core.errors import ConfigError, EnvError, unwrap_exception_group
 from rondel.core.events import Warned, emit
 from rondel.core.types import Task, Trajectory
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.gateway.agent import Agent, score_of
 from rondel.generate.envs.gateway.session import GatewaySession
-from rondel.generate.envs.single_turn import opening
+from rondel.generate.envs.single_turn import opening_messages
 from rondel.generate.envs.template import Messages, Schemas
 
 
@@ -33,22 +33,22 @@ class Gateway:
             raise ConfigError(
                 f"task.env = 'gateway' needs {error.name}, which is not installed: pip install 'rondel[serve]'"
             ) from error
-        self.listening = GatewayListener(self._warn)
+        self.listening = GatewayListener(self._warn_once)
 
     def prompt(self, task: Task) -> tuple[Messages, Schemas]:
         """What the policy reads first is the agent's affair; a prompt of the task is most likely in it."""
         known = {"prompt", "messages"} & task.data.keys()
-        return opening(task) if known else [{"role": "user", "content": ""}], ()
+        return opening_messages(task) if known else [{"role": "user", "content": ""}], ()
 
     async def run(self, task: Task, chat: TokenChat) -> Trajectory | list[Trajectory]:
         """One trajectory, or one for each branch: the first opened comes first, and has
         the score if the agent says one.
         """
         session, failed, returned = GatewaySession(chat), None, None
-        async with self.listening.to(session) as (url, key):
+        async with self.listening.serve_session(session) as (url, key):
             try:
                 async with asyncio.timeout(self.timeout) as limit:
-                    with ungrouped():
+                    with unwrap_exception_group():
                         returned = await self.agent(task, url, key)
             except TimeoutError as error:
                 reason = (
@@ -66,14 +66,14 @@ class Gateway:
             raise session.fault
         if failed is not None and not session.full:  # out of context an agent may well fail: that is the policy's doing
             raise failed
-        found = session.forest.trajectories()
+        found = session.forest.leaf_trajectories()
         if not found:
             why = "; its first prompt alone fills the context" if session.full else ""
             raise EnvError(f"the agent ended without an answer of the policy{why}") from failed
         found[0].score = score_of(returned)  # of the episode: its other branches share it
         return found[0] if len(found) == 1 else found
 
-    def _warn(self, name: str, rule: str) -> None:
+    def _warn_once(self, name: str, rule: str) -> None:
         """Once for each name in a run."""
         if name not in self._told:
             self._told.add(name)

@@ -17,7 +17,7 @@ class GatewayRefusal(Exception):
         super().__init__(message)
         self.status, self.message, self.code = status, message[:1000], code
 
-    def body(self, anthropic: bool) -> dict[str, Any]:
+    def response_body(self, anthropic: bool) -> dict[str, Any]:
         if anthropic:
             return {
                 "type": "error",
@@ -35,7 +35,7 @@ class TooLong(GatewayRefusal):
         super().__init__(400, text, "context_length_exceeded")
 
 
-def refusal(error: Exception) -> GatewayRefusal:
+def to_refusal(error: Exception) -> GatewayRefusal:
     """Whatever else went wrong, as an answer: what a template cannot write is the
     request's fault, the rest is this side's.
     """

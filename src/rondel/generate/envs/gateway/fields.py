@@ -44,7 +44,7 @@ NOTHING: tuple[Any, ...] = (
 )
 
 
-def parse(raw: bytes) -> dict[str, Any]:
+def parse_body(raw: bytes) -> dict[str, Any]:
     """The body as valid text: an agent passes on what tools and pages gave it."""
     try:
         body = read_json(raw)
@@ -61,7 +61,7 @@ class ChatFields:
     def __init__(self, body: dict[str, Any], sampling: Sampling, warn: Callable[[str, str], None]) -> None:
         self.body, self.sampling, self.warn, self._known = body, sampling, warn, set(SILENT)
 
-    def take(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+    def read_field(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         self._known.add(name)
         value = self.body.get(name)
         if value is None:
@@ -71,36 +71,36 @@ class ChatFields:
             raise GatewayRefusal(400, f"{name} = {json.dumps(value)[:80]}; it must be of type {expected}")
         return value
 
-    def count(self, *names: str) -> int | None:
+    def read_count(self, *names: str) -> int | None:
         """The first of them that is given."""
-        given = [value for name in names if (value := self.take(name, int)) is not None]
+        given = [value for name in names if (value := self.read_field(name, int)) is not None]
         if given and given[0] < 1:
             raise GatewayRefusal(400, f"{names[0]} = {given[0]}; it must be at least 1")
         return given[0] if given else None
 
-    def stops(self, name: str) -> tuple[str, ...]:
-        given = self.take(name, (str, list), [])
+    def stop_strings(self, name: str) -> tuple[str, ...]:
+        given = self.read_field(name, (str, list), [])
         listed = [given] if isinstance(given, str) else given
         if not all(isinstance(stop, str) for stop in listed):
             raise GatewayRefusal(400, f"{name} must be a text or a list of texts")
         return tuple(dict.fromkeys(stop for stop in listed if stop))
 
-    def asked(
+    def read_chat_request(
         self, said: Any, tools: list[dict[str, Any]] | None = None, *, limit: tuple[str, ...], stop: str = "stop"
     ) -> ChatRequest:
         """What the APIs have in common. Called last: what nobody has taken by now is told to the
         person who runs this.
         """
-        choice = self.take("tool_choice", (str, dict))
+        choice = self.read_field("tool_choice", (str, dict))
         off = choice == "none" or choice == {"type": "none"}
         if choice not in NOTHING and not off:
             self.warn("tool_choice", "the policy chooses for itself whether it calls a tool")
         if not said:
             raise GatewayRefusal(400, "there is nothing to answer")
-        n = self.count("n") or 1
+        n = self.read_count("n") or 1
         if n > 128:
             raise GatewayRefusal(400, f"n = {n}; at most 128")
-        asked = ChatRequest(said, tools or [], self.count(*limit), self.stops(stop), n, not off)
+        asked = ChatRequest(said, tools or [], self.read_count(*limit), self.stop_strings(stop), n, not off)
         for name in self.body.keys() - self._known:
             value, own = self.body[name], getattr(self.sampling, name, None)
             if not any(value == nothing for nothing in NOTHING) and not (
@@ -111,7 +111,7 @@ class ChatFields:
         return asked
 
 
-def functions(tools: list[Any], read: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
+def read_functions(tools: list[Any], read: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
     """Tools as templates want them. `read` takes one of an API apart."""
     out = []
     for tool in tools:
@@ -127,6 +127,6 @@ def functions(tools: list[Any], read: Callable[[dict[str, Any]], dict[str, Any]]
     return out
 
 
-def event(data: dict[str, Any], name: str = "") -> bytes:
+def sse_event(data: dict[str, Any], name: str = "") -> bytes:
     """One of a stream."""
     return (f"event: {name}\n" if name else "").encode() + b"data: " + json.dumps(data).encode() + b"\n\n"

@@ -19,7 +19,7 @@ from typing import Any
 
 from rondel.core.errors import DataError
 from rondel.generate.envs.gateway.errors import GatewayRefusal
-from rondel.generate.pictures import sent
+from rondel.generate.pictures import parse_image_part
 
 Messages = list[dict[str, Any]]
 # OpenAI's, and ours
@@ -53,7 +53,7 @@ def content_of(content: Any, where: str, joined: str = "") -> str | list[dict[st
         return text_of(content, where, joined)
     try:
         return [
-            sent(part, f"{where}.content")
+            parse_image_part(part, f"{where}.content")
             if isinstance(part, dict) and part.get("type") in IMAGES
             else {"type": "text", "text": text_of([part], where)}
             for part in content
@@ -72,7 +72,7 @@ def call_of(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
     return {"id": str(id), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def canonical(messages: Messages) -> Messages:
+def canonical_messages(messages: Messages) -> Messages:
     """What templates are given: ids of calls are places, and an answer names the tool it comes from."""
     out: Messages = []
     asked: dict[str, tuple[str, str]] = {}
@@ -96,14 +96,14 @@ def key_of(message: dict[str, Any]) -> str:
     """
     if message["role"] == "assistant":
         message = {**message, "content": THOUGHT.sub(r"\1", message["content"]).strip()}
-    key = json.dumps(_plain(message), sort_keys=True)
+    key = json.dumps(_normalize_numbers(message), sort_keys=True)
     # an image is long, and is sent again with every request
     return key if len(key) < LONG else blake2b(key.encode()).hexdigest()
 
 
-def _plain(value: Any) -> Any:
+def _normalize_numbers(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _normalize_numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_plain(inner) for inner in value]
+        return [_normalize_numbers(inner) for inner in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from rondel.generate.envs.gateway.chat_request import ChatReply, ChatRequest
 from rondel.generate.envs.gateway.errors import GatewayRefusal
-from rondel.generate.envs.gateway.fields import ChatFields, event, functions
+from rondel.generate.envs.gateway.fields import ChatFields, read_functions, sse_event
 from rondel.generate.envs.gateway.messages import ROLES, Messages, call_of, content_of, text_of
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ def read_messages(given: list[Any]) -> Messages:
             else content_of(message.get("content"), where),
         }
         if role == "assistant" and (calls := message.get("tool_calls")):
-            read["tool_calls"] = _calls(calls, where)
+            read["tool_calls"] = _read_tool_calls(calls, where)
         if role == "tool":
             read["tool_call_id"] = str(message.get("tool_call_id", ""))
         out.append(read)
     return out
 
 
-def _calls(given: Any, where: str) -> list[dict[str, Any]]:
+def _read_tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
     """The calls in an assistant's message."""
     if not isinstance(given, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in given
@@ -52,12 +52,12 @@ def function_of(tool: dict[str, Any]) -> dict[str, Any]:
     return {k: given.get(k) for k in ("name", "description", "parameters")} if isinstance(given, dict) else {}
 
 
-async def chat(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
-    said = read_messages(f.take("messages", list, []))
-    tools = functions(f.take("tools", list, []), function_of)
-    logprobs = f.take("logprobs", bool, False)
-    asked = f.asked(said, tools, limit=("max_completion_tokens", "max_tokens"))
-    replies = await session.replies(asked)
+async def create_chat_completion(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
+    said = read_messages(f.read_field("messages", list, []))
+    tools = read_functions(f.read_field("tools", list, []), function_of)
+    logprobs = f.read_field("logprobs", bool, False)
+    asked = f.read_chat_request(said, tools, limit=("max_completion_tokens", "max_tokens"))
+    replies = await session.generate_replies(asked)
     choices = []
     for i, reply in enumerate(replies):
         message: dict[str, Any] = {
@@ -72,12 +72,12 @@ async def chat(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
             ]
         content = [
             {"token": t, "logprob": lp, "bytes": list(t.encode()), "top_logprobs": []}
-            for t, lp in tokens(session, reply)
+            for t, lp in token_logprobs(session, reply)
         ]
-        finish = "tool_calls" if reply.calls else "length" if reply.cut else "stop"
+        finish = "tool_calls" if reply.calls else "length" if reply.is_truncated else "stop"
         told = {"content": content, "refusal": None} if logprobs else None
         choices.append({"index": i, "message": message, "logprobs": told, "finish_reason": finish})
-    return {**_head("chatcmpl", "chat.completion", f), "choices": choices, "usage": usage(replies)}
+    return {**_response_header("chatcmpl", "chat.completion", f), "choices": choices, "usage": token_usage(replies)}
 
 
 def chat_chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterator[bytes]:
@@ -92,22 +92,22 @@ def chat_chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterator[byte
         ]
         for i, delta in enumerate(said):
             logprobs = choice["logprobs"] if i == len(said) - 1 else None
-            yield event(
+            yield sse_event(
                 {**head, "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}]}
             )
-        yield event(
+        yield sse_event(
             {
                 **head,
                 "choices": [{"index": index, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}],
             }
         )
     if options.get("include_usage"):
-        yield event({**head, "choices": [], "usage": whole["usage"]})
+        yield sse_event({**head, "choices": [], "usage": whole["usage"]})
     yield b"data: [DONE]\n\n"
 
 
-async def completion(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
-    prompt = f.take("prompt", (str, list), "")
+async def create_completion(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
+    prompt = f.read_field("prompt", (str, list), "")
     prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
     size = len(session.chat.tokenizer)
     for one in prompts:
@@ -115,13 +115,15 @@ async def completion(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
             isinstance(one, list) and all(type(t) is int and 0 <= t < size for t in one)
         ):
             raise GatewayRefusal(400, f"prompt must be a text, a list of token ids below {size}, or a list of either")
-    logprobs = f.take("logprobs", int)
-    asked = f.asked(prompts and prompts[0], limit=("max_tokens",))
-    families = [await session.replies(ChatRequest(one, [], asked.max_tokens, asked.stop, asked.n)) for one in prompts]
+    logprobs = f.read_field("logprobs", int)
+    asked = f.read_chat_request(prompts and prompts[0], limit=("max_tokens",))
+    families = [
+        await session.generate_replies(ChatRequest(one, [], asked.max_tokens, asked.stop, asked.n)) for one in prompts
+    ]
     replies = [reply for family in families for reply in family]
     choices = []
     for i, reply in enumerate(replies):
-        texts, values = zip(*tokens(session, reply)) if reply.done.tokens else ((), ())
+        texts, values = zip(*token_logprobs(session, reply)) if reply.done.tokens else ((), ())
         offsets = [len("".join(texts[:k])) for k in range(len(texts))]
         told = (
             {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
@@ -129,21 +131,26 @@ async def completion(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
             else None
         )
         choices.append(
-            {"index": i, "text": reply.text, "logprobs": told, "finish_reason": "length" if reply.cut else "stop"}
+            {
+                "index": i,
+                "text": reply.text,
+                "logprobs": told,
+                "finish_reason": "length" if reply.is_truncated else "stop",
+            }
         )
-    return {**_head("cmpl", "text_completion", f), "choices": choices, "usage": usage(replies)}
+    return {**_response_header("cmpl", "text_completion", f), "choices": choices, "usage": token_usage(replies)}
 
 
 def completion_chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterator[bytes]:
     head = {k: v for k, v in whole.items() if k not in ("choices", "usage")}
     for choice in whole["choices"]:
-        yield event({**head, "choices": [choice]})
+        yield sse_event({**head, "choices": [choice]})
     if options.get("include_usage"):
-        yield event({**head, "choices": [], "usage": whole["usage"]})
+        yield sse_event({**head, "choices": [], "usage": whole["usage"]})
     yield b"data: [DONE]\n\n"
 
 
-def model(name: str) -> dict[str, Any]:
+def model_card(name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -154,12 +161,12 @@ def model(name: str) -> dict[str, Any]:
     } | {"owned_by": "rondel"}
 
 
-def tokens(session: GatewaySession, reply: ChatReply) -> list[tuple[str, float]]:
+def token_logprobs(session: GatewaySession, reply: ChatReply) -> list[tuple[str, float]]:
     """What was drawn, with the log-probability it was drawn with."""
     return [(session.chat.tokenizer.decode([t]), lp) for t, lp in zip(reply.done.tokens, reply.done.logprobs)]
 
 
-def usage(replies: list[ChatReply]) -> dict[str, Any]:
+def token_usage(replies: list[ChatReply]) -> dict[str, Any]:
     """A prompt counts once however many answers it gets."""
     prompt, written = replies[0].prompt, sum(len(reply.done.tokens) for reply in replies)
     cached = min(reply.done.cached_tokens for reply in replies)
@@ -171,7 +178,7 @@ def usage(replies: list[ChatReply]) -> dict[str, Any]:
     }
 
 
-def _head(prefix: str, kind: str, f: ChatFields) -> dict[str, Any]:
+def _response_header(prefix: str, kind: str, f: ChatFields) -> dict[str, Any]:
     return {
         "id": f"{prefix}-{uuid4().hex}",
         "object": kind,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from rondel.generate.envs.gateway.app import build
+from rondel.generate.envs.gateway.app import build_app
 from rondel.system.http import PatientConnection
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class GatewayPort:
         self.socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         config = uvicorn.Config(
-            build(sessions, warn),
+            build_app(sessions, warn),
             http=PatientConnection,
             ws="none",
             lifespan="off",
@@ -59,7 +59,7 @@ class GatewayListener:
         self.port: GatewayPort | None = None
 
     @asynccontextmanager
-    async def to(self, session: GatewaySession) -> AsyncIterator[tuple[str, str]]:
+    async def serve_session(self, session: GatewaySession) -> AsyncIterator[tuple[str, str]]:
         key = f"rondel-{secrets.token_urlsafe(24)}"
         port = self.port = self.port or GatewayPort(self.sessions, self.warn)
         port.users += 1

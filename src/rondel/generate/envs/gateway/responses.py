@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from rondel.generate.envs.gateway.errors import GatewayRefusal
-from rondel.generate.envs.gateway.fields import ChatFields, event, functions
+from rondel.generate.envs.gateway.fields import ChatFields, read_functions, sse_event
 from rondel.generate.envs.gateway.messages import ROLES, Messages, call_of, content_of, text_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def read_items(given: str | list[Any]) -> Messages:
         return [{"role": "user", "content": given}]
     out: Messages = []
 
-    def assistants() -> dict[str, Any]:
+    def last_assistant_message() -> dict[str, Any]:
         if not out or out[-1]["role"] != "assistant":
             out.append({"role": "assistant", "content": ""})
         return out[-1]
@@ -39,7 +39,7 @@ def read_items(given: str | list[Any]) -> Messages:
                 )
             case "function_call":
                 call = call_of(item.get("call_id"), item.get("name"), item.get("arguments"))
-                assistants().setdefault("tool_calls", []).append(call)
+                last_assistant_message().setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 out.append(
                     {
@@ -57,22 +57,24 @@ def read_items(given: str | list[Any]) -> Messages:
     return out
 
 
-async def response(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
-    said = read_items(f.take("input", (str, list), []))
-    if before := f.take("previous_response_id", str):
+async def build_response(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
+    said = read_items(f.read_field("input", (str, list), []))
+    if before := f.read_field("previous_response_id", str):
         if before not in session.stored:
             raise GatewayRefusal(
                 400, f"previous_response_id = '{before[:80]}' is none of this episode's", "previous_response_not_found"
             )
         said = [*session.stored[before], *said]
-    instructions = f.take("instructions", str)
-    tools = functions(
-        f.take("tools", list, []), lambda tool: {k: tool.get(k) for k in ("name", "description", "parameters")}
+    instructions = f.read_field("instructions", str)
+    tools = read_functions(
+        f.read_field("tools", list, []), lambda tool: {k: tool.get(k) for k in ("name", "description", "parameters")}
     )
     system = [{"role": "system", "content": instructions}] if instructions else []
-    (reply,) = await session.replies(f.asked([*system, *said], tools, limit=("max_output_tokens",)))
-    name, status = f"resp_{uuid4().hex}", "incomplete" if reply.cut else "completed"
-    session.stored[name] = [*said, reply.message]
+    (reply,) = await session.generate_replies(
+        f.read_chat_request([*system, *said], tools, limit=("max_output_tokens",))
+    )
+    name, status = f"resp_{uuid4().hex}", "incomplete" if reply.is_truncated else "completed"
+    session.stored[name] = [*said, reply.assistant_message]
     output: list[dict[str, Any]] = []
     if reply.text or not reply.calls:
         part = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
@@ -95,7 +97,7 @@ async def response(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
         "created_at": int(time.time()),
         "status": status,
         "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if reply.cut else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if reply.is_truncated else None,
         "instructions": instructions,
         "metadata": {},
         "model": str(f.body.get("model", "policy")),
@@ -116,29 +118,29 @@ async def response(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
     }
 
 
-def chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterator[bytes]:
+def stream_chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterator[bytes]:
     number = -1
 
-    def tell(kind: str, **data: Any) -> bytes:
+    def make_event(kind: str, **data: Any) -> bytes:
         nonlocal number
         number += 1
-        return event({"type": f"response.{kind}", "sequence_number": number, **data}, f"response.{kind}")
+        return sse_event({"type": f"response.{kind}", "sequence_number": number, **data}, f"response.{kind}")
 
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    yield tell("created", response=begun)
-    yield tell("in_progress", response=begun)
+    yield make_event("created", response=begun)
+    yield make_event("in_progress", response=begun)
     for i, item in enumerate(whole["output"]):
         at: dict[str, Any] = {"output_index": i, "item_id": item["id"]}
         empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
-        yield tell("output_item.added", output_index=i, item={**item, **empty, "status": "in_progress"})
+        yield make_event("output_item.added", output_index=i, item={**item, **empty, "status": "in_progress"})
         if item["type"] == "message":
             (part,), inside = item["content"], {**at, "content_index": 0}
-            yield tell("content_part.added", **inside, part={**part, "text": ""})
-            yield tell("output_text.delta", **inside, delta=part["text"], logprobs=[])
-            yield tell("output_text.done", **inside, text=part["text"], logprobs=[])
-            yield tell("content_part.done", **inside, part=part)
+            yield make_event("content_part.added", **inside, part={**part, "text": ""})
+            yield make_event("output_text.delta", **inside, delta=part["text"], logprobs=[])
+            yield make_event("output_text.done", **inside, text=part["text"], logprobs=[])
+            yield make_event("content_part.done", **inside, part=part)
         else:
-            yield tell("function_call_arguments.delta", **at, delta=item["arguments"])
-            yield tell("function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"])
-        yield tell("output_item.done", output_index=i, item=item)
-    yield tell("completed" if whole["status"] == "completed" else "incomplete", response=whole)
+            yield make_event("function_call_arguments.delta", **at, delta=item["arguments"])
+            yield make_event("function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"])
+        yield make_event("output_item.done", output_index=i, item=item)
+    yield make_event("completed" if whole["status"] == "completed" else "incomplete", response=whole)

@@ -17,9 +17,15 @@ from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.gateway.chat_request import ChatReply, ChatRequest
 from rondel.generate.envs.gateway.conversation_tree import AnsweredTurn, ConversationTree
 from rondel.generate.envs.gateway.errors import GatewayRefusal, TooLong
-from rondel.generate.envs.gateway.messages import canonical, key_of
+from rondel.generate.envs.gateway.messages import canonical_messages, key_of
 from rondel.generate.envs.template import Messages
-from rondel.generate.pictures import TooLarge, beside, cells, looked, parted
+from rondel.generate.pictures import (
+    TooLarge,
+    count_image_tokens,
+    load_message_images,
+    run_on_image_thread,
+    split_images,
+)
 
 
 class GatewaySession:
@@ -35,16 +41,16 @@ class GatewaySession:
         self._asked = self._called = 0
         self._work: set[asyncio.Task[Any]] = set()
 
-    def begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def start_task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """As a task that ends with the session."""
         task = asyncio.create_task(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
         return task
 
-    async def replies(self, asked: ChatRequest) -> list[ChatReply]:
+    async def generate_replies(self, asked: ChatRequest) -> list[ChatReply]:
         """One, or n branches from the same place. If one of them fails, none is kept waiting."""
-        tasks = [self.begin(self._reply(asked)) for _ in range(asked.n)]
+        tasks = [self.start_task(self._generate_reply(asked)) for _ in range(asked.n)]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -52,12 +58,16 @@ class GatewaySession:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def size(self, messages: Messages, tools: list[dict[str, Any]]) -> int:
+    async def count_tokens(self, messages: Messages, tools: list[dict[str, Any]]) -> int:
         """Tokens of a conversation that begins with these."""
-        plain, sources = parted(canonical(messages))
-        with _writing():
-            seen = await beside(cells, sources, self.chat.sight) if sources and self.chat.sight else []
-            return len(self.chat.template.opening(plain, tools)) + sum(seen) - len(seen)
+        plain, sources = split_images(canonical_messages(messages))
+        with _encoding_errors():
+            seen = (
+                await run_on_image_thread(count_image_tokens, sources, self.chat.sight)
+                if sources and self.chat.sight
+                else []
+            )
+            return len(self.chat.template.render_opening(plain, tools)) + sum(seen) - len(seen)
 
     async def close(self) -> None:
         """Whatever is still asked for is given up."""
@@ -67,27 +77,27 @@ class GatewaySession:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
 
-    async def _reply(self, asked: ChatRequest) -> ChatReply:
-        messages, said = _spelled(asked.said)
-        branch = self.forest.open(said, asked.tools)
+    async def _generate_reply(self, asked: ChatRequest) -> ChatReply:
+        messages, said = _messages_and_keys(asked.said)
+        branch = self.forest.open_branch(said, asked.tools)
         branch.busy = True
         try:
-            reply = await self._turn(branch.chat, branch.turns, messages, said, asked)
+            reply = await self._answer_turn(branch.chat, branch.turns, messages, said, asked)
         except BaseException as error:
             full = isinstance(error, TooLong)
             self.full = self.full or full
-            self.forest.undo(branch, "length" if full else None)
+            self.forest.undo_turn(branch, "length" if full else None)
             raise
         finally:
             branch.busy = False
         if messages:
-            branch.said = [*said, key_of(canonical([reply.message])[0])]
+            branch.said = [*said, key_of(canonical_messages([reply.assistant_message])[0])]
         else:
             branch.said = said + reply.text if isinstance(said, str) else list(branch.chat.trajectory.tokens)
-        branch.turns = [*branch.turns, AnsweredTurn(len(branch.said), branch.chat.mark, reply.stopped)]
+        branch.turns = [*branch.turns, AnsweredTurn(len(branch.said), branch.chat.turn_mark, reply.stopped)]
         return reply
 
-    async def _turn(
+    async def _answer_turn(
         self, chat: TokenChat, turns: list[AnsweredTurn], messages: Messages, said: Any, asked: ChatRequest
     ) -> ChatReply:
         """Gives what is new, and lets the policy write."""
@@ -98,14 +108,14 @@ class GatewaySession:
         chat.key = lambda _: own.key(number)  # no two replies of an episode are drawn with the same noise
         chat.sampling = replace(s, max_tokens=limit, min_tokens=min(s.min_tokens, limit), stop=(*s.stop, *asked.stop))
         try:
-            with _writing():
+            with _encoding_errors():
                 if messages:
-                    chat.give(await looked(messages[known:], chat.sight, chat.max_context), asked.tools)
+                    chat.give(await load_message_images(messages[known:], chat.sight, chat.max_context), asked.tools)
                 else:
-                    chat.give_tokens(self._plain(said[known:], turns))
+                    chat.give_tokens(self._encode_text(said[known:], turns))
         except TooLarge as error:
             raise TooLong(chat.max_context) from error
-        if chat.full:
+        if chat.is_full:
             raise TooLong(chat.max_context)
         prompt = len(chat.trajectory.tokens)
         try:
@@ -113,9 +123,9 @@ class GatewaySession:
         except Exception as error:
             self.fault = self.fault or error
             raise GatewayRefusal(500, f"the engine could not serve this: {error}") from error
-        return self._read(done, chat, asked, prompt)
+        return self._read_completion(done, chat, asked, prompt)
 
-    def _plain(self, said: str | list[int], turns: list[AnsweredTurn]) -> list[int]:
+    def _encode_text(self, said: str | list[int], turns: list[AnsweredTurn]) -> list[int]:
         """New text as tokens. An agent that stops at a string writes that string again;
         the policy has written it already.
         """
@@ -124,7 +134,7 @@ class GatewaySession:
         said = said.removeprefix(turns[-1].tail) if turns else said
         return self.chat.template.special.encode_text(said, add_special_tokens=not turns)
 
-    def _read(self, done: Completion, chat: TokenChat, asked: ChatRequest, prompt: int) -> ChatReply:
+    def _read_completion(self, done: Completion, chat: TokenChat, asked: ChatRequest, prompt: int) -> ChatReply:
         """Tokens as an API tells them: text before the first call, and the calls. One that cannot be read is text."""
         tokenizer = chat.tokenizer
         whole = tokenizer.decode(done.tokens, skip_special_tokens=True)
@@ -137,7 +147,7 @@ class GatewaySession:
             return ChatReply(text, [], done, prompt, stopped)
         raw = tokenizer.decode(done.tokens, skip_special_tokens=False)
         thought = len(raw) - len(raw.rpartition("</think>")[2])
-        text = raw[: thought + chat.template.calls.begins(raw[thought:])].strip()
+        text = raw[: thought + chat.template.call_format.find_call_start(raw[thought:])].strip()
         named = []
         for call in calls:
             self._called += 1
@@ -146,7 +156,7 @@ class GatewaySession:
 
 
 @contextmanager
-def _writing() -> Iterator[None]:
+def _encoding_errors() -> Iterator[None]:
     """What cannot be written as tokens is the request's fault."""
     try:
         yield
@@ -156,9 +166,9 @@ def _writing() -> Iterator[None]:
         raise GatewayRefusal(400, f"these messages cannot be written as tokens: {error}") from error
 
 
-def _spelled(said: Messages | str | list[int]) -> tuple[Messages, Any]:
+def _messages_and_keys(said: Messages | str | list[int]) -> tuple[Messages, Any]:
     """-> the messages to render, if it is messages, and what tells it from others."""
     if isinstance(said, list) and said and isinstance(said[0], dict):
-        messages = canonical(said)
+        messages = canonical_messages(said)
         return messages, [key_of(message) for message in messages]
     return [], said

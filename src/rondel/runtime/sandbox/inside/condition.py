@@ -26,7 +26,7 @@ SHM_INFO, SEM_INFO, MSG_INFO = 14, 19, 12
 LIMITS = sorted({number for name, number in vars(resource).items() if name.startswith("RLIMIT_")})
 
 
-def settled(home: str) -> tuple[Any, ...]:
+def initial_condition(home: str) -> tuple[Any, ...]:
     """The condition of a new box. Reading a folder changes its access time only where that is
     older than the last change: it is put after.
     """
@@ -39,10 +39,10 @@ def settled(home: str) -> tuple[Any, ...]:
 
 def condition(home: str) -> tuple[Any, ...]:
     """Equal for a new box and for one that no command has changed. OSError where a command has closed a place."""
-    return (*map(place, (home, *PLACES)), shared_memory(), first_process())
+    return (*map(path_state, (home, *PLACES)), shared_memory(), first_process())
 
 
-def place(path: str) -> tuple[Any, ...]:
+def path_state(path: str) -> tuple[Any, ...]:
     with os.scandir(path) as entries:
         empty = next(entries, None) is None
     found, room = os.stat(path), os.statvfs(path)

@@ -26,7 +26,7 @@ def drop(spec: dict[str, Any], groups: list[int], keep: tuple[int, ...] = ()) ->
     for group in groups:
         os.write(group, b"0")
     close_all_but(keep)
-    limits(spec)
+    set_limits(spec)
     for capability in range(64):
         with suppress(OSError):
             prctl(CAPBSET_DROP, capability)
@@ -44,8 +44,8 @@ def drop(spec: dict[str, Any], groups: list[int], keep: tuple[int, ...] = ()) ->
     with suppress(PermissionError):  # an earlier command of the same box closed its home: this one begins outside
         os.chdir(spec["home"])
     prctl(DUMPABLE, 1)  # it may look at itself
-    if calls.known():
-        calls.install(memory_files=spec["grouped"])
+    if calls.is_supported():
+        calls.install_filter(memory_files=spec["grouped"])
 
 
 def first_to_be_killed() -> None:
@@ -64,7 +64,7 @@ def close_all_but(keep: tuple[int, ...]) -> None:
     os.closerange(low, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
 
-def limits(spec: dict[str, Any]) -> None:
+def set_limits(spec: dict[str, Any]) -> None:
     """Of each process; what the box as a whole may have is the group's and the file system's to hold."""
     memory = resource.RLIMIT_DATA if spec["grouped"] else resource.RLIMIT_AS  # DATA forgives what is only reserved
     cpu = max(1, int(spec["cpu"] + 0.999))

@@ -91,7 +91,7 @@ LOAD, EQUAL, ANY, AT_LEAST, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 
 
-def program(*, memory_files: bool) -> bytes:
+def filter_program(*, memory_files: bool) -> bytes:
     """The filter as the kernel reads it: 8 bytes an instruction (code, jump if true, jump if false, constant).
 
     memory_files: whether files in memory may be made, which only a control group counts.
@@ -101,35 +101,49 @@ def program(*, memory_files: bool) -> bytes:
     refused = [int(row.split()[column]) for row in TABLE.splitlines() if row.split()[column] != "-"]
     refused += [] if memory_files else [number["memfd_create"], number["memfd_secret"]]
 
-    def op(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:
+    def pack_instruction(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:
         return struct.pack("=HBBI", code, yes, no, k)
 
-    eperm, enosys = op(RETURN, FAIL | errno.EPERM), op(RETURN, FAIL | errno.ENOSYS)
-    lines = [op(LOAD, 4), op(EQUAL, AUDIT[ARCH], 1, 0), op(RETURN, KILL), op(LOAD, 0)]
+    eperm, enosys = pack_instruction(RETURN, FAIL | errno.EPERM), pack_instruction(RETURN, FAIL | errno.ENOSYS)
+    lines = [
+        pack_instruction(LOAD, 4),
+        pack_instruction(EQUAL, AUDIT[ARCH], 1, 0),
+        pack_instruction(RETURN, KILL),
+        pack_instruction(LOAD, 0),
+    ]
     if ARCH == "x86_64":
-        lines += [op(AT_LEAST, 0x40000000, 0, 1), op(RETURN, KILL)]  # the x32 calls, each a second name
+        lines += [
+            pack_instruction(AT_LEAST, 0x40000000, 0, 1),
+            pack_instruction(RETURN, KILL),
+        ]  # the x32 calls, each a second name
     for one in refused:
-        lines += [op(EQUAL, one, 0, 1), eperm]
+        lines += [pack_instruction(EQUAL, one, 0, 1), eperm]
     # its flags lie in memory where a filter cannot look; libc then uses clone
-    lines += [op(EQUAL, number["clone3"], 0, 1), enosys]
-    lines += [op(EQUAL, number["clone"], 0, 4), op(LOAD, 16), op(ANY, NAMESPACES, 0, 1), eperm, op(RETURN, ALLOW)]
+    lines += [pack_instruction(EQUAL, number["clone3"], 0, 1), enosys]
+    lines += [
+        pack_instruction(EQUAL, number["clone"], 0, 4),
+        pack_instruction(LOAD, 16),
+        pack_instruction(ANY, NAMESPACES, 0, 1),
+        eperm,
+        pack_instruction(RETURN, ALLOW),
+    ]
     for family in ("socket", "socketpair"):
-        lines += [op(EQUAL, number[family], 0, 3 + len(FAMILIES)), op(LOAD, 16)]
-        lines += [op(EQUAL, known, len(FAMILIES) - i, 0) for i, known in enumerate(FAMILIES)]
-        lines += [eperm, op(RETURN, ALLOW)]
-    return b"".join([*lines, op(RETURN, ALLOW)])
+        lines += [pack_instruction(EQUAL, number[family], 0, 3 + len(FAMILIES)), pack_instruction(LOAD, 16)]
+        lines += [pack_instruction(EQUAL, known, len(FAMILIES) - i, 0) for i, known in enumerate(FAMILIES)]
+        lines += [eperm, pack_instruction(RETURN, ALLOW)]
+    return b"".join([*lines, pack_instruction(RETURN, ALLOW)])
 
 
-def known() -> bool:
+def is_supported() -> bool:
     return ARCH in AUDIT
 
 
-def install(*, memory_files: bool) -> None:
+def install_filter(*, memory_files: bool) -> None:
     """For this process and all that come of it. Needs no_new_privs."""
 
     class Program(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
 
-    code = program(memory_files=memory_files)
+    code = filter_program(memory_files=memory_files)
     wanted = Program(len(code) // 8, code)
     prctl(SECCOMP, 2, ctypes.addressof(wanted))

@@ -12,7 +12,7 @@ FILES = {  # controller -> (its limit, where its oom kills are counted), version
 }
 
 
-def homes() -> dict[str, tuple[str, int]]:
+def cgroup_folders() -> dict[str, tuple[str, int]]:
     """controller -> (the folder of this process's group, version), for those that a new group below it has."""
     found = {}
     with open("/proc/self/cgroup") as lines:
@@ -32,15 +32,15 @@ def homes() -> dict[str, tuple[str, int]]:
     return found
 
 
-def make(name: str, limits: dict[str, int]) -> tuple[dict[str, str], str]:
+def make_group(name: str, limits: dict[str, int]) -> tuple[dict[str, str], str]:
     """-> (controller -> folder made, the file that counts oom kills). What cannot be made is left out."""
     made: dict[str, str] = {}
     counter = ""
-    for controller, (home, version) in homes().items():
+    for controller, (home, version) in cgroup_folders().items():
         limit, oom = FILES[controller][version - 1]
         folder = f"{home}/{name}"
         try:
-            sweep(home)
+            remove_orphan_groups(home)
             os.makedirs(folder, exist_ok=True)
             with open(f"{folder}/{limit}", "w") as file:
                 file.write(str(limits[controller]))
@@ -57,14 +57,14 @@ def make(name: str, limits: dict[str, int]) -> tuple[dict[str, str], str]:
     return made, counter
 
 
-def sweep(home: str) -> None:
+def remove_orphan_groups(home: str) -> None:
     """Groups of boxes whose keeper was killed: the keeper's process id is in the name."""
     for name in os.listdir(home):
         if name.startswith("rondel-") and not os.path.exists(f"/proc/{name.split('-')[1]}"):
-            remove([f"{home}/{name}"])
+            remove_groups([f"{home}/{name}"])
 
 
-def remove(folders: list[str]) -> None:
+def remove_groups(folders: list[str]) -> None:
     for folder in folders:
         with suppress(OSError):
             os.rmdir(folder)

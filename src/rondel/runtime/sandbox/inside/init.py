@@ -21,7 +21,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-from rondel.runtime.sandbox.inside.condition import condition, next_process, settled
+from rondel.runtime.sandbox.inside.condition import condition, initial_condition, next_process
 from rondel.runtime.sandbox.inside.drop import drop
 from rondel.runtime.sandbox.inside.kernel import DUMPABLE, prctl
 from rondel.runtime.sandbox.inside.view import shut_devices
@@ -39,7 +39,7 @@ def serve(control: socket.socket, spec: dict[str, Any], groups: list[int], count
     for name in spec["modules"]:
         importlib.import_module(name)
     # a folder of the host's is kept as it is, and its box is never used again
-    new = () if spec["folder"] else settled(spec["home"])
+    new = () if spec["folder"] else initial_condition(spec["home"])
     control.send(json.dumps({"ready": True, "grouped": spec["grouped"]}).encode())
     while True:
         message, files, _, _ = socket.recv_fds(control, MOST, 8)
@@ -48,9 +48,9 @@ def serve(control: socket.socket, spec: dict[str, Any], groups: list[int], count
         order = json.loads(message)
         if order["do"] == "kill":  # its command has just ended
             continue
-        before = killed(counter)
+        before = count_oom_kills(counter)
         answer = carry_out(order, files, control, spec, groups)
-        answer["oom"] = killed(counter) > before
+        answer["oom"] = count_oom_kills(counter) > before
         answer["left"] = changed(answer.pop("process"), new, spec["home"])
         control.send(json.dumps(answer).encode())
 
@@ -62,7 +62,7 @@ def carry_out(
     child = os.fork()
     if child == 0:
         try:
-            begin(order, files, spec, groups, tells)
+            exec_command(order, files, spec, groups, tells)
         except BaseException as error:
             with suppress(OSError):
                 os.write(tells, f"{type(error).__name__}: {error}".encode()[:4000])
@@ -70,7 +70,7 @@ def carry_out(
             os._exit(127)
     for fd in (*files, tells):
         os.close(fd)
-    answer = wait(child, control)
+    answer = wait_for_child(child, control)
     os.set_blocking(broken, False)
     with suppress(BlockingIOError):
         answer["broken"] = os.read(broken, 4000).decode(errors="replace")
@@ -78,7 +78,7 @@ def carry_out(
     return answer | {"process": child}
 
 
-def begin(order: dict[str, Any], files: list[int], spec: dict[str, Any], groups: list[int], tells: int) -> None:
+def exec_command(order: dict[str, Any], files: list[int], spec: dict[str, Any], groups: list[int], tells: int) -> None:
     """In the child: becomes the command."""
     for target in range(3):
         os.dup2(files[target], target)
@@ -97,10 +97,10 @@ def begin(order: dict[str, Any], files: list[int], spec: dict[str, Any], groups:
             call(files[3], files[4:], order["env"])
         case "write":
             os.close(tells)
-            copied(order, reads=False)
+            copy_file(order, reads=False)
         case "read":
             os.close(tells)
-            copied(order, reads=True)
+            copy_file(order, reads=True)
 
 
 def call(source: int, prelude: list[int], env: dict[str, str]) -> None:
@@ -137,7 +137,7 @@ def call(source: int, prelude: list[int], env: dict[str, str]) -> None:
     os._exit(status & 0xFF)
 
 
-def copied(order: dict[str, Any], *, reads: bool) -> None:
+def copy_file(order: dict[str, Any], *, reads: bool) -> None:
     """A file of the box to file 1, or file 0 to it: as the box's own user, so that a link
     leads nowhere that the box may not go.
     """
@@ -158,7 +158,7 @@ def copied(order: dict[str, Any], *, reads: bool) -> None:
     os._exit(0)
 
 
-def wait(child: int, control: socket.socket) -> dict[str, Any]:
+def wait_for_child(child: int, control: socket.socket) -> dict[str, Any]:
     """Until it ends or is told to; then nothing of it is left."""
     ends = os.pidfd_open(child)
     poll = select.poll()
@@ -174,7 +174,7 @@ def wait(child: int, control: socket.socket) -> dict[str, Any]:
             told = told or json.loads(message)["do"] == "kill"
         if told:
             stop_all()
-        status, usage = reap(child)
+        status, usage = reap_children(child)
     os.close(ends)
     stop_all()
     while True:
@@ -193,7 +193,7 @@ def wait(child: int, control: socket.socket) -> dict[str, Any]:
     }
 
 
-def reap(child: int) -> tuple[Any, Any]:
+def reap_children(child: int) -> tuple[Any, Any]:
     """All who have ended, among them orphans that nobody waits for. -> the child's
     (status, usage), when it is among them.
     """
@@ -214,7 +214,7 @@ def stop_all() -> None:
         os.kill(-1, signal.SIGKILL)
 
 
-def killed(counter: int) -> int:
+def count_oom_kills(counter: int) -> int:
     if counter < 0:
         return 0
     rows = os.pread(counter, 4096, 0).decode().split()

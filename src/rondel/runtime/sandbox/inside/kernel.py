@@ -20,7 +20,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 
 
-def checked(result: int, what: str) -> int:
+def check_errno(result: int, what: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -28,13 +28,13 @@ def checked(result: int, what: str) -> int:
 
 
 def prctl(option: int, *values: int) -> None:
-    checked(libc.prctl(option, *(ctypes.c_ulong(v) for v in (*values, 0, 0, 0, 0)[:4])), f"prctl {option}")
+    check_errno(libc.prctl(option, *(ctypes.c_ulong(v) for v in (*values, 0, 0, 0, 0)[:4])), f"prctl {option}")
 
 
 def syscall(number: int | None, *arguments: object) -> int:
     if number is None:
         raise OSError(0, f"not known on {ARCH}")
-    return checked(libc.syscall(ctypes.c_long(number), *arguments), f"system call {number}")
+    return check_errno(libc.syscall(ctypes.c_long(number), *arguments), f"system call {number}")
 
 
 def fork_into(namespaces: int) -> int:
@@ -45,11 +45,11 @@ def fork_into(namespaces: int) -> int:
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
     names = (text.encode() for text in (source, target, kind))
-    checked(libc.mount(*names, ctypes.c_ulong(flags), data.encode()), f"mount {target}")
+    check_errno(libc.mount(*names, ctypes.c_ulong(flags), data.encode()), f"mount {target}")
 
 
 def unmount(target: str) -> None:
-    checked(libc.umount2(target.encode(), DETACH), f"umount {target}")
+    check_errno(libc.umount2(target.encode(), DETACH), f"umount {target}")
 
 
 def read_only(target: str, attributes: int = RDONLY | NOSUID | NODEV, *, below: bool = True) -> None:
@@ -68,4 +68,4 @@ def without_capabilities() -> None:
         _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
 
     header, none = Header(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    checked(libc.capset(ctypes.byref(header), none), "capset")
+    check_errno(libc.capset(ctypes.byref(header), none), "capset")

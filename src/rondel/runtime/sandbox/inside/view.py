@@ -26,7 +26,7 @@ ETC = (
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
-def build(spec: dict[str, Any]) -> None:
+def build_view(spec: dict[str, Any]) -> None:
     """In new namespaces, as their root. Afterwards nothing else of the host can be named."""
     k.mount("none", "/", flags=k.REC | k.PRIVATE)
     k.mount("box", "/tmp", "tmpfs", k.NOSUID | k.NODEV, "size=4m,mode=755")
@@ -38,19 +38,19 @@ def build(spec: dict[str, Any]) -> None:
         if os.path.islink("/old" + path):
             os.symlink(os.readlink("/old" + path), path)
         elif os.path.isdir("/old" + path):
-            shown(path)
+            mount_host_path(path)
     for path in (*ETC, *spec["shown"]):
         if os.path.exists("/old" + path):
-            shown(path)
-    write(
+            mount_host_path(path)
+    write_file(
         "/etc/passwd", f"root:x:0:0::/nowhere:/bin/false\nbox:x:{spec['uid']}:{spec['uid']}::{spec['home']}:/bin/sh\n"
     )
-    write("/etc/group", f"root:x:0:\nbox:x:{spec['uid']}:\n")
-    write("/etc/hosts", "127.0.0.1 localhost\n")
+    write_file("/etc/group", f"root:x:0:\nbox:x:{spec['uid']}:\n")
+    write_file("/etc/hosts", "127.0.0.1 localhost\n")
     if spec["network"]:
-        write("/etc/resolv.conf", read("/old/etc/resolv.conf"))
-    devices()
-    writable(spec)
+        write_file("/etc/resolv.conf", read_text("/old/etc/resolv.conf"))
+    mount_devices()
+    mount_writable(spec)
     os.mkdir("/proc", 0o555)
     with suppress(OSError):  # where the host's own is covered in part, there is none
         k.mount("proc", "/proc", "proc", k.NOSUID | k.NODEV | k.NOEXEC, "subset=pid,hidepid=2")
@@ -60,20 +60,20 @@ def build(spec: dict[str, Any]) -> None:
     os.chdir(spec["home"])
 
 
-def shown(path: str) -> None:
+def mount_host_path(path: str) -> None:
     """The host's, read-only, with what is mounted below it; no set-user-id bit and no device counts there."""
     if os.path.isdir("/old" + path):
         os.makedirs(path, exist_ok=True)
     else:
-        write(path, "")
+        write_file(path, "")
     k.mount("/old" + path, path, flags=k.BIND | k.REC)
     k.read_only(path)
 
 
-def devices() -> None:
+def mount_devices() -> None:
     os.makedirs("/dev/shm")
     for name in DEVICES:
-        write(f"/dev/{name}", "")
+        write_file(f"/dev/{name}", "")
         k.mount(f"/old/dev/{name}", f"/dev/{name}", flags=k.BIND)
     shut_devices()
     for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
@@ -86,7 +86,7 @@ def shut_devices() -> None:
         k.read_only(f"/dev/{name}", k.RDONLY | k.NOSUID | k.NOEXEC)
 
 
-def writable(spec: dict[str, Any]) -> None:
+def mount_writable(spec: dict[str, Any]) -> None:
     os.mkdir("/rw")
     flags = k.NOSUID | k.NODEV
     k.mount("rw", "/rw", "tmpfs", flags, f"size={spec['disk']},nr_inodes={spec['files']},mode=755")
@@ -105,13 +105,13 @@ def writable(spec: dict[str, Any]) -> None:
     os.rmdir("/rw")
 
 
-def write(path: str, text: str) -> None:
+def write_file(path: str, text: str) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "w") as file:
         file.write(text)
 
 
-def read(path: str) -> str:
+def read_text(path: str) -> str:
     with suppress(OSError), open(path) as file:
         return file.read()
     return ""

@@ -29,22 +29,24 @@ def main() -> None:
     control = socket.socket(fileno=spec["control"])
     name = f"rondel-{os.getpid()}"
     made, counter = (
-        groups.make(name, {"memory": spec["memory"], "pids": spec["processes"] + 1}) if spec["group"] else ({}, "")
+        groups.make_group(name, {"memory": spec["memory"], "pids": spec["processes"] + 1})
+        if spec["group"]
+        else ({}, "")
     )
     spec["grouped"] = "memory" in made
     attached = [os.open(f"{folder}/cgroup.procs", os.O_WRONLY) for folder in dict.fromkeys(made.values())]
     counts = os.open(counter, os.O_RDONLY) if counter else -1
     try:
         first = BUILDERS[spec["wall"]](control, spec, attached, counts)
-        watch(first, control, 3000 if spec["wall"] == "bubblewrap" else 0)
+        watch_child(first, control, 3000 if spec["wall"] == "bubblewrap" else 0)
     except BaseException as error:
         with suppress(OSError):
             control.send(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
     finally:
-        groups.remove(list(made.values()))
+        groups.remove_groups(list(made.values()))
 
 
-def native(control: socket.socket, spec: dict[str, Any], attached: list[int], counts: int) -> int:
+def enter_namespaces(control: socket.socket, spec: dict[str, Any], attached: list[int], counts: int) -> int:
     """Namespaces of our own. A root needs none of users, unless it is one of a container that
     may not do much: its box runs under a number that nobody else has."""
     wanted = kernel.NEWNS | kernel.NEWPID | kernel.NEWIPC | kernel.NEWUTS | (0 if spec["network"] else kernel.NEWNET)
@@ -61,12 +63,12 @@ def native(control: socket.socket, spec: dict[str, Any], attached: list[int], co
     try:
         kernel.prctl(kernel.PDEATHSIG, signal.SIGKILL)
         if not root:
-            view.write("/proc/self/setgroups", "deny")
-            view.write("/proc/self/uid_map", f"{spec['uid']} {uid} 1")
-            view.write("/proc/self/gid_map", f"{spec['uid']} {gid} 1")
-            view.write("/proc/self/projid_map", "0 0 1")  # it can be set once, by anybody: not by a command
+            view.write_file("/proc/self/setgroups", "deny")
+            view.write_file("/proc/self/uid_map", f"{spec['uid']} {uid} 1")
+            view.write_file("/proc/self/gid_map", f"{spec['uid']} {gid} 1")
+            view.write_file("/proc/self/projid_map", "0 0 1")  # it can be set once, by anybody: not by a command
         socket.sethostname("box")
-        view.build(spec)
+        view.build_view(spec)
         serve(control, spec, attached, counts)
     except BaseException as error:
         with suppress(OSError):
@@ -139,11 +141,11 @@ def bubblewrap(control: socket.socket, spec: dict[str, Any], attached: list[int]
     return first
 
 
-BUILDERS = {"native": native, "bubblewrap": bubblewrap}
+BUILDERS = {"native": enter_namespaces, "bubblewrap": bubblewrap}
 IN_BUBBLEWRAP = "import sys; sys.path.insert(0, '/.box'); from rondel.runtime.sandbox.inside.init import main; main()"
 
 
-def watch(first: int, control: socket.socket, patience: int) -> None:
+def watch_child(first: int, control: socket.socket, patience: int) -> None:
     """`patience`: milliseconds for `first` to end by itself when the control is gone, as the
     first process behind bubblewrap does; `bwrap` itself is not that process, and killing it would not wait for the box.
     Until the box ends; its first process takes

@@ -28,5 +28,5 @@ class Finding:
     weight: float = 1.0
 
 
-def ranked(findings: list[Finding]) -> list[Finding]:
+def rank_findings(findings: list[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda f: (ORDER.index(f.severity), -f.weight, f.name))

@@ -13,14 +13,14 @@ REFUSED = 0.7
 BROKEN, MOSTLY_BROKEN = 0.02, 0.2  # groups that failed, of those that ended
 
 
-def truncation(story: Story) -> Iterator[Finding]:
-    cut = story.mean("generate/truncated_fraction")
+def find_truncation(story: Story) -> Iterator[Finding]:
+    cut = story.recent_mean("generate/truncated_fraction")
     if cut is not None and cut > CUT:
-        most = story.key("engine.sampling.max_tokens", "not set")
+        most = story.recipe_value("engine.sampling.max_tokens", "not set")
         yield Finding(
             "truncation",
-            "error" if cut > MOSTLY_CUT and (story.mean("score/reward_mean") or 0) <= 0 else "warning",
-            f"{cut:.0%} of the answers end at engine.sampling.max_tokens = {most} ({story.span})",
+            "error" if cut > MOSTLY_CUT and (story.recent_mean("score/reward_mean") or 0) <= 0 else "warning",
+            f"{cut:.0%} of the answers end at engine.sampling.max_tokens = {most} ({story.recent_span})",
             "An answer that is cut is judged for what it could not say.",
             "a higher engine.sampling.max_tokens, a shorter form of answer (task.suffix), algo.kind = 'dapo' (its "
             "filter and penalty for length)",
@@ -28,13 +28,13 @@ def truncation(story: Story) -> Iterator[Finding]:
 
 
 def failing_reward(story: Story) -> Iterator[Finding]:
-    failed = story.mean("score/failed_fraction")
+    failed = story.recent_mean("score/failed_fraction")
     if failed is not None and failed > FAILED:
         last = next((text for _, text in reversed(story.said) if text.startswith("the reward failed")), "")
         yield Finding(
             "failing_reward",
             "error" if failed > MOSTLY_FAILED else "warning",
-            f"{failed:.0%} of the answers have no score ({story.span}){': ' + last if last else ''}",
+            f"{failed:.0%} of the answers have no score ({story.recent_span}){': ' + last if last else ''}",
             "What the reward cannot judge is not trained on: what is left is a choice of the reward, not of the tasks.",
             "`rondel view RUN --errors`, `rondel check RUN.toml`; task.reward_timeout if it is slow; task.max_failures "
             "ends such a run",
@@ -58,8 +58,8 @@ def failing_environment(story: Story) -> Iterator[Finding]:
         )
 
 
-def dropped(story: Story) -> Iterator[Finding]:
-    share = story.mean("filter/dropped_fraction")
+def find_dropped_groups(story: Story) -> Iterator[Finding]:
+    share = story.recent_mean("filter/dropped_fraction")
     short = [(step, text) for step, text in story.said if text.startswith("a short batch")]
     if short or (share is not None and share > REFUSED):
         rules = {name.partition("/")[2]: n for name, n in story.ledger.items() if name.startswith("filtered/")}
@@ -67,11 +67,11 @@ def dropped(story: Story) -> Iterator[Finding]:
         yield Finding(
             "dropped_groups",
             "warning",
-            f"{share or 0:.0%} of the groups are refused ({story.span}): {told or 'no rule told'}"
+            f"{share or 0:.0%} of the groups are refused ({story.recent_span}): {told or 'no rule told'}"
             + (f"; step {short[-1][0] + 1}: {short[-1][1]}" if short else ""),
             "Most of what is written is thrown away; at loop.max_refills a step goes on with what it has.",
             "tasks of another difficulty (task.curriculum), a larger algo.group_size, fewer task.filters",
         )
 
 
-RULES = (truncation, failing_reward, failing_environment, dropped)
+RULES = (find_truncation, failing_reward, failing_environment, find_dropped_groups)

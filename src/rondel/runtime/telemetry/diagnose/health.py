@@ -14,10 +14,12 @@ UNSAVED = 20  # steps
 OFTEN = 3  # restarts
 
 
-def ended(story: Story) -> Iterator[Finding]:
+def find_run_end(story: Story) -> Iterator[Finding]:
     """Memory first: it explains the rest."""
     logs = (
-        {name: "\n".join(lines) for name, lines in story.logs().items()} if not story.alive and not story.ended else {}
+        {name: "\n".join(lines) for name, lines in story.worker_logs().items()}
+        if not story.alive and not story.ended
+        else {}
     )
     texts = {"the run": story.broke, **{f"step {step}": text for step, text in story.said}, **logs}
     full = next(
@@ -53,7 +55,9 @@ def ended(story: Story) -> Iterator[Finding]:
             weight=4,
         )
     elif not story.broke:
-        last = next((f"; {name} ends with: {lines[-1][:200]}" for name, lines in story.logs().items() if lines), "")
+        last = next(
+            (f"; {name} ends with: {lines[-1][:200]}" for name, lines in story.worker_logs().items() if lines), ""
+        )
         yield Finding(
             "died",
             "error",
@@ -65,7 +69,7 @@ def ended(story: Story) -> Iterator[Finding]:
         )
 
 
-def stalled(story: Story) -> Iterator[Finding]:
+def find_stalls(story: Story) -> Iterator[Finding]:
     if story.stalls:
         step, event = story.stalls[-1]
         yield Finding(
@@ -80,7 +84,7 @@ def stalled(story: Story) -> Iterator[Finding]:
         )
 
 
-def restarts(story: Story) -> Iterator[Finding]:
+def find_restarts(story: Story) -> Iterator[Finding]:
     again = [
         (step, text)
         for step, text in story.said
@@ -98,8 +102,8 @@ def restarts(story: Story) -> Iterator[Finding]:
         )
 
 
-def unsaved(story: Story) -> Iterator[Finding]:
-    done, every = story.step, story.key("run.checkpoint.every", 10)
+def find_unsaved_run(story: Story) -> Iterator[Finding]:
+    done, every = story.step, story.recipe_value("run.checkpoint.every", 10)
     since = done - (story.saved[-1] if story.saved else 0)
     if since >= max(UNSAVED, 3 * every) and not story.ended:
         yield Finding(
@@ -112,7 +116,7 @@ def unsaved(story: Story) -> Iterator[Finding]:
         )
 
 
-def memory(story: Story) -> Iterator[Finding]:
+def find_memory_near_limit(story: Story) -> Iterator[Finding]:
     room = story.facts.get("device_bytes")
     peaks = {
         name: value
@@ -125,10 +129,10 @@ def memory(story: Story) -> Iterator[Finding]:
         yield Finding(
             "memory_near_limit",
             "warning",
-            f"{peaks[name] / 2**30:.1f} of {room / 2**30:.1f} GiB in the phase {name[4:]} ({story.span})",
+            f"{peaks[name] / 2**30:.1f} of {room / 2**30:.1f} GiB in the phase {name[4:]} ({story.recent_span})",
             "The next longer answer may be the one that does not fit.",
             "a lower trainer.micro_tokens or engine.kv_pages, trainer.offload = true",
         )
 
 
-RULES = (ended, stalled, restarts, unsaved, memory)
+RULES = (find_run_end, find_stalls, find_restarts, find_unsaved_run, find_memory_near_limit)

@@ -13,10 +13,10 @@ FEW = 0.5  # effective sample size of a batch, as a share
 FULL = 0.9  # of the limit
 
 
-def gap(story: Story) -> Iterator[Finding]:
+def find_logprob_gap(story: Story) -> Iterator[Finding]:
     """Of tokens that the trainer's own version wrote: there nothing but the programs may differ."""
     bound = float(story.facts.get("mismatch_bound", UNKNOWN))
-    now, first = story.mean("train/mismatch_k3_lag_0"), story.first("train/mismatch_k3_lag_0", RECENT)
+    now, first = story.recent_mean("train/mismatch_k3_lag_0"), story.first_mean("train/mismatch_k3_lag_0", RECENT)
     if now is None or first is None:
         return
     action = "model.dtype = 'float32' or engine.numerics = 'aligned' tells rounding from a bug; algo.correction.kind = 'importance' bounds what it does"
@@ -24,7 +24,7 @@ def gap(story: Story) -> Iterator[Finding]:
         yield Finding(
             "gap_above_bound",
             "error" if now > BROKEN * bound else "warning",
-            f"K3 of fresh tokens {now:.1e} nats, above {bound:g} ({story.span})",
+            f"K3 of fresh tokens {now:.1e} nats, above {bound:g} ({story.recent_span})",
             "Engine and trainer disagree about tokens of the same weights: the gradient is of another policy than the "
             "one that wrote.",
             action,
@@ -34,38 +34,38 @@ def gap(story: Story) -> Iterator[Finding]:
         yield Finding(
             "gap_growing",
             "warning",
-            f"K3 of fresh tokens {first:.1e} nats in the first {RECENT} steps, {now:.1e} in {story.span}",
+            f"K3 of fresh tokens {first:.1e} nats in the first {RECENT} steps, {now:.1e} in {story.recent_span}",
             "Engine and trainer drift apart while the weights change: it ends in a collapse when nobody looks.",
             action,
         )
 
 
-def lag(story: Story) -> Iterator[Finding]:
-    limit, mean = story.mean("loop/lag_limit"), story.mean("loop/lag_mean")
+def find_uncorrected_lag(story: Story) -> Iterator[Finding]:
+    limit, mean = story.recent_mean("loop/lag_limit"), story.recent_mean("loop/lag_mean")
     if not limit or mean is None or mean < FULL * limit or story.facts.get("corrects", True):
         return
     yield Finding(
         "lag_uncorrected",
         "warning",
-        f"lag {mean:.2g} of at most {limit:g} versions, and no correction ({story.span})",
+        f"lag {mean:.2g} of at most {limit:g} versions, and no correction ({story.recent_span})",
         "Nearly every token was written by older weights, and is trained as if it were fresh.",
         "algo.correction.kind = 'importance', or a smaller loop.max_staleness",
         weight=1.5,
     )
 
 
-def stale(story: Story) -> Iterator[Finding]:
-    few, dropped = story.mean("train/mismatch_ess_token"), story.mean("train/correction_dropped")
-    lag = story.mean("loop/lag_mean") or 0.0
+def find_stale_samples(story: Story) -> Iterator[Finding]:
+    few, dropped = story.recent_mean("train/mismatch_ess_token"), story.recent_mean("train/correction_dropped")
+    lag = story.recent_mean("loop/lag_mean") or 0.0
     if lag > 0 and ((few is not None and few < FEW) or (dropped is not None and dropped > 1 - FEW)):
         yield Finding(
             "stale_rollouts",
             "warning",
             f"lag {lag:.2g} versions; the batch is worth {few or 0:.0%} of its tokens, {dropped or 0:.0%} have no "
-            f"weight left ({story.span})",
+            f"weight left ({story.recent_span})",
             "The policy has moved so far since the answers were written that few of them still say anything about it.",
             "a smaller loop.max_staleness, a lower trainer.lr",
         )
 
 
-RULES = (gap, lag, stale)
+RULES = (find_logprob_gap, find_uncorrected_lag, find_stale_samples)

@@ -17,7 +17,7 @@ EARLY = 6  # steps after the first in which a run diverges
 TIGHT = 5.0  # times trainer.clip that every gradient is
 
 
-def diverged(story: Story) -> Iterator[Finding]:
+def find_divergence(story: Story) -> Iterator[Finding]:
     """Broken by its first updates: the first step still tells of the weights that the
     phase began with, the next ones do not.
     """
@@ -25,28 +25,28 @@ def diverged(story: Story) -> Iterator[Finding]:
     if len(early) < 2 * LEAST:
         return
 
-    def jump(name: str) -> tuple[float, list[float]] | None:
+    def early_values(name: str) -> tuple[float, list[float]] | None:
         values = [s.row[name] for s in early if name in s.row and math.isfinite(s.row[name])]
         return (values[0], values[1:]) if len(values) > LEAST else None
 
     seen = []
-    if (entropy := jump("train/entropy")) and (
+    if (entropy := early_values("train/entropy")) and (
         min(entropy[1]) < COLLAPSED * entropy[0] or max(entropy[1]) > max(2 * entropy[0], entropy[0] + 1)
     ):
         far = max(entropy[1], key=lambda value: abs(value - entropy[0]))
         seen.append(f"entropy {entropy[0]:.3g} to {far:.3g} nats a token")
-    if (kl := jump("train/kl_to_start")) and max(kl[1]) > kl[0] + FAR:
+    if (kl := early_values("train/kl_to_start")) and max(kl[1]) > kl[0] + FAR:
         seen.append(f"KL to the start {kl[0]:.3g} to {max(kl[1]):.3g} nats a token")
-    if (norm := jump("train/grad_norm")) and max(norm[1]) > BLOWN * norm[0] > 0:
+    if (norm := early_values("train/grad_norm")) and max(norm[1]) > BLOWN * norm[0] > 0:
         seen.append(f"gradient norm {norm[0]:.3g} to {max(norm[1]):.3g}")
-    reward, now = jump("score/reward_mean"), story.mean("score/reward_mean")
+    reward, now = early_values("score/reward_mean"), story.recent_mean("score/reward_mean")
     worse = reward is not None and now is not None and now < 0.5 * reward[0]
     if worse and reward is not None:
         seen.append(f"mean reward {reward[0]:.3g} to {now:.3g}")
     better = reward is not None and now is not None and now > max(reward[0], 0.1)
     if len(seen) < 2 or better:
         return
-    lr = story.first("train/lr", 1) or story.key("trainer.lr", math.nan)
+    lr = story.first_mean("train/lr", 1) or story.recipe_value("trainer.lr", math.nan)
     yield Finding(
         "diverged",
         "error",
@@ -59,8 +59,8 @@ def diverged(story: Story) -> Iterator[Finding]:
 
 
 def entropy_collapse(story: Story) -> Iterator[Finding]:
-    first, now = story.first("train/entropy"), story.mean("train/entropy")
-    reward = story.mean("score/reward_mean")
+    first, now = story.first_mean("train/entropy"), story.recent_mean("train/entropy")
+    reward = story.recent_mean("score/reward_mean")
     if first is None or now is None or len(story.steps) < 2 * LEAST or not now < COLLAPSED * first:
         return
     top = max((v for _, v in story.series("score/reward_max")), default=0.0)
@@ -68,7 +68,7 @@ def entropy_collapse(story: Story) -> Iterator[Finding]:
     yield Finding(
         "entropy_collapse",
         "note" if right else "error",
-        f"entropy {first:.3g} nats a token at first, {now:.3g} in {story.span}"
+        f"entropy {first:.3g} nats a token at first, {now:.3g} in {story.recent_span}"
         + (f"; mean reward {reward:.3g}" if reward is not None else ""),
         "The answers to a task have become one answer: groups agree, right or wrong, and nothing more is explored.",
         "algo.entropy.coef = 0.001 … 0.01, algo.surrogate.high (clip-higher, `algo.kind = 'dapo'`), a lower trainer.lr",
@@ -77,7 +77,7 @@ def entropy_collapse(story: Story) -> Iterator[Finding]:
 
 
 def entropy_explosion(story: Story) -> Iterator[Finding]:
-    first, now = story.first("train/entropy"), story.mean("train/entropy")
+    first, now = story.first_mean("train/entropy"), story.recent_mean("train/entropy")
     if (
         first is not None
         and now is not None
@@ -87,7 +87,7 @@ def entropy_explosion(story: Story) -> Iterator[Finding]:
         yield Finding(
             "entropy_explosion",
             "error",
-            f"entropy {first:.3g} nats a token at first, {now:.3g} in {story.span}",
+            f"entropy {first:.3g} nats a token at first, {now:.3g} in {story.recent_span}",
             "The policy is drifting towards noise.",
             "a lower trainer.lr, algo.entropy.coef = 0 if it is set, algo.kl.kind; look at the answers with `rondel "
             "view RUN`",
@@ -97,13 +97,13 @@ def entropy_explosion(story: Story) -> Iterator[Finding]:
 
 def kl_runaway(story: Story) -> Iterator[Finding]:
     for name, whom in (("train/kl_to_start", "the weights of the start"), ("train/kl_ref", "the reference")):
-        first, now = story.first(name), story.mean(name)
+        first, now = story.first_mean(name), story.recent_mean(name)
         if first is None or now is None or not now > max(FAR, 4 * first):
             continue
         yield Finding(
             "kl_runaway",
             "error" if now > RUNAWAY else "warning",
-            f"KL to {whom} {first:.3g} nats a token at first, {now:.3g} in {story.span}",
+            f"KL to {whom} {first:.3g} nats a token at first, {now:.3g} in {story.recent_span}",
             "The policy has left the region of its start; what it could before is being forgotten.",
             "a lower trainer.lr, or algo.kl.kind with a coefficient",
         )
@@ -132,7 +132,7 @@ def gradient_explosion(story: Story) -> Iterator[Finding]:
     if len(series) < 2 * LEAST or len(usual) < LEAST or not high:
         return
     middle, now = statistics.median(usual), statistics.median(v for _, v in high)
-    if now > BLOWN * middle and now > story.key("trainer.clip", 1.0):
+    if now > BLOWN * middle and now > story.recipe_value("trainer.clip", 1.0):
         step, value = max(high, key=lambda sv: sv[1])
         yield Finding(
             "gradient_explosion",
@@ -145,7 +145,7 @@ def gradient_explosion(story: Story) -> Iterator[Finding]:
 
 
 def clipped_always(story: Story) -> Iterator[Finding]:
-    norms, clip = story.recent("train/grad_norm", 2 * RECENT), story.key("trainer.clip", 1.0)
+    norms, clip = story.recent_values("train/grad_norm", 2 * RECENT), story.recipe_value("trainer.clip", 1.0)
     if len(norms) >= RECENT and min(norms) > clip and statistics.median(norms) > TIGHT * clip:
         ratio = statistics.median(norms) / clip
         yield Finding(
@@ -175,7 +175,7 @@ def weights_still(story: Story) -> Iterator[Finding]:
             "weights_still",
             "error" if changed == 0 else "warning",
             f"{changed:.2%} of the weights change in a step, gradient norm {norm:.2g}, learning rate {lr:.1e} "
-            f"({story.span})",
+            f"({story.recent_span})",
             f"Nothing is learned: {why}.",
             "a higher trainer.lr (with an adapter ten times that of full training); the schedule must not have ended "
             "(trainer.schedule, loop.steps)",
@@ -184,12 +184,12 @@ def weights_still(story: Story) -> Iterator[Finding]:
 
 
 def clip_fraction(story: Story) -> Iterator[Finding]:
-    share = story.mean("train/clip_fraction")
+    share = story.recent_mean("train/clip_fraction")
     if share is not None and share > CLIPPED:
         yield Finding(
             "clip_fraction",
             "warning",
-            f"{share:.0%} of the tokens have a clipped ratio ({story.span})",
+            f"{share:.0%} of the tokens have a clipped ratio ({story.recent_span})",
             "Most of the batch gives no gradient: the policy has moved too far from the one that the ratio is anchored "
             "to.",
             "fewer loop.updates_per_step, a lower trainer.lr, a smaller loop.max_staleness",
@@ -197,7 +197,7 @@ def clip_fraction(story: Story) -> Iterator[Finding]:
 
 
 RULES = (
-    diverged,
+    find_divergence,
     entropy_collapse,
     entropy_explosion,
     kl_runaway,

@@ -17,12 +17,14 @@ FELL = 0.3  # of the range by which a reward has collapsed
 
 
 def no_signal(story: Story) -> Iterator[Finding]:
-    share, reward = story.mean("filter/signal_fraction"), story.mean("score/reward_mean")
-    if share is None or reward is None or share >= LITTLE or not story.compares:
+    share, reward = story.recent_mean("filter/signal_fraction"), story.recent_mean("score/reward_mean")
+    if share is None or reward is None or share >= LITTLE or not story.compares_answers:
         return
     highs, lows = [v for _, v in story.series("score/reward_max")], [v for _, v in story.series("score/reward_min")]
     span = max(highs) - min(lows)
-    evidence = f"{share:.0%} of the groups have answers that differ in reward, mean reward {reward:.3g} ({story.span})"
+    evidence = (
+        f"{share:.0%} of the groups have answers that differ in reward, mean reward {reward:.3g} ({story.recent_span})"
+    )
     if span and reward > max(highs) - NEAR * span:
         yield Finding(
             "solved",
@@ -64,7 +66,7 @@ def reward_collapse(story: Story) -> Iterator[Finding]:
             "reward_collapse",
             "error",
             f"mean reward {high:.3g} in steps {series[best][0]} to {series[best + RECENT - 1][0]}, {now:.3g} in "
-            f"{story.span}",
+            f"{story.recent_span}",
             "The policy has unlearned what it could: most often the learning rate is too high, or the tokens are too "
             "stale.",
             "go on from an earlier checkpoint (--model.path=RUN/checkpoints/step-…) with a lower trainer.lr, or "
@@ -82,8 +84,8 @@ def reward_hacking(story: Story) -> Iterator[Finding]:
     told: list[tuple[int, str]] = []
     ear, late = HackingMonitor(), {s.number for s in story.steps[-2 * RECENT :]}
     for done in story.steps:
-        more = story.rollouts(done.number) if done.number in late else {}
-        told += [(done.number, text) for text in ear.heard({**done.row, **more})]
+        more = story.rollout_metrics(done.number) if done.number in late else {}
+        told += [(done.number, text) for text in ear.check_step({**done.row, **more})]
     told = told or [(step, text) for step, text in story.said if text.startswith("the reward rose from")]
     if told:
         step, text = told[-1]
@@ -98,20 +100,20 @@ def reward_hacking(story: Story) -> Iterator[Finding]:
 
 
 def length_bias(story: Story) -> Iterator[Finding]:
-    paid = story.mean("score/length_correlation")
-    if paid is not None and len(story.recent("score/length_correlation")) >= RECENT and abs(paid) > PAID:
+    paid = story.recent_mean("score/length_correlation")
+    if paid is not None and len(story.recent_values("score/length_correlation")) >= RECENT and abs(paid) > PAID:
         more = "longer" if paid > 0 else "shorter"
         yield Finding(
             "length_bias",
             "warning",
-            f"within groups reward and length correlate at {paid:+.2f} ({story.span})",
+            f"within groups reward and length correlate at {paid:+.2f} ({story.recent_span})",
             f"The {more} of two answers to the same task is the better paid one: length will drift that way whatever it "
             f"is worth.",
             "look with `rondel view RUN`; if length is not the point, algo.kind = 'dr_grpo' and a reward that does not see it",
         )
 
 
-def overfit(story: Story) -> Iterator[Finding]:
+def find_overfitting(story: Story) -> Iterator[Finding]:
     """Held out worse, trained better."""
     evals = [e for e in story.evals if e["profile"] == story.evals[0]["profile"]]
     if len(evals) < 2:
@@ -127,7 +129,7 @@ def overfit(story: Story) -> Iterator[Finding]:
         yield Finding(
             "overfit",
             "error" if last["high"] < best["low"] else "warning",
-            f"held-out score {score_text(best['score'], story.share)} after step {best['step']}, {score_text(last['score'], story.share)} after "
+            f"held-out score {score_text(best['score'], story.scores_are_shares)} after step {best['step']}, {score_text(last['score'], story.scores_are_shares)} after "
             f"step {last['step']}, while the training "
             f"reward went from {statistics.fmean(then):.3g} to {statistics.fmean(now):.3g}",
             "The policy learns the training tasks, or the reward, and not the skill.",
@@ -136,4 +138,4 @@ def overfit(story: Story) -> Iterator[Finding]:
         )
 
 
-RULES = (no_signal, reward_collapse, reward_hacking, length_bias, overfit)
+RULES = (no_signal, reward_collapse, reward_hacking, length_bias, find_overfitting)

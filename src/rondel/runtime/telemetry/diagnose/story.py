@@ -18,10 +18,10 @@ from typing import Any
 
 from rondel.core import events as words
 from rondel.runtime.journal import store
-from rondel.runtime.journal.log import history, recipe, settled
+from rondel.runtime.journal.log import drop_repeated_events, read_history, read_recipe
 from rondel.runtime.telemetry.accounts import seconds_of
 from rondel.runtime.telemetry.metrics import StepMetrics
-from rondel.runtime.telemetry.reward_hacking import repetition, within
+from rondel.runtime.telemetry.reward_hacking import tail_repetition, within_group_correlation
 from rondel.runtime.telemetry.scores import is_share, within_unit
 
 RECENT = 8  # steps that are "now"
@@ -63,7 +63,7 @@ class Story:
 
     # -- what rules ask --------------------------------------------------------------------------
 
-    def key(self, dotted: str, default: Any = None) -> Any:
+    def recipe_value(self, dotted: str, default: Any = None) -> Any:
         """Of the recipe: `story.key("loop.max_staleness")`."""
         node: Any = self.job
         for name in dotted.split("."):
@@ -74,27 +74,27 @@ class Story:
         """(step, value) of every RL step that has it."""
         return [(s.number, s.row[name]) for s in self.steps if name in s.row]
 
-    def recent(self, name: str, n: int = RECENT) -> list[float]:
+    def recent_values(self, name: str, n: int = RECENT) -> list[float]:
         """The last n values that are numbers; nothing where there are fewer than LEAST."""
         values = [v for _, v in self.series(name)[-n:] if math.isfinite(v)]
         return values if len(values) >= LEAST else []
 
-    def mean(self, name: str, n: int = RECENT) -> float | None:
-        return statistics.fmean(values) if (values := self.recent(name, n)) else None
+    def recent_mean(self, name: str, n: int = RECENT) -> float | None:
+        return statistics.fmean(values) if (values := self.recent_values(name, n)) else None
 
-    def first(self, name: str, n: int = LEAST) -> float | None:
+    def first_mean(self, name: str, n: int = LEAST) -> float | None:
         """The mean of the first steps."""
         values = [v for _, v in self.series(name)[:n] if math.isfinite(v)]
         return statistics.fmean(values) if values else None
 
     @property
-    def share(self) -> bool:
+    def scores_are_shares(self) -> bool:
         """Whether no reward outside [0, 1] was seen, so that a score is a share."""
         seen = [v for name in ("score/reward_min", "score/reward_max") for _, v in self.series(name)]
         return all(map(is_share, self.evals)) and within_unit(seen)
 
     @property
-    def span(self) -> str:
+    def recent_span(self) -> str:
         """Which steps `recent` means: "steps 12 to 19"."""
         numbers = [s.number for s in self.steps[-RECENT:]]
         return f"steps {numbers[0]} to {numbers[-1]}" if numbers else "no step"
@@ -104,11 +104,11 @@ class Story:
         return self.steps[-1].number if self.steps else self.shown
 
     @property
-    def others(self) -> list[str]:
+    def other_policies(self) -> list[str]:
         """Policies with weights of their own that are trained beside the main one."""
-        return [name for name, told in self.key("policies", {}).items() if not told.get("frozen")]
+        return [name for name, told in self.recipe_value("policies", {}).items() if not told.get("frozen")]
 
-    def of(self, policy: str) -> Story:
+    def for_policy(self, policy: str) -> Story:
         """The same run with the rows of such a policy for those of the main one; a step
         that was not taken is told once, there.
         """
@@ -127,12 +127,12 @@ class Story:
         )
 
     @property
-    def compares(self) -> bool:
+    def compares_answers(self) -> bool:
         """Whether answers are compared within their group: then a unanimous one teaches nothing."""
         elsewhere = {"values", "teacher_logprobs"} & set(self.facts.get("needs", ()))
-        return not elsewhere and self.key("algo.group_size", 8) > 1
+        return not elsewhere and self.recipe_value("algo.group_size", 8) > 1
 
-    def rollouts(self, step: int) -> dict[str, float]:
+    def rollout_metrics(self, step: int) -> dict[str, float]:
         """What only the stored answers of a step tell: parts of the reward, repetition."""
         try:
             rows = [r for r in store.read_step(self.folder, step) if r["reward"] is not None]
@@ -144,11 +144,11 @@ class Story:
                 parts.setdefault(f"score/part_{name}", []).append(value)
         told = {name: statistics.fmean(values) for name, values in parts.items()}
         firsts = {row["group"]: row for row in reversed(rows)}.values()
-        if again := [share for row in firsts if (share := repetition(row["tokens"], row["mask"])) is not None]:
+        if again := [share for row in firsts if (share := tail_repetition(row["tokens"], row["mask"])) is not None]:
             told["generate/repetition"] = statistics.fmean(again)
         return told
 
-    def logs(self) -> dict[str, list[str]]:
+    def worker_logs(self) -> dict[str, list[str]]:
         """The last words of every worker."""
         found = {}
         for path in sorted((self.folder / "logs").glob("*.log")):
@@ -164,18 +164,18 @@ class Story:
 def read_story(folder: str | Path) -> Story:
     """Of a run that ended, died, or still goes on."""
     folder = Path(folder)
-    raw = history(folder)
-    story = Story(folder, recipe(folder), alive=held(folder / ".lock"))
+    raw = read_history(folder)
+    story = Story(folder, read_recipe(folder), alive=is_locked(folder / ".lock"))
     story.lives = sum(e["kind"] == "RunStarted" for e in raw)
     story.resumes = [e["step"] for e in raw if e["kind"] == "Resumed"]
     if raw and not story.alive:
         story.broke = raw[-1]["message"] if raw[-1]["kind"] == "Broke" else ""
         story.ended = raw[-1] if raw[-1]["kind"] == "RunEnded" else None
-    _fold(story, settled(raw))
+    _fold_events(story, drop_repeated_events(raw))
     return story
 
 
-def held(lock: Path) -> bool:
+def is_locked(lock: Path) -> bool:
     """Whether a process trains in this folder, which may be read-only for this one."""
     if not lock.is_file():
         return False
@@ -187,14 +187,14 @@ def held(lock: Path) -> bool:
     return False
 
 
-def _fold(story: Story, events: list[dict[str, Any]]) -> None:
+def _fold_events(story: Story, events: list[dict[str, Any]]) -> None:
     rows: list[tuple[int, dict[str, float]]] = []
     metrics = StepMetrics(lambda step, row: rows.append((step, row)))
-    warm, step, pairs, begun = story.key("loop.warmup.steps", 0), 0, [], []
+    warm, step, pairs, begun = story.recipe_value("loop.warmup.steps", 0), 0, [], []
     for at, event in enumerate(events):
         kind = event["kind"]
         if kind in ROWS or kind == "GroupsTaken":
-            metrics.read(event_of(event))
+            metrics.on_event(event_of(event))
         match kind:
             case "RunStarted":
                 story.facts = event["facts"]
@@ -203,7 +203,7 @@ def _fold(story: Story, events: list[dict[str, Any]]) -> None:
             case "StepDone":
                 step, story.ledger = event["step"], event["ledger"]
                 row = rows.pop()[1]
-                if (found := within(pairs)) is not None:
+                if (found := within_group_correlation(pairs)) is not None:
                     row.setdefault("score/length_correlation", found)
                 pairs = []
                 if step <= warm:
@@ -236,16 +236,16 @@ def event_of(told: dict[str, Any]) -> words.Event:
     return kind(**{f.name: told[f.name] for f in fields(kind) if f.name in told})
 
 
-def flat(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_tree(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"loop": {"steps": 5}} -> {"loop.steps": 5}"""
     out: dict[str, Any] = {}
     for key, value in node.items():
-        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        out |= flatten_tree(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return out
 
 
 def differing(old: dict[str, Any], new: dict[str, Any], skip: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
     """Of two trees, the leaves that differ: {"loop.seed": (0, 1)}."""
-    a, b = flat(old), flat(new)
+    a, b = flatten_tree(old), flatten_tree(new)
     names = [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k) and not k.startswith(tuple(skip))]
     return {name: (a.get(name), b.get(name)) for name in names}
