@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     sizes = [int(n) for n in a.running.split(",")]
     most = max(*sizes, a.profile)
     engine = BuiltinEngine(loaded, run=device.run, kv_pages=most * (a.context + a.new + 64), max_running=most)
-    passes = {"module": loaded.hidden, "compiled": device.call(serving_pass, loaded, most).hidden}
+    passes = {"module": loaded.hidden_states, "compiled": device.call(serving_pass, loaded, most).hidden_states}
 
     def round_of(name: str, running: int, seed: int) -> float:
         engine.runner.hidden = passes[name]

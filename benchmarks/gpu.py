@@ -64,9 +64,9 @@ def main(argv: list[str] | None = None) -> None:
     sizes = [int(n) for n in a.running.split(",")]
     pages = max(max(sizes) * (a.context + 2 * a.new + 64), 2 * a.prompt)
     engine = BuiltinEngine(loaded, run=device.run, kv_pages=pages, max_running=max(sizes), prefill_tokens=8192)
-    passes = {"plain": loaded.hidden}
+    passes = {"plain": loaded.hidden_states}
     if gpu:
-        passes["graph"] = device.call(DecodeGraphs, loaded, max(sizes)).hidden
+        passes["graph"] = device.call(DecodeGraphs, loaded, max(sizes)).hidden_states
     element, weights = torch.finfo(loaded.dtype).bits // 8, sum(multiplications(loaded.model))
     config = loaded.model.config.get_text_config()
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

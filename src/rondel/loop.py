@@ -69,7 +69,7 @@ async def run(
     """One feed, (S + 1)·P + X rolling lanes and the learner; ends with the learner, and the first error ends all."""
     async with asyncio.TaskGroup() as crew:
         lanes = [crew.create_task(feed_tasks(tasks, buffer), name="feed")]
-        for number in range(buffer.lanes):
+        for number in range(buffer.max_open_groups):
             lanes.append(crew.create_task(run_rollout_lane(buffer, attempt, score, judge), name=f"roll-{number}"))
         await learn(buffer, prepare, trainer, engine, devices, sync, algo, steps, milestone)
         for lane in lanes:

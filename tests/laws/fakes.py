@@ -24,7 +24,7 @@ class Rollouts:
     def __init__(self, seed: int, drop: float = 0.0, spread: int = 8) -> None:
         self.random, self.drop, self.spread = random.Random(seed), drop, spread
 
-    async def attempt(self, slot):
+    async def generate_group(self, slot):
         for _ in range(self.random.randrange(self.spread) * (8 if self.random.random() < 0.1 else 1)):
             await asyncio.sleep(0)
         return Group(slot.number, slot.task, [Trajectory()], slot.born)
@@ -70,6 +70,6 @@ async def nothing(step, version, batch) -> None:
 
 def loop_kit(trainer: CountingTrainer, rollouts: Rollouts, steps: int) -> dict:
     return dict(
-        attempt=rollouts.attempt, score=rollouts.score, judge=rollouts.judge, prepare=as_is, trainer=trainer, engine=None,
+        attempt=rollouts.generate_group, score=rollouts.score, judge=rollouts.judge, prepare=as_is, trainer=trainer, engine=None,
         devices=NoDevices(), sync=trainer.sync, algo=None, steps=range(steps), milestone=nothing,
     )  # fmt: skip

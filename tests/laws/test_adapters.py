@@ -183,7 +183,7 @@ def test_aligned_numerics_have_it_with_the_same_bits(dtype):
 def test_the_proof_of_aligned_numerics_sees_a_fresh_adapter(monkeypatch):
     loaded = noise(adapted("llama"), size=0.0)
     seen = []
-    monkeypatch.setattr("rondel.models.aligned_numerics.check_invariance", lambda of: seen.append(of.adapter.fresh))
+    monkeypatch.setattr("rondel.models.aligned_numerics.check_invariance", lambda of: seen.append(of.adapter.is_zero))
     align_numerics(loaded)
     assert seen == [False] and loaded.adapter.is_zero
 
@@ -273,7 +273,7 @@ def _accumulate(t, b, algo):
     from rondel.train.step_metrics import StepMetricSums
 
     t.weights.zero_grad()
-    t._accumulate(b, algo, StepMetricSums(), proximal_noted=False)
+    t._accumulate_gradients(b, algo, StepMetricSums(), proximal_noted=False)
 
 
 def test_a_critic_reads_the_same_base_with_an_adapter_of_its_own():

@@ -19,7 +19,7 @@ def driven(control, knee, *, room=10**9, windows=400, noise=0.02, felt=lambda wi
         for _ in range(WINDOW):
             n = control.limit
             seconds = 0.01 * max(1.0, n / knee) * draw.gauss(1.0, noise)
-            control.note(n, seconds, felt=felt(window), pressed=n > room)
+            control.record_answer(n, seconds, felt=felt(window), pressed=n > room)
             assert 1 <= control.limit <= control.most
         limits.append(control.limit)
     return limits

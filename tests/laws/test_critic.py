@@ -54,8 +54,8 @@ def gradient(
     """
     t.main = replace(t.main, micro_tokens=micro_tokens, share_prompts=share)
     t.weights.zero_grad()
-    t._accumulate(b, algo, StepMetricSums(), proximal_noted=False)
-    t.critic.accumulate(b, algo, t.settings, StepMetricSums())
+    t._accumulate_gradients(b, algo, StepMetricSums(), proximal_noted=False)
+    t.critic.accumulate_gradients(b, algo, t.settings, StepMetricSums())
     return tuple(
         torch.cat([(torch.zeros_like(m) if m.grad is None else m.grad).flatten() for m in w.masters]).double().clone()
         for w in (t.weights, t.critic.weights)

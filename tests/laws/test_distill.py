@@ -74,7 +74,7 @@ def reverse_kl(loaded, teacher, b: TrainBatch) -> float:
     for sample in b.samples:
         tokens, at = torch.tensor(sample.tokens), torch.arange(len(sample.tokens))
         ours, theirs = (
-            m.head.logits(m.hidden(tokens, at, PackedLayout([PackedSegment(0, len(at))])))
+            m.head.logits(m.hidden_states(tokens, at, PackedLayout([PackedSegment(0, len(at))])))
             .double()
             .log_softmax(-1)[sample.trainable - 1]
             for m in (loaded, teacher)

@@ -30,7 +30,7 @@ class Bandit(GroupRollouts):
     faults: float = 0.0
     judge = staticmethod(Complete(2))
 
-    async def _one(self, slot, index, policy="policy"):
+    async def _sample_episode(self, slot, index, policy="policy"):
         parts, coin, world = (
             self.parts,
             random.Random(f"reward {slot.number} {index}"),
@@ -180,7 +180,7 @@ def test_a_pause_ends_when_the_world_mends(tmp_path):
     rollouts, trainer, asked = Bandit(parts, 8), CountingTrainer(), []
 
     class Down(Bandit):
-        async def _one(self, slot, index, policy="policy"):
+        async def _sample_episode(self, slot, index, policy="policy"):
             asked.append((slot.number, index))
             self.faults = (
                 1.0
@@ -191,7 +191,7 @@ def test_a_pause_ends_when_the_world_mends(tmp_path):
                 mended.append(True)
             if parts.failures.since is None:
                 down[0] = len(asked)
-            return await super()._one(slot, index, policy)
+            return await super()._sample_episode(slot, index, policy)
 
     mended, down = [], [0]
     rollouts = Down(parts, 8)
@@ -215,7 +215,7 @@ def test_patience_has_an_end():
 
     async def hopes(failures):
         tries = 0
-        while await failures.again(Failed("timeout")):
+        while await failures.should_retry(Failed("timeout")):
             tries += 1
         return tries
 

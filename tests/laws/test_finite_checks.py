@@ -204,7 +204,7 @@ def test_the_loop_books_a_refused_batch_as_failed_and_the_ledger_balances():
     with heard(StepDone) as done:
         asyncio.run(
             loop.run(
-                endless(), buffer, attempt=rollouts.attempt, score=rollouts.score, judge=rollouts.judge, prepare=as_is, trainer=moody,
+                endless(), buffer, attempt=rollouts.generate_group, score=rollouts.score, judge=rollouts.judge, prepare=as_is, trainer=moody,
                 engine=None, devices=NoDevices(), sync=sync, algo=None, steps=range(6), milestone=nothing,
             )
         )  # fmt: skip

@@ -37,7 +37,7 @@ class Fake:
         self.serves, self.cut, self.running, self.loading, self.random = 0, 0, 0, False, random.Random(seed)
         self.seeds, self.asked, self.tells = [], [], True
 
-    async def draw(self, tokens, media, sampling, seed, deadline):
+    async def draw_tokens(self, tokens, media, sampling, seed, deadline):
         self.seeds.append(seed)
         self.asked.append(list(tokens))
         for _ in range(self.random.randrange(3)):
@@ -235,13 +235,13 @@ def test_a_log_probability_that_is_none_is_refused(told):
 
     async def work():
         e, fake = engine()
-        fake.draw = lambda *given: asyncio.sleep(0, DrawnTokens([5, 6], [-0.5, told], "length", "x", 0, "0"))
+        fake.draw_tokens = lambda *given: asyncio.sleep(0, DrawnTokens([5, 6], [-0.5, told], "length", "x", 0, "0"))
         with pytest.raises(EngineError, match=rf"fake gave token 6 \(number 1 of 2\) a log-probability of {told}"):
             await e.generate(ask(2))
         fake.score = lambda tokens, media: asyncio.sleep(0, [0.0, told])
         with pytest.raises(EngineError, match=f"fake gave token 8 .* a log-probability of {told}"):
             await e.score(Request([7, 8]))
-        fake.draw = lambda *given: asyncio.sleep(0, DrawnTokens([5, 6], [-0.5, 1e-5], "length", "x", 0, "0"))
+        fake.draw_tokens = lambda *given: asyncio.sleep(0, DrawnTokens([5, 6], [-0.5, 1e-5], "length", "x", 0, "0"))
         assert (await e.generate(ask(2))).logprobs == [-0.5, 0.0]  # rounding
 
     asyncio.run(work())

@@ -53,7 +53,7 @@ def probability(loaded) -> float:
     total = 0.0
     for prompt, answer in zip(PROMPTS, ANSWERS):
         tokens = torch.tensor([*prompt, *answer])
-        logits = loaded.head.logits(loaded.hidden(tokens, torch.arange(6), PackedLayout([PackedSegment(0, 6)])))
+        logits = loaded.head.logits(loaded.hidden_states(tokens, torch.arange(6), PackedLayout([PackedSegment(0, 6)])))
         total += float(logits.log_softmax(-1)[2:5].gather(1, tokens[3:, None]).sum().exp())
     return total / len(PROMPTS)
 
@@ -108,7 +108,7 @@ def test_beside_the_samples_stand_a_greedy_answer_and_demonstrations(tmp_path):
     finally:
         parts.close()
     assert [t.policy for t in guided.trajectories] == ["policy"] * 4 + [DATA] * 2
-    assert [t.reward for t in guided.trajectories[4:]] == [1.0, 1.0] and len(guided.own) == 4
+    assert [t.reward for t in guided.trajectories[4:]] == [1.0, 1.0] and len(guided.policy_samples) == 4
     assert [s.guided for s in batch_of([guided]).samples] == [False] * 4 + [True] * 2
     assert [t.policy for t in greedy.trajectories] == ["policy"] * 4 + [GREEDY]
     samples = batch_of([greedy])

@@ -67,7 +67,7 @@ def test_whose_task_is_asked_again_is_trained_like_any_other():
     """
 
     class Slow(Rollouts):
-        async def attempt(self, slot):
+        async def generate_group(self, slot):
             for _ in range(400 if self.random.random() < 1 / 3 else self.random.randrange(4)):
                 await asyncio.sleep(0)
             return Group(slot.number, slot.task, [Trajectory()], slot.born)

@@ -30,9 +30,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 class Pool:
     def __init__(self, tensor):
-        self.tensor, self.addresses = tensor, [tensor.data_ptr()]
+        self.tensor, self.data_pointers = tensor, [tensor.data_ptr()]
 
-    def at(self, layer, like):
+    def layer_pool(self, layer, like):
         return self.tensor
 
 

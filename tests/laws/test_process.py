@@ -303,7 +303,7 @@ class TestNursery:
         worker.now()
         os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(WorkerError, match=rf"worker part \(process {worker.pid}\) was ended by SIGKILL"):
-            worker.now("turn", "idle")
+            worker.now("switch_to", "idle")
 
     def test_a_dead_nursery_takes_its_workers_along_and_the_next_has_another(self, cluster):
         worker = cluster.spawn("part", TimeAccount, "x")
@@ -312,7 +312,7 @@ class TestNursery:
         os.kill(before, signal.SIGKILL)
         with pytest.raises(WorkerError, match=r"worker part .* was ended by SIGKILL"):
             for _ in range(100):
-                worker.now("turn", "idle")
+                worker.now("switch_to", "idle")
                 time.sleep(0.05)
         for _ in range(100):
             if not exists(worker.pid):

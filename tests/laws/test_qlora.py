@@ -81,7 +81,7 @@ def oracle(loaded: LoadedModel) -> LoadedModel:
     for name, layer in loaded.adapter.layers.items():
         base = layer.get_base_layer()
         a, b = (m["default"].weight.detach().double() for m in (layer.lora_A, layer.lora_B))
-        whole = base.decoded(loaded.dtype).double() + scale * b @ a
+        whole = base.decode_weight(loaded.dtype).double() + scale * b @ a
         state[f"{name}.weight"] = whole.T if base.transposed else whole
     plain.model.double().load_state_dict(state, strict=False)
     return plain

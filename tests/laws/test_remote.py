@@ -71,7 +71,7 @@ class Trainer:
 class Transport:
     holds = "commit"
 
-    async def route(self, trainer, engines) -> Route:
+    async def plan_route(self, trainer, engines) -> Route:
         return Route("fake", None)
 
 

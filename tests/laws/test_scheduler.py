@@ -23,7 +23,7 @@ def after(context, token):
 
 def drawn_from(context, live):
     """A token that depends on all that was read through the pages, and on the request's noise."""
-    return hash((context, live.request.key, live.drawn)) % TOKENS
+    return hash((context, live.request.key, live.noise_counter)) % TOKENS
 
 
 class Machine:

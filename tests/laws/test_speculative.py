@@ -481,8 +481,10 @@ async def renew(e, draft=None):
     """
     await e.pause("hold")
     counts = [live.written for live in e.scheduler.running]
-    assert all(not live.ahead and not live.guess and live.pending == 1 for live in e.scheduler.running if live.written)
-    e.scheduler.check()
+    assert all(
+        not live.ahead and not live.guess and live.pending_tokens == 1 for live in e.scheduler.running if live.written
+    )
+    e.scheduler.check_invariants()
     if draft is not None:
         draft.model.load_state_dict(near(draft, 9, 1.0).model.state_dict())
     manifest = names.build_manifest(e.loaded.model, e.version + 1)
@@ -569,13 +571,13 @@ def served(pays, *, a, b, c=0.0, alpha, running=4, guessing=4, steps=300):
     """The controller in a made-up world. -> the k of the last half of the steps."""
     ks, rng = [], np.random.default_rng(0)
     for _ in range(steps):
-        k = pays.choose(running, guessing)
+        k = pays.choose_draft_length(running, guessing)
         ks.append(k)
         for _ in range(guessing if k else 0):
             stays = int((rng.random(k) < alpha).cumprod().sum())
-            pays.judged(min(stays + 1, k), stays)
+            pays.update_acceptance(min(stays + 1, k), stays)
         tokens = running + guessing * k
-        pays.timed(tokens, a + b * tokens + c * k, k=k, draft=c * k)
+        pays.record_step_time(tokens, a + b * tokens + c * k, k=k, draft=c * k)
     return ks[steps // 2 :]
 
 
@@ -620,7 +622,7 @@ def test_switching_off_changes_no_token():
     flips = np.random.default_rng(3)
 
     class Fickle(SpeculationController):
-        def choose(self, running, guessing):
+        def choose_draft_length(self, running, guessing):
             return int(flips.integers(0, 5))
 
     e.speculation.pays = Fickle(4)

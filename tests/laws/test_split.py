@@ -51,7 +51,7 @@ def gradient(
     if not noted:
         t._annotate(b, algo.needs)
         compute_advantages(b, algo)
-    t._accumulate(b, algo, StepMetricSums(), proximal_noted=noted)
+    t._accumulate_gradients(b, algo, StepMetricSums(), proximal_noted=noted)
     return (
         torch.cat([(torch.zeros_like(m) if m.grad is None else m.grad).flatten() for m in t.weights.masters])
         .double()

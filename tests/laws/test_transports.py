@@ -484,7 +484,7 @@ def test_shards_are_gathered_once_an_update():
     class Two(SingleRank):
         size = 2
 
-        def whole(self, model):
+        def full_weights(self, model):
             for name, tensor in names.named_weights(model):
                 gathered.append(name)
                 yield name, tensor

@@ -447,7 +447,7 @@ def test_a_sample_that_was_given_back_in_between_has_its_first_routes(tmp_path):
 
         call = asyncio.create_task(generate_until_done(generate, routed()[0]))
         for moment in (5, 11):
-            while not e.scheduler.running or e.scheduler.running[0].drawn < moment:
+            while not e.scheduler.running or e.scheduler.running[0].noise_counter < moment:
                 await asyncio.sleep(0)
             await e.pause("abort")
             with torch.no_grad():
@@ -463,7 +463,7 @@ def test_a_sample_that_was_given_back_in_between_has_its_first_routes(tmp_path):
             await e.resume()
         if not crash:
             return await call
-        while not e.scheduler.running or e.scheduler.running[0].drawn < 16:
+        while not e.scheduler.running or e.scheduler.running[0].noise_counter < 16:
             await asyncio.sleep(0)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)

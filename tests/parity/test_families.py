@@ -33,7 +33,7 @@ def packed_logprobs(loaded, shared, tails):
         positions += range(first, first + len(row))
     tokens = torch.tensor([t for row in rows for t in row])
     with torch.no_grad():
-        hidden = loaded.hidden(tokens, torch.tensor(positions), PackedLayout(segments))
+        hidden = loaded.hidden_states(tokens, torch.tensor(positions), PackedLayout(segments))
         logp = loaded.head.logits(hidden).double().log_softmax(-1)
     out = []
     for segment, tail in zip(segments[2:], tails):

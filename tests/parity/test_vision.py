@@ -263,7 +263,7 @@ def gradient(t, batch: TrainBatch, *, budget: int = 10**6, share: bool = True) -
     t.weights.zero_grad()
     t._annotate(batch, algo.needs)
     compute_advantages(batch, algo)
-    t._accumulate(batch, algo, StepMetricSums(), proximal_noted=False)
+    t._accumulate_gradients(batch, algo, StepMetricSums(), proximal_noted=False)
     return torch.cat(
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in t.weights.masters]
     ).double()

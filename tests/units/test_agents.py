@@ -145,7 +145,7 @@ def rollouts(env, engine, folder) -> GroupRollouts:
     """Those of a run whose engine is a function."""
 
     class Fake(GroupRollouts):
-        def chat(self, key, *args, **kwargs):
+        def open_chat(self, key, *args, **kwargs):
             return TokenChat(tokenizer(), engine, sampling=Sampling(max_tokens=4), key=key, max_context=200)
 
     return Fake(

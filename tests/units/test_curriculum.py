@@ -26,7 +26,7 @@ class Counting(PureOrder):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def nth(self, n: int) -> Task:
+    def task_at(self, n: int) -> Task:
         return Task(f"{self.name}{n}", "e", {})
 
 
@@ -50,8 +50,8 @@ def finished(number: int, task: str, rewards: list[float]) -> GroupFinished:
 def step(order, number: int, results: dict[str, list[float]], *, backwards: bool = False) -> None:
     ended = [finished(i, task, rewards) for i, (task, rewards) in enumerate(results.items())]
     for event in reversed(ended) if backwards else ended:
-        order.read(event)
-    order.read(StepDone(number, number, {}, {}, {}, ""))
+        order.on_event(event)
+    order.on_event(StepDone(number, number, {}, {}, {}, ""))
 
 
 def test_priority_draws_in_proportion_to_what_fails():

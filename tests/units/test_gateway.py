@@ -27,7 +27,7 @@ def session(policy, **how):
 
 async def ask(s, messages, tools=(), **more):
     """-> the conversation with the reply."""
-    (reply,) = await s.replies(ChatRequest(read_messages(copy.deepcopy(messages)), list(tools), **more))
+    (reply,) = await s.generate_replies(ChatRequest(read_messages(copy.deepcopy(messages)), list(tools), **more))
     return [*messages, openai_message(reply)]
 
 
@@ -175,7 +175,7 @@ def test_compaction_a_sub_agent_and_samples_from_one_place():
 def test_samples_asked_for_at_once_share_the_turns_before():
     async def play(s):
         one = await ask(s, ASK)
-        await s.replies(ChatRequest(read_messages([*one, AGAIN]), n=3))
+        await s.generate_replies(ChatRequest(read_messages([*one, AGAIN]), n=3))
 
     assert forest(Policy(*"abcd"), play) == [ended("a", x) for x in "bcd"]
 

@@ -62,18 +62,17 @@ def test_the_sum_over_micro_batches_is_that_of_autograd(dtype, tied, padding, lo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_from_the_second_micro_batch_no_dense_gradient_reaches_autograd(dtype) -> None:
+def test_no_dense_gradient_reaches_autograd(dtype) -> None:
     model = one(True, None, dtype)
     adopt_embedding(model)
     weights = MasterWeights(model, betas=(0.9, 0.999), weight_decay=0.0)
     matrix, fired = model.model.embed_tokens.weight, []  # a hook without a gradient gets None
-    assert main_grad(matrix) is None
     matrix.register_hook(lambda grad: fired.append(grad) if grad is not None else None)
     backward(model, 1)
-    assert len(fired) == 1 and main_grad(matrix) is weights.masters[0].grad
+    assert not fired and main_grad(matrix) is weights.masters[0].grad
     before = weights.masters[0].grad.clone()
     backward(model, 1)
-    assert len(fired) == 1 and not torch.equal(before, weights.masters[0].grad)
+    assert not fired and before.any() and not torch.equal(before, weights.masters[0].grad)
 
 
 def test_a_model_without_an_optimizer_and_a_copy_of_one_go_autograd_s_way() -> None:

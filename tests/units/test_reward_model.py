@@ -36,7 +36,7 @@ def task(question="What is 3 + 4?"):
 
 
 def ids_of(reward, question, text):
-    return reward.ids([{"role": "user", "content": question}], turns_of(Trajectory(text=text)))
+    return reward.encode_conversation([{"role": "user", "content": question}], turns_of(Trajectory(text=text)))
 
 
 def in_turns(tokenizer):
@@ -95,7 +95,9 @@ def test_a_reward_model_reads_what_tools_and_users_said(tmp_path):
         build_reward({"kind": "model", "path": str(tmp_path)}),
         build_reward({"kind": "model", "path": str(tmp_path), "template": "user: {question}\n{answer}\n"}),
     ):
-        said = reward.tokenizer.decode(reward.ids(asked_of(trajectory, task("q")), turns_of(trajectory)))
+        said = reward.tokenizer.decode(
+            reward.encode_conversation(asked_of(trajectory, task("q")), turns_of(trajectory))
+        )
         assert (
             said
             == "user: q\nassistant: aa;\nbb;\ntool: lost in a fire\nassistant: cc;dd;\nuser: so?\nassistant: ee;ff;\n"
@@ -104,7 +106,7 @@ def test_a_reward_model_reads_what_tools_and_users_said(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     reward = build_reward({"kind": "model", "path": str(tmp_path)})
     assert "user: tool: lost in a fire\n" in reward.tokenizer.decode(
-        reward.ids(asked_of(trajectory, task("q")), turns_of(trajectory))
+        reward.encode_conversation(asked_of(trajectory, task("q")), turns_of(trajectory))
     )
 
 

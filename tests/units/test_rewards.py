@@ -194,7 +194,7 @@ def two_turns() -> Trajectory:
     ],
 )
 def test_a_step_counts_for_the_token_that_was_written_before_it(score, earned):
-    assert score.over(two_turns().mask) == earned and sum(earned) == score.value
+    assert score.token_rewards(two_turns().mask) == earned and sum(earned) == score.value
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,7 +14,7 @@ from rondel.driver.rollouts import GroupRollouts
 
 
 class Quiet(GroupRollouts):
-    def chat(self, *args, **settings):
+    def open_chat(self, *args, **settings):
         return None
 
 

@@ -60,7 +60,7 @@ def _run_state(story: Any) -> dict[str, Any]:
         "state": state,
         "supervised": story.shown > 0 and not story.steps,
         "step": story.step,
-        "steps": story.key("loop.warmup.steps", 0) + story.key("loop.steps", 0),
+        "steps": story.recipe_value("loop.warmup.steps", 0) + story.recipe_value("loop.steps", 0),
     }
 
 

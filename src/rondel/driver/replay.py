@@ -48,7 +48,7 @@ async def _replay_step(parts, folder: Path, start: int, step: int, path: Path | 
         await parts.trainer.load(path)
     stats, again = StepStats(False, {}), parts.returning
     if again is not None:
-        again.recall(
+        again.restore_steps(
             folder, range(max(parts.job.loop.warmup.steps, start - parts.job.loop.max_staleness) + 1, start + 1)
         )
     for number in range(start + 1, step + 1):
@@ -56,7 +56,7 @@ async def _replay_step(parts, folder: Path, start: int, step: int, path: Path | 
         algo, make = (SFT, prepare) if warm else (parts.algo, prepare_of(parts))
         groups = store.groups_of(store.read_step(folder, number))
         if again is not None and not warm:
-            again.take(number, groups)
+            again.record_step(number, groups)
         batch = await make(groups)
         async with parts.placed.devices.parked(), parts.placed.devices.training():
             stats = await parts.trainer.step(batch, algo)

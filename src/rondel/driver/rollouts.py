@@ -122,7 +122,7 @@ class GroupRollouts:
                 refuse_untrainable(request.sampling)
             if p.replays_routing and sampling is None:
                 request.wants |= {"experts"}
-            if sampling is not None or not (p.sampling.truncates_support or request.sampling.truncated):
+            if sampling is not None or not (p.sampling.truncates_support or request.sampling.truncates_support):
                 return await generate_until_done(p.engine.generate, request)
             request.wants |= {"support"}
             done = await generate_until_done(p.engine.generate, request)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rondel.models.linear import is_tracing
-from rondel.models.main_grad import main_grad
+from rondel.models.main_grad import is_owned, main_grad
 
 
 class EmbeddingLookup(torch.autograd.Function):
@@ -48,6 +48,6 @@ def adopt_embedding(model: nn.Module) -> None:
 
 def _look_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
     weight = embedding.weight
-    if is_tracing() or not (torch.is_grad_enabled() and weight.requires_grad) or main_grad(weight) is None:
+    if is_tracing() or not (torch.is_grad_enabled() and weight.requires_grad) or not is_owned(weight):
         return F.embedding(ids, weight, embedding.padding_idx)
     return EmbeddingLookup.apply(weight, ids, embedding.padding_idx)

@@ -4,7 +4,7 @@ Autograd makes a dense [V, D] gradient for the head, another for the embedding, 
 three arrays of 113 MB for SmolLM2-135M, of which a micro-batch touches a few hundred rows. Here each is added where it
 is summed. Megatron-LM calls the accumulator `main_grad` and this gradient accumulation fusion.
 
-    main_grad(weight) is None     not owned by an optimizer of ours, or nothing is accumulated yet: autograd's own way
+    main_grad(weight) is None     not owned by an optimizer of ours: autograd's own way
     main_grad(weight)             fp32, the shape of the weight; whoever adds to it returns no gradient of the weight
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -23,8 +24,16 @@ def own_parameter(parameter: nn.Parameter, master: Tensor) -> None:
     _masters[parameter] = weakref.ref(master)
 
 
+def is_owned(weight: Tensor) -> bool:
+    """Whether an optimizer of ours adds the gradients of this weight up, on a CPU: GPUs sort them to be reproducible."""
+    return weight.is_cpu and weight in _masters
+
+
 def main_grad(weight: Tensor) -> Tensor | None:
-    """The fp32 accumulator of a weight, on a CPU; GPUs add in any order, and sort to be reproducible."""
-    master = _masters.get(weight)
-    owner = master() if master is not None else None
-    return owner.grad if owner is not None and weight.is_cpu else None
+    """The fp32 accumulator of an owned weight, made when it is first asked for."""
+    master = _masters[weight]() if is_owned(weight) else None
+    if master is None:
+        return None
+    if master.grad is None:
+        master.grad = torch.zeros_like(master)
+    return master.grad

@@ -81,7 +81,7 @@ class DecodedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return linear.matmul(grad, ctx.layer.decoded(grad.dtype)), None
+        return linear.matmul(grad, ctx.layer.decode_weight(grad.dtype)), None
 
 
 # -- bytes -----------------------------------------------------------------------------------------

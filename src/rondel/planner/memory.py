@@ -364,7 +364,7 @@ def decoded_layer_bytes(setting: Workload) -> float:
 
 
 def _weight_bytes(model: object, setting: Workload) -> float:
-    return model.parameters * setting.width if model is not None else 0  # type: ignore[attr-defined]
+    return model.parameter_count * setting.width if model is not None else 0  # type: ignore[attr-defined]
 
 
 def _scale_phases(when: dict[str, float], bytes_: float) -> dict[str, float]:

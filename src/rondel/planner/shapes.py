@@ -34,7 +34,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """One model: `shape("70b").parameters` is 70,553,706,496.
+    """One model: `shape("70b").parameter_count` is 70,553,706,496.
 
     dense    layers with a feed-forward of `intermediate`; the others have `experts`
     biases   numbers a layer that are no matrix: biases of the projections

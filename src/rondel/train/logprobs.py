@@ -89,7 +89,7 @@ class _Chunked(torch.autograd.Function):
                 bent = None if head.softcap is None else 1 - (logits / head.softcap) ** 2
                 if temperature != 1.0:
                     logits.div_(temperature)
-                p = torch.softmax(logits if ctx.kept is None else ctx.kept.cut(logits, rows), -1)
+                p = torch.softmax(logits if ctx.kept is None else ctx.kept.mask_logits(logits, rows), -1)
                 del logits  # here a step needs most memory: two arrays of a chunk are held at a time, not four
             pull: Tensor | None = None
             if ctx.taught is not None:

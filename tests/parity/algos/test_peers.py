@@ -248,14 +248,14 @@ def test_weights_are_those_of_verl(verl, knobs, rule):
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
     gap = BATCH.others_3T[0] - BATCH.others_3T[1]
-    ours = rule(gap, BATCH.scored().each(torch.arange(len(LENGTHS))), gap)
+    ours = rule(gap, BATCH.scored().spread_to_tokens(torch.arange(len(LENGTHS))), gap)
     assert near(padded(ours), compute_rollout_correction_weights(padded(gap), MASK, **knobs)[0], LOOSE)
 
 
 def test_rejection_bounds_are_on_the_ratio_and_in_verl_on_its_inverse(verl):
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
 
-    gap, sample = BATCH.others_3T[0] - BATCH.others_3T[1], BATCH.scored().each(torch.arange(len(LENGTHS)))
+    gap, sample = BATCH.others_3T[0] - BATCH.others_3T[1], BATCH.scored().spread_to_tokens(torch.arange(len(LENGTHS)))
     rule = correction.Importance(high=1e9, reject="geometric", reject_low=0.95, reject_high=1.3)
     kept = padded((rule(gap, sample, gap) > 0).to(F64))
     theirs, same = (compute_rollout_rejection_mask(padded(g), MASK, "seq_mean_k1", "0.95_1.3")[0] for g in (gap, -gap))

@@ -64,7 +64,7 @@ class Story:
     # -- what rules ask --------------------------------------------------------------------------
 
     def recipe_value(self, dotted: str, default: Any = None) -> Any:
-        """Of the recipe: `story.key("loop.max_staleness")`."""
+        """Of the recipe: `story.recipe_value("loop.max_staleness")`."""
         node: Any = self.job
         for name in dotted.split("."):
             node = node.get(name) if isinstance(node, dict) else None
@@ -230,7 +230,7 @@ def _fold_events(story: Story, events: list[dict[str, Any]]) -> None:
 def event_of(told: dict[str, Any]) -> words.Event:
     """The event again; of consumed groups the journal keeps when they were born."""
     if told["kind"] == "GroupsTaken":
-        groups: Any = [SimpleNamespace(born=born, own=[], supervised=False) for born in told["born"]]
+        groups: Any = [SimpleNamespace(born=born, policy_samples=[], supervised=False) for born in told["born"]]
         return words.GroupsTaken(told["step"], told["version"], groups, told.get("limit", 0))
     kind = getattr(words, told["kind"])
     return kind(**{f.name: told[f.name] for f in fields(kind) if f.name in told})
