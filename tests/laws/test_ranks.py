@@ -105,7 +105,7 @@ class Rank:
 
     def _whole(self, w) -> np.ndarray:
         grads = [torch.zeros_like(m) if m.grad is None else m.grad for m in w.masters]
-        return torch.cat([w.full(i, g).flatten() for i, g in enumerate(grads)]).double().numpy()
+        return torch.cat([w.gather_full(i, g).flatten() for i, g in enumerate(grads)]).double().numpy()
 
     def step(self, b, algo) -> tuple[bool, dict[str, float], str, list[dict[str, np.ndarray]]]:
         done = _now(self.trainer.step(b, algo))

@@ -51,7 +51,7 @@ def test_workers_go_into_bundles_in_that_order(monkeypatch):
     monkeypatch.setattr(ray, "placement_group_table", lambda group: {"bundles_to_node_id": {0: "x", 1: "y", 2: "y"}})
     cluster = ray.RayCluster.__new__(ray.RayCluster)
     cluster._group, cluster.gpus, cluster.cpus = None, 0, 1
-    found = cluster._found(3)
+    found = cluster._find_bundles(3)
     assert found == [("10.0.0.10", []), ("10.0.0.2", []), ("10.0.0.2", [])] and ray.sort_bundles(found) == [1, 2, 0]
 
 
@@ -71,7 +71,7 @@ def test_ranks_of_several_machines_meet_where_the_first_one_is():
             return SimpleNamespace(result=lambda: ("known", {}, 1))
 
     plan = SimpleNamespace(
-        job=None, needs=frozenset(), sampling=None, transport=lambda: None, called=lambda who, i: f"{who}-{i}"
+        job=None, needs=frozenset(), sampling=None, new_transport=lambda: None, worker_name=lambda who, i: f"{who}-{i}"
     )
     _spawn_trainers(plan, SimpleNamespace(spawn=lambda *a, **k: Worker()), ["cpu", "cpu"], [(), ()], 1)
     assert ("meet", "10.9.8.7", 2) in asked

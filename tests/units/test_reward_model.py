@@ -157,7 +157,7 @@ def test_the_score_is_that_of_transformers_whatever_is_beside_it(tmp_path, famil
     reward = build_reward({"kind": "model", "path": str(saved(tmp_path, family)), "template": TEMPLATE})
     rows = [ids_of(reward, question, text) for question in ("?", "What is 3 + 4?") for text in TEXTS]
     assert reward.packs and len({len(row) for row in rows}) > 5
-    alone = [reward.values([row])[0][-1] for row in rows]
+    alone = [reward.token_values([row])[0][-1] for row in rows]
     plain = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path, attn_implementation="eager"
     ).eval()
@@ -171,7 +171,7 @@ def test_the_score_is_that_of_transformers_whatever_is_beside_it(tmp_path, famil
             if hasattr(itertools, "batched")
             else [order[i : i + size] for i in range(0, len(order), size)]
         ):
-            together = [values[-1] for values in reward.values([rows[i] for i in part])]
+            together = [values[-1] for values in reward.token_values([rows[i] for i in part])]
             assert together == pytest.approx([alone[i] for i in part], abs=1e-5)
 
 
@@ -195,7 +195,7 @@ def test_through_the_pool_in_batches_and_the_main_process_stays_without(tmp_path
     values, counts, torch_here = __import__("json").loads(run.stdout.splitlines()[-1])
     reward = build_reward({"kind": "model", "path": str(tmp_path), "template": TEMPLATE})
     rows = [ids_of(reward, "What is 3 + 4?", text) for text in TEXTS]
-    assert values == pytest.approx([reward.values([row])[0][-1] for row in rows] * 5, abs=1e-5)
+    assert values == pytest.approx([reward.token_values([row])[0][-1] for row in rows] * 5, abs=1e-5)
     assert not torch_here and counts["model_texts"] == 35 and counts["model_batches"] < 35
     assert counts["model_tokens"] == 5 * sum(map(len, rows))
 
@@ -350,17 +350,17 @@ def test_after_any_number_of_naps_the_scores_have_the_same_bits(tmp_path):
     plain = build_reward({"kind": "model", "path": path, "template": TEMPLATE})
     napping = build_reward({"kind": "model", "path": path, "template": TEMPLATE, "offload": True, "tokens": 40})
     rows, size = [ids_of(plain, "?", text) for text in TEXTS], bytes_of(path)
-    expected = plain.values(rows)
+    expected = plain.token_values(rows)
     objects = [id(p) for p in napping.model.parameters()]
     assert napping.naps and not plain.naps and napping.memory == 0 and not plain.memory
     with pytest.raises(RewardError, match="asked while it slept"):
         napping.packs = True
-        napping.values(rows)
+        napping.token_values(rows)
     napping.packs = None
 
     async def work():
         await napping.wake()
-        assert napping.memory == size and napping.packs and napping.values(rows) == expected
+        assert napping.memory == size and napping.packs and napping.token_values(rows) == expected
         for _ in range(3):
             trajectories = [Trajectory(text=text) for text in TEXTS]
             asked = [asyncio.ensure_future(napping(t, task())) for t in trajectories]
@@ -378,9 +378,9 @@ def test_after_any_number_of_naps_the_scores_have_the_same_bits(tmp_path):
             assert napping.counts["model_batches"] == done
             await napping.wake()
             scores = await asyncio.gather(*asked)
-            alone = [plain.values([ids_of(plain, "What is 3 + 4?", text)])[0][-1] for text in (*TEXTS, "late")]
+            alone = [plain.token_values([ids_of(plain, "What is 3 + 4?", text)])[0][-1] for text in (*TEXTS, "late")]
             assert [s.value for s in scores] == pytest.approx(alone, abs=1e-5)
-            assert napping.values(rows) == expected and [id(p) for p in napping.model.parameters()] == objects
+            assert napping.token_values(rows) == expected and [id(p) for p in napping.model.parameters()] == objects
 
     asyncio.run(work())
 

@@ -98,7 +98,7 @@ def loss_formula(job: Any) -> str:
 
 
 def _describe_agents(job: Any, policy: str) -> str:
-    return "the tokens of " + " and ".join(agent for agent, plays in job.cast.items() if plays == policy)
+    return "the tokens of " + " and ".join(agent for agent, plays in job.agent_policies.items() if plays == policy)
 
 
 def _format_toml(value: Any) -> str:

@@ -38,7 +38,7 @@ class RewardTraits:
 
     def load_to_device(self) -> None:
         for reward in self.sleepable_rewards:
-            reward.rise()
+            reward.load_to_device()
 
     async def wake(self) -> None:
         for reward in self.sleepable_rewards:

@@ -212,7 +212,7 @@ class AnswerResponse:
 
     async def _send_whole(self, samples: RequestSamples, scope: Any, receive: Any, send: Any) -> None:
         answers = await samples.gather_answers()
-        await JSONResponse(self.reply.whole(answers))(scope, receive, send)
+        await JSONResponse(self.reply.response_body(answers))(scope, receive, send)
 
     async def _send_stream(self, samples: RequestSamples, send: Any) -> None:
         """The status waits for the first token, so that a refusal has its own."""
@@ -220,14 +220,20 @@ class AnswerResponse:
             first = await anext(pieces)
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            for chunk in self.reply.begin(samples.answers):
+            for chunk in self.reply.begin_stream(samples.answers):
                 await send({"type": "http.response.body", "body": encode_sse(chunk), "more_body": True})
-            await send({"type": "http.response.body", "body": encode_sse(self.reply.chunk(first)), "more_body": True})
+            await send(
+                {"type": "http.response.body", "body": encode_sse(self.reply.stream_chunk(first)), "more_body": True}
+            )
             async for piece in pieces:
                 await send(
-                    {"type": "http.response.body", "body": encode_sse(self.reply.chunk(piece)), "more_body": True}
+                    {
+                        "type": "http.response.body",
+                        "body": encode_sse(self.reply.stream_chunk(piece)),
+                        "more_body": True,
+                    }
                 )
-        for chunk in self.reply.end(samples.answers):
+        for chunk in self.reply.end_stream(samples.answers):
             await send({"type": "http.response.body", "body": encode_sse(chunk), "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
