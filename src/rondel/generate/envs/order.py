@@ -28,7 +28,7 @@ class TaskAdmissions(Protocol):
 
 
 class PureOrder:
-    """Task n is a function of (tasks, seed, n): resuming needs the number n only (SPEC L7)."""
+    """Task n is a function of (tasks, seed, n): resuming needs the number n only."""
 
     def on_event(self, event: Event) -> None: ...
 
