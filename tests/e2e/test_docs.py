@@ -249,7 +249,7 @@ def named_links() -> list[tuple[str, str, Path, str]]:
         (page.name, file, page.parent / target, name)
         for page in PAGES
         for file, name, target in re.findall(
-            r"\[`?(\w+\.py):\s+([\w.]+)`?\]\(([^)#]+)\)", page.read_text(encoding="utf-8")
+            r"\[(\w+\.py):\s+([\w.]+)\]\(([^)#]+)\)", page.read_text(encoding="utf-8").replace("\\_", "_")
         )
     ]
 
