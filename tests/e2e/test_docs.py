@@ -225,6 +225,28 @@ def test_every_link_leads_somewhere():
     assert [(page.name, t) for page, t in links if not t.startswith("http") and not (page.parent / t).exists()] == []
 
 
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    text = re.sub(r"^ *(```+).*?^ *\1 *$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = [heading.lower() for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings}
+
+
+def test_every_anchor_is_a_heading():
+    links = [
+        (page, target, anchor)
+        for page in PAGES
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+    ]
+    assert len(links) > 20
+    wrong = [
+        (page.name, target, anchor)
+        for page, target, anchor in links
+        if anchor not in anchors_of(page.parent / target if target else page)
+    ]
+    assert wrong == []
+
+
 def names_in(path: Path) -> set[str]:
     """Functions, classes and constants of a Python file, and members of its classes: `Buffer`, `Buffer.admit`."""
     found: set[str] = set()
