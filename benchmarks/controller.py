@@ -27,7 +27,6 @@ from statistics import linear_regression
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 from _work import report
 
 from rondel.simulate.clock import VirtualLoop
@@ -57,11 +56,13 @@ class Later:
 
 class Trainer:
     async def step(self, batch: Any, algo: Any) -> Any:
+        import torch
+
         from rondel.core.types import StepStats
 
         await asyncio.sleep(TRAIN)
         for sample in batch.samples:
-            sample.advantages = np.zeros(len(sample.trainable), np.float32)
+            sample.known.advantages = torch.zeros(len(sample.trainable))
         return StepStats(True, {})
 
 

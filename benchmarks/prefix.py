@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     from _work import median, report
 
     from rondel.algos.table import resolve_algorithm
+    from rondel.algos.tokens import TokenBatch
     from rondel.models.load import load_model
     from rondel.train.pack import TrainBatch, TrainSample
     from rondel.train.settings import TrainSettings
@@ -56,9 +57,13 @@ def main(argv: list[str] | None = None) -> None:
         trainable = np.arange(a.prompt, a.prompt + a.completion)
         behavior = np.full(a.completion, -1.0, np.float32)
         advantages = np.full(a.completion, rng.normal(), np.float32)
-        return TrainSample(
-            group, index, tokens, trainable, behavior, np.zeros(a.completion, np.int64), 0.0, advantages=advantages
+        known = TokenBatch(
+            torch.zeros(a.completion, dtype=torch.int64),
+            behavior=torch.from_numpy(behavior),
+            versions=torch.zeros(a.completion, dtype=torch.int64),
+            advantages=torch.from_numpy(advantages),
         )
+        return TrainSample(group, index, tokens, trainable, 0.0, known)
 
     prompts = [rng.integers(0, vocab, a.prompt) for _ in range(a.groups)]
     batch = TrainBatch([sample(g, i, prompts[g]) for g in range(a.groups) for i in range(a.group)])
@@ -68,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         trainer.main = replace(trainer.main, share_prompts=share)
         trainer.weights.zero_grad()
         sums, began = StepMetricSums(), time.perf_counter()
-        trainer._accumulate(batch, row, sums, proximal_noted=False)
+        trainer._accumulate_gradients(batch, row, sums, proximal_noted=False)
         spent = time.perf_counter() - began
         return spent, sums.packed, torch.cat([m.grad.flatten() for m in trainer.weights.masters])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor
 from rondel.algos.correction import Importance
 from rondel.algos.masked_surrogates import ClipCov, KlCov
 from rondel.algos.objective import objective
-from rondel.algos.precompute import NOTHING, UpdateMasks, compute_update_masks, counted_tokens, tokens_of
+from rondel.algos.precompute import counted_tokens, decide_update
 from rondel.algos.reward_transforms import Overlong
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.surrogate import Clip
 from rondel.algos.table import Algorithm
-from rondel.algos.tokens import Tokens
+from rondel.algos.tokens import TokenBatch, Tokens
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean
 
 torch.set_num_threads(1)
@@ -133,36 +133,28 @@ class Ragged:
         ).long()
         leaf_TV = self.logits_TV.clone().requires_grad_()
         own_TV = self.logits_TV.log_softmax(-1)
-        known = {
-            "proximal_T": self.others_3T[0, at_T],
-            "behavior_T": self.others_3T[1, at_T],
-            "advantages_T": row.advantages_T(scored),
-            "score_T": scored.spread_to_tokens(scored.rewards_N),
-            "guided_T": scored.spread_to_tokens(self.guided_N[order]),
-            "sample_T": scored.spread_to_tokens(torch.arange(len(order))),
-        }
-        ref_T, decided = self.others_3T[2, at_T], NOTHING
+        known = TokenBatch(
+            scored.spread_to_tokens(torch.arange(len(order))),
+            entropy=-(own_TV.exp() * own_TV).sum(-1)[at_T],
+            proximal=self.others_3T[0, at_T],
+            behavior=self.others_3T[1, at_T],
+            reference=self.others_3T[2, at_T],
+            advantages=row.advantages_T(scored),
+            score=scored.spread_to_tokens(scored.rewards_N),
+            demonstration=scored.spread_to_tokens(self.guided_N[order]),
+        )
         if noted:
-            entropy_T = -(own_TV.exp() * own_TV).sum(-1)[at_T]
-            decided = compute_update_masks(
-                row, tokens_of(row, logprobs_T=known["proximal_T"], entropy_T=entropy_T, **known)
-            )
-        weight_T = scored.spread_to_tokens(row.aggregate(counted_tokens(row, scored.lengths_N, decided)))
+            known = decide_update(row, known)
+        weight_T = scored.spread_to_tokens(row.aggregate(counted_tokens(scored.lengths_N, known.counts)))
         total, terms = torch.zeros((), dtype=F64), []
         for first, end in pairwise([0, *(cuts or []), len(order)]):
             here = slice(int(scored.lengths_N[:first].sum()), int(scored.lengths_N[:end].sum()))
             logps = leaf_TV[at_T[here]].log_softmax(-1)
-            loss, found = objective(
-                row,
-                logprobs_T=logps[:, 0],
-                entropy_T=-(logps.exp() * logps).sum(-1),
-                ref_T=ref_T[here],
-                weight_T=weight_T[here],
-                decided=UpdateMasks(
-                    **{name: values_T[here] for name, values_T in vars(decided).items() if values_T is not None}
-                ),
-                **{name: values_T[here] for name, values_T in known.items()},
-            )
+            own = {f.name: x[here] for f in fields(known) if isinstance(x := getattr(known, f.name), Tensor)} | {
+                "logprobs": logps[:, 0],
+                "entropy": -(logps.exp() * logps).sum(-1),
+            }
+            loss, found = objective(row, TokenBatch(**own), weight_T[here])
             loss.backward()
             total, terms = total + loss.detach(), [*terms, found]
         return total, torch.zeros_like(leaf_TV) if leaf_TV.grad is None else leaf_TV.grad, terms

@@ -92,7 +92,7 @@ def trained(loaded: LoadedModel, rows: list[list[int]]) -> list[list[float]]:
         t.score = Score(0.0)
         groups.append(Group(i, Task(f"t{i}", "fake", {}), [t], 0))
     b = annotate_logprobs(loaded, batch_of(groups), "trained", budget=64, temperature=1.0)
-    return [s.notes["trained"].tolist() for s in b.samples]
+    return [s.known.trained.numpy().tolist() for s in b.samples]
 
 
 # -- what serves is what is trained ----------------------------------------------------------------

@@ -17,6 +17,7 @@ from train_kit import awkward_groups, model, step, trainer
 from train_kit import row as row_of
 
 from rondel.algos import advantage, aggregate, correction, gae, kl, table
+from rondel.algos.component import Component
 from rondel.algos.entropy import EntropyBonus
 from rondel.core.errors import ConfigError
 from rondel.train.pack import TrainBatch, batch_of
@@ -114,7 +115,7 @@ def test_a_choice_within_each_micro_batch_would_break_the_law(name):
 
 
 @dataclass(frozen=True)
-class Given:
+class Given(Component):
     """Advantages that are known, so that only the choice differs."""
 
     values_T: torch.Tensor
@@ -290,7 +291,7 @@ def test_a_masked_answer_gives_no_gradient_and_keeps_its_place_in_the_baseline(k
     algo = row_of("dr_grpo", **how)
     t = trainer(model(), algo)
     for i in cut:
-        b.samples[i].advantages[:] = 0
+        b.samples[i].known.advantages.numpy()[:] = 0
     t.weights.zero_grad()
     t._accumulate_gradients(b, algo, StepMetricSums(), proximal_noted=False)
     zeroed = torch.cat([p.grad.flatten() for p in t.loaded.model.parameters()])

@@ -99,9 +99,9 @@ def test_the_trainer_recomputes_the_same_bits(kind, dtype, temperature):
     rollouts = batch_of(asks, done)
     for budget in (64, 4096):
         for share in (True, False):
-            annotate_logprobs(loaded, rollouts, "again", budget=budget, temperature=temperature, share=share)
+            annotate_logprobs(loaded, rollouts, "start", budget=budget, temperature=temperature, share=share)
             for sample in rollouts.samples:
-                assert np.array_equal(sample.notes["again"], sample.behavior), (budget, share)
+                assert np.array_equal(sample.known.start.numpy(), sample.known.behavior.numpy()), (budget, share)
 
 
 def test_fast_numerics_do_not_have_this_property():
@@ -111,8 +111,8 @@ def test_fast_numerics_do_not_have_this_property():
     asks = requests()
     done = asyncio.run(all_of(engine(loaded), asks))
     rollouts = batch_of(asks, done)
-    annotate_logprobs(loaded, rollouts, "again", budget=4096, temperature=1.0)
-    assert any(not np.array_equal(s.notes["again"], s.behavior) for s in rollouts.samples)
+    annotate_logprobs(loaded, rollouts, "start", budget=4096, temperature=1.0)
+    assert any(not np.array_equal(s.known.start.numpy(), s.known.behavior.numpy()) for s in rollouts.samples)
 
 
 def test_the_gradient_is_that_of_the_fast_path():
@@ -180,6 +180,6 @@ def test_a_draft_states_the_trainers_bits():
     )
     done = asyncio.run(all_of(e, asks))
     assert 0 < e.speculation.accepted < e.speculation.proposed
-    b = annotate_logprobs(loaded, batch_of(asks, done), "again", budget=10_000, temperature=1.0)
+    b = annotate_logprobs(loaded, batch_of(asks, done), "start", budget=10_000, temperature=1.0)
     for sample in b.samples:
-        assert np.array_equal(sample.notes["again"], sample.behavior)
+        assert np.array_equal(sample.known.start.numpy(), sample.known.behavior.numpy())

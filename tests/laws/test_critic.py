@@ -68,7 +68,9 @@ def noted(t, groups, algo) -> TrainBatch:
     compute_advantages(b, algo)
     rng = np.random.default_rng(3)
     for s in b.samples:  # as if the critic had moved since: some tokens lie beyond the clip
-        s.notes["values"] = s.notes["values"] + rng.normal(scale=0.3, size=len(s.trainable)).astype(np.float32)
+        s.known.values = torch.as_tensor(
+            s.known.values.numpy() + rng.normal(scale=0.3, size=len(s.trainable)).astype(np.float32)
+        )
     return b
 
 
@@ -145,7 +147,7 @@ def test_both_gradients_are_those_of_the_formula(kind):
         advantage = next_value = 0.0
         advantages, said = [0.0] * len(at), value.tolist()
         for i in reversed(range(len(at))):
-            r = earned[i] - 0.3 * (float(s.behavior[i]) - float(ref[i]))
+            r = earned[i] - 0.3 * (float(s.known.behavior.numpy()[i]) - float(ref[i]))
             advantage = r + 0.98 * next_value - said[i] + 0.98 * 0.9 * advantage
             next_value, advantages[i] = said[i], advantage
         rows.append((logp, value, advantages))
@@ -192,17 +194,19 @@ def test_an_observation_changes_no_advantage():
         return batch_of(groups)
 
     bare, chatty = told([0, 0, 0, 0]), told([5, 1, 9, 2])
-    notes = [{name: rng.normal(size=7).astype(np.float32) for name in ("values", "ref")} for _ in bare.samples]
+    notes = [{name: rng.normal(size=7).astype(np.float32) for name in ("values", "reference")} for _ in bare.samples]
     for b in (bare, chatty):
         for s, note in zip(b.samples, notes):
-            s.notes |= note
-            s.behavior = note["ref"] - 0.1
+            s.known.values, s.known.reference = (
+                torch.from_numpy(note[name].copy()) for name in ("values", "reference")
+            )
+            s.known.behavior = s.known.reference - 0.1
         compute_advantages(b, CHARGED)
     for a, c in zip(bare.samples, chatty.samples):
         assert (
             len(a.tokens) < len(c.tokens)
-            and np.array_equal(a.advantages, c.advantages)
-            and np.array_equal(a.notes["returns"], c.notes["returns"])
+            and np.array_equal(a.known.advantages.numpy(), c.known.advantages.numpy())
+            and np.array_equal(a.known.returns.numpy(), c.known.returns.numpy())
         )
 
 
@@ -213,7 +217,9 @@ def test_rows_without_time_see_the_sum_of_what_was_earned():
             t.score = Score(t.score.value, steps=((t.mask.index(True), 0.75),))
     for kind in ("grpo", "rloo", "dapo"):
         a, b = (batch(x, row(kind)) for x in (groups, placed))
-        assert all(np.array_equal(x.advantages, y.advantages) for x, y in zip(a.samples, b.samples))
+        assert all(
+            np.array_equal(x.known.advantages.numpy(), y.known.advantages.numpy()) for x, y in zip(a.samples, b.samples)
+        )
 
 
 def test_the_kl_is_charged_to_the_reward_of_a_row_without_time_too():
@@ -221,15 +227,17 @@ def test_the_kl_is_charged_to_the_reward_of_a_row_without_time_too():
     algo = row("rloo", kl={"kind": "k1", "coef": 0.2, "where": "reward"})
     b, rng = batch_of(awkward_groups()), np.random.default_rng(0)
     for s in b.samples:
-        s.notes["ref"] = rng.normal(size=len(s.trainable)).astype(np.float32)
+        s.known.reference = torch.as_tensor(rng.normal(size=len(s.trainable)).astype(np.float32))
     compute_advantages(b, algo)
     paid = {
-        (s.group, s.index): s.reward - 0.2 * float((s.behavior.astype(float) - s.notes["ref"]).sum()) for s in b.samples
+        (s.group, s.index): s.reward
+        - 0.2 * float((s.known.behavior.numpy().astype(float) - s.known.reference.numpy()).sum())
+        for s in b.samples
     }
     for s in b.samples:
         others = [r for (g, i), r in paid.items() if g == s.group and i != s.index]
         wanted = paid[s.group, s.index] - np.mean(others) if others else 0.0
-        np.testing.assert_allclose(s.advantages, wanted, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(s.known.advantages.numpy(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_reward_out_of_place_names_its_sample():
@@ -250,7 +258,7 @@ def test_what_is_not_finite_names_its_sample_and_moves_nothing(broken):
     b = batch_of(groups)
     if broken == "value":
         t.critic.annotate_values = lambda batch, settings: [
-            s.notes.update(values=np.full(len(s.trainable), np.inf if s.group == 7 else 0, np.float32))
+            setattr(s.known, "values", torch.full((len(s.trainable),), torch.inf if s.group == 7 else 0.0))
             for s in batch.samples
         ]
     before = bits(t) + critic_bits(t)
@@ -355,7 +363,12 @@ def test_the_coefficient_follows_the_kl_and_outlives_a_resume(tmp_path):
     for n in range(3):
         b = batch_of(awkward_groups(n))
         stats = step(t, b, algo)
-        measured = np.mean([sum(float(x) - float(y) for x, y in zip(s.behavior, s.notes["ref"])) for s in b.samples])
+        measured = np.mean(
+            [
+                sum(float(x) - float(y) for x, y in zip(s.known.behavior.numpy(), s.known.reference.numpy()))
+                for s in b.samples
+            ]
+        )
         assert stats.metrics["train/kl_coef"] == pytest.approx(coef, rel=1e-12) and kl_of_samples(b) == pytest.approx(
             measured, rel=1e-6
         )

@@ -153,7 +153,7 @@ def test_several_teachers_are_heard_by_their_weights_and_each_by_its_source():
     for one in wise:
         b = batch(rollouts(loaded, 0), opd)
         trainer(loaded, opd, teacher=one)._annotate(b, opd.needs)
-        alone.append([s.notes["teacher"] for s in b.samples])
+        alone.append([s.known.teacher.numpy() for s in b.samples])
     b = batch(rollouts(loaded, 0), opd)
     for s in b.samples:
         s.stream = "code" if s.group == 2 else "math"
@@ -163,7 +163,7 @@ def test_several_teachers_are_heard_by_their_weights_and_each_by_its_source():
     for i, s in enumerate(b.samples):
         first, second, third = (told[i] for told in alone)
         wanted = (3 * first + second + 4 * third) / 8 if s.stream == "code" else (3 * first + second) / 4
-        np.testing.assert_allclose(s.notes["teacher"], wanted, atol=1e-6)
+        np.testing.assert_allclose(s.known.teacher.numpy(), wanted, atol=1e-6)
     t.teachers = TeacherEnsemble([Teacher(wise[2], 1.0, "code")])
     with pytest.raises(TrainError, match="no teacher of 'fake'"):
         t._annotate(batch(rollouts(loaded, 0), opd), opd.needs)

@@ -58,12 +58,12 @@ def test_a_baseline_counts_an_episode_once_however_often_it_was_forked():
         whole, plain = batch([group], row(kind)), batch([alone], row(kind))
         firsts = [s for s in whole.samples if s.parent is None]
         for mine, its in zip(firsts, plain.samples, strict=True):
-            assert np.array_equal(mine.advantages, its.advantages)
+            assert np.array_equal(mine.known.advantages.numpy(), its.known.advantages.numpy())
         for s in whole.samples:
-            assert len(s.advantages) == len(s.trainable)
+            assert len(s.known.advantages.numpy()) == len(s.trainable)
             if s.parent is not None:
                 root = next(r for r in firsts if r.index == s.parent)
-                assert set(s.advantages) == {root.advantages[0]}
+                assert set(s.known.advantages.numpy()) == {root.known.advantages.numpy()[0]}
 
 
 def test_agents_are_compared_with_their_own_kind():
@@ -80,7 +80,7 @@ def test_agents_are_compared_with_their_own_kind():
         pair[0].agent, pair[1].agent = "a", "b"
         episodes.append(pair)
     group = Group(0, TASK, join_episodes(map(assign_parents, episodes)), 0)
-    got = [float(s.advantages[0]) for s in batch([group], row("dr_grpo")).samples]
+    got = [float(s.known.advantages.numpy()[0]) for s in batch([group], row("dr_grpo")).samples]
     assert got == [0.5, -0.5, 0.5, -0.5, -0.5, 0.5, -0.5, 0.5]
     apart = [
         batch([Group(i, TASK, [t for t in group.trajectories if t.agent == a], 0)], row("grpo"))
@@ -89,7 +89,7 @@ def test_agents_are_compared_with_their_own_kind():
     whole = batch([group], row("grpo"))
     for i, alone in enumerate(apart):
         for mine, its in zip(whole.samples[i::2], alone.samples, strict=True):
-            assert np.array_equal(mine.advantages, its.advantages)
+            assert np.array_equal(mine.known.advantages.numpy(), its.known.advantages.numpy())
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
@@ -102,10 +102,13 @@ def test_the_gradient_is_that_of_the_walks_one_by_one(kind, kl):
     tree = batch([forked_group(), forked_group(5, number=9)], algo)
     t._annotate(tree, algo.needs | {"proximal_logprobs"})
     compute_advantages(tree, algo)
-    walks = TrainBatch([replace(s, group=i, index=0, parent=None, notes={}) for i, s in enumerate(tree.samples)])
+    walks = TrainBatch(
+        [replace(s, group=i, index=0, parent=None, known=replace(s.known)) for i, s in enumerate(tree.samples)]
+    )
     t._annotate(walks, algo.needs | {"proximal_logprobs"})
     assert all(
-        np.allclose(a.notes["proximal"], b.notes["proximal"], atol=1e-5) for a, b in zip(tree.samples, walks.samples)
+        np.allclose(a.known.proximal.numpy(), b.known.proximal.numpy(), atol=1e-5)
+        for a, b in zip(tree.samples, walks.samples)
     )
     whole = gradient(t, walks, algo, share=False, noted=True)
     assert whole.norm() > 1e-3

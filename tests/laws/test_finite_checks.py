@@ -14,6 +14,7 @@ from fakes import NoDevices, Rollouts, as_is, endless, nothing
 from train_kit import awkward_groups, batch, bits, model, row, step, trainer
 
 from rondel import loop
+from rondel.algos.component import Component
 from rondel.algos.surrogate import Surrogate
 from rondel.buffer import Buffer
 from rondel.core.errors import SyncError, TrainError
@@ -24,7 +25,7 @@ from rondel.models import names
 
 
 @dataclass(frozen=True)
-class BrokenRatio:
+class BrokenRatio(Component):
     """NaN for one sample."""
 
     sample: int
@@ -34,7 +35,7 @@ class BrokenRatio:
 
 
 @dataclass(frozen=True)
-class BrokenAdvantage:
+class BrokenAdvantage(Component):
     """Infinite for one sample."""
 
     sample: int
@@ -44,7 +45,7 @@ class BrokenAdvantage:
 
 
 @dataclass(frozen=True)
-class BrokenGradient:
+class BrokenGradient(Component):
     """A finite loss whose gradient is not: sqrt at 0."""
 
     def __call__(self, tokens):
@@ -63,7 +64,7 @@ def broken(border: str):
     elif border == "advantage":
         algo = replace(algo, advantage=BrokenAdvantage(at))
     elif border == "logprob of the behavior":
-        b.samples[at].behavior[0] = -np.inf
+        b.samples[at].known.behavior.numpy()[0] = -np.inf
     elif border == "logprob":
         with torch.no_grad():
             t.weights.masters[0][int(b.samples[at].tokens[0])] = torch.nan
@@ -151,7 +152,7 @@ def test_a_refusal_between_two_updates_tells_what_was_taken():
     assert "update 2 of 2, 1 were taken" in stats.note
 
 
-class BrokenLater:
+class BrokenLater(Component):
     """Finite until the policy has moved from its anchor."""
 
     def __call__(self, log_ratio_T, sample_T):
@@ -163,7 +164,7 @@ def test_faults_of_the_data_are_found_before_the_first_of_two_updates():
     t = trainer(model("llama"), algo, updates_per_step=2)
     b = batch(awkward_groups(), algo)
     last = b.split_updates(2)[1].samples[-1]
-    last.behavior[-1] = np.nan
+    last.known.behavior.numpy()[-1] = np.nan
     before = bits(t)
     stats = step(t, b, algo)
     assert not stats.stepped and not t.moved and bits(t) == before

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from vision_kit import EYES, groups_with_images
 from vision_kit import model as looking
 
 from rondel.algos.table import TABLE
+from rondel.algos.tokens import TokenBatch
 from rondel.core.types import Route, Score
 from rondel.models import adapters, names
 from rondel.models.loaded_model import LoadedModel
@@ -48,6 +49,12 @@ def made(kind: str, dtype: str) -> LoadedModel:
                     0.1 * torch.randn(layer.lora_B["default"].weight.shape, generator=generator)
                 )
     return loaded
+
+
+def _numpy_fields(known: TokenBatch) -> dict[str, np.ndarray]:
+    """What is known of the tokens of a sample, by name."""
+    found = {f.name: getattr(known, f.name) for f in fields(known) if f.name not in ("sample", "teachers")}
+    return {name: x.numpy() for name, x in found.items() if x is not None}
 
 
 class Rank:
@@ -102,7 +109,7 @@ class Rank:
 
     def step(self, b, algo) -> tuple[bool, dict[str, float], str, list[dict[str, np.ndarray]]]:
         done = _now(self.trainer.step(b, algo))
-        return done.stepped, done.metrics, done.note, [s.notes for s in b.samples]
+        return done.stepped, done.metrics, done.note, [_numpy_fields(s.known) for s in b.samples]
 
     def resident(self) -> dict[str, int]:
         """Numbers of this rank, by who is trained."""
@@ -113,7 +120,7 @@ class Rank:
 
     def reference(self, b) -> list[np.ndarray]:
         self.trainer._annotate(b, frozenset({"ref_logprobs"}))
-        return [s.notes["ref"] for s in b.samples]
+        return [s.known.reference.numpy() for s in b.samples]
 
     def weights(self) -> dict[str, np.ndarray]:
         return {name: t.float().numpy().copy() for name, t in self.ranks.full_weights(self.trainer.loaded.model)}
@@ -219,9 +226,9 @@ def test_every_row_has_the_same_gradient_on_two_ranks(pair, name):
     alone.trainer._annotate(b, algo.needs | {"proximal_logprobs"})
     compute_advantages(b, algo)
     for s in b.samples:
-        own = s.notes["proximal"]
-        s.behavior = own + rng.normal(0, 0.2, len(own)).astype(np.float32)
-        s.notes["proximal"] = own + rng.normal(0, 0.2, len(own)).astype(np.float32)
+        own = s.known.proximal.numpy()
+        s.known.behavior = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
+        s.known.proximal = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
         s.guided = bool(rng.integers(2))
     pair.make("llama", algo=algo, teacher=True)
     whole = alone.gradient(copy.deepcopy(b), algo, noted=True)
@@ -328,8 +335,8 @@ def test_a_fault_on_one_rank_is_everyones(pair):
     alone.make("llama", algo=algo)
     pair.make("llama", algo=algo)
     before = pair.masters()[0]
-    b.samples[3].advantages[:] = 1.0
-    b.samples[3].behavior[:] = -np.inf
+    b.samples[3].known.advantages.numpy()[:] = 1.0
+    b.samples[3].known.behavior.numpy()[:] = -np.inf
     (stepped, _, note, _), (other, _, same, _) = pair.step(b, row("grpo", correction={"kind": "importance"}))
     assert (stepped, other) == (False, False) and note == same and "group 3, sample 3" in note
     np.testing.assert_array_equal(pair.masters()[0], before)

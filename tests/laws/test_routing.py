@@ -116,7 +116,7 @@ def test_replay_closes_the_gap_that_a_rounded_router_opens(kind, rounding):
             for packed in micro_batches(batch, 10_000):
                 tape = annotate.replay_tape(rounded, packed) if replay else None
                 logprobs, _ = annotate.forward(rounded, packed, temperature=1.0, tape=tape)
-                gap.append((logprobs - annotate.gather_notes(batch, packed, "behavior")).abs())
+                gap.append((logprobs - batch.tokens(packed.samples).behavior).abs())
                 flips = float(torch.cat(tape.flips).mean()) if tape else flips
         gaps[replay] = float(torch.cat(gap).max())
     assert flips > 0 and gaps[True] * 10 <= gaps[False], (flips, gaps)

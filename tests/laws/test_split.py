@@ -147,9 +147,9 @@ def test_every_row_is_the_same_for_any_split_of_a_stale_batch(name):
     t._annotate(b, algo.needs | {"proximal_logprobs"})
     compute_advantages(b, algo)
     for s in b.samples:
-        own = s.notes["proximal"]
-        s.behavior = own + rng.normal(0, 0.2, len(own)).astype(np.float32)
-        s.notes["proximal"] = own + rng.normal(0, 0.2, len(own)).astype(np.float32)
+        own = s.known.proximal.numpy()
+        s.known.behavior = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
+        s.known.proximal = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
         s.guided = bool(rng.integers(2))
     whole = gradient(t, b, algo, noted=True)
     assert whole.norm() > 1e-3
@@ -207,7 +207,7 @@ def test_the_gradient_is_that_of_the_formula(kind, name):
         picked = logp[at - 1].gather(1, torch.tensor(s.tokens)[at][:, None])[:, 0]
         correction = 1.0
         if name == "reinforce":
-            correction = (picked.detach() - torch.tensor(s.behavior)).exp().clamp(max=2.0)
+            correction = (picked.detach() - torch.tensor(s.known.behavior.numpy())).exp().clamp(max=2.0)
         token = -correction * advantage * picked
         if name == "grpo, k3 and entropy":  # the reference is the policy itself, so k3 has gradient 0 here
             entropy = -(logp.exp() * logp).sum(-1)[at - 1]

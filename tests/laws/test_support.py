@@ -66,13 +66,13 @@ def test_behavior_and_trainer_agree_at_ratio_one(cut):
     loaded, how = model(), CUTS[cut]
     b = batch(groups(loaded, how), row("grpo"))
     settings = {"budget": 40, "temperature": how.get("temperature", 1.0)}
-    annotate_logprobs(loaded, b, "own", drawn=True, **settings)
-    annotate_logprobs(loaded, b, "whole", **settings)
+    annotate_logprobs(loaded, b, "trained", drawn=True, **settings)
+    annotate_logprobs(loaded, b, "start", **settings)
     drawn = [s for s in b.samples if not s.guided]
-    assert max(np.abs(s.notes["own"] - s.behavior).max() for s in drawn) < 1e-5
-    lost = np.concatenate([s.notes["own"] - s.notes["whole"] for s in drawn])
+    assert max(np.abs(s.known.trained.numpy() - s.known.behavior.numpy()).max() for s in drawn) < 1e-5
+    lost = np.concatenate([s.known.trained.numpy() - s.known.start.numpy() for s in drawn])
     assert lost.min() > -1e-6 and lost.max() > 0.05  # what was cut off was divided among the rest
-    assert all(np.array_equal(s.notes["own"], s.notes["whole"]) for s in b.samples if s.guided)
+    assert all(np.array_equal(s.known.trained.numpy(), s.known.start.numpy()) for s in b.samples if s.guided)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
@@ -85,7 +85,9 @@ def test_the_gradient_is_that_of_the_formula_for_any_split(kind, cut):
     t = trainer(loaded, algo, temperature=temperature)
     b = batch(groups(loaded, how), algo)
     for s in b.samples:
-        s.behavior = s.behavior - 0.2  # so that the correction has something to weigh
+        s.known.behavior = torch.as_tensor(
+            s.known.behavior.numpy() - 0.2
+        )  # so that the correction has something to weigh
     mine = gradient(t, b, algo)
     for micro_tokens, share in ((1, True), (20, False), (40, True)):
         assert apart(gradient(t, b, algo, micro_tokens=micro_tokens, share=share), mine) <= 1e-6
@@ -100,7 +102,7 @@ def test_the_gradient_is_that_of_the_formula_for_any_split(kind, cut):
             kept = list(range(logits.shape[1])) if ids is None else ids.tolist()
             logp = logits[at - 1][kept].log_softmax(-1)
             own = logp[kept.index(int(s.tokens[at]))]
-            weight = 1.0 if s.guided else min(float((own.detach() - float(s.behavior[i])).exp()), 2.0)
+            weight = 1.0 if s.guided else min(float((own.detach() - float(s.known.behavior.numpy()[i])).exp()), 2.0)
             loss = loss - (weight * s.reward * own - 0.02 * (logp.exp() * logp).sum()) / len(b.samples)
     loss.backward()
     theirs = dict(plain.named_parameters())

@@ -56,7 +56,7 @@ def test_engine_trainer_and_transformers_agree(kind):
     for sample, d, theirs, (tokens, media) in zip(batch.samples, done, own, whole):
         written = theirs[-len(d.tokens) :]
         assert max(abs(np.subtract(d.logprobs, written))) < LIMIT, "decode"
-        assert max(abs(np.subtract(sample.notes["proximal"], written))) < LIMIT, "trainer"
+        assert max(abs(np.subtract(sample.known.proximal.numpy(), written))) < LIMIT, "trainer"
         scored = asyncio.run(e.score(ask(tokens, media))).logprobs
         assert max(abs(np.subtract(scored[1:], theirs))) < LIMIT, "prefill"
 
@@ -74,7 +74,7 @@ def test_aligned_numerics_have_the_same_bits_with_pictures():
     for g in groups:
         g.trajectories[0].score = Score(1.0)
     batch = notes.annotate_logprobs(m, batch_of(groups), "proximal", budget=10**6, temperature=1.0)
-    assert all(np.array_equal(s.notes["proximal"], s.behavior) for s in batch.samples)
+    assert all(np.array_equal(s.known.proximal.numpy(), s.known.behavior.numpy()) for s in batch.samples)
 
 
 def test_positions_and_pictures_are_what_makes_them_agree():
@@ -224,7 +224,7 @@ def test_an_observation_with_a_picture_costs_only_itself():
     batch = notes.annotate_logprobs(
         m, batch_of([Group(0, Task("t", "x", {}), [chat.trajectory], 0)]), "proximal", budget=999, temperature=1.0
     )
-    assert np.abs(batch.samples[0].notes["proximal"] - batch.samples[0].behavior).max() < LIMIT
+    assert np.abs(batch.samples[0].known.proximal.numpy() - batch.samples[0].known.behavior.numpy()).max() < LIMIT
 
 
 def test_a_sample_that_goes_on_elsewhere_sees_the_same():
@@ -247,7 +247,7 @@ def test_a_placeholder_that_the_policy_draws_is_a_token_like_any_other():
     batch = notes.annotate_logprobs(
         m, batch_of([Group(0, Task("t", "x", {}), [t], 0)]), "proximal", budget=99, temperature=1.0
     )
-    assert batch.samples[0].notes["proximal"] == pytest.approx(scored, abs=LIMIT)
+    assert batch.samples[0].known.proximal.numpy() == pytest.approx(scored, abs=LIMIT)
 
 
 # -- training --------------------------------------------------------------------------------------

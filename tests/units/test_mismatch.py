@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rondel.algos.tokens import TokenBatch
 from rondel.runtime.telemetry.metrics import SCHEMA, metric_meaning
 from rondel.train.mismatch import BOUNDS, MIXTURE, MismatchAlarm, bound_of, measure_mismatch, mismatch_metrics
 from rondel.train.pack import TrainSample
@@ -92,8 +93,11 @@ def test_two_equal_policies_and_two_far_ones_are_numbers():
 def sample(gaps, versions):
     n = len(gaps)
     behavior = np.full(n, -1.0, np.float32)
-    s = TrainSample(0, 0, np.arange(n + 1), np.arange(1, n + 1), behavior, np.asarray(versions), 1.0)
-    s.notes["trained"] = behavior + np.asarray(gaps, np.float32)
+    known = TokenBatch(
+        torch.zeros(n, dtype=torch.int64), behavior=torch.from_numpy(behavior), versions=torch.as_tensor(versions)
+    )
+    s = TrainSample(0, 0, np.arange(n + 1), np.arange(1, n + 1), 1.0, known)
+    s.known.trained = torch.as_tensor(behavior + np.asarray(gaps, np.float32))
     return s
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from train_kit import forked_group, model, trajectory
 
 from rondel.core.types import Failed, Group, Task, Trajectory
-from rondel.train.annotate import forward, gather_notes, store_values
+from rondel.train.annotate import forward
 from rondel.train.balance import PromptFamilies, balance_micro_batches
 from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, batch_of, micro_batches, pack_samples
 
@@ -258,8 +258,8 @@ def test_changing_one_sample_changes_nothing_in_another(kind, share):
         packed = pack_samples(batch, list(range(5)), share=share)
         with torch.no_grad():
             values, _ = forward(loaded, packed, temperature=1.0)
-        store_values(batch, packed, "x", values)
-        return [s.notes["x"].copy() for s in batch.samples]
+        batch.write_tokens(packed.samples, trained=values)
+        return [s.known.trained.numpy().copy() for s in batch.samples]
 
     before = logprobs()
     for changed in range(5):
@@ -273,7 +273,7 @@ def test_changing_one_sample_changes_nothing_in_another(kind, share):
         rows[changed].tokens[:] = kept
 
 
-def test_gather_is_the_inverse_of_note():
+def test_tokens_are_read_as_they_were_written():
     rng = np.random.default_rng(1)
     batch = TrainBatch(
         [
@@ -283,10 +283,10 @@ def test_gather_is_the_inverse_of_note():
     )
     for packed in micro_batches(batch, 6):
         values = torch.randn(len(packed.target))
-        store_values(batch, packed, "v", values)
-        assert torch.equal(gather_notes(batch, packed, "v"), values)
-        expected = np.concatenate([batch.samples[i].behavior for i in packed.samples])
-        assert np.array_equal(gather_notes(batch, packed, "behavior").numpy(), expected)
+        batch.write_tokens(packed.samples, trained=values)
+        assert torch.equal(batch.tokens(packed.samples).trained, values)
+        expected = np.concatenate([batch.samples[i].known.behavior.numpy() for i in packed.samples])
+        assert np.array_equal(batch.tokens(packed.samples).behavior.numpy(), expected)
 
 
 def test_only_scored_trajectories_that_wrote_something_are_trained():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
 from rondel.algos import (
     advantage,
@@ -19,7 +21,10 @@ from rondel.algos import (
     surrogate,
     trust_region_surrogates,
 )
+from rondel.algos.component import Component
+from rondel.algos.objective import explain_objective, objective
 from rondel.algos.table import DAPO, DR_GRPO, FAMILIES, GRPO, REINFORCE, RLOO, SFT, TABLE, resolve_algorithm
+from rondel.algos.tokens import TokenBatch
 from rondel.core.errors import ConfigError
 
 # -- rows
@@ -141,7 +146,7 @@ OVERRIDES = [
 
 
 @dataclass(frozen=True)
-class Halved:
+class Halved(Component):
     by: float = 2.0
 
     def __call__(self, scored):
@@ -293,10 +298,15 @@ def plain_advantage(scored):
     return scored.rewards_N
 
 
-OF_A_FUNCTION, OF_A_CLASS = (
-    replace(GRPO, name="mine", advantage=plain_advantage),
-    replace(GRPO, name="mine", surrogate=surrogate.Clip),
-)
+def __getattr__(name):
+    """Rows that are refused as they are made."""
+    if name == "OF_A_FUNCTION":
+        return replace(GRPO, name="mine", advantage=plain_advantage)
+    if name == "OF_A_CLASS":
+        return replace(GRPO, name="mine", surrogate=surrogate.Clip)
+    raise AttributeError(name)
+
+
 MISTAKES += [
     (
         {"kind": "test_table:plain_advantage"},
@@ -304,11 +314,11 @@ MISTAKES += [
     ),
     (
         {"kind": "test_table:OF_A_FUNCTION"},
-        "a part is an instance of a dataclass, whose fields are the knobs of [algo.advantage]",
+        "derives from rondel.algos.component.Component, and its fields are the knobs of [algo.advantage]",
     ),
     (
         {"kind": "test_table:OF_A_CLASS"},
-        "its surrogate is <class 'rondel.algos.surrogate.Clip'>; a part is an instance",
+        "the surrogate of the algorithm 'mine' is <class 'rondel.algos.surrogate.Clip'>; a part is an instance",
     ),
 ]
 
@@ -337,3 +347,38 @@ def test_the_public_import_needs_torch_and_words_only():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert set(found.stdout.split()) == {"rondel.algos", "rondel.core"}
+
+
+# -- loss terms of one's own -----------------------------------------------------------------------
+
+
+def test_a_loss_term_of_ones_own_is_added_to_every_token_that_counts():
+    section = {"kind": "grpo", "terms": [{"kind": "my_loss_term:StayClose", "coef": 0.5, "free": 0.1}]}
+    row, plain = resolve_algorithm(section), resolve_algorithm({"kind": "grpo"})
+    assert "behavior_logprobs" in row.needs and "0.5·stay_close" in explain_objective(row)
+    logp = torch.tensor([-1.0, -0.5, -2.0], dtype=torch.float64).requires_grad_()
+    behavior = torch.tensor([-1.3, -0.55, -1.0], dtype=torch.float64)
+    weight = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+    batch = TokenBatch(torch.tensor([0, 0, 1]), logprobs=logp, behavior=behavior, advantages=torch.ones(3).double())
+    (loss, terms), (other, _) = objective(row, batch, weight), objective(plain, batch, weight)
+    wanted = 0.5 * (weight * torch.tensor([0.2, 0.0, 0.9], dtype=torch.float64) ** 2).sum()
+    assert float(loss - other) == pytest.approx(float(wanted)) and float(terms["term_stay_close"][2]) == pytest.approx(
+        0.81
+    )
+    slope = torch.autograd.grad(loss - other, logp)[0]
+    assert slope.tolist() == pytest.approx([0.5 * 0.5 * 2 * 0.2, 0.0, -0.5 * 0.25 * 2 * 0.9])
+
+
+@pytest.mark.parametrize(
+    "terms, told",
+    [
+        (3, "write algo.terms = [{ kind = 'module:MyTerm', coef = 0.1 }]"),
+        ([{"coef": 1.0}], "write algo.terms = [{ kind = 'module:MyTerm', coef = 0.1 }]"),
+        ([{"kind": f"{__name__}:Halved"}], "derives from rondel.algos.component.LossTerm"),
+        ([{"kind": "my_loss_term:StayClose", "fre": 1.0}], "StayClose has no such knob. Did you mean 'free'?"),
+        ([{"kind": "my_loss_term:StayClose"}] * 2, "algo.terms has a term twice: stay_close"),
+    ],
+)
+def test_a_loss_term_that_is_none_is_refused(terms, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        resolve_algorithm({"kind": "grpo", "terms": terms})

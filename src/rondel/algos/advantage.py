@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from rondel.algos.component import Component
 from rondel.algos.group_statistics import group_deviations, group_sizes, group_stds, over_group
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.tensors import Tensor, torch
@@ -30,7 +31,7 @@ def whiten_values(values_M: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class GroupNorm:
+class GroupNorm(Component):
     """A_i = (r_i - mean) / (std + eps) over its group, std unbiased.  -> [N].  arXiv:2402.03300 (GRPO).
 
     Zero for a constant group and for a group of 1, which has nothing to be compared with.
@@ -53,7 +54,7 @@ class GroupNorm:
 
 
 @dataclass(frozen=True)
-class GroupCenter:
+class GroupCenter(Component):
     """A_i = r_i - mean of its group.  -> [N].  arXiv:2503.20783 (Dr. GRPO).  Zero for a constant
     group or a group of 1.
     """
@@ -68,7 +69,7 @@ class GroupCenter:
 
 
 @dataclass(frozen=True)
-class LeaveOneOut:
+class LeaveOneOut(Component):
     """A_i = r_i - mean of the others = n/(n-1)·(r_i - mean).  -> [N].  arXiv:2402.14740 (RLOO).
 
     Unbiased, since the baseline does not see r_i. Zero for a group of 1: there are no others.
@@ -85,7 +86,7 @@ class LeaveOneOut:
 
 
 @dataclass(frozen=True)
-class Raw:
+class Raw(Component):
     """A_i = r_i.  -> [N].  Williams 1992 (REINFORCE).  No baseline: unbiased, and noisy when rewards are far from 0."""
 
     def __call__(self, scored: ScoredSamples) -> Tensor:
@@ -96,7 +97,7 @@ class Raw:
 
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(Component):
     """A_i = value.  -> [N].  Supervised learning.  The reward is not read.
 
     value    the advantage of every sample
@@ -112,7 +113,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Greedy:
+class Greedy(Component):
     """A_i = r_i - reward of the greedy answer to the same prompt.  -> [N].  arXiv:2310.10505
     (ReMax).  Unbiased; one more answer a group.
     """
@@ -128,7 +129,7 @@ class Greedy:
 
 
 @dataclass(frozen=True)
-class Preference:
+class Preference(Component):
     """A_w = c·σ(-m), A_l = -A_w for the best and the worst of a group, 0 for the others; m =
     beta·((s_w - s_w_ref) - (s_l - s_l_ref)).
 
@@ -170,7 +171,7 @@ class Preference:
 
 
 @dataclass(frozen=True)
-class LengthBaseline:
+class LengthBaseline(Component):
     """A_i = r_i - sum(length·r) / sum(length) over its group.  -> [N].  arXiv:2505.23585 (OPO).
 
     The baseline of least variance where a sample's squared gradient grows with its length.
@@ -190,7 +191,7 @@ class LengthBaseline:
 
 
 @dataclass(frozen=True)
-class PassAtK:
+class PassAtK(Component):
     """A_i = r_1 - r_2 for the best of its group, 0 for all others.  -> [N].  arXiv:2503.19595.
 
     The gain of a group's maximum through its best answer. Zero where two answers share
@@ -221,7 +222,7 @@ class PassAtK:
 
 
 @dataclass(frozen=True)
-class MeanNorm:
+class MeanNorm(Component):
     """A_i = (r_i - mean) / (mean + eps) over its group.  -> [N].  arXiv:2602.02710 (MaxRL).  Rewards of 0 and 1.
 
     The gradient of log pass rate rather than of the pass rate: a prompt solved once in n
@@ -248,7 +249,7 @@ class MeanNorm:
 
 
 @dataclass(frozen=True)
-class SignalCenter:
+class SignalCenter(Component):
     """A_i = N / N' · (r_i - mean of its group), N' the samples of groups that do not
     agree.  -> [N].  arXiv:2504.02546 (GPG).
 
@@ -267,7 +268,7 @@ class SignalCenter:
 
 
 @dataclass(frozen=True)
-class Accept:
+class Accept(Component):
     """A_i = 1 where r_i > above, else 0.  -> [N].  arXiv:2304.06767, arXiv:2504.11343 (RAFT).
     Good answers are imitated, others left alone.
 
@@ -284,7 +285,7 @@ class Accept:
 
 
 @dataclass(frozen=True)
-class WhitenedCenter:
+class WhitenedCenter(Component):
     """A_t = whitened over all tokens of the step: r_i - mean of its group.  -> [T].
     arXiv:2501.03262 (REINFORCE++-baseline).
 
@@ -302,7 +303,7 @@ class WhitenedCenter:
 
 
 @dataclass(frozen=True)
-class PartsNorm:
+class PartsNorm(Component):
     """A = whitened over the samples: sum over parts k of w_k·(r_k - mean) / (std + eps) in
     the group.  -> [N].  arXiv:2601.05242 (GDPO).
 

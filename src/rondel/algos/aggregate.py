@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from rondel.algos.component import Component
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
 
@@ -33,7 +34,7 @@ def masked_scale(aggregate: Any, trained_N: Tensor, lengths_N: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class TokenMean:
+class TokenMean(Component):
     """w_n = 1 / sum of lengths.  [N] -> [N].  arXiv:2503.14476 (DAPO).  Every token
     counts alike, so a long sample counts more.
     """
@@ -46,7 +47,7 @@ class TokenMean:
 
 
 @dataclass(frozen=True)
-class SeqMeanTokenMean:
+class SeqMeanTokenMean(Component):
     """w_n = 1 / (N·length_n).  [N] -> [N].  arXiv:2402.03300 (GRPO).  Every sample counts
     alike, so a token of a long one counts less.
     """
@@ -61,7 +62,7 @@ class SeqMeanTokenMean:
 
 
 @dataclass(frozen=True)
-class SeqMeanTokenSum:
+class SeqMeanTokenSum(Component):
     """w_n = 1 / N.  [N] -> [N].  arXiv:2402.14740: the gradient of the mean sequence
     log-probability.  Grows with the length.
     """
@@ -76,7 +77,7 @@ class SeqMeanTokenSum:
 
 
 @dataclass(frozen=True)
-class FixedNorm:
+class FixedNorm(Component):
     """w_n = 1 / (N·length).  [N] -> [N].  arXiv:2503.20783 (Dr. GRPO).  A constant in
     place of the length: no length bias.
 

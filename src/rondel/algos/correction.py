@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rondel.algos.component import Component
 from rondel.algos.exponent import bounded_exp
 from rondel.algos.group_statistics import group_sizes, over_group
 from rondel.algos.tensors import Tensor, torch
@@ -36,7 +37,7 @@ def level_weights(log_weight_T: Tensor, sample_T: Tensor, level: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class NoCorrection:
+class NoCorrection(Component):
     """c_t = 1.  [T], [T], [T] -> [T].  Right when the tokens were drawn from the proximal policy."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -49,7 +50,7 @@ class NoCorrection:
 
 
 @dataclass(frozen=True)
-class Importance:
+class Importance(Component):
     """c_t = action(pi_proximal / pi_behavior), taken at a level; 0 where rejected or vetoed.  [T], [T], [T] -> [T].
 
     arXiv:2110.00641 (decoupled); Yao et al. 2025 (truncated); arXiv:2510.18855 (IcePop: token,
@@ -183,7 +184,7 @@ def _mean_weight(weight_T: Tensor, sample_T: Tensor, over: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class OffPolicyMask:
+class OffPolicyMask(Component):
     """c_t = 0 where A_t < 0 and mean over the sample of (log pi_behavior - log pi_proximal)
     > delta, else 1.  [T], [T], [T] -> [T].
 

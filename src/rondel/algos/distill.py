@@ -7,12 +7,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rondel.algos.component import Component
 from rondel.algos.tensors import Tensor
 from rondel.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Distill:
+class Distill(Component):
     """A_t' = A_t - coef·(log pi_behavior - log pi_teacher).  [T], [T] -> [T].
     arXiv:2306.08543 (MiniLLM); Thinking Machines 2025.
 
@@ -50,7 +51,7 @@ class Distill:
 
 
 @dataclass(frozen=True)
-class FullDistill:
+class FullDistill(Component):
     """d_t = sum_v p(v)·(log p(v) - log q(v)) over the whole vocabulary, in the loss and not in the
     advantage.  arXiv:2306.13649 (GKD, reverse KL).
 

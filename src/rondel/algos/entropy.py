@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rondel.algos.component import Component
 from rondel.algos.tensors import Tensor, torch
+from rondel.algos.tokens import Tokens
 from rondel.core.errors import ConfigError
 
 
@@ -24,7 +26,7 @@ def top_count_mask(values_T: Tensor, count: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class EntropyBonus:
+class EntropyBonus(Component):
     """b_t = coef·H_t, subtracted from the loss; H_t = -sum_v p_v log p_v.  [T] -> [T].  arXiv:1602.01783 (A3C).
 
     H comes from the pass that makes the logprobs, with its gradient. With `target` it acts
@@ -95,8 +97,9 @@ class EntropyBonus:
             return dict.fromkeys(("target", "top", "delta", "least", "most"), "entropy.coef is 0")
         return {} if self.delta else dict.fromkeys(("least", "most"), "entropy.delta is 0")
 
-    def select(self, entropy_T: Tensor) -> Tensor:
-        """The tokens of a whole update on which it acts.  [T] -> [T] bool."""
+    def select(self, tokens: Tokens) -> Tensor:
+        """The tokens of a whole update on which it acts.  -> [T] bool."""
+        entropy_T = tokens.entropy
         chosen_T = top_share_mask(entropy_T, self.top)
         return chosen_T if self.target is None or not len(entropy_T) else chosen_T & (entropy_T.mean() < self.target)
 

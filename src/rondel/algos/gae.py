@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rondel.algos.advantage import whiten_values
+from rondel.algos.component import Component
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
@@ -75,7 +76,7 @@ def sample_lengths(sample_T: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Gae:
+class Gae(Component):
     """A_t = sum over k >= 0 of (gamma·lam)^k·(r_{t+k} + gamma·V_{t+k+1} - V_{t+k}).  -> [T].  arXiv:1506.02438.
 
     r_t is what token t earned, V_t what the critic expected before it; nothing is expected
@@ -119,7 +120,7 @@ class Gae:
 
 
 @dataclass(frozen=True)
-class Returns:
+class Returns(Component):
     """A_t = G_t = r_t + gamma·G_{t+1}.  -> [T].  arXiv:2501.03262 (REINFORCE++).  No
     critic: the step's mean is the baseline.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rondel.algos.component import Component
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
@@ -42,7 +43,7 @@ FORMULAS = {"k1": "x", "k2": "x²/2", "k3": "exp(-x) - 1 + x"}
 
 
 @dataclass(frozen=True)
-class Kl:
+class Kl(Component):
     """kl_t = k(log pi - log pi_ref), weighed by coef in the loss.  [T], [T], [T] -> [T].
     arXiv:2402.03300.  Tokens drawn on-policy.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rondel.algos.component import Component
 from rondel.algos.entropy import top_count_mask, top_share_mask
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.surrogate import Clip, Surrogate
@@ -80,7 +81,7 @@ class ClipCov(Clip):
 
 
 @dataclass(frozen=True)
-class KlCov:
+class KlCov(Component):
     """l = -r·A, and + coef·|log r| for the `share` of tokens of largest covariance.  arXiv:2505.22617 (KL-Cov).
 
     No clip. |log r| has no gradient at r = 1, so it acts from the second update of a step on.

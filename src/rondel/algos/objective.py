@@ -10,8 +10,9 @@ from inspect import cleandoc
 from typing import TYPE_CHECKING
 
 from rondel.algos.exponent import bounded_exp
-from rondel.algos.precompute import NOTHING, UpdateMasks, tokens_of
+from rondel.algos.precompute import tokens_of
 from rondel.algos.tensors import Tensor
+from rondel.algos.tokens import TokenBatch
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
@@ -30,79 +31,55 @@ SYMBOLS = {
 }
 
 
-def objective(
-    row: Algorithm,
-    *,
-    logprobs_T: Tensor,
-    entropy_T: Tensor | None,
-    proximal_T: Tensor,
-    behavior_T: Tensor | None,
-    ref_T: Tensor | None,
-    advantages_T: Tensor | None,
-    weight_T: Tensor,
-    sample_T: Tensor,
-    score_T: Tensor | None = None,
-    guided_T: Tensor | None = None,
-    decided: UpdateMasks = NOTHING,
-    taught_T: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """L = sum_t w_t·(c_t·l_t + kl.coef·k_t + distill.coef·d_t - entropy.coef·H_t).  [T] each -> scalar, {name: [T]}.
+# what a row may need of each token, and the field of TokenBatch that holds it
+FIELDS = {
+    "advantages": "advantages",
+    "behavior_logprobs": "behavior",
+    "ref_logprobs": "reference",
+    "teacher_hidden": "full_kl",
+}
 
-    T are the trainable tokens only, of whole samples; the gradient flows through logprobs_T and entropy_T. `taught_T`
-    is d, with its gradient; `score_T` is the reward of the token's sample, `guided_T` marks
-    demonstrations, `decided` is what `ahead` found for these
-    tokens. The terms are detached and per token, for metrics: ratio, clipped, correction; kl where a
-    reference was given, taught where a teacher was,
-    gap (log proximal - log behavior) where a behavior was. In the first update proximal_T may be
-    logprobs_T itself: no gradient passes through it.
+
+def objective(row: Algorithm, batch: TokenBatch, weight_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """L = sum_t w_t·(c_t·l_t + kl.coef·k_t + distill.coef·d_t + sum of terms - entropy.coef·H_t).  -> scalar, {name: [T]}.
+
+    The gradient flows through `logprobs`, `entropy` and `full_kl` (d) of the batch. The terms are detached and per
+    token, for metrics: ratio, clipped, correction; kl where a reference was given, taught where a teacher was, gap
+    (log proximal - log behavior) where a behavior was, and each loss term of the row by its name.
     """
-    given = {
-        "advantages": advantages_T,
-        "behavior_logprobs": behavior_T,
-        "ref_logprobs": ref_T,
-        "teacher_hidden": taught_T,
-    }
-    missing = sorted(need for need, values_T in given.items() if need in row.needs and values_T is None)
+    missing = sorted(need for need, name in FIELDS.items() if need in row.needs and getattr(batch, name) is None)
     assert not missing, f"the row {row.name} needs {', '.join(missing)}, which the batch does not carry"
-    assert "proximal_logprobs" not in row.needs or decided is not NOTHING, (
-        f"the row {row.name} compares samples: ask `ahead` first"
+    assert "proximal_logprobs" not in row.needs or batch.correction is not None, (
+        f"the row {row.name} compares samples: ask `decide_update` first"
     )
-
-    proximal_T = proximal_T.detach()
-    tokens = tokens_of(
-        row,
-        logprobs_T=logprobs_T,
-        proximal_T=proximal_T,
-        sample_T=sample_T,
-        entropy_T=entropy_T,
-        behavior_T=behavior_T,
-        advantages_T=advantages_T,
-        score_T=score_T,
-        guided_T=guided_T,
-        selected_T=decided.selected,
-    )
-    correction_T = decided.correction
+    assert batch.logprobs is not None
+    tokens = tokens_of(row, batch)
+    correction_T = batch.correction
     if correction_T is None:
-        correction_T = row.correction(tokens.log_weight, sample_T, tokens.advantages)
+        correction_T = row.correction(tokens.log_weight, tokens.sample, tokens.advantages)
     surrogate = row.surrogate(tokens)
     token_T = correction_T * surrogate.loss_T
-    counts_T = 1.0 if decided.counts is None else decided.counts
+    counts_T = 1.0 if batch.counts is None else batch.counts
     terms = {"ratio": bounded_exp(tokens.log_ratio), "clipped": surrogate.clipped_T, "correction": correction_T}
-    if behavior_T is not None:
+    if batch.behavior is not None:
         terms["gap"] = tokens.log_weight
-    if ref_T is not None:
-        terms["kl"] = row.kl(logprobs_T, ref_T, logprobs_T - logprobs_T.detach() + tokens.log_drift)
+    if batch.reference is not None:
+        drift_T = batch.logprobs - batch.logprobs.detach() + tokens.log_drift
+        terms["kl"] = row.kl(batch.logprobs, batch.reference, drift_T)
     if row.kl.in_loss:
         token_T = token_T + counts_T * row.kl.coef * terms["kl"]
-    if taught_T is not None:
-        terms["taught"] = taught_T
-        token_T = token_T + counts_T * row.distill.coef * taught_T
+    if batch.full_kl is not None:
+        terms["taught"] = batch.full_kl
+        token_T = token_T + counts_T * row.distill.coef * batch.full_kl
+    for term in row.terms:
+        terms[f"term_{term.name}"] = term(batch)
+        token_T = token_T + counts_T * term.coef * terms[f"term_{term.name}"]
     if row.entropy.coef:
-        assert entropy_T is not None, (
+        assert batch.entropy is not None, (
             f"the row {row.name} has entropy.coef = {row.entropy.coef}, but no entropy was computed"
         )
-        bonus_T = counts_T * row.entropy(entropy_T)
-        token_T = token_T - (bonus_T if decided.undecided is None else decided.undecided * bonus_T)
+        bonus_T = counts_T * row.entropy(batch.entropy)
+        token_T = token_T - (bonus_T if batch.entropy_mask is None else batch.entropy_mask * bonus_T)
     return (weight_T * token_T).sum(), {name: term_T.detach() for name, term_T in terms.items()}
 
 
@@ -114,6 +91,7 @@ def explain_objective(row: Algorithm) -> str:
     shown = {family: part for family, part in row.parts.items() if family not in idle}
     penalty = f" + {row.kl.coef:g}·k" if row.kl.in_loss else ""
     penalty += f" + {row.distill.coef:g}·d" if row.distill.coef and not row.distill.charged else ""
+    penalty += "".join(f" + {term.coef:g}·{term.name}" for term in row.terms)
     bonus = f" - {row.entropy.coef:g}·H" if row.entropy.coef else ""
     slope = f" + {row.kl.coef:g}·({row.kl.slope})" if row.kl.in_loss else ""
     cost = [f"  each token pays {row.kl.coef:g}·k of its reward, with logp of the behavior"] if row.kl.in_reward else []
@@ -128,15 +106,16 @@ def explain_objective(row: Algorithm) -> str:
         else []
     )
     push = f" - {row.entropy.coef:g}·∇H" if row.entropy.coef else ""
+    push += "".join(f" + {term.coef:g}·∇{term.name}" for term in row.terms)
     push += f" + {row.distill.coef:g}·∇d" if row.distill.coef and not row.distill.charged else ""
-    kept = getattr(row.correction, "denominator", "all") != "all"
+    kept = row.correction.denominator != "all"
     lines = [
         f"{row.name}  ({row.paper})",
         f"loss      sum over the trainable tokens of w·(c·l{penalty}{bonus})",
         *(f"  {SYMBOLS[family]} = {part}" for family, part in shown.items()),
         *cost,
         f"  w counts {'what the correction keeps of ' if kept else ''}the whole batch before the first forward pass: micro-batches and ranks cannot change it",
-        f"gradient  at r = 1: sum of w·((c·({getattr(row.surrogate, 'slope', 'dl/dlogp')}){slope})·∇logp{push})",
+        f"gradient  at r = 1: sum of w·((c·({row.surrogate.slope}){slope})·∇logp{push})",
         *critic,
         *(
             ["masked    answers that the token limit cut off: no gradient; their rewards stay in the baseline"]

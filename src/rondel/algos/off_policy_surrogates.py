@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rondel.algos.component import Component
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.group_statistics import over_group
 from rondel.algos.surrogate import Clip, Surrogate
@@ -21,7 +22,7 @@ READS = frozenset({"advantage", "behavior"})
 
 
 @dataclass(frozen=True)
-class Tapered:
+class Tapered(Component):
     """l = -A·logp where score > above, else -min(u, 1)·A·logp; u of the token, or the product
     over its trajectory.  arXiv:2503.14286 (TOPR).
 
@@ -53,7 +54,7 @@ class Tapered:
 
 
 @dataclass(frozen=True)
-class CappedWeight:
+class CappedWeight(Component):
     """l = -min(u, cap)·A·logp.  arXiv:2505.24034 (AIPO).  One ratio from the behavior to the
     policy, capped above and without a clip below.
 
@@ -78,7 +79,7 @@ class CappedWeight:
 
 
 @dataclass(frozen=True)
-class SecondMoment:
+class SecondMoment(Component):
     """l = -u·A on the tokens that remain after those of largest (log pi_proximal - log
     pi_behavior)² are dropped, until their mean is at most
     `threshold`; 0 on the dropped.  arXiv:2510.01161 (M2PO).

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rondel.algos.component import Component
 from rondel.algos.group_statistics import over_group
 from rondel.algos.tensors import Tensor
 from rondel.core.registry import one_of
@@ -17,7 +18,7 @@ ANCHORS = ("proximal", "behavior")
 
 
 @dataclass(frozen=True)
-class TokenRatio:
+class TokenRatio(Component):
     """log r_t = log pi(t) - log pi_anchor(t).  [T], [T] -> [T].  arXiv:1707.06347.  Each token stands for itself.
 
     anchor    where the ratio starts: proximal, or behavior (bypass)

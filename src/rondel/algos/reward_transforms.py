@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from rondel.algos.component import Component
 from rondel.algos.group_statistics import over_group
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.tensors import Tensor, torch
@@ -11,7 +12,7 @@ from rondel.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class NoShaping:
+class NoShaping(Component):
     """R_i = r_i.  -> [N]."""
 
     def __call__(self, scored: ScoredSamples) -> Tensor:
@@ -22,7 +23,7 @@ class NoShaping:
 
 
 @dataclass(frozen=True)
-class ClipReward:
+class ClipReward(Component):
     """R_i = clip(r_i, -limit, limit).  -> [N].  arXiv:2005.12729.  One wild reward cannot move critic and policy far.
 
     What is cut off a reward that was earned on the way is cut at its end.
@@ -44,7 +45,7 @@ class ClipReward:
 
 
 @dataclass(frozen=True)
-class Overlong:
+class Overlong(Component):
     """R_i = r_i - factor·clip((length_i - (max_tokens - buffer)) / buffer, 0, 1).  -> [N].  arXiv:2503.14476 (DAPO).
 
     Nothing up to max_tokens - buffer, then a straight line down to -factor at
@@ -101,7 +102,7 @@ class Overlong:
 
 
 @dataclass(frozen=True)
-class KimiLength:
+class KimiLength(Component):
     """R_i = r_i + factor·(λ_i where r_i > above, else min(0, λ_i)), λ = 0.5 - (length -
     min) / (max - min) over its group.  -> [N].
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from rondel.algos.component import Component
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.tensors import Tensor, torch
 from rondel.algos.tokens import Tokens
@@ -34,7 +35,7 @@ def check_bounds(low: float, high: float) -> None:
 
 
 @dataclass(frozen=True)
-class Clip:
+class Clip(Component):
     """l = max(-r·A, -clip(r, 1-low, 1+high)·A); with `dual`, for A < 0: min(l, -dual·A).  [T], [T], [T] -> [T], [T].
 
     arXiv:1707.06347 (PPO); arXiv:2503.14476 (high > low); arXiv:1912.09729 (dual). log r is clamped to ±20.
@@ -70,7 +71,7 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class PolicyGradient:
+class PolicyGradient(Component):
     """l = -A·logp.  Williams 1992.  Right for the first update on a batch; nothing holds the later ones."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"advantage"})
@@ -84,7 +85,7 @@ class PolicyGradient:
 
 
 @dataclass(frozen=True)
-class LogLikelihood:
+class LogLikelihood(Component):
     """l = -logp.  Maximum likelihood (sft).  Every token is right; advantages are not read."""
 
     reads: ClassVar[frozenset[str]] = frozenset()

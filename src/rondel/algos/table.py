@@ -4,7 +4,6 @@ with some knobs turned.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from rondel.algos.advantage import (
     WhitenedCenter,
 )
 from rondel.algos.aggregate import FixedNorm, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
+from rondel.algos.component import Component, LossTerm
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
 from rondel.algos.distill import Distill, FullDistill
 from rondel.algos.entropy import EntropyBonus
@@ -36,9 +36,8 @@ from rondel.algos.override import override_knobs
 from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from rondel.algos.reward_transforms import ClipReward, KimiLength, NoShaping, Overlong
 from rondel.algos.scored_samples import ScoredSamples
-from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient, Surrogate
+from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient
 from rondel.algos.tensors import Tensor
-from rondel.algos.tokens import Tokens
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
 from rondel.algos.value import ClippedValue
 from rondel.core.errors import ConfigError
@@ -105,29 +104,37 @@ class Algorithm:
 
     name: str
     paper: str
-    shaping: Callable[[ScoredSamples], Tensor]  # -> rewards_N
-    advantage: Callable[[ScoredSamples], Tensor]  # -> advantages_N, or advantages_T if the rule is `per_token`
-    ratio: Callable[[Tensor, Tensor], Tensor]  # (log_ratio_T, sample_T) -> log_ratio_T
-    surrogate: Callable[[Tokens], Surrogate]  # -> loss_T, clipped_T
-    correction: Callable[[Tensor, Tensor, Tensor], Tensor]  # (log_weight_T, sample_T, advantages_T) -> weight_T
+    shaping: Component  # (scored) -> rewards_N
+    advantage: Component  # (scored) -> advantages_N, or advantages_T if it is `per_token`
+    ratio: Component  # (log_ratio_T, sample_T) -> log_ratio_T
+    surrogate: Component  # (tokens) -> Surrogate: loss_T, clipped_T
+    correction: Component  # (log_weight_T, sample_T, advantages_T) -> weight_T
     kl: Kl  # (logprobs_T, ref_T, log_drift_T) -> kl_T
     entropy: EntropyBonus  # entropy_T -> bonus_T, on the tokens that `select` chose
-    aggregate: Callable[[Tensor], Tensor]  # lengths_N -> weight_N
+    aggregate: Component  # lengths_N -> weight_N
     # (behavior_T, teacher_T) -> cost_T, or a term of the loss
     distill: Distill | FullDistill = field(default_factory=Distill)
     value: ClippedValue = field(default_factory=ClippedValue)  # (values_T, old_T, returns_T) -> loss_T, clipped_T
+    terms: tuple[LossTerm, ...] = ()  # per-token terms of your own, beside the surrogate
     filters: tuple[str, ...] = ()
     # an answer that the token limit cut off gives no gradient; its reward stays in the group's baseline
     mask_truncated: bool = False
 
     def __post_init__(self) -> None:
         """What weighs by the behavior does it once; what compares two probabilities of a token gets its own ratio."""
-        if getattr(self.surrogate, "token_ratio", False) and type(self.ratio) is not TokenRatio:
+        for family, part in [*self.parts.items(), *(("terms", term) for term in self.terms)]:
+            if not isinstance(part, Component) or not is_dataclass(part):
+                raise ConfigError(
+                    f"the {family} of the algorithm '{self.name}' is {part!r}; a part is an instance of a frozen dataclass "
+                    f"that derives from rondel.algos.component.{'LossTerm' if family == 'terms' else 'Component'}, and its "
+                    f"fields are the knobs of [algo.{family}]. Put a function into one as its __call__"
+                )
+        if self.surrogate.token_ratio and type(self.ratio) is not TokenRatio:
             raise ConfigError(
                 f"algo.ratio beside {self.surrogate}: it compares the token's own probabilities. Use ratio.kind = "
                 f"'token'"
             )
-        if self.uses_behavior_ratio and getattr(self.correction, "weighs", False):
+        if self.uses_behavior_ratio and self.correction.weighs:
             raise ConfigError(
                 f"algo.correction beside {self.surrogate}: it already reaches from the behavior to the policy, and "
                 f"would be weighed twice. "
@@ -142,25 +149,22 @@ class Algorithm:
     def needs(self) -> frozenset[str]:
         """What must be known of each token beside its logprob; all that the loop asks of an algorithm."""
         own = frozenset() if "advantage" in self.idle else frozenset({"advantages"})
-        return own.union(*(getattr(part, "needs", ()) for part in self.parts.values()))
+        return own.union(*(part.needs for part in (*self.parts.values(), *self.terms)))
 
     @property
     def uses_behavior_ratio(self) -> bool:
         """Whether its ratio, or what the surrogate weighs by, reaches from the behavior to the policy."""
-        return (
-            "behavior" in getattr(self.surrogate, "reads", ())
-            or getattr(self.ratio, "anchor", "proximal") == "behavior"
-        )
+        return "behavior" in self.surrogate.reads or self.ratio.anchor == "behavior"
 
     @property
     def corrects_staleness(self) -> bool:
         """Whether tokens that an older policy drew are weighed, masked or dropped for it."""
-        return self.uses_behavior_ratio or "behavior_logprobs" in getattr(self.correction, "needs", ())
+        return self.uses_behavior_ratio or "behavior_logprobs" in self.correction.needs
 
     @property
     def idle(self) -> dict[str, str]:
         """What cannot reach the loss as the row stands, and why: {"advantage": ..., "kl.kind": ...}."""
-        reads = getattr(self.surrogate, "reads", frozenset({"advantage", "ratio"}))
+        reads = self.surrogate.reads
         idle = {
             family: f"the surrogate {self.surrogate} does not read it"
             for family in ("advantage", "ratio")
@@ -168,7 +172,7 @@ class Algorithm:
         }
         if "advantage" in idle or isinstance(self.advantage, Constant):
             idle["shaping"] = "no reward is read"
-        elif getattr(self.advantage, "reads_parts", False):
+        elif self.advantage.reads_parts:
             idle["shaping"] = "the advantage reads the parts of the reward"
         if "shaping" in idle and self.kl.in_reward:
             idle["kl"] = f"it is part of the reward, and {idle['shaping']}"
@@ -176,7 +180,7 @@ class Algorithm:
             idle["kl"] = f"it is part of the advantage, and {idle['advantage']}"
         if "advantage" in idle and not isinstance(self.distill, FullDistill):
             idle["distill"] = idle["advantage"]
-        if "values" not in getattr(self.advantage, "needs", ()):
+        if "values" not in self.advantage.needs:
             idle["value"] = "the row has no critic"
         if (
             isinstance(self.correction, OffPolicyMask)
@@ -185,7 +189,7 @@ class Algorithm:
         ):
             idle["correction"] = "no advantage is negative"
         for family, part in self.parts.items():
-            idle |= {f"{family}.{knob}": why for knob, why in getattr(part, "idle", {}).items()}
+            idle |= {f"{family}.{knob}": why for knob, why in part.idle.items()}
         return idle
 
     def with_shaped_rewards(self, scored: ScoredSamples) -> ScoredSamples:
@@ -203,7 +207,7 @@ class Algorithm:
     def advantages_T(self, scored: ScoredSamples) -> Tensor:
         """The advantage of every trainable token, in the order of the samples."""
         found = self.advantage(self.with_shaped_rewards(scored))
-        found_T = found if getattr(self.advantage, "per_token", False) else scored.spread_to_tokens(found)
+        found_T = found if self.advantage.per_token else scored.spread_to_tokens(found)
         if self.kl.in_advantage:
             assert scored.behavior_T is not None and scored.ref_T is not None
             cost_T = self.kl.token_cost(scored.behavior_T, scored.ref_T).to(found_T.dtype)
@@ -215,13 +219,13 @@ class Algorithm:
 
     def returns_T(self, scored: ScoredSamples) -> Tensor:
         """What the critic of a row with one is to learn."""
-        return self.advantage.returns(self.with_shaped_rewards(scored))  # type: ignore[attr-defined]
+        return self.advantage.returns(self.with_shaped_rewards(scored))
 
     def bounded(self, max_tokens: int) -> Algorithm:
         """Every length that the recipe left open becomes its max_tokens."""
         return replace(
             self,
-            **{family: part.bounded(max_tokens) for family, part in self.parts.items() if hasattr(part, "bounded")},
+            **{family: part.bounded(max_tokens) for family, part in self.parts.items()},
         )
 
 
@@ -362,7 +366,7 @@ TABLE = {
 
 def resolve_algorithm(section: dict[str, Any]) -> Algorithm:
     """The row that a recipe's [algo] means: {"kind": "dapo", "surrogate": {"high": 0.3}, "filters": []}."""
-    known = ["kind", "filters", "mask_truncated", *FAMILIES]
+    known = ["kind", "filters", "mask_truncated", "terms", *FAMILIES]
     for key in section:
         if key not in known:
             raise ConfigError(f"algo.{key} does not exist.{suggest_name(key, known)} Known: {', '.join(known)}.")
@@ -372,6 +376,8 @@ def resolve_algorithm(section: dict[str, Any]) -> Algorithm:
         for family in FAMILIES
         if family in section
     }
+    if "terms" in section:
+        changes["terms"] = _loss_terms(section["terms"])
     if "filters" in section:
         changes["filters"] = _filter_names(section["filters"])
     if "mask_truncated" in section:
@@ -394,16 +400,25 @@ def _find_row(kind: Any) -> Algorithm:
             f"algo.kind = '{kind}' is {row!r}; it must be a rondel.algos.table.Algorithm: "
             "replace(GRPO, name=..., advantage=MyAdvantage()), a row of ours with parts of yours"
         )
-    for family, part in row.parts.items():
-        if not is_dataclass(part) or isinstance(part, type):
-            raise ConfigError(
-                f"algo.kind = '{kind}': its {family} is {part!r}; a part is an instance of a dataclass, whose fields "
-                f"are the knobs of "
-                f"[algo.{family}]: put the function into one as its __call__ (@dataclass(frozen=True) class "
-                f"My{family.title()}: "
-                f"def __call__(self, ...): ...) and write {family}=My{family.title()}()"
-            )
     return row
+
+
+def _loss_terms(given: Any) -> tuple[LossTerm, ...]:
+    if not (isinstance(given, list | tuple) and all(isinstance(term, dict) and "kind" in term for term in given)):
+        raise ConfigError(f"algo.terms = {given!r}; write algo.terms = [{{ kind = 'module:MyTerm', coef = 0.1 }}]")
+    terms = []
+    for i, section in enumerate(given):
+        path, knobs = f"algo.terms[{i}]", {name: value for name, value in section.items() if name != "kind"}
+        cls = find_registered(f"{path}.kind", section["kind"], {})
+        if not (isinstance(cls, type) and issubclass(cls, LossTerm)):
+            raise ConfigError(
+                f"{path}.kind = '{section['kind']}' is {cls!r}; it must be a frozen dataclass that derives from "
+                f"rondel.algos.component.LossTerm"
+            )
+        terms.append(override_knobs(cls(), knobs, {}, path))
+    if len({term.name for term in terms}) < len(terms):
+        raise ConfigError(f"algo.terms has a term twice: {', '.join(term.name for term in terms)}; each has one metric")
+    return tuple(terms)
 
 
 def _checked_bool(name: str, value: Any) -> bool:

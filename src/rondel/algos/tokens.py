@@ -1,15 +1,67 @@
-"""The trainable tokens that the loss is a sum over."""
+"""The trainable tokens that the loss is a sum over: what is known of each, and what the parts of a row see."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
-from rondel.algos.tensors import Tensor
+from rondel.algos.tensors import Tensor, torch
+
+
+@dataclass(slots=True)
+class TokenBatch:
+    """T trainable tokens of whole samples, in the order of the samples; [T] each, None while it is not known.
+
+    A sample has one, a micro-batch is the concatenation of its samples'; there `logprobs`, `entropy` and `full_kl` are
+    those of the forward pass and carry a gradient.
+    """
+
+    sample: Tensor  # int64: which tokens belong together
+    logprobs: Tensor | None = None  # log pi, of the forward pass
+    entropy: Tensor | None = None  # of the policy at the token, in nats
+    behavior: Tensor | None = None  # log-probability when the token was drawn, by the engine
+    versions: Tensor | None = None  # int64: of the weights that drew it
+    proximal: Tensor | None = None  # log-probability by the weights that began the step
+    trained: Tensor | None = None  # by the same weights, in the pass that trained the token
+    start: Tensor | None = None  # by the weights that began the run
+    reference: Tensor | None = None  # by the reference model
+    teacher: Tensor | None = None  # by the teacher, or the weighted mean of several
+    teachers: dict[int, Tensor] = field(default_factory=dict)  # by each of them
+    values: Tensor | None = None  # what the critic expected before the token
+    returns: Tensor | None = None  # what the critic is to learn
+    advantages: Tensor | None = None
+    score: Tensor | None = None  # the reward of the token's sample
+    demonstration: Tensor | None = None  # bool: nobody drew it
+    full_kl: Tensor | None = None  # KL(policy || teacher) over the whole vocabulary
+    # decided over the whole update before its first micro-batch (`decide_update`):
+    correction: Tensor | None = None  # weight of the surrogate
+    counts: Tensor | None = None  # 0 or 1: counts in the denominators, and pays KL and entropy
+    selected: Tensor | None = None  # 0 or 1: chosen by the surrogate
+    entropy_mask: Tensor | None = None  # 0 or 1: where the entropy bonus acts
+
+    def with_fields(self, **known: Any) -> TokenBatch:
+        """The same tokens, of which more is known, or less."""
+        return replace(self, **known)
+
+    @staticmethod
+    def concat(samples: Sequence[TokenBatch], device: Any = "cpu") -> TokenBatch:
+        """The tokens of several samples, one behind the other: what is known of all of them."""
+        found: dict[str, Any] = {}
+        for name in (f.name for f in fields(TokenBatch) if f.name not in ("sample", "teachers")):
+            pieces = [getattr(sample, name) for sample in samples]
+            if pieces and all(piece is not None for piece in pieces):
+                found[name] = torch.cat(pieces).to(device)
+        lengths = torch.tensor([len(sample.sample) for sample in samples], dtype=torch.int64)
+        return TokenBatch(torch.arange(len(samples)).repeat_interleave(lengths).to(device), **found)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """T trainable tokens of whole samples, [T] each. Only `logprobs` and `log_ratio` carry a gradient."""
+    """The same tokens as the parts of one row see them, [T] each; what is not known is 0.
+
+    Only `logprobs` and `log_ratio` carry a gradient.
+    """
 
     logprobs: Tensor  # log pi
     log_ratio: Tensor  # log pi - log pi_anchor, as the row's ratio sees it

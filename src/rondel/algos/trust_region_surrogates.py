@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rondel.algos.component import Component
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.group_statistics import over_group
 from rondel.algos.surrogate import Surrogate, check_bounds
@@ -19,7 +20,7 @@ READS = frozenset({"advantage", "ratio"})
 
 
 @dataclass(frozen=True)
-class ClippedWeight:
+class ClippedWeight(Component):
     """l = -sg(clip(r, 1-low, 1+high))·A·logp.  arXiv:2506.13585 (CISPO).  The bound of
     ScaleRL, arXiv:2510.13786: r at most 5.
 
@@ -48,7 +49,7 @@ class ClippedWeight:
 
 
 @dataclass(frozen=True)
-class SoftGate:
+class SoftGate(Component):
     """l = -4/tau·sigmoid(tau·(r - 1))·A, tau = positive where A > 0, else negative.  arXiv:2511.20347 (SAPO).
 
     The weight of a token fades smoothly with its distance from r = 1, where it is the
@@ -77,7 +78,7 @@ class SoftGate:
 
 
 @dataclass(frozen=True)
-class GeometricMean:
+class GeometricMean(Component):
     """l = -A·exp(mean over the sample of x), x = min(log r, high) where A > 0, max(log r,
     -low) where A < 0.  arXiv:2507.20673 (GMPO).
 
@@ -107,7 +108,7 @@ class GeometricMean:
 
 
 @dataclass(frozen=True)
-class DivergenceMask:
+class DivergenceMask(Component):
     """l = -r·A·m, m = 0 where (A > 0, r > 1, D > high) or (A < 0, r < 1, D > low), else 1.  arXiv:2602.04879 (DPPO).
 
     D compares this token against all others taken together: tv |p - q|, or kl q·log(q/p) +
@@ -165,7 +166,7 @@ def binary_kl(now_T: Tensor, before_T: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MirrorDescent:
+class MirrorDescent(Component):
     """l = -A·logp + tau/2·x², x = log pi - log pi_anchor: of the token, or of the sample and spread
     over its tokens.  arXiv:2501.12599 (Kimi k1.5).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rondel.algos.component import Component
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
 
@@ -17,7 +18,7 @@ class ValueTerms(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ClippedValue:
+class ClippedValue(Component):
     """l = max((v - G)², (clip(v, v_old ± clip) - G)²) / 2.  [T], [T], [T] -> [T], [T].
     arXiv:1707.06347's code; arXiv:2005.12729.
 

@@ -272,7 +272,7 @@ def _check_policies(job: Job, rows: AlgorithmRows) -> None:
 
 
 def _check_baseline(job: Job, row: Algorithm) -> None:
-    if job.algo.group_size == 1 and getattr(row.advantage, "compares", False):
+    if job.algo.group_size == 1 and row.advantage.compares:
         raise ConfigError(
             f"algo.group_size = 1 gives {row.name} no baseline: every advantage would be 0. Use 4 or more, or kind = 'reinforce'"
         )

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from rondel.algos.tokens import TokenBatch
 from rondel.core.errors import EngineError, SilentError, StalledError, WorkerError
 from rondel.core.events import Warned, emit, stalled_error
 from rondel.core.protocols import RemoteProxy
@@ -103,12 +104,12 @@ class RemoteTrainer:
         self.moved = False
 
     async def annotate(self, batch: TrainBatch, needs: frozenset[str]) -> TrainBatch:
-        _copy_notes(batch, await self._call_ranks("annotate", batch, needs))
+        _copy_tokens(batch, await self._call_ranks("annotate", batch, needs))
         return batch
 
     async def step(self, batch: TrainBatch, algo: Any) -> StepStats:
         stats, self.moved, told = await self._call_ranks("step", batch, algo)
-        _copy_notes(batch, told)
+        _copy_tokens(batch, told)
         return stats
 
     def __getattr__(self, verb: str) -> Any:
@@ -156,8 +157,7 @@ class RemoteTrainer:
         )
 
 
-def _copy_notes(batch: TrainBatch, told: list[dict[str, Any]]) -> None:
+def _copy_tokens(batch: TrainBatch, told: list[TokenBatch]) -> None:
     """What the ranks found out about their copies of the samples."""
     for sample, learned in zip(batch.samples, told, strict=True):
-        sample.notes.update(learned["notes"])
-        sample.advantages = learned["advantages"]
+        sample.known = learned

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rondel.algos.tokens import TokenBatch
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.refusals import refuse_without_routes
 from rondel.core.config import Job
@@ -228,18 +229,18 @@ class TrainerHost:
         )
         return known, resolved, bytes_needed(self.trainer)
 
-    async def annotate(self, batch: TrainBatch, needs: frozenset[str]) -> list[dict[str, Any]]:
+    async def annotate(self, batch: TrainBatch, needs: frozenset[str]) -> list[TokenBatch]:
         with self.ranks.collective_section("annotate"):
             await self.trainer.annotate(batch, needs)
-        return self._sample_notes(batch)
+        return self._known_tokens(batch)
 
-    async def step(self, batch: TrainBatch, algo: Any) -> tuple[StepStats, bool, list[dict[str, Any]]]:
+    async def step(self, batch: TrainBatch, algo: Any) -> tuple[StepStats, bool, list[TokenBatch]]:
         with self.ranks.collective_section("step"):
             stats = await self.trainer.step(batch, algo)
-        return stats, self.trainer.moved, self._sample_notes(batch)
+        return stats, self.trainer.moved, self._known_tokens(batch)
 
-    def _sample_notes(self, batch: TrainBatch) -> list[dict[str, Any]]:
-        return [{"notes": s.notes, "advantages": s.advantages} for s in batch.samples] if self.ranks.is_leader else []
+    def _known_tokens(self, batch: TrainBatch) -> list[TokenBatch]:
+        return [s.known for s in batch.samples] if self.ranks.is_leader else []
 
     def __getattr__(self, verb: str) -> Any:
         if verb == "trainer":

@@ -275,7 +275,7 @@ class RunPhases:
         """Store what training learned of the rollouts; evaluate; checkpoint."""
         job, last = self.job, self.total
         await self.rollouts.annotate_rollouts(
-            step, trainer_logprobs=per_token(batch, "trained"), advantages=per_token(batch, None)
+            step, trainer_logprobs=per_token(batch, "trained"), advantages=per_token(batch, "advantages")
         )
         self.done = (
             step,
@@ -323,15 +323,15 @@ def in_time(attempt: Attempt, judge: Judge, buffer: Buffer) -> tuple[Attempt, Ju
     ), lambda group: judge(group) if group.trajectories else Verdict(False, LATE)
 
 
-def per_token(batch: TrainBatch, note: str | None) -> dict[tuple[int, int], np.ndarray]:
-    """A note (or the advantages) of every trained token, laid out over the whole stream;
+def per_token(batch: TrainBatch, name: str) -> dict[tuple[int, int], np.ndarray]:
+    """One field of TokenBatch for every trained token, laid out over the whole stream;
     nothing of what nobody credited: a frozen policy's.
     """
     out = {}
     for sample in batch.samples:
-        if len(sample.advantages) < len(sample.trainable):
+        if sample.known.advantages is None:
             continue
-        told = sample.notes.get(note) if note else sample.advantages
+        told = getattr(sample.known, name)
         values = np.zeros(len(sample.tokens), np.float32)
         values[sample.trainable] = np.nan if told is None else np.asarray(told)
         out[(sample.group, sample.index)] = values

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+import torch
 
 from rondel.core.config import Job, TeacherConfig
 from rondel.core.errors import ConfigError
@@ -16,7 +16,6 @@ from rondel.core.events import Warned, emit
 from rondel.core.types import Sampling
 from rondel.generate.engine.foreign import check_logprobs
 from rondel.train.pack import TrainBatch, TrainSample
-from rondel.train.teachers import teacher_note_name
 
 AT_ONCE = 64  # questions that one server has in hand
 PLAIN = "The water in the river was cold, and the children went home before it was dark."
@@ -60,7 +59,7 @@ class RemoteTeachers:
                 told = await server.score(sample.tokens.tolist(), sample.media)
             at = sample.trainable.tolist()
             of = check_logprobs(f"the teacher at {teacher.url}", sample.tokens[at].tolist(), [told[i] for i in at])
-            sample.notes[teacher_note_name(place)] = np.asarray(of, np.float32)
+            sample.known.teachers[place] = torch.tensor(of, dtype=torch.float32)
 
         mine = [s for s in batch.samples if teacher.source in (None, s.stream) and self.wants(s.stream)]
         await asyncio.gather(*map(score_sample, mine))

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from rondel.algos.value import explained_variance
 from rondel.core.errors import ConfigError
 from rondel.train.pack import TrainBatch
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def compute_advantages(batch: TrainBatch, row: Algorithm) -> dict[str, float]:
-    """Write every sample's advantages, and what a critic is to learn as the note
+    """Write every sample's advantages, and what a critic is to learn as their
     "returns". -> metrics: how much of it the critic knew, and how far the policy is from its
     teacher (mean of log pi_behavior - log pi_teacher,
     an estimate of the reverse KL a token)."""
@@ -25,21 +23,21 @@ def compute_advantages(batch: TrainBatch, row: Algorithm) -> dict[str, float]:
     if branches:
         _refuse_by_token(row, batch)
         batch = TrainBatch([s for s in batch.samples if s.parent is None])
-    scored, lengths = batch.scored_samples, batch.lengths_N.tolist()
-    for sample, piece in zip(batch.samples, row.advantages_T(scored).float().split(lengths)):
-        sample.advantages = piece.numpy()
+    scored = batch.scored_samples
+    batch.write_tokens(advantages=row.advantages_T(scored))
     roots = {(s.group, s.index): s for s in batch.samples}
     for branch in branches:
         assert branch.parent is not None
-        branch.advantages = np.full(len(branch.trainable), roots[branch.group, branch.parent].advantages[0], np.float32)
+        earned = roots[branch.group, branch.parent].known.advantages
+        assert earned is not None
+        branch.known.advantages = earned[:1].repeat(len(branch.trainable))
     told = {}
     if scored.teacher_T is not None and scored.behavior_T is not None:
         told["train/kl_teacher"] = float((scored.behavior_T - scored.teacher_T).mean())
     if "values" not in row.needs:
         return told
     returns_T = row.returns_T(scored)
-    for sample, piece in zip(batch.samples, returns_T.float().split(lengths)):
-        sample.notes["returns"] = piece.numpy()
+    batch.write_tokens(returns=returns_T)
     assert scored.values_T is not None, "the row needs values"
     known = explained_variance(scored.values_T, returns_T)
     return told if known is None else told | {"train/explained_variance": known}
@@ -49,21 +47,16 @@ def kl_of_samples(batch: TrainBatch) -> float:
     """Mean over samples of sum_t log pi_behavior - log pi_ref: in nats a sample,
     unbiased for the policy that wrote them.
     """
-    return (
-        float(np.mean([(s.behavior.astype(np.float64) - s.notes["ref"]).sum() for s in batch.samples]))
-        if batch.samples
-        else 0.0
-    )
+    known = batch.tokens()
+    if not batch.samples or known.behavior is None or known.reference is None:
+        return 0.0
+    return float((known.behavior.double() - known.reference.double()).sum()) / len(batch.samples)
 
 
 def _refuse_by_token(row: Algorithm, batch: TrainBatch) -> None:
     """An episode has one number for all its branches, where it has one."""
     by_token = (
-        row.distill.coef
-        or row.kl.in_reward
-        or row.kl.in_advantage
-        or "values" in row.needs
-        or getattr(row.advantage, "per_token", False)
+        row.distill.coef or row.kl.in_reward or row.kl.in_advantage or "values" in row.needs or row.advantage.per_token
     )
     if by_token and "advantage" not in row.idle:
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +12,7 @@ from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.head import LMHead
 from rondel.models.routing_tape import RoutingTape
 from rondel.train.logprobs import logprob_and_entropy, logprob_entropy_and_kl
-from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, micro_batches
+from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.sampling_mask import SupportMask
 from rondel.train.teacher_distributions import TeacherDistribution
@@ -83,7 +82,7 @@ def store_hidden_states(
 def annotate_logprobs(
     loaded: LoadedModel,
     batch: TrainBatch,
-    name: str,
+    name: str | int,
     *,
     budget: int,
     temperature: float,
@@ -92,8 +91,9 @@ def annotate_logprobs(
     drawn: bool = False,
     ranks: SingleRank = ALONE,
 ) -> TrainBatch:
-    """Write the logprobs of `loaded` into every sample's notes under `name`, and the entropy beside "proximal".
+    """Write the logprobs of `loaded` into the field `name` of every sample's tokens, and the entropy beside "proximal".
 
+    name      a field of TokenBatch, or the number of a teacher
     replay    repeat the engine's routes: for the policy; other weights route for themselves
     drawn     the distribution that the engine drew from, which top-k and top-p may have cut: for
               whatever enters a ratio with the behavior. A reference or teacher drew nothing and
@@ -109,10 +109,14 @@ def annotate_logprobs(
         if packed.idle:
             continue
         done += packed.samples
-        store_values(batch, packed, name, logprobs)
+        if isinstance(name, int):
+            batch.write_teacher(packed.samples, name, logprobs)
+        else:
+            batch.write_tokens(packed.samples, **{name: logprobs})
         if name == "proximal":
-            store_values(batch, packed, "entropy", entropy)
-    ranks.exchange_notes(batch, done, name, *(["entropy"] if name == "proximal" else []))
+            batch.write_tokens(packed.samples, entropy=entropy)
+    written = ["teachers"] if isinstance(name, int) else ["proximal", "entropy"] if name == "proximal" else [name]
+    ranks.exchange_tokens(batch, done, *written)
     return batch
 
 
@@ -141,26 +145,3 @@ def replay_tape(loaded: LoadedModel, packed: PackedBatch) -> RoutingTape:
             "or set trainer.routing_replay = false"
         )
     return RoutingTape(loaded.routers, packed.routes)
-
-
-def store_values(batch: TrainBatch, packed: PackedBatch, name: str, values_M: Tensor) -> None:
-    """Give each sample its share of a per-token tensor."""
-    scatter_notes([batch.samples[i] for i in packed.samples], name, values_M)
-
-
-def gather_notes(batch: TrainBatch, packed: PackedBatch, name: str) -> Tensor:
-    """The inverse of `note`: [M] in the order of the packed row."""
-    return concat_notes([batch.samples[i] for i in packed.samples], name).to(packed.tokens.device)
-
-
-def scatter_notes(samples: Sequence[TrainSample], name: str, values_T: Tensor) -> None:
-    """Cut a tensor over all trainable tokens of `samples` into their notes."""
-    for sample, piece in zip(samples, values_T.detach().float().cpu().split([len(s.trainable) for s in samples])):
-        sample.notes[name] = piece.numpy()
-
-
-def concat_notes(samples: Sequence[TrainSample], name: str) -> Tensor:
-    """The inverse of `spread`; "behavior" and "advantages" are the samples' own.  [T] float32."""
-    own = ("behavior", "advantages")
-    pieces = [torch.from_numpy(getattr(s, name) if name in own else s.notes[name]) for s in samples]
-    return torch.cat(pieces) if pieces else torch.zeros(0)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from rondel.models.head import LMHead
-from rondel.train.annotate import gather_notes, store_values
 from rondel.train.optim import MasterWeights
 from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
@@ -78,14 +77,14 @@ class Critic:
 
     @torch.no_grad()
     def annotate_values(self, batch: TrainBatch, settings: TrainSettings) -> None:
-        """Write the values into every sample's notes."""
+        """Write the values into every sample's tokens."""
         done: list[int] = []
         for packed in self._split_batch(batch, settings):
             values = self.predict_values(packed)
             if not packed.idle:
-                store_values(batch, packed, "values", values)
+                batch.write_tokens(packed.samples, values=values)
                 done += packed.samples
-        self.ranks.exchange_notes(batch, done, "values")
+        self.ranks.exchange_tokens(batch, done, "values")
 
     def accumulate_gradients(
         self, batch: TrainBatch, row: Algorithm, settings: TrainSettings, sums: StepMetricSums, *, weight: float = 1.0
@@ -96,11 +95,9 @@ class Critic:
         self.weights.zero_grad()
         weight_N = weight * row.aggregate(batch.lengths_N).float().to(self.loaded.device)
         for packed in self._split_batch(batch, settings):
-            loss_T, clipped_T = row.value(
-                self.predict_values(packed),
-                gather_notes(batch, packed, "values"),
-                gather_notes(batch, packed, "returns"),
-            )
+            known = batch.tokens(packed.samples, self.loaded.device)
+            assert known.values is not None and known.returns is not None
+            loss_T, clipped_T = row.value(self.predict_values(packed), known.values, known.returns)
             (weight_N[packed.sample] * loss_T).sum().mul(not packed.idle).backward()
             if packed.idle:
                 continue

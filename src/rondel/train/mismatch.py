@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.kl import k3
+from rondel.algos.tokens import TokenBatch
 from rondel.train.pack import TrainSample
 
 TENTHS = 10  # parts of an answer, by position
@@ -80,19 +81,18 @@ def _effective_sample_share(weight_N: Tensor) -> Tensor:
 
 
 def measure_mismatch(samples: list[TrainSample], version: int) -> dict[str, float]:
-    """`mismatch` of the samples' notes, its K3 by tenths of the answer, and by how many versions old a token is.
+    """`mismatch_metrics` of the samples' tokens, its K3 by tenths of the answer, and by how many versions old a token is.
 
     A token is as old as the first of its answer: one that was held while weights changed went
     on from the keys and values of the old ones.
     """
     if not samples:
         return {}
-    mu_T, trained_T = (
-        _concat_pieces([s.behavior for s in samples]),
-        _concat_pieces([s.notes["trained"] for s in samples]),
-    )
-    x_T = trained_T - mu_T
-    each = [len(s.behavior) for s in samples]
+    known = TokenBatch.concat([s.known for s in samples])
+    assert known.behavior is not None and known.trained is not None
+    mu_T = known.behavior.double()
+    x_T = known.trained.double() - mu_T
+    each = [len(s.trainable) for s in samples]
     sample_T = torch.arange(len(samples)).repeat_interleave(torch.tensor(each))
     out = {
         f"train/mismatch_{name}": value
@@ -100,7 +100,8 @@ def measure_mismatch(samples: list[TrainSample], version: int) -> dict[str, floa
     }
     k3_T = k3(-x_T)
     tenth_T = _concat_pieces([np.arange(n) * TENTHS // max(1, n) for n in each])
-    lag_T = version - _concat_pieces([np.minimum.accumulate(s.versions) for s in samples])
+    oldest = [s.known.versions for s in samples]
+    lag_T = version - torch.cat([v.cummin(0).values for v in oldest if v is not None]).double()
     out |= dict(_mean_by_part("train/mismatch_k3_tenth", k3_T, tenth_T + 1))
     return out | dict(_mean_by_part("train/mismatch_k3_lag", k3_T, lag_T))
 

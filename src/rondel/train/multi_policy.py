@@ -110,7 +110,8 @@ class MultiPolicyTrainer:
     def _check_versions(self, shares: Mapping[str, TrainBatch]) -> None:
         """A token's version is one that its policy has had."""
         for name, own in shares.items():
-            newest = max((int(s.versions.max()) for s in own.samples if not s.guided), default=0)
+            drawn = [s.known.versions for s in own.samples if not s.guided]
+            newest = max((int(v.max()) for v in drawn if v is not None), default=0)
             if name in self._published and newest > (version := self._published[name].version):
                 raise LawError(
                     f"'{name}' is at version {version}, and a token of its agents was written by version {newest}"

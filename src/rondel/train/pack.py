@@ -9,7 +9,7 @@ T packed tokens · M trainable tokens, in sample order · N samples
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rondel.algos.mixture import Mixture
 from rondel.algos.scored_samples import ScoredSamples
+from rondel.algos.tokens import TokenBatch
 from rondel.core import media
 from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import GREEDY, POLICY, Group, Score, Trajectory
@@ -43,12 +44,10 @@ class TrainSample:
     index: int  # its place in the group
     tokens: np.ndarray  # [t] int64, the whole stream
     trainable: np.ndarray  # [m] int64, positions in `tokens` that the policy wrote
-    behavior: np.ndarray  # [m] float32
-    versions: np.ndarray  # [m] int64
     reward: float
+    known: TokenBatch  # what is known of its trainable tokens, [m] each, and becomes known on the way
     parts: dict[str, float] = field(default_factory=dict)  # what the reward was made of
     earned: np.ndarray | None = None  # [m] where the reward was earned; None: all of it at the end
-    advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [m], once they are known
     policy: str = POLICY  # whose weights wrote it, and learn from it
     agent: str = ""  # who acts; it is compared with the same one's other episodes
     parent: int | None = None  # the `index` of the trajectory whose credit it shares: a branch of the same episode
@@ -62,9 +61,6 @@ class TrainSample:
     hidden: dict[int, Tensor] = field(default_factory=dict)
     media: list[ImagePlaceholder] = field(default_factory=list)  # the pictures that it reads
     keys: np.ndarray = field(init=False)  # [t] what siblings must have in common to share it
-    notes: dict[str, np.ndarray] = field(
-        default_factory=dict
-    )  # annotations by name: "proximal", "entropy", "ref", "trained", and what `ahead` decided
 
     @classmethod
     def from_trajectory(
@@ -89,9 +85,12 @@ class TrainSample:
             index,
             np.asarray(trajectory.tokens, dtype=np.int64),
             trainable,
-            np.asarray(trajectory.logprobs, dtype=np.float32)[trainable],
-            np.asarray(trajectory.versions, dtype=np.int64)[trainable],
             float(trajectory.reward or 0.0),
+            TokenBatch(
+                torch.zeros(len(trainable), dtype=torch.int64),
+                behavior=torch.from_numpy(np.asarray(trajectory.logprobs, dtype=np.float32)[trainable]),
+                versions=torch.from_numpy(np.asarray(trajectory.versions, dtype=np.int64)[trainable]),
+            ),
             dict(trajectory.score.parts) if isinstance(trajectory.score, Score) else {},
             earned,
             policy=POLICY if trajectory.is_demonstration else trajectory.policy,
@@ -137,6 +136,7 @@ class TrainBatch:
         """What advantages are made of."""
         names = dict.fromkeys(name for s in self.samples for name in s.parts)
         sides = {side: i for i, side in enumerate(dict.fromkeys((s.group, s.agent) for s in self.samples))}
+        tokens = self.tokens()
         greedy = [s.baseline for s in self.samples if s.baseline is not None]
         return ScoredSamples(
             torch.tensor([s.reward for s in self.samples], dtype=torch.float64),
@@ -148,16 +148,35 @@ class TrainBatch:
             },
             greedy_N=torch.tensor(greedy, dtype=torch.float64) if len(greedy) == len(self.samples) else None,
             earned_T=_concat_per_token([s.earned for s in self.samples]),
-            values_T=_concat_per_token([s.notes.get("values") for s in self.samples]),
-            behavior_T=_concat_per_token([s.behavior for s in self.samples]),
-            ref_T=_concat_per_token([s.notes.get("ref") for s in self.samples]),
-            teacher_T=_concat_per_token([s.notes.get("teacher") for s in self.samples]),
-            proximal_T=_concat_per_token([s.notes.get("proximal") for s in self.samples]),
+            values_T=_double(tokens.values),
+            behavior_T=_double(tokens.behavior),
+            ref_T=_double(tokens.reference),
+            teacher_T=_double(tokens.teacher),
+            proximal_T=_double(tokens.proximal),
         )
 
     @property
     def total_tokens(self) -> int:
         return sum(len(s.trainable) for s in self.samples)
+
+    def tokens(self, chosen: Sequence[int] | None = None, device: torch.device | str = "cpu") -> TokenBatch:
+        """The tokens of all samples, or of the chosen ones, in their order, with all that is known of every one."""
+        picked = self.samples if chosen is None else [self.samples[i] for i in chosen]
+        return TokenBatch.concat([s.known for s in picked], device)
+
+    def write_tokens(self, chosen: Sequence[int] | None = None, **values: Tensor) -> None:
+        """Give each sample its share of per-token tensors, under the names of TokenBatch's fields."""
+        picked = self.samples if chosen is None else [self.samples[i] for i in chosen]
+        lengths = [len(s.trainable) for s in picked]
+        for name, values_T in values.items():
+            for sample, piece in zip(picked, values_T.detach().float().cpu().split(lengths)):
+                setattr(sample.known, name, piece.clone())  # a part of a tensor would travel as the whole
+
+    def write_teacher(self, chosen: Sequence[int], number: int, values_M: Tensor) -> None:
+        """Give the chosen samples the log-probabilities of one teacher."""
+        picked = [self.samples[i] for i in chosen]
+        for sample, piece in zip(picked, values_M.detach().float().cpu().split([len(s.trainable) for s in picked])):
+            sample.known.teachers[number] = piece.clone()
 
     def sample_name(self, sample: int) -> str:
         return f"group {self.samples[sample].group}, sample {self.samples[sample].index}"
@@ -447,6 +466,10 @@ def _common_prompt(samples: list[TrainSample]) -> int:
         differs = (first != other.keys[: len(first)]).nonzero()[0]
         first = first[: differs[0]] if len(differs) else first
     return len(first)
+
+
+def _double(values_T: Tensor | None) -> Tensor | None:
+    return None if values_T is None else values_T.double()
 
 
 def _concat_per_token(pieces: list[np.ndarray | None]) -> Tensor | None:

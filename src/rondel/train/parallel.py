@@ -49,17 +49,15 @@ class SingleRank:
         """What each rank says, in their order."""
         return [value]
 
-    def exchange_notes(self, batch: TrainBatch, mine: Iterable[int], *notes: str) -> None:
-        """Give the others the notes of the samples that this rank computed."""
+    def exchange_tokens(self, batch: TrainBatch, mine: Iterable[int], *names: str) -> None:
+        """Give the others what this rank found out about the tokens of its samples: the named fields of TokenBatch."""
         if self.size == 1:
             return
-        found = {
-            i: {name: batch.samples[i].notes[name] for name in notes if name in batch.samples[i].notes}
-            for i in set(mine)
-        }
+        found = {i: {name: getattr(batch.samples[i].known, name) for name in names} for i in set(mine)}
         for theirs in self.all_gather_object(found):
             for i, told in theirs.items():
-                batch.samples[i].notes.update(told)
+                for name, values in told.items():
+                    setattr(batch.samples[i].known, name, values)
 
     @contextmanager
     def collective_section(self, verb: str) -> Iterator[None]:

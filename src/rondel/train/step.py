@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rondel.algos.aggregate import masked_scale
 from rondel.algos.kl import k3
 from rondel.algos.mixture import Mixture
-from rondel.algos.objective import objective
-from rondel.algos.precompute import NOTHING, UpdateMasks, compute_update_masks, counted_tokens, tokens_of
+from rondel.algos.objective import FIELDS, objective
+from rondel.algos.precompute import counted_tokens, decide_update
+from rondel.algos.tokens import TokenBatch
 from rondel.core.errors import TrainError
 from rondel.core.events import Warned, emit
 from rondel.core.time_account import TimeAccount
@@ -32,11 +32,11 @@ from rondel.train.advantages import compute_advantages, kl_of_samples
 from rondel.train.mismatch import MismatchAlarm, measure_mismatch
 from rondel.train.offload import Offload
 from rondel.train.optim import learning_rate
-from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
+from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.settings import TrainSettings
 from rondel.train.step_metrics import StepMetricSums
-from rondel.train.teachers import Teacher, TeacherEnsemble, teacher_note_name
+from rondel.train.teachers import Teacher, TeacherEnsemble
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
@@ -58,6 +58,10 @@ def _timed_phase(seconds: dict[str, float], name: str) -> Iterator[None]:
         yield
     finally:
         seconds[name] += time.perf_counter() - began
+
+
+# fields of TokenBatch that must be finite before the first forward pass with a gradient
+LOGPROBS = ("behavior", "proximal", "reference", "teacher", "entropy", "start", "trained")
 
 
 class NotFinite(Exception):
@@ -238,13 +242,13 @@ class LocalTrainer:
                 replay = self.settings.replay_routes and own
                 with self.offload.on_device(source):
                     notes.annotate_logprobs(
-                        source, batch, need.removesuffix("_logprobs"), replay=replay, drawn=own, **how
+                        source, batch, FIELDS.get(need, need.removesuffix("_logprobs")), replay=replay, drawn=own, **how
                     )
         if "teacher_logprobs" in needs:
 
             def annotate_teacher(teacher: LoadedModel, own: TrainBatch, number: int) -> None:
                 with self.offload.on_device(teacher):
-                    notes.annotate_logprobs(teacher, own, teacher_note_name(number), **how)
+                    notes.annotate_logprobs(teacher, own, number, **how)
 
             self.teachers.query_teachers(batch, annotate_teacher)
             self.teachers.combine_teachers(batch)
@@ -405,7 +409,7 @@ class LocalTrainer:
             self.steered["kl"] = main.kl.next_coef(measured, len(own))
         if main.entropy.is_adaptive and own:
             told["train/entropy_coef"] = main.entropy.coef
-            self.steered["entropy"] = main.entropy.next_coef(float(notes.concat_notes(own, "entropy").mean()))
+            self.steered["entropy"] = main.entropy.next_coef(_mean_entropy(own))
         return told
 
     def _engine_mismatch(self, batch: TrainBatch, algo: Algorithm | Mixture) -> dict[str, float]:
@@ -440,86 +444,84 @@ class LocalTrainer:
         self, batch: TrainBatch, algo: Algorithm, sums: StepMetricSums, *, proximal_noted: bool, weight: float = 1.0
     ) -> None:
         """Forward and backward over micro-batches; every weight is fixed before the first of them (law 3)."""
-        decided = _decide_masks(batch, algo) if proximal_noted else NOTHING
-        weight_N = weight * algo.aggregate(counted_tokens(algo, batch.lengths_N, decided)).float().to(
-            self.loaded.device
-        )
-        score_N = torch.tensor([s.reward for s in batch.samples], dtype=torch.float32, device=self.loaded.device)
-        guided_N = torch.tensor([s.guided for s in batch.samples], dtype=torch.bool, device=self.loaded.device)
+        device = self.loaded.device
+        decided = _decide_masks(batch, algo) if proximal_noted else None
+        counted_N = counted_tokens(batch.lengths_N, decided.counts if decided is not None else None)
+        weight_N = weight * algo.aggregate(counted_N).float().to(device)
+        score_N = torch.tensor([s.reward for s in batch.samples], dtype=torch.float32, device=device)
+        guided_N = torch.tensor([s.guided for s in batch.samples], dtype=torch.bool, device=device)
         faults: list[str] = []
         done: list[int] = []
         for packed in micro_batches(
             batch,
             self.settings.micro_tokens,
             share=self.settings.share_prompts,
-            device=self.loaded.device,
+            device=device,
             rank=self.ranks.rank,
             ranks=self.ranks.size,
         ):
             tape = notes.replay_tape(self.loaded, packed) if self.settings.replay_routes else None
-            taught_T: Tensor | None = None
+            full_kl: Tensor | None = None
             if "teacher_hidden" in algo.needs:
                 taught = self.teachers.teacher_distribution(batch, packed, self.settings.temperature)
-                logprobs, entropy, taught_T = notes.forward_taught(
+                logprobs, entropy, full_kl = notes.forward_taught(
                     self.loaded, packed, taught, temperature=self.settings.temperature, tape=tape
                 )
             else:
                 logprobs, entropy = notes.forward(
                     self.loaded, packed, temperature=self.settings.temperature, tape=tape, kept=packed.kept
                 )
-            faults += _find_nonfinite("logprob", logprobs, batch, packed)
-            # demonstrations were drawn from no policy
-            behavior = notes.gather_notes(batch, packed, "behavior") if algo.needs else None
-            proximal = notes.gather_notes(batch, packed, "proximal") if proximal_noted else logprobs.detach()
-            loss, terms = objective(
-                algo,
-                logprobs_T=logprobs,
-                entropy_T=entropy,
-                proximal_T=proximal,
-                behavior_T=behavior,
-                ref_T=notes.gather_notes(batch, packed, "ref") if "ref_logprobs" in algo.needs else None,
-                advantages_T=notes.gather_notes(batch, packed, "advantages"),
-                weight_T=weight_N[packed.sample] * (not packed.idle),
-                sample_T=packed.sample,
-                score_T=score_N[packed.sample],
-                guided_T=guided_N[packed.sample],
-                decided=UpdateMasks(
-                    **{
-                        name: notes.gather_notes(batch, packed, name)
-                        for name, known in vars(decided).items()
-                        if known is not None
-                    }
-                ),
-                taught_T=taught_T,
+            known = _visible_tokens(batch.tokens(packed.samples, device), algo, decides=proximal_noted)
+            tokens = known.with_fields(
+                sample=packed.sample,
+                logprobs=logprobs,
+                entropy=entropy,
+                full_kl=full_kl,
+                score=score_N[packed.sample],
+                demonstration=guided_N[packed.sample],
             )
-            faults += _find_nonfinite("ratio", terms["ratio"], batch, packed)
+            loss, terms = objective(algo, tokens, weight_N[packed.sample] * (not packed.idle))
             loss.backward()
+            # the one time that the host waits for this micro-batch
+            trained = logprobs.detach() if tokens.proximal is None else tokens.proximal
+            found = _to_host(
+                {
+                    **terms,
+                    "entropy": entropy.detach(),
+                    "logprobs": logprobs.detach(),
+                    "trained": trained,
+                    "loss": loss.detach()[None],
+                }
+            )
+            faults += _find_nonfinite("logprob", found.pop("logprobs"), batch, packed)
+            faults += _find_nonfinite("ratio", found["ratio"], batch, packed)
             if packed.idle:
                 continue
             done += packed.samples
-            notes.store_values(batch, packed, "trained", proximal)  # of the version that began the step, as the gap is
+            batch.write_tokens(packed.samples, trained=found.pop("trained"))  # by the version that began the step
             sums.packed += len(packed.tokens)
-            sums.add_terms(loss.detach(), {**terms, "entropy": entropy.detach()})
+            sums.add_terms(found.pop("loss"), found)
             if tape is not None:
                 sums.add_routing_flips(tape.flips)
         # no rank leaves a pass that the others wait for
         if told := [fault for found in self.ranks.all_gather_object(faults) for fault in found]:
             raise NotFinite(told[0])
-        self.ranks.exchange_notes(batch, done, "trained")
+        self.ranks.exchange_tokens(batch, done, "trained")
 
     def _kl_to_start(self, batch: TrainBatch) -> dict[str, float]:
         """k3 estimate of KL(policy || starting weights) on the first samples that were trained,
         in nats a token; nothing where none was.
         """
-        probe = TrainBatch([s for s in batch.samples if "trained" in s.notes][: self.settings.start_probe])
+        probe = TrainBatch([s for s in batch.samples if s.known.trained is not None][: self.settings.start_probe])
         if not probe.samples:
             return {}
         assert self.start is not None, "start_probe keeps the starting weights"
         how: dict[str, Any] = dict(budget=self.main.micro_tokens, temperature=self.main.temperature, ranks=self.ranks)
         with self.offload.on_device(self.start):
             notes.annotate_logprobs(self.start, probe, "start", **how)
-        gone_T = torch.cat([torch.from_numpy(s.notes["trained"] - s.notes["start"]) for s in probe.samples])
-        return {"train/kl_to_start": float(k3(gone_T).mean())}
+        known = probe.tokens()
+        assert known.trained is not None and known.start is not None
+        return {"train/kl_to_start": float(k3(known.trained - known.start).mean())}
 
     def _count_bad(self, note: str) -> None:
         self.bad_steps += 1
@@ -547,43 +549,62 @@ def _frozen_start(loaded: LoadedModel) -> LoadedModel:
     return start
 
 
-def _decide_masks(batch: TrainBatch, algo: Algorithm) -> UpdateMasks:
-    """What the row decides over the whole update, also noted with its samples."""
+def _visible_tokens(known: TokenBatch, algo: Algorithm, *, decides: bool) -> TokenBatch:
+    """What a row may look at of what is known: its needs. Demonstrations were drawn from no policy."""
+    hidden = {} if "ref_logprobs" in algo.needs else {"reference": None}
+    hidden |= {} if algo.needs else {"behavior": None}
+    if not decides:
+        hidden |= dict.fromkeys(("proximal", "correction", "counts", "selected", "entropy_mask"))
+    return known.with_fields(**hidden)
+
+
+def _decide_masks(batch: TrainBatch, algo: Algorithm) -> TokenBatch:
+    """What the row decides over the whole update, also kept with its samples."""
     each = batch.scored_samples.spread_to_tokens
-    proximal_T = notes.concat_notes(batch.samples, "proximal")
-    found = compute_update_masks(
+    known = _visible_tokens(batch.tokens(), algo, decides=True)
+    decided = decide_update(
         algo,
-        tokens_of(
-            algo,
-            logprobs_T=proximal_T,
-            proximal_T=proximal_T,
-            sample_T=each(torch.arange(len(batch.samples))),
-            entropy_T=notes.concat_notes(batch.samples, "entropy"),
-            behavior_T=notes.concat_notes(batch.samples, "behavior") if algo.needs else None,
-            advantages_T=notes.concat_notes(batch.samples, "advantages"),
-            score_T=each(torch.tensor([s.reward for s in batch.samples])),
-            guided_T=each(torch.tensor([s.guided for s in batch.samples])),
+        known.with_fields(
+            score=each(torch.tensor([s.reward for s in batch.samples])),
+            demonstration=each(torch.tensor([s.guided for s in batch.samples])),
         ),
     )
-    for name, values_T in vars(found).items():
+    for name in ("correction", "counts", "selected", "entropy_mask"):
+        values_T = getattr(decided, name)
         if values_T is not None:
-            notes.scatter_notes(batch.samples, name, values_T)
-    return found
+            batch.write_tokens(**{name: values_T})
+        else:
+            for sample in batch.samples:
+                setattr(sample.known, name, None)
+    return decided
+
+
+def _mean_entropy(samples: Sequence[TrainSample]) -> float:
+    entropy_T = TokenBatch.concat([s.known for s in samples]).entropy
+    assert entropy_T is not None
+    return float(entropy_T.mean())
+
+
+def _to_host(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One copy for all of them; fp32."""
+    flat = torch.cat([x.float().reshape(-1) for x in values.values()]).cpu()
+    return dict(zip(values, flat.split([x.numel() for x in values.values()])))
 
 
 def _check_samples(batch: TrainBatch) -> None:
     """All that is known before the first forward pass with a gradient."""
     for border, known in (
-        ("reward", lambda s: s.reward if s.earned is None else np.append(s.earned, s.reward)),
-        (
-            "logprob",
-            lambda s: np.concatenate([s.behavior, *(s.notes[name] for name in s.notes.keys() - {"values", "returns"})]),
-        ),
-        ("value", lambda s: s.notes.get("values", ())),
-        ("advantage", lambda s: s.advantages),
+        ("reward", lambda s: [torch.tensor(s.reward), s.earned]),
+        ("logprob", lambda s: [getattr(s.known, name) for name in LOGPROBS] + list(s.known.teachers.values())),
+        ("value", lambda s: [s.known.values]),
+        ("advantage", lambda s: [s.known.advantages]),
     ):
-        if bad := [i for i, s in enumerate(batch.samples) if not np.isfinite(known(s)).all()]:
+        if bad := [i for i, s in enumerate(batch.samples) if not all(map(_is_finite, known(s)))]:
             raise NotFinite(f"{border}: not finite for {_name_samples(batch, bad)}")
+
+
+def _is_finite(values: Any) -> bool:
+    return values is None or bool(torch.isfinite(torch.as_tensor(values)).all())
 
 
 def _find_nonfinite(border: str, values_M: Tensor, batch: TrainBatch, packed: PackedBatch) -> list[str]:

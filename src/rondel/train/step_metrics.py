@@ -20,7 +20,7 @@ class StepMetricSums:
     def add_terms(self, loss: Tensor, terms: dict[str, Tensor]) -> None:
         self.loss += float(loss)
         for name, values in terms.items():
-            self.terms.setdefault(name, []).append(values.float().cpu())
+            self.terms.setdefault(name, []).append(values.float().cpu())  # no wait for what is on the host
 
     def add_routing_flips(self, flips_L: list[Tensor]) -> None:
         """Share of each token's own choice of experts that the engine's record does not hold."""
@@ -59,6 +59,8 @@ class StepMetricSums:
         for term, name in names_of.items():
             if term in terms and terms[term].numel():
                 out[name] = float(terms[term].mean())
+        for name in (name for name in terms if name.startswith("term_") and terms[name].numel()):
+            out[f"train/{name}"] = float(terms[name].mean())
         flips = {name: values for name, values in terms.items() if name.startswith("flips_")}
         if flips:
             out["train/route_flips"] = float(torch.cat(list(flips.values())).mean())

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from rondel.core.errors import TrainError
@@ -33,11 +32,6 @@ class Teacher:
 
     def applies_to(self, stream: str) -> bool:
         return self.source in (None, stream)
-
-
-def teacher_note_name(number: int) -> str:
-    """The note in which a sample keeps what one teacher said."""
-    return f"teacher.{number}"
 
 
 class TeacherEnsemble(Sequence[Teacher]):
@@ -65,16 +59,17 @@ class TeacherEnsemble(Sequence[Teacher]):
                 question(teacher.loaded, own, number)
 
     def combine_teachers(self, batch: TrainBatch) -> None:
-        """The note "teacher" of every sample, out of what each teacher said."""
+        """The field "teacher" of every sample's tokens, out of those of each teacher."""
         for i, sample in enumerate(batch.samples):
             shares = self._teacher_weights(sample)
-            if not shares or not all(teacher_note_name(number) in sample.notes for number in shares):
+            if not shares or not shares.keys() <= sample.known.teachers.keys():
                 raise TrainError(
                     f"no teacher of '{sample.stream}' has spoken of {batch.sample_name(i)}; model.teacher needs one for this "
                     f"source, or for all"
                 )
-            opinions = [sample.notes[teacher_note_name(number)] for number in shares]
-            sample.notes["teacher"] = np.average(opinions, axis=0, weights=list(shares.values())).astype(np.float32)
+            opinions = torch.stack([sample.known.teachers[number].double() for number in shares])
+            weights = torch.tensor(list(shares.values()), dtype=torch.float64)
+            sample.known.teacher = (opinions * weights[:, None]).sum(0).div(weights.sum()).float()
 
     def teacher_distribution(self, batch: TrainBatch, packed: PackedBatch, temperature: float) -> TeacherDistribution:
         """What those who were asked for their hidden states think of the tokens of a micro-batch."""

@@ -12,6 +12,7 @@ from algos_kit import lively, near, tensor, tokens
 from rondel.algos import correction, kl, table
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.objective import explain_objective, objective
+from rondel.algos.tokens import TokenBatch
 
 
 @pytest.mark.parametrize("row", table.TABLE.values(), ids=table.TABLE)
@@ -77,7 +78,4 @@ def test_what_a_row_needs_and_the_batch_lacks_is_our_mistake_and_is_named():
     nothing = torch.zeros(0)
     row = replace(table.GRPO, kl=kl.Kl("k2", 0.1), correction=correction.Importance())
     with pytest.raises(AssertionError, match="grpo needs advantages, behavior_logprobs, ref_logprobs"):
-        objective(
-            row, logprobs_T=nothing, entropy_T=None, proximal_T=nothing, behavior_T=None, ref_T=None, advantages_T=None,
-            weight_T=nothing, sample_T=nothing.long(),
-        )  # fmt: skip
+        objective(row, TokenBatch(nothing.long(), logprobs=nothing), nothing)

@@ -22,6 +22,7 @@ from algos_oracle import VERL as VERL_CASES
 from torch import Tensor
 
 from rondel.algos import advantage, aggregate, correction, gae, kl, ratio, surrogate, table
+from rondel.algos.component import Component
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
 from rondel.algos.value import ClippedValue
@@ -379,7 +380,7 @@ def test_masked_answers_leave_the_loss_as_in_trl(loss_type, how):
 
 
 @dataclass(frozen=True)
-class Given:
+class Given(Component):
     """Advantages that are known."""
 
     values_T: Tensor

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algos_kit import F64, Ragged, near, slope, tensor
+from algos_kit import F64, Ragged, near, slope, tensor, tokens
 from torch import Tensor
 
 from rondel.algos import kl, table
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.objective import objective
+from rondel.algos.tokens import TokenBatch
 
 LOGITS, REFERENCE = tensor(0.3, -1.0, 1.2, 0.0, -0.4), tensor(-0.2, 0.1, 0.8, -0.7, 0.5).log_softmax(0)
 
@@ -64,10 +65,7 @@ def test_the_entropy_term_has_the_gradient_of_the_full_logits():
         torch.full((7,), 0.5, dtype=F64),
         torch.zeros(7, dtype=torch.int64),
     )
-    loss, _ = objective(
-        row, logprobs_T=flat, entropy_T=entropy_T, proximal_T=flat, behavior_T=None, ref_T=None, advantages_T=None,
-        weight_T=weight, sample_T=sample,
-    )  # fmt: skip
+    loss, _ = objective(row, TokenBatch(sample, logprobs=flat, entropy=entropy_T, proximal=flat), weight)
     wanted = 0.3 * 0.5 * p * (logp.detach() + entropy_T.detach()[:, None])
     assert near(torch.autograd.grad(loss, logits)[0], wanted)
 
@@ -103,13 +101,18 @@ def test_both_ways_to_the_right_gradient_at_once_are_refused():
 
 
 def test_the_bonus_acts_on_the_undecided_tokens_or_only_below_its_target():
+    def seen(entropy_T):
+        flat = torch.zeros_like(entropy_T)
+        return tokens(flat, flat, flat, entropy=entropy_T)
+
     entropy = tensor(0.1, 0.9, 0.5, 0.3, 0.5)
     # ties stand together
-    assert EntropyBonus(1.0, top=0.4).select(entropy).tolist() == [False, True, True, False, True]
+    assert EntropyBonus(1.0, top=0.4).select(seen(entropy)).tolist() == [False, True, True, False, True]
     assert (
-        EntropyBonus(1.0, target=0.5).select(entropy).all() and not EntropyBonus(1.0, target=0.4).select(entropy).any()
+        EntropyBonus(1.0, target=0.5).select(seen(entropy)).all()
+        and not EntropyBonus(1.0, target=0.4).select(seen(entropy)).any()
     )
-    assert EntropyBonus(1.0, target=0.4).select(tensor()).tolist() == []
+    assert EntropyBonus(1.0, target=0.4).select(seen(tensor())).tolist() == []
     plain, low = (
         replace(table.GRPO, entropy=EntropyBonus(0.1)),
         replace(table.GRPO, entropy=EntropyBonus(0.1, target=0.01)),

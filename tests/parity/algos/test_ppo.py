@@ -14,6 +14,7 @@ from rondel.algos.gae import Gae, Returns
 from rondel.algos.objective import explain_objective, objective
 from rondel.algos.reward_transforms import ClipReward
 from rondel.algos.scored_samples import ScoredSamples
+from rondel.algos.tokens import TokenBatch
 from rondel.algos.value import ClippedValue, explained_variance
 from rondel.core.errors import ConfigError
 
@@ -95,9 +96,17 @@ def test_the_loss_of_the_row(row):
     old = logp.detach() + 0.3 * torch.randn(len(logp), generator=draw, dtype=F64)
     advantages = row.advantages_T(scored)
     loss, _ = objective(
-        row, logprobs_T=logp, entropy_T=None, proximal_T=old, behavior_T=scored.behavior_T, ref_T=scored.ref_T, advantages_T=advantages,
-        weight_T=scored.spread_to_tokens(row.aggregate(scored.lengths_N)), sample_T=scored.sample_T,
-    )  # fmt: skip
+        row,
+        TokenBatch(
+            scored.sample_T,
+            logprobs=logp,
+            proximal=old,
+            behavior=scored.behavior_T,
+            reference=scored.ref_T,
+            advantages=advantages,
+        ),
+        scored.spread_to_tokens(row.aggregate(scored.lengths_N)),
+    )
     wanted = 0.0
     for t, a in enumerate(advantages.tolist()):
         ratio = (logp[t] - old[t]).exp()

@@ -14,9 +14,10 @@ from rondel.algos import correction, kl, table
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.objective import objective
 from rondel.algos.off_policy_surrogates import Tapered
-from rondel.algos.precompute import UpdateMasks
+from rondel.algos.precompute import tokens_of
 from rondel.algos.ratio import SequenceRatio, TokenRatio
 from rondel.algos.surrogate import Clip
+from rondel.algos.tokens import TokenBatch
 from rondel.algos.trust_region_surrogates import DivergenceMask, MirrorDescent
 
 LENGTHS = [3, 0, 7, 1, 10, 5, 2, 8, 4]
@@ -111,13 +112,22 @@ def test_decoupled_is_plain_when_the_behavior_was_the_anchor_and_is_right_when_i
     """
     arms, mu, payoff = tensor(0.4, -0.2), tensor(0.15, 0.85).log(), tensor(1, 0)
 
+    def decided(row, tokens):
+        """As if the surrogate had chosen both; the correction is that of the two alone."""
+        own = tokens_of(row, tokens)
+        weight_T = row.correction(own.log_weight, own.sample, own.advantages)
+        return tokens.with_fields(selected=torch.ones(2), correction=weight_T)
+
     def step(row, behavior):
         logits = arms.clone().requires_grad_()
         logp = logits.log_softmax(0)
         loss, _ = objective(
-            row, logprobs_T=logp, entropy_T=None, proximal_T=logp, behavior_T=behavior, ref_T=None, advantages_T=payoff,
-            weight_T=behavior.exp(), sample_T=torch.arange(2), decided=UpdateMasks(selected=torch.ones(2)),
-        )  # fmt: skip
+            row,
+            decided(
+                row, TokenBatch(torch.arange(2), logprobs=logp, proximal=logp, behavior=behavior, advantages=payoff)
+            ),
+            behavior.exp(),
+        )
         return slope(loss, logits)
 
     logits = arms.clone().requires_grad_()
@@ -161,10 +171,17 @@ def test_demonstrations_teach_where_the_policy_never_succeeds():
             picked = logp[[0, 1, 2]] if guided else logp[[0, 1, 0]]
             rewards = tensor(0, 0, 1) if guided else tensor(0, 0, 0)
             loss, _ = objective(
-                table.LUFFY.bounded(1), logprobs_T=picked, entropy_T=None, proximal_T=picked, behavior_T=picked.detach(), ref_T=None,
-                advantages_T=rewards - rewards.mean(), weight_T=torch.full((3,), 1 / 3, dtype=F64), sample_T=torch.arange(3),
-                guided_T=torch.tensor([False, False, guided]),
-            )  # fmt: skip
+                table.LUFFY.bounded(1),
+                TokenBatch(
+                    torch.arange(3),
+                    logprobs=picked,
+                    proximal=picked,
+                    behavior=picked.detach(),
+                    advantages=rewards - rewards.mean(),
+                    demonstration=torch.tensor([False, False, guided]),
+                ),
+                torch.full((3,), 1 / 3, dtype=F64),
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

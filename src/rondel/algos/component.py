@@ -1,0 +1,131 @@
+"""The contract of a part of an algorithm's row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rondel.algos.scored_samples import ScoredSamples
+    from rondel.algos.tensors import Tensor
+    from rondel.algos.tokens import Tokens
+
+NOTHING: frozenset[str] = frozenset()
+ADVANTAGE_AND_RATIO = frozenset({"advantage", "ratio"})
+
+
+class Component:
+    """A part of a row: a frozen dataclass whose fields are the knobs of a recipe, called with what its family is given.
+
+    `Algorithm` says what each family is called with. What a row asks of a part beside the call has a default here, so
+    a part of your own overrides only what differs:
+
+        @dataclass(frozen=True)
+        class Halved(Component):
+            factor: float = 0.5
+            def __call__(self, scored): return self.factor * scored.rewards_N
+    """
+
+    if TYPE_CHECKING:
+        __call__: Callable[..., Any]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What must be known of each token beside its log-probability: fields of a TokenBatch, as "ref_logprobs"."""
+        return NOTHING
+
+    @property
+    def idle(self) -> Mapping[str, str]:
+        """Knobs that change nothing as things stand, and why."""
+        return {}
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Of a surrogate: what it takes numbers from, of "advantage", "ratio", "behavior"."""
+        return ADVANTAGE_AND_RATIO
+
+    @property
+    def slope(self) -> str:
+        """Of a surrogate or a KL: the factor of ∇logp at ratio 1, as text for `rondel explain`."""
+        return "dl/dlogp"
+
+    @property
+    def token_ratio(self) -> bool:
+        """Of a surrogate: it compares the token's own probabilities, so the ratio must be the token's."""
+        return False
+
+    @property
+    def anchor(self) -> str:
+        """Of a ratio: "proximal" or "behavior", whose log-probability the policy's is compared with."""
+        return "proximal"
+
+    @property
+    def weighs(self) -> bool:
+        """Of a correction: it reaches from the behavior to the proximal policy."""
+        return False
+
+    @property
+    def denominator(self) -> str:
+        """Of a correction: which tokens count in the denominators."""
+        return "all"
+
+    @property
+    def per_token(self) -> bool:
+        """Of an advantage: it returns a number a token, not a sample."""
+        return False
+
+    @property
+    def reads_parts(self) -> bool:
+        """Of an advantage: it reads the parts of a reward, so the shaped reward is not read."""
+        return False
+
+    @property
+    def compares(self) -> bool:
+        """Of an advantage: it compares the samples of a group, so one sample has none."""
+        return False
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Of a surrogate or an entropy bonus: its `select` chooses tokens of the whole update."""
+        return type(self).select is not Component.select
+
+    def select(self, tokens: Tokens) -> Tensor:
+        """[T] bool: the chosen tokens, asked for once, over the whole update, at the proximal policy."""
+        raise NotImplementedError(f"{type(self).__name__} has no `select`")
+
+    def counts(self, log_weight_T: Tensor, sample_T: Tensor, weight_T: Tensor) -> Tensor:
+        """[T] bool: of a correction whose denominator is not "all", the tokens that count."""
+        raise NotImplementedError(f"{type(self).__name__} has a denominator, and no `counts`")
+
+    def returns(self, scored: ScoredSamples) -> Tensor:
+        """[T]: of an advantage that needs "values", what the critic is to learn."""
+        raise NotImplementedError(f"{type(self).__name__} needs values, and has no `returns`")
+
+    def bounded(self, max_tokens: int) -> Any:
+        """The part with every length that the recipe left open."""
+        return self
+
+
+@dataclass(frozen=True)
+class LossTerm(Component):
+    """A per-token term of your own: the loss adds coef·term_t for every token that counts.
+
+        @dataclass(frozen=True)
+        class StayClose(LossTerm):
+            needs: ClassVar[frozenset[str]] = frozenset({"behavior_logprobs"})
+            def __call__(self, tokens): return (tokens.logprobs - tokens.behavior) ** 2
+
+    `algo.terms = [{ kind = "my_terms:StayClose", coef = 0.05 }]` in a recipe. The call is given the micro-batch's
+    TokenBatch, [T], and returns [T] with its gradient; it must not mix the tokens of different samples.
+
+    coef    how much it weighs
+    """
+
+    coef: float = 0.1
+
+    @property
+    def name(self) -> str:
+        """Of its metric, train/term_NAME: the class's, in lower case with underscores."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
