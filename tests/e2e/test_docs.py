@@ -148,6 +148,7 @@ EXAMPLES = {
     "shop.py": "and so on",
     "repair.py": "and so on",
     "relay.py": "by recipes/relay.toml",
+    "my_loss_term.py": "tests/units/test_table.py",  # a path: that test runs it
 }
 SHOWN_ONLY = {"text", ""}  # drawings and output
 
@@ -213,6 +214,7 @@ def test_every_recipe_and_example_is_in_the_table():
     assert {p.name for p in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys()
     run = [c for c, how in COMMANDS.items() if not how.startswith("parsed") and "train" in c]
     run += [path.read_text(encoding="utf-8") for path in (ROOT / "recipes").glob("*.toml")]
+    run += [(ROOT / how).read_text(encoding="utf-8") for how in EXAMPLES.values() if how.startswith("tests/")]
     assert [name for name in EXAMPLES if not any(f"{Path(name).stem}:" in c for c in run)] == []
 
 
