@@ -1,4 +1,4 @@
-"""The import rule of DESIGN §3: down, never sideways between stages, never in a
+"""The import rule of docs/design.md: down, never sideways between stages, never in a
 circle; and who must start without torch.
 
 core system text  ->  algos planner importing  ->  models, the strangers  ->  loop driver checks

@@ -6,6 +6,7 @@ The tables say which. What is shown and not in a table fails; what is in a table
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -147,6 +148,7 @@ EXAMPLES = {
     "shop.py": "and so on",
     "repair.py": "and so on",
     "relay.py": "by recipes/relay.toml",
+    "my_loss_term.py": "tests/units/test_table.py",  # a path: that test runs it
 }
 SHOWN_ONLY = {"text", ""}  # drawings and output
 
@@ -212,6 +214,7 @@ def test_every_recipe_and_example_is_in_the_table():
     assert {p.name for p in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys()
     run = [c for c, how in COMMANDS.items() if not how.startswith("parsed") and "train" in c]
     run += [path.read_text(encoding="utf-8") for path in (ROOT / "recipes").glob("*.toml")]
+    run += [(ROOT / how).read_text(encoding="utf-8") for how in EXAMPLES.values() if how.startswith("tests/")]
     assert [name for name in EXAMPLES if not any(f"{Path(name).stem}:" in c for c in run)] == []
 
 
@@ -222,6 +225,85 @@ def test_every_link_leads_somewhere():
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     ]
     assert [(page.name, t) for page, t in links if not t.startswith("http") and not (page.parent / t).exists()] == []
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    text = re.sub(r"^ *(```+).*?^ *\1 *$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = [heading.lower() for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings}
+
+
+def test_every_anchor_is_a_heading():
+    links = [
+        (page, target, anchor)
+        for page in PAGES
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+    ]
+    assert len(links) > 20
+    wrong = [
+        (page.name, target, anchor)
+        for page, target, anchor in links
+        if anchor not in anchors_of(page.parent / target if target else page)
+    ]
+    assert wrong == []
+
+
+def names_in(path: Path) -> set[str]:
+    """Functions, classes and constants of a Python file, and members of its classes: `Buffer`, `Buffer.admit`."""
+    found: set[str] = set()
+
+    def add_names(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(prefix + node.name)
+            if isinstance(node, ast.ClassDef):
+                add_names(node.body, f"{node.name}.")
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+    add_names(ast.parse(path.read_text(encoding="utf-8")).body, "")
+    return found
+
+
+def named_links() -> list[tuple[str, str, Path, str]]:
+    """(page, file as written, file, name) of every link like `[buffer.py: Buffer.admit](../src/rondel/buffer.py)`."""
+    return [
+        (page.name, file, page.parent / target, name)
+        for page in PAGES
+        for file, name, target in re.findall(
+            r"\[(\w+\.py):\s+([\w.]+)\]\(([^)#]+)\)", page.read_text(encoding="utf-8").replace("\\_", "_")
+        )
+    ]
+
+
+def test_every_named_link_leads_to_its_name():
+    """Links name functions instead of line numbers, so they can be checked and do not go stale."""
+    links = named_links()
+    assert len(links) > 50
+    wrong = [
+        (page, file, name)
+        for page, file, path, name in links
+        if path.name != file or not path.exists() or name not in names_in(path)
+    ]
+    assert wrong == []
+
+
+def test_the_laws_are_numbered_and_whoever_cites_one_finds_it():
+    """Every `law N` in code, tests and docs is in docs/design.md, and every law there names its test."""
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^### Law (\d+): [^\n]+\n(.*?)(?=^##)", text, re.DOTALL | re.MULTILINE))
+    assert list(sections) == [str(n) for n in range(1, len(sections) + 1)]
+    assert [n for n, body in sections.items() if not re.search(r"- Test:\s+\[test_", body)] == []
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "docs").glob("*.md")]
+    cited = {
+        number
+        for path in files
+        for numbers in re.findall(r"\b[Ll]aws? (\d+(?:(?:, | and )\d+)*)", path.read_text(encoding="utf-8"))
+        for number in re.findall(r"\d+", numbers)
+    }
+    assert cited <= sections.keys()
 
 
 def test_every_verb_is_in_the_readme():

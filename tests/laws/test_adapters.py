@@ -1,5 +1,5 @@
 """Adapters: what serves is what is trained, the base never moves, and only the
-adapter travels and is stored (SPEC W11).
+adapter travels and is stored.
 """
 
 from __future__ import annotations

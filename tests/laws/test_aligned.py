@@ -1,5 +1,5 @@
 """Law 4, aligned: the same bits whatever the batch, packing, chunking or cache state,
-and in the trainer's recompute (SPEC M5).
+and in the trainer's recompute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several passes over one batch (SPEC A15): against the proximal logprobs and the advantages of before the first."""
+"""Several passes over one batch: against the proximal logprobs and the advantages of before the first."""
 
 from __future__ import annotations
 

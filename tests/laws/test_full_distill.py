@@ -1,5 +1,5 @@
 """train/teacher_distributions.py: the reverse KL over the whole vocabulary, from
-hidden states that were kept (SPEC T2).
+hidden states that were kept.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_no_split_changes_its_gradient_and_each_source_has_its_teacher(settings)
 
 @pytest.mark.slow
 def test_it_points_where_the_sampled_one_points_with_less_noise():
-    """The mean gradient over many rollouts is the same; that of one batch strays less (SPEC T2)."""
+    """The mean gradient over many rollouts is the same; that of one batch strays less."""
     teachers, found = [Teacher(wise(5))], {"distill": [], "full": []}
     loaded = model()
     for number in range(12):

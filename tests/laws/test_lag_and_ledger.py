@@ -130,7 +130,7 @@ def test_staleness_zero_is_synchronous():
 
 
 def test_staleness_is_used_when_allowed():
-    """A bound that is never reached would be a hidden constant (PROBLEMS row 14)."""
+    """A bound that is never reached would be a hidden constant."""
     trainer = CountingTrainer()
     buffer = Buffer(groups_per_step=2, max_staleness=2)
     asyncio.run(loop.run(endless(), buffer, **loop_kit(trainer, Rollouts(3, spread=30), 40)))

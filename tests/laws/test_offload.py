@@ -1,5 +1,5 @@
 """One device for two: trainer state or KV cache, never both, counted in bytes of tensors; what
-sleeps wakes bit for bit (law 8, SPEC H1 H4 H6).
+sleeps wakes bit for bit (law 8).
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ async def _interleaved(verbs):
 
 
 def test_shared_hands_over_in_the_order_that_never_needs_room_for_both():
-    """Trainer off, then the update, then the cache; at most the weights lie there in between (SPEC H4)."""
+    """Trainer off, then the update, then the cache; at most the weights lie there in between."""
 
     async def main():
         claim, loaded, algo, seen = OneAtATime("engine"), model("llama"), row("grpo"), []

@@ -1,4 +1,4 @@
-"""Laws 1, 2 and 15 where more groups are begun than are waited for; and what that does to a batch (SPEC Y3, Y5, Y6)."""
+"""Laws 1, 2 and 15 where more groups are begun than are waited for; and what that does to a batch."""
 
 from __future__ import annotations
 

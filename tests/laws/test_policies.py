@@ -1,4 +1,4 @@
-"""Agents with weights of their own (N1): one episode, one step, one version; each policy
+"""Agents with weights of their own: one episode, one step, one version; each policy
 learns from its own agents' tokens and no others.
 """
 

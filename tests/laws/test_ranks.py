@@ -1,5 +1,5 @@
 """Two ranks of FSDP2 over gloo are one rank: gradients, steps, metrics, faults and
-checkpoints, whatever the row (law 3, SPEC B2).
+checkpoints, whatever the row (law 3).
 """
 
 from __future__ import annotations

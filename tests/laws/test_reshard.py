@@ -1,4 +1,4 @@
-"""W6: what TP ranks of a trainer hold becomes what TP' ranks of an engine hold, through the same whole, bit for bit."""
+"""What TP ranks of a trainer hold becomes what TP' ranks of an engine hold, through the same whole, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""driver/replay_buffer.py: groups that come back (SPEC A15), each once, never older than
+"""driver/replay_buffer.py: groups that come back, each once, never older than
 the limit (law 2), the same after a resume.
 """
 

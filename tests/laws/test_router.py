@@ -185,7 +185,7 @@ def test_a_group_stays_together_and_the_cap_sends_the_rest_elsewhere():
 
 
 def test_popular_prompts_do_not_make_one_replica_late():
-    """SPEC O5: Zipf prompts, the load of the busiest at most 1.5 times the mean."""
+    """Zipf prompts, the load of the busiest at most 1.5 times the mean."""
 
     async def work():
         r, _fakes = router(4, max_inflight=256)

@@ -1,4 +1,4 @@
-"""Routing replay (X1, X2): the trainer sends every token to the experts that the
+"""Routing replay: the trainer sends every token to the experts that the
 engine chose, each record exactly once.
 """
 

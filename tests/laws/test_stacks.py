@@ -1,5 +1,5 @@
 """Law 10: who notices that nothing moves names who waits for what, and the stacks of
-all processes are on disk (SPEC F4).
+all processes are on disk.
 """
 
 from __future__ import annotations

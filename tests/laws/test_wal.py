@@ -1,4 +1,4 @@
-"""The token log (law 15, SPEC Y7): whole blocks only, the past that this life has, and
+"""The token log (law 15): whole blocks only, the past that this life has, and
 lengths as if nothing had been interrupted.
 """
 
@@ -246,7 +246,7 @@ def test_a_life_that_was_rolled_back_keeps_what_it_writes(tmp_path):
 
 @pytest.mark.slow
 def test_interrupted_lengths_are_those_of_uninterrupted_samples(tmp_path):
-    """h = 0.02, q = 0.01: restarting gives a mean of 33.6 tokens, the log 50 (SPEC Y7);
+    """h = 0.02, q = 0.01: restarting gives a mean of 33.6 tokens, the log 50;
     Kolmogorov-Smirnov tells them apart.
     """
     rng, h, q, n = np.random.default_rng(0), 0.02, 0.01, 4000

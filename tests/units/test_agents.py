@@ -97,7 +97,7 @@ def test_what_cannot_be_played_is_refused_at_the_start():
 
 @pytest.mark.slow
 def test_one_turn_is_single_turn_to_the_bit(tmp_path):
-    """N1: a chain of one agent is plain GRPO."""
+    """A chain of one agent is plain GRPO."""
     one, other = tmp_path / "one", tmp_path / "other"
     run(one, loop__steps=3)
     run(other, loop__steps=3, task__env="agents", task__agents=[{"agent": "only", "says": "{prompt}"}])

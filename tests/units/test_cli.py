@@ -392,7 +392,7 @@ def test_what_a_recipe_names_lies_beside_it(tmp_path, monkeypatch):
 
 
 def test_no_message_speaks_of_a_law_by_its_number():
-    """The numbered list is in the developers' papers; a user reads what was violated in words."""
+    """The numbered list is docs/design.md, for developers; a user reads in words what was violated."""
     found = []
     for path in sorted(Path(cli.__file__).parents[1].rglob("*.py")):
         text = path.read_text(encoding="utf-8")

@@ -37,7 +37,7 @@ def test_the_account_of_seventy_billion():
 def test_bytes_of_a_trained_number():
     assert [s.persistent_bytes for s in (MIXED, FSDP2, RONDEL, RONDEL32)] == [16, 16, 18, 16]
     assert FSDP2.transient == 2
-    assert 7e9 * MIXED.moments == 56 * GB, "Adam's two moments in fp32; 28 GB would be half of them (C16)"
+    assert 7e9 * MIXED.moments == 56 * GB, "Adam's two moments in fp32; 28 GB would be half of them"
 
 
 def test_a_terabyte_of_parameters_is_not_on_one_card():

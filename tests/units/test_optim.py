@@ -103,7 +103,7 @@ def test_micro_batches_accumulate_in_float32_with_tied_weights(dtype):
 
 
 def test_small_updates_are_not_lost_in_bfloat16():
-    """lr = 1e-6 is far below bf16's grid: without masters 0 weights would ever move (PROBLEMS row 38)."""
+    """lr = 1e-6 is far below bf16's grid: without masters 0 weights would ever move."""
     module, weights = make(torch.bfloat16, weight_decay=0.0)
     start_compute, start_masters = ([x.detach().clone() for x in xs] for xs in (weights.compute, weights.masters))
     shares = []

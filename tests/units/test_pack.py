@@ -118,7 +118,7 @@ LOGNORMAL = [(20, 150, ranks, 16_384) for ranks in (2, 4, 8)] + [
 @pytest.mark.parametrize("prompt,median,ranks,budget", LOGNORMAL)
 def test_ranks_get_the_same_load_of_lognormal_lengths(prompt, median, ranks, budget):
     """Critical path (in every round all wait for the fullest) over the ideal, and what it
-    costs to split families: <= 5 % each (SPEC B3).
+    costs to split families: <= 5 % each.
     """
     for seed in range(5):
         rng = np.random.default_rng(seed)

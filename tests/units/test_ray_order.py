@@ -1,5 +1,5 @@
-"""Which worker gets which device: by the node's address as numbers, then by the GPU (SPEC
-O2); and how ranks of several machines meet.
+"""Which worker gets which device: by the node's address as numbers, then by the GPU;
+and how ranks of several machines meet.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class ScriptedEpisode:
 
 @dataclass
 class ScriptedStage:
-    """Where scripts are played: `await stage.play("gold", task, script)`."""
+    """Where scripts are played: `await stage.play_episode("gold", task, script)`."""
 
     env: Any
     tokenizer: Any

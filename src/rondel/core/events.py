@@ -267,6 +267,6 @@ def stalled_error(message: str, error: type[StalledError] = StalledError) -> Sta
 
 
 def subscribe(reader: Callable[[Event], None]) -> Callable[[], None]:
-    """Add a reader; call the result to remove it. What it raises ends the run, unless it is `dispensable`."""
+    """Add a reader; call the result to remove it. What it raises ends the run, unless `drop_on_failure` wraps it."""
     _subscribers.append(reader)
     return lambda: _subscribers.remove(reader) if reader in _subscribers else None

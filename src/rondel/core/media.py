@@ -117,7 +117,7 @@ class Image:
 
     @property
     def stored_fields(self) -> list[Any]:
-        """JSON-shaped; `restored` gives it back."""
+        """JSON-shaped; `from_stored_fields` gives it back."""
         return [self.cell, self.rows, self.columns, b64encode(zlib.compress(self.pixels.tobytes(), 1)).decode()]
 
     @classmethod

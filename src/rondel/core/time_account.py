@@ -16,7 +16,7 @@ MOST = 256  # laps of one telling that are told in order; of more only the sums
 class TimeAccount:
     """What one worker does, as it says itself.
 
-    >>> account = Account("engine"); account.turn("generate"); account.turn("idle")
+    >>> account = TimeAccount("engine"); account.switch_to("generate"); account.switch_to("idle")
     >>> sorted(account.seconds)
     ['generate', 'idle']
     """

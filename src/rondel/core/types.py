@@ -535,7 +535,7 @@ class Manifest:
         """One of several policies at one version: the tensor
         "critic/model.norm.weight", the base "critic=3f.. policy=".
 
-        `part` is its inverse. ValueError where they are not of one version.
+        `policy_part` is its inverse. ValueError where they are not of one version.
         """
         versions = {part.version for part in parts.values()}
         if len(versions) != 1:

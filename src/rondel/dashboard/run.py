@@ -47,8 +47,8 @@ class ColumnStory(Story):
 
 
 class DashboardRun:
-    """`look()` reads on and says whether anything is new; everything else answers from what was read. Safe from several
-    threads. `rules` are those of `diagnose`.
+    """`poll_journal()` reads on and says whether anything is new; everything else answers from
+    what was read. Safe from several threads. `rules` are those of `diagnose`.
     """
 
     def __init__(self, folder: str | Path, rules: Callable[[Story], list[Finding]]) -> None:

@@ -3,7 +3,7 @@ recipe that were lost, and servers that said so.
 
     rondel serve MODEL --join RUN  ──writes──> RUN/engines/127.0.0.1-8001 ──read every few seconds──> weights that serve ──> admitted
 
-A newcomer takes the version that serves before its first request (`Update.catch_up`);
+A newcomer takes the version that serves before its first request (`WeightUpdate.catch_up`);
 one that ends is left behind by the router.
 """
 

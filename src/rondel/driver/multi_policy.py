@@ -1,5 +1,5 @@
 """A run with several policies: each was placed as if it were alone, and composites of
-engine, trainer and transport join them (N1).
+engine, trainer and transport join them.
 
     policies.critic      engine, trainer, transport of its own      run.folder/policies/critic/ (token
                          log, weights on their way, logs)

@@ -1,5 +1,5 @@
 """Groups that are trained a second time: a few of every step come back in a later
-one, while their lag allows it (SPEC A15).
+one, while their lag allows it.
 """
 
 from __future__ import annotations

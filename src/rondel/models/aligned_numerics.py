@@ -13,7 +13,7 @@ What must not depend on the batch is the order of every sum:
 The forward value is this one on both sides; the backward pass of the trainer is that of
 its fast attention. It costs memory traffic: nothing is shared between queries. Whether
 processor, torch build and model really give
-equal bits is proven at start: `prove`.
+equal bits is proven at start: `check_invariance`.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class RoutingTape:
         return torch.stack([row for row in self.rows if row is not None], 1)
 
     def select_experts(self, layer: int, own: Tensor) -> Tensor:
-        """What layer's topk [T, K] becomes. Every record is used once (a law: SPEC X2)."""
+        """What layer's topk [T, K] becomes. Every record is used exactly once."""
         if self.rows[layer] is not None:
             raise LawError(f"router {layer} chose twice in one forward pass: its record must be used exactly once")
         self.rows[layer] = own

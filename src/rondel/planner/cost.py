@@ -265,7 +265,7 @@ def sync_options(setting: Workload) -> list[SyncTime]:
 
 
 def interrupt_seconds(setting: Workload) -> dict[str, float]:
-    """What an update costs the engines by what happens to requests in flight (SPEC W10), beside the transfer.
+    """What an update costs the engines by what happens to requests in flight, beside the transfer.
 
     hold: nothing but the swap.  drain: until the longest has ended.  abort: what was read
     and written of all that run, read once more.

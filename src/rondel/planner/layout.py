@@ -1,5 +1,5 @@
 """Ways to lay a model over devices: data, tensor, pipeline, context and expert parallel;
-memory, bubble, traffic, time of each.  SPEC B2, B4-B7.
+memory, bubble, traffic, time of each.
 
 world = dp·tp·pp·cp, experts over ep of the dp·cp.  Traffic order, the heaviest innermost: tp - cp - ep - dp - pp
 """

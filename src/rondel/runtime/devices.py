@@ -115,7 +115,7 @@ class OneAtATime:
 
 class SharedDevice:
     """Trainer and engine on one device.  With `offload` exactly one of them has its
-    memory (law 8), in this order (SPEC H4):
+    memory (law 8), in this order:
 
     engine ──pause, cache sleeps──> trainer wakes, steps, sleeps ──> sync: the weights alone ──> cache wakes, resume ──> engine
 

@@ -8,7 +8,7 @@ stdout  JSON    {"together": 1, "naps": false} | {"error": ...}, then {"value": 
 A reward with `together` > 1 is asked so many times at once: a job is then (number,
 trajectory, task), a reply names its number, what the reward counts goes along, and an empty
 reply every second says that the event loop runs.
-(number, "sleep" | "wake") is an order to one that naps (naps.py).
+(number, "sleep" | "wake") is an order to one that naps (score/offload.py).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """From 8 devices to ten thousand: what breaks at each tier, what it costs with and
-without the primitive that saves it.  SPEC P5.
+without the primitive that saves it.
 
 Every figure is the planner's or the simulator's, of one work that grows with the devices (a 7B
 model on H100s, 4 groups of 8 answers a device up to 2048 groups, at most 16k tokens);

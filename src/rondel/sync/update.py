@@ -34,7 +34,7 @@ LEASE = 600.0  # seconds after which a paused engine that nobody resumes goes on
 
 
 class WeightUpdate:
-    """`version = await Update(transport, ...)(trainer, *engines)`. One at a time: a second call waits for the first.
+    """`version = await WeightUpdate(transport, ...)(trainer, *engines)`. One at a time: a second call waits for the first.
 
     probe      tokens whose logprobs both sides must agree on after the commit; empty switches the probe off
     score      the trainer's logprobs of the probe

@@ -3,7 +3,7 @@ and policies write may spell them, and must not become them.
 
     messages ──cover──> no control token can begin in them ──template──> whatever is spelled now, the template wrote ──encode──> tokens
 
-`cover` replaces the characters that control tokens begin with ("<", "[") by stand-ins, and
+`cover_control_tokens` replaces the characters that control tokens begin with ("<", "[") by stand-ins, and
 `encode` puts them back. Text that spells no control token is encoded by the tokenizer
 itself. Text that does is encoded by a twin of it,
 in which every control token has a name that nobody can guess: those of the template are
@@ -148,7 +148,7 @@ class SpecialTokens:
         return self.encode(self.cover_control_tokens(text, split=split), add_special_tokens=add_special_tokens)
 
     def uncover_control_tokens(self, covered: str) -> str:
-        """What it was before `cover`."""
+        """What it was before `cover_control_tokens`."""
         return self._covered.sub(lambda found: self._chars[found[0]], covered) if STAND_IN in covered else covered
 
     def find_control_tokens(self, text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""In what order tasks are admitted, for ever: `order.nth(n)` is the task of admission n.
+"""In what order tasks are admitted, for ever: `order.task_at(n)` is the task of admission n.
 
 Shuffled    every task once an epoch
 Mixed       several sources by their weights, each in an order of its own
@@ -19,7 +19,7 @@ PERIOD = 1000  # admissions after which the sources of a mixture repeat, at most
 
 
 class TaskAdmissions(Protocol):
-    """`read` hears the journal; `state` and `load` are what it has learned from that, as JSON."""
+    """`on_event` reads the journal; `state_dict` and `load` are what it has learned from that, as JSON."""
 
     def task_at(self, n: int) -> Task: ...
     def on_event(self, event: Event) -> None: ...
@@ -28,7 +28,7 @@ class TaskAdmissions(Protocol):
 
 
 class PureOrder:
-    """Task n is a function of (tasks, seed, n): resuming needs the number n only (SPEC L7)."""
+    """Task n is a function of (tasks, seed, n): resuming needs the number n only."""
 
     def on_event(self, event: Event) -> None: ...
 

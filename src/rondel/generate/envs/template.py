@@ -1,7 +1,7 @@
 """How a tokenizer's chat template writes an opening, a later message, and the end of a turn: always as tokens.
 
 A conversation is a buffer of tokens that only grows, so a later message is rendered
-behind a fixed dummy conversation D and D's tokens are cut off again (SPEC G2). What the
+behind a fixed dummy conversation D and D's tokens are cut off again. What the
 policy wrote is never part of what is rendered.
 
     opening   encode(tpl(messages, gen_prompt=True))

@@ -235,7 +235,7 @@ class BundleProbe:
 
 def sort_bundles(bundles: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
     """Numbers of (node, GPUs), by the node's address as numbers and then the GPUs:
-    10.0.0.2 comes before 10.0.0.10.  SPEC O2.
+    10.0.0.2 comes before 10.0.0.10.
 
     A host name counts as its address, and one without an address by its letters, behind all others.
     """

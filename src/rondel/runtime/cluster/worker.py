@@ -23,7 +23,7 @@ class RemoteWorker:
     """An object elsewhere: every public name is an awaitable verb of it. `ask` and
     `now` are for code without an event loop.
 
-    Where it lives supplies `_send` and `_cancel`, and calls `_settle`, `_tell` and `_lost`.
+    A subclass implements `_send_call` and `_cancel_call`, and calls `_resolve_call`, `_forward_event` and `_mark_lost`.
     """
 
     def __init__(self, name: str, patience: float) -> None:

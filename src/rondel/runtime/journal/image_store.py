@@ -29,7 +29,7 @@ class ImageStore:
         self._known: dict[str, Image] = {}
 
     def store_images(self, media: list[ImagePlaceholder]) -> list[list[Any]]:
-        """-> [start, digest, cell] of each; `placed` is the inverse."""
+        """-> [start, digest, cell] of each; `load_images` is the inverse."""
         for place in media:
             if not (path := self._image_path(place.image.digest)).exists():
                 out = io.BytesIO()
@@ -41,7 +41,7 @@ class ImageStore:
         return [ImagePlaceholder(start, self._load_image(digest, cell)) for start, digest, cell in rows]
 
     def replace_data_urls(self, data: Any) -> Any:
-        """A task's data with the names of files instead of data: URLs; `whole` is the inverse."""
+        """A task's data with the names of files instead of data: URLs; `restore_data_urls` is the inverse."""
         return _map_images(data, self._store_url)
 
     def restore_data_urls(self, data: Any) -> Any:

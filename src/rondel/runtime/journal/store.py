@@ -1,6 +1,6 @@
 """The rollout store: every trajectory that was trained, one Parquet file a step, one row a trajectory.
 
-    rollouts/step-000012.parquet     and the pictures in them once for the whole run, in media/ (album.py)
+    rollouts/step-000012.parquet     and the pictures in them once for the whole run, in media/ (image_store.py)
 
 `groups_of(read_step(folder, 12))` are the groups the trainer saw, exactly: `view`
 shows them, `replay` trains on them again.

@@ -1,4 +1,4 @@
-"""The token log: every drawn token with its logprob and version is on file before anyone sees it (law 15).  SPEC Y7.
+"""The token log: every drawn token with its logprob and version is on file before anyone sees it (law 15).
 
 wal/engine-0/000012.bin      one segment a weight version
     block = magic, rows, crc32 | key, index, prompt, logprob, token, version      one

@@ -25,7 +25,7 @@ def wilson_interval(successes: float, n: int, z: float = 1.959964) -> tuple[floa
     """Interval of a share: (p + z²/2n ± z·sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n).  Wilson
     1927, doi:10.1080/01621459.1927.10502953.
 
-    Unlike p ± z·sqrt(p(1-p)/n) it is honest at 0 and 1: `wilson(0, 10)` is (0, 0.28).
+    Unlike p ± z·sqrt(p(1-p)/n) it is honest at 0 and 1: `wilson_interval(0, 10)` is (0, 0.28).
     Knowing nothing, n = 0, is (0, 1).
     """
     if not 0 <= successes <= max(n, 0):

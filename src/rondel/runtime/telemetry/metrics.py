@@ -221,7 +221,7 @@ def from_tail(finished: Iterable[GroupFinished]) -> dict[str, float]:
 
 
 class LateBias:
-    """Says it once, if taking the first to finish leaves out what would have earned more, or less (SPEC Y6).
+    """Says it once, if taking the first to finish leaves out what would have earned more, or less.
 
     Of each step with late groups the gap between the rewards of those that finished last
     and first; warns where the mean of at least STEPS of them is SIGMAS standard errors from 0.
