@@ -22,6 +22,7 @@ from typing import Any
 
 from rondel.core.errors import CheckpointError, LawError, StalledError, UserError, error_boundary
 from rondel.core.events import Warned, emit
+from rondel.core.schedule_gate import ScheduleGate
 from rondel.core.types import Completion, Request, Stint
 from rondel.runtime.journal.log import decode, encode
 from rondel.system.files import guard_write
@@ -30,8 +31,10 @@ FILE = "schedule.jsonl"
 PATIENCE = 1800.0  # seconds
 
 
-class OrderRecorder:
-    """An order that allows everything and writes it down."""
+class OrderRecorder(ScheduleGate):
+    """A gate that lets everything pass and writes it down."""
+
+    keeps_order = True
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
@@ -39,26 +42,12 @@ class OrderRecorder:
             self._file = self.path.open("w", buffering=1)
 
     def begin_phase(self) -> None:
-        """Another phase: its buffer counts from 0."""
         self._write_row("begin", 0)
-
-    def may_proceed(self, what: str, number: int) -> bool:
-        return True
 
     def mark_done(self, what: str, number: int) -> None:
         self._write_row(what, number)
 
-    def in_time(self, number: int) -> bool | None:
-        return None
-
-    async def wait_for_requests(self, version: int) -> None:
-        """Whatever was to be asked at this version has been."""
-
-    def version_spans(self, request: Request) -> None:
-        """Where this request has to stand still."""
-
     def record_completion(self, request: Request, done: Completion) -> None:
-        """An answer, or a piece of one."""
         if not done.tokens:
             return
         if _token_versions(done.stints) != done.versions:  # it was read from the token log of an engine that ended
@@ -84,8 +73,10 @@ def _token_versions(stints: Any) -> list[int]:
     return list(chain.from_iterable([version] * (written - n) for (version, _, written), n in zip(stints, before)))
 
 
-class OrderReplayer:
-    """An order that allows what happened, when it happened."""
+class OrderReplayer(ScheduleGate):
+    """A gate that lets pass what happened, when it happened."""
+
+    keeps_order = True
 
     def __init__(self, folder: Path) -> None:
         path = folder / FILE
@@ -130,8 +121,6 @@ class OrderReplayer:
     def mark_done(self, what: str, number: int) -> None:
         self._at += 1
 
-    def close(self) -> None: ...
-
     def in_time(self, number: int) -> bool | None:
         return number not in self._late
 
@@ -148,7 +137,6 @@ class OrderReplayer:
                 ) from error
 
     def version_spans(self, request: Request) -> tuple[Stint, ...]:
-        """() for one that never ended: it changed nothing."""
         pieces = self._pieces[request.key, request.continuation]
         if not pieces:
             return ()
@@ -160,6 +148,3 @@ class OrderReplayer:
     def record_completion(self, request: Request, done: Completion) -> None:
         if done.tokens:
             self._pieces[request.key, request.continuation].pop()
-
-
-Schedule = OrderRecorder | OrderReplayer
