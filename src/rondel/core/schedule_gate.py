@@ -9,6 +9,8 @@ one writes down what passed, one lets pass only what was written down, in that o
 
 from __future__ import annotations
 
+from typing import Any
+
 from rondel.core.types import Completion, Request, Stint
 
 
@@ -36,6 +38,10 @@ class ScheduleGate:
 
     async def wait_for_requests(self, version: int) -> None:
         """Whatever was to be asked at this version has been."""
+
+    def wrap_engine(self, engine: Any) -> Any:
+        """The engine, whose requests pass the gate."""
+        return engine
 
     def version_spans(self, request: Request) -> tuple[Stint, ...] | None:
         """Where this request has to stand still; () for one that never ended. None: nowhere."""

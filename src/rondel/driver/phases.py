@@ -22,7 +22,7 @@ from rondel.core.types import Group, Slot, Verdict
 from rondel.driver.elastic_engines import admit_engines
 from rondel.driver.evaluation import evaluate
 from rondel.driver.rollouts import GroupRollouts, SupervisedRollouts, prepare, prepare_of, rollouts_of
-from rondel.driver.run_record import InOrder, ScheduledEngine, score_in_turn
+from rondel.driver.run_record import InOrder, score_in_turn
 from rondel.filter import chain_filters
 from rondel.generate.envs.order import ShuffledOrder, TaskAdmissions, stream_tasks
 from rondel.runtime.journal.store import RolloutStore
@@ -54,7 +54,7 @@ class RunPhases:
     ) -> None:
         self.job, self.parts, self.folder, self.checkpoints, self.rollouts = job, parts, folder, checkpoints, rollouts
         self.ending, self.gate = ending, gate
-        parts.placed.engine = ScheduledEngine(parts.engine, gate)
+        parts.placed.engine = gate.wrap_engine(parts.engine)
         self.buffer: Buffer
         self.began = time.perf_counter()
         self.total = job.loop.warmup.steps + job.steps

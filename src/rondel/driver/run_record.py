@@ -1,6 +1,5 @@
 """The parts of a run behind the gate of its schedule, for `run.record` and `rondel replay --into`.
 
-engine      its requests bring their lines and leave their stints
 devices     training begins when all has been asked that was asked then, and a step ends when it ended
 score       a group is finished when it was
 """
@@ -9,31 +8,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from rondel.buffer import Buffer
 from rondel.core.schedule_gate import ScheduleGate
-from rondel.core.types import Completion, Group, Request
-
-
-class ScheduledEngine:
-    """The engine, whose requests are recorded or follow their record. Evaluations are at
-    one version whole, and need neither.
-    """
-
-    def __init__(self, engine: Any, gate: ScheduleGate) -> None:
-        self._engine, self._gate = engine, gate
-
-    async def generate(self, request: Request) -> Completion:
-        if request.namespace:
-            return await self._engine.generate(request)
-        done = await self._engine.generate(replace(request, lines=self._gate.version_spans(request)))
-        self._gate.record_completion(request, done)
-        return done
-
-    def __getattr__(self, verb: str) -> Any:
-        return getattr(self._engine, verb)
+from rondel.core.types import Group
 
 
 class InOrder:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,36 @@ FILE = "schedule.jsonl"
 PATIENCE = 1800.0  # seconds
 
 
-class OrderRecorder(ScheduleGate):
-    """A gate that lets everything pass and writes it down."""
+class OrderedGate(ScheduleGate):
+    """A gate at which what happens has an order, written down or followed."""
 
     keeps_order = True
+
+    def wrap_engine(self, engine: Any) -> Any:
+        return ScheduledEngine(engine, self)
+
+
+class ScheduledEngine:
+    """The engine, whose requests are recorded or follow their record. Evaluations are at
+    one version whole, and need neither.
+    """
+
+    def __init__(self, engine: Any, gate: ScheduleGate) -> None:
+        self._engine, self._gate = engine, gate
+
+    async def generate(self, request: Request) -> Completion:
+        if request.namespace:
+            return await self._engine.generate(request)
+        done = await self._engine.generate(replace(request, lines=self._gate.version_spans(request)))
+        self._gate.record_completion(request, done)
+        return done
+
+    def __getattr__(self, verb: str) -> Any:
+        return getattr(self._engine, verb)
+
+
+class OrderRecorder(OrderedGate):
+    """A gate that lets everything pass and writes it down."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
@@ -73,10 +100,8 @@ def _token_versions(stints: Any) -> list[int]:
     return list(chain.from_iterable([version] * (written - n) for (version, _, written), n in zip(stints, before)))
 
 
-class OrderReplayer(ScheduleGate):
+class OrderReplayer(OrderedGate):
     """A gate that lets pass what happened, when it happened."""
-
-    keeps_order = True
 
     def __init__(self, folder: Path) -> None:
         path = folder / FILE
