@@ -78,10 +78,10 @@ class Buffer:
     # -- the feed's side -------------------------------------------------------------------------
 
     def has_room(self) -> bool:
+        if self.rule.is_exhausted(self.counts.dropped):
+            return False
         gone = self.rule.groups_per_step if self._batch_complete else len(self.groups.taken)
-        return len(self.groups.born) < self.rule.max_open_groups - gone and not self.rule.is_exhausted(
-            self.counts.dropped
-        )
+        return len(self.groups.born) < self.rule.max_open_groups - gone
 
     async def wait_for_room(self) -> None:
         """Wait until the inequality holds."""
