@@ -31,7 +31,7 @@ class GroupLedger:
         self.dropped += 1
 
     def record_late(self, reason: str) -> None:
-        """Nobody's fault: it does not count as dropped."""
+        """A late group gives its place back and does not count as dropped."""
         self.filtered[reason] += 1
         self.refunded += 1
 

@@ -1,4 +1,4 @@
-"""What stands at one end of a line for an object of the other."""
+"""Stand-ins at one end of a line for the objects of the other."""
 
 from __future__ import annotations
 

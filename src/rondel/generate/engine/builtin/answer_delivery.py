@@ -1,4 +1,4 @@
-"""What was drawn, given to whoever asked: token by token to those who listen, whole at the end."""
+"""Delivery of what was drawn: token by token to those who listen, whole at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AnswerDelivery:
-    """Between two steps: a sequence that ends leaves the scheduler here."""
+    """Delivery between two steps; a sequence that ends leaves the scheduler here."""
 
     def __init__(self, loaded: LoadedModel, scheduler: Scheduler) -> None:
         self.loaded, self.scheduler = loaded, scheduler

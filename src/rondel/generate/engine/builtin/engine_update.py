@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class EngineUpdate:
-    """What an update does to everything but the weights themselves, which are the receiver's."""
+    """The engine's part of an update: everything but the weights themselves, which are the receiver's."""
 
     def __init__(self, arrivals: WeightReceiver, lifecycle: EngineLifecycle, serving: ServingLoop) -> None:
         self.arrivals, self.lifecycle, self.serving = arrivals, lifecycle, serving

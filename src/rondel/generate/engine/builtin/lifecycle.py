@@ -1,4 +1,4 @@
-"""What the engine may do now, and for how long it may stand still.
+"""State of the engine: what it may do now, and for how long it may stand still.
 
 serving ──pause──> held ──sleep──> asleep        a failed update or step: refusing, until a good update
 """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ReplayGate:
-    """Over the sequences that run and wait; `retract(live, version)` sends one back to the queue without its cache."""
+    """Gate of the sequences that run and wait; `retract(live, version)` sends one back to the queue without its cache."""
 
     def __init__(
         self,

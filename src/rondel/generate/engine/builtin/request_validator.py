@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RequestValidator:
-    """What one model, one cache and one draft model can answer."""
+    """Checks of a request against the model, its cache and its draft model."""
 
     def __init__(self, loaded: LoadedModel, runner: ModelRunner) -> None:
         self.loaded, self.runner = loaded, runner

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SequenceLog:
-    """Sequences with a `mark` are logged. Without a log none is, and nothing is restored."""
+    """Tokens of marked sequences, written and read again; without a log no sequence is marked."""
 
     def __init__(self, log: TokenLog | None, pages: PageAllocator) -> None:
         self.log, self.pages = log, pages
