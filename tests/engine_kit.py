@@ -88,7 +88,7 @@ def plain_logprobs(loaded: LoadedModel, tokens: list[int], *, temperature: float
 
 def idle(e: BuiltinEngine) -> None:
     """Nothing runs, nothing waits, nothing is locked, every page is free or cached."""
-    assert not e.scheduler.running and not e.scheduler.waiting and not e._gone
+    assert not e.scheduler.running and not e.scheduler.waiting and not e.serving.gone
     assert e.scheduler.tree.held == 0 and all(n.locks == 0 for n in e.scheduler.tree.iter_nodes())
     assert e.pages.free_count + e.scheduler.tree.cached == e.pages.count
     cached = [p for n in e.scheduler.tree.iter_nodes() for p in n.pages]

@@ -21,12 +21,12 @@ SRC = Path(__file__).parent.parent / "src" / "rondel"
 LAYERS = (
     {"core", "system", "text"},
     {"algos", "planner", "importing"},
-    {"models", "generate", "score", "filter", "train", "sync", "runtime", "buffer", "buffer_state"},
+    {"models", "generate", "score", "filter", "train", "sync", "runtime", "buffer"},
     {"loop", "driver", "checks", "simulate", "assemble"},
     {"cli", "dashboard"},
 )
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
-SIDEWAYS = {("buffer", "buffer_state"), ("generate.engine", "models"), ("train", "models")}  # all exceptions
+SIDEWAYS = {("generate.engine", "models"), ("train", "models")}  # all exceptions
 DEEPEST = 9
 TORCH_FREE = (
     "rondel",

@@ -33,7 +33,7 @@ async def run_rollout_lane(
         verdict = judge(group)
         emit(_group_finished(group, verdict))
         if verdict.failed:
-            buffer.details[verdict.reason] = verdict.detail
+            buffer.counts.details[verdict.reason] = verdict.detail
         await (buffer.put(slot, group) if verdict.keep else buffer.drop(slot, verdict.reason, failed=verdict.failed))
 
 
@@ -45,7 +45,7 @@ async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: It
         clock.record_phase("wait")
         if not groups:
             return
-        emit(GroupsTaken(step, buffer.version, groups, buffer.max_staleness))
+        emit(GroupsTaken(step, buffer.version, groups, buffer.rule.max_staleness))
         batch = await prepare(groups)  # one packed batch; annotators that need an engine run here
         clock.record_phase("prepare")
         async with devices.parked():  # Shared: requests stand still.  Split: nothing
@@ -69,7 +69,7 @@ async def run(
     """One feed, (S + 1)·P + X rolling lanes and the learner; ends with the learner, and the first error ends all."""
     async with asyncio.TaskGroup() as crew:
         lanes = [crew.create_task(feed_tasks(tasks, buffer), name="feed")]
-        for number in range(buffer.max_open_groups):
+        for number in range(buffer.rule.max_open_groups):
             lanes.append(crew.create_task(run_rollout_lane(buffer, attempt, score, judge), name=f"roll-{number}"))
         await learn(buffer, prepare, trainer, engine, devices, sync, algo, steps, milestone)
         for lane in lanes:

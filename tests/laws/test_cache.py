@@ -313,13 +313,13 @@ def test_nothing_is_evicted_in_vain():
 def test_siblings_wait_for_their_prompt_and_not_for_each_other():
     """G siblings take as many steps as one of them and the step that computes their prompt, not G more."""
     e, steps = engine(tiny()), []
-    run = e._run
+    run = e.serving.run
 
     async def counted(function, *args):
         steps.append(function)
         return await run(function, *args)
 
-    e._run = counted
+    e.serving.run = counted
 
     async def main():
         await asyncio.gather(*(e.generate(ask(prompt(1, 12), n=5, key=k)) for k in range(8)))

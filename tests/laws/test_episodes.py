@@ -12,7 +12,7 @@ from run_kit import events, run
 from test_split import apart, gradient
 from train_kit import batch, forked_group, model, row, trainer, trajectory
 
-from rondel.buffer_state import decode, encode
+from rondel.buffer.state import decode, encode
 from rondel.core.errors import ConfigError, EnvError
 from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.generate.envs.episode import as_trajectories, assign_parents, join_episodes

@@ -224,7 +224,7 @@ def test_what_cannot_be_true_is_said():
         slow = Request([1], Sampling(max_tokens=10**6), deadline=0.02)
         with pytest.raises(StalledError, match=r"waits for fake since 0\.02 s; it had written"):
             await e.generate(slow)
-        assert e._drawing == 0
+        assert e.gate.drawing == 0
 
     asyncio.run(work())
 

@@ -37,7 +37,7 @@ def test_no_group_is_trained_later_than_its_bound(p, s, w, drop, seed):
     lags = [version - born for batch in trainer.seen for _, born, version in batch]
     ids = [i for batch in trainer.seen for i, _, _ in batch]
     assert max(lags) <= s
-    assert len(ids) == len(set(ids)) == 25 * p == buffer.trained
+    assert len(ids) == len(set(ids)) == 25 * p == buffer.counts.trained
     book = buffer.ledger()
     assert book["issued"] == sum(v for k, v in book.items() if k != "issued")
 
@@ -77,7 +77,7 @@ def test_short_batches_make_nobody_late(p, s, refills, hard, keep_every, cut, se
             state.update(json.loads(json.dumps(first.state_dict(version))))
 
     async def nothing(step, version, batch):
-        assert len(second._open) <= s * p
+        assert len(second.groups.born) <= s * p
 
     first, second = buffer(), buffer()
     try:
@@ -99,7 +99,7 @@ def test_the_step_after_a_short_batch_is_whole_and_fresh():
 
         async def feed():
             while True:
-                await buffer.admit(Task(f"t{buffer.admitted}", "fake", {}))
+                await buffer.admit(Task(f"t{buffer.counts.admitted}", "fake", {}))
 
         async def lane():
             while slot := await buffer.claim():
@@ -109,7 +109,7 @@ def test_the_step_after_a_short_batch_is_whole_and_fresh():
                 else:
                     await buffer.put(slot, Group(slot.number, slot.task, [], slot.born))
 
-        crew = [asyncio.create_task(feed()), *(asyncio.create_task(lane()) for _ in range(buffer.max_open_groups))]
+        crew = [asyncio.create_task(feed()), *(asyncio.create_task(lane()) for _ in range(buffer.rule.max_open_groups))]
         taken = []
         for version in range(1, 5):
             taken.append([group.born for group in await buffer.take()])
@@ -165,10 +165,12 @@ def test_take_picks_whatever_leaves_all_others_their_time(p, s, moves, dice):
             while buffer.has_room():
                 await buffer.admit(Task(f"t{n}", "fake", {}))
                 n += 1
-            while buffer._waiting:
+            while buffer.groups.waiting:
                 await buffer.claim()
             slot = (
-                dice.choice(sorted(buffer._rolling.values(), key=lambda slot: slot.number)) if buffer._rolling else None
+                dice.choice(sorted(buffer.groups.rolling.values(), key=lambda slot: slot.number))
+                if buffer.groups.rolling
+                else None
             )
             if slot and move:
                 await (
@@ -178,23 +180,24 @@ def test_take_picks_whatever_leaves_all_others_their_time(p, s, moves, dice):
                 )
             while True:
                 births = {
-                    **{k: slot.born for k, slot in buffer._rolling.items()},
-                    **{k: g.born for k, g in buffer._finished.items()},
+                    **{k: slot.born for k, slot in buffer.groups.rolling.items()},
+                    **{k: g.born for k, g in buffer.groups.finished.items()},
                 }
-                now = p - len(buffer._taken)
+                now = p - len(buffer.groups.taken)
                 places = {buffer.version + k: now if k == 0 else p for k in range(s + 1)}
                 assert in_time(list(births.values()), places, s), "a deadline is lost"
                 after = {**places, buffer.version: now - 1}
                 may = [
-                    k for k in sorted(buffer._finished) if in_time([b for j, b in births.items() if j != k], after, s)
+                    k
+                    for k in sorted(buffer.groups.finished)
+                    if in_time([b for j, b in births.items() if j != k], after, s)
                 ]
-                picked = buffer._next_finished()
+                picked = buffer.next_pick()
                 assert (picked is None) == (not may) and (picked is None or picked == may[0])
                 if picked is None:
                     break
-                buffer._taken[picked] = buffer._finished.pop(picked)
-                buffer._record_closed(picked)
-                if len(buffer._taken) == p:
+                buffer.groups.pick(picked)
+                if len(buffer.groups.taken) == p:
                     buffer.settle_groups()
                     await buffer.advance(buffer.version + 1)
 
@@ -291,7 +294,7 @@ def test_a_task_wakes_one_lane_and_not_all_of_them():
         lanes = [asyncio.create_task(buffer.claim()) for _ in range(50)]
         await asyncio.sleep(0)
         await buffer.admit(Task("t", "fake", {}))
-        assert len(buffer._asleep["roll"]) == 49
+        assert len(buffer.waiters.asleep["roll"]) == 49
         lanes[0].cancel()  # it was woken, and hears of it no more: the next one gets the task
         await asyncio.sleep(0.01)
         assert [lane for lane in lanes if lane.done()] == lanes[:2] and lanes[1].result().number == 0

@@ -52,13 +52,15 @@ def test_no_group_is_trained_later_than_its_bound_and_none_is_lost_unseen(p, s, 
         whole(buffer, trainer, Rollouts(7, drop, spread=20), 25)
     assert all(0 <= version - born <= s for batch in trainer.seen for _, born, version in batch)
     ids = [number for batch in trainer.seen for number, _, _ in batch]
-    assert len(ids) == len(set(ids)) == 25 * p == buffer.trained
+    assert len(ids) == len(set(ids)) == 25 * p == buffer.counts.trained
     book = buffer.ledger()
     assert book["issued"] == len(admitted) == sum(n for name, n in book.items() if name != "issued")
     assert book.get("filtered/late", 0) or s, "at S = 0 the surplus of every step is late"
-    assert buffer.retried == (book.get("filtered/late", 0) if retry else 0)
+    assert buffer.counts.retried == (book.get("filtered/late", 0) if retry else 0)
     tasks = Counter(e.task for e in admitted)
-    assert set(tasks) == {f"t{n}" for n in range(len(admitted) - buffer.retried)}, "the stream goes on where it was"
+    assert set(tasks) == {f"t{n}" for n in range(len(admitted) - buffer.counts.retried)}, (
+        "the stream goes on where it was"
+    )
 
 
 def test_whose_task_is_asked_again_is_trained_like_any_other():
@@ -155,7 +157,10 @@ def test_the_state_of_a_buffer_knows_where_its_stream_is():
     whole(buffer, CountingTrainer(), Rollouts(2, spread=30), 5)
     other = Buffer(groups_per_step=2, oversample=3, retry=True)
     other.load_state_dict(buffer.state_dict(buffer.version))
-    assert buffer.retried <= other.retried and other.admitted - other.retried == buffer.admitted - buffer.retried
+    assert (
+        buffer.counts.retried <= other.counts.retried
+        and other.counts.admitted - other.counts.retried == buffer.counts.admitted - buffer.counts.retried
+    )
 
 
 @pytest.mark.parametrize("retry", [False, True])
@@ -174,7 +179,11 @@ def test_who_is_late_when_a_checkpoint_is_read_goes_then(retry):
 
     other = Buffer(groups_per_step=1, oversample=1, retry=retry)
     other.load_state_dict(asyncio.run(scenario()))
-    assert not other._finished and other.filtered["late"] == 1 and [s.task.id for s in other._waiting] == ["t1"] * retry
+    assert (
+        not other.groups.finished
+        and other.counts.filtered["late"] == 1
+        and [s.task.id for s in other.groups.waiting] == ["t1"] * retry
+    )
 
 
 # -- whole runs --------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def delays(seed: int):
 
     def built(parts) -> None:
         engine, trainer = parts.engine, parts.trainer
-        engine._run, trainer.step = slow(engine._run, 0.004), slow(trainer.step, 0.03)
+        engine.serving.run, trainer.step = slow(engine.serving.run, 0.004), slow(trainer.step, 0.03)
         parts.pool.score = slow(parts.pool.score, 0.02)
 
     return built
@@ -161,14 +161,14 @@ async def life(e, trainer, requests, *, moments: list[int], how: str, arrive: ra
     sync, asked = WeightUpdate(FromTensor(), probe=[], score=None, tolerance=1e-4, moved=lambda: True), e.generate
     await sync(trainer, e)
     steps = 0
-    plain = e._run
+    plain = e.serving.run
 
     async def counted(*args):
         nonlocal steps
         steps += args[0] == e.runner.step  # weights that come take as many calls as the clock says
         return await plain(*args)
 
-    e._run = counted
+    e.serving.run = counted
 
     async def one(request):
         for _ in range(arrive.randrange(40)):

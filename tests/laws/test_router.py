@@ -160,7 +160,7 @@ def test_nothing_is_lost_and_nothing_twice_whatever_happens(acts, seed):
         total = sum((fake.answered for fake in everyone.values()), Counter())
         assert all(n == 1 for key, n in total.items() if key not in gone)
         assert all(fake.most <= CAP for fake in everyone.values())
-        assert all(replica.load == 0 and not replica.tasks for replica in r.replicas.values()) and not r._queue
+        assert all(replica.load == 0 and not replica.tasks for replica in r.replicas.values()) and not r.queue
         assert {everyone[name].version for name in r.replicas if not everyone[name].dead} <= {r.version}
 
     asyncio.run(work())
@@ -415,7 +415,7 @@ def test_two_real_engines_draw_what_one_draws_through_a_death_and_an_update(tmp_
         b.whole.runner.step = counted
         r = EngineRouter({"a": a, "b": b}, max_inflight=8)
         assert [c.tokens for c in await asyncio.gather(*map(r.generate, requests))] == expected
-        assert set(r.replicas) == {"a"} and a.seconds > 0 and b.left < 0
+        assert set(r.replicas) == {"a"} and a.serving.seconds > 0 and b.left < 0
         late = engine(twin(loaded), **disk)
         r.replicas["late"] = type(r.replicas["a"])("late", late)
         update = WeightUpdate(
@@ -423,7 +423,7 @@ def test_two_real_engines_draw_what_one_draws_through_a_death_and_an_update(tmp_
         )
         assert await update(Trainer(), r) == 3
         done = await asyncio.gather(*map(r.generate, requests))
-        assert {v for c in done for v in c.versions} == {3} and late.seconds > 0
+        assert {v for c in done for v in c.versions} == {3} and late.serving.seconds > 0
         idle(a), idle(late)
 
     async def score(e, tokens):

@@ -37,7 +37,7 @@ def echoing(seed: int, n: int) -> list[int]:
 
 def quiet(e):
     idle(e)
-    assert e.state == "serving", e._broken
+    assert e.state == "serving", e.lifecycle.broken
 
 
 def looking_up(model=MODEL, *, k=4, **settings):

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from rondel.assemble import replay
 from rondel.assemble.refusals import WIDEST, refuse_untrainable, refuse_wide, refuse_without_support
-from rondel.buffer_state import decode, encode
+from rondel.buffer.state import decode, encode
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.types import DATA, Group, Sampling, Score, Task, Trajectory
 from rondel.models.head import LMHead

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rondel import loop
 from rondel.buffer import Buffer
-from rondel.buffer_state import decode, encode
+from rondel.buffer.state import decode, encode
 from rondel.core.errors import LawError
 from rondel.core.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, Task, Trajectory
 
@@ -100,7 +100,7 @@ def test_state_and_restore_are_inverse(moves, p, s):
             while buffer.has_room():
                 await buffer.admit(Task(f"t{n}", "e", {"n": n}))
                 n += 1
-            if move == "claim" and buffer._waiting:
+            if move == "claim" and buffer.groups.waiting:
                 rolling.append(await buffer.claim())
             elif rolling and move != "claim":
                 slot = rolling.pop(0)
@@ -111,9 +111,9 @@ def test_state_and_restore_are_inverse(moves, p, s):
         other = Buffer(groups_per_step=p, max_staleness=s)
         other.load_state_dict(state)
         assert other.ledger() == buffer.ledger() and other.has_room() == buffer.has_room()
-        assert other._finished == buffer._finished
-        unfinished = sorted([*buffer._waiting, *rolling], key=lambda slot: slot.number)
-        assert list(map(asdict, other._waiting)) == list(map(asdict, unfinished)) and not other._rolling
+        assert other.groups.finished == buffer.groups.finished
+        unfinished = sorted([*buffer.groups.waiting, *rolling], key=lambda slot: slot.number)
+        assert list(map(asdict, other.groups.waiting)) == list(map(asdict, unfinished)) and not other.groups.rolling
         assert other.state_dict(other.version) == state
         other.check_ledger()
 
@@ -138,14 +138,14 @@ def test_a_loop_cut_at_any_step_trains_every_group_once_and_in_time(p, s, drop, 
     assert resumed.version == trainer.version == cut
 
     async def rest():
-        n = resumed.admitted
+        n = resumed.counts.admitted
         while True:
             yield Task(f"t{n}", "fake", {})
             n += 1
 
     asyncio.run(loop.run(rest(), resumed, **loop_kit(trainer, Rollouts(6, drop), 12 - cut)))
     ids = [number for batch in trainer.seen for number, _, _ in batch]
-    assert len(ids) == len(set(ids)) == 12 * p == resumed.trained
+    assert len(ids) == len(set(ids)) == 12 * p == resumed.counts.trained
     assert all(0 <= version - born <= s for batch in trainer.seen for _, born, version in batch)
     book = resumed.ledger()
     assert book["issued"] == sum(n for name, n in book.items() if name != "issued")

@@ -17,7 +17,7 @@ from engine_kit import engine
 from PIL import Image as Pillow
 from vision_kit import image, model, stream, trajectory
 
-from rondel.buffer_state import decode, encode
+from rondel.buffer.state import decode, encode
 from rondel.cli.view import trajectory_view as card
 from rondel.core.errors import CheckpointError, DataError
 from rondel.core.types import Completion, Group, Sampling, Score, Task

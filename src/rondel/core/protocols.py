@@ -170,16 +170,6 @@ class Cluster(Protocol):
     def close(self) -> None: ...
 
 
-class BufferOrder(Protocol):
-    """In what order a buffer is used: put, drop, pick, admit, ... of a group's number or a
-    version; and which groups were given up as late.
-    """
-
-    def may_proceed(self, what: str, number: int) -> bool: ...
-    def mark_done(self, what: str, number: int) -> None: ...
-    def in_time(self, number: int) -> bool | None: ...  # None: as the clock has it
-
-
 class Sink(Protocol):
     """Where metrics go: TensorBoard, a file, a service."""
 

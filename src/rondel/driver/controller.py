@@ -21,13 +21,14 @@ from rondel.assemble.workers import follow_leader
 from rondel.core.config import ORIGIN, EvaluationConfig, Job, WarmupConfig
 from rondel.core.errors import CheckpointError, ConfigError, StalledError, WorkerError
 from rondel.core.events import Broke, Resumed, RunStarted, Warned, drop_on_failure, emit, subscribe, warn_aloud
+from rondel.core.schedule_gate import ScheduleGate
 from rondel.driver.phases import RunPhases
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import pick_device, prepare_process
 from rondel.runtime.journal import store
 from rondel.runtime.journal.log import FILE, Journal, read
 from rondel.runtime.journal.schedule import FILE as SCHEDULE
-from rondel.runtime.journal.schedule import OrderRecorder, Schedule
+from rondel.runtime.journal.schedule import OrderRecorder
 from rondel.runtime.memory import ran_out
 from rondel.runtime.stacks import StackDumper
 from rondel.runtime.telemetry.advice import Advisor, PlacementFacts
@@ -54,7 +55,11 @@ READ_BY_THE_LOOP = {
 
 
 def train(
-    job: Job, *, quiet: bool = False, built: Callable[[Components], Any] | None = None, schedule: Schedule | None = None
+    job: Job,
+    *,
+    quiet: bool = False,
+    built: Callable[[Components], Any] | None = None,
+    schedule: ScheduleGate | None = None,
 ) -> dict[str, Any]:
     """Run the recipe, or continue its folder. -> the run card. `built` sees the parts
     before the first step; a schedule is followed.
@@ -69,11 +74,11 @@ def train(
     folder = make_folder(Path(job.run.folder), "run.folder")
     refuse_misplaced(folder, job.run.sinks)
     with lock_folder(folder):
-        return _run_training(job, folder, quiet, built, schedule, why)
+        return _run_training(job, folder, quiet, built, schedule or ScheduleGate(), why)
 
 
 def _run_training(
-    job: Job, folder: Path, quiet: bool, built: Callable[[Components], Any] | None, schedule: Schedule | None, why: str
+    job: Job, folder: Path, quiet: bool, built: Callable[[Components], Any] | None, gate: ScheduleGate, why: str
 ) -> dict[str, Any]:
     """`why`: the arithmetic of loop.steps where the recipe says passes."""
     _same_recipe(job, folder)
@@ -110,8 +115,8 @@ def _run_training(
             built(parts)
         checkpoints.check_disk(parts.placed.checkpoint_bytes)
         if job.run.record:
-            schedule = OrderRecorder(folder)
-            ends.callback(schedule.close)
+            gate = OrderRecorder(folder)
+            ends.callback(gate.close)
         rollouts = store.RolloutStore(folder)
         ends.callback(rollouts.close)
         _open_recorders(job, folder, rollouts, ends, after=found[1]["step"] if found else -1)
@@ -124,7 +129,7 @@ def _run_training(
         if job.origin:
             replace_file(folder / ORIGIN, job.origin)
         emit(RunStarted(str(folder), job.digest(), facts_of(parts)))
-        run = RunPhases(job, parts, folder, checkpoints, rollouts, ending, schedule)
+        run = RunPhases(job, parts, folder, checkpoints, rollouts, ending, gate)
         if interrupted:
             emit(Resumed(0, 0, ""))
         for restarts in itertools.count(1):
@@ -135,7 +140,7 @@ def _run_training(
                 if ran_out(error):
                     stacks.ran_out()
                 lost = lost_worker(error)
-                if lost is None or restarts > RESTARTS or schedule is not None or ending.asked:
+                if lost is None or restarts > RESTARTS or gate.keeps_order or ending.asked:
                     with suppress(CheckpointError):  # the disk may be why it ends
                         emit(Broke(last_words(error)))
                     raise
@@ -149,7 +154,7 @@ def _run_training(
                 )
             parts.close()
             parts = build(job, folder)
-            run = RunPhases(job, parts, folder, checkpoints, rollouts, ending, schedule)
+            run = RunPhases(job, parts, folder, checkpoints, rollouts, ending, gate)
             if not found:
                 emit(Resumed(0, 0, ""))
         raise AssertionError

@@ -17,14 +17,14 @@ from rondel.buffer import LATE, Buffer
 from rondel.core.config import Job
 from rondel.core.errors import EngineError, RewardError, StalledError, SyncError, WorkerError
 from rondel.core.events import Checkpointed, Resumed, RunEnded, Warned, emit, subscribe
+from rondel.core.schedule_gate import ScheduleGate
 from rondel.core.types import Group, Slot, Verdict
 from rondel.driver.elastic_engines import admit_engines
 from rondel.driver.evaluation import evaluate
 from rondel.driver.rollouts import GroupRollouts, SupervisedRollouts, prepare, prepare_of, rollouts_of
-from rondel.driver.run_record import InOrder, ScheduledEngine, score_in_turn
+from rondel.driver.run_record import InOrder, score_in_turn
 from rondel.filter import chain_filters
 from rondel.generate.envs.order import ShuffledOrder, TaskAdmissions, stream_tasks
-from rondel.runtime.journal.schedule import Schedule
 from rondel.runtime.journal.store import RolloutStore
 from rondel.runtime.termination import GracefulStop
 from rondel.train.checkpoint import Checkpoints
@@ -50,12 +50,11 @@ class RunPhases:
         checkpoints: Checkpoints,
         rollouts: RolloutStore,
         ending: GracefulStop,
-        schedule: Schedule | None = None,
+        gate: ScheduleGate,
     ) -> None:
         self.job, self.parts, self.folder, self.checkpoints, self.rollouts = job, parts, folder, checkpoints, rollouts
-        self.ending, self.schedule = ending, schedule
-        if schedule is not None:
-            parts.placed.engine = ScheduledEngine(parts.engine, schedule)
+        self.ending, self.gate = ending, gate
+        parts.placed.engine = gate.wrap_engine(parts.engine)
         self.buffer: Buffer
         self.began = time.perf_counter()
         self.total = job.loop.warmup.steps + job.steps
@@ -198,10 +197,9 @@ class RunPhases:
             version=version,
             max_refills=self.job.loop.max_refills,
             patience=WAIT + self.job.task.patience,  # while a run pauses nothing changes
-            order=self.schedule,
+            gate=self.gate,
         )
-        if self.schedule is not None:
-            self.schedule.begin_phase()
+        self.gate.begin_phase()
         if saved:
             self.buffer.load_state_dict(saved["buffer"])
         return self.buffer
@@ -217,14 +215,13 @@ class RunPhases:
         prepare: Callable = prepare,
     ) -> None:
         parts = self.parts
-        tasks = stream_tasks(order, start=buffer.admitted - buffer.retried, room=buffer.wait_for_room)
+        tasks = stream_tasks(order, start=buffer.counts.admitted - buffer.counts.retried, room=buffer.wait_for_room)
         attempt: Attempt = rollouts.generate_group
         score: Callable[[Group], Awaitable[None]] = rollouts.score
         devices: Any = parts.placed.devices
-        if buffer.oversample:
+        if buffer.rule.oversample:
             attempt, judge = in_time(attempt, judge, buffer)
-        if self.schedule is not None:
-            score, devices = score_in_turn(score, buffer), InOrder(devices, self.schedule, buffer)
+        score, devices = score_in_turn(score, buffer), InOrder(devices, self.gate, buffer)
         await loop.run(
             tasks,
             buffer,
@@ -280,7 +277,7 @@ class RunPhases:
         self.done = (
             step,
             version,
-            None if self.buffer.max_staleness else self.buffer.state_dict(version),
+            None if self.buffer.rule.max_staleness else self.buffer.state_dict(version),
             self.parts.order.state_dict(),
         )
         if step < last:
@@ -303,7 +300,7 @@ class RunPhases:
         step, version, then, order = self.done
         if step == self.saved:
             return
-        await self.buffer.take_turn("save", version, who="learner")
+        await self.buffer.waiters.pass_gate("save", version, who="learner")
         began, state = time.perf_counter(), then or self.buffer.state_dict(version)
         told = {"step": step, "config": self.job.digest(), "buffer": state, "order": order}
         await self.rollouts.wait_until_written()

@@ -43,8 +43,10 @@ def boxed_source(*names: str) -> str:
     )
 
 
-CANDIDATE = boxed_source("plain", "far", "candidate")
-HARNESS = boxed_source("plain", "compare", "far", "assertions", "suite", "harness")
+CANDIDATE = boxed_source("plain", "containers", "remote_exceptions", "proxy", "far", "candidate")
+HARNESS = boxed_source(
+    "plain", "compare", "containers", "remote_exceptions", "proxy", "far", "assertions", "suite", "harness"
+)
 
 
 class Code:

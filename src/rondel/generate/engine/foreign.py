@@ -14,7 +14,6 @@ seeded by the sample's key and the tokens before it.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from rondel.core.errors import EngineError, SyncError, UserError, error_boundary
+from rondel.core.errors import EngineError, SyncError, UserError
 from rondel.core.events import stalled_error
 from rondel.core.media import ImagePlaceholder
 from rondel.core.protocols import Interrupt, Tags
@@ -40,6 +39,8 @@ from rondel.core.types import (
     Sampling,
     TokenScores,
 )
+from rondel.generate.engine.draw_gate import DrawGate
+from rondel.generate.engine.folder_update import FolderUpdate
 
 Media = Sequence[ImagePlaceholder]
 ROUNDING = 1e-3  # nats by which a log-probability may lie above 0
@@ -90,18 +91,11 @@ class ForeignEngine:
         self.server, self.version, self.patience = server, version, patience
         self.root, self.bytes_copied = "", 0
         self._broken = ""  # why it refuses
-        self._held = False
-        self._moves = asyncio.Condition()  # the gate opens, a draw ends, everything is aborted
-        self._drawing = self._waiting = 0
-        self._cuts = 0  # interruptions so far
-        self._aborts = 0  # those after which nothing goes on
-        self._begun: Begin | None = None
-        self._route: Route | None = None
-        self._committed = False  # the update that began last
+        self.gate, self._update = DrawGate(), FolderUpdate(server.name)
 
     @property
     def state(self) -> str:
-        return "refusing" if self._broken else "held" if self._held else "serving"
+        return "refusing" if self._broken else "held" if self.gate.shut else "serving"
 
     @property
     def _server_name(self) -> str:
@@ -126,14 +120,16 @@ class ForeignEngine:
 
     async def _generate_pieces(self, request: Request, done: Completion) -> None:
         """Pieces, until one is whole or all is aborted."""
-        aborts = self._aborts
-        while await self._enter_gate(aborts):
-            cuts, version = self._cuts, self.version
+        gate = self.gate
+        aborts = gate.aborts
+        while await gate.wait_until_open(aborts):
+            self._refuse_if_broken()
+            gate.drawing += 1
+            cuts, version = gate.cuts, self.version
             try:
                 piece = await self._draw_tokens(request, done)
             finally:
-                self._drawing -= 1
-                await self._notify_waiters()
+                await gate.end_drawing()
             if piece.version is not None and piece.version != str(version):
                 raise EngineError(
                     f"{self.server.name} says that it drew with weights '{piece.version}', and this run gave it "
@@ -148,7 +144,7 @@ class ForeignEngine:
             if piece.finish != "abort" or len(done.tokens) >= request.sampling.max_tokens:
                 done.finish_reason = "length" if piece.finish == "abort" else piece.finish
                 return
-            if cuts == self._cuts:
+            if cuts == gate.cuts:
                 raise EngineError(
                     f"{self.server.name} cut a request that nobody here interrupted; it had {len(done.tokens)} tokens"
                 )
@@ -165,24 +161,6 @@ class ForeignEngine:
         return await self.server.draw_tokens(
             [*request.tokens, *done.tokens], request.media, rest, seed, request.deadline
         )
-
-    async def _enter_gate(self, aborts: int) -> bool:
-        """Through the gate, or not at all: False when everything that waits is aborted."""
-        self._waiting += 1
-        try:
-            async with self._moves:
-                await self._moves.wait_for(lambda: not self._held or self._aborts != aborts)
-        finally:
-            self._waiting -= 1
-        if self._aborts != aborts:
-            return False
-        self._refuse_if_broken()
-        self._drawing += 1
-        return True
-
-    async def _notify_waiters(self) -> None:
-        async with self._moves:
-            self._moves.notify_all()
 
     async def score(self, request: Request) -> TokenScores:
         self._refuse_if_broken()
@@ -224,11 +202,11 @@ class ForeignEngine:
     async def status(self) -> EngineStatus:
         """The server is asked, too: one that is gone has no state."""
         await self.server.version()
-        waits = (0, self._waiting) if self._held else (self._waiting, 0)
+        waits = (0, self.gate.waiting) if self.gate.shut else (self.gate.waiting, 0)
         return EngineStatus(
             version=self.version,
             state=self.state,
-            running=self._drawing,
+            running=self.gate.drawing,
             waiting=waits[0],
             parked=waits[1],
             pages_free=0,
@@ -253,35 +231,24 @@ class ForeignEngine:
         """hold: what runs returns and goes on later. drain: it ends first. abort: it returns for good."""
         if how not in get_args(Interrupt):
             raise UserError(f"pause('{how}'): it is one of {', '.join(get_args(Interrupt))}")
-        self._held = True
-        self._aborts += how == "abort"
-        await self._notify_waiters()
+        await self.gate.close(abort=how == "abort")
         try:
             async with asyncio.timeout(min(lease, self.patience)):
-                while self._drawing:
+                while self.gate.drawing:
                     if how != "drain":
-                        self._cuts += 1
+                        self.gate.cuts += 1
                         await self.server.interrupt()
-                    await self._wait_until_idle(None if how == "drain" else AGAIN)
+                    await self.gate.wait_until_idle(None if how == "drain" else AGAIN)
         except BaseException as error:
             await self.resume()
             if isinstance(error, TimeoutError):
                 raise stalled_error(
-                    f"{self._drawing} requests at {self.server.name} have not come back from a {how} for {min(lease, self.patience):g} s"
+                    f"{self.gate.drawing} requests at {self.server.name} have not come back from a {how} for {min(lease, self.patience):g} s"
                 ) from error
             raise
 
-    async def _wait_until_idle(self, seconds: float | None) -> None:
-        try:
-            async with asyncio.timeout(seconds), self._moves:
-                await self._moves.wait_for(lambda: not self._drawing)
-        except TimeoutError:
-            if seconds is None:
-                raise
-
     async def resume(self) -> None:
-        self._held = False
-        await self._notify_waiters()
+        await self.gate.open()
 
     async def sleep(self, tags: Tags) -> None:
         if tags:
@@ -298,44 +265,21 @@ class ForeignEngine:
         engine that refuses until a good update.
         """
         match message:
-            case Begin(beside=False):
-                raise SyncError(f'{self.server.name} takes weights from a folder: sync.kind = "disk"')
             case Begin():
-                self._begun, self._route, self._committed = message, None, False
+                self._update.begin(message)
             case Route():
-                self._check_update_folder(message)
+                self._update.check_folder(message)
             case Commit():
                 await self._commit_update(message)
             case Abort():
-                self._begun = self._route = None
-                if self._committed:
+                self._update.forget()
+                if self._update.committed:
                     self._broken = f"the update was aborted after its commit: {message.reason}"
         return self.version
 
-    def _check_update_folder(self, route: Route) -> None:
-        """The folder must hold what was begun. It is read by a process that may have another working folder."""
-        if self._begun is None or route.kind != "disk":
-            raise SyncError(
-                f"a route of kind '{route.kind}' {'before its begin' if self._begun is None else ''}: {self.server.name} reads disk"
-            )
-        with error_boundary(SyncError, f"reading {route.data}/manifest.json"):
-            found = json.loads((Path(route.data) / "manifest.json").read_text())["root"]
-        if found != self._begun.manifest.root:
-            raise SyncError(
-                f"{route.data} holds weights with root {found[:8]}, and {self._begun.manifest.root[:8]} was announced"
-            )
-        self._route = route
-
     async def _commit_update(self, commit: Commit) -> None:
-        begun, route = self._begun, self._route
-        self._begun = self._route = None
-        if (
-            begun is None
-            or route is None
-            or (commit.version, commit.root) != (begun.manifest.version, begun.manifest.root)
-        ):
-            raise SyncError(f"commit of version {commit.version}, which has not arrived whole")
-        if self._drawing or self.state == "serving":
+        route = self._update.take_route(commit)
+        if self.gate.drawing or self.state == "serving":
             raise SyncError("a commit while requests run: pause the engine first")
         self._broken = f"version {commit.version} is on its way"
         try:
@@ -350,7 +294,7 @@ class ForeignEngine:
                 raise
             raise SyncError(f"{self._broken}; the engine refuses to generate until a good update") from error
         self._broken, self.version, self.root, self.bytes_copied = "", commit.version, commit.root, route.bytes
-        self._committed = True
+        self._update.committed = True
 
     def _refuse_if_broken(self) -> None:
         if self._broken:

@@ -13,45 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
 from rondel.core.errors import EngineError, LawError, StalledError, WorkerError
-from rondel.core.events import Advised, Warned, emit, stalled_error
+from rondel.core.events import Advised, emit, stalled_error
 from rondel.core.protocols import Interrupt, RolloutEngine, Tags
 from rondel.core.types import Abort, Begin, Commit, Completion, EngineStatus, Message, Request, TokenScores
 from rondel.generate.engine.concurrency import ConcurrencyController
+from rondel.generate.engine.replica_fleet import EngineReplica, ReplicaFleet
+from rondel.generate.engine.request_queue import RequestQueue
 
-REMEMBERED = 10_000  # groups whose replica is known
 STATES = ("serving", "held", "asleep", "refusing")  # of several, the first that one of them is in
-
-
-@dataclass(eq=False, slots=True)
-class EngineReplica:
-    """
-    load     requests that it has, never more than the cap
-    fault    why it refuses; a commit heals it
-    leaving  it gets nothing new
-    """
-
-    name: str
-    engine: RolloutEngine
-    load: int = 0
-    fault: str = ""
-    leaving: bool = False
-    tasks: set[asyncio.Future[Any]] = field(default_factory=set)
-
-
-@dataclass(eq=False, slots=True)
-class QueuedRequest:
-    """A request's place in the queue; what it waits for is a replica, or None when everything is aborted."""
-
-    group: Any
-    place: asyncio.Future[EngineReplica | None]
 
 
 class EngineRouter:
@@ -77,13 +52,12 @@ class EngineRouter:
         patience: float = 30.0,
         deadline: float = 600.0,
     ) -> None:
-        self.replicas = {name: EngineReplica(name, engine) for name, engine in engines.items()}
+        self.fleet = ReplicaFleet(engines, patience=patience, deserted=lambda error: self.queue.fail_all(error))
+        self.replicas, self.lost = self.fleet.replicas, self.fleet.lost
+        self.queue = RequestQueue(self.fleet, cap=lambda: self.max_inflight, lean=lean)
         self.concurrency, self._ended = concurrency, time.perf_counter()
-        self._most, self.lean, self.apart, self.patience, self.deadline = max_inflight, lean, apart, patience, deadline
+        self._most, self.apart, self.deadline = max_inflight, apart, deadline
         self.version = version
-        self.lost: dict[str, str] = {}  # who died, and of what
-        self._homes: OrderedDict[Any, EngineReplica] = OrderedDict()
-        self._queue: deque[QueuedRequest] = deque()
         self._still = asyncio.Condition()
         self._busy: set[str] = set()  # "update", "pause", "sleep": nobody joins meanwhile
         self._members: list[EngineReplica] = []  # of the update that is on its way
@@ -100,7 +74,7 @@ class EngineRouter:
         while True:
             try:
                 async with asyncio.timeout(request.deadline):
-                    replica = await self._acquire_replica(group, first=again)
+                    replica = await self.queue.acquire_replica(group, first=again)
             except TimeoutError as error:
                 raise stalled_error(
                     f"a request waits for a replica since {request.deadline} s; each of {len(self.replicas)} has "
@@ -111,8 +85,7 @@ class EngineRouter:
             try:
                 done = await self._generate_on_replica(replica, request)
             finally:
-                replica.load -= 1
-                self._assign_requests()
+                self.queue.release_replica(replica)
             if done is not None:
                 self._record_answer(len(done.tokens))
                 return done
@@ -122,9 +95,9 @@ class EngineRouter:
         """An answer ended, so long after the one before."""
         if self.concurrency is not None:
             now = time.perf_counter()
-            self.concurrency.record_answer(tokens, now - self._ended, felt=bool(self._queue), pressed=pressed)
+            self.concurrency.record_answer(tokens, now - self._ended, felt=bool(self.queue), pressed=pressed)
             self._ended = now
-            self._assign_requests()
+            self.queue.assign_requests()
             if found := self.concurrency.settled_limit():
                 emit(Advised(self.version, *found))
 
@@ -142,7 +115,7 @@ class EngineRouter:
         try:
             return task.result()
         except (EngineError, WorkerError, StalledError) as error:
-            if await self._survives_error(replica, error):
+            if await self.fleet.survives_error(replica, error):
                 self._record_answer(0, pressed=isinstance(error, StalledError))
                 raise
             return None
@@ -151,8 +124,8 @@ class EngineRouter:
         """Log-probabilities of all replicas, who must agree: what one of them alone gets wrong
         would go unseen (law 6).
         """
-        asked = self._healthy_replicas()
-        told: list[TokenScores] = await self._call_replicas(lambda engine: engine.score(request), asked)
+        asked = self.fleet.healthy
+        told: list[TokenScores] = await self.fleet.call(lambda engine: engine.score(request), asked)
         for other in told[1:]:
             gap = float(np.abs(np.subtract(other.logprobs, told[0].logprobs)).mean()) if request.tokens else 0.0
             if other.version != told[0].version or not gap <= self.apart:
@@ -161,57 +134,6 @@ class EngineRouter:
                     f"(limit {self.apart})"
                 )
         return replace(told[0], replicas={replica.name: answer.logprobs for replica, answer in zip(asked, told)})
-
-    # -- who gets a request ----------------------------------------------------------------------
-
-    async def _acquire_replica(self, group: Any, *, first: bool) -> EngineReplica | None:
-        """A replica with room, whose load already counts this request. `first`: it had one before."""
-        self._refuse_if_alone()
-        mine = QueuedRequest(group, asyncio.get_running_loop().create_future())
-        self._queue.appendleft(mine) if first else self._queue.append(mine)
-        self._assign_requests()
-        try:
-            return await mine.place
-        except asyncio.CancelledError:
-            if mine in self._queue:
-                self._queue.remove(mine)
-            elif (
-                mine.place.done()
-                and not mine.place.cancelled()
-                and not mine.place.exception()
-                and (got := mine.place.result())
-            ):
-                got.load -= 1
-                self._assign_requests()
-            raise
-
-    def _assign_requests(self) -> None:
-        """Give out what room there is, in the order of the queue."""
-        while self._queue and (replica := self._choose_replica(self._queue[0].group)):
-            mine = self._queue.popleft()
-            if not mine.place.done():
-                replica.load += 1
-                mine.place.set_result(replica)
-
-    def _choose_replica(self, group: Any) -> EngineReplica | None:
-        able = [r for r in self._healthy_replicas() if not r.leaving and r.load < self.max_inflight]
-        if not able:
-            return None
-        least = min(able, key=lambda r: r.load)
-        home = self._homes.get(group)
-        if home not in able:
-            if home is None or home.leaving or home.fault or home.name in self.lost:
-                self._homes[group] = least
-            chosen = least
-        else:
-            chosen = home if home.load < least.load + self.lean else least
-        self._homes.move_to_end(group)
-        while len(self._homes) > REMEMBERED:
-            self._homes.popitem(last=False)
-        return chosen
-
-    def _healthy_replicas(self) -> list[EngineReplica]:
-        return [replica for replica in self.replicas.values() if not replica.fault]
 
     # -- join, leave, die ------------------------------------------------------------------------
 
@@ -233,7 +155,7 @@ class EngineRouter:
             raise stalled_error(f"replica '{name}' waits to join since {self.deadline:g} s: {waits}") from error
         self.lost.pop(name, None)
         self.replicas[name] = EngineReplica(name, engine)
-        self._assign_requests()
+        self.queue.assign_requests()
 
     async def remove_engine(self, name: str, patience: float = 0.0) -> RolloutEngine:
         """It gets nothing new; what it has not ended after `patience` seconds is sent
@@ -245,69 +167,23 @@ class EngineRouter:
             if replica.tasks and patience > 0:
                 await asyncio.wait(list(replica.tasks), timeout=patience)
         finally:
-            self._drop_replica(replica, "it left")
+            self.fleet.drop_replica(replica, "it left")
             for task in list(replica.tasks):
                 task.cancel()
         return replica.engine
-
-    async def _survives_error(self, replica: EngineReplica, error: BaseException) -> bool:
-        """Whether an error concerns one request, or the replica: one that refuses stays, one that is silent goes."""
-        if self.replicas.get(replica.name) is not replica:
-            return False
-        try:
-            async with asyncio.timeout(self.patience):
-                state = (await replica.engine.status()).state
-        except Exception:
-            self._drop_replica(replica, f"{type(error).__name__}: {error}")
-            emit(
-                Warned(
-                    f"replica '{replica.name}' is lost: {error}; {len(self.replicas)} are left, and what it had is sent "
-                    f"to them"
-                )
-            )
-            return False
-        if state == "refusing":
-            replica.fault = str(error)
-            self._fail_if_alone()
-        return not replica.fault
-
-    def _drop_replica(self, replica: EngineReplica, why: str) -> None:
-        if self.replicas.get(replica.name) is replica:
-            del self.replicas[replica.name]
-            self.lost[replica.name] = why
-            self._fail_if_alone()
-
-    def _fail_if_alone(self) -> None:
-        """Nobody is left to serve those who wait."""
-        try:
-            self._refuse_if_alone()
-        except EngineError as error:
-            for mine in self._queue:
-                if not mine.place.done():
-                    mine.place.set_exception(error)
-            self._queue.clear()
-
-    def _refuse_if_alone(self) -> None:
-        if not self._healthy_replicas():
-            causes = self.lost | {r.name: r.fault for r in self.replicas.values()}
-            raise EngineError(
-                f"no engine is left: {'; '.join(f'{name}: {why}' for name, why in causes.items()) or 'none has joined'}"
-            )
 
     # -- what goes to all ------------------------------------------------------------------------
 
     async def status(self) -> EngineStatus:
         """Sums; a state is that of the first in `STATES` that anyone is in."""
-        self._refuse_if_gone()
-        told: list[EngineStatus] = await self._call_replicas(
-            lambda engine: engine.status(), list(self.replicas.values())
-        )
+        self.fleet.refuse_if_empty()
+        told: list[EngineStatus] = await self.fleet.call(lambda engine: engine.status(), self.fleet.all_replicas)
         roots = {s.root for s in told}
         return EngineStatus(
             version=self.version,
             state=min((s.state for s in told), key=STATES.index),
             running=sum(s.running for s in told),
-            waiting=sum(s.waiting for s in told) + len(self._queue),
+            waiting=sum(s.waiting for s in told) + len(self.queue),
             parked=sum(s.parked for s in told),
             pages_free=sum(s.pages_free for s in told),
             pages_cached=sum(s.pages_cached for s in told),
@@ -320,34 +196,31 @@ class EngineRouter:
 
     async def pause(self, how: Interrupt = "hold", lease: float = 600.0) -> None:
         self._busy.add("pause")
-        await self._call_replicas(lambda engine: engine.pause(how, lease), list(self.replicas.values()))
+        await self.fleet.call(lambda engine: engine.pause(how, lease), self.fleet.all_replicas)
         if how == "abort":
-            for mine in self._queue:
-                if not mine.place.done():
-                    mine.place.set_result(None)
-            self._queue.clear()
+            self.queue.abort_all()
 
     async def resume(self) -> None:
-        await self._call_replicas(lambda engine: engine.resume(), list(self.replicas.values()))
+        await self.fleet.call(lambda engine: engine.resume(), self.fleet.all_replicas)
         await self._end_busy("pause")
 
     async def sleep(self, tags: Tags) -> None:
         self._busy |= {"sleep"} if tags else set()
-        await self._call_replicas(lambda engine: engine.sleep(tags), list(self.replicas.values()))
+        await self.fleet.call(lambda engine: engine.sleep(tags), self.fleet.all_replicas)
 
     async def wake(self, tags: Tags) -> None:
-        await self._call_replicas(lambda engine: engine.wake(tags), list(self.replicas.values()))
+        await self.fleet.call(lambda engine: engine.wake(tags), self.fleet.all_replicas)
         await self._end_busy("sleep")
 
     async def receive(self, message: Message) -> int:
         """To all who heard its beginning. -> the version that all of them serve."""
         if isinstance(message, Begin):
-            self._refuse_if_gone()
+            self.fleet.refuse_if_empty()
             self._busy.add("update")
-            self._members = list(self.replicas.values())
-        members = self._members = [r for r in self._members if self.replicas.get(r.name) is r]
+            self._members = self.fleet.all_replicas
+        members = self._members = [r for r in self._members if self.fleet.is_member(r)]
         try:
-            served = set(await self._call_replicas(lambda engine: engine.receive(message), members))
+            served = set(await self.fleet.call(lambda engine: engine.receive(message), members))
         finally:
             if isinstance(message, Commit | Abort):
                 await self._end_busy("update")
@@ -359,39 +232,10 @@ class EngineRouter:
             self.version = served.pop()
             for replica in members:
                 replica.fault = ""
-            self._assign_requests()
+            self.queue.assign_requests()
         return self.version
 
     async def _end_busy(self, what: str) -> None:
         self._busy.discard(what)
         async with self._still:
             self._still.notify_all()
-
-    async def _call_replicas(
-        self, ask: Callable[[RolloutEngine], Awaitable[Any]], replicas: list[EngineReplica]
-    ) -> list[Any]:
-        """The answers of those who live. A fault of a living one is everyone's; the dead
-        are dropped, until none is left.
-        """
-        answers = await asyncio.gather(*(ask(r.engine) for r in replicas), return_exceptions=True)
-        good, fault = [], None
-        for replica, answer in zip(replicas, answers):
-            if not isinstance(answer, BaseException):
-                good.append(answer)
-            elif not isinstance(answer, EngineError | WorkerError | StalledError) or await self._is_serving(
-                replica, answer
-            ):
-                fault = fault or answer
-        if fault is not None:
-            raise fault
-        if not good:
-            self._refuse_if_alone()
-        return good
-
-    async def _is_serving(self, replica: EngineReplica, error: BaseException) -> bool:
-        await self._survives_error(replica, error)
-        return self.replicas.get(replica.name) is replica
-
-    def _refuse_if_gone(self) -> None:
-        if not self.replicas:
-            self._refuse_if_alone()

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rondel.core.errors import CheckpointError, LawError, StalledError, UserError, error_boundary
 from rondel.core.events import Warned, emit
+from rondel.core.schedule_gate import ScheduleGate
 from rondel.core.types import Completion, Request, Stint
 from rondel.runtime.journal.log import decode, encode
 from rondel.system.files import guard_write
@@ -30,8 +32,36 @@ FILE = "schedule.jsonl"
 PATIENCE = 1800.0  # seconds
 
 
-class OrderRecorder:
-    """An order that allows everything and writes it down."""
+class OrderedGate(ScheduleGate):
+    """A gate at which what happens has an order, written down or followed."""
+
+    keeps_order = True
+
+    def wrap_engine(self, engine: Any) -> Any:
+        return ScheduledEngine(engine, self)
+
+
+class ScheduledEngine:
+    """The engine, whose requests are recorded or follow their record. Evaluations are at
+    one version whole, and need neither.
+    """
+
+    def __init__(self, engine: Any, gate: ScheduleGate) -> None:
+        self._engine, self._gate = engine, gate
+
+    async def generate(self, request: Request) -> Completion:
+        if request.namespace:
+            return await self._engine.generate(request)
+        done = await self._engine.generate(replace(request, lines=self._gate.version_spans(request)))
+        self._gate.record_completion(request, done)
+        return done
+
+    def __getattr__(self, verb: str) -> Any:
+        return getattr(self._engine, verb)
+
+
+class OrderRecorder(OrderedGate):
+    """A gate that lets everything pass and writes it down."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
@@ -39,26 +69,12 @@ class OrderRecorder:
             self._file = self.path.open("w", buffering=1)
 
     def begin_phase(self) -> None:
-        """Another phase: its buffer counts from 0."""
         self._write_row("begin", 0)
-
-    def may_proceed(self, what: str, number: int) -> bool:
-        return True
 
     def mark_done(self, what: str, number: int) -> None:
         self._write_row(what, number)
 
-    def in_time(self, number: int) -> bool | None:
-        return None
-
-    async def wait_for_requests(self, version: int) -> None:
-        """Whatever was to be asked at this version has been."""
-
-    def version_spans(self, request: Request) -> None:
-        """Where this request has to stand still."""
-
     def record_completion(self, request: Request, done: Completion) -> None:
-        """An answer, or a piece of one."""
         if not done.tokens:
             return
         if _token_versions(done.stints) != done.versions:  # it was read from the token log of an engine that ended
@@ -84,8 +100,8 @@ def _token_versions(stints: Any) -> list[int]:
     return list(chain.from_iterable([version] * (written - n) for (version, _, written), n in zip(stints, before)))
 
 
-class OrderReplayer:
-    """An order that allows what happened, when it happened."""
+class OrderReplayer(OrderedGate):
+    """A gate that lets pass what happened, when it happened."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / FILE
@@ -130,8 +146,6 @@ class OrderReplayer:
     def mark_done(self, what: str, number: int) -> None:
         self._at += 1
 
-    def close(self) -> None: ...
-
     def in_time(self, number: int) -> bool | None:
         return number not in self._late
 
@@ -148,7 +162,6 @@ class OrderReplayer:
                 ) from error
 
     def version_spans(self, request: Request) -> tuple[Stint, ...]:
-        """() for one that never ended: it changed nothing."""
         pieces = self._pieces[request.key, request.continuation]
         if not pieces:
             return ()
@@ -160,6 +173,3 @@ class OrderReplayer:
     def record_completion(self, request: Request, done: Completion) -> None:
         if done.tokens:
             self._pieces[request.key, request.continuation].pop()
-
-
-Schedule = OrderRecorder | OrderReplayer

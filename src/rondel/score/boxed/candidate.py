@@ -12,8 +12,9 @@ import os
 import sys
 from typing import Any
 
-from rondel.score.boxed.far import End, Gone, Proxy
+from rondel.score.boxed.far import End, Gone
 from rondel.score.boxed.plain import pack, unpack
+from rondel.score.boxed.proxy import Proxy
 
 
 def serve() -> None:

@@ -13,84 +13,19 @@ from __future__ import annotations
 import builtins
 import copy
 import importlib
-import itertools
 import json
 import operator
-import sys
 import types
 from typing import Any
 
+from rondel.score.boxed.containers import CONTAINERS, SharedContainers
 from rondel.score.boxed.plain import pack, type_key, unpack
+from rondel.score.boxed.proxy import BINARY, CONVERT, ORDER, UNARY, Proxy
+from rondel.score.boxed.remote_exceptions import RemoteExceptions
 
 LONGEST = 1 << 24  # characters of one message
 
 
-def _container_filler(name: str) -> Any:
-    """Put these items into a container, in place."""
-    if name == "list":
-        return lambda box, items: operator.setitem(box, slice(None), items)
-    if name == "set":
-        return lambda box, items: (box.clear(), box.update(items))
-    if name == "dict":
-        return lambda box, items: (box.clear(), [operator.setitem(box, key, value) for key, value in items])
-    return lambda box, items: (box.clear(), box.extend(items))
-
-
-# mutable containers: type -> (more about it, an empty one, its items, filling one)
-CONTAINERS: dict[tuple[str, str], tuple[Any, Any, Any, Any]] = {
-    ("builtins", "list"): (lambda v: None, lambda cls, more: cls(), list, _container_filler("list")),
-    ("builtins", "set"): (lambda v: None, lambda cls, more: cls(), list, _container_filler("set")),
-    ("builtins", "bytearray"): (lambda v: None, lambda cls, more: cls(), list, _container_filler("list")),
-    ("collections", "deque"): (
-        lambda v: v.maxlen,
-        lambda cls, more: cls(maxlen=more),
-        list,
-        _container_filler("deque"),
-    ),
-    ("collections", "defaultdict"): (
-        lambda v: v.default_factory,
-        lambda cls, more: cls(more),
-        lambda v: list(v.items()),
-        _container_filler("dict"),
-    ),
-    **{
-        (module, name): (lambda v: None, lambda cls, more: cls(), lambda v: list(v.items()), _container_filler("dict"))
-        for module, name in (("builtins", "dict"), ("collections", "OrderedDict"), ("collections", "Counter"))
-    },
-    ("numpy", "ndarray"): (
-        lambda v: (v.dtype.str, v.shape),
-        lambda cls, more: cls(more[1], importlib.import_module("numpy").dtype(more[0])),
-        lambda v: [_array_bytes(v)],
-        lambda v, items: _fill_array(v, items[0]),
-    ),
-}
-
-
-def _array_bytes(array: Any) -> bytes:
-    if array.dtype.hasobject:
-        raise TypeError("an array of objects is no plain data")
-    return array.tobytes()
-
-
-def _fill_array(array: Any, data: bytes) -> None:
-    array[...] = importlib.import_module("numpy").frombuffer(data, array.dtype).reshape(array.shape)
-
-
-def _same_items(one: Any, other: Any) -> bool:
-    """Whether nothing was put in or taken out; what stands in it tells its own changes."""
-
-    def items_identical(a: Any, b: Any) -> bool:
-        if type(a) is tuple and type(b) is tuple and len(a) == len(b):
-            return all(map(operator.is_, a, b))
-        return a is b or (type(a) is bytes and type(b) is bytes and a == b)
-
-    return len(one) == len(other) and all(map(items_identical, one, other))
-
-
-BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift"]
-UNARY = ["neg", "pos", "abs", "invert"]
-CONVERT = {"int": int, "float": float, "complex": complex, "index": operator.index, "round": round}
-ORDER = ["lt", "le", "gt", "ge"]
 BASES = {base.__name__: base for base in (list, tuple, dict, set, frozenset)}
 DO: dict[str, Any] = {
     **{name: getattr(operator, name) for name in (*BINARY, *UNARY, *ORDER, "eq", "ne")},
@@ -129,115 +64,16 @@ class UncrossableValue(TypeError):
     """A value that cannot cross."""
 
 
-class SharedContainer:
-    def __init__(self, value: Any) -> None:
-        self.value, self.key, self.items = value, type_key(type(value), CONTAINERS), None
-
-
-class Proxy:
-    """Stands for an object of the other end, which carries out what is done to it."""
-
-    __slots__ = ("__weakref__", "_far_base", "_far_end", "_far_mixed", "_far_number", "_far_steps")
-
-    def __init__(self, end: End, number: int, base: str) -> None:
-        for name, value in (("end", end), ("number", number), ("base", base), ("mixed", False), ("steps", False)):
-            object.__setattr__(self, f"_far_{name}", value)
-
-    def _far_do(self, what: str, *args: Any, **kwargs: Any) -> Any:
-        return self._far_end.ask(what, (self, *args), kwargs)
-
-    def _far_operate(self, what: str, *args: Any) -> Any:
-        return self._far_end.ask(what, args, {})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name not in ("__name__", "__qualname__", "__doc__", "__dict__", "__wrapped__"):
-            raise AttributeError(name)
-        return self._far_do("get", name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._far_do("set", name, value)
-
-    def __delattr__(self, name: str) -> None:
-        self._far_do("delete", name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._far_do("call", *args, **kwargs)
-
-    def __bool__(self) -> bool:
-        return self._far_operate("bool", self) is True
-
-    def __eq__(self, other: object) -> Any:
-        return self._far_do("eq", other) is True
-
-    def __ne__(self, other: object) -> Any:
-        return self._far_do("ne", other) is True
-
-    def __hash__(self) -> int:
-        return hash(self._far_do("hash"))
-
-    def __contains__(self, key: Any) -> bool:
-        return self._far_do("has", key) is True
-
-    def __enter__(self) -> Any:
-        return self._far_do("enter")
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        return self._far_do("exit", kind, None, None) is True
-
-    def __instancecheck__(self, one: Any) -> bool:
-        return self._far_do("isinstance", one) is True
-
-    def __subclasscheck__(self, one: Any) -> bool:
-        return self._far_do("issubclass", one) is True
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self._far_do("deepcopy")
-
-
-def _delegate_method(name: str, what: str) -> None:
-    setattr(Proxy, f"__{name}__", lambda self, *args: self._far_do(what, *args))
-
-
-def _define_operators() -> None:
-    for name in BINARY:
-        plain = name.rstrip("_")
-        setattr(Proxy, f"__{plain}__", lambda self, other, name=name: self._far_operate(name, self, other))
-        setattr(Proxy, f"__r{plain}__", lambda self, other, name=name: self._far_operate(name, other, self))
-    for name in ("neg", "pos", "abs", "invert", "len", *CONVERT):
-        setattr(Proxy, f"__{name}__", lambda self, *more, name=name: self._far_operate(name, self, *more))
-    for name in ORDER:
-        setattr(Proxy, f"__{name}__", lambda self, other, name=name: self._far_do(name, other) is True)
-    for name, what in (
-        ("str", "str"),
-        ("repr", "repr"),
-        ("format", "format"),
-        ("iter", "iter"),
-        ("next", "next"),
-        ("reversed", "reversed"),
-        ("getitem", "item"),
-        ("setitem", "set_item"),
-        ("delitem", "delete_item"),
-        ("copy", "copy"),
-    ):
-        _delegate_method(name, what)
-
-
-_define_operators()
-
-
 class End:
     """`End(reads, writes, Proxy, first=0)`: asks, and carries out what the other end asks meanwhile."""
 
     def __init__(self, reads: Any, writes: Any, proxy: type[Proxy], first: int) -> None:
         self.reads, self.writes, self.proxy = reads, writes, proxy
-        self.shared: dict[int, SharedContainer] = {}
-        self.share_numbers: dict[int, int] = {}  # by id
-        self.free = itertools.count(first, 2)
+        self.shared = SharedContainers(first)
         self.objects: list[Any] = []  # of this end, by the number that the other one knows
         self.object_numbers: dict[int, int] = {}
         self.proxies: dict[int, Any] = {}
-        self.dropped: list[int] = []
-        self.standing: dict[int, int] = {}  # classes made here for exception classes there, by id
+        self.exceptions = RemoteExceptions(self.proxies, self.unpack, Gone)
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -252,7 +88,7 @@ class End:
         while "do" in (message := self.receive()):
             self.serve(message)
         if "raised" in message:
-            self.raise_remote(message)
+            self.exceptions.raise_error(message)
         return unpack(message["value"]) if copied else self.unpack(message["value"])
 
     def serve(self, order: dict[str, Any]) -> None:
@@ -287,19 +123,7 @@ class End:
 
     def send(self, message: dict[str, Any]) -> None:
         """With all that has changed in shared containers since the last message of either side."""
-        changed: dict[int, Any] = {}
-        again = True
-        while again:
-            again = False
-            for number, shared in list(self.shared.items()):
-                more, _, items_of, _ = CONTAINERS[shared.key]  # type: ignore[index]
-                items = items_of(shared.value)
-                if shared.items is None or not _same_items(items, shared.items):
-                    shared.items, again = items, True
-                    packed = [self.pack(one) for one in items]
-                    changed[number] = [*shared.key, self.pack(more(shared.value)), packed]  # type: ignore[misc]
-        message |= {"shared": [[number, *what] for number, what in changed.items()], "dropped": self.dropped}
-        self.dropped = []
+        message |= {"shared": self.shared.take_changed(self.pack), "dropped": self.shared.take_dropped()}
         try:
             self.writes.write(json.dumps(message).encode() + b"\n")
             self.writes.flush()
@@ -311,19 +135,8 @@ class End:
             line = self.reads.readline(LONGEST)
             message = json.loads(line)
             for number in message["dropped"]:
-                self.drop_shared(number)
-            told = message["shared"]
-            for number, module, name, more, _ in told:
-                if number not in self.shared:
-                    empty = CONTAINERS[module, name][1](
-                        getattr(importlib.import_module(module), name), self.unpack(more)
-                    )
-                    self.share_container(number, empty)
-            for number, module, name, _, items in told:
-                shared = self.shared[number]
-                _, _, items_of, fill = CONTAINERS[module, name]
-                fill(shared.value, [self.unpack(one) for one in items])
-                shared.items = items_of(shared.value)
+                self.shared.drop(number)
+            self.shared.fill(message["shared"], self.unpack)
             return message
         except Exception as error:
             raise Gone from error
@@ -338,11 +151,9 @@ class End:
         if issubclass(kind, Proxy):
             return {"y": value._far_number}
         if type_key(kind, CONTAINERS):
-            if id(value) not in self.share_numbers:
-                self.share_container(next(self.free), value)
-            return {"m": self.share_numbers[id(value)]}
-        if id(value) in self.standing:
-            return {"y": self.standing[id(value)]}
+            return {"m": self.shared.number_of(value)}
+        if id(value) in self.exceptions.standing:
+            return {"y": self.exceptions.standing[id(value)]}
         if (known := self.importable_name(value)) is not None:
             return {"n": known}
         if isinstance(value, type) and issubclass(value, Exception):
@@ -367,13 +178,13 @@ class End:
 
     def unpack_reference(self, tag: str, body: Any) -> Any:
         if tag == "m":
-            return self.shared[body].value
+            return self.shared.by_number[body].value
         if tag == "y":
             return self.objects[body]
         if tag == "n":
             return self.looked_up(*body)
         if tag == "x":
-            return self.exception_class(*body)
+            return self.exceptions.class_for(*body)
         number, base = body
         if number not in self.proxies:
             self.proxies[number] = self.stand_in(number, base)
@@ -382,55 +193,10 @@ class End:
     def stand_in(self, number: int, base: str) -> Proxy:
         return self.proxy(self, number, base)
 
-    def exception_class(self, number: int, module: str, name: str, bases: list[Any]) -> Any:
-        """A class here for an exception class there, so that it can be caught: the library's own
-        if it is loaded here.
-        """
-        if number not in self.proxies and module.partition(".")[0] in sys.stdlib_module_names:
-            found = getattr(sys.modules.get(module), name, None)
-            if isinstance(found, type) and issubclass(found, Exception):
-                return found
-        if number not in self.proxies:
-            above = tuple(self.unpack(base) for base in bases) or (Exception,)
-            if not all(isinstance(base, type) and issubclass(base, Exception) for base in above):
-                raise TypeError("what an exception comes from is one, too")
-            body = {
-                "__str__": lambda error: error._said,
-                "__getattr__": lambda error, name: getattr(error.__dict__["_far"], name),
-                "_said": "",
-            }
-            self.proxies[number] = made = type(str(name), above, body)
-            self.standing[id(made)] = number
-        return self.proxies[number]
-
-    def raise_remote(self, message: dict[str, Any]) -> None:
-        try:
-            kind = self.unpack(message["raised"])
-            if not (isinstance(kind, type) and issubclass(kind, Exception)):
-                kind = RuntimeError
-            args = tuple(unpack(one) for one in message["args"])
-            error = kind.__new__(kind, *args)
-            error.args, error._said, error._far = args, str(message["said"]), self.unpack(message["error"])  # type: ignore[attr-defined]
-            if isinstance(error, StopIteration) and args:
-                error.value = args[0]
-        except Exception as broken:
-            raise Gone from broken
-        raise error
-
-    # -- shared containers -----------------------------------------------------------------------
-
-    def share_container(self, number: int, value: Any) -> None:
-        self.shared[number] = SharedContainer(value)
-        self.share_numbers[id(value)] = number
-
-    def drop_shared(self, number: int) -> None:
-        if shared := self.shared.pop(number, None):
-            del self.share_numbers[id(shared.value)]
+    # -- what each side decides ------------------------------------------------------------------
 
     def forget_unused(self) -> None:
         """What nobody here can look at any more needs no telling."""
-
-    # -- what each side decides ------------------------------------------------------------------
 
     def importable_name(self, value: Any) -> list[str] | None:
         """(module, name) of what both ends have: built-in types."""

@@ -22,8 +22,11 @@ from numbers import Number
 from typing import Any
 
 from rondel.score.boxed.compare import values_equal
-from rondel.score.boxed.far import BASES, BINARY, CONTAINERS, ORDER, End, Gone, Proxy, UncrossableValue
+from rondel.score.boxed.containers import CONTAINERS, SharedContainers
+from rondel.score.boxed.far import BASES, End, Gone, UncrossableValue
 from rondel.score.boxed.plain import VALUES, type_key, unpack
+from rondel.score.boxed.proxy import BINARY, ORDER, Proxy
+from rondel.score.boxed.remote_exceptions import RemoteExceptions
 from rondel.score.boxed.suite import Suite, is_theirs
 
 # not what a process says that ends for another reason
@@ -37,6 +40,8 @@ INNARDS = (
     types.CoroutineType,
     types.AsyncGeneratorType,
     End,
+    SharedContainers,
+    RemoteExceptions,
 )
 TEXTS = (io.StringIO, io.BytesIO)  # the files that are no files
 STEPS = ("send", "throw")  # methods of a generator: it may end there
@@ -209,10 +214,10 @@ class TestsEnd(End):
         return FarCoroutine(self, number, "") if base == "await" else super().stand_in(number, base)
 
     def forget_unused(self) -> None:
-        for number, shared in list(self.shared.items()):
+        for number, shared in list(self.shared.by_number.items()):
             if sys.getrefcount(shared.value) <= 2:
-                self.drop_shared(number)
-                self.dropped.append(number)
+                self.shared.drop(number)
+                self.shared.dropped.append(number)
 
     def importable_name(self, value: Any) -> list[str] | None:
         """What the candidate can import itself: functions and classes of the standard library."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rondel.score.boxed.assertions import CAUGHT, MADE, MAKES, instrument_test
-from rondel.score.boxed.far import Proxy
+from rondel.score.boxed.proxy import Proxy
 
 
 def is_theirs(error: BaseException | None) -> bool:

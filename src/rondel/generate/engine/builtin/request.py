@@ -92,23 +92,6 @@ class SequenceState:
     def written(self) -> int:
         return len(self.tokens) - self.prompt
 
-    def is_held_by_replay(self, version: int) -> bool:
-        """Whether it stands still under these weights, because it did so when its run was recorded."""
-        if (lines := self.request.lines) is None:
-            return False
-        if self.line == len(lines):
-            return True
-        at, computed, written = lines[self.line]
-        return at != version or (self.computed_tokens, self.written) == (computed, written)
-
-    @property
-    def computable_tokens(self) -> int:
-        """How many of its tokens may be computed now."""
-        if self.request.lines is None:
-            return len(self.tokens)
-        _, computed, written = self.request.lines[self.line]
-        return computed if written == self.written else len(self.tokens)
-
     def append_version_span(self, version: int) -> None:
         """Note where it stands: the weights change, its cache is lost, or it ends."""
         self.stints.append((version, self.computed_tokens, self.written))

@@ -61,6 +61,14 @@ class ModelRunner:
         self.lines = lines_of(loaded, rows, pages.count)
         self.eyes = VisionEncoderCache(loaded)
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of all keys and values, a draft model's included."""
+        pools = [self.pages.keys, self.pages.values]
+        if self.draft is not None:
+            pools += [self.draft.keys, self.draft.values]
+        return sum(pool.pool_bytes for pool in pools)
+
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> list[tuple[SequenceState, int, float]]:
         """Compute the plan. -> (request, token, logprob) for those whose prompt is complete or

@@ -9,11 +9,12 @@ waiting ──admit──> prefilling ──last chunk──> decoding ──don
 from __future__ import annotations
 
 from collections import deque
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 
 from rondel.core.errors import LawError
 from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.radix import RadixTree, Root
+from rondel.generate.engine.builtin.replay_gate import ReplayGate
 from rondel.generate.engine.builtin.request import SequenceState
 from rondel.generate.engine.builtin.step_plan import StepPlan
 
@@ -30,16 +31,13 @@ class Scheduler:
         self.limit = max_running  # of those, how many may run now
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
+        self.replay = ReplayGate(self.running, self.waiting, self.retract_sequence)
         self._rows = list(range(max_running - 1, -1, -1))
         self.prefilled = self.decoded = self.reused = self.retracted = 0  # counters
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
-
-    def may_move(self, version: int) -> bool:
-        """Whether anyone has work left under these weights."""
-        return any(not live.is_held_by_replay(version) for live in chain(self.running, self.waiting))
 
     @property
     def has_begun(self) -> bool:
@@ -57,18 +55,19 @@ class Scheduler:
         chunks: list[tuple[SequenceState, int]] = []
         # those interrupted in the middle of their prompt; the decoding ones have nothing pending any more
         for live in self.running:
-            n = 0 if live.is_held_by_replay(version) else min(budget, live.computable_tokens - live.computed_tokens)
+            left = 0 if self.replay.holds(live, version) else self.replay.computable_tokens(live) - live.computed_tokens
+            n = min(budget, left)
             if n and self._reserve_pages(live, n):
                 chunks.append((live, n))
                 budget -= n
-        leaders = [r for r in self.running if r.leads_prefill and not r.is_held_by_replay(version)]
+        leaders = [r for r in self.running if r.leads_prefill and not self.replay.holds(r, version)]
         for live in self._waiting_order(version, budget):
             if not budget or len(self.running) >= self.limit:
                 break
             root = (version, live.request.adapter, live.request.namespace)
             if (
                 not (fresh or live.written)
-                or live.is_held_by_replay(version)
+                or self.replay.holds(live, version)
                 or any(other.root == root and _will_share_prompt(live, other) for other in leaders)
             ):
                 # in-batch sharing: a running request is about to finish the prefix that this one would compute
@@ -92,9 +91,9 @@ class Scheduler:
             return list(self.waiting)
 
         def goes_first(live: SequenceState) -> bool:
-            if live.written or live.request.lines is not None or live.overtaken >= OVERTAKEN:
+            if live.written or self.replay.is_replayed(live) or live.overtaken >= OVERTAKEN:
                 return True
-            keys = live.cache_keys[: live.computable_tokens - 1]
+            keys = live.cache_keys[: self.replay.computable_tokens(live) - 1]
             return self.tree.cached_prefix_length(
                 (version, live.request.adapter, live.request.namespace), keys
             ) >= CACHED * len(keys)
@@ -106,7 +105,7 @@ class Scheduler:
         """Match, lock, reserve. -> how many of its tokens this step computes, 0 if there is
         no room (then nothing has changed).
         """
-        reach = live.computable_tokens
+        reach = self.replay.computable_tokens(live)
         node, known = self.tree.match_prefix(root, live.cache_keys[: reach - 1])  # the last token must be fed
         n = min(budget, reach - len(known))
         self.tree.lock(node)
@@ -129,7 +128,7 @@ class Scheduler:
         """
         while True:
             decoding = [
-                r for r in self.running if r.pending_tokens == 1 and r.written and not r.is_held_by_replay(version)
+                r for r in self.running if r.pending_tokens == 1 and r.written and not self.replay.holds(r, version)
             ]
             if self._has_room(len(decoding)):
                 for live in decoding:
@@ -141,7 +140,7 @@ class Scheduler:
                     f"{self.pages.count} pages cannot hold one request of {len(victim.tokens)} tokens; it should have "
                     f"been refused"
                 )
-            if victim.request.lines is not None and victim.root is None:
+            if self.replay.is_replayed(victim) and victim.root is None:
                 raise LawError(
                     "no room for what the recorded run had room for: its keys and values of earlier weights cannot be "
                     "computed again"
@@ -235,33 +234,8 @@ class Scheduler:
         for live in self.running:
             live.root = None
             live.append_version_span(before)
-        self.follow_schedule(version)
+        self.replay.follow_lines(version)
         self.pages.free_pages(self.tree.free_stale_nodes(version))
-
-    def makes_for_a_line(self, version: int) -> bool:
-        """Whether anyone has not yet come as far as in the run that is replayed."""
-        return any(
-            live.request.lines is not None and not live.is_held_by_replay(version)
-            for live in chain(self.running, self.waiting)
-        )
-
-    def follow_schedule(self, version: int) -> None:
-        """Requests of a replayed run make for the next line behind the one they have reached;
-        where their cache was lost, it is lost again.
-        """
-        for live in [*self.running, *self.waiting]:
-            for at, computed, written in (live.request.lines or ())[live.line :]:
-                if at > version or (at == version and (computed or live.written != written)):
-                    break
-                if at < version and (live.computed_tokens, live.written) != (computed, written):
-                    raise LawError(
-                        f"version {version} came when a request stood at {live.computed_tokens} computed, {live.written} "
-                        f"written tokens; in the run that is "
-                        f"replayed version {at} took it to {computed}, {written}"
-                    )
-                if live.computed_tokens and not computed:
-                    self.retract_sequence(live, version)
-                live.line += 1
 
     def drop_cache(self, version: int) -> None:
         """All keys and values are gone: running requests go back to the queue, the tree empties."""

@@ -1,0 +1,76 @@
+"""The gate that requests of a replayed run pass in the engine: under every version they are taken exactly as far
+as in the recorded run.
+
+A request's `lines` are the places where it stood still then: (version, tokens computed, tokens
+written). One without lines is not replayed, and the gate is open to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from rondel.core.errors import LawError
+
+if TYPE_CHECKING:
+    from rondel.generate.engine.builtin.request import SequenceState
+
+
+class ReplayGate:
+    """Gate of the sequences that run and wait; `retract(live, version)` sends one back to the queue without its cache."""
+
+    def __init__(
+        self,
+        running: Iterable[SequenceState],
+        waiting: Iterable[SequenceState],
+        retract: Callable[[SequenceState, int], None],
+    ) -> None:
+        self._running, self._waiting, self._retract = running, waiting, retract
+
+    def is_replayed(self, live: SequenceState) -> bool:
+        return live.request.lines is not None
+
+    def holds(self, live: SequenceState, version: int) -> bool:
+        """Whether it stands still under these weights, because it did so when its run was recorded."""
+        if (lines := live.request.lines) is None:
+            return False
+        if live.line == len(lines):
+            return True
+        at, computed, written = lines[live.line]
+        return at != version or (live.computed_tokens, live.written) == (computed, written)
+
+    def computable_tokens(self, live: SequenceState) -> int:
+        """How many of its tokens may be computed now."""
+        if live.request.lines is None:
+            return len(live.tokens)
+        _, computed, written = live.request.lines[live.line]
+        return computed if written == live.written else len(live.tokens)
+
+    def may_move(self, version: int) -> bool:
+        """Whether anyone has work left under these weights."""
+        return any(not self.holds(live, version) for live in chain(self._running, self._waiting))
+
+    def is_behind(self, version: int) -> bool:
+        """Whether anyone has not yet come as far as in the run that is replayed."""
+        return any(
+            self.is_replayed(live) and not self.holds(live, version) for live in chain(self._running, self._waiting)
+        )
+
+    def follow_lines(self, version: int) -> None:
+        """Requests make for the next line behind the one they have reached; where their cache was lost, it is
+        lost again.
+        """
+        for live in [*self._running, *self._waiting]:
+            for at, computed, written in (live.request.lines or ())[live.line :]:
+                if at > version or (at == version and (computed or live.written != written)):
+                    break
+                if at < version and (live.computed_tokens, live.written) != (computed, written):
+                    raise LawError(
+                        f"version {version} came when a request stood at {live.computed_tokens} computed, {live.written} "
+                        f"written tokens; in the run that is "
+                        f"replayed version {at} took it to {computed}, {written}"
+                    )
+                if live.computed_tokens and not computed:
+                    self._retract(live, version)
+                live.line += 1

@@ -1,0 +1,204 @@
+"""schedule -> run -> deliver, until nothing is left.
+
+The event loop owns the bookkeeping, the device thread owns the arithmetic: between two steps nothing of the
+engine runs. Steps run only while the engine serves. Whatever changes requests, pages or weights
+does so between two steps, where no task runs or it yields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from rondel.core.errors import EngineError, LawError, UserError
+from rondel.core.events import Generating, Speculated, emit
+from rondel.core.time_account import TimeAccount
+from rondel.core.types import Request
+
+if TYPE_CHECKING:
+    from rondel.generate.engine.builtin.answer_delivery import AnswerDelivery
+    from rondel.generate.engine.builtin.lifecycle import EngineLifecycle
+    from rondel.generate.engine.builtin.request import SequenceState
+    from rondel.generate.engine.builtin.runner import ModelRunner
+    from rondel.generate.engine.builtin.scheduler import Scheduler
+    from rondel.generate.engine.builtin.sequence_log import SequenceLog
+    from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
+    from rondel.generate.engine.concurrency import ConcurrencyController
+
+HEARTBEAT = 0.5
+
+
+class ServingLoop:
+    """Steps of the engine, in a task that lives while there is one to do.
+
+    run      executes a function on the device's own thread
+    seconds  spent in steps
+    account  of the engine's time
+    gone     running requests whose callers left: a step may still be computing them
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Awaitable[Any]],
+        lifecycle: EngineLifecycle,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        answers: AnswerDelivery,
+        log: SequenceLog,
+        *,
+        speculation: SpeculativeDecoder | None,
+        concurrency: ConcurrencyController | None,
+    ) -> None:
+        self.run, self.lifecycle, self.scheduler, self.runner = run, lifecycle, scheduler, runner
+        self.answers, self.log, self.speculation, self.concurrency = answers, log, speculation, concurrency
+        self.seconds, self.account = 0.0, TimeAccount("engine")
+        self.gone: list[SequenceState] = []
+        self._aborted: list[SequenceState] = []  # and those that shall return what they have
+        self._task: asyncio.Task | None = None
+
+    @property
+    def has_stopped(self) -> bool:
+        return self._task is None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step runs or will: parked requests do not count (law 8)."""
+        return self._task is not None and self.scheduler.has_work
+
+    @property
+    def _may_step(self) -> bool:
+        return (
+            self.lifecycle.state == "serving"
+            and (self.lifecycle.admits or self.scheduler.has_begun)
+            and self.scheduler.replay.may_move(self.lifecycle.version)
+        )
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        if self._task is None and self._may_step:
+            self._task = asyncio.create_task(self._step_until_done(), name="engine")
+        self.update_account()
+
+    def update_account(self) -> None:
+        """`held` is a wait for the trainer or an update, `idle` one for whoever asks."""
+        state = self.lifecycle.state
+        self.account.switch_to("generate" if self._task is not None else {"serving": "idle"}.get(state, state))
+
+    async def wait_for_task(self) -> None:
+        """Unlike awaiting the task, this leaves its step alone if the caller gives up."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def _step_until_done(self) -> None:
+        """Step until nothing is left or a pause arrives."""
+        began = told = time.perf_counter()
+        tokens = 0
+        try:
+            await self._wait_for_arrivals()
+            while self._may_step:
+                tokens += await self._run_step()
+                if (now := time.perf_counter()) - told > HEARTBEAT:
+                    emit(Generating(len(self.scheduler.running), len(self.scheduler.waiting), tokens, now - began))
+                    told = now
+                await asyncio.sleep(0)
+                self._let_go()
+        except BaseException as error:
+            self._fail_all(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self.seconds += time.perf_counter() - began
+            self._task = None
+            self.update_account()
+            self._let_go()
+            if self.speculation is not None and (guessed := self.speculation.take_new_counts())[0]:
+                emit(Speculated(*guessed))
+
+    async def _run_step(self) -> int:
+        """-> how many tokens were drawn."""
+        scheduler, version = self.scheduler, self.lifecycle.version
+        started, retracted = time.perf_counter(), scheduler.retracted
+        plan = scheduler.plan_step(version, fresh=self.lifecycle.admits)
+        felt = bool(scheduler.waiting) and len(scheduler.running) >= scheduler.limit
+        if not plan.tokens:
+            raise LawError(
+                f"a step without tokens: {len(scheduler.running)} requests run, {len(scheduler.waiting)} wait, "
+                f"{scheduler.pages.free_count} pages are free"
+            )
+        if self.speculation is not None:
+            self.speculation.propose_drafts(plan, scheduler)
+        began = time.perf_counter()
+        drawn = await self.run(self.runner.step, plan)
+        version = self.lifecycle.version
+        self.log.record_step(drawn, version)
+        if self.speculation is not None:
+            self.speculation.record_step(plan, drawn, time.perf_counter() - began)
+        scheduler.mark_computed(plan)
+        for live, token, logprob in drawn:
+            if live.row >= 0:  # else a token before this one ended it: the rest of its round was never written
+                self.answers.deliver_token(live, token, logprob, version)
+        scheduler.roll_back(plan)
+        scheduler.replay.follow_lines(version)
+        self._let_go()
+        scheduler.check_invariants()
+        requests, read = len(plan.chunks) + len(plan.decoding), sum(n for _, n in plan.chunks)
+        for name, n in (("steps", 1), ("tokens", len(drawn)), ("requests", requests), ("read", read)):
+            self.account.counts[name] += n
+        if self.concurrency is not None:
+            pressed = scheduler.retracted > retracted
+            self.concurrency.record_answer(len(drawn), time.perf_counter() - started, felt=felt, pressed=pressed)
+            scheduler.limit = self.concurrency.limit
+        return len(drawn)
+
+    async def _wait_for_arrivals(self) -> None:
+        """Let everyone who is about to ask, ask: the first batch then does not depend on the order of wake-ups."""
+        seen = -1
+        while seen != len(self.scheduler.waiting):
+            seen = len(self.scheduler.waiting)
+            for _ in range(4):
+                await asyncio.sleep(0)
+
+    # -- requests that end otherwise than by their last token --------------------------------------
+
+    def remove_request(self, live: SequenceState) -> None:
+        """Its caller is gone. The device thread may be reading it, so a running request leaves between two steps."""
+        if self._task is not None and live in self.scheduler.running:
+            self.gone.append(live)
+        else:
+            self.scheduler.release_sequence(live, self.lifecycle.version)
+
+    def abort_requests(self, which: Callable[[Request], bool]) -> int:
+        """Those of which this is true return what they have written, between two steps. -> how many there are."""
+        found = [live for live in [*self.scheduler.running, *self.scheduler.waiting] if which(live.request)]
+        self._aborted += found
+        if self._task is None:
+            self._let_go()
+        return len(found)
+
+    def _let_go(self) -> None:
+        version = self.lifecycle.version
+        for live in self.gone:
+            self.scheduler.release_sequence(live, version)
+        for live in self._aborted:
+            if live in self.scheduler.running or live in self.scheduler.waiting:
+                self.answers.finish_sequence(live, "abort", version)
+        self.gone.clear()
+        self._aborted.clear()
+
+    def _fail_all(self, error: BaseException) -> None:
+        """A step broke: everyone learns why, nothing half-computed stays in the cache, and
+        the engine refuses until a good update.
+        """
+        self.lifecycle.broken = f"its step broke: {type(error).__name__}: {error}"
+        self.scheduler.drop_cache(self.lifecycle.version)
+        self.gone.clear()
+        self._aborted.clear()
+        for live in self.scheduler.waiting:
+            live.finish(
+                error
+                if isinstance(error, UserError)
+                else EngineError(f"the engine's step broke: {type(error).__name__}: {error}")
+            )
+        self.scheduler.waiting.clear()
