@@ -253,7 +253,7 @@ def test_the_bill_of_the_quickstart_is_its_resident_memory():
     then = {
         "model.dtype": "bfloat16",
         "trainer.micro_tokens": 4096,
-        "task.examples": [],
+        "task.env": "single_turn",
         "engine.sampling.max_tokens": 32,
     }
     job = Job.read(Path(__file__).parents[2] / "recipes" / "quickstart.toml", then)

@@ -47,8 +47,8 @@ class EnvironmentReport:
 def check_env(job: Job, *, n: int = 20, timeout: float = 60.0, patience: float = PATIENCE) -> EnvironmentReport:
     """The first n tasks of a recipe in its environment, under its reward. A fault of the recipe is a finding, too."""
     try:
-        found = load_tasks(job.task.data, env=job.task.env)
-        env, tasks = env_of(job, found), found.train[: min(n, PAID) if reward_urls(job.task.reward) else n]
+        found = load_tasks(job.task.data, env=job.task.env_kind)
+        env, tasks = env_of(job, found), found.train[: min(n, PAID) if reward_urls(job.task.reward_spec) else n]
         tokenizer, context, sight = tokenizer_of(job.model.path)
         sight = sight_within(job, sight, str(job.model.path))
         stage = ScriptedStage(env, tokenizer, sampling_of(job), context, job.task.system, timeout, sight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rondel.assemble.facts import facts_of
 from rondel.assemble.rows import rows_of
 from rondel.assemble.run_components import Components
 from rondel.assemble.workers import follow_leader
-from rondel.core.config import ORIGIN, EvaluationConfig, Job, WarmupConfig
+from rondel.core.config import ORIGIN, EvaluationConfig, Job, WarmupConfig, split_kind
 from rondel.core.errors import CheckpointError, ConfigError, StalledError, WorkerError
 from rondel.core.events import Broke, Resumed, RunStarted, Warned, drop_on_failure, emit, subscribe, warn_aloud
 from rondel.driver.phases import RunPhases
@@ -35,9 +35,8 @@ from rondel.runtime.telemetry.card import write_card
 from rondel.runtime.telemetry.metrics import LateBias, StepMetrics
 from rondel.runtime.telemetry.otel import traces_of
 from rondel.runtime.telemetry.progress import ProgressPrinter
-from rondel.runtime.telemetry.prometheus import PrometheusSink
 from rondel.runtime.telemetry.reward_hacking import HackingMonitor
-from rondel.runtime.telemetry.sinks import open_sinks
+from rondel.runtime.telemetry.sinks import open_sinks, sink_tables, traces_address
 from rondel.runtime.termination import GracefulStop
 from rondel.system.files import guard_write, make_folder, replace_file
 from rondel.train.checkpoint import Checkpoints
@@ -161,14 +160,14 @@ FILES = (FILE, "job.toml", ORIGIN, ".lock", "card.md", "card.json", SCHEDULE)
 OF_SINKS = {"tensorboard": ("tensorboard", True), "jsonl": ("metrics.jsonl", False), "csv": ("metrics.csv", False)}
 
 
-def refuse_misplaced(folder: Path, sinks: list[str]) -> None:
+def refuse_misplaced(folder: Path, sinks: Sequence[str | dict[str, Any]]) -> None:
     """A file where the run needs a folder, a folder where it needs a file, a link that
     leads nowhere: before anything is loaded.
     """
     needed = (
         {name: True for name in FOLDERS}
         | dict.fromkeys(FILES, False)
-        | dict(OF_SINKS[sink] for sink in sinks if sink in OF_SINKS)
+        | dict(OF_SINKS[kind] for kind, _ in (split_kind(sink, "") for sink in sinks) if kind in OF_SINKS)
     )
     for name, wanted in needed.items():
         path = folder / name
@@ -221,17 +220,17 @@ def _open_recorders(job: Job, folder: Path, rollouts: store.RolloutStore, ends: 
     write ends the run. All others are dispensable."""
     journal = Journal(folder, job.run.durability)
     ends.callback(journal.close)
-    sinks: list[tuple[str, Any]] = [
-        (f"the sink '{kind}'", sink)
-        for kind, sink in zip(job.run.sinks, open_sinks(job.run.sinks, folder, after=after))
-    ]
-    if port := job.run.metrics_port:
-        sinks.append((f"the page at run.metrics_port = {port}", PrometheusSink(port)))
-    traces = traces_of(job.run.traces, str(folder), str(job.model.path))
+    opened = open_sinks(job.run.sinks, folder, after=after)
+    sinks = [(f"the sink '{kind}'", sink) for (kind, _), sink in zip(sink_tables(job.run.sinks), opened)]
+    traces = traces_of(traces_address(job.run.sinks), str(folder), str(job.model.path))
     for writer in (journal.write, rollouts.write):
         ends.callback(subscribe(writer))
-    for name, reader in (*sinks, *([("traces", traces)] if traces is not None else [])):
-        ends.callback(drop_on_failure(f"the end of {name}", reader.close))
+    closes = [
+        *((name, sink.close) for name, sink in sinks),
+        *([("traces", traces.close)] if traces is not None else []),
+    ]
+    for name, close in closes:
+        ends.callback(drop_on_failure(f"the end of {name}", close))
     writers = [drop_on_failure(name, sink.write) for name, sink in sinks]
     writers += [
         drop_on_failure("the watch on late groups", LateBias().write),

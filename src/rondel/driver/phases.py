@@ -97,7 +97,7 @@ class RunPhases:
         )
         if failures.why and not self.ending.asked:
             raise RewardError(
-                f"the run stopped {state}: {failures.why}. The limit is task.max_failures = {failures.most:g}. Mend the "
+                f"the run stopped {state}: {failures.why}. The limit is task.reward.max_failures = {failures.most:g}. Mend the "
                 f"reward or the environment and "
                 "give the same command: it goes on from there"
             )
@@ -197,7 +197,7 @@ class RunPhases:
             retry=self.job.loop.late == "retry",
             version=version,
             max_refills=self.job.loop.max_refills,
-            patience=WAIT + self.job.task.patience,  # while a run pauses nothing changes
+            patience=WAIT + self.job.task.reward_calls.patience,  # while a run pauses nothing changes
             order=self.schedule,
         )
         if self.schedule is not None:
