@@ -11,31 +11,47 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from rondel.core.config import ENV_TABLES, BesideConfig, ConfigSection, Job, RewardCallConfig, TeacherConfig
+from rondel.core.config import (
+    ENV_TABLES,
+    BesideConfig,
+    ConfigSection,
+    Job,
+    PolicyConfig,
+    RewardCallConfig,
+    SettingsTable,
+    TeacherConfig,
+)
 
 PAGE = Path(__file__).with_name("recipe.md")
-TABLES = {  # the settings of keys that are tables
-    **{f'settings of task.env, kind = "{name}"': model for name, model in ENV_TABLES.items()},
-    "settings of task.reward, beside those of its kind": RewardCallConfig,
-    "settings of an entry of model.teacher": TeacherConfig,
-    "settings of an entry of algo.beside": BesideConfig,
+TABLES: dict[str, type[BaseModel]] = {  # beside those of keys that are tables throughout
+    **{f'task.env, kind = "{name}"': model for name, model in ENV_TABLES.items()},
+    "task.reward, beside those of its kind": RewardCallConfig,
+    "an entry of model.teacher": TeacherConfig,
+    "an entry of algo.beside": BesideConfig,
+    "policies.NAME": PolicyConfig,
 }
 BEGIN, END = "<!-- keys: written by docs/make_recipe.py -->\n", "<!-- end of keys -->\n"
 
 
 def keys(section: type[BaseModel] = Job, prefix: str = "") -> list[tuple[str, Any]]:
-    """(dotted name, field) of every leaf; NAME stands for what the recipe calls an entry of a table of tables."""
+    """(dotted name, field) of every key. A table of settings is one key; its settings have a table of their own."""
     rows: list[tuple[str, Any]] = []
     for name, field in section.model_fields.items():
         inner = field.annotation
-        entry = get_args(inner)[1] if get_origin(inner) is dict else None
-        if isinstance(inner, type) and issubclass(inner, ConfigSection):
+        if isinstance(inner, type) and issubclass(inner, ConfigSection) and not is_table(inner):
             rows += keys(inner, f"{prefix}{name}.")
-        elif isinstance(entry, type) and issubclass(entry, BaseModel):
-            rows += keys(entry, f"{prefix}{name}.NAME.")
         else:
             rows.append((f"{prefix}{name}", field))
     return rows
+
+
+def setting_tables() -> dict[str, type[BaseModel]]:
+    """The tables of settings, by the key that they are the value of."""
+    return {key: field.annotation for key, field in keys() if is_table(field.annotation)} | TABLES
+
+
+def is_table(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, SettingsTable)
 
 
 def table() -> str:
@@ -51,8 +67,8 @@ def table() -> str:
         row = section == "algo" and key != "algo.sources" and field.default == {}
         cells = (f"`{key}`", kind(field), "of the row" if row else default(field), told)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    for title, model in TABLES.items():
-        lines += ["", f"## {title}", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
+    for title, model in setting_tables().items():
+        lines += ["", f"### settings of {title}", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
         for name, field in model.model_fields.items():
             assert field.description, f"{title}: {name} has no description in core/config.py"
             cells = (f"`{name}`", kind(field), default(field), field.description)
@@ -104,6 +120,8 @@ def default(field: Any) -> str:
     value = field.get_default(call_default_factory=True)
     if value is None:
         return "not set"
+    if isinstance(value, BaseModel):
+        return "see below"
     return f"`{json.dumps(value)}`"
 
 
@@ -115,3 +133,5 @@ def page() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    settings = sum(len(model.model_fields) for model in setting_tables().values())
+    print(f"{len(keys())} keys; {settings} settings in {len(setting_tables())} tables")

@@ -562,7 +562,7 @@ def test_it_is_a_part_like_others():
     assert score == Score(2.5, {"solved": 2.0, "form": 0.5})
     with pytest.raises(ConfigError, match="sandbox"):
         build_reward("code")
-    with pytest.raises(ConfigError, match=r"raise task\.reward_timeout"):
+    with pytest.raises(ConfigError, match=r"raise task\.reward\.timeout"):
         Code(sandbox=Sandbox(), seconds=5.0, deadline=5.0)
     with pytest.raises(ConfigError, match="Did you mean 'fraction'"):
         Code(sandbox=Sandbox(), credit="fractions")

@@ -169,9 +169,8 @@ def build(job: Job, folder: Path | None = None) -> Components:
 
 def sampling_of(job: Job) -> Sampling:
     section = job.engine.sampling
-    section._read.update(type(section).model_fields)
     with error_boundary(ConfigError, "engine.sampling"):
-        return Sampling(**{**section.model_dump(), "stop": tuple(section.stop)})
+        return Sampling(**{**section.to_values(), "stop": tuple(section.stop)})
 
 
 def order_of(job: Job, tasks: TaskSet) -> TaskAdmissions:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Collection, Iterable
 from copy import deepcopy
 from hashlib import blake2b
 from pathlib import Path
@@ -49,8 +50,41 @@ class ConfigSection(BaseModel):
                 out.append(f"{prefix}{name}")
         return sorted(out)
 
+    def read_keys(self, prefix: str = "") -> list[str]:
+        """Dotted names of the keys that were read: what a worker tells of its copy of the recipe."""
+        out = [f"{prefix}{name}" for name in self._read]
+        for name, value in self.__dict__.items():
+            if isinstance(value, ConfigSection):
+                out += value.read_keys(f"{prefix}{name}.")
+        return out
 
-class AdapterConfig(ConfigSection):
+    def mark_read(self, keys: Iterable[str]) -> None:
+        """Count dotted names as read: by a worker, in its copy of the recipe."""
+        for key in keys:
+            name, _, rest = key.partition(".")
+            inner = self.__dict__.get(name)
+            self._read.add(name)
+            if rest and isinstance(inner, ConfigSection):
+                inner.mark_read([rest])
+
+    def mark_everything_read(self) -> None:
+        self._read.update(type(self).model_fields)
+        for value in self.__dict__.values():
+            if isinstance(value, ConfigSection):
+                value.mark_everything_read()
+
+    def to_values(self, without: Collection[str] = ()) -> dict[str, Any]:
+        """The settings as plain data for one reader, who refuses what it does not know."""
+        names = [name for name in type(self).model_fields if name not in without]
+        self._read.update(names)
+        return {name: value for name, value in self.model_dump().items() if name in names}
+
+
+class SettingsTable(ConfigSection):
+    """A key whose value is the table of one thing: `adapter = { kind = "lora", rank = 16 }`."""
+
+
+class AdapterConfig(SettingsTable):
     """Few new numbers beside the model's own, which stay as they are: they alone are trained, published and stored."""
 
     kind: Literal["off", "lora", "qlora"] = Field(
@@ -102,6 +136,19 @@ class TeacherConfig(BaseModel):
         return self.url or str(self.path)
 
 
+class VisionConfig(SettingsTable):
+    """How a vision-language model sees."""
+
+    tower: Literal["frozen", "trained"] = Field(
+        "frozen",
+        description="of a vision-language model: whether what encodes images learns, too; frozen, it costs no gradient",
+    )
+    image_tokens: Count | Literal["auto"] = Field(
+        "auto",
+        description="most tokens of one image, which is scaled down to it; auto: what the model's own settings say",
+    )
+
+
 class ModelConfig(ConfigSection):
     path: str | dict[str, Any] = Field(
         description='folder, hub id, GGUF file, "smollm2-135m", or { random = "llama", ... }'
@@ -112,15 +159,10 @@ class ModelConfig(ConfigSection):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="compute dtype; master weights are always float32"
     )
-    adapter: AdapterConfig = AdapterConfig()
-    tower: Literal["frozen", "trained"] = Field(
-        "frozen",
-        description="of a vision-language model: whether what encodes images learns, too; frozen, it costs no gradient",
+    adapter: AdapterConfig = Field(
+        AdapterConfig(), description="few new weights beside the model's own, which alone are trained"
     )
-    image_tokens: Count | Literal["auto"] = Field(
-        "auto",
-        description="most tokens of one image, which is scaled down to it; auto: what the model's own settings say",
-    )
+    vision: VisionConfig = Field(VisionConfig(), description="of a vision-language model: its tower and its images")
 
     @property
     def teachers(self) -> list[TeacherConfig]:
@@ -128,7 +170,7 @@ class ModelConfig(ConfigSection):
         return told if isinstance(told, list) else [] if told is None else [TeacherConfig(path=told)]
 
 
-class EvaluationConfig(ConfigSection):
+class EvaluationConfig(SettingsTable):
     every: int = Field(0, ge=0, description="evaluate every so many steps; 0 is only before and after")
     n: int = Field(0, ge=0, description="how many held-out tasks; 0 is all")
     sampling: dict[str, Any] = Field(
@@ -288,7 +330,9 @@ class TaskConfig(ConfigSection):
     )
     filters: list[str] = Field([], description='beside the row\'s own: signal, truncated, repetition, or "module:name"')
     system: str | None = Field(None, description="a system message for prompts that bring none")
-    eval: EvaluationConfig = EvaluationConfig()
+    eval: EvaluationConfig = Field(
+        EvaluationConfig(), description="how held-out tasks are measured while the run goes on"
+    )
 
     @property
     def env_kind(self) -> str:
@@ -405,7 +449,7 @@ class AlgorithmConfig(ConfigSection):
     value: dict[str, Any] = Field({}, description="what a critic minimises: clip")
 
 
-class WarmupConfig(ConfigSection):
+class WarmupConfig(SettingsTable):
     """A supervised phase before the loop: the same loop, whose Generate copies the data set's answers."""
 
     steps: int = Field(0, ge=0, description="steps of the supervised phase; 0 is none")
@@ -452,11 +496,13 @@ class LoopConfig(ConfigSection):
     )
     seed: int = Field(0, description="of the order of tasks and of all noise")
     max_refills: int = Field(20, ge=1, description="a step stops refilling after this many times P dropped groups")
-    warmup: WarmupConfig = WarmupConfig()
+    warmup: WarmupConfig = Field(WarmupConfig(), description="a supervised phase before the loop")
 
     @model_validator(mode="after")
     def _what_is_late(self) -> LoopConfig:
         mine = self.__dict__
+        if mine["warmup"].__dict__["steps"] == 0:  # a phase that is left out has no settings
+            object.__setattr__(self, "warmup", WarmupConfig())
         if mine["steps"] is None and mine["passes"] is None:
             raise ValueError(
                 "steps is not set: steps = 100 is the number of training steps; passes = 2 counts them in passes over "
@@ -492,7 +538,7 @@ class LoopConfig(ConfigSection):
         return self
 
 
-class SamplingConfig(ConfigSection):
+class SamplingConfig(SettingsTable):
     temperature: float = Field(
         1.0, ge=0, description="part of the policy: the trainer divides by it too; 0 is refused in training"
     )
@@ -518,7 +564,7 @@ class SamplingConfig(ConfigSection):
         return given
 
 
-class SpeculativeConfig(ConfigSection):
+class SpeculativeConfig(SettingsTable):
     """Guess tokens ahead and let the model look at all of them at once."""
 
     kind: Literal["off", "ngram", "draft"] = Field(
@@ -579,8 +625,10 @@ class EngineConfig(ConfigSection):
         description="auto: how many of max_running work together is found while they do; performance: results are the same",
     )
     prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one engine step")
-    sampling: SamplingConfig = SamplingConfig()
-    speculative: SpeculativeConfig = SpeculativeConfig()
+    sampling: SamplingConfig = Field(SamplingConfig(), description="how training answers are drawn")
+    speculative: SpeculativeConfig = Field(
+        SpeculativeConfig(), description="tokens guessed ahead, which the model checks all at once"
+    )
 
     @field_validator("url")
     @classmethod
@@ -595,7 +643,7 @@ class EngineConfig(ConfigSection):
         return [self.url] if isinstance(self.url, str) else self.url or []
 
 
-class CriticConfig(ConfigSection):
+class CriticConfig(SettingsTable):
     """Of a row that needs values: its own backbone with one number a token."""
 
     lr: float = Field(1e-5, ge=0, description="its own, under the trainer's schedule")
@@ -627,7 +675,7 @@ class TrainerConfig(ConfigSection):
         description="shared device: while the engine writes, optimizer, critic, reference and teacher lie in host memory, while the trainer "
         "works there is no KV cache; reference and teacher are on the device for their own pass only",
     )
-    critic: CriticConfig = CriticConfig()
+    critic: CriticConfig = Field(CriticConfig(), description="of a row that needs values")
     max_bad_steps: int = Field(3, ge=1, description="stop after so many steps in a row that a finite-check refused")
 
 
@@ -682,7 +730,7 @@ class SyncConfig(ConfigSection):
     kind: str = Field(
         "auto",
         description="how weights reach the engines: auto, tensor, ipc, disk, distributed, delta, or a transport of "
-        'yours as "module:name"; "auto" is tensor in one process, where nothing is copied; else see sync.md',
+        'yours as "module:name"; "auto" is tensor in one process, where nothing is copied; else see docs/sync.md',
     )
     probe: bool = Field(True, description="score a fixed prompt on both sides after every update")
 
@@ -697,14 +745,16 @@ class SyncConfig(ConfigSection):
         return given
 
 
-class CheckpointConfig(ConfigSection):
+class CheckpointConfig(SettingsTable):
     every: int = Field(10, ge=0, description="steps between two checkpoints; 0 is only at the end")
     keep: int = Field(2, ge=1, description="how many stay")
 
 
 class RunConfig(ConfigSection):
     folder: str = Field(min_length=1, description="where the run lives")
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: CheckpointConfig = Field(
+        CheckpointConfig(), description="when checkpoints are written, and how many stay"
+    )
     sinks: list[str | dict[str, Any]] = Field(
         ["tensorboard"],
         description='tensorboard, jsonl, csv, wandb, trackio, mlflow, prometheus, opentelemetry, or "module:name"; with '
@@ -796,6 +846,8 @@ MOVED_KEYS = {  # a key of earlier versions -> what says it now
     "run.traces": 'run.sinks = [{ kind = "opentelemetry", url = ... }]',
     "model.adapter.dropout": "nothing: with dropout the trainer could not recompute what the engine drew from, so it is "
     "always 0. Use algo.kl or a lower rank against overfitting",
+    "model.tower": "model.vision = { tower = ... }",
+    "model.image_tokens": "model.vision = { image_tokens = ... }",
     "trainer.kind": "nothing: there is one trainer (FSDP2), over place.ranks",
 }
 ENV_SETTINGS = {  # of them: a setting of the environment, and what it was where nobody set it
@@ -823,7 +875,9 @@ class Job(ConfigSection):
     trainer: TrainerConfig = TrainerConfig()
     place: PlaceConfig = PlaceConfig()
     sync: SyncConfig = SyncConfig()
-    policies: dict[str, PolicyConfig] = {}
+    policies: dict[str, PolicyConfig] = Field(
+        {}, description="weights of their own for some agents of an episode: [policies.NAME]"
+    )
     run: RunConfig
     _origin: str = PrivateAttr("")
 
@@ -1038,6 +1092,9 @@ def translate_moved_keys(tree: dict[str, Any]) -> None:
     for old, default in (("temperature", 0.0), ("max_tokens", None)):
         if (value := task.get("eval", {}).pop(old, default)) != default:
             task["eval"]["sampling"] = {old: value, **task["eval"].get("sampling", {})}
+    vision = {old: tree["model"].pop(old) for old in ("tower", "image_tokens") if old in tree.get("model", {})}
+    if vision:
+        tree["model"]["vision"] = vision
     sinks = {"metrics_port": ("prometheus", "port", 0), "traces": ("opentelemetry", "url", "")}
     for old, (name, setting, default) in sinks.items():
         if (value := run.pop(old, default)) != default:

@@ -18,7 +18,7 @@ from rondel.assemble.facts import facts_of
 from rondel.assemble.rows import rows_of
 from rondel.assemble.run_components import Components
 from rondel.assemble.workers import follow_leader
-from rondel.core.config import ORIGIN, EvaluationConfig, Job, WarmupConfig, split_kind
+from rondel.core.config import ORIGIN, Job, split_kind
 from rondel.core.errors import CheckpointError, ConfigError, StalledError, WorkerError
 from rondel.core.events import Broke, Resumed, RunStarted, Warned, drop_on_failure, emit, subscribe, warn_aloud
 from rondel.driver.phases import RunPhases
@@ -42,14 +42,6 @@ from rondel.system.files import guard_write, make_folder, replace_file
 from rondel.train.checkpoint import Checkpoints
 
 RESTARTS = 3  # of a run that lost a rank of its trainer
-# keys that only the loop reads, after the run has been built; all others must have been read by then
-READ_BY_THE_LOOP = {
-    *(f"task.eval.{name}" for name in EvaluationConfig.model_fields),
-    *(f"loop.{name}" for name in ("groups_per_step", "max_staleness", "window", "oversample", "late", "max_refills")),
-    # steps = 0 leaves the phase out, whatever it would have been
-    *(f"loop.warmup.{name}" for name in WarmupConfig.model_fields),
-    "run.checkpoint.every",
-}
 
 
 def train(
@@ -114,7 +106,8 @@ def _run_training(
         rollouts = store.RolloutStore(folder)
         ends.callback(rollouts.close)
         _open_recorders(job, folder, rollouts, ends, after=found[1]["step"] if found else -1)
-        if unread := [key for key in job.unread_keys() if key not in READ_BY_THE_LOOP]:
+        run = RunPhases(job, parts, folder, checkpoints, rollouts, ending, schedule)
+        if unread := job.unread_keys():
             raise ConfigError(
                 f"set, but without effect in this run: {', '.join(unread)}. Remove them, or see `rondel explain` for "
                 f"what reads them"
@@ -123,7 +116,6 @@ def _run_training(
         if job.origin:
             replace_file(folder / ORIGIN, job.origin)
         emit(RunStarted(str(folder), job.digest(), facts_of(parts)))
-        run = RunPhases(job, parts, folder, checkpoints, rollouts, ending, schedule)
         if interrupted:
             emit(Resumed(0, 0, ""))
         for restarts in itertools.count(1):

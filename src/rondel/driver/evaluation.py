@@ -28,7 +28,7 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     from rondel.generate.envs.episode import assign_parents
 
     began, job = time.perf_counter(), parts.job
-    tasks = parts.tasks.held_out[: job.task.eval.n or None]
+    tasks = evaluated_tasks(job.task.eval, parts.tasks.held_out)
     sampling = evaluation_sampling(job.task.eval, parts.sampling)
     rollouts = GroupRollouts(parts, 1)
 
@@ -85,6 +85,11 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
         min(rewards, default=None),
         max(rewards, default=None),
     )
+
+
+def evaluated_tasks(given: EvaluationConfig, held_out: list[Task]) -> list[Task]:
+    """The first n held-out tasks; 0 is all."""
+    return held_out[: given.n or None]
 
 
 def evaluation_sampling(given: EvaluationConfig, rollouts: Sampling) -> Sampling:
