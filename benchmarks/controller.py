@@ -161,7 +161,7 @@ def made(rollouts: int, tokens: int) -> tuple[SimpleNamespace, Any]:
         job=job, sampling=sampling_of(job), env=SingleTurn(), routes=False, failures=FailureBudget(), judge=judge_of(job, rows_of(job)), engines=engines,
         engine=EngineRouter(engines, max_inflight=2 * rollouts // ENGINES), pool=SimpleNamespace(score=score),
         model_info=SimpleNamespace(tokenizer=loaded.tokenizer, max_context=loaded.max_context, sight=None),
-    ), stream_tasks(ShuffledOrder(load_tasks(job.task.data, env=job.task.env).train, seed=0))  # fmt: skip
+    ), stream_tasks(ShuffledOrder(load_tasks(job.task.data, env=job.task.env_kind).train, seed=0))  # fmt: skip
 
 
 async def drive(

@@ -1,4 +1,5 @@
-"""An environment of your own, in two turns: `env = "my_env:SecondThought"`.
+"""An environment of your own, in two turns: `env = { kind = "my_env:SecondThought", hint = "Look again." }`. The settings
+beside `kind` are the arguments of its class.
 
 An environment is an async function of a task and a chat. `give` hands over messages,
 `reply` lets the policy write; the chat keeps the tokens, so there is nothing to mask and nothing to tokenise here.

@@ -74,13 +74,20 @@ RECIPES = {
     "an unknown environment": (["--task.env=single_trun"], "Did you mean 'single_turn'?"),
     "an unknown filter": (["--task.filters=['singal']"], "Did you mean 'signal'?"),
     "an unknown sink": (["--run.sinks=['tensorbord']"], "Did you mean 'tensorboard'?"),
-    "an unknown trainer": (["--trainer.kind=megatron"], "trainer.kind = 'megatron'; it must be one of fsdp"),
-    "a trainer of one's own": (["--trainer.kind=collections:OrderedDict"], "it must be one of fsdp"),
+    "a key that allowed one value": (["--trainer.kind=fsdp"], "'trainer.kind' is no key any more"),
+    "a key that has moved": (["--task.turns=3"], 'in its place stands task.env = { kind = "tools", turns = ... }'),
+    "an unknown setting of an environment": (
+        ["--task.env.sufix=x"],
+        "unknown key 'task.env.sufix'. Did you mean 'suffix'?",
+    ),
     "an example that is held out": (
-        ['--task.data={ kind = "digits", holdout = 54 }', '--task.examples=[{ prompt = "1+2=", answer = "3" }]'],
+        ['--task.data={ kind = "digits", holdout = 54 }', '--task.env.examples=[{ prompt = "1+2=", answer = "3" }]'],
         "its evaluation would only read",
     ),
-    "an example without its answer": (['--task.examples=[{ prompt = "1+2=" }]'], "task.examples"),
+    "an example without its answer": (
+        ['--task.env.examples=[{ prompt = "1+2=" }]'],
+        "'task.env.examples.0.answer' is missing",
+    ),
     "evaluations of nothing": (
         ['--task.data={ kind = "digits" }', "--task.eval.every=5"],
         "task.eval.every has no effect: no tasks are held out",
@@ -223,9 +230,9 @@ def test_a_reward_that(capfd, tmp_path, monkeypatch, name):
         capfd,
         tmp_path,
         "--task.reward=broken_reward:grade",
-        "--task.reward_timeout=0.5",
+        "--task.reward.timeout=0.5",
         "--task.eval.n=1",
-        "--task.reward_workers=2",
+        "--task.reward.workers=2",
     )
     assert said in line and "no group survived" in line and "Mend the reward" in line and "easier task" not in line, (
         line

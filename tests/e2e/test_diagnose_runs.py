@@ -56,6 +56,6 @@ def test_a_run_that_was_killed(tmp_path):
 
 def test_a_run_that_ended_by_an_error(tmp_path):
     with pytest.raises(Exception, match="max_failures"):
-        run(tmp_path, **BASE | {"task__max_failures": 0.1, "task__reward": "rewards_kit:broken"})
+        run(tmp_path, **BASE | {"task__reward": {"kind": "rewards_kit:broken", "max_failures": 0.1}})
     found = diagnose(tmp_path)
     assert found[0].name == "broke" and "RewardError" in found[0].evidence and "an odd answer" in found[0].evidence

@@ -58,7 +58,7 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel dashboard runs/tiny runs/apart": "parsed: it serves until a signal; tests/e2e/test_dashboard.py runs it",
     "PYTHONPATH=examples rondel check recipes/tiny.toml --task.reward=my_reward:grade": "whole",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.reward=my_reward:grade --run.folder=runs/mine": "reduced",
-    "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=my_env:SecondThought --run.folder=runs/two-turns": "reduced",
+    "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env.kind=my_env:SecondThought --task.env.hint=Think. --run.folder=runs/two-turns": "reduced",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=guess:Guess --task.data.kind=guess:numbers --loop.warmup.steps=0 "
     "--loop.steps=200 --engine.sampling.max_tokens=1 --trainer.lr=3e-3 --run.folder=runs/guess": "reduced",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=search:Search --task.data.kind=search:questions "
@@ -67,9 +67,9 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "--model.path.max_position_embeddings=2048 --loop.warmup.steps=0 --run.folder=runs/shop": "reduced",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=repair:Repair --task.data.kind=repair:bugs "
     "--model.path.max_position_embeddings=2048 --loop.warmup.steps=0 --run.folder=runs/repair": "reduced",
-    "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=gym --task.turns=3 --loop.warmup.steps=0 --run.folder=runs/world "
+    "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env.kind=gym --task.env.turns=3 --loop.warmup.steps=0 --run.folder=runs/world "
     "--task.data.kind=gym --task.data.name=guess_world:make": "reduced",
-    "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=gateway --task.agent=my_agent:solve --loop.groups_per_step=8 "
+    "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env.kind=gateway --task.env.agent=my_agent:solve --loop.groups_per_step=8 "
     "--run.folder=runs/agent": "reduced",
     "rondel train recipes/tiny.toml --run.checkpoint.every=20": "reduced",
     "rondel replay runs/tiny --step 8": "whole",
@@ -149,6 +149,7 @@ EXAMPLES = {
     "repair.py": "and so on",
     "relay.py": "by recipes/relay.toml",
     "my_loss_term.py": "tests/units/test_table.py",  # a path: that test runs it
+    "my_transport.py": "tests/units/test_seams.py",
 }
 SHOWN_ONLY = {"text", ""}  # drawings and output
 
@@ -360,12 +361,12 @@ def test_a_piece_of_a_recipe_is_read(block):
     ):  # a reader's own; test_verifiers.py has some
         from rondel.generate.envs.sources import load_tasks
 
-        assert load_tasks(job.task.data, env=job.task.env).train
+        assert load_tasks(job.task.data, env=job.task.env_kind).train
     import inspect
 
     from rondel.score import REWARDS, build_reward
 
-    reward = job.task.reward
+    reward = job.task.reward_spec
     # a reader's own model: the keys must be its own; test_reward_model.py builds some
     if isinstance(reward, dict) and "path" in reward:
         known = {
@@ -375,7 +376,7 @@ def test_a_piece_of_a_recipe_is_read(block):
         }
         assert reward.keys() <= known
     else:
-        assert callable(build_reward(reward, {"sandbox": NoBoxes, "deadline": lambda: job.task.reward_timeout}))
+        assert callable(build_reward(reward, {"sandbox": NoBoxes, "deadline": lambda: job.task.reward_calls.timeout}))
 
 
 class NoBoxes:

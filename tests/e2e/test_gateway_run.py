@@ -13,7 +13,7 @@ from run_kit import check, run
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-HOW = {"task__env": "gateway", "loop__warmup__steps": 4, "loop__steps": 3, "run__checkpoint__every": 7}
+HOW = {"loop__warmup__steps": 4, "loop__steps": 3, "run__checkpoint__every": 7}
 
 
 def sampled(row):
@@ -28,7 +28,7 @@ def turns(row):
 
 def test_an_agent_is_trained_and_a_turn_computes_only_what_is_new(tmp_path):
     gateway_kit.NOTED.clear()
-    card = run(tmp_path, task__agent="gateway_kit:three_turns", **HOW)
+    card = run(tmp_path, task__env={"kind": "gateway", "agent": "gateway_kit:three_turns"}, **HOW)
     # masks, versions, lag, and that the trainer finds the logprobs that were recorded
     rows = check(tmp_path, staleness=0, total=7)
     mine = list(filter(sampled, rows))
@@ -44,7 +44,7 @@ def test_an_agent_is_trained_and_a_turn_computes_only_what_is_new(tmp_path):
 def test_the_example_is_trained(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.delitem(sys.modules, "my_agent", raising=False)
-    run(tmp_path, task__agent="my_agent:solve", **HOW)
+    run(tmp_path, task__env={"kind": "gateway", "agent": "my_agent:solve"}, **HOW)
     mine = list(filter(sampled, check(tmp_path, staleness=0, total=7)))
     assert {turns(row) for row in mine} <= {1, 2} and {row["reward"] for row in mine} <= {0.0, 0.5, 1.0}
     assert all(turns(row) == 1 for row in mine if row["reward"] == 1.0)
@@ -55,7 +55,7 @@ def test_branches_of_an_episode_are_trained_with_its_score(tmp_path):
     """A helper, and a second answer from the same place: what the walks share is the same tokens
     with the same record.
     """
-    run(tmp_path, task__agent="gateway_kit:compacting", **HOW)
+    run(tmp_path, task__env={"kind": "gateway", "agent": "gateway_kit:compacting"}, **HOW)
     mine = list(filter(sampled, check(tmp_path, staleness=0, total=7)))
     assert len(mine) == 3 * 16 * 3
     for group in {row["group"] for row in mine}:

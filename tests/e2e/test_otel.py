@@ -161,7 +161,7 @@ def test_a_real_run_arrives_at_a_real_receiver(tmp_path):
     collector = Collector()
     try:
         address = f"http://127.0.0.1:{collector.server_port}"
-        run(tmp_path, loop__warmup__steps=0, loop__steps=2, run__traces=address)
+        run(tmp_path, loop__warmup__steps=0, loop__steps=2, run__sinks=[{"kind": "opentelemetry", "url": address}])
     finally:
         collector.shutdown()
         collector.server_close()

@@ -35,9 +35,13 @@ MODES = {  # what is set, and how many sockets listen at once
     "split, weights by torch.distributed": ({**SPLIT, "sync__kind": "distributed"}, 3),
     "two ranks": (TWO, 3),
     "two ranks, weights by torch.distributed": ({**TWO, "sync__kind": "distributed"}, 6),
-    "page of metrics": ({"loop__steps": 2, "loop__warmup__steps": 1, "run__metrics_port": "free"}, 1),
+    "page of metrics": ({"loop__steps": 2, "loop__warmup__steps": 1, "run__sinks": "free"}, 1),
     "gateway": (
-        {"task__env": "gateway", "task__agent": "gateway_kit:three_turns", "loop__steps": 2, "loop__warmup__steps": 1},
+        {
+            "task__env": {"kind": "gateway", "agent": "gateway_kit:three_turns"},
+            "loop__steps": 2,
+            "loop__warmup__steps": 1,
+        },
         1,
     ),
 }
@@ -108,7 +112,8 @@ def watched() -> Iterator[list[set[tuple[str, int]]]]:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_on_one_machine_listens_to_nobody_else(tmp_path, mode):
     changes, number = MODES[mode]
-    changes = {key: _free_port() if value == "free" else value for key, value in changes.items()}
+    page = [{"kind": "prometheus", "port": _free_port()}]
+    changes = {key: page if value == "free" else value for key, value in changes.items()}
     with watched() as seen:
         run(tmp_path, **changes)
     assert {address for now in seen for address, _ in now} <= {"127.0.0.1", "::1"}, seen

@@ -101,7 +101,7 @@ def test_a_recipe_is_refused_before_it_costs_anything(tmp_path):
     ):
         run(tmp_path / "blind", model__path=plain)
     text = {"kind": "digits", "holdout": 4}
-    for key, value in (("model.tower", "trained"), ("model.image_tokens", 16)):
+    for key, value in (("model.vision.tower", "trained"), ("model.vision.image_tokens", 16)):
         with pytest.raises(ConfigError, match=rf"{key} = .*, but 'random-llama' reads text alone"):
             train(
                 Job.read(
@@ -109,8 +109,10 @@ def test_a_recipe_is_refused_before_it_costs_anything(tmp_path):
                 ),
                 quiet=True,
             )
-    with pytest.raises(ConfigError, match=r"model.tower = 'trained' beside model.adapter, which alone is trained"):
-        run(tmp_path / "both", model__tower="trained", model__adapter__kind="lora")
+    with pytest.raises(
+        ConfigError, match=r"model.vision.tower = 'trained' beside model.adapter, which alone is trained"
+    ):
+        run(tmp_path / "both", model__vision__tower="trained", model__adapter__kind="lora")
     with pytest.raises(DataError, match=r"task.data.rows\[1\]: no image at .*/there.png"):
         rows = [{"prompt": "what?", "answer": "1", "image": "there.png"}]
         run(tmp_path / "gone", task__data={"kind": "list", "rows": rows, "image": "image"})

@@ -488,7 +488,10 @@ def test_a_model_that_reads_a_layer_past_its_adapter_is_refused():
 RECIPES = {
     "rank = 0": ({"kind": "lora", "rank": 0}, "rank = 0: input should be greater than or equal to 1"),
     "kind": ({"kind": "dora"}, "kind = 'dora': input should be 'off', 'lora' or 'qlora'"),
-    "dropout": ({"kind": "lora", "dropout": 0.1}, "other logprobs than those that the engine drew from"),
+    "dropout": (
+        {"kind": "lora", "dropout": 0.1},
+        "'model.adapter.dropout' is no key any more; in its place stands nothing: with dropout",
+    ),
     "one name": ({"kind": "lora", "targets": "q_proj"}, "a list of names"),
     "no kind": ({"rank": 8}, "rank has no effect without a kind"),
     "typo": ({"kind": "lora", "rnk": 8}, "unknown key 'model.adapter.rnk'.*rank"),

@@ -123,7 +123,7 @@ def test_a_run_stops_with_the_cause_and_a_checkpoint_and_goes_on(tmp_path, monke
     monkeypatch.setenv("RONDEL_TEST_DOWN", str(tmp_path / "down"))
     changes = {
         "task__env": "their_world:Env",
-        "task__max_failures": 0.2,
+        "task__reward": {"kind": "number", "max_failures": 0.2},
         "loop__warmup__steps": 0,
         "run__checkpoint__every": 0,
         "task__eval__n": 4,
@@ -220,7 +220,11 @@ def test_patience_has_an_end():
         return tries
 
     failures, tries = asyncio.run(asyncio.wait_for(down(), 20))
-    assert failures.spent.is_set() and "it has waited 0.05 s (task.patience)" in failures.why and 1 <= sum(tries) <= 10
+    assert (
+        failures.spent.is_set()
+        and "it has waited 0.05 s (task.reward.patience)" in failures.why
+        and 1 <= sum(tries) <= 10
+    )
 
 
 def test_who_is_given_up_in_its_turn_leaves_it_to_others():
@@ -240,4 +244,4 @@ def test_who_is_given_up_in_its_turn_leaves_it_to_others():
 
 def test_patience_without_a_budget_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="set max_failures below 1"):
-        run_kit.tiny(tmp_path, task__patience=5.0)
+        run_kit.tiny(tmp_path, task__reward={"kind": "number", "patience": 5.0})

@@ -42,7 +42,7 @@ from rondel.train.pack import TrainBatch
 
 ROOT = Path(__file__).parents[2]
 ONLY = [{"agent": "only", "says": "{prompt}"}]
-SHORT = dict(loop__warmup__steps=0, loop__steps=3, task__env="agents", run__checkpoint__every=0)
+SHORT = dict(loop__warmup__steps=0, loop__steps=3, run__checkpoint__every=0)
 
 
 def weights(folder: Path, policy: str = "") -> dict[str, torch.Tensor]:
@@ -58,8 +58,8 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def test_a_chain_of_one_agent_is_single_agent_training_to_the_bit(tmp_path):
     """Whether its weights are the main policy's or have a name of their own."""
-    run(tmp_path / "plain", task__agents=ONLY, **SHORT)
-    run(tmp_path / "named", task__agents=ONLY, policies__only={}, **SHORT)
+    run(tmp_path / "plain", task__env={"kind": "agents", "agents": ONLY}, **SHORT)
+    run(tmp_path / "named", task__env={"kind": "agents", "agents": ONLY}, policies__only={}, **SHORT)
     plain, named = weights(tmp_path / "plain"), weights(tmp_path / "named", "only")
     assert equal(plain, named) and not equal(plain, weights(tmp_path / "named"))
     for a, b in zip(events(tmp_path / "plain", "StepDone"), events(tmp_path / "named", "StepDone"), strict=True):
@@ -190,8 +190,7 @@ PAIR = [
     {"agent": "writer", "turn": "final", "says": "{critic} "},
 ]
 PLAY = dict(
-    task__agents=PAIR,
-    task__env="agents",
+    task__env={"kind": "agents", "agents": PAIR},
     loop__warmup__steps=0,
     policies__critic={"lr": 2e-3},
     model__path__max_position_embeddings=128,
@@ -426,7 +425,7 @@ def test_what_is_not_carried_is_refused_by_name_before_anything_is_loaded(tmp_pa
     from rondel.assemble.components import build
 
     for changes, said in [
-        ({"task__env": "single_turn", "task__agents": []}, 'has one agent, without a name.*use env = "agents"'),
+        ({"task__env": "single_turn"}, 'has one agent, without a name.*use env = "agents"'),
         (
             {"policies__crtic": {}},
             "plays the agent 'crtic', and the environment has none of that name. Did you mean 'critic'",

@@ -301,7 +301,9 @@ def test_training_refuses_what_evaluation_may_use():
     from rondel.driver.evaluation import evaluation_sampling
 
     more = {"top_p": 0.9, "logit_bias": {"5": 1.0}, "repetition_penalty": 1.1, "stop": ["x", 7]}
-    s = evaluation_sampling(EvaluationConfig(temperature=0.5, sampling=more), Sampling(max_tokens=9, stop=("y",)))
+    s = evaluation_sampling(
+        EvaluationConfig(sampling={"temperature": 0.5, **more}), Sampling(max_tokens=9, stop=("y",))
+    )
     assert s == Sampling(
         temperature=0.5, max_tokens=9, top_p=0.9, logit_bias={5: 1.0}, repetition_penalty=1.1, stop=("x", 7)
     )

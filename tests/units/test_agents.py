@@ -100,7 +100,7 @@ def test_one_turn_is_single_turn_to_the_bit(tmp_path):
     """A chain of one agent is plain GRPO."""
     one, other = tmp_path / "one", tmp_path / "other"
     run(one, loop__steps=3)
-    run(other, loop__steps=3, task__env="agents", task__agents=[{"agent": "only", "says": "{prompt}"}])
+    run(other, loop__steps=3, task__env={"kind": "agents", "agents": [{"agent": "only", "says": "{prompt}"}]})
     a, b = final(one), final(other)
     assert a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
 

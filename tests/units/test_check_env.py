@@ -62,20 +62,19 @@ def test_a_reward_is_asked_where_the_environment_does_not_score(tmp_path):
 
 def test_tools_are_counted_to_their_close(tmp_path):
     how = {
-        "task__tools": ["rehearsed_envs:Notes"],
         "model__path__max_position_embeddings": 2048,
         "engine__sampling__max_tokens": 200,
     }
-    found = checked(tmp_path, "tools", **how)
+    found = checked(tmp_path, {"kind": "tools", "tools": ["rehearsed_envs:Notes"]}, **how)
     assert found.ok and " Notes" in next(f.message for f in found.findings if f.what == "closed"), found.findings
-    found = checked(tmp_path, "tools", **how | {"task__tools": ["rehearsed_envs:Sticks"]})
+    found = checked(tmp_path, {"kind": "tools", "tools": ["rehearsed_envs:Sticks"]}, **how)
     assert "runs" in bad(found) and any("it does not close" in f.message for f in found.findings)
 
 
 def test_a_world_without_answers_has_no_gold(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     data = {"kind": "gym", "name": "guess_world:make", "n": 6}
-    found = checked(tmp_path, "gym", task__data=data, task__turns=3)
+    found = checked(tmp_path, {"kind": "gym", "turns": 3}, task__data=data)
     assert found.ok and "gold was not tried" in next(f.message for f in found.findings if f.what == "gold")
 
 

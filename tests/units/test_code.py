@@ -562,7 +562,7 @@ def test_it_is_a_part_like_others():
     assert score == Score(2.5, {"solved": 2.0, "form": 0.5})
     with pytest.raises(ConfigError, match="sandbox"):
         build_reward("code")
-    with pytest.raises(ConfigError, match=r"raise task\.reward_timeout"):
+    with pytest.raises(ConfigError, match=r"raise task\.reward\.timeout"):
         Code(sandbox=Sandbox(), seconds=5.0, deadline=5.0)
     with pytest.raises(ConfigError, match="Did you mean 'fraction'"):
         Code(sandbox=Sandbox(), credit="fractions")
@@ -817,8 +817,8 @@ def test_tests_that_never_run_are_refused_before_the_first_step(tmp_path):
 
 
 def test_a_python_tool_without_time_for_its_own_limit_is_refused(tmp_path):
-    job = tiny(tmp_path, task__env="tools", task__tools=["python"], task__tool_timeout=11.0)
-    with pytest.raises(ConfigError, match=r"task\.tool_timeout = 11: the python tool ends its own calls after 12 s"):
+    job = tiny(tmp_path, task__env={"kind": "tools", "tools": ["python"], "timeout": 11.0})
+    with pytest.raises(ConfigError, match=r"task\.env\.timeout = 11: the python tool ends its own calls after 12 s"):
         env_of(job, TaskSet([], []))
 
 
@@ -827,9 +827,9 @@ def test_a_python_tool_without_a_box_is_refused_before_the_run(tmp_path, monkeyp
         raise SandboxError("code of the policy cannot be run here. Install bubblewrap (apt install bubblewrap)")
 
     monkeypatch.setattr(parts_module, "find_isolation", none)
-    job = tiny(tmp_path, task__env="tools", task__tools=["calculator", "python"])
+    job = tiny(tmp_path, task__env={"kind": "tools", "tools": ["calculator", "python"]})
     with pytest.raises(
-        ConfigError, match=r'task\.tools has "python": code of the policy cannot be run here\. Install bubblewrap'
+        ConfigError, match=r'task\.env\.tools has "python": code of the policy cannot be run here\. Install bubblewrap'
     ):
         build_parts(job)
     (found,) = check(job)
@@ -838,7 +838,7 @@ def test_a_python_tool_without_a_box_is_refused_before_the_run(tmp_path, monkeyp
 
 @boxed
 def test_the_check_calls_the_python_tool(tmp_path, monkeypatch):
-    job = tiny(tmp_path, task__env="tools", task__tools=["calculator", "python"])
+    job = tiny(tmp_path, task__env={"kind": "tools", "tools": ["calculator", "python"]})
     assert [one.__name__ for one in env_of(job, TaskSet([], [])).classes] == ["Python"]
     sandbox, python = boxes_of(job)
     assert sandbox.what == "sandbox" and sandbox.ok and "files, network, processes" in sandbox.message

@@ -65,7 +65,7 @@ def test_an_agent_that_raises_or_hangs_or_says_nothing_is_a_fault_of_the_world()
         with pytest.raises(EnvError, match=said):
             play(agent, Policy("seven."))
     for agent in (hangs, stands):
-        with pytest.raises(EnvError, match=r"did not end within 0.05 s \(task.agent_timeout\)"):
+        with pytest.raises(EnvError, match=r"did not end within 0.05 s \(task.env.timeout\)"):
             play(agent, Policy("seven."), timeout=0.05)
 
 
@@ -367,7 +367,7 @@ def test_what_cannot_be_an_agent_is_refused_at_the_start():
         agent_of("nowhere:agent")
     with pytest.raises(ConfigError, match="must be a function"):
         agent_of("gateway_kit:QWEN")
-    with pytest.raises(ConfigError, match=r"task.agent is empty"):
+    with pytest.raises(ConfigError, match=r"task.env.agent is empty"):
         agent_of("")
     with pytest.raises(ConfigError, match="no command 'there-is-no-such-agent'"):
         agent_of("there-is-no-such-agent --fast")

@@ -112,9 +112,8 @@ def test_a_run_of_the_example(tmp_path, monkeypatch):
     data = {"kind": "gym", "name": "guess_world:make", "n": 40, "holdout": 4}
     run(
         tmp_path,
-        task__env="gym",
+        task__env={"kind": "gym", "turns": 3},
         task__data=data,
-        task__turns=3,
         loop__warmup__steps=0,
         loop__steps=2,
         engine__sampling__max_tokens=1,

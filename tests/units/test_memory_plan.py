@@ -163,7 +163,7 @@ def test_the_bill_of_a_model_that_sees_is_what_a_run_holds(tmp_path, tower):
 
     small = {
         "loop.warmup.steps": 0, "loop.steps": 2, "loop.groups_per_step": 2, "algo.group_size": 2, "task.data.size": 12, "task.data.holdout": 4,
-        "run.checkpoint.every": 0, "run.sinks": [], "run.folder": str(tmp_path), "model.tower": tower, "engine.kv_pages": 512,
+        "run.checkpoint.every": 0, "run.sinks": [], "run.folder": str(tmp_path), "model.vision.tower": tower, "engine.kv_pages": 512,
         "model.dtype": "float32",
     }  # fmt: skip
     job = Job.read(Path(__file__).parents[2] / "recipes" / "vision.toml", small)
@@ -253,7 +253,7 @@ def test_the_bill_of_the_quickstart_is_its_resident_memory():
     then = {
         "model.dtype": "bfloat16",
         "trainer.micro_tokens": 4096,
-        "task.examples": [],
+        "task.env": "single_turn",
         "engine.sampling.max_tokens": 32,
     }
     job = Job.read(Path(__file__).parents[2] / "recipes" / "quickstart.toml", then)

@@ -193,7 +193,7 @@ def test_a_tool_that_raises_is_read_and_one_that_hangs_or_loses_its_line_is_the_
         assert threading.current_thread().daemon, "one that hangs must not keep the process"
         threading.Event().wait(60)
 
-    with pytest.raises(EnvError, match=r"tool hang did not answer within 0.05 s \(task.tool_timeout\)"):
+    with pytest.raises(EnvError, match=r"tool hang did not answer within 0.05 s \(task.env.timeout\)"):
         play(call("hang", a=1), tools=[hang], timeout=0.05)
     with pytest.raises(EnvError, match="tool stand did not answer"):
         play(call("stand"), tools=[stand], timeout=0.05)

@@ -145,7 +145,7 @@ def test_a_run_is_scraped_while_it_goes_on(tmp_path):
 
     end = subscribe(look)
     try:
-        run(tmp_path, loop__warmup__steps=1, loop__steps=2, run__metrics_port=port)
+        run(tmp_path, loop__warmup__steps=1, loop__steps=2, run__sinks=[{"kind": "prometheus", "port": port}])
     finally:
         end()
     assert "rondel_step 3.0" in pages[-1] and "rondel_time_engine_generate" in pages[-1]

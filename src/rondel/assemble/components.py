@@ -8,6 +8,7 @@ import math
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,16 @@ from rondel.assemble.refusals import (
 from rondel.assemble.rows import AlgorithmRows, refuse_unknown_sources, rows_beside, rows_of
 from rondel.assemble.run_components import Components
 from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
-from rondel.core.config import Job
+from rondel.core.config import ENV_TABLES, Job, read_settings, split_kind
 from rondel.core.errors import ConfigError, DataError, SandboxError, TemplateError, error_boundary
 from rondel.core.events import Warned, emit
-from rondel.core.registry import find_registered, one_of, refuse_uncallable
+from rondel.core.registry import (
+    find_registered,
+    make_from_settings,
+    refuse_missing_methods,
+    refuse_settings,
+    refuse_uncallable,
+)
 from rondel.core.types import POLICY, Completion, Group, Request, Sampling, Task, Trajectory, Verdict
 from rondel.driver.demonstration_stream import DemonstrationStream
 from rondel.driver.failure_budget import FailureBudget
@@ -81,7 +88,6 @@ def build(job: Job, folder: Path | None = None) -> Components:
     """
     job, _ = with_steps(job)
     find_registered("engine", job.engine.kind, ENGINES)
-    one_of("trainer.kind", job.trainer.kind, ["fsdp"])
     rows, sampling = rows_of(job), sampling_of(job)
     refuse_job(job, rows, sampling)
     for row in rows.all_rows:
@@ -97,7 +103,7 @@ def build(job: Job, folder: Path | None = None) -> Components:
         adapters.require_peft()
     if job.model.adapter.kind == "qlora":
         nf4.require_bitsandbytes()
-    tasks = load_tasks(job.task.data, env=job.task.env)
+    tasks = load_tasks(job.task.data, env=job.task.env_kind)
     for key, shows in (("algo.guides", job.algo.guides), ("loop.warmup", job.loop.warmup.steps)):
         if shows:
             refuse_unanswered(key, tasks.train)
@@ -117,12 +123,12 @@ def build(job: Job, folder: Path | None = None) -> Components:
     refuse_unplayed(job, env)
     shown = shown_of(job, tasks, rows_beside(job))
     with ExitStack() as ends:
-        t = job.task
-        pool = RewardPool(t.reward, workers=t.reward_workers, timeout=t.reward_timeout, folder=folder, lends=LENDS)
+        reward, calls = job.task.reward_spec, job.task.reward_calls
+        pool = RewardPool(reward, workers=calls.workers, timeout=calls.timeout, folder=folder, lends=LENDS)
         ends.callback(pool.close)
         every = [*tasks.train, *tasks.held_out]
         for task in every[:: 1 + len(every) // EXAMINED]:
-            examine_task(t.reward, task)
+            examine_task(reward, task)
         placed = deploy_job(
             job,
             rows.needs,
@@ -157,15 +163,14 @@ def build(job: Job, folder: Path | None = None) -> Components:
             ),
             ReplayBuffer(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None,
             ends.pop_all().close,
-            FailureBudget(job.task.max_failures, job.task.patience),
+            FailureBudget(calls.max_failures, calls.patience),
         )
 
 
 def sampling_of(job: Job) -> Sampling:
     section = job.engine.sampling
-    section._read.update(type(section).model_fields)
     with error_boundary(ConfigError, "engine.sampling"):
-        return Sampling(**{**section.model_dump(), "stop": tuple(section.stop)})
+        return Sampling(**{**section.to_values(), "stop": tuple(section.stop)})
 
 
 def order_of(job: Job, tasks: TaskSet) -> TaskAdmissions:
@@ -181,38 +186,56 @@ def order_of(job: Job, tasks: TaskSet) -> TaskAdmissions:
 def env_of(job: Job, tasks: TaskSet) -> Any:
     """That of the run, or where the sources of a mixture name their own, the one that each task names."""
     tables = job.task.data.get("sources", []) if tasks.sources else []
-    named = {table["env"]: table for table in tables if "env" in table}
-    if sum(table.get("env") == "verifiers" for table in tables) > 1:
+    own_kind = job.task.env_kind
+    named = {split_kind(table["env"], own_kind)[0]: table for table in tables if "env" in table}
+    if sum(split_kind(table.get("env", ""), "")[0] == "verifiers" for table in tables) > 1:
         raise ConfigError(
             'task.data.sources: one of them may have env = "verifiers", whose tasks say nothing of the package they are '
             "from"
         )
     if not named:
-        return _build_env(job, job.task.env, job.task.data)
-    return ByTask(
-        {
-            name: _build_env(job, name, named.get(name, {}))
-            for name in {task.env for task in [*tasks.train, *tasks.held_out]}
-        }
-    )
+        return _build_env(job, own_kind, job.task.env_settings, job.task.data)
+    return ByTask({name: _env_of_source(job, name, named.get(name, {}), tables) for name in _env_kinds(tasks)})
 
 
-def _build_env(job: Job, name: str, data: dict[str, Any]) -> Any:
+def _env_kinds(tasks: TaskSet) -> set[str]:
+    return {task.env for task in [*tasks.train, *tasks.held_out]}
+
+
+def _env_of_source(job: Job, kind: str, table: dict[str, Any], tables: list[dict[str, Any]]) -> Any:
+    """The environment of the sources that name `kind`, whose settings must agree; without any, those of task.env."""
+    told = [split_kind(one["env"], kind) for one in tables if "env" in one]
+    settings = [own for name, own in told if name == kind and own]
+    if any(own != settings[0] for own in settings):
+        raise ConfigError(
+            f'task.data.sources: two of them have env = "{kind}" with different settings; write the same settings in '
+            f"both"
+        )
+    if settings:
+        return _build_env(job, kind, settings[0], table, "task.data.sources.env")
+    return _build_env(job, kind, job.task.env_settings if kind == job.task.env_kind else {}, table)
+
+
+def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, Any], where: str = "task.env") -> Any:
     """One of ours, a class of the user's, or the user's async function of (task, chat)."""
-    found = find_registered("environment", name, ENVS)
-    t = job.task
+    found = find_registered("environment", kind, ENVS)
+    if kind not in ENV_TABLES:
+        return _users_env(kind, found, settings)
+    try:
+        own = read_settings(where, ENV_TABLES[kind], settings)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    system = job.task.system
     if found is SingleTurn:
-        return SingleTurn(suffix=t.suffix, system=t.system, examples=t.shown_examples)
+        return SingleTurn(suffix=own.suffix, system=system, examples=[e.model_dump() for e in own.examples])
     if found is Tools:
-        if not t.tools:
-            raise ConfigError('task.env = "tools" has none: set task.tools = ["calculator", "my_module:my_function"]')
-        if "python" in t.tools:
-            _python_can_run(t.tool_timeout)
+        if "python" in own.tools:
+            _python_can_run(own.timeout)
         tools = [
             Mcp(name) if name.startswith(("mcp:", "mcp+shared:")) else find_registered("tool", name, TOOLS)
-            for name in t.tools
+            for name in own.tools
         ]
-        return Tools(tools, turns=t.turns, timeout=t.tool_timeout, suffix=t.suffix, system=t.system)
+        return Tools(tools, turns=own.turns, timeout=own.timeout, suffix=own.suffix, system=system)
     if found is Gym:
         if data.get("kind") != "gym":
             raise ConfigError(
@@ -220,40 +243,37 @@ def _build_env(job: Job, name: str, data: dict[str, Any]) -> Any:
                 '{ kind = "gym", name = "my_module:make", n = 100 }'
             )
         world_factory(str(data.get("name", "")))  # the first episode would be late
-        return Gym(turns=t.turns, timeout=t.tool_timeout, suffix=t.suffix, system=t.system)
+        return Gym(turns=own.turns, timeout=own.timeout, suffix=own.suffix, system=system)
     if found is Gateway:
-        if t.agent is None:
-            raise ConfigError(
-                'task.env = "gateway" has no agent: set task.agent = "my_module:my_function", or a command'
-            )
-        return Gateway(agent_of(t.agent), timeout=t.agent_timeout)
+        return Gateway(agent_of(own.agent), timeout=own.timeout)
     if found is Agents:
-        if not t.agents:
-            raise ConfigError(
-                'task.env = "agents" has none: set task.agents = [{ agent = "writer", says = "{prompt}" }, ...]'
-            )
-        return Agents(t.agents, suffix=t.suffix, system=t.system)
-    if found is agent_of_verifiers:
-        return Gateway(agent_of_verifiers(data), timeout=t.agent_timeout)
-    if isinstance(found, type):
-        with error_boundary(ConfigError, f"task.env: making '{name}'"):
-            return found()
-    refuse_uncallable(f"environment '{name}'", found, "task", "chat")
-    return AsFunction(found)
+        return Agents(own.agents, suffix=own.suffix, system=system)
+    return Gateway(agent_of_verifiers(data), timeout=own.timeout)
+
+
+def _users_env(kind: str, found: Any, settings: dict[str, Any]) -> Any:
+    """A class is made with the settings of task.env; a function gets them with each call."""
+    if not isinstance(found, type):
+        refuse_settings("task.env", kind, found, settings, given=2)
+        refuse_uncallable(f"environment '{kind}'", partial(found, **settings), "task", "chat")
+        return AsFunction(partial(found, **settings))
+    made = make_from_settings("task.env", kind, found, settings)
+    refuse_missing_methods("task.env", kind, made, {"run": ("task", "chat")})
+    return made
 
 
 def _python_can_run(timeout: float) -> None:
     """The python tool has the time that its own calls take, and a box."""
     if timeout <= SECONDS + GRACE:
         raise ConfigError(
-            f"task.tool_timeout = {timeout:g}: the python tool ends its own calls after {SECONDS + GRACE:g} s, and a "
+            f"task.env.timeout = {timeout:g}: the python tool ends its own calls after {SECONDS + GRACE:g} s, and a "
             f"call that the "
             "environment gives up first would count as the world's fault; set it above, or leave it out"
         )
     try:
         find_isolation()
     except SandboxError as error:
-        raise ConfigError(f'task.tools has "python": {error}') from error
+        raise ConfigError(f'task.env.tools has "python": {error}') from error
 
 
 @dataclass
@@ -307,7 +327,7 @@ def with_steps(job: Job) -> tuple[Job, str]:
     passes, groups = job.loop.passes, job.loop.groups_per_step
     if passes is None:
         return job, ""
-    tasks = load_tasks(job.task.data, env=job.task.env)
+    tasks = load_tasks(job.task.data, env=job.task.env_kind)
     n = len(_that_fit(job, tasks, env_of(job, tasks)).train if job.task.max_prompt_tokens else tasks.train)
     steps = max(1, math.ceil(round(passes * n / groups, 9)))
     why = f"{passes:g} pass{'es' * (passes != 1)} over {n} training tasks, {groups} a step: {passes:g} · {n} / {groups}, rounded up"

@@ -258,9 +258,6 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
             f"place.ranks = {job.place.ranks}, but torchrun started {ranks}: leave it out, torchrun says how many there "
             f"are"
         )
-    ours = [job.engine, job.engine.speculative] if mine else []
-    for section in (job.model, job.model.adapter, job.trainer, job.trainer.critic, *ours):
-        section._read.update(type(section).model_fields)  # by the hosts
     engines = job.place.engines if mine else 0
     workers = ranks + engines
     here = torchrun.ranks_here() if led else ranks  # under torchrun the others are on machines of their own
@@ -286,6 +283,8 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
     longest = plan.longest(known)
     for worker in hosts:
         resolved |= worker.now("open", longest)
+    for worker in hosts if led else (*trainers, *hosts):
+        job.mark_read(worker.now("read_keys"))
     where = f"{workers} processes with {_format_threads(each)} each: {ranks} of the trainer, {engines} of the engine"
     remotes = {
         plan.worker_name("engine", i): RemoteEngine(worker, partial(start_engine, i), longest)
@@ -354,6 +353,7 @@ def _deploy_engine_worker(plan: DeploymentPlan) -> Deployment:
     known = worker.now("known")
     longest = plan.longest(known)
     resolved = worker.now("open", longest)
+    plan.job.mark_read(worker.now("read_keys"))
     remotes = {plan.worker_name("engine", 0): RemoteEngine(worker, start_engine, longest)}
     engine = remotes[plan.worker_name("engine", 0)]
     return Deployment(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rondel.core.config import CriticConfig, EvaluationConfig, Job
+from rondel.core.config import CriticConfig, EvaluationConfig, Job, split_kind
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.registry import suggest_name
 from rondel.core.types import DATA, GREEDY, POLICY, Sampling, Task, Trajectory
@@ -60,10 +60,10 @@ def refuse_idle_evaluation(job: Job, held_out: list[Task]) -> None:
 
 def refuse_shown_tasks(job: Job, held_out: list[Task]) -> None:
     """Held-out questions whose answer stands in the prompt."""
-    given = {content_key(example.prompt) for example in job.task.__dict__["examples"]}
+    given = {content_key(example["prompt"]) for example in job.task.shown_examples}
     if shown := [task.id for task in held_out if content_key(str(task.data.get("prompt", ""))) in given]:
         raise ConfigError(
-            f"task.examples has the question of held-out task {shown[0]}: its evaluation would only read. Use another example"
+            f"task.env.examples has the question of held-out task {shown[0]}: its evaluation would only read. Use another example"
         )
 
 
@@ -236,12 +236,14 @@ def _check_policies(job: Job, rows: AlgorithmRows) -> None:
     if not job.policies:
         return
     table = job.task.data.get("sources", [])
-    envs = {source.get("env", job.task.env) for source in table} or {job.task.env}
+    envs = {split_kind(source.get("env", job.task.env_kind), job.task.env_kind)[0] for source in table} or {
+        job.task.env_kind
+    }
     p, first = job.place, next(iter(job.policies))
     rules = [
         (
             not envs <= NAMELESS,
-            f'task.env = "{job.task.env}" has one agent, without a name, which plays model.path: use env = "agents", or one of yours with chat.beside("{first}")',
+            f'task.env = "{job.task.env_kind}" has one agent, without a name, which plays model.path: use env = "agents", or one of yours with chat.beside("{first}")',
         ),
         (job.engine.kind == "builtin", f'engine.kind = "{job.engine.kind}" serves one model: use the built-in engine'),
         (

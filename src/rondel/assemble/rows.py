@@ -51,8 +51,7 @@ class AlgorithmRows:
 
 def rows_of(job: Job) -> AlgorithmRows:
     """Every row with the length that the recipe gives it."""
-    section = {name: value for name, value in job.algo.model_dump().items() if value != {} and name not in OF_GROUPS}
-    job.algo._read.update(type(job.algo).model_fields)
+    section = {name: value for name, value in job.algo.to_values(without=OF_GROUPS).items() if value != {}}
     return AlgorithmRows(
         _resolve_row(job, section),
         {name: _of_source(job, name, dict(table)) for name, table in job.algo.sources.items()},

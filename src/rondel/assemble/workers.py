@@ -156,6 +156,10 @@ class EngineHost:
     def known(self) -> ModelInfo:
         return ModelInfo.from_model(self.loaded)
 
+    def read_keys(self) -> list[str]:
+        """What this worker read of the recipe."""
+        return self.job.read_keys()
+
     def open(self, longest: int) -> dict[str, str]:
         """Ready for requests of at most `longest` tokens. -> what was resolved."""
         speculation = self.device.call(speculation_of, self.job, self.device.name)
@@ -200,6 +204,10 @@ class TrainerHost:
         self.device, self.ranks = Device(device, threads), ALONE
         self.loaded = self.device.call(policy_of, job, device)
         self.job, self.needs, self.sampling, self.transport = job, needs, sampling, transport
+
+    def read_keys(self) -> list[str]:
+        """What this worker read of the recipe."""
+        return self.job.read_keys()
 
     def meet(self, host: str, ranks: int) -> tuple[str, int] | None:
         """`host`: where other workers reach this one, the first of `ranks`. -> where the
@@ -272,9 +280,8 @@ def policy_of(job: Job, device: str) -> LoadedModel:
     """As the recipe wants it: adapted, aligned."""
     wanted = job.model.adapter
     loaded = load_model(job.model.path, dtype=job.model.dtype, device=device, four_bits=wanted.kind == "qlora")
-    wanted._read.update(type(wanted).model_fields)  # what has no effect was refused when the recipe was read
     loaded.sight = sight_within(job, loaded.sight, loaded.name)
-    if loaded.sight is not None and job.model.tower == "frozen":
+    if loaded.sight is not None and job.model.vision.tower == "frozen":
         vision.vision_tower(loaded.model).requires_grad_(False)
     if wanted.kind != "off":
         nf4.refuse_other(loaded.model, loaded.name, wanted=wanted.kind == "qlora")
@@ -285,24 +292,24 @@ def policy_of(job: Job, device: str) -> LoadedModel:
 
 
 def sight_within(job: Job, sight: ImageProcessorConfig | None, name: str) -> ImageProcessorConfig | None:
-    """How the model looks, with images of at most model.image_tokens."""
-    m, plain = job.model, type(job.model).model_fields
+    """How the model looks, with images of at most model.vision.image_tokens."""
+    m, plain = job.model.vision, type(job.model.vision).model_fields
     if sight is None and (odd := [key for key in ("tower", "image_tokens") if getattr(m, key) != plain[key].default]):
         raise ConfigError(
-            f"model.{odd[0]} = {getattr(m, odd[0])!r}, but '{name}' reads text alone: leave it out, or take a "
+            f"model.vision.{odd[0]} = {getattr(m, odd[0])!r}, but '{name}' reads text alone: leave it out, or take a "
             f"vision-language model"
         )
-    if m.tower == "trained" and (m.adapter.kind != "off" or job.place.ranks > 1):
+    if m.tower == "trained" and (job.model.adapter.kind != "off" or job.place.ranks > 1):
         what = (
             "model.adapter, which alone is trained"
-            if m.adapter.kind != "off"
+            if job.model.adapter.kind != "off"
             else "place.ranks > 1, whose ranks see images at different times"
         )
-        raise ConfigError(f"model.tower = 'trained' beside {what}: leave the tower frozen")
+        raise ConfigError(f"model.vision.tower = 'trained' beside {what}: leave the tower frozen")
     if sight is None or m.image_tokens == "auto":
         return sight
     if m.image_tokens < 1:
-        raise ConfigError(f"model.image_tokens = {m.image_tokens}; an image takes at least 1 token")
+        raise ConfigError(f"model.vision.image_tokens = {m.image_tokens}; an image takes at least 1 token")
     most = m.image_tokens * sight.token_pixels**2
     return replace(sight, most=most, least=min(sight.least, most))
 
@@ -340,7 +347,6 @@ def replay_fact(job: Job, loaded: LoadedModel) -> str:
 def speculation_of(job: Job, device: str) -> SpeculativeDecoder | None:
     """What guesses ahead, if anything; the engine refuses a draft with other words."""
     wanted = job.engine.speculative
-    wanted._read.update(type(wanted).model_fields)  # what has no effect was refused when the recipe was read
     if wanted.kind == "off":
         return None
     if wanted.model is None:

@@ -47,8 +47,8 @@ class EnvironmentReport:
 def check_env(job: Job, *, n: int = 20, timeout: float = 60.0, patience: float = PATIENCE) -> EnvironmentReport:
     """The first n tasks of a recipe in its environment, under its reward. A fault of the recipe is a finding, too."""
     try:
-        found = load_tasks(job.task.data, env=job.task.env)
-        env, tasks = env_of(job, found), found.train[: min(n, PAID) if reward_urls(job.task.reward) else n]
+        found = load_tasks(job.task.data, env=job.task.env_kind)
+        env, tasks = env_of(job, found), found.train[: min(n, PAID) if reward_urls(job.task.reward_spec) else n]
         tokenizer, context, sight = tokenizer_of(job.model.path)
         sight = sight_within(job, sight, str(job.model.path))
         stage = ScriptedStage(env, tokenizer, sampling_of(job), context, job.task.system, timeout, sight)
@@ -213,8 +213,8 @@ class _Check:
             self.own += 1
             return check_score(root.score if isinstance(root.score, Failed) else read_score(root.score), root)
         if not self.pool:
-            t = self.job.task
-            self.pool.append(RewardPool(t.reward, workers=t.reward_workers, timeout=t.reward_timeout, lends=LENDS))
+            spec, calls = self.job.task.reward_spec, self.job.task.reward_calls
+            self.pool.append(RewardPool(spec, workers=calls.workers, timeout=calls.timeout, lends=LENDS))
         began = asyncio.get_running_loop().time()
         score = await self.pool[0].score(root, played.task)
         self.rewards.append(asyncio.get_running_loop().time() - began)

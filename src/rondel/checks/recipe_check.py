@@ -80,8 +80,8 @@ def _check_tasks(parts: Components) -> CheckFinding:
 
 def _check_sandboxes(job: Job) -> list[CheckFinding]:
     """Whether code of the policy runs, and behind what; a recipe that has none for it was not built."""
-    python = "python" in job.task.tools
-    if not python and "code" not in reward_kinds(job.task.reward):
+    python = "python" in job.task.env_settings.get("tools", ())
+    if not python and "code" not in reward_kinds(job.task.reward_spec):
         return []
     found = [CheckFinding("sandbox", True, find_isolation().summary_line())]
     return [*found, _python_tool()] if python else found

@@ -28,7 +28,7 @@ def run(
     from rondel.score import reward_urls
     from rondel.score.preflight import GROUPS, PAID
 
-    for url in reward_urls(job.task.reward):  # before any of them is made
+    for url in reward_urls(job.task.reward_spec):  # before any of them is made
         step = job.loop.groups_per_step * job.algo.group_size
         print(
             f"the reward asks {url}: this check makes at most {3 * PAID + GROUPS * job.algo.group_size} calls, a step "

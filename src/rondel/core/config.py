@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Collection, Iterable
 from copy import deepcopy
 from hashlib import blake2b
 from pathlib import Path
@@ -49,8 +50,41 @@ class ConfigSection(BaseModel):
                 out.append(f"{prefix}{name}")
         return sorted(out)
 
+    def read_keys(self, prefix: str = "") -> list[str]:
+        """Dotted names of the keys that were read: what a worker tells of its copy of the recipe."""
+        out = [f"{prefix}{name}" for name in self._read]
+        for name, value in self.__dict__.items():
+            if isinstance(value, ConfigSection):
+                out += value.read_keys(f"{prefix}{name}.")
+        return out
 
-class AdapterConfig(ConfigSection):
+    def mark_read(self, keys: Iterable[str]) -> None:
+        """Count dotted names as read: by a worker, in its copy of the recipe."""
+        for key in keys:
+            name, _, rest = key.partition(".")
+            inner = self.__dict__.get(name)
+            self._read.add(name)
+            if rest and isinstance(inner, ConfigSection):
+                inner.mark_read([rest])
+
+    def mark_everything_read(self) -> None:
+        self._read.update(type(self).model_fields)
+        for value in self.__dict__.values():
+            if isinstance(value, ConfigSection):
+                value.mark_everything_read()
+
+    def to_values(self, without: Collection[str] = ()) -> dict[str, Any]:
+        """The settings as plain data for one reader, who refuses what it does not know."""
+        names = [name for name in type(self).model_fields if name not in without]
+        self._read.update(names)
+        return {name: value for name, value in self.model_dump().items() if name in names}
+
+
+class SettingsTable(ConfigSection):
+    """A key whose value is the table of one thing: `adapter = { kind = "lora", rank = 16 }`."""
+
+
+class AdapterConfig(SettingsTable):
     """Few new numbers beside the model's own, which stay as they are: they alone are trained, published and stored."""
 
     kind: Literal["off", "lora", "qlora"] = Field(
@@ -60,18 +94,12 @@ class AdapterConfig(ConfigSection):
     rank: int = Field(16, ge=1, le=1 << 16, description="rows of A and columns of B")
     alpha: int = Field(32, ge=1, description="the adapter counts alpha/rank times")
     targets: str | list[str] = Field(
-        "all-linear", description='names of linear layers, or "all-linear": all but the head'
+        "all-linear", description='names of linear layers, `["q_proj", "v_proj"]`, or "all-linear": all but the head'
     )
-    dropout: float = Field(0.0, description="only 0: with it the trainer could not recompute what the engine drew from")
 
     @model_validator(mode="after")
     def _what_is_carried(self) -> AdapterConfig:
         mine = self.__dict__
-        if mine["dropout"]:
-            raise ValueError(
-                f"dropout = {mine['dropout']} would train other logprobs than those that the engine drew from; "
-                "set it to 0, and use algo.kl or a lower rank against overfitting"
-            )
         if isinstance(mine["targets"], str) and mine["targets"] != "all-linear":
             raise ValueError(
                 f'targets = "{mine["targets"]}": it is "all-linear" or a list of names, ["q_proj", "v_proj"]'
@@ -88,11 +116,11 @@ class TeacherConfig(BaseModel):
     """
 
     model_config = CLOSED
-    path: str | dict[str, Any] | None = None
-    url: str | None = None
-    kind: Literal["sglang", "vllm"] = "sglang"
-    weight: float = Field(1.0, gt=0)
-    source: str | None = None
+    path: str | dict[str, Any] | None = Field(None, description="as model.path: a teacher that is loaded here")
+    url: str | None = Field(None, description="the address of a teacher that is served")
+    kind: Literal["sglang", "vllm"] = Field("sglang", description="what serves it")
+    weight: float = Field(1.0, gt=0, description="what it counts beside the other teachers of a sample")
+    source: str | None = Field(None, description="the source whose tasks it teaches; unset, all")
 
     @model_validator(mode="after")
     def _one_place(self) -> TeacherConfig:
@@ -108,17 +136,9 @@ class TeacherConfig(BaseModel):
         return self.url or str(self.path)
 
 
-class ModelConfig(ConfigSection):
-    path: str | dict[str, Any] = Field(
-        description='folder, hub id, GGUF file, "smollm2-135m", or { random = "llama", ... }'
-    )
-    teacher: str | dict[str, Any] | list[TeacherConfig] | None = Field(
-        None, description="as path; or several: { path, weight, source }, or { url, kind } for one that is served"
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="compute dtype; master weights are always float32"
-    )
-    adapter: AdapterConfig = AdapterConfig()
+class VisionConfig(SettingsTable):
+    """How a vision-language model sees."""
+
     tower: Literal["frozen", "trained"] = Field(
         "frozen",
         description="of a vision-language model: whether what encodes images learns, too; frozen, it costs no gradient",
@@ -128,19 +148,35 @@ class ModelConfig(ConfigSection):
         description="most tokens of one image, which is scaled down to it; auto: what the model's own settings say",
     )
 
+
+class ModelConfig(ConfigSection):
+    path: str | dict[str, Any] = Field(
+        description='folder, hub id, GGUF file, "smollm2-135m", or { random = "llama", ... }'
+    )
+    teacher: str | dict[str, Any] | list[TeacherConfig] | None = Field(
+        None, description="whom algo.distill learns from: as model.path, with the same tokenizer"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="compute dtype; master weights are always float32"
+    )
+    adapter: AdapterConfig = Field(
+        AdapterConfig(), description="few new weights beside the model's own, which alone are trained"
+    )
+    vision: VisionConfig = Field(VisionConfig(), description="of a vision-language model: its tower and its images")
+
     @property
     def teachers(self) -> list[TeacherConfig]:
         told = self.teacher
         return told if isinstance(told, list) else [] if told is None else [TeacherConfig(path=told)]
 
 
-class EvaluationConfig(ConfigSection):
+class EvaluationConfig(SettingsTable):
     every: int = Field(0, ge=0, description="evaluate every so many steps; 0 is only before and after")
     n: int = Field(0, ge=0, description="how many held-out tasks; 0 is all")
-    temperature: float = Field(0.0, ge=0)
-    max_tokens: int | None = Field(None, ge=1, description="None is the engine's sampling.max_tokens")
     sampling: dict[str, Any] = Field(
-        {}, description="any other field of `Sampling`: top_p, repetition_penalty, grammar, stop, ..."
+        {},
+        description="fields of `Sampling`: temperature (0, greedy, unless set), max_tokens (unless set, that of "
+        "engine.sampling), top_p, repetition_penalty, grammar, stop, ...",
     )
 
 
@@ -152,65 +188,200 @@ class ExampleConfig(BaseModel):
     answer: str = Field(min_length=1)
 
 
-class TaskConfig(ConfigSection):
-    env: str = "single_turn"
-    data: dict[str, Any]
-    curriculum: dict[str, Any] = Field({}, description='{ kind = "shuffle" }, "easy_first", "priority" or "band"')
-    reward: str | dict[str, Any] = Field("number", description='a kind, { kind = ..., ... }, or "module:name"')
-    max_prompt_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="tasks whose prompt is longer are left out before the run, and counted; unset, a prompt that does not fit is an error",
-    )
-    filters: list[str] = Field([], description="beside the row's own: signal, truncated, repetition")
-    suffix: str = ""
-    system: str | None = None
+class SingleTurnConfig(BaseModel):
+    """One prompt, one answer."""
+
+    model_config = CLOSED
+    suffix: str = Field("", description="appended to the last message of every prompt")
     examples: list[ExampleConfig] = Field(
         [],
-        description="few-shot: { prompt, answer } shown as earlier turns before every question, each prompt with the suffix",
+        description="few-shot: { prompt, answer } shown as earlier turns before every question, each prompt with the "
+        "suffix",
     )
+
+
+class ToolsConfig(BaseModel):
+    """The policy calls tools until it answers without one."""
+
+    model_config = CLOSED
     tools: list[str] = Field(
-        [], description='calculator, python, "module:name", "mcp:command", "mcp:http://...", "mcp+shared:..."'
+        min_length=1,
+        description="what the policy may call: calculator, python (in a sandbox), functions and classes of yours as "
+        '"module:name", "mcp:command", "mcp:http://...", "mcp+shared:..."',
     )
-    turns: int = Field(8, ge=1)
-    tool_timeout: float = Field(30.0, gt=0, le=LONGEST)
-    agent: str | list[str] | None = Field(
-        None, description='of env = "gateway": "module:name", a function; else a command'
-    )
+    turns: int = Field(8, ge=1, description="most replies of the policy in one episode")
+    timeout: float = Field(30.0, gt=0, le=LONGEST, description="seconds for one call of a tool")
+    suffix: str = Field("", description="appended to the last message of every prompt")
+
+
+class GymConfig(BaseModel):
+    """Worlds with reset and step, from task.data.kind = "gym"."""
+
+    model_config = CLOSED
+    turns: int = Field(8, ge=1, description="most actions of the policy in one episode")
+    timeout: float = Field(30.0, gt=0, le=LONGEST, description="seconds for one call of the world")
+    suffix: str = Field("", description="appended to the last message of every prompt")
+
+
+class GatewayConfig(BaseModel):
+    """An agent program that talks to the policy through an OpenAI or Anthropic API."""
+
+    model_config = CLOSED
+    agent: str | list[str] = Field(description='"module:name", a function; else a command')
+    timeout: float = Field(600.0, gt=0, le=LONGEST, description="seconds of wall clock for one episode of the agent")
+
+
+class AgentsConfig(BaseModel):
+    """Several agents that read each other's turns."""
+
+    model_config = CLOSED
     agents: list[dict[str, Any]] = Field(
-        [], description='of env = "agents": their turns, { agent = "a", says = "{prompt}" }, the answer last'
+        min_length=1, description='their turns, { agent = "a", says = "{prompt}" }, the answer last'
     )
-    agent_timeout: float = Field(
-        600.0, gt=0, le=LONGEST, description="seconds of wall clock for one episode of the agent"
-    )
-    reward_timeout: float = Field(10.0, gt=0, le=LONGEST, description="seconds of wall clock for one reward call")
-    reward_workers: int = Field(1, ge=1, le=4096)
+    suffix: str = Field("", description="appended to the last message of every prompt")
+
+
+class VerifiersConfig(BaseModel):
+    """An environment of the verifiers package, named in task.data."""
+
+    model_config = CLOSED
+    timeout: float = Field(600.0, gt=0, le=LONGEST, description="seconds of wall clock for one episode")
+
+
+ENV_TABLES: dict[str, type[BaseModel]] = {
+    "single_turn": SingleTurnConfig,
+    "tools": ToolsConfig,
+    "gym": GymConfig,
+    "gateway": GatewayConfig,
+    "agents": AgentsConfig,
+    "verifiers": VerifiersConfig,
+}
+
+
+class RewardCallConfig(BaseModel):
+    """How any reward is called; all other settings of task.reward are the reward's own."""
+
+    model_config = CLOSED
+    timeout: float = Field(10.0, gt=0, le=LONGEST, description="seconds of wall clock for one call")
+    workers: int = Field(1, ge=1, le=4096, description="processes that compute rewards")
     max_failures: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="share of the last 200 answers that may go without a score; above it the run stops, with a checkpoint",
+        description="share of the last 200 answers that may go without a score; above it the run stops, with a "
+        "checkpoint",
     )
     patience: float = Field(
         0.0,
         ge=0,
         le=LONGEST,
-        description="seconds that a run with more failures than max_failures waits for scores to come back, before it stops",
+        description="seconds that a run with more failures than max_failures waits for scores to come back, before it "
+        "stops",
     )
-    eval: EvaluationConfig = EvaluationConfig()
-
-    @property
-    def shown_examples(self) -> list[dict[str, str]]:
-        return [example.model_dump() for example in self.examples]
 
     @model_validator(mode="after")
-    def _what_is_waited_for(self) -> TaskConfig:
-        mine = self.__dict__
-        if mine["patience"] and mine["max_failures"] == 1:
+    def _what_is_waited_for(self) -> RewardCallConfig:
+        if self.patience and self.max_failures == 1:
             raise ValueError(
                 "patience has no effect while any share of failures will do: set max_failures below 1, to 0.2 say"
             )
         return self
+
+
+class SettingsFault(ValueError):
+    """A fault in a table whose settings depend on its kind; the message names the whole key."""
+
+
+def split_kind(value: str | dict[str, Any], default: str) -> tuple[str, dict[str, Any]]:
+    """ "tools" and { kind = "tools", turns = 2 } -> the kind, and the settings beside it."""
+    if isinstance(value, str):
+        return value, {}
+    settings = {name: setting for name, setting in value.items() if name != "kind"}
+    return value.get("kind", default), settings
+
+
+def read_settings(where: str, model: type[BaseModel], settings: dict[str, Any]) -> Any:
+    """The settings of one table as its model; SettingsFault names each wrong key."""
+    try:
+        return model.model_validate(settings)
+    except ValidationError as error:
+        raise SettingsFault("; ".join(_explain_faults(error, model, f"{where}."))) from error
+
+
+class TaskConfig(ConfigSection):
+    env: str | dict[str, Any] = Field(
+        "single_turn",
+        description='an environment: "single_turn", "tools", "gym", "gateway", "agents", "verifiers" or "module:name"; with '
+        'settings: { kind = "tools", tools = ["calculator"] }',
+    )
+    data: dict[str, Any] = Field(
+        description="where tasks come from: `kind` and its settings, `prompt`, `answer`, `image`, `holdout`, "
+        "`eval_<key>`, `seed`, `split_special_tokens`; see generate.md"
+    )
+    curriculum: dict[str, Any] = Field({}, description='{ kind = "shuffle" }, "easy_first", "priority" or "band"')
+    reward: str | dict[str, Any] = Field(
+        "number", description='a kind or "module:name"; with settings: { kind = ..., ... }'
+    )
+    max_prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tasks whose prompt is longer are left out before the run, and counted; unset, a prompt that does "
+        "not fit is an error",
+    )
+    filters: list[str] = Field([], description='beside the row\'s own: signal, truncated, repetition, or "module:name"')
+    system: str | None = Field(None, description="a system message for prompts that bring none")
+    eval: EvaluationConfig = Field(
+        EvaluationConfig(), description="how held-out tasks are measured while the run goes on"
+    )
+
+    @property
+    def env_kind(self) -> str:
+        return split_kind(self.env, "single_turn")[0]
+
+    @property
+    def env_settings(self) -> dict[str, Any]:
+        return split_kind(self.env, "single_turn")[1]
+
+    @property
+    def suffix(self) -> str:
+        """What the environment appends to prompts."""
+        return str(self.env_settings.get("suffix", ""))
+
+    @property
+    def shown_examples(self) -> list[dict[str, str]]:
+        return list(self.env_settings.get("examples", []))
+
+    @property
+    def reward_spec(self) -> str | dict[str, Any]:
+        """The reward with its own settings, without those of its calls."""
+        if isinstance(self.reward, str):
+            return self.reward
+        if "kind" not in self.reward:
+            return self.reward  # which is refused when it is made
+        own = {name: value for name, value in self.reward.items() if name not in RewardCallConfig.model_fields}
+        return own if own.keys() - {"kind"} or not isinstance(own["kind"], str) else own["kind"]
+
+    @property
+    def reward_calls(self) -> RewardCallConfig:
+        _, settings = split_kind(self.reward, "number")
+        calls = {name: value for name, value in settings.items() if name in RewardCallConfig.model_fields}
+        return RewardCallConfig(**calls)
+
+    @field_validator("env")
+    @classmethod
+    def _settings_of_the_environment(cls, given: str | dict[str, Any]) -> str | dict[str, Any]:
+        kind, settings = split_kind(given, "single_turn")
+        if isinstance(kind, str) and kind in ENV_TABLES:
+            read_settings("task.env", ENV_TABLES[kind], settings)
+        return given
+
+    @field_validator("reward")
+    @classmethod
+    def _settings_of_its_calls(cls, given: str | dict[str, Any]) -> str | dict[str, Any]:
+        _, settings = split_kind(given, "number")
+        calls = {name: value for name, value in settings.items() if name in RewardCallConfig.model_fields}
+        read_settings("task.reward", RewardCallConfig, calls)
+        return given
 
 
 OF_GROUPS = ("group_size", "guides", "beside", "sources")  # what [algo] says of groups and not of the row
@@ -222,42 +393,68 @@ class BesideConfig(BaseModel):
     """
 
     model_config = CLOSED
-    kind: str = "sft"
-    weight: float = Field(0.1, gt=0)
-    groups_per_step: int = Field(8, ge=1, le=MOST_ANSWERS)
-    data: dict[str, Any] | None = None
+    kind: str = Field("sft", description="the row that trains them")
+    weight: float = Field(0.1, gt=0, description="what their loss counts beside that of the main row")
+    groups_per_step: int = Field(8, ge=1, le=MOST_ANSWERS, description="demonstrations in one step")
+    data: dict[str, Any] | None = Field(None, description="as task.data; unset, the tasks of the run")
 
 
 class AlgorithmConfig(ConfigSection):
     """A row of the table; any component of the row can be overridden: surrogate.high = 0.28."""
 
-    kind: str = "grpo"
-    group_size: int = Field(8, ge=1)
-    guides: int = Field(0, ge=0, le=1 << 16)
+    kind: str = Field("grpo", description='a row of papers.md (grpo, dapo, gspo, rloo, sft, ...), or "module:name"')
+    group_size: int = Field(8, ge=1, description="G, answers to one task")
+    guides: int = Field(
+        0,
+        ge=0,
+        le=1 << 16,
+        description="how many times the task's own answer joins each group as a demonstration, beside the G answers; for luffy",
+    )
     mask_truncated: bool = Field(
         False,
         description="an answer that the token limit cut off gives no gradient; its reward stays in the group's baseline",
     )
-    beside: list[BesideConfig] = []
+    beside: list[BesideConfig] = Field(
+        [],
+        description="demonstrations in the same step, with a row, a weight and a count of their own: kind, weight, groups_per_step, data (as task.data)",
+    )
     sources: dict[str, dict[str, Any]] = Field({}, description="a row of its own for what a source brings")
-    advantage: dict[str, Any] = {}
-    ratio: dict[str, Any] = {}
-    surrogate: dict[str, Any] = {}
-    correction: dict[str, Any] = {}
-    kl: dict[str, Any] = {}
-    aggregate: dict[str, Any] = {}
-    shaping: dict[str, Any] = {}
-    entropy: dict[str, Any] = {}
-    distill: dict[str, Any] = {}
-    value: dict[str, Any] = {}
+    advantage: dict[str, Any] = Field(
+        {}, description="rewards of a group, or of the step -> advantages; kinds: papers.md"
+    )
+    ratio: dict[str, Any] = Field(
+        {},
+        description="over what the ratio is taken and from where: token, sequence, sequence_token; anchor = proximal or behavior",
+    )
+    surrogate: dict[str, Any] = Field(
+        {},
+        description="the loss of a token: clip, policy_gradient, clipped_weight, ... and its knobs; kinds: papers.md",
+    )
+    correction: dict[str, Any] = Field(
+        {},
+        description="weight for tokens that other weights or another numeric path sampled: none, importance, off_policy_mask",
+    )
+    kl: dict[str, Any] = Field(
+        {},
+        description="distance to the starting weights, in the loss, charged to the reward, or to the advantage behind the baseline: kind k1, k2, k3; coef; where; target; through; unbiased",
+    )
+    aggregate: dict[str, Any] = Field(
+        {}, description="the weight of a token: token_mean, seq_mean_token_mean, seq_mean_token_sum, fixed_norm"
+    )
+    shaping: dict[str, Any] = Field(
+        {}, description="rewards -> rewards before the advantage: none, clip, overlong, kimi_length"
+    )
+    entropy: dict[str, Any] = Field({}, description="entropy bonus: coef, target, top")
+    distill: dict[str, Any] = Field({}, description="a teacher's opinion of every token: coef; needs model.teacher")
+    value: dict[str, Any] = Field({}, description="what a critic minimises: clip")
 
 
-class WarmupConfig(ConfigSection):
+class WarmupConfig(SettingsTable):
     """A supervised phase before the loop: the same loop, whose Generate copies the data set's answers."""
 
-    steps: int = Field(0, ge=0)
-    lr: float = Field(1e-4, ge=0)
-    groups_per_step: int = Field(32, ge=1)
+    steps: int = Field(0, ge=0, description="steps of the supervised phase; 0 is none")
+    lr: float = Field(1e-4, ge=0, description="its learning rate, constant")
+    groups_per_step: int = Field(32, ge=1, description="its demonstrations in one step")
 
 
 class LoopConfig(ConfigSection):
@@ -269,8 +466,8 @@ class LoopConfig(ConfigSection):
         gt=0,
         description="in place of steps: how often each training task is trained; steps is then passes · tasks / groups_per_step",
     )
-    groups_per_step: int = Field(16, ge=1)
-    updates_per_step: int = Field(1, ge=1)
+    groups_per_step: int = Field(16, ge=1, description="P, groups in one step")
+    updates_per_step: int = Field(1, ge=1, description="optimizer moves in one step")
     epochs: int = Field(
         1,
         ge=1,
@@ -279,9 +476,16 @@ class LoopConfig(ConfigSection):
     replays: int = Field(
         0, ge=0, description="groups of each step that come back in a later one, once and within max_staleness"
     )
-    max_staleness: int = Field(0, ge=0, le=1000)
-    in_flight: Literal["hold", "drain", "abort"] = "hold"
-    window: int | Literal["auto"] = "auto"
+    max_staleness: int = Field(
+        0, ge=0, le=1000, description="S, versions between a group's admission and its training; 0 is on-policy"
+    )
+    in_flight: Literal["hold", "drain", "abort"] = Field(
+        "hold", description="what happens to a request while the weights change: it waits, it ends first, or it is cut"
+    )
+    window: int | Literal["auto"] = Field(
+        "auto",
+        description='how many younger groups may be trained before an unfinished one; 1 is first in, first out; "auto": as many as leave it its time',
+    )
     oversample: int = Field(
         0,
         ge=0,
@@ -290,13 +494,15 @@ class LoopConfig(ConfigSection):
     late: Literal["drop", "retry"] = Field(
         "drop", description="what becomes of the task of a group that is late: gone and counted, or asked again"
     )
-    seed: int = 0
-    max_refills: int = Field(20, ge=1)
-    warmup: WarmupConfig = WarmupConfig()
+    seed: int = Field(0, description="of the order of tasks and of all noise")
+    max_refills: int = Field(20, ge=1, description="a step stops refilling after this many times P dropped groups")
+    warmup: WarmupConfig = Field(WarmupConfig(), description="a supervised phase before the loop")
 
     @model_validator(mode="after")
     def _what_is_late(self) -> LoopConfig:
         mine = self.__dict__
+        if mine["warmup"].__dict__["steps"] == 0:  # a phase that is left out has no settings
+            object.__setattr__(self, "warmup", WarmupConfig())
         if mine["steps"] is None and mine["passes"] is None:
             raise ValueError(
                 "steps is not set: steps = 100 is the number of training steps; passes = 2 counts them in passes over "
@@ -332,11 +538,15 @@ class LoopConfig(ConfigSection):
         return self
 
 
-class SamplingConfig(ConfigSection):
-    temperature: float = Field(1.0, ge=0)
-    top_k: int = Field(0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    max_tokens: int = Field(64, ge=1)
+class SamplingConfig(SettingsTable):
+    temperature: float = Field(
+        1.0, ge=0, description="part of the policy: the trainer divides by it too; 0 is refused in training"
+    )
+    top_k: int = Field(0, ge=0, description="0 keeps everything; what is kept is recorded, and the trainer reads it")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="1 keeps everything; what is kept is recorded, and the trainer reads it"
+    )
+    max_tokens: int = Field(64, ge=1, description="the longest answer of one turn")
     stop: list[int | str] = Field(
         [], description="token ids and strings that end an answer; a string is cut off its text, not its tokens"
     )
@@ -354,7 +564,7 @@ class SamplingConfig(ConfigSection):
         return given
 
 
-class SpeculativeConfig(ConfigSection):
+class SpeculativeConfig(SettingsTable):
     """Guess tokens ahead and let the model look at all of them at once."""
 
     kind: Literal["off", "ngram", "draft"] = Field(
@@ -393,9 +603,17 @@ class EngineConfig(ConfigSection):
     url: str | list[str] | None = Field(
         None, description="where servers of another kind listen: one address or several"
     )
-    numerics: Literal["fast", "aligned"] = "fast"
-    compile: bool = False
-    kv_pages: Annotated[int, Field(ge=1, le=1 << 40)] | Literal["auto"] = "auto"
+    numerics: Literal["fast", "aligned"] = Field(
+        "fast",
+        description="`aligned`: the same bits in every batch and in the trainer; slower, dense models, refused where it does not hold",
+    )
+    compile: bool = Field(
+        False,
+        description="a CPU: fuses the small operations of the serving pass, seconds at the start, needs a C++ compiler; a GPU: CUDA graphs of decode steps",
+    )
+    kv_pages: Annotated[int, Field(ge=1, le=1 << 40)] | Literal["auto"] = Field(
+        "auto", description="cache pages of one token each"
+    )
     max_running: int = Field(
         64,
         ge=1,
@@ -407,8 +625,10 @@ class EngineConfig(ConfigSection):
         description="auto: how many of max_running work together is found while they do; performance: results are the same",
     )
     prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one engine step")
-    sampling: SamplingConfig = SamplingConfig()
-    speculative: SpeculativeConfig = SpeculativeConfig()
+    sampling: SamplingConfig = Field(SamplingConfig(), description="how training answers are drawn")
+    speculative: SpeculativeConfig = Field(
+        SpeculativeConfig(), description="tokens guessed ahead, which the model checks all at once"
+    )
 
     @field_validator("url")
     @classmethod
@@ -423,7 +643,7 @@ class EngineConfig(ConfigSection):
         return [self.url] if isinstance(self.url, str) else self.url or []
 
 
-class CriticConfig(ConfigSection):
+class CriticConfig(SettingsTable):
     """Of a row that needs values: its own backbone with one number a token."""
 
     lr: float = Field(1e-5, ge=0, description="its own, under the trainer's schedule")
@@ -436,17 +656,17 @@ class CriticConfig(ConfigSection):
 
 
 class TrainerConfig(ConfigSection):
-    kind: str = Field(
-        "fsdp",
-        description="the only one so far: fully sharded (FSDP2) over place.ranks; on one rank there is nothing to shard",
+    lr: float = Field(1e-5, ge=0, description="learning rate of AdamW")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="of the learning rate after its warmup"
     )
-    lr: float = Field(1e-5, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0, description="steps in which the learning rate rises to lr")
     clip: float = Field(1.0, gt=0, allow_inf_nan=True, description="global gradient norm; inf clips nothing")
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[Beta, Beta] = Field((0.9, 0.99), strict=False)
-    micro_tokens: Count | Literal["auto"] = "auto"
+    weight_decay: float = Field(0.0, ge=0, description="on matrices only")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.99), strict=False, description="of AdamW")
+    micro_tokens: Count | Literal["auto"] = Field(
+        "auto", description="tokens in one forward and backward pass; speed and memory, never the result"
+    )
     routing_replay: bool | Literal["auto"] = Field(
         "auto", description="a MoE's tokens go to the experts that the engine chose; auto: if it has any"
     )
@@ -455,7 +675,7 @@ class TrainerConfig(ConfigSection):
         description="shared device: while the engine writes, optimizer, critic, reference and teacher lie in host memory, while the trainer "
         "works there is no KV cache; reference and teacher are on the device for their own pass only",
     )
-    critic: CriticConfig = CriticConfig()
+    critic: CriticConfig = Field(CriticConfig(), description="of a row that needs values")
     max_bad_steps: int = Field(3, ge=1, description="stop after so many steps in a row that a finite-check refused")
 
 
@@ -481,7 +701,9 @@ class PlaceConfig(ConfigSection):
         description="seconds without progress in what it was asked for after which a process counts as stuck",
     )
     device: str = Field("auto", description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one')
-    threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
+    threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
+        "auto", description='CPU threads; "auto" is all that this process may use'
+    )
 
     @model_validator(mode="after")
     def _what_goes_together(self) -> PlaceConfig:
@@ -501,28 +723,42 @@ class PlaceConfig(ConfigSection):
         return self
 
 
+TRANSPORTS = ("auto", "tensor", "ipc", "disk", "distributed", "delta")
+
+
 class SyncConfig(ConfigSection):
-    kind: Literal["auto", "tensor", "ipc", "disk", "distributed", "delta"] = Field(
-        "auto", description="how weights travel: see docs/sync.md; auto: by where trainer and engine are"
+    kind: str = Field(
+        "auto",
+        description="how weights reach the engines: auto, tensor, ipc, disk, distributed, delta, or a transport of "
+        'yours as "module:name"; "auto" is tensor in one process, where nothing is copied; else see docs/sync.md',
     )
-    probe: bool = True
+    probe: bool = Field(True, description="score a fixed prompt on both sides after every update")
+
+    @field_validator("kind")
+    @classmethod
+    def _known_kind(cls, given: str) -> str:
+        if given not in TRANSPORTS and ":" not in given:
+            raise ValueError(
+                f"'{given}' is no transport.{suggest_name(given, list(TRANSPORTS))} Known: {', '.join(TRANSPORTS)}; or "
+                f"your own as 'module:name'"
+            )
+        return given
 
 
-class CheckpointConfig(ConfigSection):
-    every: int = Field(10, ge=0)
-    keep: int = Field(2, ge=1)
+class CheckpointConfig(SettingsTable):
+    every: int = Field(10, ge=0, description="steps between two checkpoints; 0 is only at the end")
+    keep: int = Field(2, ge=1, description="how many stay")
 
 
 class RunConfig(ConfigSection):
-    folder: str = Field(min_length=1)
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    sinks: list[str] = ["tensorboard"]
-    metrics_port: int = Field(
-        0, ge=0, le=65535, description="of this machine alone, at which Prometheus finds /metrics; 0: nowhere"
+    folder: str = Field(min_length=1, description="where the run lives")
+    checkpoint: CheckpointConfig = Field(
+        CheckpointConfig(), description="when checkpoints are written, and how many stay"
     )
-    traces: str = Field(
-        "",
-        description='where OpenTelemetry traces go by OTLP over HTTP: "http://127.0.0.1:4318"; unset, where OTEL_EXPORTER_OTLP_ENDPOINT says, if it does',
+    sinks: list[str | dict[str, Any]] = Field(
+        ["tensorboard"],
+        description='tensorboard, jsonl, csv, wandb, trackio, mlflow, prometheus, opentelemetry, or "module:name"; with '
+        'settings: { kind = "prometheus", port = 9464 }',
     )
     record: bool = Field(
         False,
@@ -591,6 +827,39 @@ SYNONYMS = {  # what other trainers call a key of ours
     "reward_funcs": "task.reward",
     "system_prompt": "task.system",
 }
+MOVED_KEYS = {  # a key of earlier versions -> what says it now
+    "task.suffix": 'task.env = { kind = "single_turn", suffix = ... }',
+    "task.examples": 'task.env = { kind = "single_turn", examples = [...] }',
+    "task.tools": 'task.env = { kind = "tools", tools = [...] }',
+    "task.turns": 'task.env = { kind = "tools", turns = ... }',
+    "task.tool_timeout": 'task.env = { kind = "tools", timeout = ... }',
+    "task.agent": 'task.env = { kind = "gateway", agent = ... }',
+    "task.agents": 'task.env = { kind = "agents", agents = [...] }',
+    "task.agent_timeout": 'task.env = { kind = "gateway", timeout = ... }',
+    "task.reward_timeout": "task.reward = { kind = ..., timeout = ... }",
+    "task.reward_workers": "task.reward = { kind = ..., workers = ... }",
+    "task.max_failures": "task.reward = { kind = ..., max_failures = ... }",
+    "task.patience": "task.reward = { kind = ..., patience = ... }",
+    "task.eval.temperature": "task.eval.sampling = { temperature = ... }",
+    "task.eval.max_tokens": "task.eval.sampling = { max_tokens = ... }",
+    "run.metrics_port": 'run.sinks = [{ kind = "prometheus", port = ... }]',
+    "run.traces": 'run.sinks = [{ kind = "opentelemetry", url = ... }]',
+    "model.adapter.dropout": "nothing: with dropout the trainer could not recompute what the engine drew from, so it is "
+    "always 0. Use algo.kl or a lower rank against overfitting",
+    "model.tower": "model.vision = { tower = ... }",
+    "model.image_tokens": "model.vision = { image_tokens = ... }",
+    "trainer.kind": "nothing: there is one trainer (FSDP2), over place.ranks",
+}
+ENV_SETTINGS = {  # of them: a setting of the environment, and what it was where nobody set it
+    "suffix": ("suffix", ""),
+    "examples": ("examples", []),
+    "tools": ("tools", []),
+    "turns": ("turns", 8),
+    "tool_timeout": ("timeout", 30.0),
+    "agent": ("agent", None),
+    "agents": ("agents", []),
+    "agent_timeout": ("timeout", 600.0),
+}
 # how names of metrics begin
 STAGES = ("score", "filter", "generate", "train", "sync", "loop", "eval", "time", "mem", "ledger")
 
@@ -606,7 +875,9 @@ class Job(ConfigSection):
     trainer: TrainerConfig = TrainerConfig()
     place: PlaceConfig = PlaceConfig()
     sync: SyncConfig = SyncConfig()
-    policies: dict[str, PolicyConfig] = {}
+    policies: dict[str, PolicyConfig] = Field(
+        {}, description="weights of their own for some agents of an episode: [policies.NAME]"
+    )
     run: RunConfig
     _origin: str = PrivateAttr("")
 
@@ -683,6 +954,8 @@ class Job(ConfigSection):
         """Parse a TOML recipe, apply dotted overrides, validate; every fault is one readable ConfigError."""
         path = Path(path)
         tree = _read_toml(path)
+        if path.name == "job.toml":
+            translate_moved_keys(tree)
         look_beside(origin := _recipe_origin(path))
         _give_way(tree, overrides or {})
         for dotted, value in (overrides or {}).items():
@@ -798,10 +1071,44 @@ def _give_way(tree: dict[str, Any], overrides: dict[str, Any]) -> None:
                 node.pop(leaf, None)
 
 
+def translate_moved_keys(tree: dict[str, Any]) -> None:
+    """A job.toml of an earlier version, which names every key, says the same in today's keys."""
+    task, run = tree.get("task", {}), tree.get("run", {})
+    kind, settings = split_kind(task.get("env", "single_turn"), "single_turn")
+    known = ENV_TABLES[kind].model_fields if kind in ENV_TABLES else {}
+    for old, (new, default) in ENV_SETTINGS.items():
+        if old in task and (value := task.pop(old)) != default and new in known:
+            settings[new] = value
+    if settings:
+        task["env"] = {"kind": kind, **settings}
+    calls = {"reward_timeout": "timeout", "reward_workers": "workers"}
+    kind, settings = split_kind(task.get("reward", "number"), "number")
+    for old in (*calls, "max_failures", "patience"):
+        new = calls.get(old, old)
+        if old in task and (value := task.pop(old)) != RewardCallConfig.model_fields[new].default:
+            settings[new] = value
+    if settings:
+        task["reward"] = {"kind": kind, **settings}
+    for old, default in (("temperature", 0.0), ("max_tokens", None)):
+        if (value := task.get("eval", {}).pop(old, default)) != default:
+            task["eval"]["sampling"] = {old: value, **task["eval"].get("sampling", {})}
+    vision = {old: tree["model"].pop(old) for old in ("tower", "image_tokens") if old in tree.get("model", {})}
+    if vision:
+        tree["model"]["vision"] = vision
+    sinks = {"metrics_port": ("prometheus", "port", 0), "traces": ("opentelemetry", "url", "")}
+    for old, (name, setting, default) in sinks.items():
+        if (value := run.pop(old, default)) != default:
+            run["sinks"] = [*run.get("sinks", []), {"kind": name, setting: value}]
+    for section, old in ((tree.get("trainer", {}), "kind"), (tree.get("model", {}).get("adapter", {}), "dropout")):
+        section.pop(old, None)
+
+
 def set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
     """tree["loop"]["steps"] = value, for "loop.steps"."""
     *parents, leaf = dotted.split(".")
-    for name in parents:
+    for depth, name in enumerate(parents, 1):
+        if isinstance(tree.get(name), str) and ".".join(parents[:depth]) in ("task.env", "task.reward"):
+            tree[name] = {"kind": tree[name]}
         tree = tree.setdefault(name, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"--{dotted}: '{name}' is a value, not a section")
@@ -820,28 +1127,38 @@ def _recipe_origin(path: Path) -> Path:
 
 
 def _explain_validation(error: ValidationError, source: str) -> str:
+    return f"{source}: " + "; ".join(_explain_faults(error, Job))
+
+
+def _explain_faults(error: ValidationError, root: type[BaseModel], prefix: str = "") -> list[str]:
+    """One row for each wrong key. `prefix`: where the table of `root` stands in the recipe."""
     rows: list[str] = []
     found: dict[str, int] = {}  # of a key with several kinds of values: the row that says what is wrong with the first
     for fault in error.errors():
         where = [str(part) for part in fault["loc"] if not _is_kind(part)]
-        dotted, value = ".".join(where), fault.get("input")
+        dotted, value = prefix + ".".join(where), fault.get("input")
         said = f"{fault['msg'][0].lower()}{fault['msg'][1:]}"
-        if fault["type"] == "extra_forbidden":
+        if fault["type"] == "extra_forbidden" and dotted in MOVED_KEYS:
+            rows.append(f"'{dotted}' is no key any more; in its place stands {MOVED_KEYS[dotted]}")
+        elif fault["type"] == "extra_forbidden":
             synonym = f" Did you mean '{SYNONYMS[where[-1]]}'?" if where[-1] in SYNONYMS else ""
-            rows.append(f"unknown key '{dotted}'.{synonym or suggest_name(where[-1], _known_keys(fault['loc'][:-1]))}")
+            near = synonym or suggest_name(where[-1], _known_keys(fault["loc"][:-1], root))
+            rows.append(f"unknown key '{dotted}'.{near}")
         elif fault["type"] == "missing":
             rows.append(f"'{dotted}' is missing; add it to the recipe or pass --{dotted}=...")
         elif isinstance(value, str) and fault["type"] in ("float_type", "int_type"):
             rows.append(f"{dotted} = '{value}' is a string; write the number without quotes")
+        elif fault["type"] == "value_error" and isinstance(fault["ctx"]["error"], SettingsFault):
+            rows.append(str(fault["ctx"]["error"]))
         elif fault["type"] == "value_error":
-            rows.append(f"{dotted}: {fault['ctx']['error']}".removeprefix(": "))
+            rows.append(f"{dotted.rstrip('.')}: {fault['ctx']['error']}".removeprefix(": "))
         elif dotted in found:
             rows[found[dotted]] += f"; or {said}"
             continue
         else:
             rows.append(f"{dotted} = {_truncate_repr(value)}: {said}")
         found.setdefault(dotted, len(rows) - 1)
-    return f"{source}: " + "; ".join(dict.fromkeys(rows))
+    return list(dict.fromkeys(rows))
 
 
 def _is_kind(part: int | str) -> bool:
@@ -854,9 +1171,9 @@ def _truncate_repr(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _known_keys(where: tuple[int | str, ...]) -> list[str]:
+def _known_keys(where: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
     """The keys of a section, or of an entry of a table or a list of such: policies.critic, algo.beside.0."""
-    section: Any = Job
+    section: Any = root
     for name in where:
         found = _nested_sections(section)
         if found and name in found[0].model_fields and section is found[0]:

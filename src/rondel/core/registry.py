@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rondel.core.errors import ConfigError
+from rondel.core.errors import ConfigError, error_boundary
 
 
 def suggest_name(word: str, known: list[str]) -> str:
@@ -89,6 +89,46 @@ def refuse_uncallable(what: str, function: Any, *given: str) -> None:
         raise ConfigError(f"{what} is called as f({', '.join(given)}), and cannot be: {error}") from error
     except ValueError:
         pass
+
+
+def make_from_settings(key: str, kind: str, found: type, settings: dict[str, Any]) -> Any:
+    """An object of the user's class, made with the settings that the recipe gives beside `kind`."""
+    refuse_settings(key, kind, found, settings)
+    with error_boundary(ConfigError, f"{key}: making '{kind}'"):
+        return found(**settings)
+
+
+def refuse_settings(key: str, kind: str, found: Any, settings: dict[str, Any], given: int = 0) -> None:
+    """Settings that a user's class or function does not have, and one that it needs and the recipe does not give.
+    `given`: how many arguments the caller adds in front.
+    """
+    try:
+        known = dict(inspect.signature(found).parameters)
+    except ValueError:  # written in C
+        known = {}
+    named = [p for p in list(known.values())[given:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if known and not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        names = [p.name for p in named]
+        if odd := next((name for name in settings if name not in names), None):
+            raise ConfigError(
+                f"{key}: '{kind}' has no setting '{odd}'.{suggest_name(odd, names)} It has: "
+                f"{', '.join(names) or 'none'}"
+            )
+        if lacks := [p.name for p in named if p.default is p.empty and p.name not in settings]:
+            raise ConfigError(
+                f"{key}: '{kind}' needs {', '.join(lacks)}: "
+                f'{key} = {{ kind = "{kind}", {", ".join(f"{name} = ..." for name in lacks)} }}'
+            )
+
+
+def refuse_missing_methods(key: str, kind: str, made: Any, methods: dict[str, tuple[str, ...]]) -> None:
+    """A user's object without a method that will be called, or with one that takes other arguments."""
+    for name, given in methods.items():
+        if not callable(method := getattr(made, name, None)):
+            raise ConfigError(
+                f"{key}: '{kind}' has no method {name}({', '.join(given)}); add it. It needs: {', '.join(methods)}"
+            )
+        refuse_uncallable(f"{key}: {name} of '{kind}'", method, *given)
 
 
 def import_attribute(what: str, path: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rondel.assemble.facts import facts_of
 from rondel.assemble.rows import rows_of
 from rondel.assemble.run_components import Components
 from rondel.assemble.workers import follow_leader
-from rondel.core.config import ORIGIN, EvaluationConfig, Job, WarmupConfig
+from rondel.core.config import ORIGIN, Job, split_kind
 from rondel.core.errors import CheckpointError, ConfigError, StalledError, WorkerError
 from rondel.core.events import Broke, Resumed, RunStarted, Warned, drop_on_failure, emit, subscribe, warn_aloud
 from rondel.core.schedule_gate import ScheduleGate
@@ -36,22 +36,13 @@ from rondel.runtime.telemetry.card import write_card
 from rondel.runtime.telemetry.metrics import LateBias, StepMetrics
 from rondel.runtime.telemetry.otel import traces_of
 from rondel.runtime.telemetry.progress import ProgressPrinter
-from rondel.runtime.telemetry.prometheus import PrometheusSink
 from rondel.runtime.telemetry.reward_hacking import HackingMonitor
-from rondel.runtime.telemetry.sinks import open_sinks
+from rondel.runtime.telemetry.sinks import open_sinks, sink_tables, traces_address
 from rondel.runtime.termination import GracefulStop
 from rondel.system.files import guard_write, make_folder, replace_file
 from rondel.train.checkpoint import Checkpoints
 
 RESTARTS = 3  # of a run that lost a rank of its trainer
-# keys that only the loop reads, after the run has been built; all others must have been read by then
-READ_BY_THE_LOOP = {
-    *(f"task.eval.{name}" for name in EvaluationConfig.model_fields),
-    *(f"loop.{name}" for name in ("groups_per_step", "max_staleness", "window", "oversample", "late", "max_refills")),
-    # steps = 0 leaves the phase out, whatever it would have been
-    *(f"loop.warmup.{name}" for name in WarmupConfig.model_fields),
-    "run.checkpoint.every",
-}
 
 
 def train(
@@ -120,7 +111,8 @@ def _run_training(
         rollouts = store.RolloutStore(folder)
         ends.callback(rollouts.close)
         _open_recorders(job, folder, rollouts, ends, after=found[1]["step"] if found else -1)
-        if unread := [key for key in job.unread_keys() if key not in READ_BY_THE_LOOP]:
+        run = RunPhases(job, parts, folder, checkpoints, rollouts, ending, gate)
+        if unread := job.unread_keys():
             raise ConfigError(
                 f"set, but without effect in this run: {', '.join(unread)}. Remove them, or see `rondel explain` for "
                 f"what reads them"
@@ -129,7 +121,6 @@ def _run_training(
         if job.origin:
             replace_file(folder / ORIGIN, job.origin)
         emit(RunStarted(str(folder), job.digest(), facts_of(parts)))
-        run = RunPhases(job, parts, folder, checkpoints, rollouts, ending, gate)
         if interrupted:
             emit(Resumed(0, 0, ""))
         for restarts in itertools.count(1):
@@ -166,14 +157,14 @@ FILES = (FILE, "job.toml", ORIGIN, ".lock", "card.md", "card.json", SCHEDULE)
 OF_SINKS = {"tensorboard": ("tensorboard", True), "jsonl": ("metrics.jsonl", False), "csv": ("metrics.csv", False)}
 
 
-def refuse_misplaced(folder: Path, sinks: list[str]) -> None:
+def refuse_misplaced(folder: Path, sinks: Sequence[str | dict[str, Any]]) -> None:
     """A file where the run needs a folder, a folder where it needs a file, a link that
     leads nowhere: before anything is loaded.
     """
     needed = (
         {name: True for name in FOLDERS}
         | dict.fromkeys(FILES, False)
-        | dict(OF_SINKS[sink] for sink in sinks if sink in OF_SINKS)
+        | dict(OF_SINKS[kind] for kind, _ in (split_kind(sink, "") for sink in sinks) if kind in OF_SINKS)
     )
     for name, wanted in needed.items():
         path = folder / name
@@ -226,17 +217,17 @@ def _open_recorders(job: Job, folder: Path, rollouts: store.RolloutStore, ends: 
     write ends the run. All others are dispensable."""
     journal = Journal(folder, job.run.durability)
     ends.callback(journal.close)
-    sinks: list[tuple[str, Any]] = [
-        (f"the sink '{kind}'", sink)
-        for kind, sink in zip(job.run.sinks, open_sinks(job.run.sinks, folder, after=after))
-    ]
-    if port := job.run.metrics_port:
-        sinks.append((f"the page at run.metrics_port = {port}", PrometheusSink(port)))
-    traces = traces_of(job.run.traces, str(folder), str(job.model.path))
+    opened = open_sinks(job.run.sinks, folder, after=after)
+    sinks = [(f"the sink '{kind}'", sink) for (kind, _), sink in zip(sink_tables(job.run.sinks), opened)]
+    traces = traces_of(traces_address(job.run.sinks), str(folder), str(job.model.path))
     for writer in (journal.write, rollouts.write):
         ends.callback(subscribe(writer))
-    for name, reader in (*sinks, *([("traces", traces)] if traces is not None else [])):
-        ends.callback(drop_on_failure(f"the end of {name}", reader.close))
+    closes = [
+        *((name, sink.close) for name, sink in sinks),
+        *([("traces", traces.close)] if traces is not None else []),
+    ]
+    for name, close in closes:
+        ends.callback(drop_on_failure(f"the end of {name}", close))
     writers = [drop_on_failure(name, sink.write) for name, sink in sinks]
     writers += [
         drop_on_failure("the watch on late groups", LateBias().write),

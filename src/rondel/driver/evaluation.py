@@ -28,7 +28,7 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     from rondel.generate.envs.episode import assign_parents
 
     began, job = time.perf_counter(), parts.job
-    tasks = parts.tasks.held_out[: job.task.eval.n or None]
+    tasks = evaluated_tasks(job.task.eval, parts.tasks.held_out)
     sampling = evaluation_sampling(job.task.eval, parts.sampling)
     rollouts = GroupRollouts(parts, 1)
 
@@ -57,11 +57,11 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
         for task, t in list(zip(tasks, done))[:SHOWN]
     ]
     request = {
+        **job.task.eval.sampling,
         "temperature": sampling.temperature,
         "max_tokens": sampling.max_tokens,
-        **job.task.eval.sampling,
-        "env": job.task.env,
-        "reward": job.task.reward,
+        "env": job.task.env_kind,
+        "reward": job.task.reward_spec,
         "suffix": job.task.suffix,
         "examples": job.task.shown_examples,
     }
@@ -87,14 +87,19 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     )
 
 
+def evaluated_tasks(given: EvaluationConfig, held_out: list[Task]) -> list[Task]:
+    """The first n held-out tasks; 0 is all."""
+    return held_out[: given.n or None]
+
+
 def evaluation_sampling(given: EvaluationConfig, rollouts: Sampling) -> Sampling:
     """How held-out tasks are sampled: greedy, unless the recipe says otherwise, and ending where rollouts end."""
     more: dict[str, Any] = {
-        "temperature": given.temperature,
-        "max_tokens": given.max_tokens or rollouts.max_tokens,
+        "temperature": 0.0,
+        "max_tokens": rollouts.max_tokens,
         "stop": rollouts.stop,
     }
-    known = {f.name for f in fields(Sampling)} - {"temperature", "max_tokens", "n", "seed"}
+    known = {f.name for f in fields(Sampling)} - {"n", "seed"}
     for name in given.sampling.keys() - known:
         raise ConfigError(f"task.eval.sampling has no '{name}'.{suggest_name(name, sorted(known))}")
     more |= given.sampling

@@ -48,7 +48,7 @@ class FailureBudget:
             self.count_score(score)
         while self.since is not None and not self.why:
             if time.monotonic() - self.since > self.patience:
-                self._give_up(f"{self.told}; it has waited {self.patience:g} s (task.patience)")
+                self._give_up(f"{self.told}; it has waited {self.patience:g} s (task.reward.patience)")
             elif not self.asking:
                 return await self._ask_again()
             else:
@@ -79,7 +79,7 @@ class FailureBudget:
         emit(
             Warned(
                 f"paused: {told}. Whatever failed is asked for again until it works, for {self.patience:g} s "
-                f"(task.patience); then the run stops"
+                f"(task.reward.patience); then the run stops"
             )
         )
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from rondel.core.events import Checkpointed, Resumed, RunEnded, Warned, emit, su
 from rondel.core.schedule_gate import ScheduleGate
 from rondel.core.types import Group, Slot, Verdict
 from rondel.driver.elastic_engines import admit_engines
-from rondel.driver.evaluation import evaluate
+from rondel.driver.evaluation import evaluate, evaluated_tasks, evaluation_sampling
 from rondel.driver.rollouts import GroupRollouts, SupervisedRollouts, prepare, prepare_of, rollouts_of
 from rondel.driver.run_record import InOrder, score_in_turn
 from rondel.filter import chain_filters
@@ -39,6 +40,47 @@ Attempt = Callable[[Slot], Awaitable[Group]]
 Judge = Callable[[Group], Verdict]
 
 
+@dataclass(frozen=True)
+class PhasePlan:
+    """What the recipe says of the phases, read before the first step: a key without effect is found by then, and an
+    evaluation that cannot be sampled, too.
+    """
+
+    warmup_steps: int
+    warmup_groups: int
+    steps: int
+    groups_per_step: int
+    max_staleness: int
+    window: int | None
+    oversample: int
+    retry: bool
+    max_refills: int
+    patience: float
+    checkpoint_every: int
+    evaluate_every: int
+
+    @classmethod
+    def from_job(cls, job: Job, parts: Components) -> PhasePlan:
+        loop, warmup, evaluation = job.loop, job.loop.warmup, job.task.eval
+        if parts.tasks.held_out:
+            evaluated_tasks(evaluation, parts.tasks.held_out)
+            evaluation_sampling(evaluation, parts.sampling)
+        return cls(
+            warmup_steps=warmup.steps,
+            warmup_groups=warmup.groups_per_step,
+            steps=job.steps,
+            groups_per_step=loop.groups_per_step,
+            max_staleness=loop.max_staleness,
+            window=None if loop.window == "auto" else loop.window,
+            oversample=loop.oversample,
+            retry=loop.late == "retry",
+            max_refills=loop.max_refills,
+            patience=job.task.reward_calls.patience,
+            checkpoint_every=job.run.checkpoint.every,
+            evaluate_every=evaluation.every,
+        )
+
+
 class RunPhases:
     """The phases of one run and what happens between two versions."""
 
@@ -55,9 +97,10 @@ class RunPhases:
         self.job, self.parts, self.folder, self.checkpoints, self.rollouts = job, parts, folder, checkpoints, rollouts
         self.ending, self.gate = ending, gate
         parts.placed.engine = gate.wrap_engine(parts.engine)
+        self.plan = PhasePlan.from_job(job, parts)
         self.buffer: Buffer
         self.began = time.perf_counter()
-        self.total = job.loop.warmup.steps + job.steps
+        self.total = self.plan.warmup_steps + self.plan.steps
         self.rest = asyncio.Event()  # set while no step is being trained
         self.done: tuple[int, int, dict[str, Any] | None, Any] = (
             0,
@@ -96,7 +139,7 @@ class RunPhases:
         )
         if failures.why and not self.ending.asked:
             raise RewardError(
-                f"the run stopped {state}: {failures.why}. The limit is task.max_failures = {failures.most:g}. Mend the "
+                f"the run stopped {state}: {failures.why}. The limit is task.reward.max_failures = {failures.most:g}. Mend the "
                 f"reward or the environment and "
                 "give the same command: it goes on from there"
             )
@@ -133,10 +176,10 @@ class RunPhases:
                 await asyncio.wait([task])
 
     async def _train_phases(self, done: int, saved: dict[str, Any] | None) -> None:
-        parts, job = self.parts, self.job
+        parts = self.parts
         if done == 0:
             await self._run_evaluation(0)
-        warm, steps = job.loop.warmup.steps, job.steps
+        warm, steps = self.plan.warmup_steps, self.plan.steps
         if done < warm:
             done = await self._run_warmup(range(done + 1, warm + 1), saved)
             saved = None
@@ -146,7 +189,7 @@ class RunPhases:
     async def _run_warmup(self, steps: range, saved: dict[str, Any] | None) -> int:
         """A supervised phase: the same loop, whose Generate copies answers."""
         parts = self.parts
-        buffer = self._make_buffer(parts.job.loop.warmup.groups_per_step, 0, None, saved)
+        buffer = self._make_buffer(self.plan.warmup_groups, 0, None, saved)
         await self._run_loop(
             buffer,
             ShuffledOrder(parts.tasks.train, parts.job.loop.seed),
@@ -158,14 +201,13 @@ class RunPhases:
         return steps.stop - 1
 
     async def _run_reinforcement(self, steps: range, saved: dict[str, Any] | None) -> None:
-        parts, job = self.parts, self.job
-        window = None if job.loop.window == "auto" else job.loop.window
-        buffer = self._make_buffer(job.loop.groups_per_step, job.loop.max_staleness, window, saved, job.loop.oversample)
+        parts, plan = self.parts, self.plan
+        buffer = self._make_buffer(plan.groups_per_step, plan.max_staleness, plan.window, saved, plan.oversample)
         bare = [row.name for row in parts.rows.all_rows if "advantages" in row.needs and not row.corrects_staleness]
-        if job.loop.max_staleness and bare:
+        if plan.max_staleness and bare:
             emit(
                 Warned(
-                    f"max_staleness = {job.loop.max_staleness} without a correction in {', '.join(bare)}: stale tokens are trained as if they were "
+                    f"max_staleness = {plan.max_staleness} without a correction in {', '.join(bare)}: stale tokens are trained as if they were "
                     "fresh. Set algo.correction.kind = 'importance'"
                 )
             )
@@ -174,7 +216,7 @@ class RunPhases:
         readers = [parts.order.on_event]
         if parts.returning is not None:
             parts.returning.restore_steps(
-                self.folder, range(max(job.loop.warmup.steps + 1, steps.start - job.loop.max_staleness), steps.start)
+                self.folder, range(max(plan.warmup_steps + 1, steps.start - plan.max_staleness), steps.start)
             )
             readers.append(parts.returning.on_event)
         with ExitStack() as ends:
@@ -193,10 +235,10 @@ class RunPhases:
             max_staleness=staleness,
             window=window,
             oversample=oversample,
-            retry=self.job.loop.late == "retry",
+            retry=self.plan.retry,
             version=version,
-            max_refills=self.job.loop.max_refills,
-            patience=WAIT + self.job.task.patience,  # while a run pauses nothing changes
+            max_refills=self.plan.max_refills,
+            patience=WAIT + self.plan.patience,  # while a run pauses nothing changes
             gate=self.gate,
         )
         self.gate.begin_phase()
@@ -270,7 +312,7 @@ class RunPhases:
 
     async def milestone(self, step: int, version: int, batch: TrainBatch) -> None:
         """Store what training learned of the rollouts; evaluate; checkpoint."""
-        job, last = self.job, self.total
+        plan, last = self.plan, self.total
         await self.rollouts.annotate_rollouts(
             step, trainer_logprobs=per_token(batch, "trained"), advantages=per_token(batch, "advantages")
         )
@@ -282,9 +324,9 @@ class RunPhases:
         )
         if step < last:
             self.rest.set()
-        if step == last or step == job.loop.warmup.steps or (job.task.eval.every and step % job.task.eval.every == 0):
+        if step == last or step == plan.warmup_steps or (plan.evaluate_every and step % plan.evaluate_every == 0):
             await self._run_evaluation(step)
-        if step == last or (job.run.checkpoint.every and step % job.run.checkpoint.every == 0):
+        if step == last or (plan.checkpoint_every and step % plan.checkpoint_every == 0):
             await self._save_checkpoint()
 
     async def _save_checkpoint(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rondel.algos.table import SFT
 from rondel.assemble.components import build
-from rondel.core.config import ConfigSection, Job
+from rondel.core.config import Job
 from rondel.core.errors import UserError
 from rondel.core.types import StepStats
 from rondel.driver.rollouts import prepare, prepare_of
@@ -93,16 +93,8 @@ def again(folder: Path, into: Path) -> tuple[Job, OrderReplayer]:
     }  # who stands at a line must not be in the way
     run = job.run.model_copy(update={"folder": str(into), "record": False})
     repeated = alone.model_copy(update={"engine": alone.engine.model_copy(update=room), "run": run})
-    _mark_read(repeated)
+    repeated.mark_everything_read()  # a job.toml names every key: what has no effect was refused when the run began
     return repeated, schedule
-
-
-def _mark_read(section: ConfigSection) -> None:
-    """A job.toml names every key: what has no effect was refused when the run began."""
-    section._read.update(type(section).model_fields)
-    for value in section.__dict__.values():
-        if isinstance(value, ConfigSection):
-            _mark_read(value)
 
 
 def differences(one: Path, other: Path) -> list[str]:

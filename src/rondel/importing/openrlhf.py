@@ -62,7 +62,7 @@ REASONS = {
     "algo.advantage.lambd": "it belongs to a critic",
     "train.async_queue_size": "set loop.max_staleness: it bounds the lag by a number",
     "data.apply_chat_template": "a prompt becomes a chat when the model has a template",
-    "data.input_template": "task.suffix and task.system are what is added to a prompt",
+    "data.input_template": "task.env.suffix and task.system are what is added to a prompt",
     "logger.wandb.*": FOLDER,
     "train.agent_func_path": "turns are an environment: task.env = 'module:name'",
     "eval.n_samples_per_prompt": "an evaluation draws one answer a task",
@@ -361,7 +361,9 @@ def _translate_sampling(s: PeerSettings) -> Iterator[Part]:
         ask = f"there an answer may fill what its prompt leaves of {s[whole]} tokens; here all answers have one limit"
         yield RecipeLine("engine.sampling.max_tokens", s.require_integer(whole), (whole,), ask=ask)
     yield from translate_truncation(s, "rollout.top_p")
-    yield RecipeLine("task.eval.temperature", float(s.require_number("eval.temperature")), ("eval.temperature",))
+    yield RecipeLine(
+        "task.eval.sampling.temperature", float(s.require_number("eval.temperature")), ("eval.temperature",)
+    )
 
 
 def _translate_optimizer(s: PeerSettings) -> Iterator[Part]:

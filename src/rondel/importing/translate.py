@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from rondel.core.config import ConfigSection, Job
 from rondel.core.registry import suggest_name
+from rondel.core.types import Sampling
 from rondel.importing.peer import MissingKeys, PeerFormat, PeerSettings, RecipeLine, SameKeys
 
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
@@ -180,6 +181,8 @@ def _default_value(dotted: str) -> Any:
     """Our default of a key, MISSING if the recipe must say it."""
     section: Any = Job
     *parents, leaf = dotted.split(".")
+    if parents == ["task", "eval", "sampling"]:
+        return {"temperature": 0.0}.get(leaf, getattr(Sampling(), leaf))
     for name in parents:
         section = section.model_fields[name].annotation
     assert issubclass(section, ConfigSection) and leaf in section.model_fields, f"{dotted} is no key of a recipe"

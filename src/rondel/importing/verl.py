@@ -475,12 +475,12 @@ def _translate_sampling(s: PeerSettings) -> Iterator[Part]:
     val = f"{ROLLOUT}.val_kwargs"
     drawn = bool(s[f"{val}.do_sample"])
     yield RecipeLine(
-        "task.eval.temperature",
+        "task.eval.sampling.temperature",
         float(s.require_number(f"{val}.temperature")) * drawn,
         (f"{val}.temperature", f"{val}.do_sample"),
     )
     if drawn and s[f"{val}.top_p"] != 1:
-        yield RecipeLine("task.eval.sampling", {"top_p": float(s.require_number(f"{val}.top_p"))}, (f"{val}.top_p",))
+        yield RecipeLine("task.eval.sampling.top_p", float(s.require_number(f"{val}.top_p")), (f"{val}.top_p",))
     elif s[f"{val}.top_p"] == 1:
         yield SameKeys((f"{val}.top_p",), "it changes nothing at this value")
     if s[f"{val}.n"] == 1:

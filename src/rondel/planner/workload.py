@@ -146,7 +146,7 @@ def of_job(job: Job, device: str = "") -> Workload:
     adapter, row, split = job.model.adapter, job.algo.kind, job.place.kind == "split"
     image = 0
     if model.tower is not None:
-        image = (64 if on_cpu else IMAGE) if job.model.image_tokens == "auto" else job.model.image_tokens
+        image = (64 if on_cpu else IMAGE) if job.model.vision.image_tokens == "auto" else job.model.vision.image_tokens
     prompt = (64 if on_cpu else 512) + image
     assumed = [
         f"prompts of {prompt} tokens{f', {image} of them an image' * bool(image)}",
@@ -202,7 +202,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         prefill=job.engine.prefill_tokens,
         sync=job.sync.kind,
         image=image,
-        tower=job.model.tower == "trained",
+        tower=job.model.vision.tower == "trained",
         assumed=tuple(assumed),
     )
 

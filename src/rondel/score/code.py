@@ -75,9 +75,9 @@ class Code:
         one_of("reward 'code': credit", credit, ("fraction", "all"))
         if not 0 < seconds <= SHARE * deadline:
             raise ConfigError(
-                f"reward 'code': seconds = {seconds}; one test may take up to {SHARE:g} of task.reward_timeout = "
+                f"reward 'code': seconds = {seconds}; one test may take up to {SHARE:g} of task.reward.timeout = "
                 f"{deadline:g}, that is "
-                f"{SHARE * deadline:g}: lower seconds, or raise task.reward_timeout"
+                f"{SHARE * deadline:g}: lower seconds, or raise task.reward.timeout"
             )
         self.sandbox, self.deadline, self.seconds, self.credit = sandbox, deadline, seconds, credit
         self.limits = Limits(wall=seconds, cpu=seconds + 1, memory=memory, output=1 << 20)

@@ -99,7 +99,7 @@ class RewardPool:
         if worker.together > 1 and workers > 1:
             self._end()
             raise ConfigError(
-                f"task.reward_workers = {workers} has no effect: this reward serves {worker.together} calls at once in "
+                f"task.reward.workers = {workers} has no effect: this reward serves {worker.together} calls at once in "
                 f"one process; leave it at 1"
             )
         if worker.together > 1:

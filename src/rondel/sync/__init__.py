@@ -4,10 +4,13 @@ the instances do not.
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
+from typing import Any
 
+from rondel.core.errors import ConfigError
 from rondel.core.protocols import Transport
-from rondel.core.registry import find_registered
+from rondel.core.registry import find_registered, make_from_settings, refuse_missing_methods
 from rondel.sync.delta import Delta
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.from_distributed import FromDistributed
@@ -15,9 +18,26 @@ from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
 
 
+def _takes_folder(found: Any) -> bool:
+    try:
+        return "folder" in inspect.signature(found).parameters
+    except ValueError:  # written in C
+        return False
+
+
+VERBS = {  # of a user's transport, and what each is called with
+    "plan_route": ("trainer", "engines"),
+    "publish": ("route", "version", "weights"),
+    "send": ("route", "weights"),
+    "receive": ("route", "manifest", "mine"),
+    "close": (),
+}
+CHOICES = {"holds": ("never", "begin", "commit"), "names": ("module", "checkpoint")}
+
+
 def transport_of(kind: str, *, folder: str | Path, one_module: bool = False) -> Transport:
     """`folder`: where versions lie, seen by all under this name. `one_module`:
-    trainer and engine have the same tensors.
+    trainer and engine have the same tensors. A user's class is made with the folder.
     """
     known = {
         "tensor": lambda: FromTensor("never" if one_module else "begin"),
@@ -26,4 +46,15 @@ def transport_of(kind: str, *, folder: str | Path, one_module: bool = False) -> 
         "distributed": FromDistributed,
         "delta": lambda: Delta(folder),
     }
-    return find_registered("sync.kind", kind, known)()
+    found = find_registered("sync.kind", kind, known)
+    if kind in known:
+        return found()
+    made = make_from_settings("sync.kind", kind, found, {"folder": Path(folder)} if _takes_folder(found) else {})
+    refuse_missing_methods("sync.kind", kind, made, VERBS)
+    for name, values in CHOICES.items():
+        if getattr(made, name, None) not in values:
+            raise ConfigError(
+                f"sync.kind: {name} of '{kind}' is {getattr(made, name, None)!r}; set it to one of {', '.join(values)} "
+                f"(core/protocols.py, Transport)"
+            )
+    return made

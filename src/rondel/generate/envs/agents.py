@@ -55,7 +55,7 @@ class Agents:
         names = [turn.turn for turn in self.list]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(
-                f"task.agents: two turns are called '{min(twice)}'; an agent's later turns need a name: turn = "
+                f"task.env.agents: two turns are called '{min(twice)}'; an agent's later turns need a name: turn = "
                 f'"final"'
             )
         self.waits = self._turn_dependencies()
@@ -64,7 +64,7 @@ class Agents:
         except CycleError as error:
             circle = " -> ".join(reversed(error.args[1]))
             raise ConfigError(
-                f"task.agents: {circle}: each of these waits for the one before, so none can begin"
+                f"task.env.agents: {circle}: each of these waits for the one before, so none can begin"
             ) from error
         speaks = [turn.agent for turn in self.list]
         self.agents = list(dict.fromkeys(speaks))
@@ -131,14 +131,14 @@ class Agents:
         if name not in task.data:
             known = [*task.data, *self.waits]
             raise DataError(
-                f"task.agents: turn '{turn.turn}' reads {{{name}}}, and task {task.id} has no such "
+                f"task.env.agents: turn '{turn.turn}' reads {{{name}}}, and task {task.id} has no such "
                 f"field.{suggest_name(name, known)}"
             )
         return task.data[name]
 
 
 def _read_turn(number: int, given: dict[str, Any]) -> AgentTurn:
-    where = f"task.agents[{number}]"
+    where = f"task.env.agents[{number}]"
     for key in given.keys() - {"agent", "says", "turn", "system"}:
         raise ConfigError(f"{where} has no setting '{key}'.{suggest_name(key, ['agent', 'says', 'turn', 'system'])}")
     if not all(isinstance(given.get(key), str) and given[key] for key in ("agent", "says")):

@@ -11,7 +11,7 @@ from typing import Any
 
 from rondel.core.errors import ConfigError, EnvError
 
-PATIENCE = 60.0  # seconds for one answer of a server; task.tool_timeout may end the wait before
+PATIENCE = 60.0  # seconds for one answer of a server; task.env.timeout may end the wait before
 
 
 class OpenEnv:

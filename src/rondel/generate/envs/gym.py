@@ -90,7 +90,7 @@ class Gym:
                 return await on_a_thread(call, {})
         except TimeoutError as error:
             raise EnvError(
-                f"{what} of the world '{name}' did not end within {self.timeout:g} s (task.tool_timeout)"
+                f"{what} of the world '{name}' did not end within {self.timeout:g} s (task.env.timeout)"
             ) from error
         except Exception as error:  # a world raises whatever it likes
             raise EnvError(f"{what} of the world '{name}' raised {type(error).__name__}: {error}") from error

@@ -83,7 +83,7 @@ class McpSession:
 
 
 class Mcp:
-    """One entry of task.tools: a class of tools for `Tools`, whose schemas are the server's own."""
+    """One entry of task.env.tools: a class of tools for `Tools`, whose schemas are the server's own."""
 
     def __init__(self, entry: str) -> None:
         kind, _, self.where = entry.partition(":")
@@ -92,11 +92,11 @@ class Mcp:
         try:
             import mcp  # noqa: F401
         except ImportError as error:
-            raise ConfigError(f"task.tools: '{entry}' needs a package: pip install 'rondel[agents]'") from error
+            raise ConfigError(f"task.env.tools: '{entry}' needs a package: pip install 'rondel[agents]'") from error
         if not _is_url(self.where):
             words = shlex.split(self.where)
             if not words or shutil.which(words[0]) is None:
-                raise ConfigError(f"task.tools: '{entry}': there is no command '{words[0] if words else ''}' here")
+                raise ConfigError(f"task.env.tools: '{entry}': there is no command '{words[0] if words else ''}' here")
         self.listed = _list_tools(self.where)
 
     def __call__(self, task: Task) -> McpEpisode:
@@ -242,10 +242,10 @@ def _list_tools(where: str) -> list[dict[str, Any]]:
     (result,) = found
     if isinstance(result, Exception):
         raise ConfigError(
-            f"task.tools: the MCP server '{where}' did not list its tools: {result}; start it by hand to see why"
+            f"task.env.tools: the MCP server '{where}' did not list its tools: {result}; start it by hand to see why"
         ) from result
     if not result:
-        raise ConfigError(f"task.tools: the MCP server '{where}' offers no tool")
+        raise ConfigError(f"task.env.tools: the MCP server '{where}' offers no tool")
     return list(result)
 
 

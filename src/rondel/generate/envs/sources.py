@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from rondel.core.config import split_kind
 from rondel.core.errors import ConfigError, DataError, RondelError
 from rondel.core.media import message_text
 from rondel.core.registry import find_registered, locate_path, suggest_name
@@ -155,7 +156,7 @@ def _read_mixed(settings: dict[str, Any], env: str) -> TaskSet:
     sets: list[tuple[float, TaskSet]] = []
     for number, table in enumerate(tables, 1):
         own = dict(table)
-        name, weight, where = own.pop("source", None), own.pop("weight", 1), own.pop("env", env)
+        name, weight, where = own.pop("source", None), own.pop("weight", 1), split_kind(own.pop("env", env), env)[0]
         if not isinstance(name, str) or name in [s.train[0].data["source"] for _, s in sets]:
             raise ConfigError(f"task.data.sources[{number}] has source = {name!r}; each needs a name of its own")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:

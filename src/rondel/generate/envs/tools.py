@@ -80,7 +80,7 @@ class Tool:
 
 
 def resolve_tools(found: Any) -> list[Tool]:
-    """The tools behind one entry of task.tools: the function itself, the `tools` or the public
+    """The tools behind one entry of task.env.tools: the function itself, the `tools` or the public
     methods of an object made for this episode.
     """
     if isinstance(tools := getattr(found, "tools", None), list):
@@ -89,7 +89,7 @@ def resolve_tools(found: Any) -> list[Tool]:
         return [Tool(found)]
     methods = [m for name, m in inspect.getmembers(found, callable) if not name.startswith("_") and name != "close"]
     if not methods:
-        raise ConfigError(f"task.tools: {found!r} is neither a function nor an object with public methods")
+        raise ConfigError(f"task.env.tools: {found!r} is neither a function nor an object with public methods")
     return [Tool(method) for method in methods]
 
 
@@ -185,7 +185,7 @@ class Tools:
             async with asyncio.timeout(self.timeout):
                 result = await self._call_function(tool.function, arguments)
         except TimeoutError as error:
-            raise EnvError(f"tool {call.name} did not answer within {self.timeout:g} s (task.tool_timeout)") from error
+            raise EnvError(f"tool {call.name} did not answer within {self.timeout:g} s (task.env.timeout)") from error
         except BoxFileError as error:  # the box is the policy's own
             return f"error: {error}"
         except (OSError, EnvError) as error:
@@ -205,7 +205,7 @@ def _tools_by_name(found: Iterable[Tool]) -> dict[str, Tool]:
     for tool in found:
         if tool.name in tools:
             raise ConfigError(
-                f"task.tools: two tools are called '{tool.name}', and the policy could not say which it means"
+                f"task.env.tools: two tools are called '{tool.name}', and the policy could not say which it means"
             )
         tools[tool.name] = tool
     return tools

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rondel.core.config import ToolsConfig, split_kind, translate_moved_keys
 from rondel.core.errors import UserError
 from rondel.runtime.journal.log import drop_repeated_events, encode, read_history, read_recipe
 from rondel.runtime.telemetry.accounts import seconds_of, seconds_to_shares
@@ -75,7 +76,9 @@ def card_of(folder: str | Path) -> dict[str, Any]:
     raw = read_history(folder)
     if not raw:
         raise UserError(f"the journal in {folder} is empty: the run has not started, so there is nothing to report")
-    return run_summary(raw, read_recipe(folder))
+    recipe = read_recipe(folder)
+    translate_moved_keys(recipe)
+    return run_summary(raw, recipe)
 
 
 def save_card(folder: str | Path, card: dict[str, Any]) -> None:
@@ -214,7 +217,9 @@ def answer_questions(events: Events, job: dict[str, Any], facts: dict[str, Any])
         if probes
         else "no sync recorded"
     )
-    turns = "one turn" if recipe_value("task.env") == "single_turn" else f"at most {recipe_value('task.turns')} turns"
+    env, settings = split_kind(recipe_value("task.env"), "single_turn")
+    most = settings.get("turns", ToolsConfig.model_fields["turns"].default if env in ("tools", "gym") else UNKNOWN)
+    turns = "one turn" if env == "single_turn" else f"at most {most} turns"
     replay = facts.get("resolved", {}).get("routing_replay", "none: no routed experts recorded")
     return {
         "framework": _format_facts(facts.get("versions")),
@@ -231,7 +236,7 @@ def answer_questions(events: Events, job: dict[str, Any], facts: dict[str, Any])
         "routing replay": str(replay),
         "group size": f"{recipe_value('algo.group_size')} answers a task, {recipe_value('loop.groups_per_step')} tasks a step, "
         f"updates a step: {recipe_value('loop.updates_per_step')}, passes over them: {recipe_value('loop.epochs')}",
-        "multi-turn budgets": f"environment {recipe_value('task.env')}, {turns} of at most {recipe_value('engine.sampling.max_tokens')} tokens",
+        "multi-turn budgets": f"environment {env}, {turns} of at most {recipe_value('engine.sampling.max_tokens')} tokens",
         "where the time went": _format_facts(time_shares(done)) if done else "no step was finished",
     }
 

@@ -1,5 +1,5 @@
-"""A run as OpenTelemetry traces, sent by OTLP over HTTP while it goes on: `run.traces =
-"http://127.0.0.1:4318"`, or OTEL_EXPORTER_OTLP_ENDPOINT.
+"""A run as OpenTelemetry traces, sent by OTLP over HTTP while it goes on: `run.sinks =
+[{ kind = "opentelemetry", url = "http://127.0.0.1:4318" }]`, or OTEL_EXPORTER_OTLP_ENDPOINT.
 
     run ┬ step 12      [ wait | prepare | hand_over | train | sync ]     at its StepDone
         ├ group 96     from admission to its verdict
@@ -54,7 +54,7 @@ def traces_of(endpoint: str, folder: str, model: str) -> TraceExporter | None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         if named:
-            raise ConfigError(f"run.traces needs OpenTelemetry: {INSTALL}, or leave it out") from error
+            raise ConfigError(f'run.sinks: "opentelemetry" needs OpenTelemetry: {INSTALL}, or leave it out') from error
         emit(
             Warned(
                 f"{' or '.join(ENDPOINTS)} is set, but no traces are sent: OpenTelemetry is not installed ({INSTALL})"
@@ -71,7 +71,7 @@ def _traces_url(endpoint: str) -> str:
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(
-            f'run.traces = "{endpoint}" is not an address of OTLP over HTTP, such as "http://127.0.0.1:4318"'
+            f'run.sinks: url = "{endpoint}" of "opentelemetry" is not an address of OTLP over HTTP, such as "http://127.0.0.1:4318"'
         )
     return endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
 
@@ -132,8 +132,7 @@ class TraceExporter:
             self._said = True
             emit(
                 Warned(
-                    "traces cannot be sent, and are lost: is a collector listening at run.traces? The run goes on "
-                    "without them"
+                    "traces cannot be sent, and are lost: is a collector listening there? The run goes on without them"
                 )
             )
 

@@ -1,4 +1,4 @@
-"""`run.metrics_port`: the newest row of metrics for Prometheus, at http://127.0.0.1:PORT/metrics
+"""`run.sinks = [{ kind = "prometheus", port = 9464 }]`: the newest row of metrics for Prometheus, at http://127.0.0.1:PORT/metrics
 while the run goes on.
 """
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rondel.core.errors import ConfigError
@@ -17,12 +18,14 @@ HOST = "127.0.0.1"
 class PrometheusSink:
     """A sink that answers when somebody looks: `score/reward_mean` is `rondel_score_reward_mean`."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, folder: str | Path = "", after: int = -1, *, port: int = 9464) -> None:
+        if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 1 << 16:
+            raise ConfigError(f"run.sinks: port = {port!r} of 'prometheus'; it must be a number from 1 to 65535")
         try:
             import prometheus_client
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f'run.metrics_port = {port} needs prometheus_client: pip install "rondel[serve]", or set it to 0'
+                'run.sinks: "prometheus" needs prometheus_client: pip install "rondel[serve]", or leave it out'
             ) from error
         self._row: dict[str, float] = {}
         self._step = 0
@@ -32,7 +35,7 @@ class PrometheusSink:
             self._server, self._thread = prometheus_client.start_http_server(port, addr=HOST, registry=registry)
         except OSError as error:
             raise ConfigError(
-                f"run.metrics_port = {port}: {HOST}:{port} cannot be opened ({error.strerror}); choose another port"
+                f"run.sinks: 'prometheus' at {HOST}:{port} cannot be opened ({error.strerror}); choose another port"
             ) from error
         self.port: int = self._server.server_port
 

@@ -9,16 +9,19 @@ TensorBoard opens a new event file that tells the viewer to hide what older file
 from __future__ import annotations
 
 import csv
+import inspect
 import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rondel.core.config import split_kind
 from rondel.core.errors import ConfigError, RondelError, disk_refusal
 from rondel.core.protocols import Sink
 from rondel.core.registry import find_registered
 from rondel.runtime.journal.log import decode, encode
+from rondel.runtime.telemetry.prometheus import PrometheusSink
 from rondel.runtime.telemetry.trackers import MLflow, Trackio, WandB
 from rondel.system.files import guard_write, make_folder, replace_file
 
@@ -105,18 +108,47 @@ SINKS: dict[str, Any] = {
     "wandb": WandB,
     "trackio": Trackio,
     "mlflow": MLflow,
+    "prometheus": PrometheusSink,
 }
 
 
-def open_sinks(kinds: Iterable[str], folder: str | Path, after: int = -1) -> list[Sink]:
-    """The sinks of `run.sinks`; the user's own is "module:name" and is made in the same way."""
-    return [_open_sink(kind, folder, after) for kind in kinds]
+TRACES = "opentelemetry"  # it reads events instead of rows: see otel.py
 
 
-def _open_sink(kind: str, folder: str | Path, after: int) -> Sink:
-    make = find_registered("run.sinks:", kind, SINKS)
+def open_sinks(sinks: Iterable[str | dict[str, Any]], folder: str | Path, after: int = -1) -> list[Sink]:
+    """The sinks of `run.sinks`, without the one of the traces; the user's own is "module:name" and is made in the same way, with
+    the settings of its table.
+    """
+    return [_open_sink(kind, settings, folder, after) for kind, settings in sink_tables(sinks)]
+
+
+def sink_tables(sinks: Iterable[str | dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """(kind, settings) of each sink that takes rows of metrics."""
+    return [(kind, settings) for kind, settings in (split_kind(entry, "") for entry in sinks) if kind != TRACES]
+
+
+def traces_address(sinks: Iterable[str | dict[str, Any]]) -> str:
+    """The url of { kind = "opentelemetry", url = ... }; "" where it has none, or the recipe does not name it."""
+    for kind, settings in (split_kind(entry, "") for entry in sinks):
+        if kind == TRACES:
+            if odd := settings.keys() - {"url"}:
+                raise ConfigError(f"run.sinks: '{TRACES}' has no setting '{min(odd)}'. It has: url")
+            if not isinstance(url := settings.get("url", ""), str):
+                raise ConfigError(f'run.sinks: url = {url!r} of "{TRACES}" is no text, such as "http://127.0.0.1:4318"')
+            return url
+    return ""
+
+
+def _open_sink(kind: str, settings: dict[str, Any], folder: str | Path, after: int) -> Sink:
+    make = find_registered("run.sinks:", kind, {**SINKS, TRACES: None})
     try:
-        return make(folder, after=after)
+        inspect.signature(make).bind(folder, after=after, **settings)
+    except TypeError as error:
+        raise ConfigError(f"run.sinks: '{kind}' cannot be made from {settings or 'no settings'}: {error}") from error
+    except ValueError:  # written in C
+        pass
+    try:
+        return make(folder, after=after, **settings)
     except RondelError:
         raise
     except Exception as error:

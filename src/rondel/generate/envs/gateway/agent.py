@@ -41,12 +41,12 @@ def agent_of(given: str | list[str]) -> Agent:
         found = import_attribute("agent", given)
         if not callable(found):
             raise ConfigError(
-                f"task.agent = '{given}' is {found!r}; it must be a function agent(task, base_url, api_key)"
+                f"task.env.agent = '{given}' is {found!r}; it must be a function agent(task, base_url, api_key)"
             )
         return function_agent(found)
     words = shlex.split(given) if isinstance(given, str) else given
     if not words:
-        raise ConfigError("task.agent is empty; name a function as 'module:name', or a command")
+        raise ConfigError("task.env.agent is empty; name a function as 'module:name', or a command")
     return command_agent(words)
 
 
@@ -82,7 +82,7 @@ def command_agent(words: list[str]) -> Agent:
     """
     if shutil.which(words[0]) is None:
         raise ConfigError(
-            f"task.agent: there is no command '{words[0]}' here; a function of yours is written 'module:name'"
+            f"task.env.agent: there is no command '{words[0]}' here; a function of yours is written 'module:name'"
         )
 
     async def run_command(task: Task, url: str, key: str) -> Any:

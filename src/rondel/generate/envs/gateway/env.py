@@ -52,7 +52,7 @@ class Gateway:
                         returned = await self.agent(task, url, key)
             except TimeoutError as error:
                 reason = (
-                    f"did not end within {self.timeout:g} s (task.agent_timeout)"
+                    f"did not end within {self.timeout:g} s (task.env.timeout)"
                     if limit.expired()
                     else f"raised {error!r}"
                 )

@@ -22,7 +22,7 @@ def find_truncation(story: Story) -> Iterator[Finding]:
             "error" if cut > MOSTLY_CUT and (story.recent_mean("score/reward_mean") or 0) <= 0 else "warning",
             f"{cut:.0%} of the answers end at engine.sampling.max_tokens = {most} ({story.recent_span})",
             "An answer that is cut is judged for what it could not say.",
-            "a higher engine.sampling.max_tokens, a shorter form of answer (task.suffix), algo.kind = 'dapo' (its "
+            "a higher engine.sampling.max_tokens, a shorter form of answer (task.env.suffix), algo.kind = 'dapo' (its "
             "filter and penalty for length)",
         )
 
@@ -36,7 +36,7 @@ def failing_reward(story: Story) -> Iterator[Finding]:
             "error" if failed > MOSTLY_FAILED else "warning",
             f"{failed:.0%} of the answers have no score ({story.recent_span}){': ' + last if last else ''}",
             "What the reward cannot judge is not trained on: what is left is a choice of the reward, not of the tasks.",
-            "`rondel view RUN --errors`, `rondel check RUN.toml`; task.reward_timeout if it is slow; task.max_failures "
+            "`rondel view RUN --errors`, `rondel check RUN.toml`; task.reward.timeout if it is slow; task.reward.max_failures "
             "ends such a run",
             weight=2,
         )

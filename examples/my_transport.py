@@ -1,0 +1,37 @@
+"""A transport of your own: `sync.kind = "my_transport:OneFile"`, with `place.kind = "split"`.
+
+Trainer, driver and engines make one each, with the folder of the run's weights. The transaction around it (pause,
+digests, commit, probe) stays Rondel's: a transport only moves bytes.
+"""
+
+import torch
+
+from rondel.core.types import Manifest, Route
+
+
+class OneFile:
+    """Every version in one file, which the engines read beside the weights that serve."""
+
+    holds = "commit"  # the engines stand still only while they change over
+    names = "checkpoint"  # tensors under their Hugging Face names
+
+    def __init__(self, folder):
+        self.file = folder / "newest.pt"
+
+    async def plan_route(self, trainer, engines):
+        return Route("my_transport:OneFile")  # the sync.kind of the recipe
+
+    def publish(self, route, version, weights):
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        rows, tensors = zip(*((row, (row.name, tensor.detach().cpu().clone())) for row, tensor in weights))
+        torch.save(dict(tensors), self.file)
+        return Manifest(version, rows), Route(route.kind, str(self.file), bytes=self.file.stat().st_size)
+
+    def send(self, route, weights):
+        """Nothing: the engines read the file."""
+
+    def receive(self, route, manifest, mine):
+        yield from torch.load(route.data).items()
+
+    def close(self):
+        """Nothing is open between versions."""
