@@ -213,14 +213,14 @@ from rondel.models import paged_attention
 cases = ("bf16", 2, 128, 6, 1, 8), ("bf16", 2, 128, 6, 512, 1), ("fp32", 4, 256, 2, 512, 1)
 for capability, those in ((80, cases[:1]), (86, cases), (90, cases[:2])):
     for dtype, element, size, repeats, new, splits in those:
-        names = paged_attention._attend.arg_names
+        names = paged_attention._attention_kernel.arg_names
         kinds = dict.fromkeys(("q", "keys", "values"), "*" + dtype) | dict.fromkeys(("table", "feeds", "tiles"), "*i32")
         kinds |= dict.fromkeys(("out", "lse"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
         signature = {name: "constexpr" if name.isupper() else kinds.get(name, "i32") for name in names}
         shape, power = paged_attention.KernelShape.of(repeats, new, size, size, element), paged_attention._power(size)
         fixed = dict(REPEATS=repeats, QUERIES=shape.queries, ROWS=shape.rows, BLOCK=shape.block, SIZE=size, WIDE=size)
         fixed |= dict(SIZE_P=power, WIDE_P=power, SPLITS=splits)
-        made = triton.compile(ASTSource(paged_attention._attend, signature, fixed), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4, num_stages=2))
+        made = triton.compile(ASTSource(paged_attention._attention_kernel, signature, fixed), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4, num_stages=2))
         assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 * 1024, (capability, dtype, made.metadata.shared)
         assert dtype != "bf16" or "mma" in made.asm["ptx"]
 print("compiled")

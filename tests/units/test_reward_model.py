@@ -305,7 +305,7 @@ def test_a_value_stands_at_the_last_token_of_its_step(tmp_path, aggregate):
         "first odd step\n\nsecond",
         text,
     ]
-    assert sum(score.over(trajectory.mask)) == pytest.approx(score.value)
+    assert sum(score.token_rewards(trajectory.mask)) == pytest.approx(score.value)
     with pytest.raises(ConfigError, match="add up"):
         build_reward({"kind": "process", "scorer": here("lengths"), "aggregate": "min", "tokenizer": str(tmp_path)})
 

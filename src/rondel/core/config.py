@@ -447,6 +447,9 @@ class AlgorithmConfig(ConfigSection):
     entropy: dict[str, Any] = Field({}, description="entropy bonus: coef, target, top")
     distill: dict[str, Any] = Field({}, description="a teacher's opinion of every token: coef; needs model.teacher")
     value: dict[str, Any] = Field({}, description="what a critic minimises: clip")
+    terms: list[dict[str, Any]] = Field(
+        [], description='per-token loss terms of your own: kind = "module:NAME", coef and its knobs'
+    )
 
 
 class WarmupConfig(SettingsTable):

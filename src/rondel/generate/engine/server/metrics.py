@@ -53,7 +53,7 @@ class ServerMetrics:
             state.add_metric([name], float(engine.state == name))
         yield state
         by = GaugeMetricFamily("rondel_pages", "Cache pages, one token each", labels=["kind"])
-        for kind, n in (("free", pages.free), ("cached", s.tree.cached), ("total", pages.count)):
+        for kind, n in (("free", pages.free_count), ("cached", s.tree.cached), ("total", pages.count)):
             by.add_metric([kind], n)
         yield by
         work = CounterMetricFamily(
