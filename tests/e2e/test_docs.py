@@ -147,7 +147,10 @@ EXAMPLES = {
     "shop.py": "and so on",
     "repair.py": "and so on",
     "relay.py": "by recipes/relay.toml",
-    "my_transport.py": "by tests/units/test_seams.py",
+    **dict.fromkeys(
+        ("my_transport.py", "my_filter.py", "my_shaping.py", "my_batch.py", "my_engine.py"),
+        "by tests/units/test_seams.py",
+    ),
 }
 SHOWN_ONLY = {"text", ""}  # drawings and output
 

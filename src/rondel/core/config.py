@@ -328,7 +328,11 @@ class TaskConfig(ConfigSection):
         description="tasks whose prompt is longer are left out before the run, and counted; unset, a prompt that does "
         "not fit is an error",
     )
-    filters: list[str] = Field([], description='beside the row\'s own: signal, truncated, repetition, or "module:name"')
+    filters: list[str | dict[str, Any]] = Field(
+        [],
+        description='beside the row\'s own: signal, truncated, repetition, or "module:name"; with settings: '
+        '{ kind = "module:name", ... }',
+    )
     system: str | None = Field(None, description="a system message for prompts that bring none")
     eval: EvaluationConfig = Field(
         EvaluationConfig(), description="how held-out tasks are measured while the run goes on"
@@ -384,7 +388,7 @@ class TaskConfig(ConfigSection):
         return given
 
 
-OF_GROUPS = ("group_size", "guides", "beside", "sources")  # what [algo] says of groups and not of the row
+OF_GROUPS = ("group_size", "guides", "beside", "sources", "batch")  # what [algo] says of groups and not of the row
 
 
 class BesideConfig(BaseModel):
@@ -419,6 +423,10 @@ class AlgorithmConfig(ConfigSection):
         description="demonstrations in the same step, with a row, a weight and a count of their own: kind, weight, groups_per_step, data (as task.data)",
     )
     sources: dict[str, dict[str, Any]] = Field({}, description="a row of its own for what a source brings")
+    batch: str | None = Field(
+        None,
+        description='a function of yours from the batch of a step to the batch that is trained: "module:name"',
+    )
     advantage: dict[str, Any] = Field(
         {}, description="rewards of a group, or of the step -> advantages; kinds: papers.md"
     )
@@ -655,6 +663,13 @@ class CriticConfig(SettingsTable):
     )
 
 
+class OptimizerConfig(SettingsTable):
+    """AdamW."""
+
+    weight_decay: float = Field(0.0, ge=0, description="on matrices only")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.99), strict=False, description="of AdamW")
+
+
 class TrainerConfig(ConfigSection):
     lr: float = Field(1e-5, ge=0, description="learning rate of AdamW")
     schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -662,8 +677,7 @@ class TrainerConfig(ConfigSection):
     )
     warmup_steps: int = Field(0, ge=0, description="steps in which the learning rate rises to lr")
     clip: float = Field(1.0, gt=0, allow_inf_nan=True, description="global gradient norm; inf clips nothing")
-    weight_decay: float = Field(0.0, ge=0, description="on matrices only")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.99), strict=False, description="of AdamW")
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="of AdamW, beside its learning rate")
     micro_tokens: Count | Literal["auto"] = Field(
         "auto", description="tokens in one forward and backward pass; speed and memory, never the result"
     )
@@ -848,6 +862,8 @@ MOVED_KEYS = {  # a key of earlier versions -> what says it now
     "always 0. Use algo.kl or a lower rank against overfitting",
     "model.tower": "model.vision = { tower = ... }",
     "model.image_tokens": "model.vision = { image_tokens = ... }",
+    "trainer.weight_decay": "trainer.optimizer = { weight_decay = ... }",
+    "trainer.betas": "trainer.optimizer = { betas = [...] }",
     "trainer.kind": "nothing: there is one trainer (FSDP2), over place.ranks",
 }
 ENV_SETTINGS = {  # of them: a setting of the environment, and what it was where nobody set it
@@ -1095,6 +1111,10 @@ def translate_moved_keys(tree: dict[str, Any]) -> None:
     vision = {old: tree["model"].pop(old) for old in ("tower", "image_tokens") if old in tree.get("model", {})}
     if vision:
         tree["model"]["vision"] = vision
+    trainer = tree.get("trainer", {})
+    optimizer = {old: trainer.pop(old) for old in ("weight_decay", "betas") if old in trainer}
+    if optimizer:
+        trainer["optimizer"] = optimizer
     sinks = {"metrics_port": ("prometheus", "port", 0), "traces": ("opentelemetry", "url", "")}
     for old, (name, setting, default) in sinks.items():
         if (value := run.pop(old, default)) != default:
