@@ -29,7 +29,7 @@ from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_de
 from rondel.core.config import ENV_TABLES, Job, read_settings, split_kind
 from rondel.core.errors import ConfigError, DataError, SandboxError, TemplateError, error_boundary
 from rondel.core.events import Warned, emit
-from rondel.core.protocols import Filter
+from rondel.core.protocols import Env, Filter, MultiTurnEnv, PromptedEnv
 from rondel.core.registry import (
     find_registered,
     make_from_settings,
@@ -286,6 +286,11 @@ class AsFunction:
         return await self.function(task, chat)
 
 
+def most_turns(env: Env) -> int:
+    """Replies of an episode at most, as far as the environment says."""
+    return env.turns if isinstance(env, MultiTurnEnv) else 1
+
+
 @dataclass
 class ByTask:
     """Several environments in one run; `turns` is the most that any takes."""
@@ -294,11 +299,11 @@ class ByTask:
 
     @property
     def turns(self) -> int:
-        return max(getattr(env, "turns", 1) for env in self.envs.values())
+        return max(most_turns(env) for env in self.envs.values())
 
     def prompt(self, task: Task) -> Any:
         env = self.envs[task.env]
-        return env.prompt(task) if hasattr(env, "prompt") else SingleTurn().prompt(task)
+        return env.prompt(task) if isinstance(env, PromptedEnv) else SingleTurn().prompt(task)
 
     async def run(self, task: Task, chat: Any) -> Any:
         return await self.envs[task.env].run(task, chat)
@@ -390,7 +395,7 @@ def _prompt_counter(
     async def refuse_generation(request: Request) -> Completion:
         raise AssertionError("only prompts are rendered here")
 
-    prompt = env.prompt if hasattr(env, "prompt") else SingleTurn(suffix=job.task.suffix).prompt
+    prompt = env.prompt if isinstance(env, PromptedEnv) else SingleTurn(suffix=job.task.suffix).prompt
 
     def count_tokens(task: Task) -> int:
         chat = TokenChat(
@@ -451,7 +456,7 @@ def longest_conversation(job: Job, tasks: TaskSet, env: Any, known: ModelInfo, s
                 f"{known.max_context}: {_length_hint(known.max_context - sampling.max_tokens)}lower max_tokens"
             )
         most = max(most, n)
-    return min(known.max_context, most + getattr(env, "turns", 1) * sampling.max_tokens)
+    return min(known.max_context, most + most_turns(env) * sampling.max_tokens)
 
 
 def _length_hint(room: int) -> str:
