@@ -311,7 +311,8 @@ def read_settings(where: str, model: type[BaseModel], settings: dict[str, Any]) 
 class TaskConfig(ConfigSection):
     env: str | dict[str, Any] = Field(
         "single_turn",
-        description='an environment: "single_turn", "tools", "gym", "gateway", "agents", "verifiers" or "module:name"; with '
+        description='an environment: "single_turn", "tools", "gym", "gateway", "agents", "verifiers" or "module:name"; '
+        "with "
         'settings: { kind = "tools", tools = ["calculator"] }',
     )
     data: dict[str, Any] = Field(
@@ -412,7 +413,8 @@ class AlgorithmConfig(ConfigSection):
         0,
         ge=0,
         le=1 << 16,
-        description="how many times the task's own answer joins each group as a demonstration, beside the G answers; for luffy",
+        description="how many times the task's own answer joins each group as a demonstration, beside the G answers; "
+        "for luffy",
     )
     mask_truncated: bool = Field(
         False,
@@ -420,7 +422,8 @@ class AlgorithmConfig(ConfigSection):
     )
     beside: list[BesideConfig] = Field(
         [],
-        description="demonstrations in the same step, with a row, a weight and a count of their own: kind, weight, groups_per_step, data (as task.data)",
+        description="demonstrations in the same step, with a row, a weight and a count of their own: kind, weight, "
+        "groups_per_step, data (as task.data)",
     )
     sources: dict[str, dict[str, Any]] = Field({}, description="a row of its own for what a source brings")
     batch: str | None = Field(
@@ -432,7 +435,8 @@ class AlgorithmConfig(ConfigSection):
     )
     ratio: dict[str, Any] = Field(
         {},
-        description="over what the ratio is taken and from where: token, sequence, sequence_token; anchor = proximal or behavior",
+        description="over what the ratio is taken and from where: token, sequence, sequence_token; anchor = proximal "
+        "or behavior",
     )
     surrogate: dict[str, Any] = Field(
         {},
@@ -440,11 +444,13 @@ class AlgorithmConfig(ConfigSection):
     )
     correction: dict[str, Any] = Field(
         {},
-        description="weight for tokens that other weights or another numeric path sampled: none, importance, off_policy_mask",
+        description="weight for tokens that other weights or another numeric path sampled: none, importance, "
+        "off_policy_mask",
     )
     kl: dict[str, Any] = Field(
         {},
-        description="distance to the starting weights, in the loss, charged to the reward, or to the advantage behind the baseline: kind k1, k2, k3; coef; where; target; through; unbiased",
+        description="distance to the starting weights, in the loss, charged to the reward, or to the advantage behind "
+        "the baseline: kind k1, k2, k3; coef; where; target; through; unbiased",
     )
     aggregate: dict[str, Any] = Field(
         {}, description="the weight of a token: token_mean, seq_mean_token_mean, seq_mean_token_sum, fixed_norm"
@@ -472,14 +478,16 @@ class LoopConfig(ConfigSection):
     passes: float | None = Field(
         None,
         gt=0,
-        description="in place of steps: how often each training task is trained; steps is then passes · tasks / groups_per_step",
+        description="in place of steps: how often each training task is trained; steps is then passes · tasks / "
+        "groups_per_step",
     )
     groups_per_step: int = Field(16, ge=1, description="P, groups in one step")
     updates_per_step: int = Field(1, ge=1, description="optimizer moves in one step")
     epochs: int = Field(
         1,
         ge=1,
-        description="how often a step goes over its own batch, each time in updates_per_step updates; passes over the data are loop.passes",
+        description="how often a step goes over its own batch, each time in updates_per_step updates; passes over the "
+        "data are loop.passes",
     )
     replays: int = Field(
         0, ge=0, description="groups of each step that come back in a later one, once and within max_staleness"
@@ -492,12 +500,14 @@ class LoopConfig(ConfigSection):
     )
     window: int | Literal["auto"] = Field(
         "auto",
-        description='how many younger groups may be trained before an unfinished one; 1 is first in, first out; "auto": as many as leave it its time',
+        description="how many younger groups may be trained before an unfinished one; 1 is first in, first out; "
+        '"auto": as many as leave it its time',
     )
     oversample: int = Field(
         0,
         ge=0,
-        description="groups begun beyond those that are waited for: the first to finish are trained, who is late is lost",
+        description="groups begun beyond those that are waited for: the first to finish are trained, who is late is "
+        "lost",
     )
     late: Literal["drop", "retry"] = Field(
         "drop", description="what becomes of the task of a group that is late: gone and counted, or asked again"
@@ -613,11 +623,13 @@ class EngineConfig(ConfigSection):
     )
     numerics: Literal["fast", "aligned"] = Field(
         "fast",
-        description="`aligned`: the same bits in every batch and in the trainer; slower, dense models, refused where it does not hold",
+        description="`aligned`: the same bits in every batch and in the trainer; slower, dense models, refused where "
+        "it does not hold",
     )
     compile: bool = Field(
         False,
-        description="a CPU: fuses the small operations of the serving pass, seconds at the start, needs a C++ compiler; a GPU: CUDA graphs of decode steps",
+        description="a CPU: fuses the small operations of the serving pass, seconds at the start, needs a C++ "
+        "compiler; a GPU: CUDA graphs of decode steps",
     )
     kv_pages: Annotated[int, Field(ge=1, le=1 << 40)] | Literal["auto"] = Field(
         "auto", description="cache pages of one token each"
@@ -630,7 +642,8 @@ class EngineConfig(ConfigSection):
     )
     concurrency: Literal["fixed", "auto"] = Field(
         "fixed",
-        description="auto: how many of max_running work together is found while they do; performance: results are the same",
+        description="auto: how many of max_running work together is found while they do; performance: results are the "
+        "same",
     )
     prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one engine step")
     sampling: SamplingConfig = Field(SamplingConfig(), description="how training answers are drawn")
@@ -686,7 +699,8 @@ class TrainerConfig(ConfigSection):
     )
     offload: bool = Field(
         False,
-        description="shared device: while the engine writes, optimizer, critic, reference and teacher lie in host memory, while the trainer "
+        description="shared device: while the engine writes, optimizer, critic, reference and teacher lie in host "
+        "memory, while the trainer "
         "works there is no KV cache; reference and teacher are on the device for their own pass only",
     )
     critic: CriticConfig = Field(CriticConfig(), description="of a row that needs values")
@@ -699,7 +713,8 @@ class PlaceConfig(ConfigSection):
     )
     cluster: Literal["auto", "local", "process", "torchrun", "ray"] = Field(
         "auto",
-        description="where they run: in this process, in processes of their own, as Ray actors; auto: local if shared, process if split",
+        description="where they run: in this process, in processes of their own, as Ray actors; auto: local if shared, "
+        "process if split",
     )
     engines: int = Field(1, ge=1, le=4096, description="engines of a split run")
     ranks: int = Field(
@@ -771,12 +786,14 @@ class RunConfig(ConfigSection):
     )
     sinks: list[str | dict[str, Any]] = Field(
         ["tensorboard"],
-        description='tensorboard, jsonl, csv, wandb, trackio, mlflow, prometheus, opentelemetry, or "module:name"; with '
+        description='tensorboard, jsonl, csv, wandb, trackio, mlflow, prometheus, opentelemetry, or "module:name"; '
+        "with "
         'settings: { kind = "prometheus", port = 9464 }',
     )
     record: bool = Field(
         False,
-        description="write schedule.jsonl, so that `rondel replay RUN --into FOLDER` does the whole run again, bit for bit",
+        description="write schedule.jsonl, so that `rondel replay RUN --into FOLDER` does the whole run again, bit for "
+        "bit",
     )
     durability: Literal["process", "disk"] = Field("process", description='"disk" calls fsync after each journal step')
 
