@@ -149,7 +149,9 @@ EXAMPLES = {
     "repair.py": "and so on",
     "relay.py": "by recipes/relay.toml",
     "my_loss_term.py": "tests/units/test_table.py",  # a path: that test runs it
-    "my_transport.py": "tests/units/test_seams.py",
+    **dict.fromkeys(
+        ("my_transport.py", "my_filter.py", "my_shaping.py", "my_batch.py", "my_engine.py"), "tests/units/test_seams.py"
+    ),
 }
 SHOWN_ONLY = {"text", ""}  # drawings and output
 

@@ -8,7 +8,7 @@ from run_kit import events, final, run, tiny
 
 from rondel.assemble import build
 
-TEN = {"loop__warmup__steps": 0, "loop__steps": 10, "trainer__lr": 0.0, "trainer__weight_decay": 0.1}
+TEN = {"loop__warmup__steps": 0, "loop__steps": 10, "trainer__lr": 0.0, "trainer__optimizer__weight_decay": 0.1}
 MODES = {
     "grpo": {"algo__kind": "grpo", "engine__sampling": {"temperature": 0.7, "max_tokens": 6}},
     "two updates": {"loop__updates_per_step": 2},

@@ -135,14 +135,14 @@ def test_a_bare_config_is_written_with_their_defaults(name):
         },
         "verl": {
             "algo.kind": "ppo",
-            "trainer.weight_decay": 0.01,
+            "trainer.optimizer.weight_decay": 0.01,
             "loop.groups_per_step": 1024,
             "loop.updates_per_step": 4,
             "algo.group_size": 1,
         },
         "openrlhf": {
             "algo.advantage.eps": 1e-9,
-            "trainer.betas": [0.9, 0.95],
+            "trainer.optimizer.betas": [0.9, 0.95],
             "loop.groups_per_step": 1024,
             "loop.updates_per_step": 8,
         },

@@ -79,10 +79,12 @@ def test_a_phase_that_is_left_out_has_no_settings(tmp_path):
 @pytest.mark.slow
 def test_workers_tell_what_they_read(tmp_path):
     """A split run has no section that is read on trust: what its workers read is counted there."""
-    job = tiny(tmp_path, place__kind="split", loop__warmup__steps=0, loop__steps=1, trainer__weight_decay=0.1)
+    job = tiny(
+        tmp_path, place__kind="split", loop__warmup__steps=0, loop__steps=1, trainer__optimizer__weight_decay=0.1
+    )
     train(job, quiet=True)
-    assert job.unread_keys() == [] and "weight_decay" in job.trainer._read
-    fresh = tiny(tmp_path, trainer__weight_decay=0.1)
-    assert "trainer.weight_decay" in fresh.unread_keys()
+    assert job.unread_keys() == [] and "weight_decay" in job.trainer.optimizer._read
+    fresh = tiny(tmp_path, trainer__optimizer__weight_decay=0.1)
+    assert "trainer.optimizer.weight_decay" in fresh.unread_keys()
     fresh.mark_read(job.read_keys())
     assert fresh.unread_keys() == ["loop.warmup.lr"], "that run had no such phase"

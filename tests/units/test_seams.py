@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 from run_kit import events, run, tiny
 
+from rondel.algos.scored_samples import ScoredSamples
 from rondel.assemble import build
+from rondel.assemble.components import judge_of
+from rondel.assemble.rows import rows_of
 from rondel.core.config import Job
-from rondel.core.errors import ConfigError
-from rondel.core.types import TensorInfo
+from rondel.core.errors import ConfigError, DataError
+from rondel.core.types import Group, Sampling, Score, Task, TensorInfo, Trajectory
+from rondel.driver.rollouts import batch_function
+from rondel.runtime.journal import store
 from rondel.sync import transport_of
+from rondel.train.pack import batch_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FEW = {"loop__warmup__steps": 0, "loop__steps": 2, "task__eval__n": 2}
@@ -127,6 +136,170 @@ def test_a_transport_that_cannot_be_is_refused_early(tmp_path, name):
     kind, match = TRANSPORTS[name]
     with pytest.raises(ConfigError, match=match):
         transport_of(kind, folder=tmp_path)
+
+
+# -- task.filters, algo.shaping, algo.batch ----------------------------------------------------------
+
+
+def group_of(*rewards: float) -> Group:
+    done = [Trajectory(score=Score(reward)) for reward in rewards]
+    return Group(0, Task("t", "single_turn", {}), done, 0)
+
+
+def judged(tmp_path, entry, *rewards: float):
+    job = tiny(tmp_path / "run", task__filters=[entry], **FEW)
+    return judge_of(job, rows_of(job))(group_of(*rewards))
+
+
+def test_a_filter_is_made_with_its_settings(tmp_path):
+    entry = {"kind": "my_filter:TooEasy", "above": 0.6}
+    assert judged(tmp_path, entry, 1.0, 0.5).reason == "too easy" and judged(tmp_path, entry, 0.5, 0.5).keep
+    assert judged(tmp_path, "my_filter:TooEasy", 1.0, 0.5).keep, "the bound is 0.9 unless set"
+
+
+def test_a_filter_may_be_a_function(tmp_path):
+    write_module(
+        tmp_path,
+        "from rondel.core.types import Verdict\n"
+        "def small(group, most=3): return Verdict(len(group.rewards) <= most, 'large')\n",
+    )
+    assert judged(tmp_path, "theirs:small", 1.0, 0.0).keep
+    assert judged(tmp_path, {"kind": "theirs:small", "most": 1}, 1.0, 0.0).reason == "large"
+
+
+def test_a_filter_that_returns_no_verdict_is_told(tmp_path):
+    write_module(tmp_path, "def odd(group): return True\n")
+    with pytest.raises(ConfigError, match=r"'theirs:odd' returned True; return a Verdict\(keep, reason\)"):
+        judged(tmp_path, "theirs:odd", 1.0, 0.0)
+
+
+FILTERS = {
+    "an unknown setting": ({"kind": "my_filter:TooEasy", "abvoe": 1.0}, r"no setting 'abvoe'. Did you mean 'above'\?"),
+    "no call": ("theirs:Empty", r"has no method __call__\(group\); add it"),
+    "a function of nothing": ("theirs:nothing", r"is called as f\(group\), and cannot be"),
+    "a setting of ours that is none": ({"kind": "repetition", "sahre": 0.5}, r"'repetition' has no setting 'sahre'"),
+    "no kind": ({"above": 0.5}, r"filter '' does not exist"),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_filter_that_cannot_be_is_refused_early(tmp_path, name):
+    write_module(tmp_path, "class Empty: pass\ndef nothing(): pass\n")
+    entry, match = FILTERS[name]
+    with pytest.raises(ConfigError, match=match):
+        judged(tmp_path, entry, 1.0, 0.0)
+
+
+def test_rewards_are_shaped_by_a_component_of_yours(tmp_path):
+    job = tiny(tmp_path / "run", algo__shaping={"kind": "my_shaping:PerToken", "price": 0.1}, **FEW)
+    rewards = torch.tensor([1.0, 0.0])
+    scored = ScoredSamples(rewards, torch.tensor([0, 0]), torch.tensor([3, 5]))
+    assert torch.allclose(rows_of(job).main.shaping(scored), torch.tensor([0.7, -0.5]))
+    with pytest.raises(ConfigError, match=r"algo.shaping.prize: PerToken has no such knob. Did you mean 'price'"):
+        rows_of(tiny(tmp_path / "run", algo__shaping={"kind": "my_shaping:PerToken", "prize": 0.1}, **FEW))
+
+
+def test_a_run_trains_what_is_left_of_its_batch(tmp_path):
+    """Filter, shaping and batch of the examples in one run: answers of one token are not trained."""
+    run(
+        tmp_path,
+        task__filters=[{"kind": "my_filter:TooEasy", "above": 2.0}],
+        algo__shaping={"kind": "my_shaping:PerToken"},
+        algo__batch="my_batch:without_short",
+        **FEW,
+    )
+    rows = [row for step in (1, 2) for row in store.read_step(tmp_path, step)]
+    lengths = {sum(row["mask"]): any(row["trainer_logprobs"]) for row in rows}
+    assert len(rows) > 8 and all(trained for n, trained in lengths.items() if n > 1) and not lengths.get(1, False)
+
+
+BATCHES = {
+    "no such name": ("my_batch:without_long", r"my_batch has no 'without_long'"),
+    "no module": ("without_short", r"algo.batch 'without_short' does not exist"),
+    "a function of nothing": ("theirs:nothing", r"is called as f\(batch\), and cannot be"),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_function_that_cannot_be_is_refused_early(tmp_path, name):
+    write_module(tmp_path, "def nothing(): pass\n")
+    kind, match = BATCHES[name]
+    with pytest.raises(ConfigError, match=match):
+        build(tiny(tmp_path / "run", algo__batch=kind, **FEW))
+
+
+def test_a_batch_function_returns_a_batch(tmp_path):
+    write_module(tmp_path, "def names(batch): return ['a']\ndef none(batch): batch.samples = []; return batch\n")
+    for name, match in (("names", "returned a list; return a TrainBatch"), ("none", "a batch without samples")):
+        with pytest.raises(DataError, match=match):
+            batch_function(tiny(tmp_path / "run", algo__batch=f"theirs:{name}", **FEW))(batch_of([]))
+
+
+# -- engine.kind -------------------------------------------------------------------------------------
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """Answers as SGLang under /llm does."""
+
+    def do_GET(self):
+        self.answer({"data": [{"max_model_len": 32768}], "weight_version": "3"})
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        meta = {"output_token_logprobs": [[-0.5, 7, None]], "finish_reason": {"type": "stop"}, "prompt_tokens": 2}
+        self.answer({"text": "x", "meta_info": meta})
+
+    def answer(self, told):
+        body = json.dumps(told).encode()
+        self.send_response(200 if self.path.startswith("/llm/") else 404)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args): ...
+
+
+def test_an_engine_of_yours_draws_tokens():
+    import asyncio
+
+    import my_engine
+
+    with HTTPServer(("127.0.0.1", 0), Gateway) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        driver = my_engine.BehindGateway(f"http://127.0.0.1:{server.server_port}/")
+        assert driver.open(Sampling()) == 8192
+        drawn = asyncio.run(driver.draw_tokens([1, 2], [], Sampling(), 0, None))
+        server.shutdown()
+    assert (drawn.tokens, drawn.logprobs, drawn.finish) == ([7], [-0.5], "stop")
+
+
+ENGINES = {
+    "methods that are missing": ("theirs:Half", r"'theirs:Half' has no .*score.*; add what is missing: ServerDriver"),
+    "a constructor without url": ("theirs:NoUrl", r"is called as f\(url\), and cannot be"),
+    "no such name": ("my_engine:Behind", r"my_engine has no 'Behind'"),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_that_cannot_be_is_refused_early(tmp_path, name):
+    write_module(
+        tmp_path,
+        "import my_engine\nclass Half:\n    name = 'half'\n    def open(self, sampling): pass\n"
+        "class NoUrl(my_engine.BehindGateway):\n    def __init__(self): pass\n",
+    )
+    kind, match = ENGINES[name]
+    with pytest.raises(ConfigError, match=match):
+        build(tiny(tmp_path / "run", engine__kind=kind, engine__url="http://127.0.0.1:9", place__kind="split", **FEW))
+
+
+def test_every_example_of_a_seam_is_short():
+    lines = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("my_*.py")}
+    assert {name: n for name, n in lines.items() if n > 40} == {}
+    code = {
+        path.name: sum(bool(line.strip()) for line in path.read_text().split('"""', 2)[2].splitlines())
+        for path in EXAMPLES.glob("my_*.py")
+    }
+    assert {name: n for name, n in code.items() if n > 30} == {}
 
 
 # -- keys of earlier versions ------------------------------------------------------------------------

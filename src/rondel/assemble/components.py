@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rondel.algos.table import Algorithm
-from rondel.assemble.deployment import ENGINES, TOLERANCE, deploy_job
+from rondel.assemble.deployment import ENGINES, TOLERANCE, deploy_job, refuse_engine
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment
 from rondel.assemble.refusals import (
@@ -29,6 +29,7 @@ from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_de
 from rondel.core.config import ENV_TABLES, Job, read_settings, split_kind
 from rondel.core.errors import ConfigError, DataError, SandboxError, TemplateError, error_boundary
 from rondel.core.events import Warned, emit
+from rondel.core.protocols import Env, Filter, MultiTurnEnv, PromptedEnv
 from rondel.core.registry import (
     find_registered,
     make_from_settings,
@@ -41,7 +42,7 @@ from rondel.driver.demonstration_stream import DemonstrationStream
 from rondel.driver.failure_budget import FailureBudget
 from rondel.driver.remote_teachers import connect_teachers
 from rondel.driver.replay_buffer import ReplayBuffer
-from rondel.driver.rollouts import shown_of
+from rondel.driver.rollouts import batch_function, shown_of
 from rondel.filter import FILTERS, chain_filters
 from rondel.filter.complete import Complete
 from rondel.generate.envs.agents import Agents
@@ -87,7 +88,8 @@ def build(job: Job, folder: Path | None = None) -> Components:
     a run that may be continued after a crash.
     """
     job, _ = with_steps(job)
-    find_registered("engine", job.engine.kind, ENGINES)
+    refuse_engine(job.engine.kind, find_registered("engine", job.engine.kind, ENGINES))
+    batch_function(job)
     rows, sampling = rows_of(job), sampling_of(job)
     refuse_job(job, rows, sampling)
     for row in rows.all_rows:
@@ -284,6 +286,11 @@ class AsFunction:
         return await self.function(task, chat)
 
 
+def most_turns(env: Env) -> int:
+    """Replies of an episode at most, as far as the environment says."""
+    return env.turns if isinstance(env, MultiTurnEnv) else 1
+
+
 @dataclass
 class ByTask:
     """Several environments in one run; `turns` is the most that any takes."""
@@ -292,26 +299,51 @@ class ByTask:
 
     @property
     def turns(self) -> int:
-        return max(getattr(env, "turns", 1) for env in self.envs.values())
+        return max(most_turns(env) for env in self.envs.values())
 
     def prompt(self, task: Task) -> Any:
         env = self.envs[task.env]
-        return env.prompt(task) if hasattr(env, "prompt") else SingleTurn().prompt(task)
+        return env.prompt(task) if isinstance(env, PromptedEnv) else SingleTurn().prompt(task)
 
     async def run(self, task: Task, chat: Any) -> Any:
         return await self.envs[task.env].run(task, chat)
 
 
-def _build_filter(name: str) -> Any:
-    with error_boundary(ConfigError, f"task.filters: making '{name}'"):
-        return find_registered("filter", name, FILTERS)()
+def _build_filter(entry: str | dict[str, Any]) -> Filter:
+    """One of ours; a class of the user's, made with its settings; or the user's function of a group."""
+    kind, settings = split_kind(entry, "")
+    found = find_registered("filter", kind, FILTERS)
+    if kind in FILTERS:
+        ours: Filter = make_from_settings("task.filters", kind, found, settings)
+        return ours
+    if isinstance(found, type):
+        made = make_from_settings("task.filters", kind, found, settings)
+        refuse_missing_methods("task.filters", kind, made, {"__call__": ("group",)})
+        return _users_filter(kind, made)
+    refuse_settings("task.filters", kind, found, settings, given=1)
+    refuse_uncallable(f"filter '{kind}'", partial(found, **settings), "group")
+    return _users_filter(kind, partial(found, **settings))
+
+
+def _users_filter(kind: str, judge: Callable[[Group], Any]) -> Filter:
+    """What it raises, or returns beside a verdict, is told as its own fault."""
+
+    def apply_filter(group: Group) -> Verdict:
+        with error_boundary(ConfigError, f"task.filters: '{kind}'"):
+            verdict = judge(group)
+        if not isinstance(verdict, Verdict):
+            raise ConfigError(f"task.filters: '{kind}' returned {verdict!r:.60}; return a Verdict(keep, reason)")
+        return verdict
+
+    return apply_filter
 
 
 def judge_of(job: Job, rows: AlgorithmRows) -> Callable[[Group], Verdict]:
     """A group passes the filters of its own row, and those of the task."""
 
     def row_filter(row: Algorithm) -> Callable[[Group], Verdict]:
-        names = list(dict.fromkeys([*row.filters, *job.task.filters]))
+        entries: list[str | dict[str, Any]] = [*row.filters, *job.task.filters]
+        names = [entry for i, entry in enumerate(entries) if entry not in entries[:i]]
         return chain_filters(
             [Complete(min(2, job.algo.group_size), greedy="greedy" in row.needs), *map(_build_filter, names)]
         )
@@ -363,7 +395,7 @@ def _prompt_counter(
     async def refuse_generation(request: Request) -> Completion:
         raise AssertionError("only prompts are rendered here")
 
-    prompt = env.prompt if hasattr(env, "prompt") else SingleTurn(suffix=job.task.suffix).prompt
+    prompt = env.prompt if isinstance(env, PromptedEnv) else SingleTurn(suffix=job.task.suffix).prompt
 
     def count_tokens(task: Task) -> int:
         chat = TokenChat(
@@ -424,7 +456,7 @@ def longest_conversation(job: Job, tasks: TaskSet, env: Any, known: ModelInfo, s
                 f"{known.max_context}: {_length_hint(known.max_context - sampling.max_tokens)}lower max_tokens"
             )
         most = max(most, n)
-    return min(known.max_context, most + getattr(env, "turns", 1) * sampling.max_tokens)
+    return min(known.max_context, most + most_turns(env) * sampling.max_tokens)
 
 
 def _length_hint(room: int) -> str:

@@ -40,12 +40,12 @@ from rondel.assemble.workers import (
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError, UserError
 from rondel.core.protocols import Cluster, Transport
-from rondel.core.registry import find_registered
+from rondel.core.registry import find_registered, refuse_uncallable
 from rondel.core.types import POLICY, Sampling
 from rondel.driver.multi_policy import join_deployments
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.concurrency import ConcurrencyController
-from rondel.generate.engine.foreign import ForeignEngine
+from rondel.generate.engine.foreign import ForeignEngine, ServerDriver
 from rondel.generate.engine.router import EngineRouter
 from rondel.generate.engine.sglang import SglangServer
 from rondel.generate.engine.vllm import VllmServer
@@ -61,6 +61,19 @@ from rondel.train.multi_policy import FOLDER
 ENGINES = {"builtin": BuiltinEngine, "sglang": SglangServer, "vllm": VllmServer}
 # mean nats a token of what two sides score
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+
+
+def refuse_engine(kind: str, found: Any) -> None:
+    """A server driver of the user's without a part that will be used."""
+    if kind in ENGINES:
+        return
+    parts = [name for name in vars(ServerDriver) if not name.startswith("_")] + list(ServerDriver.__annotations__)
+    if lacks := [name for name in dict.fromkeys(parts) if not hasattr(found, name)]:
+        raise ConfigError(
+            f"engine.kind: '{kind}' has no {', '.join(lacks)}; add what is missing: ServerDriver in "
+            f"generate/engine/foreign.py says what each is, and a class may inherit the rest from SglangServer"
+        )
+    refuse_uncallable(f"engine.kind: '{kind}'", found, "url")
 
 
 def bytes_sent(job: Job) -> int:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rondel.core.config import CriticConfig, EvaluationConfig, Job, split_kind
 from rondel.core.errors import ConfigError, DataError
+from rondel.core.protocols import Env, NamedAgentsEnv
 from rondel.core.registry import suggest_name
 from rondel.core.types import DATA, GREEDY, POLICY, Sampling, Task, Trajectory
 from rondel.generate.envs.holdout import content_key
@@ -207,9 +208,9 @@ def _check_foreign(job: Job, sampling: Sampling) -> None:
 NAMELESS = {"single_turn", "tools", "gateway", "verifiers", "gym"}  # environments whose one agent has no name
 
 
-def refuse_unplayed(job: Job, env: Any) -> None:
+def refuse_unplayed(job: Job, env: Env) -> None:
     """A policy whose agents the environment does not have; one of the user's may say whom it has in `agents`."""
-    known = getattr(env, "agents", None)
+    known = env.agents if isinstance(env, NamedAgentsEnv) else None
     if (
         job.policies
         and known is not None

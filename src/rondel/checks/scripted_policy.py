@@ -17,6 +17,7 @@ from typing import Any
 
 from rondel.core.errors import EngineError, EnvError
 from rondel.core.media import ImageProcessorConfig
+from rondel.core.protocols import GoldEnv, MultiTurnEnv
 from rondel.core.types import Completion, EnvFault, Request, Sampling, Task, Trajectory
 from rondel.generate.envs.calls import JsonCalls
 from rondel.generate.envs.chat import TokenChat
@@ -168,7 +169,7 @@ class ScriptedStage:
 
     @property
     def max_turns(self) -> int:
-        turns = getattr(self.env, "turns", None)
+        turns = self.env.turns if isinstance(self.env, MultiTurnEnv) else None
         return turns if isinstance(turns, int) and turns < RUNAWAY else RUNAWAY
 
     async def play_episode(
@@ -215,7 +216,7 @@ def build_scripts(tokenizer: Any, tasks: Sequence[Task], env: Any) -> dict[str, 
         return random.Random(f"{task.id}/{turn}").choices(plain, k=n)
 
     def gold_reply(task: Task, turn: int) -> str:
-        if hasattr(env, "gold"):
+        if isinstance(env, GoldEnv):
             replies = list(env.gold(task))
             return str(replies[min(turn, len(replies) - 1)])
         return str(task.data["answer"])

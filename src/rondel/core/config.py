@@ -311,7 +311,8 @@ def read_settings(where: str, model: type[BaseModel], settings: dict[str, Any]) 
 class TaskConfig(ConfigSection):
     env: str | dict[str, Any] = Field(
         "single_turn",
-        description='an environment: "single_turn", "tools", "gym", "gateway", "agents", "verifiers" or "module:name"; with '
+        description='an environment: "single_turn", "tools", "gym", "gateway", "agents", "verifiers" or "module:name"; '
+        "with "
         'settings: { kind = "tools", tools = ["calculator"] }',
     )
     data: dict[str, Any] = Field(
@@ -328,7 +329,11 @@ class TaskConfig(ConfigSection):
         description="tasks whose prompt is longer are left out before the run, and counted; unset, a prompt that does "
         "not fit is an error",
     )
-    filters: list[str] = Field([], description='beside the row\'s own: signal, truncated, repetition, or "module:name"')
+    filters: list[str | dict[str, Any]] = Field(
+        [],
+        description='beside the row\'s own: signal, truncated, repetition, or "module:name"; with settings: '
+        '{ kind = "module:name", ... }',
+    )
     system: str | None = Field(None, description="a system message for prompts that bring none")
     eval: EvaluationConfig = Field(
         EvaluationConfig(), description="how held-out tasks are measured while the run goes on"
@@ -384,7 +389,7 @@ class TaskConfig(ConfigSection):
         return given
 
 
-OF_GROUPS = ("group_size", "guides", "beside", "sources")  # what [algo] says of groups and not of the row
+OF_GROUPS = ("group_size", "guides", "beside", "sources", "batch")  # what [algo] says of groups and not of the row
 
 
 class BesideConfig(BaseModel):
@@ -408,7 +413,8 @@ class AlgorithmConfig(ConfigSection):
         0,
         ge=0,
         le=1 << 16,
-        description="how many times the task's own answer joins each group as a demonstration, beside the G answers; for luffy",
+        description="how many times the task's own answer joins each group as a demonstration, beside the G answers; "
+        "for luffy",
     )
     mask_truncated: bool = Field(
         False,
@@ -416,15 +422,21 @@ class AlgorithmConfig(ConfigSection):
     )
     beside: list[BesideConfig] = Field(
         [],
-        description="demonstrations in the same step, with a row, a weight and a count of their own: kind, weight, groups_per_step, data (as task.data)",
+        description="demonstrations in the same step, with a row, a weight and a count of their own: kind, weight, "
+        "groups_per_step, data (as task.data)",
     )
     sources: dict[str, dict[str, Any]] = Field({}, description="a row of its own for what a source brings")
+    batch: str | None = Field(
+        None,
+        description='a function of yours from the batch of a step to the batch that is trained: "module:name"',
+    )
     advantage: dict[str, Any] = Field(
         {}, description="rewards of a group, or of the step -> advantages; kinds: papers.md"
     )
     ratio: dict[str, Any] = Field(
         {},
-        description="over what the ratio is taken and from where: token, sequence, sequence_token; anchor = proximal or behavior",
+        description="over what the ratio is taken and from where: token, sequence, sequence_token; anchor = proximal "
+        "or behavior",
     )
     surrogate: dict[str, Any] = Field(
         {},
@@ -432,11 +444,13 @@ class AlgorithmConfig(ConfigSection):
     )
     correction: dict[str, Any] = Field(
         {},
-        description="weight for tokens that other weights or another numeric path sampled: none, importance, off_policy_mask",
+        description="weight for tokens that other weights or another numeric path sampled: none, importance, "
+        "off_policy_mask",
     )
     kl: dict[str, Any] = Field(
         {},
-        description="distance to the starting weights, in the loss, charged to the reward, or to the advantage behind the baseline: kind k1, k2, k3; coef; where; target; through; unbiased",
+        description="distance to the starting weights, in the loss, charged to the reward, or to the advantage behind "
+        "the baseline: kind k1, k2, k3; coef; where; target; through; unbiased",
     )
     aggregate: dict[str, Any] = Field(
         {}, description="the weight of a token: token_mean, seq_mean_token_mean, seq_mean_token_sum, fixed_norm"
@@ -467,14 +481,16 @@ class LoopConfig(ConfigSection):
     passes: float | None = Field(
         None,
         gt=0,
-        description="in place of steps: how often each training task is trained; steps is then passes · tasks / groups_per_step",
+        description="in place of steps: how often each training task is trained; steps is then passes · tasks / "
+        "groups_per_step",
     )
     groups_per_step: int = Field(16, ge=1, description="P, groups in one step")
     updates_per_step: int = Field(1, ge=1, description="optimizer moves in one step")
     epochs: int = Field(
         1,
         ge=1,
-        description="how often a step goes over its own batch, each time in updates_per_step updates; passes over the data are loop.passes",
+        description="how often a step goes over its own batch, each time in updates_per_step updates; passes over the "
+        "data are loop.passes",
     )
     replays: int = Field(
         0, ge=0, description="groups of each step that come back in a later one, once and within max_staleness"
@@ -487,12 +503,14 @@ class LoopConfig(ConfigSection):
     )
     window: int | Literal["auto"] = Field(
         "auto",
-        description='how many younger groups may be trained before an unfinished one; 1 is first in, first out; "auto": as many as leave it its time',
+        description="how many younger groups may be trained before an unfinished one; 1 is first in, first out; "
+        '"auto": as many as leave it its time',
     )
     oversample: int = Field(
         0,
         ge=0,
-        description="groups begun beyond those that are waited for: the first to finish are trained, who is late is lost",
+        description="groups begun beyond those that are waited for: the first to finish are trained, who is late is "
+        "lost",
     )
     late: Literal["drop", "retry"] = Field(
         "drop", description="what becomes of the task of a group that is late: gone and counted, or asked again"
@@ -608,11 +626,13 @@ class EngineConfig(ConfigSection):
     )
     numerics: Literal["fast", "aligned"] = Field(
         "fast",
-        description="`aligned`: the same bits in every batch and in the trainer; slower, dense models, refused where it does not hold",
+        description="`aligned`: the same bits in every batch and in the trainer; slower, dense models, refused where "
+        "it does not hold",
     )
     compile: bool = Field(
         False,
-        description="a CPU: fuses the small operations of the serving pass, seconds at the start, needs a C++ compiler; a GPU: CUDA graphs of decode steps",
+        description="a CPU: fuses the small operations of the serving pass, seconds at the start, needs a C++ "
+        "compiler; a GPU: CUDA graphs of decode steps",
     )
     kv_pages: Annotated[int, Field(ge=1, le=1 << 40)] | Literal["auto"] = Field(
         "auto", description="cache pages of one token each"
@@ -625,7 +645,8 @@ class EngineConfig(ConfigSection):
     )
     concurrency: Literal["fixed", "auto"] = Field(
         "fixed",
-        description="auto: how many of max_running work together is found while they do; performance: results are the same",
+        description="auto: how many of max_running work together is found while they do; performance: results are the "
+        "same",
     )
     prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one engine step")
     sampling: SamplingConfig = Field(SamplingConfig(), description="how training answers are drawn")
@@ -658,6 +679,13 @@ class CriticConfig(SettingsTable):
     )
 
 
+class OptimizerConfig(SettingsTable):
+    """AdamW."""
+
+    weight_decay: float = Field(0.0, ge=0, description="on matrices only")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.99), strict=False, description="of AdamW")
+
+
 class TrainerConfig(ConfigSection):
     lr: float = Field(1e-5, ge=0, description="learning rate of AdamW")
     schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -665,8 +693,7 @@ class TrainerConfig(ConfigSection):
     )
     warmup_steps: int = Field(0, ge=0, description="steps in which the learning rate rises to lr")
     clip: float = Field(1.0, gt=0, allow_inf_nan=True, description="global gradient norm; inf clips nothing")
-    weight_decay: float = Field(0.0, ge=0, description="on matrices only")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.99), strict=False, description="of AdamW")
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="of AdamW, beside its learning rate")
     micro_tokens: Count | Literal["auto"] = Field(
         "auto", description="tokens in one forward and backward pass; speed and memory, never the result"
     )
@@ -675,7 +702,8 @@ class TrainerConfig(ConfigSection):
     )
     offload: bool = Field(
         False,
-        description="shared device: while the engine writes, optimizer, critic, reference and teacher lie in host memory, while the trainer "
+        description="shared device: while the engine writes, optimizer, critic, reference and teacher lie in host "
+        "memory, while the trainer "
         "works there is no KV cache; reference and teacher are on the device for their own pass only",
     )
     critic: CriticConfig = Field(CriticConfig(), description="of a row that needs values")
@@ -688,7 +716,8 @@ class PlaceConfig(ConfigSection):
     )
     cluster: Literal["auto", "local", "process", "torchrun", "ray"] = Field(
         "auto",
-        description="where they run: in this process, in processes of their own, as Ray actors; auto: local if shared, process if split",
+        description="where they run: in this process, in processes of their own, as Ray actors; auto: local if shared, "
+        "process if split",
     )
     engines: int = Field(1, ge=1, le=4096, description="engines of a split run")
     ranks: int = Field(
@@ -760,12 +789,14 @@ class RunConfig(ConfigSection):
     )
     sinks: list[str | dict[str, Any]] = Field(
         ["tensorboard"],
-        description='tensorboard, jsonl, csv, wandb, trackio, mlflow, prometheus, opentelemetry, or "module:name"; with '
+        description='tensorboard, jsonl, csv, wandb, trackio, mlflow, prometheus, opentelemetry, or "module:name"; '
+        "with "
         'settings: { kind = "prometheus", port = 9464 }',
     )
     record: bool = Field(
         False,
-        description="write schedule.jsonl, so that `rondel replay RUN --into FOLDER` does the whole run again, bit for bit",
+        description="write schedule.jsonl, so that `rondel replay RUN --into FOLDER` does the whole run again, bit for "
+        "bit",
     )
     durability: Literal["process", "disk"] = Field("process", description='"disk" calls fsync after each journal step')
 
@@ -851,6 +882,8 @@ MOVED_KEYS = {  # a key of earlier versions -> what says it now
     "always 0. Use algo.kl or a lower rank against overfitting",
     "model.tower": "model.vision = { tower = ... }",
     "model.image_tokens": "model.vision = { image_tokens = ... }",
+    "trainer.weight_decay": "trainer.optimizer = { weight_decay = ... }",
+    "trainer.betas": "trainer.optimizer = { betas = [...] }",
     "trainer.kind": "nothing: there is one trainer (FSDP2), over place.ranks",
 }
 ENV_SETTINGS = {  # of them: a setting of the environment, and what it was where nobody set it
@@ -1098,6 +1131,10 @@ def translate_moved_keys(tree: dict[str, Any]) -> None:
     vision = {old: tree["model"].pop(old) for old in ("tower", "image_tokens") if old in tree.get("model", {})}
     if vision:
         tree["model"]["vision"] = vision
+    trainer = tree.get("trainer", {})
+    optimizer = {old: trainer.pop(old) for old in ("weight_decay", "betas") if old in trainer}
+    if optimizer:
+        trainer["optimizer"] = optimizer
     sinks = {"metrics_port": ("prometheus", "port", 0), "traces": ("opentelemetry", "url", "")}
     for old, (name, setting, default) in sinks.items():
         if (value := run.pop(old, default)) != default:

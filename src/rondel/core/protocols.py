@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from rondel.core.types import (
     Completion,
@@ -52,6 +52,10 @@ class Trainer(Protocol):
     and micro-batches are its own affair.
     """
 
+    @property
+    def moved(self) -> bool: ...  # whether the last step changed bits of the weights that engines read
+
+    async def logprobs(self, tokens: list[int]) -> list[float]: ...  # of a probe prompt, under the current weights
     async def annotate(self, batch: Any, needs: frozenset[str]) -> Any: ...
     async def step(self, batch: Any, algo: Any) -> StepStats: ...
     async def publish(self, route: Route) -> tuple[Manifest, Route]: ...  # -> what there is, and where
@@ -106,6 +110,36 @@ class Env(Protocol):
     """
 
     async def run(self, task: Task, chat: Chat) -> Trajectory | list[Trajectory]: ...
+
+
+@runtime_checkable
+class PromptedEnv(Protocol):
+    """An environment whose opening is known: too long a prompt is found before the run."""
+
+    def prompt(self, task: Task) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]]]: ...  # messages, tools
+
+
+@runtime_checkable
+class MultiTurnEnv(Protocol):
+    """An environment that says how many replies an episode has at most: the cache is planned for them. Else one."""
+
+    @property
+    def turns(self) -> int: ...
+
+
+@runtime_checkable
+class NamedAgentsEnv(Protocol):
+    """An environment that names its agents: a policy for another one is refused before the run."""
+
+    @property
+    def agents(self) -> Sequence[str]: ...
+
+
+@runtime_checkable
+class GoldEnv(Protocol):
+    """An environment that knows replies which deserve the best score: `rondel check-env` plays them."""
+
+    def gold(self, task: Task) -> Iterable[str]: ...
 
 
 class Reward(Protocol):

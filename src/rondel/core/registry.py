@@ -6,7 +6,7 @@ import difflib
 import importlib
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def refuse_uncallable(what: str, function: Any, *given: str) -> None:
         pass
 
 
-def make_from_settings(key: str, kind: str, found: type, settings: dict[str, Any]) -> Any:
+def make_from_settings(key: str, kind: str, found: Callable[..., Any], settings: dict[str, Any]) -> Any:
     """An object of the user's class, made with the settings that the recipe gives beside `kind`."""
     refuse_settings(key, kind, found, settings)
     with error_boundary(ConfigError, f"{key}: making '{kind}'"):

@@ -18,7 +18,8 @@ from rondel.assemble.refusals import (
     refuse_without_support,
 )
 from rondel.core.config import Job
-from rondel.core.errors import ConfigError, EnvError, RondelError
+from rondel.core.errors import ConfigError, DataError, EnvError, RondelError, error_boundary
+from rondel.core.registry import find_registered, refuse_uncallable
 from rondel.core.types import (
     DATA,
     GREEDY,
@@ -211,10 +212,28 @@ async def prepare(groups: list[Group]) -> TrainBatch:
     return batch_of(groups)
 
 
+def batch_function(job: Job) -> Callable[[TrainBatch], TrainBatch]:
+    """The user's step from the samples of a step to what is trained; without one the batch stays as it is."""
+    if (kind := job.algo.batch) is None:
+        return lambda batch: batch
+    found = find_registered("algo.batch", kind, {})
+    refuse_uncallable(f"algo.batch = '{kind}'", found, "batch")
+
+    def reshape(batch: TrainBatch) -> TrainBatch:
+        with error_boundary(DataError, f"algo.batch = '{kind}'"):
+            given = found(batch)
+        if not isinstance(given, TrainBatch) or not given.samples:
+            what = f"a {type(given).__name__}" if not isinstance(given, TrainBatch) else "a batch without samples"
+            raise DataError(f"algo.batch = '{kind}' returned {what}; return a TrainBatch with at least one sample")
+        return given
+
+    return reshape
+
+
 def prepare_of(parts: Components) -> Callable[[list[Group]], Awaitable[TrainBatch]]:
     """The same with groups that come back, what is shown beside, and what teachers elsewhere say of it. The step's
     first number chooses what is shown, so that a step done again, or replayed, gets the same."""
-    rollouts = rollouts_of(parts)
+    rollouts, reshape = rollouts_of(parts), batch_function(parts.job)
 
     async def prepare_batch(groups: list[Group]) -> TrainBatch:
         beside: list[Group] = []
@@ -227,7 +246,7 @@ def prepare_of(parts: Components) -> Callable[[list[Group]], Awaitable[TrainBatc
                 trajectory.score = Score(1.0)
                 beside.append(Group(-1 - len(beside), task, [trajectory], 0))
         again = parts.returning.due_groups() if parts.returning is not None else []
-        batch = batch_of([*groups, *again, *beside])
+        batch = reshape(batch_of([*groups, *again, *beside]))
         if parts.teachers is not None:
             await parts.teachers(batch)
         return batch

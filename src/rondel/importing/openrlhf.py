@@ -384,9 +384,11 @@ def _translate_optimizer(s: PeerSettings) -> Iterator[Part]:
         yield SameKeys((share,), "no warm-up")
     yield RecipeLine("trainer.clip", float(s.require_number("actor.max_norm")), ("actor.max_norm",))
     yield RecipeLine(
-        "trainer.weight_decay", float(s.require_number("actor.adam.weight_decay")), ("actor.adam.weight_decay",)
+        "trainer.optimizer.weight_decay",
+        float(s.require_number("actor.adam.weight_decay")),
+        ("actor.adam.weight_decay",),
     )
-    yield RecipeLine("trainer.betas", list(s["actor.adam.betas"]), ("actor.adam.betas",))
+    yield RecipeLine("trainer.optimizer.betas", list(s["actor.adam.betas"]), ("actor.adam.betas",))
     if s["actor.adam.eps"] == 1e-8:
         yield SameKeys(("actor.adam.eps",), "1e-8")
 

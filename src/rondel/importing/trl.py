@@ -405,9 +405,11 @@ def _translate_optimizer(s: PeerSettings) -> Iterator[Part]:
     else:
         yield RecipeLine("trainer.warmup_steps", _convert_steps(s, int(warmup)), ("warmup_steps",))
     yield RecipeLine("trainer.clip", float(s.require_number("max_grad_norm")), ("max_grad_norm",))
-    yield RecipeLine("trainer.weight_decay", float(s.require_number("weight_decay")), ("weight_decay",))
+    yield RecipeLine("trainer.optimizer.weight_decay", float(s.require_number("weight_decay")), ("weight_decay",))
     yield RecipeLine(
-        "trainer.betas", [s.require_number("adam_beta1"), s.require_number("adam_beta2")], ("adam_beta1", "adam_beta2")
+        "trainer.optimizer.betas",
+        [s.require_number("adam_beta1"), s.require_number("adam_beta2")],
+        ("adam_beta1", "adam_beta2"),
     )
     if s["adam_epsilon"] == 1e-8:
         yield SameKeys(("adam_epsilon",), "1e-8")

@@ -524,9 +524,12 @@ def _translate_optimizer(s: PeerSettings) -> Iterator[Part]:
         )
     decay = f"{OPTIM}.weight_decay"
     yield RecipeLine(
-        "trainer.weight_decay", float(s.require_number(decay)), (decay,), "on matrices only here, on every weight there"
+        "trainer.optimizer.weight_decay",
+        float(s.require_number(decay)),
+        (decay,),
+        "on matrices only here, on every weight there",
     )
-    yield RecipeLine("trainer.betas", list(s[f"{OPTIM}.betas"]), (f"{OPTIM}.betas",))
+    yield RecipeLine("trainer.optimizer.betas", list(s[f"{OPTIM}.betas"]), (f"{OPTIM}.betas",))
     if s[f"{OPTIM}.optimizer"] == "AdamW":
         yield SameKeys((f"{OPTIM}.optimizer", f"{OPTIM}.optimizer_impl"), "AdamW")
     replay = f"{ROLLOUT}.enable_rollout_routing_replay"
