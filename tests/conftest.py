@@ -8,7 +8,6 @@ they do in 3 s when they sleep (docs/LOG.md).
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("MKL_CBWR", "AVX2")  # as runtime/devices.py sets it, before any test's first product
 
 import torch
 

@@ -35,14 +35,11 @@ def pick_device(wanted: str) -> str:
 
 
 def prepare_process() -> bool:
-    """Settings of a process that computes; must run before the first large allocation and the first product.
+    """Settings of a process that computes; must run before the first large allocation.
 
     glibc keeps what it has mapped: large tensors are otherwise unmapped on free and page-faulted in again.
-    MKL computes with AVX2: with AVX-512 on Intel's processors the bits of a batched product, as in attention,
-    depend on how many others are computed with it, and a resumed run would not have those of the whole one.
     -> whether the allocator took it (glibc only).
     """
-    os.environ.setdefault("MKL_CBWR", "AVX2")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: large tensors in huge pages, 512 times fewer faults
     if not sys.platform.startswith("linux"):
         return False
