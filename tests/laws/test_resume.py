@@ -155,7 +155,11 @@ def test_the_whole_process_group_may_be_asked(tmp_path, cluster):
 
 OTHERS = {
     "rloo with KL": {"algo__kind": "rloo", "algo__kl": {"coef": 0.05}, "loop__warmup__steps": 0, "loop__steps": 14},
-    "two updates, cosine": {"loop__updates_per_step": 2, "trainer__schedule": "cosine", "trainer__warmup_steps": 3},
+    "two updates, cosine": {
+        "loop__updates_per_step": 2,
+        "trainer__schedule": "cosine",
+        "trainer__optimizer__warmup_steps": 3,
+    },
     "bfloat16": {"model__dtype": "bfloat16"},
 }
 

@@ -163,7 +163,7 @@ def test_the_batches_of_trl():
     }
     lines = said("trl", **batch, num_generations=8, max_steps=30, warmup_steps=6)
     assert (lines["loop.groups_per_step"], lines["loop.updates_per_step"], lines["loop.steps"]) == (24, 3, 10)
-    assert lines["trainer.warmup_steps"] == 2
+    assert lines["trainer.optimizer.warmup_steps"] == 2
     assert (
         said("trl", per_device_train_batch_size=4, num_processes=2, gradient_accumulation_steps=4)[
             "loop.groups_per_step"
@@ -296,12 +296,15 @@ def test_steps_of_trl_are_moves_of_the_optimizer():
     }
     batch |= {"num_iterations": 2, "eval_strategy": "steps", "eval_steps": 10, "max_steps": 200}
     lines = said("trl", **batch, save_steps=100, warmup_ratio=0.1)
-    got = [lines[key] for key in ("loop.steps", "run.checkpoint.every", "task.eval.every", "trainer.warmup_steps")]
+    got = [
+        lines[key]
+        for key in ("loop.steps", "run.checkpoint.every", "task.eval.every", "trainer.optimizer.warmup_steps")
+    ]
     assert got == [50, 25, 3, 5]
     shares = said("trl", **batch, save_steps=0.5)
     assert shares["run.checkpoint.every"] == 25
     report = translate_config(TRL, ALIVE["trl"] | {"save_steps": 0.5, "warmup_ratio": 0.1}, ROWS)
-    assert {"run.checkpoint.every", "trainer.warmup_steps"} <= {line.key for line in report.open_questions}
+    assert {"run.checkpoint.every", "trainer.optimizer.warmup_steps"} <= {line.key for line in report.open_questions}
 
 
 def test_the_entropy_bonus_of_trl_acts_where_its_loss_does():
@@ -314,7 +317,7 @@ def test_the_entropy_bonus_of_trl_acts_where_its_loss_does():
     row = resolve_algorithm({k: v for k, v in lines.items() if k not in ("group_size", "mask_truncated")})
     assert (row.entropy.coef, row.entropy.top, row.surrogate.top) == (0.08, 0.25, 0.25)
     entropy = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    chosen = row.entropy.select(entropy)
+    chosen = row.entropy.select(tokens(entropy, entropy, entropy, entropy=entropy))
     mine = (row.aggregate(torch.tensor([40])) * row.entropy(entropy) * chosen).sum()
     assert float(mine) == pytest.approx(0.02 * float(entropy.topk(10).values.mean()), rel=1e-12)
 

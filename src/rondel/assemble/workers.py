@@ -380,7 +380,7 @@ def settings_of(
         lr=t.lr,
         temperature=sampling.temperature,
         schedule=t.schedule,
-        warmup_steps=t.warmup_steps,
+        warmup_steps=t.optimizer.warmup_steps,
         steps=job.steps,
         clip=t.clip,
         weight_decay=t.optimizer.weight_decay,

@@ -682,6 +682,7 @@ class CriticConfig(SettingsTable):
 class OptimizerConfig(SettingsTable):
     """AdamW."""
 
+    warmup_steps: int = Field(0, ge=0, description="steps in which the learning rate rises to lr")
     weight_decay: float = Field(0.0, ge=0, description="on matrices only")
     betas: tuple[Beta, Beta] = Field((0.9, 0.99), strict=False, description="of AdamW")
 
@@ -691,9 +692,10 @@ class TrainerConfig(ConfigSection):
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="of the learning rate after its warmup"
     )
-    warmup_steps: int = Field(0, ge=0, description="steps in which the learning rate rises to lr")
     clip: float = Field(1.0, gt=0, allow_inf_nan=True, description="global gradient norm; inf clips nothing")
-    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="of AdamW, beside its learning rate")
+    optimizer: OptimizerConfig = Field(
+        OptimizerConfig(), description="AdamW beside its learning rate: warmup_steps, weight_decay, betas"
+    )
     micro_tokens: Count | Literal["auto"] = Field(
         "auto", description="tokens in one forward and backward pass; speed and memory, never the result"
     )
@@ -824,7 +826,7 @@ class PolicyConfig(BaseModel):
 
 SYNONYMS = {  # what other trainers call a key of ours
     "learning_rate": "trainer.lr",
-    "warmup_steps": "trainer.warmup_steps",
+    "warmup_steps": "trainer.optimizer.warmup_steps",
     "max_grad_norm": "trainer.clip",
     "lr_scheduler_type": "trainer.schedule",
     "batch_size": "loop.groups_per_step",
@@ -882,6 +884,7 @@ MOVED_KEYS = {  # a key of earlier versions -> what says it now
     "always 0. Use algo.kl or a lower rank against overfitting",
     "model.tower": "model.vision = { tower = ... }",
     "model.image_tokens": "model.vision = { image_tokens = ... }",
+    "trainer.warmup_steps": "trainer.optimizer = { warmup_steps = ... }",
     "trainer.weight_decay": "trainer.optimizer = { weight_decay = ... }",
     "trainer.betas": "trainer.optimizer = { betas = [...] }",
     "trainer.kind": "nothing: there is one trainer (FSDP2), over place.ranks",
@@ -1132,7 +1135,7 @@ def translate_moved_keys(tree: dict[str, Any]) -> None:
     if vision:
         tree["model"]["vision"] = vision
     trainer = tree.get("trainer", {})
-    optimizer = {old: trainer.pop(old) for old in ("weight_decay", "betas") if old in trainer}
+    optimizer = {old: trainer.pop(old) for old in ("warmup_steps", "weight_decay", "betas") if old in trainer}
     if optimizer:
         trainer["optimizer"] = optimizer
     sinks = {"metrics_port": ("prometheus", "port", 0), "traces": ("opentelemetry", "url", "")}

@@ -379,7 +379,9 @@ def _translate_optimizer(s: PeerSettings) -> Iterator[Part]:
     else:
         yield MissingKeys((kind,), "constant, linear and cosine exist here")
     if s.require_number(share):
-        yield RecipeLine("trainer.warmup_steps", 0, (share,), ask=f"{s[share]} of all steps: write the number")
+        yield RecipeLine(
+            "trainer.optimizer.warmup_steps", 0, (share,), ask=f"{s[share]} of all steps: write the number"
+        )
     else:
         yield SameKeys((share,), "no warm-up")
     yield RecipeLine("trainer.clip", float(s.require_number("actor.max_norm")), ("actor.max_norm",))

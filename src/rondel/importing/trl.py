@@ -395,15 +395,17 @@ def _translate_optimizer(s: PeerSettings) -> Iterator[Part]:
     if 0 < warmup < 1 and s.require_number("max_steps") > 0:
         total = math.ceil(warmup * s.require_integer("max_steps"))
         yield RecipeLine(
-            "trainer.warmup_steps",
+            "trainer.optimizer.warmup_steps",
             _convert_steps(s, total),
             ("warmup_steps", "max_steps"),
             f"{warmup:g} of {s['max_steps']} of their steps",
         )
     elif 0 < warmup < 1:
-        yield RecipeLine("trainer.warmup_steps", 0, ("warmup_steps",), ask=f"{warmup:g} of all steps: write the number")
+        yield RecipeLine(
+            "trainer.optimizer.warmup_steps", 0, ("warmup_steps",), ask=f"{warmup:g} of all steps: write the number"
+        )
     else:
-        yield RecipeLine("trainer.warmup_steps", _convert_steps(s, int(warmup)), ("warmup_steps",))
+        yield RecipeLine("trainer.optimizer.warmup_steps", _convert_steps(s, int(warmup)), ("warmup_steps",))
     yield RecipeLine("trainer.clip", float(s.require_number("max_grad_norm")), ("max_grad_norm",))
     yield RecipeLine("trainer.optimizer.weight_decay", float(s.require_number("weight_decay")), ("weight_decay",))
     yield RecipeLine(

@@ -503,13 +503,16 @@ def _translate_optimizer(s: PeerSettings) -> Iterator[Part]:
         )
     steps, share = f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"
     if s.require_number(steps) is not None and s.require_number(steps) >= 0:
-        yield RecipeLine("trainer.warmup_steps", s.require_integer(steps), (steps,))
+        yield RecipeLine("trainer.optimizer.warmup_steps", s.require_integer(steps), (steps,))
         yield from (MissingKeys((share,), "lr_warmup_steps counts instead"),) if s.is_set(share) else ()
     elif s[share]:
         total = s["trainer.total_training_steps"]
         warmup = int(total * s.require_number(share)) if total else 0
         yield RecipeLine(
-            "trainer.warmup_steps", warmup, (share,), ask="" if total else f"{s[share]} of all steps: write the number"
+            "trainer.optimizer.warmup_steps",
+            warmup,
+            (share,),
+            ask="" if total else f"{s[share]} of all steps: write the number",
         )
     else:
         yield SameKeys((steps, share), "no warm-up")

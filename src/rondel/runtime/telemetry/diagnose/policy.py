@@ -53,7 +53,7 @@ def find_divergence(story: Story) -> Iterator[Finding]:
         f"in steps {early[0].number} to {early[-1].number}, with learning rate {lr:.2g}: {'; '.join(seen)}",
         "The first updates threw the policy far from where it began: the learning rate is too high, whatever else is "
         "found.",
-        f"trainer.lr = {lr / 10:.1g} or less, from the start again; trainer.warmup_steps",
+        f"trainer.lr = {lr / 10:.1g} or less, from the start again; trainer.optimizer.warmup_steps",
         weight=5,
     )
 
@@ -139,7 +139,7 @@ def gradient_explosion(story: Story) -> Iterator[Finding]:
             "error",
             f"gradient norm {middle:.3g} (median), now {now:.3g}, {value:.3g} at step {step}",
             "The steps pull against each other: what follows is usually noise.",
-            "a lower trainer.lr, a lower trainer.clip, trainer.warmup_steps",
+            "a lower trainer.lr, a lower trainer.clip, trainer.optimizer.warmup_steps",
             weight=1.5,
         )
 
