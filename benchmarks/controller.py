@@ -107,7 +107,7 @@ def measure(rollouts: int, seconds: float, tokens: int) -> dict[str, Any]:
                 end()
             stored.close()
             journal.close()
-    lag, samples = loop.passes, buffer.trained * GROUP
+    lag, samples = loop.passes, buffer.counts.trained * GROUP
     return {
         "rollouts in flight": rollouts,
         "virtual_s": round(loop.now),
@@ -117,9 +117,9 @@ def measure(rollouts: int, seconds: float, tokens: int) -> dict[str, Any]:
         "samples": samples,
         "events_per_s": round(seen[0] / took),
         "cpu_us_per_sample": round(cpu / max(1, samples) * 1e6),
-        "lag_p50_ms": round(1e3 * lag.at(0.5), 3),
-        "lag_p99_ms": round(1e3 * lag.at(0.99), 2),
-        "lag_p999_ms": round(1e3 * lag.at(0.999), 1),
+        "lag_p50_ms": round(1e3 * lag.seconds_at(0.5), 3),
+        "lag_p99_ms": round(1e3 * lag.seconds_at(0.99), 2),
+        "lag_p999_ms": round(1e3 * lag.seconds_at(0.999), 1),
         "lag_max_ms": round(1e3 * lag.longest, 1),
         "rss_mb": [round(memory[len(memory) * part // 4 - (part > 0)][1], 1) for part in range(5)],
         "rss_mb_per_hour": round(slope(memory[len(memory) // 4 :]), 1),
