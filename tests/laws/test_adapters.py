@@ -340,7 +340,7 @@ def test_an_engine_with_a_base_of_its_own_gets_the_adapter():
 
 def publisher(loaded: LoadedModel):
     t = trainer(loaded, row())
-    t.transport = FromTensor()
+    t.publisher.transport = FromTensor()
     return t
 
 

@@ -20,7 +20,8 @@ from rondel.core.errors import ConfigError
 from rondel.core.types import Group, Score, Task
 from rondel.models.save import save_model
 from rondel.runtime.journal import store
-from rondel.train.advantages import compute_advantages, kl_of_samples
+from rondel.train.adaptive_coefs import kl_of_samples
+from rondel.train.advantages import compute_advantages
 from rondel.train.checkpoint import load_trainer, save_trainer
 from rondel.train.pack import TrainBatch, batch_of
 from rondel.train.step_metrics import StepMetricSums
@@ -373,14 +374,14 @@ def test_the_coefficient_follows_the_kl_and_outlives_a_resume(tmp_path):
             measured, rel=1e-6
         )
         coef *= 1 + min(max(measured / 2.0 - 1, -0.2), 0.2) * len(b.samples) / 100
-    assert t.steered["kl"] == pytest.approx(coef, rel=1e-6) and abs(coef - 0.3) > 1e-3
+    assert t.coefs.values["kl"] == pytest.approx(coef, rel=1e-6) and abs(coef - 0.3) > 1e-3
     save_trainer(t, tmp_path)
     other = learned(algo=algo)
     load_trainer(other, tmp_path)
-    assert other.steered == t.steered
+    assert other.coefs.values == t.coefs.values
     for which in (t, other):
         step(which, batch_of(awkward_groups(7)), algo)
-    assert bits(other) + critic_bits(other) == bits(t) + critic_bits(t) and other.steered == t.steered
+    assert bits(other) + critic_bits(other) == bits(t) + critic_bits(t) and other.coefs.values == t.coefs.values
 
 
 @pytest.mark.parametrize(

@@ -502,7 +502,7 @@ def test_shards_are_gathered_once_an_update():
     trainer = LocalTrainer(loaded, TrainSettings(lr=1e-3, start_probe=0), run=inline, ranks=Two(), transport=Later())
     manifest, _ = asyncio.run(trainer.publish(Route("distributed")))
     asyncio.run(trainer.send(Route("distributed")))
-    assert gathered == [name for name, _ in names.named_weights(loaded.model)] and not trainer._held
+    assert gathered == [name for name, _ in names.named_weights(loaded.model)] and not trainer.publisher.held
     assert {row.name: row.digest for row in manifest.tensors} == {
         name: names.tensor_digest(t) for name, t in sent.items()
     }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rondel.models.embedding import adopt_embedding
+from rondel.models.embedding_lookup import adopt_embedding
 from rondel.models.head import LMHead
 from rondel.models.linear import install_cpu_linear
 from rondel.models.main_grad import main_grad

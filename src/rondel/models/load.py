@@ -35,7 +35,7 @@ from rondel.core.errors import ModelError, error_boundary
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, rope_positions
 from rondel.models import adapters, linear, nf4, vision
 from rondel.models.attention import NAME, PackedLayout, PackedSegment, use_attention_layout
-from rondel.models.embedding import adopt_embedding
+from rondel.models.embedding_lookup import adopt_embedding
 from rondel.models.head import LMHead
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.routing_tape import expert_count, install_routing_tape

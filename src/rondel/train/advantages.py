@@ -43,16 +43,6 @@ def compute_advantages(batch: TrainBatch, row: Algorithm) -> dict[str, float]:
     return told if known is None else told | {"train/explained_variance": known}
 
 
-def kl_of_samples(batch: TrainBatch) -> float:
-    """Mean over samples of sum_t log pi_behavior - log pi_ref: in nats a sample,
-    unbiased for the policy that wrote them.
-    """
-    known = batch.tokens()
-    if not batch.samples or known.behavior is None or known.reference is None:
-        return 0.0
-    return float((known.behavior.double() - known.reference.double()).sum()) / len(batch.samples)
-
-
 def _refuse_by_token(row: Algorithm, batch: TrainBatch) -> None:
     """An episode has one number for all its branches, where it has one."""
     by_token = (

@@ -45,6 +45,7 @@ from rondel.system.files import (
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
+    from rondel.train.adaptive_coefs import AdaptiveCoefs
     from rondel.train.critic import Critic
     from rondel.train.draft import DraftTrainer
     from rondel.train.optim import MasterWeights
@@ -59,7 +60,7 @@ class TrainerState(Protocol):
     ranks: SingleRank
     critic: Critic | None
     draft: DraftTrainer | None
-    steered: dict[str, float]
+    coefs: AdaptiveCoefs
     step_number: int
     version: int
     bad_steps: int
@@ -83,7 +84,9 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
         "rng": torch.get_rng_state(),
         "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps]),
     }
-    optimizer |= {f"{name}_coef": torch.tensor(coef, dtype=torch.float64) for name, coef in trainer.steered.items()}
+    optimizer |= {
+        f"{name}_coef": torch.tensor(coef, dtype=torch.float64) for name, coef in trainer.coefs.values.items()
+    }
     masters, moments = _master_tensors(weights), _adamw_moments(weights)
     if not trainer.ranks.is_leader:  # it gave its shards to the one that writes
         return
@@ -177,7 +180,7 @@ def load_trainer(trainer: TrainerState, folder: Path) -> None:
         )
         _load_moments(weights, optimizer)
         trainer.step_number, trainer.version, trainer.bad_steps = optimizer["numbers"].tolist()
-        trainer.steered = {
+        trainer.coefs.values = {
             name: float(optimizer[f"{name}_coef"]) for name in ("kl", "entropy") if f"{name}_coef" in optimizer
         }
         torch.set_rng_state(optimizer["rng"])

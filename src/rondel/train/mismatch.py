@@ -17,6 +17,7 @@ from torch import Tensor
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.kl import k3
 from rondel.algos.tokens import TokenBatch
+from rondel.core.events import Warned, emit
 from rondel.train.pack import TrainSample
 
 TENTHS = 10  # parts of an answer, by position
@@ -125,6 +126,15 @@ class MismatchAlarm:
 
     most: float
     above: bool = False
+
+    def check_step(self, drawn: list[TrainSample], version: int, where: str) -> dict[str, float]:
+        """Engine against trainer over the drawn samples of a step, with a warning where they disagree. -> metrics."""
+        if not drawn:
+            return {}
+        metrics = measure_mismatch(drawn, version)
+        if told := self.check_metrics(metrics):
+            emit(Warned(f"{where}: {told}"))
+        return metrics
 
     def check_metrics(self, metrics: dict[str, float]) -> str:
         """What to tell the user, or nothing."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from rondel.train.optim import learning_rate
+
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
@@ -28,6 +30,12 @@ class TrainSettings:
     critic_warmup: int = 0  # first steps of the critic, in which the policy stays bit for bit as it is
     mismatch_bound: float = 1e-2  # K3 of fresh tokens, in nats a token, above which the run warns
     start_probe: int = 8  # samples a step on which the KL to the starting weights is measured; 0 switches it off
+
+    def learning_rate(self, lr: float, step: int) -> float:
+        """`lr` under the schedule, at a step that counts from 0."""
+        return learning_rate(
+            step - self.first_step, lr=lr, schedule=self.schedule, warmup=self.warmup_steps, steps=self.steps
+        )
 
     def at_rest(self) -> TrainSettings:
         """The same with lr = 0: a step that must change nothing."""

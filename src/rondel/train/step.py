@@ -25,18 +25,19 @@ from rondel.core.errors import TrainError
 from rondel.core.events import Warned, emit
 from rondel.core.time_account import TimeAccount
 from rondel.core.types import Manifest, Route, StepStats
-from rondel.models import linear, names
+from rondel.models import linear
 from rondel.train import annotate as notes
 from rondel.train import checkpoint
-from rondel.train.advantages import compute_advantages, kl_of_samples
-from rondel.train.mismatch import MismatchAlarm, measure_mismatch
+from rondel.train.adaptive_coefs import AdaptiveCoefs
+from rondel.train.advantages import compute_advantages
+from rondel.train.mismatch import MismatchAlarm
 from rondel.train.offload import Offload
-from rondel.train.optim import learning_rate
 from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.settings import TrainSettings
 from rondel.train.step_metrics import StepMetricSums
 from rondel.train.teachers import Teacher, TeacherEnsemble
+from rondel.train.weight_publisher import WeightPublisher
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
@@ -96,19 +97,18 @@ class LocalTrainer:
         self.critic = critic
         self.ranks = ranks
         self.account = TimeAccount("trainer")
-        self.transport = transport
         wants_start = "ref_logprobs" in needs or settings.start_probe > 0
         self.start = ranks.shard_model(_frozen_start(loaded)) if wants_start else None
         self.teachers = TeacherEnsemble(
             [replace(t, loaded=ranks.shard_model(t.loaded)) if t.loaded else t for t in teachers]
         )
         self.loaded = ranks.shard_model(loaded)
+        self.publisher = WeightPublisher(self.loaded, ranks, transport)
         self.weights = ranks.make_masters(self.loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.step_number = self.bad_steps = 0
         self.version = 0
         self.alarm = MismatchAlarm(settings.mismatch_bound)
-        # coefficients with a target, by their part of the row, and where they have got to
-        self.steered: dict[str, float] = {}
+        self.coefs = AdaptiveCoefs()
         self.whose = ""  # " of 'critic'" where there are several policies
         self.moved = False  # did the last step write other bits into the weights that the engine reads?
         beside = {"critic": self.critic.loaded if self.critic is not None else None, "reference": self.start}
@@ -117,12 +117,16 @@ class LocalTrainer:
         }
         owners = [self.weights, *(other.weights for other in (critic, draft) if other is not None)]
         self.offload = Offload(self.loaded, owners, beside, claim)
-        self._held: list[tuple[str, Tensor]] = []  # gathered for a publication, and still to be sent
 
     @property
     def settings(self) -> TrainSettings:
         """Those of the step that comes: a supervised phase has its own."""
         return self.warmup if self.warmup is not None and self.step_number < self.main.first_step else self.main
+
+    @property
+    def transport(self) -> Transport:
+        """Carries the weights to the engines."""
+        return self.publisher.require_transport()
 
     async def _run_on_device(self, function: Callable[..., Any], *args: Any) -> Any:
         """On the device's thread, and in the account under the name of what is done."""
@@ -147,10 +151,10 @@ class LocalTrainer:
 
     async def publish(self, route: Route) -> tuple[Manifest, Route]:
         """The transport takes the tensors one by one: itself, into shared memory, into files, or only their digests."""
-        return await self._run_on_device(self._publish, route)
+        return await self._run_on_device(self.publisher.publish, route, self.version)
 
     async def send(self, route: Route) -> None:
-        await self._run_on_device(self._send, route)
+        await self._run_on_device(self.publisher.send, route)
 
     async def logprobs(self, tokens: list[int]) -> list[float]:
         """Of one text, through the training path at temperature 1: what a probe of the engine must agree with."""
@@ -180,47 +184,6 @@ class LocalTrainer:
     def _load(self, path: Path) -> None:
         checkpoint.load_trainer(self, path)
         self.offload.offload_new_state()
-
-    def _publish(self, route: Route) -> tuple[Manifest, Route] | None:
-        self._held = []
-        tensors = self._gather_tensors()
-        if not self.ranks.is_leader:
-            return None
-        if self._transport.holds == "begin" and self.ranks.size > 1:
-            tensors = self._keep_on_host(tensors)
-        manifest, route = self._transport.publish(route, self.version, names.describe_tensors(tensors))
-        return replace(manifest, base=names.base_digest(self.loaded.model)), route
-
-    def _keep_on_host(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same, kept in host memory until they are sent: shards are gathered once an update."""
-        for name, tensor in tensors:
-            self._held.append((name, tensor.cpu()))
-            yield name, tensor
-
-    def _send(self, route: Route) -> None:
-        if self.ranks.is_leader:
-            held, self._held = self._held, []
-            assert held or self.ranks.size == 1, "send before publish"
-            device = self.loaded.device
-            self._transport.send(
-                route, ((name, tensor.to(device)) for name, tensor in held) if held else self._gather_tensors()
-            )
-
-    @property
-    def _transport(self) -> Transport:
-        assert self.transport is not None, "the trainer was built without a transport"
-        return self.transport
-
-    def _gather_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors, one at a time, under the names that the transport carries. The ranks
-        that do not lead give their shards at once.
-        """
-        model = self.loaded.model
-        tensors = self.ranks.full_weights(model)
-        if not self.ranks.is_leader:
-            for _ in tensors:
-                pass
-        return names.published_tensors(model, tensors) if self._transport.names == "checkpoint" else tensors
 
     def _annotate(self, batch: TrainBatch, needs: frozenset[str]) -> TrainBatch:
         self.offload.refuse_asleep("annotate")
@@ -275,7 +238,7 @@ class LocalTrainer:
             StepMetricSums(),
             {"forward_backward": 0.0, "optimizer": 0.0, "annotate": 0.0},
         )
-        main = self._with_current_coefs(algo.main if isinstance(algo, Mixture) else algo)
+        main = self.coefs.apply_coefs(algo.main if isinstance(algo, Mixture) else algo)
         algo = replace(algo, main=main) if isinstance(algo, Mixture) else main
         critic = self.critic if "values" in main.needs else None
         if critic is not None:
@@ -297,27 +260,37 @@ class LocalTrainer:
             self.weights.zero_grad()
             stepped = False
             note = f"{fault} (update {taken + 1} of {len(moves)}, {taken} were taken)" if taken else str(fault)
-            self._count_bad(note)
+            self.bad_steps += 1
+            _warn_bad_step(self.step_number + 1, self.whose, note, self.bad_steps, self.settings.max_bad_steps)
         for sample in batch.samples:
             sample.hidden.clear()
         sums.gather_ranks(self.ranks)
         metrics = (
             sums.to_metrics(len(moves))
             | known
-            | {"train/lr": self._learning_rate(settings.lr), "train/tokens": float(batch.total_tokens)}
+            | {
+                "train/lr": self.settings.learning_rate(settings.lr, self.step_number),
+                "train/tokens": float(batch.total_tokens),
+            }
         )
         if masked := sum(
             len(share.samples) - len(share.trainable_samples(row).samples) for row, _, share in batch.split_by_row(algo)
         ):
             metrics["train/truncated_masked"] = float(masked)
         if critic is not None:
-            metrics["train/critic_lr"] = self._learning_rate(settings.critic_lr)
+            metrics["train/critic_lr"] = self.settings.learning_rate(settings.critic_lr, self.step_number)
             critic.steps += 1
         if stepped:
-            metrics |= self._update_coefs(batch, algo, main) | self._engine_mismatch(batch, algo)
+            metrics |= self.coefs.update_coefs(batch, algo, main) | self.alarm.check_step(
+                _drawn_samples(batch, algo), self.version, f"step {self.step_number + 1}{self.whose}"
+            )
         if self.start is not None and stepped and settings.start_probe:
             with _timed_phase(seconds, "annotate"):
-                metrics |= self._kl_to_start(batch)
+                trained = [s for s in batch.samples if s.known.trained is not None]
+                probe = TrainBatch(trained[: settings.start_probe])
+                sizes = dict(budget=self.main.micro_tokens, temperature=self.main.temperature, ranks=self.ranks)
+                with self.offload.on_device(self.start):
+                    metrics |= _measure_kl_to_start(self.start, probe, **sizes)
         metrics |= {f"train/{name}_s": spent for name, spent in seconds.items()}
         self.step_number += 1
         self.version += 1
@@ -325,7 +298,11 @@ class LocalTrainer:
 
     def _skip_step(self) -> StepStats:
         """A step in which there was nothing of this policy: its weights stay, its version and its schedule go on."""
-        metrics = {"train/lr": self._learning_rate(self.settings.lr), "train/tokens": 0.0, "train/weights_changed": 0.0}
+        metrics = {
+            "train/lr": self.settings.learning_rate(self.settings.lr, self.step_number),
+            "train/tokens": 0.0,
+            "train/weights_changed": 0.0,
+        }
         self.moved = False
         self.step_number += 1
         self.version += 1
@@ -387,58 +364,20 @@ class LocalTrainer:
             changed = 0.0
             if norm > 0:  # without signal the momentum of earlier steps must not move anything either
                 changed = self.weights.step(
-                    lr=self._learning_rate(self.settings.lr), clip=self.settings.clip, norm=norm
+                    lr=self.settings.learning_rate(self.settings.lr, self.step_number),
+                    clip=self.settings.clip,
+                    norm=norm,
                 )
             if critic is not None:
                 critic.optimizer_step(
-                    lr=self._learning_rate(self.settings.critic_lr), clip=self.settings.clip, norm=critic_norm
+                    lr=self.settings.learning_rate(self.settings.critic_lr, self.step_number),
+                    clip=self.settings.clip,
+                    norm=critic_norm,
                 )
                 sums.put("train/critic_grad_norm", float(critic_norm))
         sums.put("train/grad_norm", float(norm))
         sums.put("train/weights_changed", changed)
         return changed
-
-    def _update_coefs(self, batch: TrainBatch, algo: Algorithm | Mixture, main: Algorithm) -> dict[str, float]:
-        """Coefficients with a target follow what the step measured of their samples. ->
-        what they were, and what was measured.
-        """
-        own = next((share.samples for row, _, share in batch.split_by_row(algo) if row is main), [])
-        told: dict[str, float] = {}
-        if main.kl.is_adaptive:
-            told |= {"train/kl_coef": main.kl.coef, "train/kl_sample": (measured := kl_of_samples(TrainBatch(own)))}
-            self.steered["kl"] = main.kl.next_coef(measured, len(own))
-        if main.entropy.is_adaptive and own:
-            told["train/entropy_coef"] = main.entropy.coef
-            self.steered["entropy"] = main.entropy.next_coef(_mean_entropy(own))
-        return told
-
-    def _engine_mismatch(self, batch: TrainBatch, algo: Algorithm | Mixture) -> dict[str, float]:
-        """Engine against trainer, over whatever an engine drew."""
-        drawn = [
-            s
-            for row, _, share in batch.split_by_row(algo)
-            if row.needs
-            for s in share.trainable_samples(row).samples
-            if not s.guided
-        ]
-        if not drawn:
-            return {}
-        metrics = measure_mismatch(drawn, self.version)
-        if told := self.alarm.check_metrics(metrics):
-            emit(Warned(f"step {self.step_number + 1}{self.whose}: {told}"))
-        return metrics
-
-    def _learning_rate(self, lr: float) -> float:
-        """The learning rate of this step, under the schedule."""
-        s = self.settings
-        return learning_rate(
-            self.step_number - s.first_step, lr=lr, schedule=s.schedule, warmup=s.warmup_steps, steps=s.steps
-        )
-
-    def _with_current_coefs(self, algo: Algorithm) -> Algorithm:
-        """The row with the coefficients that earlier steps have led to."""
-        known = {name: coef for name, coef in self.steered.items() if getattr(algo, name).is_adaptive}
-        return replace(algo, **{name: replace(getattr(algo, name), coef=coef) for name, coef in known.items()})
 
     def _accumulate_gradients(
         self, batch: TrainBatch, algo: Algorithm, sums: StepMetricSums, *, proximal_noted: bool, weight: float = 1.0
@@ -508,35 +447,36 @@ class LocalTrainer:
             raise NotFinite(told[0])
         self.ranks.exchange_tokens(batch, done, "trained")
 
-    def _kl_to_start(self, batch: TrainBatch) -> dict[str, float]:
-        """k3 estimate of KL(policy || starting weights) on the first samples that were trained,
-        in nats a token; nothing where none was.
-        """
-        probe = TrainBatch([s for s in batch.samples if s.known.trained is not None][: self.settings.start_probe])
-        if not probe.samples:
-            return {}
-        assert self.start is not None, "start_probe keeps the starting weights"
-        how: dict[str, Any] = dict(budget=self.main.micro_tokens, temperature=self.main.temperature, ranks=self.ranks)
-        with self.offload.on_device(self.start):
-            notes.annotate_logprobs(self.start, probe, "start", **how)
-        known = probe.tokens()
-        assert known.trained is not None and known.start is not None
-        return {"train/kl_to_start": float(k3(known.trained - known.start).mean())}
 
-    def _count_bad(self, note: str) -> None:
-        self.bad_steps += 1
-        step = self.step_number + 1  # the loop counts from 1
-        emit(
-            Warned(
-                f"step {step}{self.whose} was not taken: {note}. Its rollouts are stored; look at them with `rondel "
-                f"replay RUN --step {step}`"
-            )
+def _measure_kl_to_start(start: LoadedModel, probe: TrainBatch, **how: Any) -> dict[str, float]:
+    """k3 estimate of KL(policy || starting weights) on the probed samples, in nats a token; nothing where none was."""
+    if not probe.samples:
+        return {}
+    notes.annotate_logprobs(start, probe, "start", **how)
+    known = probe.tokens()
+    assert known.trained is not None and known.start is not None
+    return {"train/kl_to_start": float(k3(known.trained - known.start).mean())}
+
+
+def _warn_bad_step(step: int, whose: str, note: str, bad: int, most: int) -> None:
+    """A step that a finite-check refused; after `most` in a row the run ends."""
+    emit(
+        Warned(
+            f"step {step}{whose} was not taken: {note}. Its rollouts are stored; look at them with `rondel "
+            f"replay RUN --step {step}`"
         )
-        if self.bad_steps >= self.settings.max_bad_steps:
-            raise TrainError(
-                f"{self.bad_steps} steps{self.whose} in a row were refused by a finite-check, the last one for: {note}. "
-                "Lower trainer.lr or look at the rewards"
-            )
+    )
+    if bad >= most:
+        raise TrainError(
+            f"{bad} steps{whose} in a row were refused by a finite-check, the last one for: {note}. "
+            "Lower trainer.lr or look at the rewards"
+        )
+
+
+def _drawn_samples(batch: TrainBatch, algo: Algorithm | Mixture) -> list[TrainSample]:
+    """What an engine drew and a row trained."""
+    shares = [share.trainable_samples(row) for row, _, share in batch.split_by_row(algo) if row.needs]
+    return [s for share in shares for s in share.samples if not s.guided]
 
 
 def _frozen_start(loaded: LoadedModel) -> LoadedModel:
@@ -577,12 +517,6 @@ def _decide_masks(batch: TrainBatch, algo: Algorithm) -> TokenBatch:
             for sample in batch.samples:
                 setattr(sample.known, name, None)
     return decided
-
-
-def _mean_entropy(samples: Sequence[TrainSample]) -> float:
-    entropy_T = TokenBatch.concat([s.known for s in samples]).entropy
-    assert entropy_T is not None
-    return float(entropy_T.mean())
 
 
 def _to_host(values: dict[str, Tensor]) -> dict[str, Tensor]:

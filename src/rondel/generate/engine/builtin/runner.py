@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from rondel.generate.engine.builtin.channels import TokenChannels, note_raw
-from rondel.generate.engine.builtin.feed import TokenFeed
 from rondel.generate.engine.builtin.logits_processors import process_logits
 from rondel.generate.engine.builtin.pages import LayerPools, PageAllocator
+from rondel.generate.engine.builtin.pass_inputs import TokenFeed
 from rondel.generate.engine.builtin.rejection import matching_prefix_length
 from rondel.generate.engine.builtin.request import SequenceState
 from rondel.generate.engine.builtin.sampler import draw_uniform, sample_tokens, sampling_weights
