@@ -42,7 +42,11 @@ def main(argv: list[str] | None = None) -> None:
     if a.model:
         tree: dict[str, Any] = {
             "model": {"path": a.model, "adapter": adapter},
-            "task": {"data": {**SUM_TASK, "holdout": 0}, "reward": "number", "suffix": SUFFIX},
+            "task": {
+                "data": {**SUM_TASK, "holdout": 0},
+                "reward": "number",
+                "env": {"kind": "single_turn", "suffix": SUFFIX},
+            },
             "algo": {"kind": "reinforce", "group_size": a.group},
             "loop": {"steps": a.steps, "groups_per_step": a.groups},
             "engine": {"sampling": {"max_tokens": a.new, "ignore_eos": True}},

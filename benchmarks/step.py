@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tree = {
             "model": {"path": a.model, "dtype": a.dtype},
-            "task": {"data": SUM_TASK, "reward": "number", "suffix": SUFFIX},
+            "task": {"data": SUM_TASK, "reward": "number", "env": {"kind": "single_turn", "suffix": SUFFIX}},
             "algo": {"kind": "grpo", "group_size": a.group, "aggregate": {"kind": "token_mean"}},
             "loop": {"steps": a.steps, "groups_per_step": a.prompts, "seed": a.seed},
             "engine": {"sampling": {"max_tokens": a.new, "ignore_eos": a.force_len}},

@@ -221,7 +221,7 @@ def after_a_step(model: str, lr: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         tree = {
             "model": {"path": model, "dtype": "bfloat16"},
-            "task": {"data": SUM_TASK, "reward": "number", "suffix": SUFFIX},
+            "task": {"data": SUM_TASK, "reward": "number", "env": {"kind": "single_turn", "suffix": SUFFIX}},
             "algo": {"kind": "grpo", "group_size": 8},
             "loop": {"steps": 1, "groups_per_step": 8},
             "engine": {"sampling": {"max_tokens": 32}},

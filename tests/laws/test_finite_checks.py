@@ -152,6 +152,7 @@ def test_a_refusal_between_two_updates_tells_what_was_taken():
     assert "update 2 of 2, 1 were taken" in stats.note
 
 
+@dataclass(frozen=True)
 class BrokenLater(Component):
     """Finite until the policy has moved from its anchor."""
 

@@ -184,7 +184,7 @@ def test_a_turn_of_glm_ends_with_the_mark_of_the_next_message():
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_a_call_with_a_fault(form, text, fault):
-    found = form.read(text)
+    found = form.parse_calls(text)
     assert (len([c for c in found if c.fault]) == 1 and fault in found[-1].fault) or any(
         fault in c.fault for c in found
     ), found
@@ -232,7 +232,7 @@ def test_no_text_breaks_a_reader(form):
     rng = random.Random(11)
     for _ in range(1500):
         text = "".join(rng.choices(PIECES, k=rng.randrange(40)))
-        for call in form.read(text):
+        for call in form.parse_calls(text):
             assert isinstance(call.name, str) and isinstance(call.arguments, dict) and isinstance(call.fault, str)
         assert 0 <= form.find_call_start(text) <= len(text)
 
@@ -247,7 +247,7 @@ def test_time_grows_with_the_length_alone(form):
         spent = []
         for _ in range(3):  # a collection of garbage may fall into one
             began = time.process_time()
-            form.read(text)
+            form.parse_calls(text)
             spent.append(time.process_time() - began)
         return min(spent)
 

@@ -151,7 +151,7 @@ def test_a_judge_and_a_server_read_what_tools_and_users_said():
         Turn("user", "where?", 0, 3), Turn("assistant", "let me see", 3, 5, True), Turn("tool", "lost in a fire", 5, 8), Turn("assistant", "it came", 8, 9, True),
     ]  # fmt: skip
     reward = build_reward({"kind": "judge", "url": "http://127.0.0.1:1/v1", "model": "m"})
-    prompt = reward.request(trajectory, task(1))["messages"][0]["content"]
+    prompt = reward.build_request(trajectory, task(1))["messages"][0]["content"]
     mark = prompt.partition("--- answer ")[2].partition("\n")[0]
     assert (
         f"--- assistant {mark}\nlet me see\n--- tool {mark}\nlost in a fire\n--- assistant {mark}\nit came\n--- end of "
@@ -164,7 +164,7 @@ def test_a_judge_and_a_server_read_what_tools_and_users_said():
             *trajectory.conversation[2:],
         ],
     )
-    again = reward.request(forged, task(1))["messages"][0]["content"]
+    again = reward.build_request(forged, task(1))["messages"][0]["content"]
     assert again.partition("--- answer ")[2].partition("\n")[0] != mark, "no text knows its own mark"
     with Fake(lambda number, body: {"reward": 1.0}) as fake:
         asked({"kind": "remote", "url": fake.url}, [(trajectory, task(1))])
@@ -176,7 +176,7 @@ def test_a_judge_and_a_server_read_what_tools_and_users_said():
 @pytest.mark.parametrize("text", INJECTIONS)
 def test_an_answer_cannot_end_itself(text):
     reward = build_reward({"kind": "judge", "url": "http://127.0.0.1:1/v1", "model": "m"})
-    prompt = reward.request(said(text), task(1))["messages"][0]["content"]
+    prompt = reward.build_request(said(text), task(1))["messages"][0]["content"]
     (opening,) = [line for line in prompt.splitlines() if line.startswith("--- answer ")]
     mark = opening.removeprefix("--- answer ")
     assert prompt.count(f"--- end of answer {mark}") == 1 and mark not in text
@@ -352,4 +352,4 @@ def test_a_closed_pool_leaves_nobody_waiting(tmp_path, monkeypatch):
 
 def test_the_whole_request_is_json():
     reward = build_reward({"kind": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "field": "score"})
-    assert json.loads(json.dumps(reward.request(said("x"), task(1))))["model"] == "m"
+    assert json.loads(json.dumps(reward.build_request(said("x"), task(1))))["model"] == "m"
