@@ -1,7 +1,7 @@
 """Post-processing of rewards of your own: `algo.shaping = { kind = "my_shaping:PerToken", price = 0.01 }`.
 
-A component of an algorithm is a frozen dataclass derived from `Component`; its fields are its knobs in the recipe. `algo.advantage`, `algo.surrogate`
-and the others take yours in the same way.
+A component of an algorithm is a frozen dataclass derived from `Component`; its fields are its knobs in the recipe.
+`algo.advantage`, `algo.surrogate` and the others take yours in the same way.
 """
 
 from dataclasses import dataclass

@@ -209,7 +209,7 @@ def test_taking_the_first_flatters_the_training_reward_and_is_said_aloud(tmp_pat
     score is the same, what is trained is not.
     """
     eval_ = {
-        "task__eval": {"temperature": 1.0},
+        "task__eval": {"sampling": {"temperature": 1.0}},
         "task__data": {"kind": "digits", "holdout": 40},
         "task__eval__every": 0,
     }
