@@ -217,7 +217,7 @@ for capability, those in ((80, cases[:1]), (86, cases), (90, cases[:2])):
         kinds = dict.fromkeys(("q", "keys", "values"), "*" + dtype) | dict.fromkeys(("table", "feeds", "tiles"), "*i32")
         kinds |= dict.fromkeys(("out", "lse"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
         signature = {name: "constexpr" if name.isupper() else kinds.get(name, "i32") for name in names}
-        shape, power = paged_attention.KernelShape.of(repeats, new, size, size, element), paged_attention._power(size)
+        shape, power = paged_attention.KernelShape.for_sizes(repeats, new, size, size, element), paged_attention._next_power(size)
         fixed = dict(REPEATS=repeats, QUERIES=shape.queries, ROWS=shape.rows, BLOCK=shape.block, SIZE=size, WIDE=size)
         fixed |= dict(SIZE_P=power, WIDE_P=power, SPLITS=splits)
         made = triton.compile(ASTSource(paged_attention._attention_kernel, signature, fixed), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4, num_stages=2))

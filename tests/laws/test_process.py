@@ -336,7 +336,7 @@ class TestNursery:
         code = (
             "import time; from rondel.core.time_account import TimeAccount; from rondel.runtime.cluster import forkserver, "
             "process\n"
-            "w = process.ProcessCluster().spawn('part', TimeAccount, 'x'); w.now(); print(w.pid, forkserver.pid(), "
+            "w = process.ProcessCluster().spawn('part', TimeAccount, 'x'); w.now(); print(w.pid, forkserver.forkserver_pid(), "
             "flush=True); time.sleep(60)"
         )
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as controller:
