@@ -11,7 +11,7 @@ from rondel.algos.tensors import Tensor, torch
 class ScoredSamples:
     """N samples of whole groups; T trainable tokens, in the order of the samples.
 
-    >>> Scored(torch.tensor([1.0, 0.0]), group_N=torch.tensor([7, 7]), lengths_N=torch.tensor([3, 5]))  # doctest: +SKIP
+    >>> ScoredSamples(torch.tensor([1.0, 0.0]), group_N=torch.tensor([7, 7]), lengths_N=torch.tensor([3, 5]))  # doctest: +SKIP
     """
 
     rewards_N: Tensor

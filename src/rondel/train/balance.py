@@ -1,5 +1,5 @@
 """Micro-batches of equal size for several ranks: all wait for the fullest, so the fullest
-should hold as little as can be (SPEC B3).
+should hold as little as can be.
 
     load of a micro-batch = own tokens of its samples + the prompt of every family it has
     samples of + the root of every tree of families

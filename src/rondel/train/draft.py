@@ -3,7 +3,7 @@
     L = - mean over the written tokens of log q(token)      the tokens are samples of p, so
     this is KL(p || q) + constant: distillation
 
-Its weights, gradients and optimizer are its own; the policy's are not touched.  SPEC E11, arXiv:2310.07177.
+Its weights, gradients and optimizer are its own; the policy's are not touched.  arXiv:2310.07177.
 """
 
 from __future__ import annotations

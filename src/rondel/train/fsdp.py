@@ -1,4 +1,4 @@
-"""More than one rank: parameters, gradients and AdamW's moments in shards (FSDP2), gathered around each pass.  SPEC B2.
+"""More than one rank: parameters, gradients and AdamW's moments in shards (FSDP2), gathered around each pass.
 
 master   fp32, a shard a rank     what AdamW moves
 compute  bf16 (the model's dtype), whole, from the gathering before a layer's pass to the end of it

@@ -1,5 +1,5 @@
 """Where the trainer's tensors lie while somebody else has the device: host memory, each
-tensor the same object before and after.  SPEC H6.
+tensor the same object before and after.
 
     device   masters  moments  gradients  critic  draft's optimizer          reference,
              teacher: there for their own pass

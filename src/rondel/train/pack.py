@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class TrainSample:
     """One trajectory on its way through training; arrays are over its trainable tokens, [m] each.
 
-    >>> Sample.of(trajectory, group=17, index=0).lengths  # doctest: +SKIP
+    >>> TrainSample.from_trajectory(trajectory, group=17, index=0).lengths  # doctest: +SKIP
     """
 
     group: int

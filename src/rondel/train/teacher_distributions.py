@@ -1,6 +1,6 @@
 """What teachers would have said at every token of a micro-batch, over the whole vocabulary:
 kept as last hidden states, a row of D numbers a token where logits are V, and multiplied with the
-teacher's head when a chunk of rows is there (SPEC T2)."""
+teacher's head when a chunk of rows is there."""
 
 from __future__ import annotations
 

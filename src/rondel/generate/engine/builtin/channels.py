@@ -4,7 +4,7 @@ raw_logprobs      of the drawn tokens under the model alone: temperature 1, befo
 top_logprobs:K    the K most likely tokens there, with their log-probabilities
 prompt_logprobs   of the given tokens, computed with one extra pass over the prompt, whatever the cache holds
 support           the ids that a token was drawn from where truncation, a grammar or min_tokens
-                  cut some off (PROBLEMS row 25)
+                  cut some off
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an engine gives back beside its cache, by tag.  SPEC H6, W10.
+"""What an engine gives back beside its cache, by tag.
 
     weights      those of its own go to host memory, each tensor the same object (models/host.py);
                  on a CPU the host is the device, and what goes are the packed copies of linear

@@ -1,7 +1,7 @@
 """One token a row, and the logarithm of the probability with which it was really drawn.
 
     logits -> bias -> penalties -> grammar -> min_tokens -> / temperature -> top-k -> top-p -> min-p -> draw
-              `------------- shaping.py --------------´    `----------- weights ------------´    choose
+              `------------- logits_processors.py --------------´    `----------- weights ------------´    choose
 
 Every step sees what the one before left, and the stored logprob is that of the last
 distribution (law 4). Noise is counter-based: token t of a sample comes from Philox(key,
