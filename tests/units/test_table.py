@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from rondel.algos import (
     surrogate,
     trust_region_surrogates,
 )
-from rondel.algos.component import Component
+from rondel.algos.component import Component, LossTerm
 from rondel.algos.objective import explain_objective, objective
 from rondel.algos.table import DAPO, DR_GRPO, FAMILIES, GRPO, REINFORCE, RLOO, SFT, TABLE, resolve_algorithm
 from rondel.algos.tokens import TokenBatch
@@ -356,17 +357,23 @@ def test_a_loss_term_of_ones_own_is_added_to_every_token_that_counts():
     section = {"kind": "grpo", "terms": [{"kind": "my_loss_term:StayClose", "coef": 0.5, "free": 0.1}]}
     row, plain = resolve_algorithm(section), resolve_algorithm({"kind": "grpo"})
     assert "behavior_logprobs" in row.needs and "0.5·stay_close" in explain_objective(row)
+    assert "  stay_close = StayClose(coef=0.5, free=0.1)" in explain_objective(row)
     logp = torch.tensor([-1.0, -0.5, -2.0], dtype=torch.float64).requires_grad_()
     behavior = torch.tensor([-1.3, -0.55, -1.0], dtype=torch.float64)
     weight = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
     batch = TokenBatch(torch.tensor([0, 0, 1]), logprobs=logp, behavior=behavior, advantages=torch.ones(3).double())
     (loss, terms), (other, _) = objective(row, batch, weight), objective(plain, batch, weight)
     wanted = 0.5 * (weight * torch.tensor([0.2, 0.0, 0.9], dtype=torch.float64) ** 2).sum()
-    assert float(loss - other) == pytest.approx(float(wanted)) and float(terms["term_stay_close"][2]) == pytest.approx(
-        0.81
-    )
+    assert float((loss - other).detach()) == pytest.approx(float(wanted)) and float(
+        terms["term_stay_close"][2]
+    ) == pytest.approx(0.81)
     slope = torch.autograd.grad(loss - other, logp)[0]
     assert slope.tolist() == pytest.approx([0.5 * 0.5 * 2 * 0.2, 0.0, -0.5 * 0.25 * 2 * 0.9])
+
+
+@dataclass(frozen=True)
+class Greedy(LossTerm):
+    needs: ClassVar[frozenset[str]] = frozenset({"values"})
 
 
 @pytest.mark.parametrize(
@@ -377,6 +384,7 @@ def test_a_loss_term_of_ones_own_is_added_to_every_token_that_counts():
         ([{"kind": f"{__name__}:Halved"}], "derives from rondel.algos.component.LossTerm"),
         ([{"kind": "my_loss_term:StayClose", "fre": 1.0}], "StayClose has no such knob. Did you mean 'free'?"),
         ([{"kind": "my_loss_term:StayClose"}] * 2, "algo.terms has a term twice: stay_close"),
+        ([{"kind": f"{__name__}:Greedy"}], "needs values; a loss term may need advantages, behavior_logprobs"),
     ],
 )
 def test_a_loss_term_that_is_none_is_refused(terms, told):

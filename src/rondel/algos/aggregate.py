@@ -10,7 +10,7 @@ samples counts them all the same (see `masked_scale`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rondel.algos.component import Component
 from rondel.algos.tensors import Tensor, torch
@@ -22,7 +22,7 @@ def _reciprocal_where(counted_N: Tensor, denominator: Tensor | int) -> Tensor:
     return torch.where(counted_N, 1.0 / torch.as_tensor(denominator).double().clamp(min=1), 0.0)
 
 
-def masked_scale(aggregate: Any, trained_N: Tensor, lengths_N: Tensor) -> float:
+def masked_scale(aggregate: Component, trained_N: Tensor, lengths_N: Tensor) -> float:
     """What the weights of the trained samples are multiplied by where others are masked.  [n], [N] -> scalar.
 
     A masked sample's tokens are in no sum of tokens, but the sample is one of the N: n/N for a
@@ -30,7 +30,7 @@ def masked_scale(aggregate: Any, trained_N: Tensor, lengths_N: Tensor) -> float:
     smaller step for the former and not for the latter.
     """
     samples = int((lengths_N > 0).sum())
-    return int((trained_N > 0).sum()) / samples if samples and getattr(aggregate, "counts_samples", False) else 1.0
+    return int((trained_N > 0).sum()) / samples if samples and aggregate.counts_samples else 1.0
 
 
 @dataclass(frozen=True)

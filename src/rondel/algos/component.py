@@ -87,6 +87,11 @@ class Component:
         return False
 
     @property
+    def counts_samples(self) -> bool:
+        """Of an aggregate: its denominator is a number of samples, so one that is masked is counted out again."""
+        return False
+
+    @property
     def selects_tokens(self) -> bool:
         """Of a surrogate or an entropy bonus: its `select` chooses tokens of the whole update."""
         return type(self).select is not Component.select

@@ -113,6 +113,7 @@ def explain_objective(row: Algorithm) -> str:
         f"{row.name}  ({row.paper})",
         f"loss      sum over the trainable tokens of w·(c·l{penalty}{bonus})",
         *(f"  {SYMBOLS[family]} = {part}" for family, part in shown.items()),
+        *(f"  {term.name} = {term}" for term in row.terms),
         *cost,
         f"  w counts {'what the correction keeps of ' if kept else ''}the whole batch before the first forward pass: micro-batches and ranks cannot change it",
         f"gradient  at r = 1: sum of w·((c·({row.surrogate.slope}){slope})·∇logp{push})",

@@ -403,6 +403,10 @@ def _find_row(kind: Any) -> Algorithm:
     return row
 
 
+# what the trainer can give a loss term, as fields of its TokenBatch; a critic's values belong to a row with a critic
+TERM_NEEDS = frozenset({"advantages", "behavior_logprobs", "proximal_logprobs", "ref_logprobs"})
+
+
 def _loss_terms(given: Any) -> tuple[LossTerm, ...]:
     if not (isinstance(given, list | tuple) and all(isinstance(term, dict) and "kind" in term for term in given)):
         raise ConfigError(f"algo.terms = {given!r}; write algo.terms = [{{ kind = 'module:MyTerm', coef = 0.1 }}]")
@@ -416,6 +420,11 @@ def _loss_terms(given: Any) -> tuple[LossTerm, ...]:
                 f"rondel.algos.component.LossTerm"
             )
         terms.append(override_knobs(cls(), knobs, {}, path))
+        if odd := sorted(terms[-1].needs - TERM_NEEDS):
+            raise ConfigError(
+                f"{path}.kind = '{section['kind']}' needs {', '.join(odd)}; a loss term may need "
+                f"{', '.join(sorted(TERM_NEEDS))}"
+            )
     if len({term.name for term in terms}) < len(terms):
         raise ConfigError(f"algo.terms has a term twice: {', '.join(term.name for term in terms)}; each has one metric")
     return tuple(terms)

@@ -166,17 +166,19 @@ class TrainBatch:
 
     def write_tokens(self, chosen: Sequence[int] | None = None, **values: Tensor) -> None:
         """Give each sample its share of per-token tensors, under the names of TokenBatch's fields."""
-        picked = self.samples if chosen is None else [self.samples[i] for i in chosen]
-        lengths = [len(s.trainable) for s in picked]
         for name, values_T in values.items():
-            for sample, piece in zip(picked, values_T.detach().float().cpu().split(lengths)):
-                setattr(sample.known, name, piece.clone())  # a part of a tensor would travel as the whole
+            for sample, piece in self._split_tokens(chosen, values_T):
+                setattr(sample.known, name, piece)
 
     def write_teacher(self, chosen: Sequence[int], number: int, values_M: Tensor) -> None:
         """Give the chosen samples the log-probabilities of one teacher."""
-        picked = [self.samples[i] for i in chosen]
-        for sample, piece in zip(picked, values_M.detach().float().cpu().split([len(s.trainable) for s in picked])):
-            sample.known.teachers[number] = piece.clone()
+        for sample, piece in self._split_tokens(chosen, values_M):
+            sample.known.teachers[number] = piece
+
+    def _split_tokens(self, chosen: Sequence[int] | None, values_T: Tensor) -> Iterator[tuple[TrainSample, Tensor]]:
+        picked = self.samples if chosen is None else [self.samples[i] for i in chosen]
+        for sample, piece in zip(picked, values_T.detach().float().cpu().split([len(s.trainable) for s in picked])):
+            yield sample, piece.clone()  # a part of a tensor would travel as the whole
 
     def sample_name(self, sample: int) -> str:
         return f"group {self.samples[sample].group}, sample {self.samples[sample].index}"
