@@ -26,6 +26,7 @@ from rondel.core.events import Warned, emit
 from rondel.core.time_account import TimeAccount
 from rondel.core.types import Manifest, Route, StepStats
 from rondel.models import linear
+from rondel.system.process_memory import release_freed_memory
 from rondel.train import annotate as notes
 from rondel.train import checkpoint
 from rondel.train.adaptive_coefs import AdaptiveCoefs
@@ -146,6 +147,7 @@ class LocalTrainer:
         stats = await self._run_on_device(self._step, batch, algo)
         if self.draft is not None and batch.samples:
             stats.metrics |= await self._run_on_device(self.draft.step, batch, self.settings)
+        release_freed_memory()
         self.account.report_time(self.offload.memory())
         return stats
 
@@ -342,6 +344,7 @@ class LocalTrainer:
             for stack in linear.packed_linears(self.loaded.model):
                 if stack.is_trained:
                     stack.drop_packed()
+            release_freed_memory()
             critic_norm = torch.zeros(())
             for row, weight, share in update.split_by_row(algo):
                 own = share.trainable_samples(row)
