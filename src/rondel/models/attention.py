@@ -234,8 +234,8 @@ class PackedLayout:
         def build_rows() -> _Rows:
             spread = self._query_rows(heads)
             place = torch.empty(self.total * heads, dtype=torch.int64)
-            place[spread.index[spread.counts].cpu()] = spread.counts.nonzero()[:, 0].cpu()
-            return _Rows(place, torch.ones(len(place), dtype=torch.bool), len(spread.index), self.device)
+            place[spread.taken] = spread.users
+            return _Rows(place, torch.ones(len(place), dtype=torch.bool), spread.length, self.device)
 
         return self._cached_rows("back", heads, build_rows)
 
@@ -270,11 +270,11 @@ class _Rows:
 
     def __init__(self, index: Tensor, counts: Tensor, total: int, device: torch.device | str) -> None:
         """`index` [N] the rows taken, `counts` [N] False where the taken row is only padding."""
-        users = counts.nonzero()[:, 0]
-        users = users[index[users].argsort(stable=True)]
-        uses = index[counts].bincount(minlength=total)
+        self.users, self.taken = counts.nonzero()[:, 0], index[counts]  # on the host
+        users = self.users[self.taken.argsort(stable=True)]
+        uses = self.taken.bincount(minlength=total)
         first = uses.cumsum(0) - uses
-        self.index, self.counts, self.total = index.to(device), counts.to(device), total
+        self.index, self.length, self.total = index.to(device), len(index), total
         self.adjoint: list[tuple[int, Tensor, Tensor]] = []  # (how often used, rows, their users)
         for n in uses.unique().tolist():
             rows = (uses == n).nonzero()[:, 0]

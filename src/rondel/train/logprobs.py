@@ -47,6 +47,9 @@ class _Chunked(torch.autograd.Function):
         taught: TeacherDistribution | None,
     ):
         ctx.save_for_backward(hidden, weight, bias, target)
+        ctx.set_materialize_grads(
+            False
+        )  # what the loss does not use comes back as None: no host asks a device for zeros
         ctx.head, ctx.temperature, ctx.kept, ctx.taught = head, temperature, kept, taught
         logprobs, entropies, apart = [], [], []
         chunks = _row_chunks(len(hidden), len(weight))
@@ -71,14 +74,15 @@ class _Chunked(torch.autograd.Function):
         return _cat_pieces(logprobs, hidden), ctx.entropy.clone(), nothing if taught is None else ctx.kl.clone()
 
     @staticmethod
-    def backward(ctx, grad_logprob: Tensor, grad_entropy: Tensor, grad_kl: Tensor):
+    def backward(ctx, grad_logprob: Tensor | None, grad_entropy: Tensor | None, grad_kl: Tensor | None):
         hidden, weight, bias, target = ctx.saved_tensors
+        if grad_logprob is None:
+            grad_logprob = torch.zeros_like(ctx.entropy)
         head, temperature = ctx.head, ctx.temperature
         grad_hidden = torch.empty_like(hidden)
         grad_weight: Tensor | None = None  # summed over the chunks in fp32
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         main = main_grad(head.weight) if ctx.needs_input_grad[1] else None
-        uses_entropy = bool(grad_entropy.any())
         for rows in _row_chunks(len(hidden), len(weight)):
             h = hidden[rows]
             bent = None
@@ -92,7 +96,7 @@ class _Chunked(torch.autograd.Function):
                 p = torch.softmax(logits if ctx.kept is None else ctx.kept.mask_logits(logits, rows), -1)
                 del logits  # here a step needs most memory: two arrays of a chunk are held at a time, not four
             pull: Tensor | None = None
-            if ctx.taught is not None:
+            if ctx.taught is not None and grad_kl is not None:
                 pull = (
                     p.clamp_min(1e-38)
                     .log_()
@@ -101,7 +105,7 @@ class _Chunked(torch.autograd.Function):
                     .mul_(p)
                     .mul_(grad_kl[rows, None])
                 )
-            if uses_entropy:
+            if grad_entropy is not None:
                 grad = p.clamp_min(1e-38).log_().add_(ctx.entropy[rows, None]).mul_(grad_entropy[rows, None])
                 grad.add_(grad_logprob[rows, None]).mul_(p).neg_()
             else:

@@ -1,0 +1,27 @@
+"""How many of Rondel's files one steady step of the tiny recipe passes through: each is one that a reader has to open."""
+
+import sys
+import threading
+from pathlib import Path
+
+from run_kit import run
+
+import rondel
+from rondel.core.events import StepDone, subscribe
+
+
+def test_files_of_a_steady_step(tmp_path, monkeypatch):
+    source, seen, steady = str(Path(rondel.__file__).parent), set(), []
+    monkeypatch.setattr(threading, "_profile_hook", None)
+
+    def note_call(frame, kind, _):
+        if steady and kind == "call" and frame.f_code.co_filename.startswith(source):
+            seen.add(frame.f_code.co_filename)
+
+    forget = subscribe(lambda e: steady.__setitem__(slice(None), [1][: isinstance(e, StepDone) and e.step == 3]))
+    threading.setprofile(note_call)
+    sys.setprofile(note_call)
+    run(tmp_path, loop__steps=4, loop__warmup__steps=0)
+    sys.setprofile(None)
+    forget()
+    assert 60 < len(seen) <= 116, sorted(seen)
