@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_kit import run
+from kits.runs import run
 
 HERE = Path(__file__).parents[2] / "benchmarks"
 SMALL = {

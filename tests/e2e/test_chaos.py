@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from run_kit import check, events, run, run_and_die, tiny
+from kits.runs import check, events, run, run_and_die, tiny
 
 from rondel.assemble import train
 from rondel.core.errors import RondelError

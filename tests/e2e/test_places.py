@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from run_kit import check, events, final, run, steps
+from kits.runs import check, events, final, run, steps
 
 from rondel.core.errors import ConfigError
 from rondel.runtime.cluster import forkserver
@@ -151,7 +151,7 @@ def test_two_ranks_on_ray(tmp_path, with_ray):
 
 
 def test_ranks_that_torchrun_started_follow_the_first(tmp_path):
-    from run_kit import FAST, RECIPE
+    from kits.runs import FAST, RECIPE
 
     settings = {
         **FAST,

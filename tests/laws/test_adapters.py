@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_kit import SIZE, all_of, ask, engine, plain_logprobs, prompt
-from run_kit import events, final, run, run_and_die, steps, tiny
+from kits.engine import SIZE, all_of, ask, engine, plain_logprobs, prompt
+from kits.runs import events, final, run, run_and_die, steps, tiny
+from kits.train import awkward_groups, batch, model, row, step, trainer
 from safetensors.torch import load_file
 from test_sync_transaction import update
-from train_kit import awkward_groups, batch, model, row, step, trainer
 
 from rondel.core.errors import ConfigError, EngineError, ModelError, SyncError
 from rondel.models import adapters, linear, names

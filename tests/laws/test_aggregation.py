@@ -10,11 +10,11 @@ from typing import ClassVar
 
 import pytest
 import torch
-from algos_kit import F64, Ragged, lively, scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_kit import awkward_groups, model, step, trainer
-from train_kit import row as row_of
+from kits.algos import F64, Ragged, lively, scored
+from kits.train import awkward_groups, model, step, trainer
+from kits.train import row as row_of
 
 from rondel.algos import advantage, aggregate, correction, gae, kl, table
 from rondel.algos.component import Component

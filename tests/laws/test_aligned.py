@@ -10,9 +10,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from engine_kit import SIZE, all_of, ask, engine, idle, prompt
-from run_kit import run, steps
-from train_kit import batch, row
+from kits.engine import SIZE, all_of, ask, engine, idle, prompt
+from kits.runs import run, steps
+from kits.train import batch, row
 
 from rondel.core.errors import ConfigError
 from rondel.core.types import Group, Score, Task, Trajectory

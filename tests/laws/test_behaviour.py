@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from engine_kit import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny
+from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny
 
 from rondel.core.errors import EngineError
 from rondel.core.types import Sampling, sample_key

@@ -8,7 +8,7 @@ import asyncio
 
 import pytest
 import torch
-from engine_kit import LLAMA, SIZE, ask, engine, idle, plain_logprobs, prompt, tiny
+from kits.engine import LLAMA, SIZE, ask, engine, idle, plain_logprobs, prompt, tiny
 
 from rondel.core.errors import ConfigError
 from rondel.models import compilation as module

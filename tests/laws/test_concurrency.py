@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from run_kit import events, run
+from kits.runs import events, run
 
 from rondel.generate.engine.concurrency import WINDOW, ConcurrencyController
 

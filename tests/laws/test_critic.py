@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from run_kit import events, final, run, run_and_die
+from kits.runs import events, final, run, run_and_die
+from kits.train import awkward_groups, batch, bits, model, row, step, trainer, trajectory
 from test_split import apart, shuffled
-from train_kit import awkward_groups, batch, bits, model, row, step, trainer, trajectory
 from transformers import AutoModelForCausalLM
 
 from rondel.assemble import replay
@@ -460,8 +460,8 @@ def test_turns_that_pay_on_their_own_stale_and_held_to_the_start(tmp_path):
     rewards with a target, one step of staleness.
     """
     changes = {
-        "task__env": "rewards_kit:Twice",
-        "task__reward": {"kind": "combine", "parts": {"turns": {"kind": "rewards_kit:turns", "weight": 0.25}}},
+        "task__env": "kits.rewards:Twice",
+        "task__reward": {"kind": "combine", "parts": {"turns": {"kind": "kits.rewards:turns", "weight": 0.25}}},
         "algo__kl": {"coef": 0.1, "target": 0.5, "horizon": 50},
         "loop__warmup__steps": 0, "loop__max_staleness": 1, "algo__correction": {"kind": "importance"},
     }  # fmt: skip

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from disk_kit import FullDisk, PowerCut, ReadOnlyDisk, apart, small_disk
-from run_kit import context, events, final, run
+from kits.disks import FullDisk, PowerCut, ReadOnlyDisk, apart, small_disk
+from kits.runs import context, events, final, run
 
 from rondel.core.config import Job
 from rondel.core.errors import CheckpointError, RondelError, SyncError, leaf_errors

@@ -9,9 +9,9 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from engine_kit import all_of, ask, engine
-from run_kit import events, run, tiny
-from train_kit import KINDS, SMALL, batch, model, row, step, trainer
+from kits.engine import all_of, ask, engine
+from kits.runs import events, run, tiny
+from kits.train import KINDS, SMALL, batch, model, row, step, trainer
 
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.assemble.components import build
@@ -220,7 +220,7 @@ def test_teachers_that_cannot_teach_are_refused(tmp_path, changes, says):
 @pytest.mark.slow
 def test_a_teacher_that_is_served_teaches_what_it_would_teach_here(tmp_path):
     """`rondel serve` on another port and the same model in the trainer: the same advantages, and so the same run."""
-    serve_kit = pytest.importorskip("serve_kit")
+    serve_kit = pytest.importorskip("kits.serve")
     run(tmp_path / "teacher", loop__steps=0, loop__warmup__steps=12)
     folder = tmp_path / "teacher" / "checkpoints" / "step-000012"
     how = {"algo__kind": "opd", "loop__steps": 2, "loop__warmup__steps": 2}

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from run_kit import events, run
+from kits.runs import events, run
+from kits.train import batch, forked_group, model, row, trainer, trajectory
 from test_split import apart, gradient
-from train_kit import batch, forked_group, model, row, trainer, trajectory
 
 from rondel.buffer.state import decode, encode
 from rondel.core.errors import ConfigError, EnvError

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import run_kit
-from fakes import CountingTrainer, endless, loop_kit
+from kits import runs
+from kits.fakes import CountingTrainer, endless, loop_kit
 
 from rondel import loop
 from rondel.buffer import Buffer
@@ -51,7 +51,7 @@ class Bandit(GroupRollouts):
 
 
 def bandit(tmp_path, faults, steps=60, groups=8, size=8):
-    parts = SimpleNamespace(job=run_kit.tiny(Path(tmp_path)), sampling=Sampling(), failures=FailureBudget(), pool=None)
+    parts = SimpleNamespace(job=runs.tiny(Path(tmp_path)), sampling=Sampling(), failures=FailureBudget(), pool=None)
     rollouts, trained, trainer = Bandit(parts, size), [], CountingTrainer()
     rollouts.faults = faults
     buffer = Buffer(groups_per_step=groups, max_staleness=1)
@@ -68,7 +68,7 @@ def bandit(tmp_path, faults, steps=60, groups=8, size=8):
 @pytest.mark.slow
 def test_five_percent_faults_leave_the_training_reward_unbiased(tmp_path):
     (clean, book, _), (faulty, faulty_book, failures) = bandit(tmp_path, 0.0), bandit(tmp_path, 0.05)
-    assert run_kit.balances(book) and run_kit.balances(faulty_book) and failures.why == ""
+    assert runs.balances(book) and runs.balances(faulty_book) and failures.why == ""
     same = {t.text: t.reward for group in clean for t in group.trajectories}
     scored = [t for group in faulty for t in group.trajectories if t.reward is not None]
     lost = [t for group in faulty for t in group.trajectories if t.reward is None]
@@ -138,26 +138,24 @@ def test_a_run_stops_with_the_cause_and_a_checkpoint_and_goes_on(tmp_path, monke
             RewardError,
             match=r"stopped after step \d of 8, which is in a checkpoint: .* environment fault .*sandbox is down.*max_failures = 0.2",
         ):
-            run_kit.run(tmp_path / "run", **changes)
+            runs.run(tmp_path / "run", **changes)
     finally:
         end()
-    done = [e["step"] for e in run_kit.events(tmp_path / "run", "StepDone")]
-    assert done[-1] < 8 and all(run_kit.balances(e["ledger"]) for e in run_kit.events(tmp_path / "run", "StepDone"))
+    done = [e["step"] for e in runs.events(tmp_path / "run", "StepDone")]
+    assert done[-1] < 8 and all(runs.balances(e["ledger"]) for e in runs.events(tmp_path / "run", "StepDone"))
     (tmp_path / "down").unlink()
-    run_kit.run(tmp_path / "run", **changes)
-    assert run_kit.events(tmp_path / "run", "RunEnded")[-1]["step"] == 8
-    steps = [e["step"] for e in run_kit.events(tmp_path / "run", "StepDone")]
+    runs.run(tmp_path / "run", **changes)
+    assert runs.events(tmp_path / "run", "RunEnded")[-1]["step"] == 8
+    steps = [e["step"] for e in runs.events(tmp_path / "run", "StepDone")]
     assert (
         steps[-1] == 8
         and sorted(set(steps)) == list(range(1, 9))
-        and run_kit.events(tmp_path / "run", "Resumed")[-1]["step"] == done[-1]
+        and runs.events(tmp_path / "run", "Resumed")[-1]["step"] == done[-1]
     )
 
 
 def test_what_was_scored_twice_is_counted_once(tmp_path):
-    parts = SimpleNamespace(
-        job=run_kit.tiny(Path(tmp_path)), sampling=Sampling(), failures=FailureBudget(0.5), pool=None
-    )
+    parts = SimpleNamespace(job=runs.tiny(Path(tmp_path)), sampling=Sampling(), failures=FailureBudget(0.5), pool=None)
     rollouts = Bandit(parts, 4)
     rollouts.faults = 1.0
 
@@ -172,7 +170,7 @@ def test_what_was_scored_twice_is_counted_once(tmp_path):
 def test_a_pause_ends_when_the_world_mends(tmp_path):
     """Down from the 100th answer on and up again after six questions: no answer is lost, and one asks at a time."""
     parts = SimpleNamespace(
-        job=run_kit.tiny(Path(tmp_path)),
+        job=runs.tiny(Path(tmp_path)),
         sampling=Sampling(),
         failures=FailureBudget(0.3, patience=60, first=0.001),
         pool=None,
@@ -198,7 +196,7 @@ def test_a_pause_ends_when_the_world_mends(tmp_path):
     buffer = Buffer(groups_per_step=4, max_staleness=1)
     asyncio.run(asyncio.wait_for(loop.run(endless(), buffer, **loop_kit(trainer, rollouts, 20)), 60))
     book = buffer.ledger()
-    assert run_kit.balances(book) and not parts.failures.why and mended and parts.failures.since is None
+    assert runs.balances(book) and not parts.failures.why and mended and parts.failures.since is None
     assert sum(n for name, n in book.items() if name.startswith("failed")) <= 100 / 8, (
         "what failed before the pause, and nobody after"
     )
@@ -244,4 +242,4 @@ def test_who_is_given_up_in_its_turn_leaves_it_to_others():
 
 def test_patience_without_a_budget_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="set max_failures below 1"):
-        run_kit.tiny(tmp_path, task__reward={"kind": "number", "patience": 5.0})
+        runs.tiny(tmp_path, task__reward={"kind": "number", "patience": 5.0})

@@ -16,12 +16,12 @@ from typing import Any
 
 import httpx2
 import pytest
-from gateway_kit import ADD, QWEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.chat import Engine, chat, tokenizer
+from kits.gateway import ADD, QWEN
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
-from units.chat_kit import Engine, chat, tokenizer
 
 from rondel.core.errors import DataError
 from rondel.core.types import Completion, EnvFault, Failed, Score, Task, Trajectory

@@ -7,9 +7,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from run_kit import events, run
+from kits.runs import events, run
+from kits.train import KINDS, SMALL, awkward_groups, batch, model, row, step, trainer
 from test_distill import TEACHER, reverse_kl, rollouts
-from train_kit import KINDS, SMALL, awkward_groups, batch, model, row, step, trainer
 
 from rondel.core.errors import ConfigError
 from rondel.models.head import LMHead
@@ -139,7 +139,7 @@ def test_a_run_comes_closer_to_its_teacher(tmp_path):
     ],
 )
 def test_where_it_cannot_work_it_is_refused(tmp_path, changes, says):
-    from run_kit import tiny
+    from kits.runs import tiny
 
     from rondel.assemble.components import build
 

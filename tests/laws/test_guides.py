@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_kit import all_of, ask, engine
-from run_kit import events, run, tiny
-from train_kit import batch, bits, model, row, step, trainer
+from kits.engine import all_of, ask, engine
+from kits.runs import events, run, tiny
+from kits.train import batch, bits, model, row, step, trainer
 
 from rondel.assemble.components import build
 from rondel.core.errors import ConfigError

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from engine_kit import all_of, ask, engine, idle, inline, plain_logprobs, prompt, tiny, twin
+from kits.engine import all_of, ask, engine, idle, inline, plain_logprobs, prompt, tiny, twin
 
 from rondel.core.errors import EngineError, StalledError, SyncError, UserError
 from rondel.core.events import Warned, subscribe

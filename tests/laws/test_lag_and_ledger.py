@@ -7,9 +7,9 @@ import itertools
 import json
 
 import pytest
-from fakes import CountingTrainer, Rollouts, endless, loop_kit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.fakes import CountingTrainer, Rollouts, endless, loop_kit
 
 from rondel import loop
 from rondel.buffer import Buffer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from run_kit import events, final, run, tiny
+from kits.runs import events, final, run, tiny
 
 from rondel.assemble import build
 

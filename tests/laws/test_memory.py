@@ -8,7 +8,7 @@ import os
 import tracemalloc
 
 import pytest
-from run_kit import events, run
+from kits.runs import events, run
 
 from rondel.core.errors import WorkerError
 from rondel.core.events import WorkerTime
@@ -98,7 +98,7 @@ def test_a_run_counts_what_the_planner_bills_and_says_where_it_ran_out(tmp_path)
 
         parts.trainer.step = step
 
-    from run_kit import tiny
+    from kits.runs import tiny
 
     from rondel.assemble import train
 

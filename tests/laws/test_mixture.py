@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from run_kit import events, run, tiny
-from train_kit import awkward_groups, batch, model, row, step, trainer
+from kits.runs import events, run, tiny
+from kits.train import awkward_groups, batch, model, row, step, trainer
 
 from rondel.algos.mixture import Mixture
 from rondel.assemble.components import build
@@ -125,7 +125,7 @@ TWO = {
     "kind": "mix",
     "sources": [
         {"source": "sums", "kind": "list", "rows": SUMS, "holdout": 3},
-        {"source": "twice", "kind": "list", "rows": MORE, "holdout": 3, "env": "rehearsed_envs:twice"},
+        {"source": "twice", "kind": "list", "rows": MORE, "holdout": 3, "env": "kits.rehearsed_envs:twice"},
     ],
 }
 
@@ -139,7 +139,10 @@ def test_each_source_has_its_environment_its_row_and_its_numbers(tmp_path):
             parts.algo.streams == {"twice": (parts.rows.of["twice"][0], 0.5)}
             and parts.rows.of["twice"][0].name == "rloo"
         )
-        assert parts.env.turns == 1 and {t.env for t in parts.tasks.train} == {"single_turn", "rehearsed_envs:twice"}
+        assert parts.env.turns == 1 and {t.env for t in parts.tasks.train} == {
+            "single_turn",
+            "kits.rehearsed_envs:twice",
+        }
         alike = [Trajectory([1, 2], [False, True], score=Score(1.0)) for _ in range(4)]
         by_source = {t.data["source"]: t for t in parts.tasks.train}
         verdicts = {name: parts.judge(Group(0, task, alike, 0)) for name, task in by_source.items()}

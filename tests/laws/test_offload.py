@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from engine_kit import ask, engine, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_kit import events, final, run, run_and_die, steps
-from train_kit import awkward_groups, batch, bits, inline, model, row
+from kits.engine import ask, engine, prompt
+from kits.runs import events, final, run, run_and_die, steps
+from kits.train import awkward_groups, batch, bits, inline, model, row
 from units.test_reward_model import saved
 
 from rondel.core.errors import ConfigError, EngineError, LawError, TrainError

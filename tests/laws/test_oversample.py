@@ -8,8 +8,8 @@ import random
 from collections import Counter
 
 import pytest
-from fakes import CountingTrainer, Rollouts, endless, loop_kit
-from run_kit import check, events, run, tiny
+from kits.fakes import CountingTrainer, Rollouts, endless, loop_kit
+from kits.runs import check, events, run, tiny
 
 from rondel import loop
 from rondel.buffer import Buffer
@@ -189,7 +189,7 @@ def test_who_is_late_when_a_checkpoint_is_read_goes_then(retry):
 # -- whole runs --------------------------------------------------------------------------------------
 
 LONG = {
-    "loop__warmup__steps": 0, "trainer__lr": 0.0, "task__reward": "rewards_kit:short", "algo__group_size": 2,
+    "loop__warmup__steps": 0, "trainer__lr": 0.0, "task__reward": "kits.rewards:short", "algo__group_size": 2,
     "engine__sampling": {"max_tokens": 30, "stop": list(range(20, 30))}, "run__checkpoint__every": 0,
     "task__eval__n": 2,
 }  # fmt: skip

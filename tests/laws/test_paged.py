@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from engine_kit import ask, engine, idle, plain_logprobs, prompt, tiny
+from kits.engine import ask, engine, idle, plain_logprobs, prompt, tiny
 
 from rondel.core.errors import ConfigError
 from rondel.generate.engine.builtin import runner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from poisons import POISONS, SLOW
+from kits.poisoned_answers import POISONS, SLOW
 
 from rondel.assemble.components import LENDS
 from rondel.core.errors import SandboxError

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_kit import ask, engine, plain_logprobs, prompt, twin
-from engine_kit import tiny as tiny_model
-from run_kit import balances, check, events, run, run_and_die, steps, tiny
+from kits.engine import ask, engine, plain_logprobs, prompt, twin
+from kits.engine import tiny as tiny_model
+from kits.runs import balances, check, events, run, run_and_die, steps, tiny
+from kits.train import batch, bits, model, row, step, trainer, trajectory
 from safetensors.torch import load_file
 from test_interruption import Publisher
-from train_kit import batch, bits, model, row, step, trainer, trajectory
 from transformers import AutoModelForCausalLM
 
 import rondel

@@ -11,11 +11,11 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from algos_kit import lively
+from kits.algos import lively
+from kits.train import awkward_groups, batch, inline, model, row
+from kits.vision import EYES, groups_with_images
+from kits.vision import model as looking
 from torch.distributed.tensor import DTensor
-from train_kit import awkward_groups, batch, inline, model, row
-from vision_kit import EYES, groups_with_images
-from vision_kit import model as looking
 
 from rondel.algos.table import TABLE
 from rondel.algos.tokens import TokenBatch

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_kit import ask, engine, idle, prompt
-from engine_kit import tiny as tiny_model
-from run_kit import events, final, run, tiny
+from kits.engine import ask, engine, idle, prompt
+from kits.engine import tiny as tiny_model
+from kits.runs import events, final, run, tiny
 from test_interruption import Publisher
 
 from rondel.core.errors import ConfigError, LawError, UserError
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 BASE = {
     "engine__numerics": "aligned", "engine__sampling": {"max_tokens": 20, "ignore_eos": True}, "loop__warmup__steps": 1, "loop__steps": 4, "loop__window": "auto",
-    "algo__correction": {"kind": "importance"}, "task__reward": "rewards_kit:parity", "run__record": True, "loop__max_staleness": 1,
+    "algo__correction": {"kind": "importance"}, "task__reward": "kits.rewards:parity", "run__record": True, "loop__max_staleness": 1,
     "engine__max_running": 8, "engine__prefill_tokens": 16, "loop__groups_per_step": 3, "algo__group_size": 3, "task__eval__n": 2,
 }  # fmt: skip
 SPLIT = {"place__kind": "split", "place__cluster": "local"}
@@ -95,7 +95,7 @@ def test_episodes_of_several_turns(tmp_path):
     rows = record(
         tmp_path / "run",
         6,
-        task__env="rewards_kit:Twice",
+        task__env="kits.rewards:Twice",
         engine__sampling={"max_tokens": 12, "ignore_eos": True},
         **SPLIT,
     )
@@ -108,7 +108,7 @@ def test_on_a_shared_device_with_a_filter(tmp_path):
         tmp_path / "run",
         4,
         task__filters=["signal"],
-        task__reward="rewards_kit:parity",
+        task__reward="kits.rewards:parity",
         algo__group_size=2,
         loop__steps=3,
     )
@@ -281,7 +281,7 @@ def test_a_reward_that_reads_the_world_is_found_out(tmp_path, monkeypatch):
         tmp_path / "run",
         **{
             **BASE,
-            "task__reward": "rewards_kit:world",
+            "task__reward": "kits.rewards:world",
             "task__filters": ["signal"],
             "algo__group_size": 2,
             "loop__steps": 2,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 import torch
-from engine_kit import all_of, ask, engine, idle, prompt, tiny
+from kits.engine import all_of, ask, engine, idle, prompt, tiny
 
 from rondel.core.errors import EngineError
 from rondel.models import linear

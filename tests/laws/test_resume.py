@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_kit import FAST, RECIPE, balances, events, final, run, run_and_die, steps
-from train_kit import awkward_groups, batch, bits, model, row, step, trainer
+from kits.runs import FAST, RECIPE, balances, events, final, run, run_and_die, steps
+from kits.train import awkward_groups, batch, bits, model, row, step, trainer
 
 from rondel.core.errors import CheckpointError, ConfigError
 from rondel.core.events import subscribe
@@ -179,7 +179,7 @@ def test_with_refills_the_samples_are_the_same(tmp_path):
     """A dropped group is replaced when its reward arrives, so the engine's batches
     depend on the clock, and with them the last bits of a behavior logprob (numerics = "fast"). Tokens,
     rewards, ledger are those of the uninterrupted run."""
-    easy = {"algo__kind": "dapo", "task__reward": "rewards_kit:parity", "loop__steps": 5}
+    easy = {"algo__kind": "dapo", "task__reward": "kits.rewards:parity", "loop__steps": 5}
     run(tmp_path / "whole", **easy)
     assert run_and_die(tmp_path / "run", ("StepDone", 10), **easy) == -9
     run(tmp_path / "run", **easy)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from run_kit import balances, events, run, tiny
+from kits.runs import balances, events, run, tiny
 
 from rondel.assemble import replay
 from rondel.core.errors import ConfigError

@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from engine_kit import SIZE, all_of, ask, engine, idle, prompt, tiny
+from kits.engine import SIZE, all_of, ask, engine, idle, prompt, tiny
 
 from rondel.core.errors import LawError, ModelError, TrainError, UserError
 from rondel.core.types import Group, Score, Task, Trajectory

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_kit import all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny
+from kits.engine import all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny
 from test_behaviour import chi_square, draw
 from test_behaviour import reference as truncated
 from transformers import LogitsProcessorList, SequenceBiasLogitsProcessor

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from attacks import ATTACKS, PRELUDE
+from kits.sandbox_attacks import ATTACKS, PRELUDE
 
 from rondel.core.errors import SandboxError
 from rondel.core.sandbox_types import BoxFileError, Limits

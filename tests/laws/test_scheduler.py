@@ -8,7 +8,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from engine_kit import ask
+from kits.engine import ask
 
 from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.request import SequenceState

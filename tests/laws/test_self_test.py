@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from run_kit import tiny
+from kits.runs import tiny
 
 from rondel.assemble import check
 from rondel.checks import recipe_check

@@ -8,7 +8,7 @@ import io
 import sys
 
 import pytest
-from run_kit import events, tiny
+from kits.runs import events, tiny
 
 from rondel.assemble import train
 from rondel.core.errors import CheckpointError

@@ -9,8 +9,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from algos_kit import lively
-from train_kit import awkward_groups, batch, model, row, step, trainer
+from kits.algos import lively
+from kits.train import awkward_groups, batch, model, row, step, trainer
 from transformers import AutoModelForCausalLM
 
 from rondel.algos.table import TABLE

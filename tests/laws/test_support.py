@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_kit import all_of, ask, engine, prompt
-from run_kit import events, run
+from kits.engine import all_of, ask, engine, prompt
+from kits.runs import events, run
+from kits.train import batch, model, row, step, trainer
 from test_split import apart, gradient
-from train_kit import batch, model, row, step, trainer
 from transformers import AutoModelForCausalLM
 
 from rondel.assemble import replay

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_kit import ask, engine, idle, plain_logprobs, prompt, tiny, twin
+from kits.engine import ask, engine, idle, plain_logprobs, prompt, tiny, twin
 from test_interruption import Publisher, wrote
 
 from rondel.core.errors import EngineError, SyncError

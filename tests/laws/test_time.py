@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from run_kit import events, run
+from kits.runs import events, run
 
 from rondel.core.events import WorkerTime, subscribe
 from rondel.core.time_account import TimeAccount

@@ -10,7 +10,7 @@ from itertools import chain
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from units.chat_kit import PREAMBLE, TEMPLATES, Engine, chat, tokenizer
+from kits.chat import PREAMBLE, TEMPLATES, Engine, chat, tokenizer
 
 # ids 1..; "ab" is a+b or ab, "\n\n" one token or two
 PIECES = ["", "a", "b", "ab", "ba", "\n", "\n\n", "u", "<e>", "<u>", "<p>"]

@@ -20,16 +20,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_kit import SIZE, ask, engine, idle, prompt, tiny, twin
-from families_kit import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.engine import SIZE, ask, engine, idle, prompt, tiny, twin
+from kits.families import FAMILIES
+from kits.train import inline
+from kits.transports import bits, left_behind, remote, same
+from kits.vision import EYES
+from kits.vision import model as looking
 from safetensors.torch import load_file, save_file
 from test_interruption import Publisher, wrote
-from train_kit import inline
-from transport_kit import bits, left_behind, remote, same
-from vision_kit import EYES
-from vision_kit import model as looking
 
 from rondel.core.errors import EngineError, StalledError, SyncError
 from rondel.core.events import Synced, subscribe

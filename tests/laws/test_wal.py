@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_kit import SIZE, all_of, ask, engine, prompt, tiny
-from run_kit import run, run_and_die
+from kits.engine import SIZE, all_of, ask, engine, prompt, tiny
+from kits.runs import run, run_and_die
 
 from rondel.core.types import Begin, Commit, Request, Route, sample_key
 from rondel.generate.engine.resumption import generate_until_done

@@ -8,9 +8,9 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from fakes import CountingTrainer, Rollouts, endless, loop_kit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.fakes import CountingTrainer, Rollouts, endless, loop_kit
 
 from rondel import loop
 from rondel.buffer import Buffer

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from run_kit import tiny
+from kits.runs import tiny
 
 from rondel.assemble import train
 from rondel.core.config import MOVED_KEYS, Job

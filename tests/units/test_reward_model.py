@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 import transformers
-from engine_kit import SIZE, tiny
-from units.chat_kit import tokenizer as chat_tokenizer
+from kits.chat import tokenizer as chat_tokenizer
+from kits.engine import SIZE, tiny
 
 from rondel.core.errors import ConfigError, RewardError
 from rondel.core.types import Completion, Failed, Sampling, Score, Task, Trajectory

@@ -9,8 +9,7 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from units.chat_kit import chat, tokenizer
-
+from kits.chat import chat, tokenizer
 from rondel.core.types import Completion, Task, Trajectory
 from rondel.generate.envs.gateway.agent import function_agent
 from rondel.generate.envs.gateway.env import Gateway

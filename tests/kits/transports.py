@@ -15,7 +15,7 @@ from rondel.sync.from_ipc import SHARED
 
 
 def serve(pipe, make, kind, transport) -> None:
-    from engine_kit import engine
+    from kits.engine import engine
 
     e = engine(make(), transports={kind: transport})
 

@@ -9,8 +9,8 @@ from functools import cache
 
 import numpy as np
 import torch
-from engine_kit import SIZE
 
+from kits.engine import SIZE
 from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import Group, Request, Sampling, Score, Task, Trajectory
 from rondel.models import vision

@@ -19,7 +19,7 @@ from rondel.core.events import subscribe
 from rondel.runtime.journal import store
 from rondel.runtime.journal.log import read
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.toml"
 FAST = {
     "loop.warmup.steps": 6, "loop.warmup.groups_per_step": 8, "loop.steps": 8, "loop.groups_per_step": 4, "algo.group_size": 4,
     "model.path.hidden_size": 32, "model.path.intermediate_size": 64, "model.path.num_hidden_layers": 2,
@@ -27,7 +27,7 @@ FAST = {
     "run.checkpoint.every": 3, "run.checkpoint.keep": 2, "run.sinks": [], "task.data.holdout": 10, "task.eval.every": 0,
 }  # fmt: skip
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["rondel.driver.controller", "run_kit"])
+context.set_forkserver_preload(["rondel.driver.controller", "kits.runs"])
 
 
 def tiny(folder: Path, **changes: Any) -> Job:

@@ -8,9 +8,9 @@ import math
 from dataclasses import replace
 
 import torch
-from algos_kit import F64, Ragged
 from torch import Tensor
 
+from kits.algos import F64, Ragged
 from rondel.algos.table import Algorithm
 
 

@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from engine_kit import SIZE, all_of, ask, engine, idle, prompt, tiny
-from vision_kit import EYES
 
+from kits.engine import SIZE, all_of, ask, engine, idle, prompt, tiny
+from kits.vision import EYES
 from rondel.core.errors import ModelError
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import load_model
