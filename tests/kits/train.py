@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import random
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -21,6 +22,7 @@ from rondel.train.critic import Critic
 from rondel.train.pack import TrainBatch, batch_of
 from rondel.train.settings import TrainSettings
 from rondel.train.step import LocalTrainer
+from rondel.train.step_metrics import StepMetricSums
 from rondel.train.teachers import Teacher
 
 torch.set_num_threads(1)
@@ -188,3 +190,38 @@ def bits(t: LocalTrainer) -> list[bytes]:
     moments = [t.weights.adamw.state.get(m, {}) for m in t.weights.masters]
     tensors = [*t.weights.compute, *t.weights.masters, *(state[name] for state in moments for name in sorted(state))]
     return [x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for x in tensors]
+
+
+def gradient(
+    t, b: TrainBatch, algo, *, micro_tokens: int = 10**6, share: bool = True, noted: bool = False
+) -> torch.Tensor:
+    """All masters' gradients of one update, in one vector; `noted`: its proximal logprobs are with
+    the samples already.
+    """
+    object.__setattr__(t.settings, "micro_tokens", micro_tokens)
+    object.__setattr__(t.settings, "share_prompts", share)
+    t.weights.zero_grad()
+    if not noted:
+        t._annotate(b, algo.needs)
+        compute_advantages(b, algo)
+    t._accumulate_gradients(b, algo, StepMetricSums(), proximal_noted=noted)
+    return (
+        torch.cat([(torch.zeros_like(m) if m.grad is None else m.grad).flatten() for m in t.weights.masters])
+        .double()
+        .clone()
+    )
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def shuffled(b: TrainBatch, seed: int, *, whole_groups: bool) -> TrainBatch:
+    rng, samples = random.Random(seed), list(b.samples)
+    if not whole_groups:
+        rng.shuffle(samples)
+        return TrainBatch(samples)
+    groups = {s.group: [x for x in samples if x.group == s.group] for s in samples}
+    order = list(groups)
+    rng.shuffle(order)
+    return TrainBatch([s for g in order for s in rng.sample(groups[g], len(groups[g]))])

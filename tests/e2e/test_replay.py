@@ -12,7 +12,7 @@ import torch
 from kits.engine import ask, engine, idle, prompt
 from kits.engine import tiny as tiny_model
 from kits.runs import events, final, run, tiny
-from test_interruption import Publisher
+from kits.sync import Publisher
 
 from rondel.core.errors import ConfigError, LawError, UserError
 from rondel.driver import replay

@@ -4,23 +4,18 @@ with no reward at all.
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 import torch
-from kits.engine import all_of, ask, engine
+from kits.distill import TEACHER, reverse_kl, rollouts
 from kits.runs import events, run, tiny
 from kits.train import KINDS, SMALL, batch, model, row, step, trainer
 
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.assemble.components import build
 from rondel.core.errors import ConfigError, RondelError, TrainError
-from rondel.core.types import Group, Score, Task, Trajectory
-from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import load_model
 from rondel.runtime.journal import store
-from rondel.train.pack import TrainBatch
 from rondel.train.teachers import Teacher, TeacherEnsemble
 
 V = 7
@@ -53,36 +48,6 @@ def test_a_reward_and_a_teacher_add_up_and_a_coefficient_of_zero_is_no_teacher()
     assert "teacher_logprobs" in taught.needs and "teacher_logprobs" not in plain.needs
 
 
-def rollouts(loaded, number: int) -> list[Group]:
-    """The policy's own answers to a few prompts; every reward is 0."""
-    asked = [ask([5 + i, 11, 23], key=1000 * number + 16 * i + s, n=6) for i in range(4) for s in range(16)]
-    done = asyncio.run(all_of(engine(loaded), asked))
-    groups = [Group(i, Task(f"t{i}", "fake", {}), [], 0) for i in range(4)]
-    for n, (request, completion) in enumerate(zip(asked, done)):
-        t = Trajectory()
-        t.extend(list(request.tokens))
-        t.extend(completion.tokens, logprobs=completion.logprobs, versions=completion.versions)
-        t.score = Score(0.0)
-        groups[n // 16].trajectories.append(t)
-    return groups
-
-
-@torch.no_grad()
-def reverse_kl(loaded, teacher, b: TrainBatch) -> float:
-    """Exact, over the whole vocabulary, at every context in which the policy wrote."""
-    total, count = 0.0, 0
-    for sample in b.samples:
-        tokens, at = torch.tensor(sample.tokens), torch.arange(len(sample.tokens))
-        ours, theirs = (
-            m.head.logits(m.hidden_states(tokens, at, PackedLayout([PackedSegment(0, len(at))])))
-            .double()
-            .log_softmax(-1)[sample.trainable - 1]
-            for m in (loaded, teacher)
-        )
-        total, count = total + float((ours.exp() * (ours - theirs)).sum()), count + len(sample.trainable)
-    return total / count
-
-
 @pytest.mark.slow
 def test_without_any_reward_the_reverse_kl_falls_and_falls():
     loaded, teacher = model(), load_model({"random": "llama", **SMALL, **KINDS["llama"], "seed": 5}, dtype="float32")
@@ -98,15 +63,6 @@ def test_without_any_reward_the_reverse_kl_falls_and_falls():
     blocks = np.array(seen).reshape(4, 4).mean(1)
     assert (np.diff(blocks) < 0).all() and blocks[-1] < 0.6 * blocks[0], seen
     assert np.abs(np.array(told) - seen).max() < 0.5 * seen[0]  # the metric is its estimate from the drawn tokens
-
-
-TEACHER = {
-    "random": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-}
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny
+from kits.sampling import chi_square, draw, reference
 
 from rondel.core.errors import EngineError
 from rondel.core.types import Sampling, sample_key
-from rondel.generate.engine.builtin.sampler import _inverse_cdf, draw_uniform, sample_tokens, sampling_weights
+from rondel.generate.engine.builtin.sampler import _inverse_cdf, draw_uniform
 
 WINDOW = dict(head_dim=16, sliding_window=12, layer_types=["sliding_attention", "full_attention"])
 FAMILIES = {
@@ -83,28 +84,10 @@ def test_score_is_a_plain_forward():
 DRAWS = 20_000
 
 
-def draw(logits, samplings, noise):
-    return sample_tokens(sampling_weights(logits, samplings), samplings, noise)
-
-
 TRANSFORMS = [
     dict(), dict(temperature=0.6), dict(temperature=1.7), dict(top_k=9), dict(top_p=0.85), dict(min_p=0.04),
     dict(temperature=0.8, top_k=30, top_p=0.9), dict(top_k=25, top_p=0.95, min_p=0.03), dict(temperature=1.4, top_p=0.7, min_p=0.02),
 ]  # fmt: skip
-
-
-def reference(logits, s):
-    """Straight from the definitions, in double precision: temperature, top-k, top-p, min-p, then normalise."""
-    p = (logits.double() / s.temperature).softmax(-1).numpy().copy()
-    if s.top_k:
-        p[p < np.sort(p)[-s.top_k]] = 0
-    if s.top_p < 1:
-        order = np.argsort(-p, kind="stable")
-        before = np.concatenate([[0], np.cumsum(p[order])[:-1]])
-        p[order[before >= s.top_p * p.sum()]] = 0
-    if s.min_p:
-        p[p < s.min_p * p.max()] = 0
-    return p / p.sum()
 
 
 @pytest.mark.slow
@@ -129,18 +112,6 @@ def test_draws_have_the_stated_distribution(vocab, how):
     p_value = chi_square(counts, kept)
     print(f"CHI {vocab} {how} p={p_value:.3f}")
     assert p_value > 1e-3
-
-
-def chi_square(counts, p):
-    """p-value of a chi-square test; cells that expect fewer than 5 are pooled. Wilson-Hilferty for the tail."""
-    expected = p * counts.sum()
-    assert counts[expected == 0].sum() == 0
-    rare = expected < 5
-    observed = np.append(counts[~rare], counts[rare].sum())
-    expected = np.append(expected[~rare], expected[rare].sum())
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    x, k = ((observed - expected) ** 2 / expected).sum(), len(expected) - 1
-    return 0.5 * math.erfc(((x / k) ** (1 / 3) - (1 - 2 / (9 * k))) / math.sqrt(2 / (9 * k)) / math.sqrt(2))
 
 
 EDGES = [0.0, 2.0**-53, 0.25, 0.5, 1 - 2.0**-24, 1 - 2.0**-53]

@@ -4,20 +4,17 @@ permutation; and it is the written formula's.
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 import torch
 from kits.algos import lively
-from kits.train import awkward_groups, batch, model, row, step, trainer
+from kits.train import apart, awkward_groups, batch, gradient, model, row, shuffled, step, trainer
 from transformers import AutoModelForCausalLM
 
 from rondel.algos.table import TABLE
 from rondel.core.types import Score, Trajectory
 from rondel.train.advantages import compute_advantages
 from rondel.train.pack import TrainBatch, batch_of, micro_batches
-from rondel.train.step_metrics import StepMetricSums
 
 TOLERANCE = 1e-6
 ROWS = {
@@ -37,41 +34,6 @@ WHOLE = {
     ),
     "clip_cov": row("clip_cov", surrogate={"share": 0.1, "least": 0.05}),
 }
-
-
-def gradient(
-    t, b: TrainBatch, algo, *, micro_tokens: int = 10**6, share: bool = True, noted: bool = False
-) -> torch.Tensor:
-    """All masters' gradients of one update, in one vector; `noted`: its proximal logprobs are with
-    the samples already.
-    """
-    object.__setattr__(t.settings, "micro_tokens", micro_tokens)
-    object.__setattr__(t.settings, "share_prompts", share)
-    t.weights.zero_grad()
-    if not noted:
-        t._annotate(b, algo.needs)
-        compute_advantages(b, algo)
-    t._accumulate_gradients(b, algo, StepMetricSums(), proximal_noted=noted)
-    return (
-        torch.cat([(torch.zeros_like(m) if m.grad is None else m.grad).flatten() for m in t.weights.masters])
-        .double()
-        .clone()
-    )
-
-
-def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
-
-
-def shuffled(b: TrainBatch, seed: int, *, whole_groups: bool) -> TrainBatch:
-    rng, samples = random.Random(seed), list(b.samples)
-    if not whole_groups:
-        rng.shuffle(samples)
-        return TrainBatch(samples)
-    groups = {s.group: [x for x in samples if x.group == s.group] for s in samples}
-    order = list(groups)
-    rng.shuffle(order)
-    return TrainBatch([s for g in order for s in rng.sample(groups[g], len(groups[g]))])
 
 
 @pytest.mark.parametrize(

@@ -9,45 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from kits.engine import all_of, ask, engine, idle, inline, plain_logprobs, prompt, tiny, twin
+from kits.sync import Publisher, updater, wrote
 
 from rondel.core.errors import EngineError, StalledError, SyncError, UserError
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Abort, Begin, Commit, Route
 from rondel.models import names
-from rondel.sync.from_tensor import FromTensor
-from rondel.sync.update import WeightUpdate
-
-
-class Publisher:
-    """The ten-line trainer: its weights, and a version that counts."""
-
-    def __init__(self, loaded, version=0, transport=None):
-        self.loaded, self.version, self.transport = loaded, version, transport or FromTensor()
-
-    async def publish(self, route):
-        return self.transport.publish(
-            route, self.version, names.describe_tensors(names.named_weights(self.loaded.model))
-        )
-
-    async def send(self, route):
-        await asyncio.to_thread(self.transport.send, route, names.named_weights(self.loaded.model))
-
-    def train(self, size=0.15):
-        """Another direction each time, the same for equal versions."""
-        self.version += 1
-        g = torch.Generator().manual_seed(self.version)
-        with torch.no_grad():
-            for p in self.loaded.model.parameters():
-                p.mul_(1 + size * torch.randn(p.shape, generator=g))
-
-
-def updater():
-    return WeightUpdate(FromTensor(), probe=[], score=None, tolerance=1e-4, moved=lambda: True)
-
-
-async def wrote(e, n):
-    while not e.scheduler.running or min(live.written for live in e.scheduler.running) < n:
-        await asyncio.sleep(0)
 
 
 @torch.no_grad()

@@ -8,12 +8,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from kits.engine import all_of, ask, prompt, twin
+from kits.drafts import LITTLE, MODEL, drafted
+from kits.engine import all_of, ask, prompt, tiny, twin
 from kits.runs import balances, events, run, run_and_die
 from kits.train import awkward_groups, batch, bits, inline, model, row, step
 from kits.train import trainer as plain_trainer
 from safetensors.torch import load_file
-from test_speculative import LITTLE, MODEL, drafted, tiny
 
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError

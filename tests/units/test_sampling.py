@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from kits.engine import all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny
-from test_behaviour import chi_square, draw
-from test_behaviour import reference as truncated
+from kits.sampling import chi_square, draw
+from kits.sampling import reference as truncated
 from transformers import LogitsProcessorList, SequenceBiasLogitsProcessor
 from transformers.generation import (
     MinNewTokensLengthLogitsProcessor,

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kits.adapters import noise, publisher, trained
 from kits.engine import SIZE, all_of, ask, engine, plain_logprobs, prompt
 from kits.runs import events, final, run, run_and_die, steps, tiny
+from kits.sync import update
 from kits.train import awkward_groups, batch, row, step, trainer
 from safetensors.torch import load_file
-from test_adapters import noise, publisher, trained
-from test_sync_transaction import update
 
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError, ModelError, SyncError

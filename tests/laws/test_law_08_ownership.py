@@ -14,9 +14,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.engine import ask, engine, prompt
+from kits.reward_models import saved
 from kits.runs import events, final, run, run_and_die, steps
 from kits.train import awkward_groups, batch, bits, inline, model, row
-from units.test_reward_model import saved
 
 from rondel.core.errors import ConfigError, EngineError, LawError, TrainError
 from rondel.core.events import Resident, subscribe

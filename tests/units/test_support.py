@@ -13,8 +13,7 @@ import pytest
 import torch
 from kits.engine import all_of, ask, engine, prompt
 from kits.runs import events, run
-from kits.train import batch, model, row, step, trainer
-from test_split import apart, gradient
+from kits.train import apart, batch, gradient, model, row, step, trainer
 from transformers import AutoModelForCausalLM
 
 from rondel.assemble import replay

@@ -12,22 +12,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from kits.drafts import LITTLE, MODEL, drafted
 from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny, twin, watched
-from test_behaviour import chi_square
-from test_behaviour import reference as truncated
-from test_routing import MOES, own_routes
+from kits.routing import MOES, own_routes
+from kits.sampling import chi_square
+from kits.sampling import reference as truncated
 
 from rondel.core.errors import ConfigError
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Begin, Commit, Route, Sampling, sample_key
-from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.ngrams import NgramIndex
 from rondel.generate.engine.builtin.rejection import accept_draft_tokens, matching_prefix_length, residual_weights
 from rondel.generate.engine.builtin.sampler import draw_uniform, sample_tokens
 from rondel.generate.engine.builtin.speculative import PROBE, SpeculationController, SpeculativeDecoder, expected_tokens
 from rondel.models import names
-
-MODEL = tiny()
 
 
 def echoing(seed: int, n: int) -> list[int]:
@@ -295,18 +293,6 @@ def test_routes_are_those_of_the_tokens_that_stayed(kind):
 # -- a draft: another way to the same distribution -----------------------------------------------
 
 WORDS = 5
-LITTLE = dict(
-    hidden_size=16,
-    intermediate_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    max_position_embeddings=512,
-)
-
-
-def drafted(model, draft, *, k=3, always=True, **settings):
-    return watched(engine(model, speculation=SpeculativeDecoder(k, DraftModel(draft), always=always), **settings))
 
 
 def exact(model, given: list[int], sampling: Sampling, n: int) -> dict[tuple[int, ...], float]:

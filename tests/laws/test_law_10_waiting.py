@@ -71,7 +71,7 @@ def test_a_rank_that_does_not_come_is_named_with_the_operation(cluster, tmp_path
     began = time.monotonic()
     with pytest.raises(
         StalledError,
-        match=r"rank 0 of 2 waits for another one since 3 s, in all_reduce \(test_stacks.py:\d+, summed\), asked for: total",
+        match=r"rank 0 of 2 waits for another one since 3 s, in all_reduce \(test_law_10_waiting.py:\d+, summed\), asked for: total",
     ) as told:
         asyncio.run(trainer.total(1))
     assert time.monotonic() - began < 30

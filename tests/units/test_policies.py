@@ -14,9 +14,9 @@ import torch
 from kits.engine import ask, engine, plain_logprobs, prompt, twin
 from kits.engine import tiny as tiny_model
 from kits.runs import balances, check, events, run, run_and_die, steps, tiny
+from kits.sync import Publisher
 from kits.train import batch, bits, model, row, step, trainer, trajectory
 from safetensors.torch import load_file
-from test_interruption import Publisher
 from transformers import AutoModelForCausalLM
 
 import rondel

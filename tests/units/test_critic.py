@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kits.runs import events, final, run, run_and_die
-from kits.train import awkward_groups, batch, bits, model, row, step, trainer, trajectory
-from test_split import apart, shuffled
+from kits.train import apart, awkward_groups, batch, bits, model, row, shuffled, step, trainer, trajectory
 from transformers import AutoModelForCausalLM
 
 from rondel.assemble import replay

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from kits.adapters import noise, publisher, trained
 from kits.engine import SIZE, all_of, ask, engine, plain_logprobs, prompt
 from kits.runs import events, final, run, run_and_die, steps, tiny
+from kits.sync import update
 from kits.train import awkward_groups, batch, model, row, step, trainer
 from safetensors.torch import load_file
-from test_sync_transaction import update
 
 from rondel.core.errors import ConfigError, EngineError, ModelError, SyncError
 from rondel.models import adapters, linear, names
@@ -24,8 +25,6 @@ from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.merge import merge
 from rondel.models.save import save_model as save_model
-from rondel.sync.from_tensor import FromTensor
-from rondel.train.annotate import annotate_logprobs
 from rondel.train.checkpoint import find_flaw, load_trainer, save_trainer
 
 peft = pytest.importorskip("peft")
@@ -35,16 +34,6 @@ FAMILIES = {
     "gemma2": SIZE | {"head_dim": 16, "sliding_window": 8, "final_logit_softcapping": 6.0},
     "gpt2": dict(n_embd=64, n_layer=2, n_head=4, n_positions=512),
 }
-
-
-def noise(loaded: LoadedModel, seed: int = 0, size: float = 0.1) -> LoadedModel:
-    """An adapter that changes every layer."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for layer in loaded.adapter.layers.values():
-            weight = layer.lora_B["default"].weight
-            weight.copy_(size * torch.randn(weight.shape, generator=generator))
-    return loaded
 
 
 def adapted(kind: str = "llama", dtype: str = "float32", **how) -> LoadedModel:
@@ -77,22 +66,6 @@ def merged(loaded: LoadedModel) -> LoadedModel:
     plain.model.double()
     plain.model.load_state_dict(state, strict=False)
     return plain
-
-
-def trained(loaded: LoadedModel, rows: list[list[int]]) -> list[list[float]]:
-    """Logprobs of whole rows by the trainer's path, of every token after the first."""
-    from rondel.core.types import Group, Score, Task, Trajectory
-    from rondel.train.pack import batch_of
-
-    groups = []
-    for i, tokens in enumerate(rows):
-        t = Trajectory()
-        t.extend(tokens[:1])
-        t.extend(tokens[1:], logprobs=[-1.0] * (len(tokens) - 1), versions=[0] * (len(tokens) - 1))
-        t.score = Score(0.0)
-        groups.append(Group(i, Task(f"t{i}", "fake", {}), [t], 0))
-    b = annotate_logprobs(loaded, batch_of(groups), "trained", budget=64, temperature=1.0)
-    return [s.known.trained.numpy().tolist() for s in b.samples]
 
 
 # -- what serves is what is trained ----------------------------------------------------------------
@@ -336,12 +309,6 @@ def test_an_engine_with_a_base_of_its_own_gets_the_adapter():
             == 4 * theirs.adapter.parameter_count
         )
         assert trained(mine, [prompt(1, 20)]) == trained(theirs, [prompt(1, 20)])
-
-
-def publisher(loaded: LoadedModel):
-    t = trainer(loaded, row())
-    t.publisher.transport = FromTensor()
-    return t
 
 
 async def _scored(loaded, tokens):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kits.engine import ask, engine, idle, plain_logprobs, prompt, tiny, twin
-from test_interruption import Publisher, wrote
+from kits.sync import Publisher, update, wrote
 
 from rondel.core.errors import EngineError, SyncError
 from rondel.core.events import Synced, subscribe
@@ -18,15 +18,6 @@ from rondel.core.types import Abort, Begin, Commit, Manifest, Route, TokenScores
 from rondel.models import names
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import WeightUpdate
-
-PROBE = prompt(0, 16)
-
-
-def update(trainer, *, probe=PROBE, score=None, moved=True, tolerance=1e-4):
-    async def theirs(tokens):
-        return [0.0, *plain_logprobs(trainer.loaded, tokens)]
-
-    return WeightUpdate(FromTensor(), probe=probe, score=score or theirs, tolerance=tolerance, moved=lambda: moved)
 
 
 def equal(a, b):

@@ -255,7 +255,7 @@ def test_workers_end_with_a_killed_controller(tmp_path):
     import subprocess
 
     code = (
-        "import time; from tests.laws.test_process import Part; from rondel.runtime.cluster.process import "
+        "import time; from tests.e2e.test_process import Part; from rondel.runtime.cluster.process import "
         "ProcessCluster\n"
         "w = ProcessCluster().spawn('part', Part, 0); w.now(); print(w.pid, flush=True); time.sleep(60)"
     )

@@ -7,9 +7,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from kits.distill import TEACHER, reverse_kl, rollouts
 from kits.runs import events, run
 from kits.train import KINDS, SMALL, awkward_groups, batch, model, row, step, trainer
-from test_distill import TEACHER, reverse_kl, rollouts
 
 from rondel.core.errors import ConfigError
 from rondel.models.head import LMHead

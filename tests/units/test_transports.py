@@ -24,12 +24,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.engine import SIZE, ask, engine, idle, prompt, tiny, twin
 from kits.families import FAMILIES
+from kits.sync import Publisher, wrote
 from kits.train import inline
 from kits.transports import bits, left_behind, remote, same
 from kits.vision import EYES
 from kits.vision import model as looking
 from safetensors.torch import load_file, save_file
-from test_interruption import Publisher, wrote
 
 from rondel.core.errors import EngineError, StalledError, SyncError
 from rondel.core.events import Synced, subscribe
