@@ -1,6 +1,4 @@
-"""Workers as processes: calls, errors, events and cancellation as in process; a dead or
-silent worker is named; nothing is left behind.
-"""
+"""Workers as processes: calls, errors, events and cancellation as in process; a dead one is named; the nursery."""
 
 from __future__ import annotations
 
@@ -9,85 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
 import pytest
+from kits.workers import Part, alive
 
-from rondel.core.errors import ConfigError, SilentError, StalledError, WorkerError
-from rondel.core.events import Warned, emit, subscribe
+from rondel.core.errors import ConfigError, WorkerError
+from rondel.core.events import subscribe
 from rondel.core.time_account import TimeAccount  # of ours, so made in the nursery
 from rondel.runtime.cluster import forkserver
 from rondel.runtime.cluster.process import ProcessCluster
-from rondel.runtime.devices import Device
-
-
-class Part:
-    """What lives in the child."""
-
-    def __init__(self, start: int) -> None:
-        self.total, self.cancelled = start, 0
-
-    async def add(self, n: int) -> int:
-        await asyncio.sleep(0)
-        self.total += n
-        return self.total
-
-    def doubled(self, values: np.ndarray) -> np.ndarray:
-        return values * 2
-
-    async def nap(self, seconds: float) -> str:
-        try:
-            await asyncio.sleep(seconds)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        return "slept"
-
-    def how_many_cancelled(self) -> int:
-        return self.cancelled
-
-    def wrong(self) -> None:
-        raise ConfigError("lr = -1: it must be positive; set trainer.lr")
-
-    def odd(self) -> None:
-        class Local(Exception):
-            pass
-
-        raise Local("nobody can unpickle me")
-
-    def unsendable(self):
-        return lambda: None
-
-    async def hangs(self) -> None:
-        """The event loop waits for what nobody does."""
-        threading.Event().wait()
-
-    async def hangs_beside(self) -> None:
-        """The device thread does; the event loop turns."""
-        await Device(threads=1).run(threading.Event().wait)
-
-    async def computes(self, seconds: float) -> str:
-        """Holds the event loop, as a large step may."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            sum(range(1000))
-        return "computed"
-
-    async def runs(self, seconds: float) -> str:
-        subprocess.run(["sleep", str(seconds)], check=True)
-        return "ran"
-
-    def says(self, text: str) -> None:
-        emit(Warned(text))
-
-    def cores(self) -> set[int]:
-        return os.sched_getaffinity(0)
-
-    def dies(self) -> None:
-        print("these are my last words", flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def broken() -> Part:
@@ -174,63 +104,6 @@ def test_a_dead_worker_is_named_with_its_last_words(cluster):
     assert not worker.alive
 
 
-@pytest.mark.slow
-def test_a_stopped_worker_is_named_within_its_deadline(cluster):
-    worker = cluster.spawn("trainer-1", Part, 0)
-    worker.now()
-    os.kill(worker.pid, signal.SIGSTOP)
-    began = time.monotonic()
-    with pytest.raises(
-        StalledError, match=r"worker trainer-1 .* no sign of life .* asked for: add(?s:.*)most recent call first"
-    ) as told:
-        worker.now("add", 1)
-    assert time.monotonic() - began < 10
-    assert isinstance(told.value, WorkerError), "and is given up like one that ended"
-    assert "in _send_pulses" in str(told.value), "its stacks, though it was stopped"
-    cluster.close()
-    assert not exists(worker.pid)
-
-
-@pytest.mark.slow
-def test_a_deadlock_is_no_life_and_long_work_is(tmp_path):
-    """Its pulse goes on, and tells of no progress."""
-    cluster = ProcessCluster(tmp_path, patience=1.5)
-    names = {"hangs": (), "hangs_beside": (), "computes": (4,), "runs": (4,), "nap": (4,)}
-    workers = {name: cluster.spawn(name, Part, 0) for name in names}
-    for worker in workers.values():
-        worker.now()
-
-    async def all_of_them():
-        return await asyncio.gather(
-            *(getattr(workers[name], name)(*args) for name, args in names.items()), return_exceptions=True
-        )
-
-    *stuck, computed, ran, slept = asyncio.run(all_of_them())
-    assert (computed, ran, slept) == ("computed", "ran", "slept")
-    for name, error in zip(names, stuck):
-        assert isinstance(error, SilentError) and f"asked for: {name}" in str(error) and not workers[name].alive
-    cluster.close()
-
-
-@pytest.mark.slow
-def test_a_busy_worker_is_not_a_stopped_one(cluster):
-    """Arithmetic that holds the event loop is work, not silence."""
-    worker = cluster.spawn("part", time_waster)
-    assert worker.now("burn", 4.0) == "done"
-
-
-class Waster:
-    def burn(self, seconds: float) -> str:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            sum(range(1000))
-        return "done"
-
-
-def time_waster() -> Waster:
-    return Waster()
-
-
 class Unreadable:
     def __reduce__(self):
         return int, ("not a number",)
@@ -247,36 +120,6 @@ def test_what_a_worker_cannot_read_is_said(cluster):
 def test_a_worker_stays_on_its_cores(cluster):
     one = min(os.sched_getaffinity(0))
     assert cluster.spawn("pinned", Part, 0, cores=[one]).now("cores") == {one}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
-def test_workers_end_with_a_killed_controller(tmp_path):
-    """Law 14."""
-    import subprocess
-
-    code = (
-        "import time; from tests.e2e.test_process import Part; from rondel.runtime.cluster.process import "
-        "ProcessCluster\n"
-        "w = ProcessCluster().spawn('part', Part, 0); w.now(); print(w.pid, flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as controller:
-        child = int(controller.stdout.readline())
-        assert exists(child)
-        controller.kill()
-        controller.wait()
-    for _ in range(100):
-        if not exists(child):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"process {child} outlived its controller")
-
-
-def exists(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.skipif(
@@ -315,10 +158,10 @@ class TestNursery:
                 worker.now("switch_to", "idle")
                 time.sleep(0.05)
         for _ in range(100):
-            if not exists(worker.pid):
+            if not alive(worker.pid):
                 break
             time.sleep(0.05)
-        assert not exists(worker.pid)
+        assert not alive(worker.pid)
         cluster.spawn("next", TimeAccount, "x").now()
         assert forkserver.forkserver_pid() not in (None, before)
 
@@ -331,7 +174,6 @@ class TestNursery:
 
     def test_it_ends_with_a_killed_controller(self, tmp_path):
         """Law 14: nursery and workers."""
-        import subprocess
 
         code = (
             "import time; from rondel.core.time_account import TimeAccount; from rondel.runtime.cluster import forkserver, "
@@ -341,10 +183,10 @@ class TestNursery:
         )
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as controller:
             pids = [int(word) for word in controller.stdout.readline().split()]
-            assert all(map(exists, pids))
+            assert all(map(alive, pids))
             controller.kill()
             controller.wait()
         deadline = time.monotonic() + 10
-        while any(map(exists, pids)) and time.monotonic() < deadline:
+        while any(map(alive, pids)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not any(map(exists, pids))
+        assert not any(map(alive, pids))

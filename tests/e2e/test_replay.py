@@ -1,138 +1,25 @@
-"""Laws 2, 4 and 9: a recorded asynchronous run is done again bit for bit, whatever the clock does."""
+"""A recorded run on ranks and engines of its own (law 9), the engine alone, and what cannot be replayed."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 from kits.engine import ask, engine, idle, prompt
 from kits.engine import tiny as tiny_model
-from kits.runs import events, final, run, tiny
+from kits.recordings import BASE, again
+from kits.runs import events, run
 from kits.sync import Publisher
 
 from rondel.core.errors import ConfigError, LawError, UserError
-from rondel.driver import replay
 from rondel.generate.engine.resumption import generate_until_done
 from rondel.models.aligned_numerics import align_numerics
-from rondel.runtime.journal import store
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import WeightUpdate
 
 pytestmark = pytest.mark.slow
-
-BASE = {
-    "engine__numerics": "aligned", "engine__sampling": {"max_tokens": 20, "ignore_eos": True}, "loop__warmup__steps": 1, "loop__steps": 4, "loop__window": "auto",
-    "algo__correction": {"kind": "importance"}, "task__reward": "kits.rewards:parity", "run__record": True, "loop__max_staleness": 1,
-    "engine__max_running": 8, "engine__prefill_tokens": 16, "loop__groups_per_step": 3, "algo__group_size": 3, "task__eval__n": 2,
-}  # fmt: skip
-SPLIT = {"place__kind": "split", "place__cluster": "local"}
-
-
-def delays(seed: int):
-    """Engine and trainer sleep a while before each thing that they do."""
-    chance = random.Random(seed)
-
-    def slow(function, most):
-        async def later(*args, **how):
-            await asyncio.sleep(chance.random() * most)
-            return await function(*args, **how)
-
-        return later
-
-    def built(parts) -> None:
-        engine, trainer = parts.engine, parts.trainer
-        engine.serving.run, trainer.step = slow(engine.serving.run, 0.004), slow(trainer.step, 0.03)
-        parts.pool.score = slow(parts.pool.score, 0.02)
-
-    return built
-
-
-def record(folder: Path, seed: int, **changes) -> list[dict]:
-    from rondel.assemble import train
-
-    train(tiny(folder, **{**BASE, **changes}), quiet=True, built=delays(seed))
-    return [
-        row
-        for step in store.stored_steps(folder)
-        for row in store.read_step(folder, step)
-        if row["env"] and row["trained_at"] >= 1
-    ]
-
-
-def again(folder: Path, into: Path, seed: int | None = None) -> None:
-    from rondel.assemble import train
-
-    job, schedule = replay.again(folder, into)
-    train(job, quiet=True, built=None if seed is None else delays(seed), schedule=schedule)
-    assert replay.differences(folder, into) == []
-    one, other = final(folder), final(into)
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.parametrize("staleness", [1, 2])
-def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, staleness):
-    rows = record(tmp_path / "run", staleness, loop__max_staleness=staleness, **SPLIT)
-    assert any(len({v for v in row["versions"] if v >= 0}) > 1 for row in rows), "no sample was written by two versions"
-    again(tmp_path / "run", tmp_path / "again", seed=7)
-    if staleness == 1:
-        again(tmp_path / "run", tmp_path / "and again")
-        record(tmp_path / "other", 9, **SPLIT)  # or the law would hold of runs that nothing disturbs
-        assert replay.differences(tmp_path / "run", tmp_path / "other")
-
-
-@pytest.mark.parametrize("how", ["drain", "abort"])
-def test_whatever_becomes_of_answers_in_flight(tmp_path, how):
-    rows = record(tmp_path / "run", 3, loop__in_flight=how, **SPLIT)
-    assert any(len({v for v in row["versions"] if v >= 0}) > 1 for row in rows) == (how == "abort")
-    again(tmp_path / "run", tmp_path / "again", seed=8)
-
-
-def test_episodes_of_several_turns(tmp_path):
-    rows = record(
-        tmp_path / "run",
-        6,
-        task__env="kits.rewards:Twice",
-        engine__sampling={"max_tokens": 12, "ignore_eos": True},
-        **SPLIT,
-    )
-    assert any(len(set(row["versions"])) > 2 for row in rows)
-    again(tmp_path / "run", tmp_path / "again", seed=2)
-
-
-def test_on_a_shared_device_with_a_filter(tmp_path):
-    record(
-        tmp_path / "run",
-        4,
-        task__filters=["signal"],
-        task__reward="kits.rewards:parity",
-        algo__group_size=2,
-        loop__steps=3,
-    )
-    assert {e["kept"] for e in events(tmp_path / "run", "GroupFinished")} == {True, False}
-    again(tmp_path / "run", tmp_path / "again", seed=5)
-
-
-@pytest.mark.parametrize("late", ["retry", "drop"])
-def test_groups_that_were_given_up_are_given_up_again(tmp_path, late):
-    """What is late depends on the clock, and so do the numbers, the tasks and the noise of all
-    that is asked instead.
-    """
-    changes = {"loop__oversample": 3, "loop__late": late, **SPLIT}
-    for attempt in range(3):  # on a busy machine all may be in time
-        folder = tmp_path / f"run {attempt}"
-        record(folder, 2, **changes)
-        if any(e["reason"] == "late" for e in events(folder, "GroupFinished")):
-            break
-    else:
-        raise AssertionError("nobody was late")
-    again(folder, tmp_path / "again", seed=7)
-    if late == "retry":
-        record(tmp_path / "other", 9, **changes)
-        assert replay.differences(folder, tmp_path / "other")
 
 
 def test_trainer_ranks_are_replayed_as_so_many(tmp_path):

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import Tensor
 
+from rondel.algos import aggregate, correction, kl, table
 from rondel.algos.correction import Importance
+from rondel.algos.entropy import EntropyBonus
 from rondel.algos.masked_surrogates import ClipCov, KlCov
 from rondel.algos.objective import objective
 from rondel.algos.precompute import counted_tokens, decide_update
@@ -175,3 +178,33 @@ def lively(row: Algorithm) -> Algorithm:
     }
     shaping = Overlong(10, 4) if isinstance(row.shaping, Overlong) else row.shaping
     return replace(row, shaping=shaping, **knobs.get(row.name, {})).bounded(9)
+
+
+AGGREGATES = [aggregate.TokenMean(), aggregate.SeqMeanTokenMean(), aggregate.SeqMeanTokenSum(), aggregate.FixedNorm(9)]
+
+
+TOGETHER = correction.Importance(
+    high=1.2, reject="geometric", reject_low=0.7, reject_high=1.5, normalize="token", denominator="kept"
+)
+
+
+def rows():
+    """Every row as it stands; with everything beside it that compares samples; and every aggregate."""
+    for row in table.TABLE.values():
+        row = lively(row)
+        beside = (
+            correction.OffPolicyMask(0.02, "kept")
+            if "behavior" in {*row.surrogate.reads, row.ratio.anchor}
+            else TOGETHER
+        )
+        yield pytest.param(row, id=row.name)
+        full = replace(
+            row, correction=beside, kl=kl.Kl("k3", 0.1, unbiased=True), entropy=EntropyBonus(0.01, target=9.0, top=0.4)
+        )
+        yield pytest.param(full, id=f"{row.name}+")
+    for how in AGGREGATES:
+        yield pytest.param(replace(table.GRPO, aggregate=how, correction=TOGETHER), id=type(how).__name__)
+
+
+def relative_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / max(1.0, float(wanted.norm())))

@@ -8,6 +8,7 @@ import asyncio
 import random
 from contextlib import asynccontextmanager
 
+from rondel.core.events import Event, subscribe
 from rondel.core.types import KEEP, Group, StepStats, Task, Trajectory, Verdict
 
 
@@ -73,3 +74,17 @@ def loop_kit(trainer: CountingTrainer, rollouts: Rollouts, steps: int) -> dict:
         attempt=rollouts.generate_group, score=rollouts.score, judge=rollouts.judge, prepare=as_is, trainer=trainer, engine=None,
         devices=NoDevices(), sync=trainer.sync, algo=None, steps=range(steps), milestone=nothing,
     )  # fmt: skip
+
+
+class Heard:
+    """All events of one class while it is open."""
+
+    def __init__(self, kind: type[Event]) -> None:
+        self.kind, self.all = kind, []
+
+    def __enter__(self) -> list:
+        self._stop = subscribe(lambda event: self.all.append(event) if isinstance(event, self.kind) else None)
+        return self.all
+
+    def __exit__(self, *_) -> None:
+        self._stop()

@@ -79,3 +79,11 @@ class Late(Waiting):
     async def __call__(self, trajectory, task):
         await asyncio.sleep(60 if trajectory.text == "late" else 0.03)
         return 1.0
+
+
+THEIRS = """
+import ctypes, os, sys, time
+def reward(trajectory, task):
+    exec(trajectory.text, globals())
+    return globals().pop("result", 1.0)
+"""

@@ -124,3 +124,10 @@ def check(folder: Path, *, staleness: int, total: int, groups: int = 4, size: in
     assert born
     assert final(folder)
     return rows
+
+
+PLACES = {
+    "shared": {},
+    "two devices": {"place__kind": "split", "place__cluster": "local"},
+    "processes": {"place__kind": "split"},
+}

@@ -1,16 +1,25 @@
-"""Law 3: the gradient is the same for any micro-batch size, packing order and group
-permutation; and it is the written formula's.
+"""Law 3, split: the gradient is the same for any micro-batch size, packing order, rank count and permutation of the
+groups. Denominators are counted over the whole batch before the first forward pass.
+
+First of the trainer, then of the formulas alone. Two ranks are in tests/e2e/test_ranks.py.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
-from kits.algos import lively
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kits.algos import AGGREGATES, Ragged, lively, relative_difference, rows
 from kits.train import apart, awkward_groups, batch, gradient, model, row, shuffled, step, trainer
 from transformers import AutoModelForCausalLM
 
+from rondel.algos import aggregate, correction, table
+from rondel.algos.component import Component
 from rondel.algos.table import TABLE
 from rondel.core.types import Score, Trajectory
 from rondel.train.advantages import compute_advantages
@@ -238,3 +247,75 @@ def test_the_batch_falls_into_updates_of_whole_groups():
         assert all(not set(a) & set(c) for i, a in enumerate(groups) for c in groups[:i])
         sizes = [len(set(g)) for g in groups]
         assert max(sizes) - min(sizes) <= 1
+
+
+# -- the formulas alone: every row, in double precision --------------------------------------------
+
+
+@pytest.mark.parametrize("row", list(rows()))
+@settings(max_examples=10, deadline=None)
+@given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=10), seed=st.integers(0, 99), data=st.data())
+def test_any_split_and_any_order_give_the_same_gradient(row, lengths, seed, data):
+    """All-masked samples, groups of 1, constant groups and no tokens at all are among the cases: finite, always."""
+    batch, n = Ragged.make(lengths, seed), len(lengths)
+    whole = batch.loss(row)[1]
+    order = data.draw(st.permutations(range(n)))
+    cuts = sorted(data.draw(st.sets(st.integers(1, n - 1)))) if n > 1 else []
+    split = batch.loss(row, order=order, cuts=cuts)[1]
+    assert torch.isfinite(whole).all() and relative_difference(split, whole) <= 1e-12
+
+
+def test_tokens_of_equal_covariance_are_chosen_in_any_order():
+    """Two tokens always have the same: which of them is silenced must not hang on which came first."""
+    row, batch = lively(table.TABLE["clip_cov"]), Ragged.make([0, 1, 1], 1)
+    assert relative_difference(batch.loss(row, order=[2, 1, 0])[1], batch.loss(row)[1]) <= 1e-12
+
+
+@pytest.mark.parametrize("row", [p for p in rows() if "proximal_logprobs" not in p.values[0].needs])
+def test_decided_over_the_update_or_in_the_micro_batch_is_the_same_where_no_row_asks_for_it(row):
+    batch = Ragged.make([3, 0, 5, 1, 4, 2], 5)
+    assert (
+        relative_difference(batch.loss(row, cuts=[2, 3], noted=True)[1], batch.loss(row, cuts=[2, 3], noted=False)[1])
+        <= 1e-12
+    )
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "forking", "m2po", "normalised"])
+def test_a_choice_within_each_micro_batch_would_break_the_law(name):
+    """The counter-example: what compares samples, decided locally, is another gradient."""
+    row = (
+        replace(table.GRPO, correction=correction.Importance(normalize="token"))
+        if name == "normalised"
+        else lively(table.TABLE[name])
+    )
+    worst = 0.0
+    for seed in range(3):
+        batch = Ragged.make([3, 6, 5, 2], seed)
+        a_T = row.advantages_T(batch.scored())
+        fixed = replace(row, aggregate=aggregate.FixedNorm(9), advantage=Given(a_T))
+        halves = [
+            (replace(fixed, advantage=Given(a_T[:9])), [0, 1]),
+            (replace(fixed, advantage=Given(a_T[9:])), [2, 3]),
+        ]
+        local = sum(batch.loss(half, order=part)[1] / 2 for half, part in halves)
+        worst = max(worst, relative_difference(local, batch.loss(fixed)[1]))
+    assert worst > 1e-3
+
+
+@dataclass(frozen=True)
+class Given(Component):
+    """Advantages that are known, so that only the choice differs."""
+
+    values_T: torch.Tensor
+    per_token: ClassVar[bool] = True
+
+    def __call__(self, scored):
+        return self.values_T
+
+
+def test_a_mean_over_each_micro_batch_would_break_the_law():
+    """The counter-example: local denominators, averaged, are another gradient. So the test above can fail."""
+    lengths_N, parts = torch.tensor([1, 9, 2]), [[0, 1], [2]]
+    for how in AGGREGATES[:2]:
+        local = torch.cat([how(lengths_N[part]) / len(parts) for part in parts])
+        assert not torch.allclose(local, how(lengths_N))

@@ -1,21 +1,27 @@
-"""Law 4: the logprob stored for a token is that of the distribution it was drawn from, and
-scheduling changes no draw.
+"""Law 4, behaviour: the log-probability stored for a token is that of the distribution it was drawn from, after
+temperature, top-k, top-p, penalties and grammar. The trainer's recompute agrees, with aligned numerics bit for bit.
+
+Penalties, grammar and the raw streams are in tests/units/test_sampling.py, the recorded support in test_support.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import random
 
 import numpy as np
 import pytest
 import torch
+from kits import aligned
 from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny
+from kits.runs import run, steps
 from kits.sampling import chi_square, draw, reference
 
 from rondel.core.errors import EngineError
 from rondel.core.types import Sampling, sample_key
 from rondel.generate.engine.builtin.sampler import _inverse_cdf, draw_uniform
+from rondel.train.annotate import annotate_logprobs
 
 WINDOW = dict(head_dim=16, sliding_window=12, layer_types=["sliding_attention", "full_attention"])
 FAMILIES = {
@@ -231,3 +237,56 @@ def test_where_a_sample_ends(how, wrote, reason):
         how = how | {"stop": (free[1],)}
     c = asyncio.run(engine(model).generate(ask(p, key=1, n=10, **how)))
     assert (c.tokens, c.finish_reason) == (free[:wrote], reason)
+
+
+# -- aligned numerics: the same bits ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", aligned.DTYPES)
+@pytest.mark.parametrize("kind", aligned.FAMILIES)
+@pytest.mark.slow
+def test_the_same_bits_in_every_batch_chunking_and_cache_state(kind, dtype):
+    loaded = aligned.model(kind, dtype)
+    asks = aligned.requests()
+    alone = [c for r in asks for c in asyncio.run(all_of(engine(loaded), [r]))]
+    for settings in ({"prefill_tokens": 16}, {"max_running": 3, "prefill_tokens": 7}, {"kv_pages": 170}):
+        e = engine(loaded, **settings)
+        order = random.Random(repr(settings)).sample(range(len(asks)), len(asks))
+        for _ in range(2):  # the second time everything is found in the cache
+            done = asyncio.run(all_of(e, [asks[i] for i in order]))
+            assert aligned.told(done) == [(alone[i].tokens, alone[i].logprobs) for i in order], settings
+        idle(e)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", aligned.DTYPES)
+@pytest.mark.parametrize("kind", aligned.FAMILIES)
+def test_the_trainer_recomputes_the_same_bits(kind, dtype, temperature):
+    loaded = aligned.model(kind, dtype)
+    asks = aligned.requests(temperature)
+    done = asyncio.run(all_of(engine(loaded), asks))
+    rollouts = aligned.batch_of(asks, done)
+    for budget in (64, 4096):
+        for share in (True, False):
+            annotate_logprobs(loaded, rollouts, "start", budget=budget, temperature=temperature, share=share)
+            for sample in rollouts.samples:
+                assert np.array_equal(sample.known.start.numpy(), sample.known.behavior.numpy()), (budget, share)
+
+
+def test_fast_numerics_do_not_have_this_property():
+    """Else the tests above would prove nothing."""
+    loaded = aligned.model("llama", "bfloat16")
+    loaded.aligned = False
+    asks = aligned.requests()
+    done = asyncio.run(all_of(engine(loaded), asks))
+    rollouts = aligned.batch_of(asks, done)
+    annotate_logprobs(loaded, rollouts, "start", budget=4096, temperature=1.0)
+    assert any(not np.array_equal(s.known.start.numpy(), s.known.behavior.numpy()) for s in rollouts.samples)
+
+
+@pytest.mark.slow
+def test_a_run_with_aligned_numerics_has_a_gap_of_zero(tmp_path):
+    run(tmp_path / "run", engine__numerics="aligned", loop__steps=3)
+    gaps = [metrics["train/gap_max"] for _, _, metrics, _ in steps(tmp_path / "run") if "train/gap_max" in metrics]
+    assert gaps and max(gaps) == 0.0

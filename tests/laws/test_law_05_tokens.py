@@ -1,5 +1,7 @@
-"""Law 5: the token buffer is the only truth. What is trained is what was sampled,
-whatever a tokenizer would make of its text.
+"""Law 5, tokens: trained ids are the sampled ids. Nothing the model wrote is tokenized again. Masks come from
+provenance.
+
+Text of others, through every door, is in tests/units/test_foreign_text.py.
 """
 
 from __future__ import annotations

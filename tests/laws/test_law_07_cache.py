@@ -1,4 +1,8 @@
-"""Law 7: what is in the cache is what these weights computed for these tokens, once, and no page is lost."""
+"""Law 7, cache: the root of the prefix tree is (version, adapter, namespace), so a stale prefix cannot match. Keys and
+values written by an older version never enter the new root. Free + cached + private pages = all pages.
+
+The tree alone is in tests/units/test_radix.py, the scheduler without arithmetic in test_scheduler.py.
+"""
 
 from __future__ import annotations
 

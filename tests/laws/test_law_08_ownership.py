@@ -1,5 +1,7 @@
-"""One device for two: trainer state or KV cache, never both, counted in bytes of tensors; what
-sleeps wakes bit for bit (law 8).
+"""Law 8, ownership: on a shared device with `trainer.offload`, trainer state and KV cache are never both on the device.
+`sleep` of an engine that runs requests is an error.
+
+Counted in bytes of tensors; what sleeps wakes bit for bit.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.engine import ask, engine, prompt
+from kits.engine import ask, engine, prompt, tiny
 from kits.reward_models import saved
 from kits.runs import events, final, run, run_and_die, steps
+from kits.sync import wrote
 from kits.train import awkward_groups, batch, bits, inline, model, row
 
-from rondel.core.errors import ConfigError, EngineError, LawError, TrainError
+from rondel.core.errors import ConfigError, EngineError, LawError, SyncError, TrainError
 from rondel.core.events import Resident, subscribe
+from rondel.core.types import Begin
+from rondel.models import names
 from rondel.runtime.devices import OneAtATime, SharedDevice
 from rondel.sync.from_tensor import FromTensor
 from rondel.train.critic import Critic
@@ -347,3 +352,22 @@ def test_a_run_whose_reward_model_comes_and_goes(tmp_path):
     assert [h["generate"]["reward"] >= size and h["train"]["reward"] == h["sync"]["reward"] == 0 for h in held] == [
         True
     ] * 3
+
+
+def test_sleep_and_update_of_an_engine_that_runs_are_errors():
+    model = tiny()
+
+    async def main():
+        e = engine(model)
+        task = asyncio.create_task(e.generate(ask(prompt(1, 10), n=40)))
+        await wrote(e, 2)
+        with pytest.raises(EngineError, match=r"pause the engine first"):
+            await e.sleep(("kv_cache",))
+        with pytest.raises(SyncError, match="pause the engine first"):
+            await e.receive(Begin(names.build_manifest(model.model, 1)))
+        done = await task
+        assert len(done.tokens) == 40 and (await e.status()).state == "serving"
+        await e.sleep(("kv_cache",))  # idle: no pause needed
+        assert (await e.status()).state == "asleep"
+
+    asyncio.run(main())

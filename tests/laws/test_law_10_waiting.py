@@ -1,5 +1,7 @@
-"""Law 10: who notices that nothing moves names who waits for what, and the stacks of
-all processes are on disk.
+"""Law 10, waiting: no wait is without a deadline, an owner and a name. The error says who waits for what, and since
+when.
+
+The stacks of all processes are then on disk.
 """
 
 from __future__ import annotations
@@ -7,22 +9,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from kits.engine import ask, engine, idle, prompt, tiny
+from kits.remote import Trainer, made
+from kits.workers import Part, alive, time_waster
 
 from rondel.assemble.remote_workers import RemoteTrainer
 from rondel.buffer import Buffer
-from rondel.core.errors import StalledError, WorkerError
+from rondel.core.errors import SilentError, StalledError, WorkerError
 from rondel.core.events import subscribe
+from rondel.core.types import Task
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.stacks import SIGNAL, StackDumper
-from rondel.runtime.termination import ONE
 from rondel.train.fsdp import FsdpRank, Rendezvous
 
 
@@ -50,7 +53,7 @@ class Rank:
 
 
 @pytest.fixture
-def cluster(tmp_path):
+def dumping_cluster(tmp_path):
     made = ProcessCluster(tmp_path / "logs", patience=30.0)
     stacks = StackDumper(tmp_path, made.dump)
     stop = subscribe(stacks.on_event)
@@ -60,8 +63,8 @@ def cluster(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_is_named_with_the_operation(cluster, tmp_path):
-    made, _ = cluster
+def test_a_rank_that_does_not_come_is_named_with_the_operation(dumping_cluster, tmp_path):
+    made, _ = dumping_cluster
     ranks = [made.spawn(f"trainer-{i}", Rank) for i in range(2)]
     address = ranks[0].now("meet")
     for joined in [rank.ask("join", i, address, 3.0) for i, rank in enumerate(ranks)]:
@@ -82,8 +85,8 @@ def test_a_rank_that_does_not_come_is_named_with_the_operation(cluster, tmp_path
 
 
 @pytest.mark.slow
-def test_a_buffer_in_which_nothing_moves_says_where_the_stacks_are(cluster, tmp_path):
-    made, _ = cluster
+def test_a_buffer_in_which_nothing_moves_says_where_the_stacks_are(dumping_cluster, tmp_path):
+    made, _ = dumping_cluster
     made.spawn("engine-0", Rank).now()
 
     async def work():
@@ -107,8 +110,8 @@ async def a_lane_that_never_ends() -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_writes_them_on_demand(cluster, tmp_path):
-    made, stacks = cluster
+def test_a_signal_writes_them_on_demand(dumping_cluster, tmp_path):
+    made, stacks = dumping_cluster
     made.spawn("engine-0", Rank).now()
     with stacks.on_demand():
         os.kill(os.getpid(), SIGNAL)
@@ -124,48 +127,109 @@ def said(log, word: str) -> str:
     return text
 
 
-ASKED = """
-import asyncio, sys
-from rondel.runtime.termination import GracefulStop
+# -- the buffer, an update, a request --------------------------------------------------------------
 
-async def work(ending):
-    asyncio.get_running_loop().call_soon(lambda: print("works", flush=True))  # once it waits
-    await ending.wait()
-    print("asked", flush=True)
-    await asyncio.sleep(60)
 
-with GracefulStop() as ending:
-    if sys.argv[1] == "starting":
-        print("works", flush=True)
-        try:
-            __import__("time").sleep(60)
-        except Exception as error:
-            sys.exit(str(error))
-    asyncio.run(work(ending))
-"""
+def test_a_wait_names_who_waits_for_what():
+    with pytest.raises(StalledError, match="learner waits for finished groups"):
+        asyncio.run(Buffer(groups_per_step=1, patience=0.05).take())
+
+
+def test_any_change_is_a_sign_of_life_for_all_who_wait():
+    async def scenario():
+        buffer = Buffer(groups_per_step=8, patience=0.3)
+        waits = asyncio.create_task(buffer.take())
+        for n in range(5):
+            await asyncio.sleep(0.15)
+            await buffer.admit(Task(f"t{n}", "fake", {}))
+        assert not waits.done()
+        with pytest.raises(StalledError, match="5 tasks unclaimed"):
+            await waits
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("who", ["publish", "score", "status"])
+def test_nothing_in_an_update_waits_for_ever(who):
+    """An answer that does not come, from one who lives: named, within the deadline (law 10)."""
+    engine, update, _ = made("")
+    trainer, update.deadline = Trainer(), 0.2
+
+    async def silent(*_):
+        await asyncio.sleep(60)
+
+    setattr(trainer if who == "publish" else engine._worker, who, silent)
+    with pytest.raises(StalledError, match=r"(the trainer|the engine|engine 0): no answer to .* for 0.2 s"):
+        asyncio.run(asyncio.wait_for(update(trainer, engine), 5))
+
+
+def test_a_deadline_says_who_waits_for_whom():
+    async def main():
+        e = engine(tiny())
+        request = ask(prompt(1, 10))
+        request.deadline = 0.05
+        await e.pause("hold")
+        with pytest.raises(
+            StalledError, match=r"waits for the engine since 0.05 s; it had written 0 tokens, engine held"
+        ):
+            await e.generate(request)
+        await e.resume()
+        idle(e)
+        assert len((await e.generate(ask(prompt(1, 10)))).tokens) == 16
+
+    asyncio.run(main())
+
+
+# -- worker processes ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    made = ProcessCluster(tmp_path / "logs", patience=2.0)
+    yield made
+    made.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_asks_and_the_second_ends(number):
-    with subprocess.Popen([sys.executable, "-c", ASKED, "running"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "works\n"
-        process.send_signal(number)
-        process.send_signal(number)  # forwarded by a launcher
-        assert process.stdout.readline() == "asked\n"
-        time.sleep(ONE + 0.1)  # what comes later was meant
-        assert process.poll() is None
-        process.send_signal(number)
-        assert process.wait(10) == 128 + number
+def test_a_stopped_worker_is_named_within_its_deadline(cluster):
+    worker = cluster.spawn("trainer-1", Part, 0)
+    worker.now()
+    os.kill(worker.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(
+        StalledError, match=r"worker trainer-1 .* no sign of life .* asked for: add(?s:.*)most recent call first"
+    ) as told:
+        worker.now("add", 1)
+    assert time.monotonic() - began < 10
+    assert isinstance(told.value, WorkerError), "and is given up like one that ended"
+    assert "in _send_pulses" in str(told.value), "its stacks, though it was stopped"
+    cluster.close()
+    assert not alive(worker.pid)
 
 
-def test_before_there_is_anything_to_keep_one_signal_is_enough():
-    with subprocess.Popen(
-        [sys.executable, "-c", ASKED, "starting"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout.readline() == "works\n"
-        process.terminate()
-        assert (
-            "stopped by SIGTERM while it was starting; continue with the same command"
-            in process.communicate(timeout=10)[1]
+@pytest.mark.slow
+def test_a_deadlock_is_no_life_and_long_work_is(tmp_path):
+    """Its pulse goes on, and tells of no progress."""
+    cluster = ProcessCluster(tmp_path, patience=1.5)
+    names = {"hangs": (), "hangs_beside": (), "computes": (4,), "runs": (4,), "nap": (4,)}
+    workers = {name: cluster.spawn(name, Part, 0) for name in names}
+    for worker in workers.values():
+        worker.now()
+
+    async def all_of_them():
+        return await asyncio.gather(
+            *(getattr(workers[name], name)(*args) for name, args in names.items()), return_exceptions=True
         )
+
+    *stuck, computed, ran, slept = asyncio.run(all_of_them())
+    assert (computed, ran, slept) == ("computed", "ran", "slept")
+    for name, error in zip(names, stuck):
+        assert isinstance(error, SilentError) and f"asked for: {name}" in str(error) and not workers[name].alive
+    cluster.close()
+
+
+@pytest.mark.slow
+def test_a_busy_worker_is_not_a_stopped_one(cluster):
+    """Arithmetic that holds the event loop is work, not silence."""
+    worker = cluster.spawn("part", time_waster)
+    assert worker.now("burn", 4.0) == "done"

@@ -1,13 +1,16 @@
-"""Law 11: what a reward does wrong is a `Failed` with its reason, never a number. Law 14: its processes end with us."""
+"""Law 11, failure is data: faults of rewards and environments are typed outcomes. They are never the number 0 and never
+part of a baseline. Their rates have alarms.
+
+How many faults end a run is in tests/units/test_failure_budget.py.
+"""
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-import time
+import math
 
 import pytest
+from kits import runs
+from kits.bandit import RIGHT, bandit
+from kits.rewards import THEIRS
 
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Failed, Group, Score, Task, Trajectory
@@ -15,12 +18,6 @@ from rondel.score.pool import RewardPool
 
 TASK = Task("t/1", "single_turn", {"prompt": "3+4=", "answer": "7"})
 
-THEIRS = """
-import ctypes, os, sys, time
-def reward(trajectory, task):
-    exec(trajectory.text, globals())
-    return globals().pop("result", 1.0)
-"""
 
 FAULTS = {
     "while True: pass": "timeout",
@@ -99,55 +96,19 @@ def test_a_reward_that_stops_starting_is_a_failure(theirs):
     assert failed.reason == "worker did not start" and "nothing_like_it" in failed.detail
 
 
-def test_close_ends_busy_workers_and_what_they_started(theirs):
-    async def hang(pool):
-        call = asyncio.ensure_future(pool.score(Trajectory(text=CHILD.format(theirs)), TASK))
-        await asyncio.to_thread(wait_for, lambda: (theirs / "pids").exists())
-        pool.close()
-        assert isinstance(await call, Failed)
-
-    asyncio.run(hang(RewardPool("theirs:reward", timeout=60)))
-    wait_for(lambda: not any(map(alive, pids(theirs))))
-
-
-def test_workers_end_with_a_parent_that_is_killed(theirs):
-    parent = theirs / "parent.py"
-    parent.write_text(
-        "import asyncio\nfrom rondel.score.pool import RewardPool\nfrom rondel.core.types import Task, Trajectory\n"
-        f"asyncio.run(RewardPool('theirs:reward', timeout=60).score(Trajectory(text={HANG.format(theirs)!r}), Task('t', "
-        f"'x', {{}})))\n"
-    )
-    process = subprocess.Popen([sys.executable, str(parent)], env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
-    wait_for(lambda: (theirs / "pids").exists())
-    (worker,) = pids(theirs)
-    assert alive(worker)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    wait_for(lambda: not alive(worker))
-
-
-HANG = "open('{0}/new', 'w').write(str(os.getpid())); os.rename('{0}/new', '{0}/pids')\nwhile True: pass"
-CHILD = (
-    "import subprocess; child = subprocess.Popen(['sleep', '60'])\n"
-    "open('{0}/new', 'w').write(f'{{os.getpid()}} {{child.pid}}'); os.rename('{0}/new', '{0}/pids')\nwhile True: pass"
-)
-
-
-def pids(folder):
-    return [int(pid) for pid in (folder / "pids").read_text().split()]
-
-
-def alive(pid):
-    """Running; a zombie that its new parent has not collected yet counts as ended."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_for(true, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.02)
+@pytest.mark.slow
+def test_five_percent_faults_leave_the_training_reward_unbiased(tmp_path):
+    (clean, book, _), (faulty, faulty_book, failures) = bandit(tmp_path, 0.0), bandit(tmp_path, 0.05)
+    assert runs.balances(book) and runs.balances(faulty_book) and failures.why == ""
+    same = {t.text: t.reward for group in clean for t in group.trajectories}
+    scored = [t for group in faulty for t in group.trajectories if t.reward is not None]
+    lost = [t for group in faulty for t in group.trajectories if t.reward is None]
+    assert all(same.get(t.text, t.reward) == t.reward for t in scored) and sum(t.text in same for t in scored) > 3000
+    assert all(isinstance(t.score, Failed) and t.score.reason == "environment fault" for t in lost)
+    every = len(scored) + len(lost)
+    assert abs(len(lost) / every - 0.05) < 3 * math.sqrt(0.05 * 0.95 / every)
+    for groups in (clean, faulty):
+        rewards = [r for group in groups for r in group.rewards]
+        assert abs(sum(rewards) / len(rewards) - RIGHT) < 3 * math.sqrt(RIGHT * (1 - RIGHT) / len(rewards))
+    # counted as zeros, they would be far off: this test would see it
+    assert abs(sum(t.reward for t in scored) / every - sum(t.reward for t in scored) / len(scored)) > 0.01

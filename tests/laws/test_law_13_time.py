@@ -1,4 +1,6 @@
-"""Law 13: the phases on the learner's path add up to the step, and every worker's account to the time that passed."""
+"""Law 13, time: the phases on the learner's critical path add up to the step within 2 %. Every worker's time account
+sums to 100 %.
+"""
 
 import json
 import time

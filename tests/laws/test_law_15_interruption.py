@@ -1,20 +1,25 @@
-"""Laws 8 and 15: an interrupted sample continues its tokens, and every token says which weights drew it."""
+"""Law 15, interruption: an interrupted sample continues from its tokens and never starts again, because restarting
+favours short answers. It continues in memory from the parked request, and after a crash from the token log.
+
+Every token says which weights drew it. The log itself is in tests/units/test_wal.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from concurrent.futures import ThreadPoolExecutor
+import math
 
+import numpy as np
 import pytest
 import torch
-from kits.engine import all_of, ask, engine, idle, inline, plain_logprobs, prompt, tiny, twin
+from kits.engine import all_of, ask, engine, idle, plain_logprobs, prompt, tiny, twin
 from kits.sync import Publisher, updater, wrote
+from kits.token_log import asked, counted, dies, said, serving, two_versions
 
-from rondel.core.errors import EngineError, StalledError, SyncError, UserError
+from rondel.core.errors import EngineError, UserError
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Abort, Begin, Commit, Route
-from rondel.models import names
+from rondel.runtime.journal.wal import TokenLog
 
 
 @torch.no_grad()
@@ -138,41 +143,6 @@ def test_a_request_that_arrives_during_an_update_waits_for_its_commit():
     asyncio.run(main())
 
 
-def test_sleep_and_update_of_an_engine_that_runs_are_errors():
-    model = tiny()
-
-    async def main():
-        e = engine(model)
-        task = asyncio.create_task(e.generate(ask(prompt(1, 10), n=40)))
-        await wrote(e, 2)
-        with pytest.raises(EngineError, match=r"pause the engine first"):
-            await e.sleep(("kv_cache",))
-        with pytest.raises(SyncError, match="pause the engine first"):
-            await e.receive(Begin(names.build_manifest(model.model, 1)))
-        done = await task
-        assert len(done.tokens) == 40 and (await e.status()).state == "serving"
-        await e.sleep(("kv_cache",))  # idle: no pause needed
-        assert (await e.status()).state == "asleep"
-
-    asyncio.run(main())
-
-
-def test_an_engine_that_sleeps_serves_when_every_tag_is_back():
-    async def main():
-        e = engine(tiny())
-        await e.sleep(("kv_cache", "weights"))
-        await e.sleep(())
-        task = asyncio.create_task(e.generate(ask(prompt(1, 10))))
-        await e.wake(("weights",))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert (await e.status()).state == "asleep" and not task.done()
-        await e.wake(("kv_cache",))
-        assert len((await task).tokens) == 16 and (await e.status()).state == "serving"
-
-    asyncio.run(main())
-
-
 def test_abort_returns_what_is_written():
     model, requests = tiny(), [ask(prompt(i, 20), key=i, n=40) for i in range(4)]
     free = asyncio.run(all_of(engine(model), requests))
@@ -276,135 +246,6 @@ def test_an_unknown_way_to_pause():
         asyncio.run(engine(tiny()).pause("freeze"))
 
 
-# -- callers that go away --------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("after", [0, 1, 3, 8])
-def test_a_cancelled_caller_leaves_no_page(after):
-    async def main():
-        e = engine(tiny(), max_running=3)
-        tasks = [asyncio.create_task(e.generate(ask(prompt(1, 30), key=i, n=30))) for i in range(5)]
-        if after:
-            await wrote(e, after)
-        else:
-            await asyncio.sleep(0)
-        for t in (tasks[0], tasks[3]):
-            t.cancel()
-        done = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [isinstance(d, asyncio.CancelledError) for d in done] == [True, False, False, True, False]
-        for _ in range(4):
-            await asyncio.sleep(0)
-        idle(e)
-        return [d.tokens for d in done if not isinstance(d, BaseException)]
-
-    alone = [asyncio.run(engine(tiny()).generate(ask(prompt(1, 30), key=i, n=30))).tokens for i in (1, 2, 4)]
-    assert asyncio.run(main()) == alone
-
-
-def test_callers_that_leave_while_the_device_computes():
-    """The device thread reads a request's pages; a caller that leaves in that moment must not pull them away."""
-    model, pool = tiny(), ThreadPoolExecutor(1)
-    requests = [ask(prompt(i, 15), key=i, n=30) for i in range(12)]
-    free = asyncio.run(all_of(engine(model), requests))
-
-    async def on_thread(f, *args):
-        def slow():
-            time.sleep(0.001)
-            return f(*args)
-
-        return await asyncio.get_running_loop().run_in_executor(pool, slow)
-
-    async def main():
-        e = engine(model, run=on_thread)
-        tasks = [asyncio.create_task(e.generate(r)) for r in requests]
-        for i in range(0, 12, 2):
-            await asyncio.sleep(0.004)
-            tasks[i].cancel()
-        scored = await e.score(ask(prompt(0, 20)))
-        done = await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0.01)
-        idle(e)
-        assert (await e.status()).state == "serving" and len(scored.logprobs) == 20
-        return done
-
-    done = asyncio.run(main())
-    assert [done[i].tokens for i in range(1, 12, 2)] == [free[i].tokens for i in range(1, 12, 2)]
-    pool.shutdown()
-
-
-def test_a_pause_that_is_given_up_leaves_the_step_alone():
-    model, request = tiny(), ask(prompt(1, 10), key=1, n=30)
-
-    async def main():
-        gate = asyncio.Event()
-
-        async def gated(f, *args):
-            await gate.wait()
-            return f(*args)
-
-        e = engine(model, run=gated)
-        task = asyncio.create_task(e.generate(request))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(e.pause("hold"), 0.02)
-        gate.set()
-        await e.resume()
-        return await asyncio.wait_for(task, 5)
-
-    assert asyncio.run(main()).tokens == asyncio.run(engine(model).generate(request)).tokens
-
-
-def test_a_deadline_says_who_waits_for_whom():
-    async def main():
-        e = engine(tiny())
-        request = ask(prompt(1, 10))
-        request.deadline = 0.05
-        await e.pause("hold")
-        with pytest.raises(
-            StalledError, match=r"waits for the engine since 0.05 s; it had written 0 tokens, engine held"
-        ):
-            await e.generate(request)
-        await e.resume()
-        idle(e)
-        assert len((await e.generate(ask(prompt(1, 10)))).tokens) == 16
-
-    asyncio.run(main())
-
-
-# -- a step that breaks ----------------------------------------------------------------------------
-
-
-def test_a_broken_step_tells_everyone_and_caches_nothing():
-    model = tiny()
-    trainer = Publisher(model)
-
-    async def main():
-        fails = False
-
-        async def run(f, *args):
-            if fails:
-                raise RuntimeError("out of memory")
-            return await inline(f, *args)
-
-        e = engine(model, run=run, max_running=2)
-        tasks = [asyncio.create_task(e.generate(ask(prompt(1, 20), key=i, n=30))) for i in range(4)]
-        await wrote(e, 3)
-        fails = True
-        done = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(d, EngineError) and "RuntimeError: out of memory" in str(d) for d in done)
-        idle(e)
-        assert e.scheduler.tree.cached == 0, "pages that no step computed are in the cache"
-        fails = False
-        with pytest.raises(EngineError, match="its step broke: RuntimeError: out of memory"):
-            await e.generate(ask(prompt(1, 20)))
-        await updater()(trainer, e)
-        return await e.generate(ask(prompt(1, 20), key=1))
-
-    assert asyncio.run(main()).tokens == asyncio.run(engine(model).generate(ask(prompt(1, 20), key=1))).tokens
-
-
 def test_samples_parked_when_an_update_fails_go_on_after_a_good_one():
     model = tiny()
     trainer = Publisher(twin(model))
@@ -424,3 +265,94 @@ def test_samples_parked_when_an_update_fails_go_on_after_a_good_one():
         assert len(c.tokens) == 30 and set(c.versions) == {0, 1}
 
     asyncio.run(main())
+
+
+# -- after a crash, from the token log -------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return two_versions(tmp_path)
+
+
+def test_a_sample_goes_on_from_its_tokens(folder):
+    log = TokenLog(folder)
+    log.record_version(4, "root-4")
+    got = list(log.recall_tokens(1, 7))
+    assert got == [(100 + i, -0.1 * (i + 1), 3 if i < 5 else 4, None) for i in range(7)]
+    assert list(log.recall_tokens(1, 7)) == []  # it is this life's now
+    assert said(log, 3, first=1) == [101]
+    assert said(log, 99) == []
+
+
+@pytest.mark.slow
+def test_interrupted_lengths_are_those_of_uninterrupted_samples(tmp_path):
+    """h = 0.02, q = 0.01: restarting gives a mean of 33.6 tokens, the log 50;
+    Kolmogorov-Smirnov tells them apart.
+    """
+    rng, h, q, n = np.random.default_rng(0), 0.02, 0.01, 4000
+    log = TokenLog(tmp_path / "wal")
+    log.record_version(0, "root")
+
+    def life(key: int, noise: np.random.Generator, done: int) -> tuple[int, bool]:
+        """Draw until the end or an interruption. -> (tokens, finished)."""
+        while True:
+            if rng.random() < q:
+                return done, False
+            log.write([(key, done, 0, 0.0, 1, 0)])
+            done += 1
+            if noise.random() < h:
+                return done, True
+
+    kept, restarted = [], []
+    for key in range(n):
+        noise, done, finished = np.random.default_rng((1, key)), 0, False
+        while not finished:
+            done, finished = life(key, noise, done)
+        kept.append(done)
+        finished = False
+        while not finished:  # another chance each time
+            done, finished = life(key + n, rng, 0)
+        restarted.append(done)
+    log.close()
+    again = TokenLog(tmp_path / "wal")
+    again.record_version(0, "root")
+    assert all(len(said(again, key, 0)) == length for key, length in enumerate(kept))
+    assert np.mean(kept) == pytest.approx(1 / h, rel=0.05)
+    assert np.mean(restarted) == pytest.approx(1 / (1 - (1 - h) * (1 - q)), rel=0.05)
+    limit = 1.63 / math.sqrt(n)  # 1 %
+    assert ks(kept, h) < limit < ks(restarted, h)
+
+
+def ks(lengths: list[int], h: float) -> float:
+    """Largest distance to the geometric distribution."""
+    at = np.arange(1, max(lengths) + 1)
+    ours = np.searchsorted(np.sort(lengths), at, side="right") / len(lengths)
+    return float(np.abs(ours - (1 - (1 - h) ** at)).max())
+
+
+def test_an_engine_that_died_goes_on_from_its_tokens(tmp_path):
+    """Tokens and logprobs as if nothing had happened, and none is drawn a second time."""
+    whole = asyncio.run(all_of(serving(tmp_path / "other"), asked()))
+
+    asyncio.run(dies(serving(tmp_path / "wal"), asked(), 9))
+    e = serving(tmp_path / "wal")
+    drawn = counted(e)
+    again = asyncio.run(all_of(e, asked()))
+    assert [c.tokens for c in again] == [c.tokens for c in whole]
+    assert [c.finish_reason for c in again] == [c.finish_reason for c in whole]
+    for a, b in zip(again, whole):
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+        assert a.versions == [1] * len(a.tokens)
+    total = sum(len(c.tokens) for c in whole)
+    assert sum(drawn) <= total - 6 * 9
+
+
+def test_a_sample_that_had_ended_is_not_asked_again(tmp_path):
+    first = asyncio.run(all_of(serving(tmp_path), asked()))
+    e = serving(tmp_path)
+    e.runner.step = None  # it would break
+    again = asyncio.run(all_of(e, asked()))
+    assert [(c.tokens, c.logprobs, c.text, c.finish_reason) for c in again] == [
+        (c.tokens, c.logprobs, c.text, c.finish_reason) for c in first
+    ]

@@ -1,5 +1,5 @@
-"""Law 16: every command, snippet and recipe that we show is run: whole, reduced, or,
-where it needs an hour, at least parsed.
+"""Law 16, docs: every command and snippet in README, docs and recipes is run by a test: whole, reduced, or, where it
+needs hardware or an hour, parsed.
 
 The tables say which. What is shown and not in a table fails; what is in a table and no longer shown fails too.
 """

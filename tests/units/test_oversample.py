@@ -1,103 +1,26 @@
-"""Laws 1, 2 and 15 where more groups are begun than are waited for; and what that does to a batch."""
+"""Where more groups are begun than are waited for (laws 1, 2 and 15): what that does to a batch, and whole runs."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from collections import Counter
 
 import pytest
-from kits.fakes import CountingTrainer, Rollouts, endless, loop_kit
+from kits.fakes import CountingTrainer, Heard, Rollouts, endless, loop_kit
 from kits.runs import check, events, run, tiny
 
 from rondel import loop
 from rondel.buffer import Buffer
 from rondel.core.errors import ConfigError
-from rondel.core.events import Admitted, Event, GroupFinished, subscribe
-from rondel.core.types import Group, Task, Trajectory
-from rondel.driver.phases import in_time
+from rondel.core.events import GroupFinished, subscribe
+from rondel.core.types import Group, Trajectory
 from rondel.runtime.journal import store
 from rondel.runtime.telemetry.metrics import LateBias, StepMetrics
 
 
-class Heard:
-    """All events of one class while it is open."""
-
-    def __init__(self, kind: type[Event]) -> None:
-        self.kind, self.all = kind, []
-
-    def __enter__(self) -> list:
-        self._stop = subscribe(lambda event: self.all.append(event) if isinstance(event, self.kind) else None)
-        return self.all
-
-    def __exit__(self, *_) -> None:
-        self._stop()
-
-
-def whole(buffer: Buffer, trainer: CountingTrainer, rollouts: Rollouts, steps: int) -> None:
-    kit = loop_kit(trainer, rollouts, steps)
-    kit["attempt"], kit["judge"] = in_time(kit["attempt"], kit["judge"], buffer)
-    asyncio.run(loop.run(endless(), buffer, **kit))
-
-
-SETTINGS = list(itertools.product((1, 2, 5), (0, 1, 2), (1, 4), (0.0, 0.3), (False, True)))
-
-
-@pytest.mark.parametrize("p,s,x,drop,retry", SETTINGS)
-def test_no_group_is_trained_later_than_its_bound_and_none_is_lost_unseen(p, s, x, drop, retry):
-    trainer = CountingTrainer()
-    buffer = Buffer(groups_per_step=p, max_staleness=s, oversample=x, retry=retry)
-    with Heard(Admitted) as admitted:
-        whole(buffer, trainer, Rollouts(7, drop, spread=20), 25)
-    assert all(0 <= version - born <= s for batch in trainer.seen for _, born, version in batch)
-    ids = [number for batch in trainer.seen for number, _, _ in batch]
-    assert len(ids) == len(set(ids)) == 25 * p == buffer.counts.trained
-    book = buffer.ledger()
-    assert book["issued"] == len(admitted) == sum(n for name, n in book.items() if name != "issued")
-    assert book.get("filtered/late", 0) or s, "at S = 0 the surplus of every step is late"
-    assert buffer.counts.retried == (book.get("filtered/late", 0) if retry else 0)
-    tasks = Counter(e.task for e in admitted)
-    assert set(tasks) == {f"t{n}" for n in range(len(admitted) - buffer.counts.retried)}, (
-        "the stream goes on where it was"
-    )
-
-
-def test_whose_task_is_asked_again_is_trained_like_any_other():
-    """Every third attempt is slow, whatever its task. Dropped, its task is gone; asked
-    again, every task is trained once: Y3.
-    """
-
-    class Slow(Rollouts):
-        async def generate_group(self, slot):
-            for _ in range(400 if self.random.random() < 1 / 3 else self.random.randrange(4)):
-                await asyncio.sleep(0)
-            return Group(slot.number, slot.task, [Trajectory()], slot.born)
-
-    def trained(retry: bool) -> tuple[Counter, set[str]]:
-        buffer = Buffer(groups_per_step=4, oversample=4, retry=retry)
-        seen: Counter = Counter()
-
-        class Reading(CountingTrainer):
-            async def step(self, batch, algo):
-                seen.update(g.task.id for g in batch)
-                return await super().step(batch, algo)
-
-        whole(buffer, Reading(), Slow(3), 30)
-        state = buffer.state_dict(buffer.version)
-        return seen, {slot["task"]["id"] for slot in state["unfinished"]} | {
-            group["task"]["id"] for group in state["finished"]
-        }
-
-    (dropped, _), (again, in_flight) = trained(False), trained(True)
-    assert max(again.values()) == max(dropped.values()) == 1
-    early = {f"t{n}" for n in range(100)}
-    assert early <= again.keys() | in_flight
-    assert len(early - dropped.keys()) > 20
-
-
 def test_a_long_tail_that_goes_on_in_the_next_step_leaves_the_learner_less_to_wait_for():
-    """Y5: nine in ten take 6 turns of the event loop, one in ten 30, a step takes 6: with one
+    """Nine in ten take 6 turns of the event loop, one in ten 30, a step takes 6: with one
     version of room the learner waits 40 % less.
     """
 
@@ -146,46 +69,6 @@ def test_a_long_tail_that_goes_on_in_the_next_step_leaves_the_learner_less_to_wa
     assert partial < 0.6 * synchronous, (partial, synchronous)
 
 
-def test_with_nobody_to_spare_the_learner_waits_and_loses_none():
-    buffer = Buffer(groups_per_step=2, max_staleness=1)
-    whole(buffer, CountingTrainer(), Rollouts(1, spread=30), 20)
-    assert "filtered/late" not in buffer.ledger()
-
-
-def test_the_state_of_a_buffer_knows_where_its_stream_is():
-    buffer = Buffer(groups_per_step=2, oversample=3, retry=True)
-    whole(buffer, CountingTrainer(), Rollouts(2, spread=30), 5)
-    other = Buffer(groups_per_step=2, oversample=3, retry=True)
-    other.load_state_dict(buffer.state_dict(buffer.version))
-    assert (
-        buffer.counts.retried <= other.counts.retried
-        and other.counts.admitted - other.counts.retried == buffer.counts.admitted - buffer.counts.retried
-    )
-
-
-@pytest.mark.parametrize("retry", [False, True])
-def test_who_is_late_when_a_checkpoint_is_read_goes_then(retry):
-    """It was written before the new version was announced to the buffer."""
-
-    async def scenario():
-        buffer = Buffer(groups_per_step=1, oversample=1, retry=retry)
-        slots = [await buffer.admit(Task(f"t{n}", "fake", {})) for n in range(2)]
-        for slot in slots:
-            await buffer.claim()
-            await buffer.put(slot, Group(slot.number, slot.task, [], slot.born))
-        await buffer.take()
-        buffer.settle_groups()
-        return buffer.state_dict(1)
-
-    other = Buffer(groups_per_step=1, oversample=1, retry=retry)
-    other.load_state_dict(asyncio.run(scenario()))
-    assert (
-        not other.groups.finished
-        and other.counts.filtered["late"] == 1
-        and [s.task.id for s in other.groups.waiting] == ["t1"] * retry
-    )
-
-
 # -- whole runs --------------------------------------------------------------------------------------
 
 LONG = {
@@ -205,7 +88,7 @@ def mean(values) -> float:
 
 @pytest.mark.slow
 def test_taking_the_first_flatters_the_training_reward_and_is_said_aloud(tmp_path):
-    """Y6: short answers earn more and end first; the weights stand still. The held-out
+    """Short answers earn more and end first; the weights stand still. The held-out
     score is the same, what is trained is not.
     """
     eval_ = {
@@ -258,7 +141,7 @@ def test_an_oversampled_run_resumes(tmp_path, retry):
 @pytest.mark.slow
 @pytest.mark.parametrize("top_k", [0, 30])
 def test_a_sample_that_was_given_back_keeps_its_tokens_and_its_group(tmp_path, top_k):
-    """Y5: what was written before the new weights is in the stored sample, bit for bit;
+    """What was written before the new weights is in the stored sample, bit for bit;
     a group is trained whole, in one step.
     """
     from rondel.assemble import train

@@ -42,7 +42,7 @@ def test_rates_are_the_closed_forms(cost_of_training):
     turns = simulate(replace(world, shared=True), steps=30)["samples_per_second"]
     assert turns == pytest.approx(split.colocated_throughput(8, R / 8, T / 8), rel=0.05)
     if pytest.approx(T, rel=0.01) == R:
-        assert rate[2] / rate[0] >= 1.6, "Y1: overlap of equal pools"
+        assert rate[2] / rate[0] >= 1.6, "overlap of equal pools"
 
 
 def test_the_faster_pool_idles():

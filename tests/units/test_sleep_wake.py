@@ -99,3 +99,19 @@ def test_recorded_steps_are_forgotten_by_their_tag():
     assert graphs.recorded
     asyncio.run(e.sleep(("cuda_graph",)))
     assert not graphs.recorded
+
+
+def test_an_engine_that_sleeps_serves_when_every_tag_is_back():
+    async def main():
+        e = engine(tiny())
+        await e.sleep(("kv_cache", "weights"))
+        await e.sleep(())
+        task = asyncio.create_task(e.generate(ask(prompt(1, 10))))
+        await e.wake(("weights",))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (await e.status()).state == "asleep" and not task.done()
+        await e.wake(("kv_cache",))
+        assert len((await task).tokens) == 16 and (await e.status()).state == "serving"
+
+    asyncio.run(main())

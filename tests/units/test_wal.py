@@ -1,12 +1,9 @@
-"""The token log (law 15): whole blocks only, the past that this life has, and
-lengths as if nothing had been interrupted.
-"""
+"""The token log (law 15): whole blocks only, the past that this life has, and the routes of mixtures."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import math
 import tracemalloc
 from dataclasses import replace
 
@@ -15,6 +12,7 @@ import pytest
 import torch
 from kits.engine import SIZE, all_of, ask, engine, prompt, tiny
 from kits.runs import run, run_and_die
+from kits.token_log import BIG, asked, counted, dies, rows, said, serving, two_versions
 
 from rondel.core.types import Begin, Commit, Request, Route, sample_key
 from rondel.generate.engine.resumption import generate_until_done
@@ -22,38 +20,10 @@ from rondel.models import names
 from rondel.runtime.journal import store
 from rondel.runtime.journal.wal import TokenLog
 
-BIG = 2**128 - 9  # keys use all their bits
-
-
-def rows(key: int, first: int, n: int, version: int, prompt: int = 7) -> list:
-    return [(key, first + i, prompt, -0.1 * (first + i + 1), 100 + first + i, version) for i in range(n)]
-
-
-def said(log: TokenLog, key: int, prompt: int = 7, first: int = 0) -> list[int]:
-    return [found.token for found in log.recall_tokens(key, prompt, first=first)]
-
 
 @pytest.fixture
 def folder(tmp_path):
-    """A life that served versions 3 and 4: sample 1 is of both, sample 2 of the first, sample 3 of the second."""
-    log = TokenLog(tmp_path)
-    log.record_version(3, "root-3")
-    log.write(rows(1, 0, 4, 3) + rows(2, 0, 3, 3))
-    log.write(rows(1, 4, 1, 3))
-    log.record_version(4, "root-4")
-    log.write(rows(1, 5, 2, 4) + rows(3, 0, 2, 4))
-    log.close()
-    return tmp_path
-
-
-def test_a_sample_goes_on_from_its_tokens(folder):
-    log = TokenLog(folder)
-    log.record_version(4, "root-4")
-    got = list(log.recall_tokens(1, 7))
-    assert got == [(100 + i, -0.1 * (i + 1), 3 if i < 5 else 4, None) for i in range(7)]
-    assert list(log.recall_tokens(1, 7)) == []  # it is this life's now
-    assert said(log, 3, first=1) == [101]
-    assert said(log, 99) == []
+    return two_versions(tmp_path)
 
 
 def test_a_sample_goes_on_at_another_engine_from_one_log_alone(folder, tmp_path_factory):
@@ -244,127 +214,7 @@ def test_a_life_that_was_rolled_back_keeps_what_it_writes(tmp_path):
     assert said(again, 1) == [100, 101, 102, 103]
 
 
-@pytest.mark.slow
-def test_interrupted_lengths_are_those_of_uninterrupted_samples(tmp_path):
-    """h = 0.02, q = 0.01: restarting gives a mean of 33.6 tokens, the log 50;
-    Kolmogorov-Smirnov tells them apart.
-    """
-    rng, h, q, n = np.random.default_rng(0), 0.02, 0.01, 4000
-    log = TokenLog(tmp_path / "wal")
-    log.record_version(0, "root")
-
-    def life(key: int, noise: np.random.Generator, done: int) -> tuple[int, bool]:
-        """Draw until the end or an interruption. -> (tokens, finished)."""
-        while True:
-            if rng.random() < q:
-                return done, False
-            log.write([(key, done, 0, 0.0, 1, 0)])
-            done += 1
-            if noise.random() < h:
-                return done, True
-
-    kept, restarted = [], []
-    for key in range(n):
-        noise, done, finished = np.random.default_rng((1, key)), 0, False
-        while not finished:
-            done, finished = life(key, noise, done)
-        kept.append(done)
-        finished = False
-        while not finished:  # another chance each time
-            done, finished = life(key + n, rng, 0)
-        restarted.append(done)
-    log.close()
-    again = TokenLog(tmp_path / "wal")
-    again.record_version(0, "root")
-    assert all(len(said(again, key, 0)) == length for key, length in enumerate(kept))
-    assert np.mean(kept) == pytest.approx(1 / h, rel=0.05)
-    assert np.mean(restarted) == pytest.approx(1 / (1 - (1 - h) * (1 - q)), rel=0.05)
-    limit = 1.63 / math.sqrt(n)  # 1 %
-    assert ks(kept, h) < limit < ks(restarted, h)
-
-
-def ks(lengths: list[int], h: float) -> float:
-    """Largest distance to the geometric distribution."""
-    at = np.arange(1, max(lengths) + 1)
-    ours = np.searchsorted(np.sort(lengths), at, side="right") / len(lengths)
-    return float(np.abs(ours - (1 - (1 - h) ** at)).max())
-
-
 # -- in the engine -------------------------------------------------------------------------------
-
-
-def serving(folder, loaded=None, **how):
-    """An engine of a life that serves version 1."""
-    log = TokenLog(folder)
-    e = engine(loaded or tiny("llama"), log=log, **how)
-    manifest = names.build_manifest(e.loaded.model, 1)
-
-    async def commit():
-        for message in (
-            Begin(manifest),
-            Route("tensor", dict(names.named_weights(e.loaded.model))),
-            Commit(1, manifest.root),
-        ):
-            await e.receive(message)
-
-    asyncio.run(commit())
-    return e
-
-
-def asked(n: int = 6) -> list[Request]:
-    return [
-        ask(prompt(i, 7 + i), n=24, temperature=1.0, ignore_eos=i % 2 == 0, key=sample_key(0, i, 0)) for i in range(n)
-    ]
-
-
-async def dies(e, requests, after: int):
-    """When each of them has drawn so many tokens."""
-    calls = [asyncio.create_task(e.generate(r)) for r in requests]
-    while not e.scheduler.running or min(live.written for live in e.scheduler.running) < after:
-        await asyncio.sleep(0)
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
-
-
-def counted(e) -> list[int]:
-    """How many tokens each step of this engine draws, from now on."""
-    drawn, step = [], e.runner.step
-
-    def counting(plan):
-        out = step(plan)
-        drawn.append(len(out))
-        return out
-
-    e.runner.step = counting
-    return drawn
-
-
-def test_an_engine_that_died_goes_on_from_its_tokens(tmp_path):
-    """Tokens and logprobs as if nothing had happened, and none is drawn a second time."""
-    whole = asyncio.run(all_of(serving(tmp_path / "other"), asked()))
-
-    asyncio.run(dies(serving(tmp_path / "wal"), asked(), 9))
-    e = serving(tmp_path / "wal")
-    drawn = counted(e)
-    again = asyncio.run(all_of(e, asked()))
-    assert [c.tokens for c in again] == [c.tokens for c in whole]
-    assert [c.finish_reason for c in again] == [c.finish_reason for c in whole]
-    for a, b in zip(again, whole):
-        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
-        assert a.versions == [1] * len(a.tokens)
-    total = sum(len(c.tokens) for c in whole)
-    assert sum(drawn) <= total - 6 * 9
-
-
-def test_a_sample_that_had_ended_is_not_asked_again(tmp_path):
-    first = asyncio.run(all_of(serving(tmp_path), asked()))
-    e = serving(tmp_path)
-    e.runner.step = None  # it would break
-    again = asyncio.run(all_of(e, asked()))
-    assert [(c.tokens, c.logprobs, c.text, c.finish_reason) for c in again] == [
-        (c.tokens, c.logprobs, c.text, c.finish_reason) for c in first
-    ]
 
 
 def test_what_the_log_cannot_bring_back_is_drawn_again(tmp_path):

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the buffer: groups in flight come back whole, counts and ages included."""
+"""The buffer: groups in flight come back whole from a checkpoint, counts and ages included; lanes wake one by one."""
 
 from __future__ import annotations
 
@@ -156,3 +156,37 @@ def test_a_state_that_does_not_add_up_is_refused():
     state = buffer.state_dict(0)
     with pytest.raises(LawError, match="ledger"):
         Buffer(groups_per_step=2).load_state_dict({**state, "counts": [5, 0, 3, 0]})
+
+
+def test_a_task_wakes_one_lane_and_not_all_of_them():
+    """Ten thousand lanes that look up at every change are what a controller would do all day."""
+
+    async def scenario():
+        buffer = Buffer(groups_per_step=8)
+        lanes = [asyncio.create_task(buffer.claim()) for _ in range(50)]
+        await asyncio.sleep(0)
+        await buffer.admit(Task("t", "fake", {}))
+        assert len(buffer.waiters.asleep["roll"]) == 49
+        lanes[0].cancel()  # it was woken, and hears of it no more: the next one gets the task
+        await asyncio.sleep(0.01)
+        assert [lane for lane in lanes if lane.done()] == lanes[:2] and lanes[1].result().number == 0
+        await buffer.close()
+        assert await asyncio.gather(*lanes[2:]) == [None] * 48
+
+    asyncio.run(scenario())
+
+
+def test_an_error_in_a_lane_ends_the_run_at_once():
+    trainer, rollouts = CountingTrainer(), Rollouts(0)
+
+    async def broken(slot):
+        raise RuntimeError("lane broke")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(
+            asyncio.wait_for(
+                loop.run(endless(), Buffer(groups_per_step=2), **{**loop_kit(trainer, rollouts, 3), "attempt": broken}),
+                5,
+            )
+        )
+    assert caught.group_contains(RuntimeError, match="lane broke")
