@@ -208,7 +208,7 @@ def test_ranks_that_see_pictures_at_different_times_have_the_gradient_of_one(pai
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(TABLE))
 def test_every_row_has_the_same_gradient_on_two_ranks(pair, name):
-    """As tests/laws/test_split.py has it for micro-batches: a stale batch with demonstrations and
+    """As tests/laws/test_law_03_split.py has it for micro-batches: a stale batch with demonstrations and
     singled-out tokens.
     """
     algo, rng = lively(TABLE[name]), np.random.default_rng(0)
