@@ -87,7 +87,7 @@ install: .venv/installed
 		$(PIP) install $$index -c $(PINS) "torch==$(TORCH)+cpu" 2>/dev/null || \
 			echo "          no CPU build found: pip takes what it finds, which may be the CUDA build (2.6 GB)"; \
 		echo "triton    $(TRITON), to interpret the kernels of GPUs (the CUDA build of torch brings its own)"; \
-		$(PIP) install "triton==$(TRITON)" 2>/dev/null || echo "          not found: tests/laws/test_paged.py is left out"; \
+		$(PIP) install "triton==$(TRITON)" 2>/dev/null || echo "          not found: tests/units/test_paged.py is left out"; \
 	fi
 	@echo "packages  rondel with the extras tasks, demo and dev"
 	@$(PIP) install -c $(PINS) -e '.[tasks,demo,dev]'

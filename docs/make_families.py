@@ -1,4 +1,4 @@
-"""Measures every family of tests/families_kit.py and writes the table of
+"""Measures every family of tests/kits/families.py and writes the table of
 docs/families.md: `python docs/make_families.py`.
 
 Tests compare line by line (tests/parity/test_families.py), so the page cannot rot.
@@ -17,7 +17,7 @@ HEADING = "| family | greedy | raw logprob gap | routing replay | note |\n|---|-
 def page() -> str:
     """The page as it should be: the text around the table stays."""
     sys.path.insert(0, str(PAGE.parents[1] / "tests"))
-    from families_kit import FAMILIES, REFUSED, row
+    from kits.families import FAMILIES, REFUSED, row
 
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     table = HEADING + "".join(row(kind) + "\n" for kind in sorted([*FAMILIES, *REFUSED]))

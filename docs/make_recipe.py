@@ -1,6 +1,7 @@
 """Writes the table of keys into docs/recipe.md from the models of core/config.py: `python docs/make_recipe.py`.
 
-A test compares (tests/e2e/test_docs.py), so the page cannot rot. A key's meaning is its description in config.py.
+A test compares (tests/laws/test_law_16_docs.py), so the page cannot rot. A key's meaning is its description in
+config.py.
 """
 
 from __future__ import annotations

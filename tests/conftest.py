@@ -9,7 +9,10 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+pytest.register_assert_rewrite("kits")

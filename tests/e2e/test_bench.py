@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_kit import run
+from kits.runs import run
 
 HERE = Path(__file__).parents[2] / "benchmarks"
 SMALL = {
@@ -36,7 +36,7 @@ SMALL = {
     "transports": "--kinds ipc --updates 1",
     "wal": "--blocks 4",
 }
-ELSEWHERE = {"chaos": "minutes; by hand", "kill_resume": "tests/laws/test_resume.py runs it"}
+ELSEWHERE = {"chaos": "minutes; by hand", "kill_resume": "tests/laws/test_law_09_resume.py runs it"}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Broken recipes, data and rewards: each one readable error with a remedy, no traceback, a
+"""Broken data, rewards and folders: each one readable error with a remedy, no traceback, a
 non-zero exit, nothing lost.
 """
 
@@ -9,131 +9,9 @@ import os
 from pathlib import Path
 
 import pytest
+from kits.command_line import SMALL, TINY, broken, say
 
 from rondel.cli import main
-
-TINY = Path(__file__).parents[2] / "recipes" / "tiny.toml"
-SMALL = [
-    "--loop.warmup.steps=0",
-    "--loop.steps=2",
-    "--loop.groups_per_step=2",
-    "--algo.group_size=2",
-    "--run.sinks=[]",
-    "--place.threads=1",
-    "--loop.max_refills=1",
-]
-
-
-def say(capfd, *words: str) -> tuple[int, str]:
-    """Run the command line; -> (exit code, what it said on stderr)."""
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main(list(words))
-    return end.value.code or 0, capfd.readouterr().err
-
-
-def broken(capfd, tmp_path, *overrides: str, verb: str = "train", recipe: Path = TINY) -> str:
-    code, err = say(capfd, verb, str(recipe), f"--run.folder={tmp_path / 'run'}", *SMALL, *overrides)
-    assert code == 1, err
-    assert "Traceback" not in err and "bug of ours" not in err
-    (line,) = [row for row in err.splitlines() if row.startswith("error:")]
-    return line
-
-
-RECIPES = {
-    "unknown key": (["--trainer.lrr=1e-5"], "unknown key 'trainer.lrr'. Did you mean 'lr'?"),
-    "unknown section": (["--trianer.lr=1e-5"], "unknown key 'trianer'. Did you mean 'trainer'?"),
-    "a string for a number": (["--trainer.lr='1e-5'"], "is a string; write the number without quotes"),
-    "a float for a count": (["--loop.steps=2.5"], "loop.steps = 2.5"),
-    "a negative rate": (["--trainer.lr=-1"], "greater than or equal to 0"),
-    "a choice that does not exist": (["--loop.in_flight=hodl"], "'hold', 'drain' or 'abort'"),
-    "a word that is no override": (["--loop.steps", "3"], "--section.key=value"),
-    "an unknown algorithm": (["--algo.kind=grop"], "Did you mean 'grpo'?"),
-    "an unknown knob": (["--algo.kind=grpo", "--algo.surrogate.hihg=0.3"], "Did you mean 'high'?"),
-    "control tokens that no task spells": (
-        ["--task.data.split_special_tokens=false"],
-        "split_special_tokens = false has no effect",
-    ),
-    "a row whose demonstrations nobody gives": (["--algo.kind=luffy"], "set algo.guides = 1"),
-    "demonstrations that nobody reads": (["--algo.guides=1"], "use kind = 'luffy'"),
-    "a row without its teacher": (["--algo.kind=opd"], "name one with model.teacher"),
-    "a teacher without a row": (['--model.teacher="somewhere"'], "model.teacher has no effect"),
-    "a reference before the supervised phase": (
-        ["--algo.kl.coef=0.1", "--loop.warmup.steps=2"],
-        "algo.kl.coef with loop.warmup",
-    ),
-    "pairs scored by a reference before it": (
-        ["--algo.kind=online_dpo", "--loop.warmup.steps=2"],
-        "kind = 'online_dpo' with loop.warmup",
-    ),
-    "rewards beside rewards": (['--algo.beside=[{ kind = "grpo" }]'], "Use kind = 'sft'"),
-    "a row of parts and a reward without": (["--algo.kind=gdpo"], "reads the parts of the reward, which are: none"),
-    "a knob without effect": (["--algo.kl.kind=k2"], "coef"),
-    "an unknown reward": (["--task.reward=nubmer"], "Did you mean 'number'?"),
-    "a reward module that is not there": (["--task.reward=nowhere:grade"], "nowhere"),
-    "an unknown environment": (["--task.env=single_trun"], "Did you mean 'single_turn'?"),
-    "an unknown filter": (["--task.filters=['singal']"], "Did you mean 'signal'?"),
-    "an unknown sink": (["--run.sinks=['tensorbord']"], "Did you mean 'tensorboard'?"),
-    "a key that allowed one value": (["--trainer.kind=fsdp"], "'trainer.kind' is no key any more"),
-    "a key that has moved": (["--task.turns=3"], 'in its place stands task.env = { kind = "tools", turns = ... }'),
-    "an unknown setting of an environment": (
-        ["--task.env.sufix=x"],
-        "unknown key 'task.env.sufix'. Did you mean 'suffix'?",
-    ),
-    "an example that is held out": (
-        ['--task.data={ kind = "digits", holdout = 54 }', '--task.env.examples=[{ prompt = "1+2=", answer = "3" }]'],
-        "its evaluation would only read",
-    ),
-    "an example without its answer": (
-        ['--task.env.examples=[{ prompt = "1+2=" }]'],
-        "'task.env.examples.0.answer' is missing",
-    ),
-    "evaluations of nothing": (
-        ['--task.data={ kind = "digits" }', "--task.eval.every=5"],
-        "task.eval.every has no effect: no tasks are held out",
-    ),
-    "an unknown engine": (["--engine.kind=vlm"], "engine 'vlm' does not exist"),
-    "an unknown kind of data": (["--task.data={ kind = 'josnl', path = 'x' }"], "Did you mean 'jsonl'?"),
-    "greedy rollouts": (["--engine.sampling.temperature=0.0"], "Use 1.0"),
-    "a truncation that leaves nearly all": (
-        ["--engine.sampling.top_k=5000"],
-        "top_k = 5000; at most 4096 are recorded for the trainer",
-    ),
-    "penalised sampling": (["--engine.sampling.repetition_penalty=1.1"], "repetition_penalty is not for training"),
-    "a grammar in training": (
-        ["--engine.sampling.grammar={ regex = '[0-9]+' }"],
-        "task.eval.sampling = { grammar = ... }",
-    ),
-    "an unknown way to sample": (["--task.eval.sampling={ topp = 0.9 }"], "Did you mean 'top_p'?"),
-    "an impossible way to sample": (
-        ["--task.eval.sampling={ top_p = 'much' }"],
-        "task.eval.sampling = {'top_p': 'much'}",
-    ),
-    "a regex that is none": (["--task.eval.sampling={ grammar = { regex = 'a(b' } }"], "invalid regex"),
-    "a group of one": (["--algo.group_size=1"], "no baseline"),
-    "a window that S = 0 forbids": (["--loop.window=3"], "leave it at 'auto'"),
-    "a GPU that is not there": (["--place.device=cuda"], "rondel doctor"),
-    "a model folder that is not there": (["--model.path=/nowhere/model"], "no model folder at /nowhere/model"),
-    "an unknown model family": (["--model.path={ random = 'lama' }"], "lama"),
-    "a family that cannot be carried": (["--model.path={ random = 'bloom' }"], "ALiBi"),
-    "a cache smaller than a request": (["--engine.kv_pages=5"], "raise engine.kv_pages"),
-    "a prompt longer than the context": (["--engine.sampling.max_tokens=62"], "exceeds the model's context"),
-}
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipes(capfd, tmp_path, name):
-    overrides, said = RECIPES[name]
-    if name == "an unknown model family" and not torch_has_no_family("lama"):
-        pytest.skip("transformers knows it now")
-    line = broken(capfd, tmp_path, *overrides)
-    assert said in line, line
-
-
-def torch_has_no_family(kind: str) -> bool:
-    from transformers import CONFIG_MAPPING
-
-    return kind not in CONFIG_MAPPING
 
 
 def recipe(tmp_path: Path, data: str) -> Path:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_kit import FAST
+from kits.runs import FAST
 
 from rondel.cli import main
 

@@ -1,8 +1,7 @@
-"""What is killed comes back or is named; nothing is trained twice, no process is left (laws 1, 9, 10, 14, 15)."""
+"""What is killed comes back or is named; nothing is trained twice, no process is left (laws 1, 9, 10, 15)."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from run_kit import check, events, run, run_and_die, tiny
+from kits.runs import check, events, run, tiny
 
 from rondel.assemble import train
 from rondel.core.errors import RondelError
@@ -138,28 +137,6 @@ def test_a_killed_reward_worker_is_hired_anew(tmp_path):
         stop()
     assert strike.hit == 1 and not children("")
     check(tmp_path, staleness=0, total=8)
-
-
-def test_nothing_outlives_a_killed_controller_and_the_run_goes_on(tmp_path):
-    assert run_and_die(tmp_path, ("GroupsTaken", 5), **SPLIT) == -9
-    deadline = time.monotonic() + 5
-    while (left := writers(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not left
-    run(tmp_path, **SPLIT)
-    check(tmp_path, staleness=0, total=8)
-    numbers = [n for e in events(tmp_path, "GroupsTaken") for n in e["numbers"]]
-    assert len(numbers) == len(set(numbers)) == 8 * 4
-
-
-def writers(folder: Path) -> list[str]:
-    """Living processes that print into a log of this run."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if str(folder) in os.readlink(f"/proc/{pid}/fd/1"):
-                found.append(pid)
-    return found
 
 
 @pytest.mark.slow

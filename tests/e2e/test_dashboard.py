@@ -14,8 +14,8 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from diagnose_kit import JOB, evaluated, healthy
-from units.synthetic import group
+from kits.diagnose import JOB, evaluated, healthy
+from kits.run_folder import group
 
 from rondel.core import events as words
 from rondel.runtime.journal.log import Journal
@@ -300,7 +300,7 @@ def test_an_answer_stands_with_its_prompt(page):
 
 def test_seven_runs_over_each_other_are_told_apart(browser, tmp_path):
     """Names that are too long are cut, no head of a chart is, and the badge counts what the views of the runs list."""
-    from diagnose_kit import FAULTS, write
+    from kits.diagnose import FAULTS, write
 
     names = ["a" * 120, *(f"run-{i}" for i in range(6))]
     for i, name in enumerate(names):

@@ -3,21 +3,23 @@ one has no finding that is an error.
 """
 
 import pytest
-from run_kit import run, run_and_die
+from kits.runs import run, run_and_die
 
 from rondel.runtime.telemetry.diagnose import diagnose
 
 pytestmark = pytest.mark.slow
 
-BASE = {"loop__warmup__steps": 0, "loop__steps": 10, "task__reward": "rewards_kit:parity", "task__eval__every": 0}
+BASE = {"loop__warmup__steps": 0, "loop__steps": 10, "task__reward": "kits.rewards:parity", "task__eval__every": 0}
 CUT = "truncation"  # at 4 tokens nearly every answer is, in all of these: a true finding
 FAULTS = {
     "lr = 0": (dict(trainer__lr=0.0), "weights_still"),
-    "the reward knows no difference": (dict(task__reward="rewards_kit:constant"), "no_signal"),
+    "the reward knows no difference": (dict(task__reward="kits.rewards:constant"), "no_signal"),
     "the tasks are too hard": (dict(task__reward="number"), "no_signal"),
-    "the reward breaks on half of the answers": (dict(task__reward="rewards_kit:broken"), "failing_reward"),
+    "the reward breaks on half of the answers": (dict(task__reward="kits.rewards:broken"), "failing_reward"),
     "length is paid": (
-        dict(task__reward="rewards_kit:long", loop__groups_per_step=8, engine__sampling__max_tokens=24, loop__steps=12),
+        dict(
+            task__reward="kits.rewards:long", loop__groups_per_step=8, engine__sampling__max_tokens=24, loop__steps=12
+        ),
         "length_bias",
     ),
     "every answer is cut": (dict(engine__sampling__max_tokens=2), CUT),
@@ -56,6 +58,6 @@ def test_a_run_that_was_killed(tmp_path):
 
 def test_a_run_that_ended_by_an_error(tmp_path):
     with pytest.raises(Exception, match="max_failures"):
-        run(tmp_path, **BASE | {"task__reward": {"kind": "rewards_kit:broken", "max_failures": 0.1}})
+        run(tmp_path, **BASE | {"task__reward": {"kind": "kits.rewards:broken", "max_failures": 0.1}})
     found = diagnose(tmp_path)
     assert found[0].name == "broke" and "RewardError" in found[0].evidence and "an odd answer" in found[0].evidence

@@ -7,9 +7,9 @@ import os
 import signal
 
 import pytest
-from engine_kit import SIZE, ask, plain_logprobs, prompt, twin
-from engine_kit import tiny as tiny_model
-from run_kit import balances, events, run, tiny
+from kits.engine import SIZE, ask, plain_logprobs, prompt, twin
+from kits.engine import tiny as tiny_model
+from kits.runs import balances, events, run, tiny
 
 from rondel.assemble import train
 from rondel.core.errors import ConfigError, EngineError, SyncError
@@ -25,7 +25,7 @@ from rondel.sync.update import WeightUpdate
 
 pytestmark = pytest.mark.slow
 
-serve_kit = pytest.importorskip("serve_kit")
+serve_kit = pytest.importorskip("kits.serve")
 
 SHORT = {"loop__warmup__steps": 2, "loop__steps": 3, "loop__max_staleness": 1, "loop__window": "auto"}
 

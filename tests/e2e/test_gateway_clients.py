@@ -10,8 +10,8 @@ import json
 import anthropic
 import openai
 import pytest
-from gateway_kit import ADD, AGAIN, ASK, TOOL, Policy, call, play, recorded, runs, tok
-from units.chat_kit import chat
+from kits.chat import chat
+from kits.gateway import ADD, AGAIN, ASK, TOOL, Policy, call, play, recorded, runs, tok
 
 from rondel.core.types import Task
 from rondel.generate.envs.gateway.agent import function_agent

@@ -6,9 +6,9 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import gateway_kit
 import pytest
-from run_kit import check, run
+from kits import gateway
+from kits.runs import check, run
 
 pytestmark = pytest.mark.slow
 
@@ -27,15 +27,15 @@ def turns(row):
 
 
 def test_an_agent_is_trained_and_a_turn_computes_only_what_is_new(tmp_path):
-    gateway_kit.NOTED.clear()
-    card = run(tmp_path, task__env={"kind": "gateway", "agent": "gateway_kit:three_turns"}, **HOW)
+    gateway.NOTED.clear()
+    card = run(tmp_path, task__env={"kind": "gateway", "agent": "kits.gateway:three_turns"}, **HOW)
     # masks, versions, lag, and that the trainer finds the logprobs that were recorded
     rows = check(tmp_path, staleness=0, total=7)
     mine = list(filter(sampled, rows))
     assert len(mine) == 3 * 16 and all(turns(row) == 3 and row["mask"][-1] for row in mine)
     assert {row["reward"] for row in mine} <= {0.0, 1 / 3, 2 / 3, 1.0} and card
-    assert len(gateway_kit.NOTED) >= 3 * 16
-    for episode in gateway_kit.NOTED:
+    assert len(gateway.NOTED) >= 3 * 16
+    for episode in gateway.NOTED:
         for before, now in pairwise(episode):
             assert now[1] >= before[0] + before[2] - 1, "all but the newest token of the turn before is in the cache"
             assert now[0] - now[1] <= len("<eos>") + len("<user> again <assistant>")
@@ -55,7 +55,7 @@ def test_branches_of_an_episode_are_trained_with_its_score(tmp_path):
     """A helper, and a second answer from the same place: what the walks share is the same tokens
     with the same record.
     """
-    run(tmp_path, task__env={"kind": "gateway", "agent": "gateway_kit:compacting"}, **HOW)
+    run(tmp_path, task__env={"kind": "gateway", "agent": "kits.gateway:compacting"}, **HOW)
     mine = list(filter(sampled, check(tmp_path, staleness=0, total=7)))
     assert len(mine) == 3 * 16 * 3
     for group in {row["group"] for row in mine}:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from engine_kit import SIZE, tiny
-from serve_kit import Server
+from kits.engine import SIZE, tiny
+from kits.serve import Server
 
 from rondel.core.types import Score, Task, Trajectory
 from rondel.models import load as loading

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from filelock import FileLock
 from guess import Guess
-from run_kit import RECIPE
+from kits.runs import RECIPE
 
 from rondel.assemble import train
 from rondel.core.config import Job

@@ -5,7 +5,7 @@ and keeps its lag.
 from __future__ import annotations
 
 import pytest
-from run_kit import RECIPE, check, events, final, run, tiny
+from kits.runs import RECIPE, check, events, final, run, tiny
 
 from rondel.assemble import train
 from rondel.core.events import Evaluated, subscribe
@@ -58,7 +58,7 @@ def test_a_mode_completes_and_keeps_its_lag(tmp_path, name):
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_a_row_trains_for_a_few_steps(tmp_path, kind):
-    run(tmp_path, algo__kind=kind, loop__steps=4, task__reward="rewards_kit:parity")
+    run(tmp_path, algo__kind=kind, loop__steps=4, task__reward="kits.rewards:parity")
     rows = [r for r in check(tmp_path, staleness=0, total=10) if r["trained_at"] >= 6]
     roots = [e["root"] for e in events(tmp_path, "Synced")]
     assert len(set(roots)) > 2
@@ -88,7 +88,7 @@ def test_rows_that_look_along_time_are_whitened_over_the_step(tmp_path, kind):
         algo__group_size=2,
         loop__steps=3,
         loop__updates_per_step=2,
-        task__reward="rewards_kit:parity",
+        task__reward="kits.rewards:parity",
     )
     for step in (8, 9):
         values = [a for r in store.read_step(tmp_path, step) for a, m in zip(r["advantages"], r["mask"]) if m]
@@ -138,7 +138,7 @@ def test_rewards_of_any_size_are_evaluated(tmp_path):
     seen: list[Evaluated] = []
     stop = subscribe(lambda event: seen.append(event) if isinstance(event, Evaluated) else None)
     try:
-        run(tmp_path, task__reward="rewards_kit:plus_or_minus", loop__warmup__steps=0, loop__steps=1)
+        run(tmp_path, task__reward="kits.rewards:plus_or_minus", loop__warmup__steps=0, loop__steps=1)
     finally:
         stop()
     assert seen and all(e.low <= e.score <= e.high and e.low < 0 for e in seen)

@@ -8,7 +8,7 @@ import http.server
 import threading
 
 import pytest
-from run_kit import run
+from kits.runs import run
 
 from rondel.core.errors import ConfigError
 from rondel.core.events import Admitted, GroupFinished, GroupsTaken, StepDone, Warned, subscribe

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import time
 
 import pytest
-import torch
-from run_kit import check, events, final, run, steps
+from kits.runs import PLACES, check, events, run
 
 from rondel.core.errors import ConfigError
-from rondel.runtime.cluster import forkserver
-from rondel.runtime.journal import store
 
 pytestmark = pytest.mark.slow
 
 TIS = {"algo__correction": {"kind": "importance"}}
 LONG = {"engine__sampling": {"max_tokens": 16}, "engine__max_running": 10, "loop__warmup__steps": 0, "loop__steps": 8}
-PLACES = {
-    "shared": {},
-    "two devices": {"place__kind": "split", "place__cluster": "local"},
-    "processes": {"place__kind": "split"},
-}
 MODES = {
     "synchronous": {},
     "one step stale, drain": {"loop__max_staleness": 1, "loop__in_flight": "drain", **TIS, **LONG},
@@ -46,20 +36,6 @@ def test_every_mode_runs_everywhere(tmp_path, place, mode):
     assert len({e["root"] for e in synced}) > 2 and all(e["probe_gap"] < 1e-3 for e in synced)
     metrics = [e["metrics"] for e in events(tmp_path, "StepDone") if e["step"] > warm]
     assert all(m["train/gap_max"] < 1e-4 for m in metrics) or staleness
-
-
-@pytest.mark.parametrize("place", ["two devices", "processes"])
-def test_synchronous_split_is_synchronous_shared_bit_for_bit(tmp_path, place):
-    aligned = {"engine__numerics": "aligned", "place__threads": 1}
-    run(tmp_path / "shared", **aligned)
-    run(tmp_path / "split", **aligned, **PLACES[place])
-    ours, theirs = final(tmp_path / "split"), final(tmp_path / "shared")
-    assert [name for name in theirs if name != "optimizer/rng" and not torch.equal(ours[name], theirs[name])] == []
-    for n in store.stored_steps(tmp_path / "shared"):
-        for a, b in zip(store.read_step(tmp_path / "split", n), store.read_step(tmp_path / "shared", n), strict=True):
-            a.pop("timings"), b.pop("timings")
-            assert a == b
-    assert steps(tmp_path / "split") == steps(tmp_path / "shared")
 
 
 @pytest.mark.parametrize("kind", ["disk", "delta", "distributed"])
@@ -85,29 +61,6 @@ def test_a_split_run_resumes(tmp_path):
         run(tmp_path, loop__steps=5)
     run(tmp_path, place__kind="split", loop__steps=5)
     assert [e["step"] for e in events(tmp_path, "StepDone")] == list(range(1, 12))
-
-
-def test_no_process_and_no_segment_is_left(tmp_path):
-    """Law 14."""
-
-    def mine() -> set[int]:
-        found = set()
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                with open(f"/proc/{pid}/cmdline", "rb") as file:
-                    if b"rondel.runtime.cluster." in file.read() and int(pid) != forkserver.forkserver_pid():
-                        found.add(int(pid))
-            except OSError:
-                continue
-        return found
-
-    before, shared = mine(), set(os.listdir("/dev/shm"))
-    run(tmp_path, place__kind="split", loop__steps=2)
-    deadline = time.monotonic() + 10
-    while mine() - before and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not mine() - before
-    assert not {name for name in set(os.listdir("/dev/shm")) - shared if name.startswith("rondel")}
 
 
 @pytest.mark.parametrize(
@@ -151,7 +104,7 @@ def test_two_ranks_on_ray(tmp_path, with_ray):
 
 
 def test_ranks_that_torchrun_started_follow_the_first(tmp_path):
-    from run_kit import FAST, RECIPE
+    from kits.runs import FAST, RECIPE
 
     settings = {
         **FAST,

@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from engine_kit import SIZE, engine, plain_logits, plain_logprobs, tiny, twin
-from serve_kit import JSON, Server, until
+from kits.engine import SIZE, engine, plain_logits, plain_logprobs, tiny, twin
+from kits.serve import JSON, Server, until
 
 from rondel.cli import main
 from rondel.core.errors import UserError

@@ -16,8 +16,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from engine_kit import SIZE, plain_logits, prompt, twin
-from engine_kit import tiny as tiny_model
+from kits.engine import SIZE, plain_logits, prompt, twin
+from kits.engine import tiny as tiny_model
 
 from rondel.core.types import Route
 from rondel.models import names
@@ -26,7 +26,7 @@ from rondel.sync.from_ipc import FromIpc
 
 pytestmark = pytest.mark.slow
 
-serve_kit = pytest.importorskip("serve_kit")
+serve_kit = pytest.importorskip("kits.serve")
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from engine_kit import tiny as tiny_model
-from run_kit import run
+from kits.engine import tiny as tiny_model
+from kits.runs import run
 
 from rondel.models.save import save_model
 
@@ -38,7 +38,7 @@ MODES = {  # what is set, and how many sockets listen at once
     "page of metrics": ({"loop__steps": 2, "loop__warmup__steps": 1, "run__sinks": "free"}, 1),
     "gateway": (
         {
-            "task__env": {"kind": "gateway", "agent": "gateway_kit:three_turns"},
+            "task__env": {"kind": "gateway", "agent": "kits.gateway:three_turns"},
             "loop__steps": 2,
             "loop__warmup__steps": 1,
         },

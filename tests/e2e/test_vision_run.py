@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_kit import context, events, final, steps
+from kits.runs import context, events, final, steps
 
 from rondel.assemble import train
 from rondel.core.config import Job

@@ -15,10 +15,10 @@ from hashlib import blake2b
 
 import numpy as np
 import pytest
-from engine_kit import engine
+from kits.engine import engine
+from kits.serve import JSON, Server
+from kits.vision import ask, image, model, own_logprobs, stream
 from PIL import Image as Pillow
-from serve_kit import JSON, Server
-from vision_kit import ask, image, model, own_logprobs, stream
 
 from rondel.core.errors import EngineError
 from rondel.core.types import Request, Sampling, sample_key

@@ -10,8 +10,8 @@ import subprocess
 import urllib.request
 
 import pytest
-from run_kit import balances, events
-from serve_kit import until
+from kits.runs import balances, events
+from kits.serve import until
 
 from rondel.assemble import train
 from rondel.core.config import Job

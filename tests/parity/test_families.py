@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_kit import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt
-from families_kit import FAMILIES, REFUSED, measure, model, own, refusal
-from families_kit import row as line_of
+from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt
+from kits.families import FAMILIES, REFUSED, measure, model, own, refusal
+from kits.families import row as line_of
 from transformers import AutoConfig
 
 from rondel.core.errors import ModelError

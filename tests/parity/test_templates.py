@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from kits.chat import Engine, chat, tokenizer
 from tokenizers import AddedToken
-from units.chat_kit import Engine, chat, tokenizer
 
 from rondel.core.errors import DataError, RondelError
 from rondel.generate.envs.template import Template

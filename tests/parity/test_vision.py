@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_kit import all_of, engine, idle, watched
+from kits.engine import all_of, engine, idle, watched
+from kits.train import row, trainer
+from kits.vision import EYES, ask, groups_with_images, image, model, own_logprobs, recipe, stream, trajectory
 from PIL import Image as Pillow
-from train_kit import row, trainer
-from vision_kit import EYES, ask, groups_with_images, image, model, own_logprobs, recipe, stream, trajectory
 
 from rondel.core.errors import ModelError, UserError
 from rondel.core.media import rope_positions

@@ -8,8 +8,8 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from chat_kit import tokenizer
-from run_kit import events, final, run, tiny
+from kits.chat import tokenizer
+from kits.runs import events, final, run, tiny
 
 from rondel.core.errors import ConfigError, DataError, EngineError, UserError
 from rondel.core.types import Completion, EnvFault, Sampling, Score, Slot, Task

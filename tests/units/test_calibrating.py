@@ -55,7 +55,7 @@ def test_nothing_costs_less_than_nothing():
 
 
 def test_a_run_says_how_long_its_texts_were(tmp_path):
-    from run_kit import tiny
+    from kits.runs import tiny
 
     job = tiny(
         tmp_path,

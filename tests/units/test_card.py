@@ -6,8 +6,8 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_kit import events, run, tiny
-from units.synthetic import write_run
+from kits.run_folder import write_run
+from kits.runs import events, run, tiny
 
 from rondel.assemble.facts import devices_of, tasks_digest
 from rondel.cli import main

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from units.chat_kit import PREAMBLE, TEMPLATES, Engine, chat, tokenizer
+from kits.chat import PREAMBLE, TEMPLATES, Engine, chat, tokenizer
 
 from rondel.core.errors import DataError, EnvError
 from rondel.core.types import Task

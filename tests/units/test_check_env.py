@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from run_kit import tiny
+from kits.runs import tiny
 
 from rondel.assemble import check_env
 from rondel.cli import main
@@ -25,7 +25,7 @@ def bad(found):
 
 
 def test_a_good_environment_passes(tmp_path):
-    found = checked(tmp_path, "rehearsed_envs:Good")
+    found = checked(tmp_path, "kits.rehearsed_envs:Good")
     assert found.ok and bad(found) == set(), found.findings
     assert found.figures["turns"] == 2 and found.figures["score_max"] == 1 and found.figures["differ"] == 0
     assert {"env_median_s", "env_p95_s", "together"} <= found.figures.keys()
@@ -46,7 +46,7 @@ def test_a_good_environment_passes(tmp_path):
     ],
 )
 def test_a_fault_is_found_by_its_name(tmp_path, env, what, said):
-    found = checked(tmp_path, f"rehearsed_envs:{env}")
+    found = checked(tmp_path, f"kits.rehearsed_envs:{env}")
     assert not found.ok and bad(found) & what, found.findings
     assert bad(found) <= what | {"gold"}
     assert any(part in f.message for f in found.findings if not f.ok for part in said.split("|")), found.findings
@@ -65,9 +65,9 @@ def test_tools_are_counted_to_their_close(tmp_path):
         "model__path__max_position_embeddings": 2048,
         "engine__sampling__max_tokens": 200,
     }
-    found = checked(tmp_path, {"kind": "tools", "tools": ["rehearsed_envs:Notes"]}, **how)
+    found = checked(tmp_path, {"kind": "tools", "tools": ["kits.rehearsed_envs:Notes"]}, **how)
     assert found.ok and " Notes" in next(f.message for f in found.findings if f.what == "closed"), found.findings
-    found = checked(tmp_path, {"kind": "tools", "tools": ["rehearsed_envs:Sticks"]}, **how)
+    found = checked(tmp_path, {"kind": "tools", "tools": ["kits.rehearsed_envs:Sticks"]}, **how)
     assert "runs" in bad(found) and any("it does not close" in f.message for f in found.findings)
 
 
@@ -95,7 +95,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     code, out, _ = call("guess:Guess", "--data", '{ kind = "guess:numbers" }', "--n", "5", "--json")
     said = json.loads(out)
     assert code == 0 and said["ok"] and said["figures"]["tasks"] == 5
-    code, out, _ = call("rehearsed_envs:WrongScores", "--data", '{ kind = "digits" }', "--n", "3")
+    code, out, _ = call("kits.rehearsed_envs:WrongScores", "--data", '{ kind = "digits" }', "--n", "3")
     assert code == 1 and "✗ wrong" in out and "do: " in out and "1 of " in out
     code, _, err = call("guess:Guess")
     assert code == 1 and "--data" in err

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from units.synthetic import evaluated, group, write_run
+from kits.run_folder import evaluated, group, write_run
 
 from rondel import cli, run
 from rondel.cli import VERBS, describe_error, main

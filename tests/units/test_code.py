@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from poisons import PROTOCOL
-from run_kit import tiny
-from units.chat_kit import Engine, chat, tokenizer
+from kits.chat import Engine, chat, tokenizer
+from kits.poisoned_answers import PROTOCOL
+from kits.runs import tiny
 
 from rondel.assemble import components as parts_module
 from rondel.assemble.components import LENDS, env_of

@@ -159,7 +159,7 @@ def test_traffic_of_shards_is_what_fsdp_sends():
     """
     import torch
     import torch.distributed as dist
-    from engine_kit import tiny
+    from kits.engine import tiny
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from diagnose_kit import FAULTS, write
+from kits.diagnose import FAULTS, write
+from kits.run_folder import write_run
 from starlette.testclient import TestClient
-from units.synthetic import write_run
 
 from rondel.core.errors import UserError
 from rondel.core.events import Resident, WorkerTime

@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from diagnose_kit import FAULTS, engine, healthy, write
 from filelock import FileLock
+from kits.diagnose import FAULTS, engine, healthy, write
 
 from rondel.cli import main
 from rondel.core import events as words

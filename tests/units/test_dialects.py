@@ -9,7 +9,7 @@ import random
 import time
 
 import pytest
-from units.chat_kit import Engine, chat, tokenizer
+from kits.chat import Engine, chat, tokenizer
 
 from rondel.core.types import Task
 from rondel.generate.envs.calls import JsonCalls, TaggedCalls, read_off

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from engine_kit import SIZE, plain_logprobs
+from kits.engine import SIZE, plain_logprobs
 
 import rondel
 from rondel.core.errors import EngineError, UserError

@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from gateway_kit import Policy, call, recorded, tok
-from units.chat_kit import chat
+from kits.chat import chat
+from kits.gateway import Policy, call, recorded, tok
 
 from rondel.core.types import Task
 from rondel.generate.envs.python import python_tool

@@ -9,8 +9,8 @@ import random
 
 import numpy as np
 import pytest
-from gateway_kit import AGAIN, ASK, TOOL, Policy, call, recorded, runs, tok
-from units.chat_kit import Engine, chat, tokenizer
+from kits.chat import Engine, chat, tokenizer
+from kits.gateway import AGAIN, ASK, TOOL, Policy, call, recorded, runs, tok
 
 from rondel.generate.envs.gateway.chat_request import ChatRequest
 from rondel.generate.envs.gateway.errors import GatewayRefusal

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx2
 import pytest
-from gateway_kit import ADD, TOOL, Policy, call, tok
-from units.chat_kit import chat
+from kits.chat import chat
+from kits.gateway import ADD, TOOL, Policy, call, tok
 
 from rondel.generate.envs.gateway.app import build_app
 from rondel.generate.envs.gateway.session import GatewaySession

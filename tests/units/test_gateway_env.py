@@ -16,8 +16,8 @@ import anthropic
 import httpx2
 import openai
 import pytest
-from gateway_kit import AGAIN, ASK, TASK, Policy, play, recorded, runs, tok
-from units.chat_kit import chat
+from kits.chat import chat
+from kits.gateway import AGAIN, ASK, TASK, Policy, play, recorded, runs, tok
 
 from rondel.core.errors import ConfigError, EngineError, EnvError
 from rondel.core.events import Warned, subscribe
@@ -366,7 +366,7 @@ def test_what_cannot_be_an_agent_is_refused_at_the_start():
     with pytest.raises(ConfigError, match="no module 'nowhere'"):
         agent_of("nowhere:agent")
     with pytest.raises(ConfigError, match="must be a function"):
-        agent_of("gateway_kit:QWEN")
+        agent_of("kits.gateway:QWEN")
     with pytest.raises(ConfigError, match=r"task.env.agent is empty"):
         agent_of("")
     with pytest.raises(ConfigError, match="no command 'there-is-no-such-agent'"):

@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 
 import pytest
-from graded_answers import HOSTILE, KNOWN, MATH, NUMBER, REFUSED
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.graded_answers import HOSTILE, KNOWN, MATH, NUMBER, REFUSED
 
 from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score import build_reward

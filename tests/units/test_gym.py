@@ -8,9 +8,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from gateway_kit import Policy, recorded, runs, tok
-from run_kit import check, run
-from units.chat_kit import chat
+from kits.chat import chat
+from kits.gateway import Policy, recorded, runs, tok
+from kits.runs import check, run
 
 from rondel.core.errors import ConfigError, EnvError
 from rondel.core.types import Task

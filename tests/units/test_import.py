@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from algos_kit import Ragged, tokens
-from algos_oracle import VERL as VERL_CASES
-from algos_oracle import far_reference, of_verl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kits.algos import Ragged, tokens
+from kits.algos_oracle import VERL as VERL_CASES
+from kits.algos_oracle import far_reference, of_verl
 
 from rondel.algos.table import FAMILIES, resolve_algorithm
 from rondel.cli import main
@@ -511,7 +511,7 @@ def test_a_correction_gives_the_weights_of_the_peer(name, config, weight):
 @pytest.mark.parametrize("name", VERL_CASES)
 def test_a_config_of_verl_has_the_gradient_of_verls_formula(name):
     """KL, entropy and denominators included; the formula is written out in
-    tests/algos_oracle.py, and compared with verl's in test_peers.py.
+    tests/kits/algos_oracle.py, and compared with verl's in test_peers.py.
     """
     config = {"algorithm.adv_estimator": "grpo"} | VERL_CASES[name]
     report = translate_config(VERL, config, ROWS)

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from judge_kit import Fake, chat
+from kits.judge import Fake, chat
 
 from rondel.core.errors import ConfigError
 from rondel.core.events import RewardCounts, subscribe

@@ -188,7 +188,7 @@ def test_recipes_for_a_machine_and_for_a_ray_cluster_differ_by_four_lines():
 
 
 def over_tiny(block: str) -> dict:
-    """Over the tiny recipe, as test_docs.py reads pieces of recipes."""
+    """Over the tiny recipe, as test_law_16_docs.py reads pieces of recipes."""
     import tomllib
 
     tree = tomllib.loads((ROOT / "recipes" / "tiny.toml").read_text())

@@ -8,9 +8,9 @@ import copy
 
 import pytest
 import torch
-from engine_kit import prompt, tiny
+from kits.engine import prompt, tiny
+from kits.train import awkward_groups, batch, model, row, trainer
 from torch import nn
-from train_kit import awkward_groups, batch, model, row, trainer
 
 from rondel.models import linear
 from rondel.models.attention import PackedLayout, PackedSegment

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_kit import SIZE, plain_logits, prompt, tiny
+from kits.engine import SIZE, plain_logits, prompt, tiny
 from safetensors import safe_open
 
 from rondel.core.errors import ModelError

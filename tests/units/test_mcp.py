@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from gateway_kit import call, tok
-from units.chat_kit import Engine, chat
+from kits.chat import Engine, chat
+from kits.gateway import call, tok
 
 from rondel.core.errors import ConfigError, EnvError
 from rondel.core.types import Completion, Sampling, Task
@@ -23,7 +23,7 @@ from rondel.generate.envs.tools import Tools
 
 pytestmark = pytest.mark.slow
 
-SERVER = Path(__file__).parents[1] / "counter_server.py"
+SERVER = Path(__file__).parents[1] / "kits" / "counter_server.py"
 STDIO = f"{sys.executable} {SERVER}"
 TASK = Task("t", "tools", {"prompt": "what is three plus four?"})
 
@@ -144,7 +144,7 @@ def test_a_command_that_is_not_there():
 def test_a_picture_of_a_server_is_seen_by_who_can_see(own):
     """A vision model reads its pixels; another one its name; one that cannot be read is the server's fault."""
     pillow = pytest.importorskip("PIL")
-    from vision_kit import model
+    from kits.vision import model
 
     from rondel.generate.envs.chat import TokenChat
 

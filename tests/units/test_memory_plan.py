@@ -90,7 +90,7 @@ def test_an_adapter_needs_no_reference_and_little_state():
 
 
 def test_a_recipe_is_read(tmp_path):
-    from run_kit import tiny
+    from kits.runs import tiny
 
     job = tiny(tmp_path, algo__kind="ppo", algo__kl={"kind": "k3", "coef": 0.1}, trainer__micro_tokens=512)
     setting = of_job(job)
@@ -122,7 +122,7 @@ def test_which_rows_need_whom():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_bill_is_what_a_run_holds(tmp_path, dtype):
     """Bytes of tensors, tenant by tenant, that a whole tiny run counts on its device while it trains."""
-    from run_kit import events, tiny
+    from kits.runs import events, tiny
 
     from rondel.assemble import train
 
@@ -156,7 +156,7 @@ def test_the_bill_of_a_model_that_sees_is_what_a_run_holds(tmp_path, tower):
     """The recipe with pictures: a frozen tower has weights and nothing else, one that learns has
     all of the rest, too.
     """
-    from run_kit import events
+    from kits.runs import events
 
     from rondel.assemble import train
     from rondel.core.config import Job
@@ -208,7 +208,7 @@ def test_phases_and_tenants_have_names():
 def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width):
     """Bytes of saved tensors of a prompt and eight siblings, norms in fp32 and written-out scores included."""
     import torch
-    from engine_kit import LLAMA
+    from kits.engine import LLAMA
 
     from rondel.models.attention import PackedLayout, PackedSegment
     from rondel.models.load import load_model

@@ -9,8 +9,8 @@ import sys
 from dataclasses import replace
 
 import pytest
+from kits.run_folder import evaluated, finished, group, step_events
 from rich.console import Console
-from units.synthetic import evaluated, finished, group, step_events
 
 from rondel.core.errors import ConfigError
 from rondel.core.events import Generating, GroupFinished, GroupsTaken, Resumed, RunEnded, RunStarted, StepDone, Warned

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 import torch
+from kits.train import awkward_groups, batch, bits, model, row, step, trainer
 from torch import nn
-from train_kit import awkward_groups, batch, bits, model, row, step, trainer
 
 from rondel.train.checkpoint import load_trainer, save_trainer
 from rondel.train.optim import MasterWeights, learning_rate
@@ -261,7 +261,7 @@ def test_the_trainer_is_built_on_the_device_thread(tmp_path, monkeypatch):
     """One cast of a large tensor on the main thread gives it an OpenMP pool, and every
     later region of the device waits to be woken.
     """
-    from run_kit import tiny
+    from kits.runs import tiny
 
     from rondel.assemble.components import build
     from rondel.train import parallel

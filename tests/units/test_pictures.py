@@ -13,9 +13,9 @@ import time
 
 import numpy as np
 import pytest
-from engine_kit import engine
+from kits.engine import engine
+from kits.vision import image, model, stream, trajectory
 from PIL import Image as Pillow
-from vision_kit import image, model, stream, trajectory
 
 from rondel.buffer.state import decode, encode
 from rondel.cli.view import trajectory_view as card

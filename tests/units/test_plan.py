@@ -13,7 +13,7 @@ import typing
 from pathlib import Path
 
 import pytest
-from run_kit import RECIPE
+from kits.runs import RECIPE
 
 import rondel
 from rondel.cli import main

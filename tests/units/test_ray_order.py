@@ -8,7 +8,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from run_kit import tiny
+from kits.runs import tiny
 
 from rondel.assemble.components import sampling_of
 from rondel.assemble.deployment import _spawn_trainers

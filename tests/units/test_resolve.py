@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from run_kit import events, tiny
+from kits.runs import events, tiny
 
 from rondel.assemble import build, deployment, train
 from rondel.assemble.components import _prompt_counter, with_steps

@@ -10,8 +10,9 @@ import sys
 import pytest
 import torch
 import transformers
-from engine_kit import SIZE, tiny
-from units.chat_kit import tokenizer as chat_tokenizer
+from kits.chat import tokenizer as chat_tokenizer
+from kits.engine import tiny
+from kits.reward_models import FAMILIES, saved
 
 from rondel.core.errors import ConfigError, RewardError
 from rondel.core.types import Completion, Failed, Sampling, Score, Task, Trajectory
@@ -22,12 +23,6 @@ from rondel.score.pool import RewardPool
 from rondel.score.process import steps_of
 
 TEMPLATE = "{question}\n{answer}"
-FAMILIES = {
-    "llama": {},
-    "qwen2": {},
-    "gemma2": {"head_dim": 16, "sliding_window": 8},
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
-}
 TEXTS = ["7", "It is 8.", "x" * 90, "", "a\n\nb", "the sum of both is forty-two, or so", "é🎉"]
 
 
@@ -108,32 +103,6 @@ def test_a_reward_model_reads_what_tools_and_users_said(tmp_path):
     assert "user: tool: lost in a fire\n" in reward.tokenizer.decode(
         reward.encode_conversation(asked_of(trajectory, task("q")), turns_of(trajectory))
     )
-
-
-def saved(folder, family="llama", labels=1, what="SequenceClassification"):
-    """A random classifier with weights large enough that attention looks somewhere,
-    and the tokenizer of the tiny models.
-    """
-    torch.manual_seed(5)
-    tokenizer = tiny().tokenizer
-    size = FAMILIES[family] if family == "gpt2" else {**SIZE, **FAMILIES[family]}
-    config = transformers.AutoConfig.for_model(
-        family,
-        **size,
-        vocab_size=len(tokenizer),
-        num_labels=labels,
-        pad_token_id=len(tokenizer) - 1,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = getattr(transformers, f"AutoModelFor{what}").from_config(config)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() > 1:
-                p.mul_(4)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def padded(model, rows, side):

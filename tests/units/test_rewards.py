@@ -238,7 +238,7 @@ def test_a_step_out_of_place_is_a_failure_of_the_reward():
 
 
 def test_steps_come_through_the_worker_and_through_a_combination():
-    spec = {"kind": "combine", "parts": {"right": "number", "turns": {"kind": "rewards_kit:turns", "weight": 0.5}}}
+    spec = {"kind": "combine", "parts": {"right": "number", "turns": {"kind": "kits.rewards:turns", "weight": 0.5}}}
     with RewardPool(spec) as pool:
         assert asyncio.run(pool.score(two_turns(), task(7))) == Score(
             2.0, {"right": 1.0, "turns": 1.0}, ((4, 0.5), (7, 0.5))
@@ -452,9 +452,9 @@ def test_a_field_of_the_task_names_its_reward():
 @pytest.mark.parametrize("kind", ["combine", "by"])
 def test_a_synchronous_part_is_on_no_other_calls_clock(kind):
     """Eight calls share an event loop, on which the synchronous part of each stands for 0.06 s."""
-    parts = {"waiting": "rewards_kit:Waiting", "blocking": "rewards_kit:blocking"}
+    parts = {"waiting": "kits.rewards:Waiting", "blocking": "kits.rewards:blocking"}
     if kind == "by":
-        parts = {name: "rewards_kit:blocking" if name == "b" else "rewards_kit:Waiting" for name in "wb"}
+        parts = {name: "kits.rewards:blocking" if name == "b" else "kits.rewards:Waiting" for name in "wb"}
     spec = {"kind": kind, "parts": parts} | ({"field": "of"} if kind == "by" else {})
     tasks = [Task("t", "x", {"prompt": "?", "of": "wb"[n < 4]}) for n in range(8)]
     with RewardPool(spec, timeout=0.2) as pool:
@@ -466,7 +466,7 @@ def test_a_synchronous_part_is_on_no_other_calls_clock(kind):
 
 
 def test_beside_a_synchronous_part_a_hang_is_still_late():
-    spec = {"kind": "combine", "parts": {"late": "rewards_kit:Late", "blocking": "rewards_kit:blocking"}}
+    spec = {"kind": "combine", "parts": {"late": "kits.rewards:Late", "blocking": "kits.rewards:blocking"}}
     with RewardPool(spec, timeout=0.2) as pool:
 
         async def main():

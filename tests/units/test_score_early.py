@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
-import run_kit
+from kits import runs
 
 from rondel.core.types import EnvFault, Failed, PolicyFault, Sampling, Score, Slot, Task, Trajectory
 from rondel.driver.failure_budget import FailureBudget
@@ -46,7 +46,7 @@ class Pool:
 
 
 def rollouts(tmp_path, env, pool):
-    job = run_kit.tiny(Path(tmp_path))
+    job = runs.tiny(Path(tmp_path))
     return Quiet(
         SimpleNamespace(job=job, sampling=Sampling(), env=env, pool=pool, failures=FailureBudget()), group_size=4
     )

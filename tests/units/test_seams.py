@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_kit import events, run, tiny
+from kits.runs import events, run, tiny
 
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.assemble import build

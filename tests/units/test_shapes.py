@@ -56,7 +56,7 @@ def test_every_number_of_a_model_that_sees_is_counted(tmp_path):
     """The eye, too: of a random model and of the folder that it is saved to, with what
     each family has that the others have not.
     """
-    from vision_kit import EYES, model, recipe
+    from kits.vision import EYES, model, recipe
 
     from rondel.models import vision
     from rondel.models.save import save_model
@@ -79,9 +79,9 @@ def test_what_an_image_costs_is_what_the_tower_computes_and_keeps():
     tensors, within what fusing them leaves open.
     """
     import torch
+    from kits.vision import image, model, recipe
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForImageTextToText
-    from vision_kit import image, model, recipe
 
     from rondel.models import vision
 
@@ -186,7 +186,7 @@ def test_the_cache_is_as_large_as_the_engine_keeps():
     """
     import asyncio
 
-    from engine_kit import ask, engine, prompt, tiny
+    from kits.engine import ask, engine, prompt, tiny
 
     sizes = SMALL | {"max_position_embeddings": 64}
     kinds = {

@@ -10,8 +10,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from kits.run_folder import step_events, write_run
 from rich.console import Console
-from units.synthetic import step_events, write_run
 
 from rondel.cli import main
 from rondel.core.events import Advised

@@ -9,8 +9,8 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.run_folder import finished, group, step_events, write_run
 from rich.console import Console
-from units.synthetic import finished, group, step_events, write_run
 
 from rondel.cli import main
 from rondel.cli.check_env import print_findings

@@ -7,7 +7,7 @@ import json
 import threading
 
 import pytest
-from units.chat_kit import Engine, chat, tokenizer
+from kits.chat import Engine, chat, tokenizer
 
 from rondel.core.errors import ConfigError, EnvError
 from rondel.core.sandbox_types import BoxFileError

@@ -4,8 +4,8 @@ import json
 from collections import Counter, defaultdict
 
 import pytest
-from diagnose_kit import write
-from run_kit import events, run
+from kits.diagnose import write
+from kits.runs import events, run
 
 from rondel.cli import main
 from rondel.core import events as words

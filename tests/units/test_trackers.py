@@ -7,8 +7,8 @@ import urllib.request
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from run_kit import run
-from units.synthetic import write_run
+from kits.run_folder import write_run
+from kits.runs import run
 
 from rondel.core.errors import ConfigError
 from rondel.runtime.telemetry.prometheus import PrometheusSink

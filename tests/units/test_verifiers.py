@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from gateway_kit import Policy, call, recorded, runs, tok
-from run_kit import check, run
-from units.chat_kit import chat
+from kits.chat import chat
+from kits.gateway import Policy, call, recorded, runs, tok
+from kits.runs import check, run
 
 pytest.importorskip("verifiers.legacy", reason="verifiers 0.3 is not installed: pip install 'verifiers>=0.3,<0.4'")
 from rondel.core.errors import ConfigError, EnvError
@@ -17,7 +17,7 @@ from rondel.generate.envs.verifiers import agent_of_verifiers
 
 
 def play(name: str, *says: str):
-    data = {"kind": "verifiers", "name": f"verifying_envs:{name}"}
+    data = {"kind": "verifiers", "name": f"kits.verifiers_envs:{name}"}
     task = next(
         t
         for t in load_tasks(data, env="verifiers").train
@@ -33,7 +33,7 @@ def play(name: str, *says: str):
 
 def test_its_examples_are_tasks():
     tasks = load_tasks(
-        {"kind": "verifiers", "name": "verifying_envs:single", "args": {"n": 12}, "holdout": 4}, env="verifiers"
+        {"kind": "verifiers", "name": "kits.verifiers_envs:single", "args": {"n": 12}, "holdout": 4}, env="verifiers"
     )
     assert (
         len(tasks.train) + len(tasks.held_out) == 12
@@ -64,7 +64,7 @@ def test_its_tools_are_called():
 
 
 def test_a_run(tmp_path):
-    data = {"kind": "verifiers", "name": "verifying_envs:twice", "holdout": 4}
+    data = {"kind": "verifiers", "name": "kits.verifiers_envs:twice", "holdout": 4}
     how = {"loop__warmup__steps": 0, "loop__steps": 2, "run__checkpoint__every": 2}
     run(tmp_path, task__env="verifiers", task__data=data, **how)
     rows = check(tmp_path, staleness=0, total=2)
@@ -79,4 +79,4 @@ def test_what_is_no_environment_is_refused():
     with pytest.raises(ConfigError, match='kind = "verifiers"'):
         agent_of_verifiers({"kind": "digits"})
     with pytest.raises(ConfigError, match="no environment of verifiers"):
-        agent_of_verifiers({"kind": "verifiers", "name": "verifying_envs:rows"})
+        agent_of_verifiers({"kind": "verifiers", "name": "kits.verifiers_envs:rows"})

@@ -10,8 +10,8 @@ import json
 import threading
 
 import pytest
-from gateway_kit import Policy, recorded, tok
-from units.chat_kit import chat
+from kits.chat import chat
+from kits.gateway import Policy, recorded, tok
 
 from rondel.core.errors import ConfigError, EnvError
 from rondel.core.types import Task

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algos_kit import F64, near, scored, slope, tensor
+from kits.algos import F64, near, scored, slope, tensor
 
 from rondel.algos import advantage, gae
 from rondel.algos.reward_transforms import KimiLength, Overlong

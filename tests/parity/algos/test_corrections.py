@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from algos_kit import F64, near, tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.algos import F64, near, tensor
 
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algos_kit import lively, near, tensor, tokens
+from kits.algos import lively, near, tensor, tokens
 
 from rondel.algos import correction, kl, table
 from rondel.algos.entropy import EntropyBonus

@@ -16,9 +16,9 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from algos_kit import F64, Ragged, near, scored, tensor
-from algos_oracle import CORR, ROOT, far_reference, of_verl
-from algos_oracle import VERL as VERL_CASES
+from kits.algos import F64, Ragged, near, scored, tensor
+from kits.algos_oracle import CORR, ROOT, far_reference, of_verl
+from kits.algos_oracle import VERL as VERL_CASES
 from torch import Tensor
 
 from rondel.algos import advantage, aggregate, correction, gae, kl, ratio, surrogate, table

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algos_kit import F64, Ragged, near, slope, tensor, tokens
+from kits.algos import F64, Ragged, near, slope, tensor, tokens
 from torch import Tensor
 
 from rondel.algos import kl, table

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algos_kit import F64, near, slope, tensor
+from kits.algos import F64, near, slope, tensor
 
 from rondel.algos import kl, table
 from rondel.algos.gae import Gae, Returns

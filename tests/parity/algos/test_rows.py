@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algos_kit import F64, Ragged, lively, near, slope, tensor
-from algos_oracle import naive
+from kits.algos import F64, Ragged, lively, near, slope, tensor
+from kits.algos_oracle import naive
 
 from rondel.algos import correction, kl, table
 from rondel.algos.entropy import EntropyBonus

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from algos_kit import F64, near, tensor, tokens
+from kits.algos import F64, near, tensor, tokens
 
 from rondel.algos import ratio, surrogate
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov

@@ -1,0 +1,419 @@
+"""Two ranks of FSDP2 over gloo are one rank: gradients, steps, metrics, faults and
+checkpoints, whatever the row (law 3).
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+from kits.algos import lively
+from kits.train import awkward_groups, batch, inline, model, row
+from kits.vision import EYES, groups_with_images
+from kits.vision import model as looking
+from torch.distributed.tensor import DTensor
+
+from rondel.algos.table import TABLE
+from rondel.algos.tokens import TokenBatch
+from rondel.core.types import Route, Score
+from rondel.models import adapters, names
+from rondel.models.loaded_model import LoadedModel
+from rondel.runtime.cluster.process import ProcessCluster
+from rondel.sync.from_tensor import FromTensor
+from rondel.train.advantages import compute_advantages
+from rondel.train.critic import Critic
+from rondel.train.fsdp import FsdpRank, Rendezvous
+from rondel.train.parallel import ALONE
+from rondel.train.settings import TrainSettings
+from rondel.train.step import LocalTrainer
+from rondel.train.step_metrics import StepMetricSums
+from rondel.train.teachers import Teacher
+
+MODELS = ("llama", "tied", "qwen3", "gemma3_text")
+
+
+def made(kind: str, dtype: str) -> LoadedModel:
+    """ "llama", "llama + fresh" with an adapter that changes nothing yet, "llama + used" with one that does."""
+    kind, _, adapter = kind.partition(" + ")
+    loaded = looking(kind) if kind in EYES else model(kind, dtype)
+    if adapter:
+        adapters.add_adapter(loaded, rank=4, alpha=8)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for layer in loaded.adapter.layers.values() if adapter == "used" else ():
+                layer.lora_B["default"].weight.copy_(
+                    0.1 * torch.randn(layer.lora_B["default"].weight.shape, generator=generator)
+                )
+    return loaded
+
+
+def _numpy_fields(known: TokenBatch) -> dict[str, np.ndarray]:
+    """What is known of the tokens of a sample, by name."""
+    found = {f.name: getattr(known, f.name) for f in fields(known) if f.name not in ("sample", "teachers")}
+    return {name: x.numpy() for name, x in found.items() if x is not None}
+
+
+class Rank:
+    """A trainer among its ranks, in a process of its own."""
+
+    def __init__(self, rank: int) -> None:
+        torch.set_num_threads(1)
+        self.rank, self.ranks = rank, ALONE  # type: int, Alone
+
+    def meet(self) -> tuple[str, int]:
+        self.meeting = Rendezvous("127.0.0.1")
+        return self.meeting.address
+
+    def join(self, address: tuple[str, int]) -> None:
+        self.ranks = FsdpRank(
+            self.rank, 2, self.meeting if self.rank == 0 else Rendezvous.connect_to(address), patience=60
+        )
+
+    def make(self, kind: str, dtype: str = "float32", algo=None, *, teacher: bool = False, **settings) -> None:
+        loaded, chosen = (
+            made(kind, dtype),
+            TrainSettings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings}),
+        )
+        needs = algo.needs if algo else frozenset()
+        critic = Critic(copy.deepcopy(loaded), chosen, ranks=self.ranks) if "values" in needs else None
+        self.trainer = LocalTrainer(
+            loaded,
+            chosen,
+            run=inline,
+            needs=needs,
+            critic=critic,
+            teachers=[Teacher(model("tied"))] if teacher else [],
+            ranks=self.ranks,
+            transport=FromTensor(),
+        )
+
+    def gradient(self, b, algo, *, micro_tokens: int = 10**6, noted: bool = False) -> np.ndarray:
+        """Of one update, whole, in one vector."""
+        t = self.trainer
+        t.main = replace(t.main, micro_tokens=micro_tokens)
+        t.weights.zero_grad()
+        if not noted:
+            t._annotate(b, algo.needs)
+            compute_advantages(b, algo)
+        t._accumulate_gradients(b, algo, StepMetricSums(), proximal_noted=noted)
+        t.weights.gradient_norm()
+        return self._whole(t.weights)
+
+    def _whole(self, w) -> np.ndarray:
+        grads = [torch.zeros_like(m) if m.grad is None else m.grad for m in w.masters]
+        return torch.cat([w.gather_full(i, g).flatten() for i, g in enumerate(grads)]).double().numpy()
+
+    def step(self, b, algo) -> tuple[bool, dict[str, float], str, list[dict[str, np.ndarray]]]:
+        done = _now(self.trainer.step(b, algo))
+        return done.stepped, done.metrics, done.note, [_numpy_fields(s.known) for s in b.samples]
+
+    def resident(self) -> dict[str, int]:
+        """Numbers of this rank, by who is trained."""
+        held = {"frozen": 0, "trained": 0}
+        for p in self.trainer.loaded.model.parameters():
+            held["trained" if p.requires_grad else "frozen"] += (p.to_local() if isinstance(p, DTensor) else p).numel()
+        return held
+
+    def reference(self, b) -> list[np.ndarray]:
+        self.trainer._annotate(b, frozenset({"ref_logprobs"}))
+        return [s.known.reference.numpy() for s in b.samples]
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {name: t.float().numpy().copy() for name, t in self.ranks.full_weights(self.trainer.loaded.model)}
+
+    def masters(self) -> np.ndarray:
+        w = self.trainer.weights
+        return torch.cat([w.gather_full(i, m.detach()).flatten() for i, m in enumerate(w.masters)]).double().numpy()
+
+    def save(self, path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        _now(self.trainer.save(path))
+
+    def load(self, path) -> None:
+        _now(self.trainer.load(path))
+
+    def published(self) -> tuple[tuple[str, str], dict[str, str]] | None:
+        if (told := _now(self.trainer.publish(Route("tensor")))) is None:
+            return None  # it gave its shards to the first
+        manifest, route = told
+        return (manifest.root, manifest.base), {name: names.tensor_digest(t) for name, t in route.data.items()}
+
+
+def _now(coroutine):
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it waited")
+
+
+class Pair:
+    """The same call on both ranks."""
+
+    def __init__(self, ranks) -> None:
+        self.ranks = ranks
+
+    def __getattr__(self, verb):
+        def call(*args, **how):
+            asked = [rank.ask(verb, *args, **how) for rank in self.ranks]
+            return [answer.result(120) for answer in asked]
+
+        return call
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    cluster = ProcessCluster(folder / "logs")
+    both = Pair([cluster.spawn(f"rank-{r}", Rank, r) for r in range(2)])
+    both.join(both.ranks[0].now("meet"))
+    yield both
+    cluster.close()
+
+
+def apart(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.slow
+def test_two_ranks_have_the_gradient_of_one(pair, kind):
+    algo = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
+    alone, b = Rank(0), batch(awkward_groups(), algo)
+    alone.make(kind, algo=algo)
+    pair.make(kind, algo=algo)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    for micro_tokens in (1, 40, 10**6):  # an odd and an even number of micro-batches
+        for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.slow
+def test_ranks_that_see_pictures_at_different_times_have_the_gradient_of_one(pair):
+    """A micro-batch of text beside one with pictures: nobody waits in a tower for who does not look."""
+    algo = row("grpo", entropy={"coef": 0.02})
+    alone, b = Rank(0), batch(groups_with_images(looking()), algo)
+    alone.make("qwen2_5_vl", algo=algo)
+    pair.make("qwen2_5_vl", algo=algo)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    for micro_tokens in (1, 40, 10**6):
+        for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(TABLE))
+def test_every_row_has_the_same_gradient_on_two_ranks(pair, name):
+    """As tests/laws/test_law_03_split.py has it for micro-batches: a stale batch with demonstrations and
+    singled-out tokens.
+    """
+    algo, rng = lively(TABLE[name]), np.random.default_rng(0)
+    groups = awkward_groups()
+    for x in (x for g in groups for x in g.trajectories):
+        x.score = Score(x.reward + 0.7, {"right": float(rng.integers(2)), "form": float(rng.integers(3))})
+    alone, b = Rank(0), batch(groups, algo) if not algo.needs & {"greedy"} else None
+    if b is None:
+        from rondel.train.pack import batch_of
+
+        b = batch_of(groups)
+        for s in b.samples:
+            s.baseline = 0.3
+    alone.make("llama", algo=algo, teacher=True)
+    alone.trainer._annotate(b, algo.needs | {"proximal_logprobs"})
+    compute_advantages(b, algo)
+    for s in b.samples:
+        own = s.known.proximal.numpy()
+        s.known.behavior = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
+        s.known.proximal = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
+        s.guided = bool(rng.integers(2))
+    pair.make("llama", algo=algo, teacher=True)
+    whole = alone.gradient(copy.deepcopy(b), algo, noted=True)
+    assert np.linalg.norm(whole) > 1e-3
+    for got in pair.gradient(copy.deepcopy(b), algo, noted=True, micro_tokens=40):
+        assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("llama", "float32"), ("tied", "float32"), ("gemma3_text", "float32"), ("llama", "bfloat16")]
+)
+def test_five_steps_on_two_ranks_end_where_one_ends(pair, kind, dtype):
+    algo = row("ppo", kl={"coef": 0.05}) if kind == "llama" else row("grpo", kl={"coef": 0.1})
+    alone = Rank(0)
+    how = {"lr": 1e-3, "micro_tokens": 40, "updates_per_step": 2, "start_probe": 8}
+    alone.make(kind, dtype, algo, **how)
+    pair.make(kind, dtype, algo, **how)
+    for number in range(5):
+        groups = awkward_groups(number)
+        one = alone.step(batch(groups, algo), algo)
+        two = pair.step(batch(groups, algo), algo)
+        near = 2e-4 if dtype == "float32" else 0.1
+        assert two[0][0] and {k for k in two[0][1]} == {k for k in one[1]}
+        for name in (
+            one[1].keys() - {k for k in one[1] if k.endswith("_s")} - {"train/packed_tokens", "train/weights_changed"}
+        ):
+            assert two[0][1][name] == pytest.approx(one[1][name], rel=near, abs=near), name
+            assert two[0][1][name] == two[1][1][name], name
+        for mine, theirs, others in zip(one[3], two[0][3], two[1][3]):
+            assert mine.keys() == theirs.keys() == others.keys()
+            for name in mine:
+                np.testing.assert_allclose(theirs[name], mine[name], atol=near * 5, rtol=near)
+                np.testing.assert_array_equal(theirs[name], others[name])
+    ours = alone.masters()
+    for masters in pair.masters():
+        assert apart(masters, ours) <= (1e-5 if dtype == "float32" else 2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "llama + fresh"], ids=["whole", "adapter"])
+def test_gradients_agree_at_each_step_from_equal_parameters(pair, tmp_path, model):
+    """AdamW turns rounding of a gradient near zero into a whole step, so parameters
+    are made equal again after every one.
+    """
+    algo, alone = row("grpo"), Rank(0)
+    alone.make(model, algo=algo)
+    pair.make(model, algo=algo)
+    for number in range(5):
+        b = batch(awkward_groups(number), algo)
+        whole = alone.gradient(copy.deepcopy(b), algo)
+        assert all(apart(got, whole) <= 1e-6 for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=40))
+        alone.step(copy.deepcopy(b), algo)
+        alone.save(tmp_path / str(number))
+        pair.load(tmp_path / str(number))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_of_two_resumes_on_one_and_the_reverse(pair, tmp_path, dtype):
+    algo, alone = row("grpo", kl={"coef": 0.1}), Rank(0)
+    alone.make("tied", dtype, algo)
+    pair.make("tied", dtype, algo)
+    for number in range(2):
+        pair.step(batch(awkward_groups(number), algo), algo)
+    pair.save(tmp_path / "two")
+    alone.load(tmp_path / "two")
+    np.testing.assert_array_equal(alone.masters(), pair.masters()[0])
+    assert pair.weights()[0].keys() == alone.weights().keys()
+    for name, tensor in alone.weights().items():
+        np.testing.assert_array_equal(tensor, pair.weights()[0][name])
+    alone.save(tmp_path / "one")
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        from safetensors.torch import load_file
+
+        ours, theirs = load_file(tmp_path / "one" / file), load_file(tmp_path / "two" / file)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[k], theirs[k]) for k in ours if k != "rng")
+    pair.load(tmp_path / "one")
+    for number in range(2, 4):
+        one, two = (
+            alone.step(batch(awkward_groups(number), algo), algo),
+            pair.step(batch(awkward_groups(number), algo), algo),
+        )
+        assert two[0][1]["train/grad_norm"] == pytest.approx(
+            one[1]["train/grad_norm"], rel=1e-4 if dtype == "float32" else 0.05
+        )
+    shutil.rmtree(tmp_path)
+
+
+@pytest.mark.slow
+def test_what_two_ranks_publish_is_what_one_would(pair):
+    alone = Rank(0)
+    alone.make("tied", "bfloat16")
+    pair.make("tied", "bfloat16")
+    assert [told for told in pair.published()] == [alone.published(), None]
+
+
+def test_a_fault_on_one_rank_is_everyones(pair):
+    """A rank that stopped alone would leave the others waiting in the next gathering."""
+    algo, alone = row("grpo"), Rank(0)
+    b = batch(awkward_groups(), algo)
+    b.samples[3].tokens = b.samples[3].tokens.copy()
+    alone.make("llama", algo=algo)
+    pair.make("llama", algo=algo)
+    before = pair.masters()[0]
+    b.samples[3].known.advantages.numpy()[:] = 1.0
+    b.samples[3].known.behavior.numpy()[:] = -np.inf
+    (stepped, _, note, _), (other, _, same, _) = pair.step(b, row("grpo", correction={"kind": "importance"}))
+    assert (stepped, other) == (False, False) and note == same and "group 3, sample 3" in note
+    np.testing.assert_array_equal(pair.masters()[0], before)
+
+
+# -- an adapter: the base in shards, what is trained whole on every rank ------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("llama + fresh", "float32"), ("tied + used", "float32"), ("gemma3_text + used", "bfloat16")]
+)
+def test_an_adapter_has_the_gradient_of_one_rank_and_ends_where_it_ends(pair, kind, dtype):
+    """Gradients of each of 5 steps, and the parameters behind them; with a critic whose adapter is its own."""
+    algo = (
+        row("ppo", kl={"coef": 0.05})
+        if kind == "tied + used"
+        else row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
+    )
+    alone, how, exact = Rank(0), {"lr": 1e-3, "micro_tokens": 40, "start_probe": 8}, dtype == "float32"
+    alone.make(kind, dtype, algo, **how)
+    pair.make(kind, dtype, algo, **how)
+    for number in range(5):
+        b = batch(awkward_groups(number), algo)
+        whole = alone.gradient(copy.deepcopy(b), algo)
+        assert np.linalg.norm(whole) > 1e-3
+        for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=40):
+            assert apart(got, whole) <= (1e-6 if exact and number == 0 else 1e-4 if exact else 0.05)
+        one, two = alone.step(copy.deepcopy(b), algo), pair.step(b, algo)
+        assert two[0][0] and two[0][1]["train/grad_norm"] == pytest.approx(
+            one[1]["train/grad_norm"], rel=1e-4 if exact else 0.05
+        )
+    first, second = pair.masters()
+    np.testing.assert_array_equal(first, second)
+    assert apart(first, alone.masters()) <= (1e-5 if exact else 0.02)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_of_two_ranks_is_stored_and_published_as_that_of_one(pair, tmp_path, dtype):
+    algo, alone = row("grpo", kl={"coef": 0.1}), Rank(0)
+    alone.make("tied + fresh", dtype, algo)
+    pair.make("tied + fresh", dtype, algo)
+    pair.step(batch(awkward_groups(), algo), algo)
+    pair.save(tmp_path / "two")
+    alone.load(tmp_path / "two")
+    alone.save(tmp_path / "one")
+    for name in ("adapter_model.safetensors", "optimizer.safetensors", "adapter_config.json", "base.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+    pair.load(tmp_path / "one")
+    for masters in pair.masters():
+        np.testing.assert_array_equal(masters, alone.masters())
+    published = alone.published()
+    assert pair.published() == [published, None] and published[0][1]
+    loaded = alone.trainer.loaded
+    sizes = [
+        (p.in_features, p.out_features) for p in (layer.get_base_layer() for layer in loaded.adapter.layers.values())
+    ]
+    # float32, rank 4
+    assert sum(4 * t.size for t in alone.weights().values()) == 4 * sum(4 * (i + o) for i, o in sizes)
+    assert {n: t.shape for n, t in pair.weights()[0].items()} == {n: t.shape for n, t in alone.weights().items()}
+
+
+def test_the_base_lies_in_shards_and_is_the_reference(pair):
+    """Not in a second copy: the policy without its adapter is what it started as, whatever was trained since."""
+    algo, b, alone = row("grpo", kl={"coef": 0.1}), batch(awkward_groups(), row("grpo")), Rank(0)
+    alone.make("llama + fresh", "float32", algo)
+    pair.make("llama + fresh", "float32", algo)
+    whole, parts = alone.resident(), pair.resident()
+    assert (
+        sum(part["frozen"] for part in parts) == whole["frozen"]
+        and max(part["frozen"] for part in parts) <= 0.51 * whole["frozen"]
+    )
+    assert [part["trained"] for part in parts] == [whole["trained"]] * 2
+    before = pair.reference(copy.deepcopy(b))[0]
+    pair.step(batch(awkward_groups(1), algo), algo)
+    for after in pair.reference(copy.deepcopy(b)):
+        for mine, theirs in zip(before, after):
+            np.testing.assert_array_equal(mine, theirs)
+    for mine, theirs in zip(before, alone.reference(copy.deepcopy(b))):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)

@@ -1,0 +1,1 @@
+"""What several test files share: fakes, tiny models, oracles, and hostile inputs."""

@@ -1,0 +1,256 @@
+"""Tiny models of every family that we know of: what is measured of one, and its line in docs/families.md."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from kits.engine import SIZE, all_of, ask, engine, idle, prompt, tiny
+from kits.vision import EYES
+from rondel.core.errors import ModelError
+from rondel.models.attention import PackedLayout, PackedSegment
+from rondel.models.load import load_model
+from rondel.models.loaded_model import LoadedModel
+from rondel.models.routing_tape import RoutingTape
+
+HEAD, EXPERTS, WINDOW = {"head_dim": 16}, {"num_experts_per_tok": 2}, {"sliding_window": 8}
+ALONE = {k: v for k, v in SIZE.items() if k != "num_key_value_heads"}  # as many key heads as query heads
+APART = {"tie_word_embeddings": False}  # tied, a random model of these is certain of the token it has just read
+MIXED = SIZE | WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
+OLD = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
+FEW = {"num_experts": 4, "moe_intermediate_size": 32}
+LATENT = dict(
+    num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
+)  # fmt: skip
+ROUTED = EXPERTS | {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+LATER = {k: v for k, v in ROUTED.items() if k != "first_k_dense_replace"}  # its first layer is dense by itself
+FAMILIES = {
+    "apertus": SIZE,
+    "arcee": SIZE,
+    "biogpt": ALONE | APART,
+    "bitnet": SIZE,
+    "cohere": SIZE | {"logit_scale": 0.5},
+    "cohere2": MIXED | {"logit_scale": 0.5},
+    "cwm": MIXED,
+    "deepseek_v2": SIZE | LATENT | ROUTED,
+    "deepseek_v3": SIZE | LATENT | ROUTED,
+    "dots1": SIZE | HEAD | ROUTED | {"n_shared_experts": 1},
+    "ernie4_5": SIZE | HEAD,
+    "ernie4_5_moe": SIZE | EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+    "exaone4": MIXED,
+    "flex_olmo": SIZE | EXPERTS | {"num_experts": 4},
+    "gemma": SIZE | HEAD | APART,
+    "gemma2": SIZE
+    | HEAD
+    | WINDOW
+    | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0, "query_pre_attn_scalar": 24},
+    "gemma3_text": MIXED | HEAD,
+    "glm": SIZE | HEAD,
+    "glm4": SIZE | HEAD,
+    "glm4_moe": SIZE | HEAD | ROUTED,
+    "glm4_moe_lite": SIZE | LATENT | LATER,
+    "gpt2": OLD,
+    "gpt_bigcode": OLD,
+    "gpt_neox": ALONE,
+    "granite": SIZE
+    | {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
+    "granitemoe": SIZE | EXPERTS | {"num_local_experts": 4},
+    "granitemoeshared": SIZE | EXPERTS | {"num_local_experts": 4, "shared_intermediate_size": 32},
+    "helium": SIZE | HEAD,
+    "hunyuan_v1_dense": SIZE | HEAD,
+    "llama": SIZE,
+    "minicpm3": SIZE | LATENT | APART | {"dim_model_base": 32},
+    "minimax_m2": SIZE | HEAD | EXPERTS | {"num_local_experts": 4},
+    "ministral": SIZE | HEAD | WINDOW,
+    "ministral3": SIZE | HEAD,
+    "mistral": SIZE | WINDOW,
+    "mixtral": SIZE | EXPERTS | {"num_local_experts": 4},
+    "nanochat": SIZE,
+    "nemotron": SIZE,
+    "olmo": SIZE | {"clip_qkv": 2.0},
+    "olmo2": SIZE,
+    "olmo3": MIXED,
+    "olmoe": SIZE | EXPERTS | {"num_experts": 4, "clip_qkv": 2.0},
+    "opt": dict(
+        hidden_size=64,
+        ffn_dim=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        word_embed_proj_dim=64,
+    ),
+    "persimmon": ALONE,
+    "phi": SIZE,
+    "phi3": SIZE | WINDOW,
+    "qwen2": SIZE,
+    "qwen2_moe": SIZE | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
+    "qwen2_5_vl": SIZE | {"vision_config": EYES["qwen2_5_vl"]},
+    "qwen2_vl": SIZE | {"vision_config": EYES["qwen2_vl"]},
+    "qwen3": SIZE | HEAD,
+    "qwen3_vl": SIZE | HEAD | {"vision_config": EYES["qwen3_vl"]},
+    "qwen3_moe": SIZE | HEAD | EXPERTS | FEW,
+    "seed_oss": SIZE | HEAD,
+    "smollm3": SIZE | {"no_rope_layers": [1, 0]},
+    "stablelm": SIZE,
+    "starcoder2": SIZE | WINDOW,
+    "vaultgemma": MIXED | HEAD | APART,
+    "youtu": SIZE | LATENT,
+}
+
+RECURRENT, INTERFACE, SINKS = "recurrent layers", "attention interface", "attention sinks"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the reason speaks of
+    "afmoe": ({}, "choice of experts"),
+    "bamba": ({}, RECURRENT),
+    "bart": ({}, "encoder-decoder"),
+    "bert": ({}, "an encoder"),
+    "bloom": ({}, "ALiBi"),
+    "codegen": ({}, INTERFACE),
+    "deepseek_v32": ({}, "layers of type indexed_attention"),
+    "diffllama": ({}, "attend twice"),
+    "doge": ({}, "mask of its own"),
+    "falcon": ({}, INTERFACE),
+    "falcon_h1": ({}, RECURRENT),
+    "falcon_mamba": ({}, "recurrent"),
+    "glm_moe_dsa": ({}, "layers of type indexed_attention"),
+    "gpt_neo": ({}, INTERFACE),
+    "gpt_neox_japanese": ({}, INTERFACE),
+    "gpt_oss": (SIZE | HEAD | {"num_local_experts": 4}, SINKS),
+    "gptj": ({}, INTERFACE),
+    "granite_swa": ({}, SINKS),
+    "granitemoehybrid": ({}, RECURRENT),
+    "hrm_text": ({}, "several times in one pass"),
+    "hunyuan_v1_moe": ({}, "choice of experts"),
+    "jamba": ({}, RECURRENT),
+    "jetmoe": ({}, "choice of experts"),
+    "kimi_linear": ({}, RECURRENT),
+    "lfm2": (SIZE | {"layer_types": ["conv", "full_attention"]}, RECURRENT),
+    "llama4_text": (SIZE | {"num_local_experts": 4}, "layers of type chunked_attention"),
+    "llava": ({}, "looks at images in a way of its own"),
+    "longcat_flash": ({}, "choice of experts"),
+    "mamba": ({}, "recurrent"),
+    "mamba2": ({}, "recurrent"),
+    "minimax": ({}, RECURRENT),
+    "mpt": ({}, "ALiBi"),
+    "nemotron_h": ({}, RECURRENT),
+    "olmo_hybrid": ({}, RECURRENT),
+    "openai-gpt": ({}, INTERFACE),
+    "phimoe": ({}, "choice of experts"),
+    "qwen3_5_text": ({}, RECURRENT),
+    "qwen3_next": ({}, RECURRENT),
+    "recurrent_gemma": ({}, "recurrent"),
+    "roberta": ({}, "an encoder"),
+    "rwkv": ({}, "recurrent"),
+    "t5": ({}, "encoder-decoder"),
+    "xglm": ({}, INTERFACE),
+    "xlnet": ({}, INTERFACE),
+    "xlstm": ({}, "recurrent"),
+    "zamba2": ({}, RECURRENT),
+}
+NOTES = {  # a key of its config -> what it brings
+    "sliding_window": "sliding window",
+    "attn_logit_softcapping": "softcapped scores and logits",
+    "kv_lora_rank": "latent attention: keys and values are cached expanded",
+    "no_rope_layers": "some layers without positions",
+    "vision_config": "sees images",
+}
+
+
+@cache
+def model(kind: str) -> LoadedModel:
+    return tiny(kind, **FAMILIES[kind])
+
+
+@cache
+def own(kind: str) -> Any:
+    """The same weights in a fresh module of transformers, with its own attention; nothing of ours runs in it."""
+    loaded = model(kind)
+    config = copy.deepcopy(loaded.model.config)
+    fresh = type(loaded.model)._from_config(config, attn_implementation="eager").float().eval()
+    fresh.load_state_dict(loaded.model.state_dict())
+    fresh.generation_config.eos_token_id = None
+    return fresh
+
+
+@dataclass(frozen=True)
+class Measured:
+    greedy: bool  # the engine's tokens are those of `generate`
+    gap: float  # largest difference of a raw logprob to a plain forward pass
+    # the same for a packed pass that repeats the engine's choice of experts; None for a dense model
+    replayed: float | None = None
+    obeyed: bool = True  # and another choice gives another answer
+
+
+@cache
+@torch.no_grad()
+def measure(kind: str) -> Measured:
+    """Two prompts at once through the engine, each on its own through transformers."""
+    loaded, fresh = model(kind), own(kind)
+    wants = frozenset({"raw_logprobs", "experts"} if loaded.routers else {"raw_logprobs"})
+    given = [prompt(7, 21), prompt(8, 9)]
+    e = engine(loaded, prefill_tokens=16, routes=bool(loaded.routers))
+    done = asyncio.run(all_of(e, [replace(ask(p, n=16, temperature=0.0), wants=wants) for p in given]))
+    idle(e)
+    whole = [torch.tensor(p + c.tokens) for p, c in zip(given, done)]
+    greedy = all(_generated(fresh, p) == c.tokens for p, c in zip(given, done))
+    gap = max(_gap(fresh(w[None], use_cache=False).logits[0], w, c.raw_logprobs) for w, c in zip(whole, done))
+    if not loaded.routers:
+        return Measured(greedy, gap)
+    routes = [torch.from_numpy(c.experts).long() for c in done]
+    same, other = (
+        max(_replayed(loaded, w, (r + step) % 4, c.raw_logprobs) for w, r, c in zip(whole, routes, done))
+        for step in (0, 1)
+    )
+    return Measured(greedy, gap, same, other > 1e-3)
+
+
+def _generated(fresh: Any, given: list[int]) -> list[int]:
+    row = torch.tensor([given])
+    out = fresh.generate(row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=16, pad_token_id=0)
+    return out[0, len(given) :].tolist()
+
+
+def _replayed(loaded: LoadedModel, tokens: torch.Tensor, routes: torch.Tensor, logprobs: list[float]) -> float:
+    n = len(routes)
+    hidden = loaded.hidden_states(
+        tokens[:n], torch.arange(n), PackedLayout([PackedSegment(0, n)]), RoutingTape(loaded.routers, routes)
+    )
+    return _gap(loaded.head.logits(hidden), tokens, logprobs)
+
+
+def _gap(logits: torch.Tensor, tokens: torch.Tensor, logprobs: list[float]) -> float:
+    """logits [T or T-1, V] of tokens [T] against the logprobs of the last ones."""
+    logp = logits[: len(tokens) - 1].double().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    return float((logp[-len(logprobs) :] - torch.tensor(logprobs)).abs().max())
+
+
+def refusal(kind: str) -> str:
+    """What `load` says instead of loading."""
+    try:
+        load_model({"random": kind, **REFUSED[kind][0]}, dtype="float32")
+    except ModelError as error:
+        return str(error)
+    raise AssertionError(f"{kind} was loaded")
+
+
+def row(kind: str) -> str:
+    """| family | greedy | gap | replay | note |: bounds rather than figures, so that
+    every machine writes the same line.
+    """
+    if kind in REFUSED:
+        why = refusal(kind).partition("is not supported: ")[2].partition(". Serve it")[0]
+        return f"| `{kind}` | refused | | | {why} |"
+    m = measure(kind)
+    replay = "dense" if m.replayed is None else "yes" if m.replayed <= 1e-4 and m.obeyed else "no"
+    notes = ", ".join(note for key, note in NOTES.items() if key in FAMILIES[kind])
+    return f"| `{kind}` | {'equal' if m.greedy else 'differs'} | {'≤ 1e-4' if m.gap <= 1e-4 else f'{m.gap:.0e}'} | {replay} | {notes} |"

@@ -1,0 +1,63 @@
+"""Runs that are recorded under random delays, and done again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import torch
+
+from kits.runs import final, tiny
+from rondel.driver import replay
+from rondel.runtime.journal import store
+
+BASE = {
+    "engine__numerics": "aligned", "engine__sampling": {"max_tokens": 20, "ignore_eos": True}, "loop__warmup__steps": 1, "loop__steps": 4, "loop__window": "auto",
+    "algo__correction": {"kind": "importance"}, "task__reward": "kits.rewards:parity", "run__record": True, "loop__max_staleness": 1,
+    "engine__max_running": 8, "engine__prefill_tokens": 16, "loop__groups_per_step": 3, "algo__group_size": 3, "task__eval__n": 2,
+}  # fmt: skip
+
+
+SPLIT = {"place__kind": "split", "place__cluster": "local"}
+
+
+def delays(seed: int):
+    """Engine and trainer sleep a while before each thing that they do."""
+    chance = random.Random(seed)
+
+    def slow(function, most):
+        async def later(*args, **how):
+            await asyncio.sleep(chance.random() * most)
+            return await function(*args, **how)
+
+        return later
+
+    def built(parts) -> None:
+        engine, trainer = parts.engine, parts.trainer
+        engine.serving.run, trainer.step = slow(engine.serving.run, 0.004), slow(trainer.step, 0.03)
+        parts.pool.score = slow(parts.pool.score, 0.02)
+
+    return built
+
+
+def record(folder: Path, seed: int, **changes) -> list[dict]:
+    from rondel.assemble import train
+
+    train(tiny(folder, **{**BASE, **changes}), quiet=True, built=delays(seed))
+    return [
+        row
+        for step in store.stored_steps(folder)
+        for row in store.read_step(folder, step)
+        if row["env"] and row["trained_at"] >= 1
+    ]
+
+
+def again(folder: Path, into: Path, seed: int | None = None) -> None:
+    from rondel.assemble import train
+
+    job, schedule = replay.again(folder, into)
+    train(job, quiet=True, built=None if seed is None else delays(seed), schedule=schedule)
+    assert replay.differences(folder, into) == []
+    one, other = final(folder), final(into)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,133 @@
+"""Whole tiny runs for tests: in this process, or in one that dies at a chosen moment.
+Children are forked from a clean server.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from rondel.core.config import Job
+from rondel.core.errors import Stopped
+from rondel.core.events import subscribe
+from rondel.runtime.journal import store
+from rondel.runtime.journal.log import read
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.toml"
+FAST = {
+    "loop.warmup.steps": 6, "loop.warmup.groups_per_step": 8, "loop.steps": 8, "loop.groups_per_step": 4, "algo.group_size": 4,
+    "model.path.hidden_size": 32, "model.path.intermediate_size": 64, "model.path.num_hidden_layers": 2,
+    "engine.max_running": 32, "place.threads": 1, "trainer.lr": 1e-3, "trainer.schedule": "constant", "loop.warmup.lr": 3e-3,
+    "run.checkpoint.every": 3, "run.checkpoint.keep": 2, "run.sinks": [], "task.data.holdout": 10, "task.eval.every": 0,
+}  # fmt: skip
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["rondel.driver.controller", "kits.runs"])
+
+
+def tiny(folder: Path, **changes: Any) -> Job:
+    """The tiny recipe, smaller still; `loop__max_staleness=1` sets loop.max_staleness."""
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    return Job.read(RECIPE, {**FAST, "run.folder": str(folder), **dotted})
+
+
+def run(folder: Path, **changes: Any) -> dict[str, Any]:
+    from rondel.assemble import train
+
+    return train(tiny(folder, **changes), quiet=True)
+
+
+def run_and_die(folder: Path, moment: tuple[str, int], what: signal.Signals = signal.SIGKILL, **changes: Any) -> int:
+    """The same run in another process, which signals itself at the n-th event of a kind, or
+    the n-th fsync. -> -9 if it was killed.
+    """
+    child = context.Process(target=_child, args=(folder, moment, what, changes))
+    child.start()
+    child.join(120)
+    assert child.exitcode is not None, "the child hangs"
+    return child.exitcode
+
+
+def _child(folder: Path, moment: tuple[str, int], what: signal.Signals, changes: dict[str, Any]) -> None:
+    kind, n = moment
+    seen = 0
+
+    def tick(name: str) -> None:
+        nonlocal seen
+        seen += name == kind
+        if seen == n and name == kind:
+            os.kill(os.getpid(), what)
+
+    if kind == "fsync":  # the manifest of a checkpoint is being written
+        plain = os.fsync
+        os.fsync = lambda descriptor: (tick("fsync"), plain(descriptor))[1]
+    subscribe(lambda event: tick(type(event).__name__))
+    try:
+        run(folder, **changes)
+    except Stopped as stopped:
+        print(stopped)
+        sys.exit(stopped.code)
+
+
+def final(folder: Path) -> dict[str, Any]:
+    """All tensors of the newest checkpoint."""
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    return {f"{path.stem}/{key}": t for path in newest.glob("*.safetensors") for key, t in load_file(path).items()}
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [e for e in read(folder) if e["kind"] == kind]
+
+
+def steps(folder: Path) -> list[tuple]:
+    """What every step measured, without the clock."""
+    return [
+        (e["step"], e["version"], {k: v for k, v in e["metrics"].items() if not k.endswith("_s")}, e["ledger"])
+        for e in events(folder, "StepDone")
+    ]
+
+
+def balances(ledger: dict[str, int]) -> bool:
+    return ledger["issued"] == sum(n for name, n in ledger.items() if name != "issued")
+
+
+def check(folder: Path, *, staleness: int, total: int, groups: int = 4, size: int = 4) -> list[dict]:
+    """Ledger, versions, lag, rollouts of a finished run. -> the stored rows."""
+    done = events(folder, "StepDone")
+    assert [e["step"] for e in done] == [e["version"] for e in done] == list(range(1, total + 1))
+    assert all(balances(e["ledger"]) and not e["note"] for e in done)
+    assert events(folder, "RunEnded")[-1]["step"] == total
+    born = {e["number"]: e["version"] for e in events(folder, "Admitted")}
+    rows = []
+    for taken in events(folder, "GroupsTaken"):
+        assert all(0 <= taken["version"] - b <= staleness for b in taken["born"])
+        step = store.read_step(folder, taken["step"])
+        rows += step
+        assert {r["group"] for r in step} == set(taken["numbers"])
+        for row in step:
+            assert row["trained_at"] == taken["version"]
+            written = [v for v, m in zip(row["versions"], row["mask"]) if m]
+            assert all(v == -1 for v, m in zip(row["versions"], row["mask"]) if not m)
+            assert len(row["trainer_logprobs"]) == len(row["advantages"]) == len(row["tokens"])
+            if row["env"] and written and any(row["behavior_logprobs"]):  # sampled, not shown
+                assert row["born"] <= min(written) and max(written) <= taken["version"] and written == sorted(written)
+                fresh = set(written) == {taken["version"]}
+                gap = max(
+                    abs(a - b) for a, b, m in zip(row["trainer_logprobs"], row["behavior_logprobs"], row["mask"]) if m
+                )
+                assert gap < 2e-4 or not fresh, "the trainer recomputes what its own version wrote"
+    assert born
+    assert final(folder)
+    return rows
+
+
+PLACES = {
+    "shared": {},
+    "two devices": {"place__kind": "split", "place__cluster": "local"},
+    "processes": {"place__kind": "split"},
+}

@@ -1,0 +1,151 @@
+"""Tiny models that look at pictures, streams with pictures in them, and
+transformers' own forward pass that judges both.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import numpy as np
+import torch
+
+from kits.engine import SIZE
+from rondel.core.media import Image, ImagePlaceholder
+from rondel.core.types import Group, Request, Sampling, Score, Task, Trajectory
+from rondel.models import vision
+from rondel.models.load import load_model
+from rondel.models.loaded_model import LoadedModel
+
+torch.set_num_threads(1)
+EYES = {
+    "qwen2_vl": dict(depth=2, embed_dim=32, num_heads=2, mlp_ratio=2),
+    "qwen2_5_vl": dict(
+        depth=2, hidden_size=32, num_heads=2, intermediate_size=64, fullatt_block_indexes=[1], window_size=56
+    ),
+    "qwen3_vl": dict(
+        depth=2,
+        hidden_size=32,
+        num_heads=2,
+        intermediate_size=64,
+        deepstack_visual_indexes=[0],
+        num_position_embeddings=64,
+    ),
+}
+MORE = {"qwen3_vl": {"head_dim": 16}}
+
+
+def recipe(kind: str = "qwen2_5_vl", **more) -> dict:
+    return {"random": kind, **SIZE, **MORE.get(kind, {}), "vision_config": EYES[kind], **more}
+
+
+@cache
+def _model(kind: str) -> LoadedModel:
+    """Larger than initialised, so that attention and positions matter."""
+    loaded = load_model({**recipe(kind), "seed": 3}, dtype="float32")
+    with torch.no_grad():
+        for name, p in loaded.model.named_parameters():
+            if p.dim() > 1:
+                p.mul_(8 if "embed_tokens" in name or "lm_head" in name else 3)
+    return loaded
+
+
+def model(kind: str = "qwen2_5_vl") -> LoadedModel:
+    """A fresh copy; its tower is frozen, as a run's is."""
+    loaded = copy.deepcopy(_model(kind))
+    vision.vision_tower(loaded.model).requires_grad_(False)
+    return loaded
+
+
+def image(loaded: LoadedModel, seed: int, rows: int = 2, columns: int = 2) -> Image:
+    cell = loaded.sight.token_pixels
+    return Image.from_pixels(
+        np.random.default_rng(seed).integers(0, 256, (rows * cell, columns * cell, 3), dtype=np.uint8), cell
+    )
+
+
+def stream(loaded: LoadedModel, *pieces: int | Image, seed: int = 0) -> tuple[list[int], list[ImagePlaceholder]]:
+    """Pieces are pictures, and numbers of tokens of text: `stream(m, 3, image(m, 1), 4)`."""
+    rng, tokens, media = np.random.default_rng(seed), [], []
+    for piece in pieces:
+        if isinstance(piece, Image):
+            media.append(ImagePlaceholder(len(tokens), piece))
+            tokens += [loaded.sight.placeholder] * piece.tokens
+        else:
+            tokens += rng.integers(5, 100, piece).tolist()
+    return tokens, media
+
+
+def ask(tokens: list[int], media: list[ImagePlaceholder], *, key: int = 1, n: int = 8, **more) -> Request:
+    sampling = {name: more.pop(name) for name in list(more) if name in ("temperature", "top_p", "min_tokens")}
+    return Request(
+        list(tokens), Sampling(max_tokens=n, ignore_eos=True, **sampling), key=key, media=tuple(media), **more
+    )
+
+
+def trajectory(
+    loaded: LoadedModel, given: tuple[list[int], list[ImagePlaceholder]], written: list[int], logprobs: list[float]
+) -> Trajectory:
+    t = Trajectory()
+    t.extend(given[0], media=given[1])
+    t.extend(written, logprobs=logprobs, versions=[0] * len(written))
+    return t
+
+
+@torch.no_grad()
+def own_logprobs(loaded: LoadedModel, rows: list[tuple[list[int], list[ImagePlaceholder]]]) -> list[list[float]]:
+    """log p(token t | before) for t >= 1 by transformers' own eager pass, all rows in one
+    padded batch, positions its own affair.
+    """
+    width = max(len(tokens) for tokens, _ in rows)
+    ids, mask, kinds = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(3))
+    pixels, grids = [], []
+    for i, (tokens, media) in enumerate(rows):
+        ids[i, : len(tokens)], mask[i, : len(tokens)] = torch.tensor(tokens), 1
+        if media:
+            given = vision.as_given(loaded.sight, tokens, media)
+            kinds[i, : len(tokens)] = given["mm_token_type_ids"][0]
+            pixels.append(given["pixel_values"])
+            grids.append(given["image_grid_thw"])
+    more = (
+        {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids), "mm_token_type_ids": kinds}
+        if pixels
+        else {}
+    )
+    other = copy.deepcopy(loaded.model)
+    other.set_attn_implementation("eager")
+    logits = other(ids, attention_mask=mask, use_cache=False, **more).logits.double().log_softmax(-1)
+    return [
+        logits[i, : len(tokens) - 1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+        for i, (tokens, _) in enumerate(rows)
+    ]
+
+
+def groups_with_images(m, *, seed: int = 0) -> list[Group]:
+    """Siblings over one picture, over two pictures under the same tokens, a text group, and a
+    picture that comes later.
+    """
+    rng = np.random.default_rng(seed)
+
+    def turn(t, n):
+        t.extend(rng.integers(5, 100, n).tolist(), logprobs=(-rng.uniform(2, 6, n)).tolist(), versions=[0] * n)
+
+    def member(*given):
+        t = trajectory(m, given[0], [], [])
+        turn(t, int(rng.integers(1, 7)))
+        for tokens, media in given[1:]:
+            t.extend(tokens, media=media)
+            turn(t, int(rng.integers(1, 5)))
+        t.score = Score(float(rng.normal()))
+        return t
+
+    a, b, c = image(m, 1), image(m, 2), image(m, 3, 2, 3)
+    shared, other = stream(m, 4, a, 5, seed=1), stream(m, 4, b, 5, seed=1)
+    later = [stream(m, 2, picture, 2, seed=4) for picture in (c, a)]
+    rows = [
+        [member(shared) for _ in range(4)],
+        [member(shared), member(other), member(shared), member(other)],
+        [member(stream(m, 9, seed=2)) for _ in range(3)],
+        [member(stream(m, 3, c, 2, seed=3), later[i % 2]) for i in range(4)],
+    ]
+    return [Group(i, Task(f"t{i}", "x", {}), ts, 0) for i, ts in enumerate(rows)]

@@ -1,0 +1,104 @@
+"""What lives in worker processes of tests, and whether a process is alive."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import threading
+import time
+
+import numpy as np
+
+from rondel.core.errors import ConfigError
+from rondel.core.events import Warned, emit
+from rondel.runtime.devices import Device
+
+
+class Part:
+    """What lives in the child."""
+
+    def __init__(self, start: int) -> None:
+        self.total, self.cancelled = start, 0
+
+    async def add(self, n: int) -> int:
+        await asyncio.sleep(0)
+        self.total += n
+        return self.total
+
+    def doubled(self, values: np.ndarray) -> np.ndarray:
+        return values * 2
+
+    async def nap(self, seconds: float) -> str:
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return "slept"
+
+    def how_many_cancelled(self) -> int:
+        return self.cancelled
+
+    def wrong(self) -> None:
+        raise ConfigError("lr = -1: it must be positive; set trainer.lr")
+
+    def odd(self) -> None:
+        class Local(Exception):
+            pass
+
+        raise Local("nobody can unpickle me")
+
+    def unsendable(self):
+        return lambda: None
+
+    async def hangs(self) -> None:
+        """The event loop waits for what nobody does."""
+        threading.Event().wait()
+
+    async def hangs_beside(self) -> None:
+        """The device thread does; the event loop turns."""
+        await Device(threads=1).run(threading.Event().wait)
+
+    async def computes(self, seconds: float) -> str:
+        """Holds the event loop, as a large step may."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            sum(range(1000))
+        return "computed"
+
+    async def runs(self, seconds: float) -> str:
+        subprocess.run(["sleep", str(seconds)], check=True)
+        return "ran"
+
+    def says(self, text: str) -> None:
+        emit(Warned(text))
+
+    def cores(self) -> set[int]:
+        return os.sched_getaffinity(0)
+
+    def dies(self) -> None:
+        print("these are my last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Waster:
+    def burn(self, seconds: float) -> str:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            sum(range(1000))
+        return "done"
+
+
+def time_waster() -> Waster:
+    return Waster()
+
+
+def alive(pid):
+    """Running; a zombie that its new parent has not collected yet counts as ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

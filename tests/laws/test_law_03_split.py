@@ -1,0 +1,321 @@
+"""Law 3, split: the gradient is the same for any micro-batch size, packing order, rank count and permutation of the
+groups. Denominators are counted over the whole batch before the first forward pass.
+
+First of the trainer, then of the formulas alone. Two ranks are in tests/e2e/test_ranks.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kits.algos import AGGREGATES, Ragged, lively, relative_difference, rows
+from kits.train import apart, awkward_groups, batch, gradient, model, row, shuffled, step, trainer
+from transformers import AutoModelForCausalLM
+
+from rondel.algos import aggregate, correction, table
+from rondel.algos.component import Component
+from rondel.algos.table import TABLE
+from rondel.core.types import Score, Trajectory
+from rondel.train.advantages import compute_advantages
+from rondel.train.pack import TrainBatch, batch_of, micro_batches
+
+TOLERANCE = 1e-6
+ROWS = {
+    "grpo": row("grpo"),
+    "grpo, k3 and entropy": row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02}),
+    "dr_grpo": row("dr_grpo"),
+    "dapo": row("dapo"),
+    "rloo": row("rloo"),
+    "ppo": row("ppo", kl={"coef": 0.1}),
+    "reinforce_pp": row("reinforce_pp", advantage={"gamma": 0.9}, kl={"coef": 0.1}),
+    "reinforce": row("reinforce", correction={"kind": "importance"}),
+    "sft": row("sft"),
+}
+WHOLE = {
+    "normalised": row(
+        "grpo", correction={"kind": "importance", "normalize": "token"}, entropy={"coef": 0.02, "top": 0.4}
+    ),
+    "clip_cov": row("clip_cov", surrogate={"share": 0.1, "least": 0.05}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["grpo", "ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(ROWS.keys() - {"grpo", "ppo"}))],
+)
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tied", "qwen3", "gemma3_text"))]
+)
+def test_the_gradient_is_the_same_for_any_split(kind, name):
+    algo = ROWS[name]
+    t = trainer(model(kind), algo)
+    b = batch(awkward_groups(), algo)
+    whole = gradient(t, b, algo)
+    assert whole.norm() > 1e-3
+    worst = 0.0
+    for micro_tokens in (1, 13, 40, 10**6):
+        for share in (True, False):
+            worst = max(worst, apart(gradient(t, b, algo, micro_tokens=micro_tokens, share=share), whole))
+    for seed, whole_groups in ((0, True), (1, True), (2, False), (3, False)):
+        worst = max(
+            worst, apart(gradient(t, shuffled(b, seed, whole_groups=whole_groups), algo, micro_tokens=25), whole)
+        )
+    print(f"{kind}, {name}: relative difference {worst:.1e}")
+    assert worst <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3", "gemma3_text"))]
+)
+def test_groups_that_begin_alike_share_it_and_keep_the_gradient(kind):
+    """Two system messages over the awkward groups: each is computed once a micro-batch,
+    forward and backward, and changes nothing.
+    """
+    rng, groups = np.random.default_rng(5), awkward_groups()
+    systems = [rng.integers(5, 100, 20).tolist(), rng.integers(5, 100, 33).tolist()]
+    for number, group in enumerate(groups):
+        for x in group.trajectories:
+            front = Trajectory()
+            front.extend(systems[number % 2])
+            for name in ("tokens", "mask", "logprobs", "versions"):
+                setattr(x, name, getattr(front, name) + getattr(x, name))
+    t = trainer(model(kind), ROWS["grpo"])
+    b = batch(groups, ROWS["grpo"])
+    whole = gradient(t, b, ROWS["grpo"], share=False)
+    assert whole.norm() > 1e-3
+    once, apart_each = (sum(len(p.tokens) for p in micro_batches(b, 10**6, share=share)) for share in (True, False))
+    assert once < apart_each - 3 * 20 - 2 * 33
+    for micro_tokens in (60, 90, 150, 10**6):
+        assert apart(gradient(t, b, ROWS["grpo"], micro_tokens=micro_tokens), whole) <= TOLERANCE
+        assert (
+            apart(
+                gradient(t, shuffled(b, micro_tokens, whole_groups=True), ROWS["grpo"], micro_tokens=micro_tokens),
+                whole,
+            )
+            <= TOLERANCE
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLE)
+def test_every_row_is_the_same_for_any_split_of_a_stale_batch(name):
+    """Proximal and behavior lie elsewhere than the policy, some samples are
+    demonstrations, and some tokens are singled out.
+    """
+    algo, rng = lively(TABLE[name]), np.random.default_rng(0)
+    groups = awkward_groups()
+    for x in (x for g in groups for x in g.trajectories):
+        x.score = Score(x.reward + 0.7, {"right": float(rng.integers(2)), "form": float(rng.integers(3))})
+    t, b = trainer(model("llama"), algo, teacher=model("tied")), batch_of(groups)
+    for s in b.samples:
+        s.baseline = 0.1 * s.group  # of the greedy answer beside the group
+    t._annotate(b, algo.needs | {"proximal_logprobs"})
+    compute_advantages(b, algo)
+    for s in b.samples:
+        own = s.known.proximal.numpy()
+        s.known.behavior = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
+        s.known.proximal = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
+        s.guided = bool(rng.integers(2))
+    whole = gradient(t, b, algo, noted=True)
+    assert whole.norm() > 1e-3
+    for micro_tokens, share in ((1, True), (20, False), (40, True)):
+        assert apart(gradient(t, b, algo, micro_tokens=micro_tokens, share=share, noted=True), whole) <= TOLERANCE
+    for seed, whole_groups in ((0, True), (1, False)):
+        assert (
+            apart(gradient(t, shuffled(b, seed, whole_groups=whole_groups), algo, micro_tokens=25, noted=True), whole)
+            <= TOLERANCE
+        )
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, algo in ROWS.items() if not getattr(algo.advantage, "per_token", False)]
+)
+@pytest.mark.parametrize("kind", ["llama", "tied", "gemma3_text"])
+def test_the_gradient_is_that_of_the_formula(kind, name):
+    """One sample at a time through the plain transformers model, the loss written out by hand in float64."""
+    algo, groups = ROWS[name], awkward_groups()
+    loaded = model(kind)
+    t = trainer(loaded, algo)
+    b = batch(groups, algo)
+    mine = gradient(t, b, algo, micro_tokens=30)
+    plain = AutoModelForCausalLM.from_config(loaded.model.config, attn_implementation="eager")
+    plain.load_state_dict(loaded.model.state_dict())
+    plain = plain.double().eval()
+    lengths = np.array([len(s.trainable) for s in b.samples])
+    by_group = {g.id: np.array([x.reward for x in g.trajectories]) for g in groups}
+    loss = 0.0
+    for s in b.samples:
+        rewards = by_group[s.group]
+        if name == "dapo":  # max_tokens = 8 and a buffer of 8 // 5 = 1: an answer of 8 tokens or more pays 1
+            rewards = np.array([x.reward - (len(x.trainable) >= 8) for x in b.samples if x.group == s.group])
+        r, n = rewards[s.index], len(rewards)
+        group_norm = (r - rewards.mean()) / (rewards.std(ddof=1) + 1e-6) if n > 1 else 0.0
+        advantage = {
+            "grpo": group_norm,
+            "dapo": group_norm,
+            "dr_grpo": r - rewards.mean(),
+            "rloo": r - (rewards.sum() - r) / (n - 1) if n > 1 else 0.0,
+            "reinforce": r,
+            "sft": 1.0,
+        }[algo.name]
+        weight = {
+            "grpo": 1 / (len(lengths) * len(s.trainable)),
+            "dr_grpo": 1 / (len(lengths) * 8),
+            "dapo": 1 / lengths.sum(),
+            "rloo": 1 / len(lengths),
+            "reinforce": 1 / len(lengths),
+            "sft": 1 / lengths.sum(),
+        }[algo.name]
+        logits = plain(torch.tensor(s.tokens)[None], use_cache=False).logits[0].double()
+        logp = logits.log_softmax(-1)
+        at = torch.tensor(s.trainable)
+        picked = logp[at - 1].gather(1, torch.tensor(s.tokens)[at][:, None])[:, 0]
+        correction = 1.0
+        if name == "reinforce":
+            correction = (picked.detach() - torch.tensor(s.known.behavior.numpy())).exp().clamp(max=2.0)
+        token = -correction * advantage * picked
+        if name == "grpo, k3 and entropy":  # the reference is the policy itself, so k3 has gradient 0 here
+            entropy = -(logp.exp() * logp).sum(-1)[at - 1]
+            token = token - 0.02 * entropy
+        loss = loss + weight * token.sum()
+    loss.backward()
+    theirs = dict(plain.named_parameters())
+    exact = torch.cat(
+        [
+            theirs[n].grad.flatten() if theirs[n].grad is not None else torch.zeros(theirs[n].numel())
+            for n in t.weights.names
+        ]
+    )
+    assert apart(mine, exact) <= 1e-5, apart(mine, exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "grpo, k3 and entropy", "dapo", "sft", "normalised", "clip_cov"])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_step_moves_alike_for_any_split(name, updates):
+    """A whole step: with two updates, or where samples are compared, proximal logprobs are noted
+    before the first move.
+    """
+    algo, masters, metrics = (ROWS | WHOLE)[name], [], []
+    for micro_tokens, share in ((1, False), (20, True), (10**6, True)):
+        t = trainer(
+            model("llama"), algo, micro_tokens=micro_tokens, share_prompts=share, updates_per_step=updates, lr=1e-3
+        )
+        stats = step(t, batch(awkward_groups(), algo), algo)
+        assert stats.stepped
+        start = torch.cat([p.flatten() for p in model("llama").model.parameters()]).detach().double()
+        masters.append(torch.cat([m.detach().flatten() for m in t.weights.masters]).double() - start)
+        metrics.append(stats.metrics)
+    for other, numbers in zip(masters[1:], metrics[1:]):
+        # AdamW divides by the root of its second moment: tiny gradients magnify rounding
+        assert apart(other, masters[0]) <= 2e-3
+        for key in metrics[0].keys() & {
+            "train/loss",
+            "train/grad_norm",
+            "train/entropy",
+            "train/gap_mean",
+            "train/clip_fraction",
+            "train/kl_ref",
+        }:
+            assert numbers[key] == pytest.approx(metrics[0][key], rel=1e-4, abs=1e-6), key
+
+
+def test_denominators_count_the_update_not_the_micro_batch():
+    """Law 3 read backwards: without whole-batch denominators the split would show.
+    Halving the batch must change the weights.
+    """
+    algo = ROWS["grpo"]
+    b = batch(awkward_groups(), algo)
+    t = trainer(model("llama"), algo)
+    half = TrainBatch(b.samples[:5])
+    assert apart(gradient(t, half, algo) * 5 / len(b.samples), gradient(t, half, algo)) > 0.1
+
+
+def test_the_batch_falls_into_updates_of_whole_groups():
+    b = batch(awkward_groups(), ROWS["grpo"])
+    for n in range(1, 9):
+        parts = b.split_updates(n)
+        groups = [[s.group for s in part.samples] for part in parts]
+        assert len(parts) == min(n, 5)
+        assert sum(map(len, groups)) == len(b.samples)
+        assert all(not set(a) & set(c) for i, a in enumerate(groups) for c in groups[:i])
+        sizes = [len(set(g)) for g in groups]
+        assert max(sizes) - min(sizes) <= 1
+
+
+# -- the formulas alone: every row, in double precision --------------------------------------------
+
+
+@pytest.mark.parametrize("row", list(rows()))
+@settings(max_examples=10, deadline=None)
+@given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=10), seed=st.integers(0, 99), data=st.data())
+def test_any_split_and_any_order_give_the_same_gradient(row, lengths, seed, data):
+    """All-masked samples, groups of 1, constant groups and no tokens at all are among the cases: finite, always."""
+    batch, n = Ragged.make(lengths, seed), len(lengths)
+    whole = batch.loss(row)[1]
+    order = data.draw(st.permutations(range(n)))
+    cuts = sorted(data.draw(st.sets(st.integers(1, n - 1)))) if n > 1 else []
+    split = batch.loss(row, order=order, cuts=cuts)[1]
+    assert torch.isfinite(whole).all() and relative_difference(split, whole) <= 1e-12
+
+
+def test_tokens_of_equal_covariance_are_chosen_in_any_order():
+    """Two tokens always have the same: which of them is silenced must not hang on which came first."""
+    row, batch = lively(table.TABLE["clip_cov"]), Ragged.make([0, 1, 1], 1)
+    assert relative_difference(batch.loss(row, order=[2, 1, 0])[1], batch.loss(row)[1]) <= 1e-12
+
+
+@pytest.mark.parametrize("row", [p for p in rows() if "proximal_logprobs" not in p.values[0].needs])
+def test_decided_over_the_update_or_in_the_micro_batch_is_the_same_where_no_row_asks_for_it(row):
+    batch = Ragged.make([3, 0, 5, 1, 4, 2], 5)
+    assert (
+        relative_difference(batch.loss(row, cuts=[2, 3], noted=True)[1], batch.loss(row, cuts=[2, 3], noted=False)[1])
+        <= 1e-12
+    )
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "forking", "m2po", "normalised"])
+def test_a_choice_within_each_micro_batch_would_break_the_law(name):
+    """The counter-example: what compares samples, decided locally, is another gradient."""
+    row = (
+        replace(table.GRPO, correction=correction.Importance(normalize="token"))
+        if name == "normalised"
+        else lively(table.TABLE[name])
+    )
+    worst = 0.0
+    for seed in range(3):
+        batch = Ragged.make([3, 6, 5, 2], seed)
+        a_T = row.advantages_T(batch.scored())
+        fixed = replace(row, aggregate=aggregate.FixedNorm(9), advantage=Given(a_T))
+        halves = [
+            (replace(fixed, advantage=Given(a_T[:9])), [0, 1]),
+            (replace(fixed, advantage=Given(a_T[9:])), [2, 3]),
+        ]
+        local = sum(batch.loss(half, order=part)[1] / 2 for half, part in halves)
+        worst = max(worst, relative_difference(local, batch.loss(fixed)[1]))
+    assert worst > 1e-3
+
+
+@dataclass(frozen=True)
+class Given(Component):
+    """Advantages that are known, so that only the choice differs."""
+
+    values_T: torch.Tensor
+    per_token: ClassVar[bool] = True
+
+    def __call__(self, scored):
+        return self.values_T
+
+
+def test_a_mean_over_each_micro_batch_would_break_the_law():
+    """The counter-example: local denominators, averaged, are another gradient. So the test above can fail."""
+    lengths_N, parts = torch.tensor([1, 9, 2]), [[0, 1], [2]]
+    for how in AGGREGATES[:2]:
+        local = torch.cat([how(lengths_N[part]) / len(parts) for part in parts])
+        assert not torch.allclose(local, how(lengths_N))

@@ -1,0 +1,405 @@
+"""Law 9, resume: n steps = k steps + kill -9 + resume + (n - k) steps, bit-equal on a CPU at `S = 0`. An asynchronous
+run with a recorded schedule and aligned numerics replays bit for bit. A run that is complete says so and exits with 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from kits.recordings import SPLIT, again, record
+from kits.runs import FAST, RECIPE, balances, events, final, run, run_and_die, steps
+from kits.train import awkward_groups, batch, bits, model, row, step, trainer
+
+from rondel.core.errors import ConfigError
+from rondel.core.events import subscribe
+from rondel.driver import replay
+from rondel.runtime.journal import store
+from rondel.train.checkpoint import Checkpoints, find_flaw, load_trainer, save_trainer
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The run that nobody interrupts: 6 supervised steps, 8 of RL, a checkpoint every 3."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(folder)
+    return folder
+
+
+def same_run(folder: Path, whole: Path) -> None:
+    ours, theirs = final(folder), final(whole)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert steps(folder) == steps(whole)
+    for n in store.stored_steps(whole):
+        for a, b in zip(store.read_step(folder, n), store.read_step(whole, n), strict=True):
+            a.pop("timings"), b.pop("timings")
+            assert a == b
+
+
+def test_two_runs_are_equal(whole, tmp_path):
+    run(tmp_path / "run")
+    same_run(tmp_path / "run", whole)
+
+
+KILLS = [
+    [("Admitted", 1), ("StepDone", 2)],  # nothing was learned yet; then before the first checkpoint
+    [("fsync", 1), ("fsync", 1)],  # while a checkpoint is written, twice the same
+    [("Checkpointed", 2), ("Admitted", 1)],  # at the border of the two phases, and again at once
+    [("GroupsTaken", 8), ("Synced", 4)],  # rollouts stored, not trained; then trained, not booked
+    pytest.param([("Checkpointed", 5)], marks=pytest.mark.slow),  # everything is done but the last words
+]
+
+
+@pytest.mark.parametrize("moments", KILLS, ids=lambda m: "+".join(f"{kind}{n}" for kind, n in m))
+def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path, moments):
+    folder = tmp_path / "run"
+    for moment in moments:
+        assert run_and_die(folder, moment) == -9
+    run(folder)
+    same_run(folder, whole)
+    assert not list((folder / "checkpoints").glob(".writing-*"))
+
+
+STALE = {
+    "loop__max_staleness": 1,
+    "algo__correction": {"kind": "importance"},
+    "loop__warmup__steps": 0,
+    "loop__steps": 12,
+    "engine__sampling": {"max_tokens": 12},
+}
+
+STOPS = {  # the moment, the step that is kept, and who asks
+    "rollouts": (("Admitted", 6 * 8 + 4 * 2 + 2), 8, signal.SIGTERM),
+    "a step": (("Synced", 1 + 8), 8, signal.SIGHUP),  # a terminal that was closed
+    "an evaluation": (("StepDone", 6), 6, signal.SIGTERM),
+}
+
+
+@pytest.mark.parametrize("when", STOPS)
+def test_a_run_that_is_asked_to_end_keeps_its_last_step_and_goes_on_bit_for_bit(whole, tmp_path, when):
+    moment, kept, asks = STOPS[when]
+    folder = tmp_path / "run"
+    assert run_and_die(folder, moment, asks) == 128 + asks
+    assert [e["step"] for e in events(folder, "StepDone")][-1] == kept == events(folder, "Checkpointed")[-1]["step"]
+    run(folder)
+    assert [e["step"] for e in events(folder, "Resumed")] == [kept]
+    same_run(folder, whole)
+
+
+def test_a_stale_run_that_is_asked_to_end_keeps_what_it_has(tmp_path):
+    folder = tmp_path / "run"
+    assert run_and_die(folder, ("GroupFinished", 22), signal.SIGTERM, **STALE) == 128 + signal.SIGTERM
+    run(folder, **STALE)
+    taken = [number for e in events(folder, "GroupsTaken") for number in e["numbers"]]
+    assert len(taken) == len(set(taken)) == 12 * 4
+    assert all(balances(e["ledger"]) for e in events(folder, "StepDone"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["process", "torchrun", "ray"])
+def test_the_whole_process_group_may_be_asked(tmp_path, cluster):
+    """By the command, on several processes: exit code and word; nobody ends before the
+    checkpoint is whole, nobody is left after it. Ray would take SIGTERM for itself, print a stack and leave.
+    """
+    folder = tmp_path / "run"
+    ranks = {"place.ranks": 2} if cluster == "process" else {}
+    settings = {
+        "loop.steps": 12,
+        "loop.warmup.steps": 0,
+        "run.folder": str(folder),
+        "place.kind": "split",
+        "place.cluster": cluster,
+        **ranks,
+    }
+    words = [f"--{key}={json.dumps(value)}" for key, value in {**FAST, **settings}.items()]
+    launch = (
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+        if cluster == "torchrun"
+        else []
+    )
+    command = [
+        *launch,
+        sys.executable,
+        "-c",
+        "from rondel.cli import main; main()",
+        "train",
+        str(RECIPE),
+        "--quiet",
+        *words,
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        while not (folder / "journal.jsonl").is_file() or len(events(folder, "StepDone")) < 5:
+            assert process.poll() is None
+            time.sleep(0.05)
+        # Ray's own processes would end first
+        os.killpg(process.pid, signal.SIGTERM) if cluster != "ray" else process.terminate()
+        said = process.communicate(timeout=60)[1]
+    kept = events(folder, "Checkpointed")[-1]["step"]
+    assert process.returncode == 143 or cluster == "torchrun", "which has codes of its own"
+    assert f"stopped by SIGTERM after step {kept} of 12" in said and "same command" in said, said
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert [e["step"] for e in events(folder, "Resumed")] == [kept]
+    assert [e["step"] for e in events(folder, "StepDone")] == list(range(1, 13))
+
+
+OTHERS = {
+    "rloo with KL": {"algo__kind": "rloo", "algo__kl": {"coef": 0.05}, "loop__warmup__steps": 0, "loop__steps": 14},
+    "two updates, cosine": {
+        "loop__updates_per_step": 2,
+        "trainer__schedule": "cosine",
+        "trainer__optimizer__warmup_steps": 3,
+    },
+    "bfloat16": {"model__dtype": "bfloat16"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_recipes_resume_to_the_same_bits(tmp_path, name):
+    """A reference, several updates a step with a schedule over the phases, masters behind a bf16 copy."""
+    run(tmp_path / "whole", **OTHERS[name])
+    assert run_and_die(tmp_path / "run", ("StepDone", 11), **OTHERS[name]) == -9
+    run(tmp_path / "run", **OTHERS[name])
+    same_run(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_with_refills_the_samples_are_the_same(tmp_path):
+    """A dropped group is replaced when its reward arrives, so the engine's batches
+    depend on the clock, and with them the last bits of a behavior logprob (numerics = "fast"). Tokens,
+    rewards, ledger are those of the uninterrupted run."""
+    easy = {"algo__kind": "dapo", "task__reward": "kits.rewards:parity", "loop__steps": 5}
+    run(tmp_path / "whole", **easy)
+    assert run_and_die(tmp_path / "run", ("StepDone", 10), **easy) == -9
+    run(tmp_path / "run", **easy)
+    done = events(tmp_path / "run", "StepDone")
+    assert [e["ledger"] for e in done] == [e["ledger"] for e in events(tmp_path / "whole", "StepDone")]
+    assert done[-1]["ledger"].get("filtered/unanimous", 0) > 0
+    for n in store.stored_steps(tmp_path / "whole"):
+        for a, b in zip(store.read_step(tmp_path / "run", n), store.read_step(tmp_path / "whole", n), strict=True):
+            assert all(a[key] == b[key] for key in ("group", "sample", "task", "tokens", "mask", "versions", "reward"))
+            assert a["trainer_logprobs"] == pytest.approx(b["trainer_logprobs"], abs=1e-4)
+
+
+def test_a_stale_run_loses_no_group_and_trains_none_twice(tmp_path):
+    """S = 1, requests held over the update: finished groups come back whole, unfinished ones are started again."""
+    folder = tmp_path / "run"
+    assert run_and_die(folder, ("StepDone", 5), **STALE) == -9
+    assert run_and_die(folder, ("GroupsTaken", 5), **STALE) == -9
+    run(folder, **STALE)
+    done = events(folder, "StepDone")
+    assert [e["step"] for e in done] == list(range(1, 13))
+    assert all(balances(e["ledger"]) for e in done)
+    taken = [number for e in events(folder, "GroupsTaken") for number in e["numbers"]]
+    assert len(taken) == len(set(taken)) == 12 * 4
+    dropped = [e["number"] for e in events(folder, "GroupFinished") if not e["kept"]]
+    issued = [e["number"] for e in events(folder, "Admitted")]
+    assert issued == list(range(len(issued))) and len(issued) >= done[-1]["ledger"]["issued"]
+    assert not set(taken) & set(dropped)
+    ended = sorted([*taken, *dropped])
+    assert max(ended) - len(ended) < 8  # what is missing is in flight, at most (S + 1)·P young ones
+    assert set(range(min(set(issued) - set(ended)))) <= set(ended)
+    assert all(e["version"] - born <= 1 for e in events(folder, "GroupsTaken") for born in e["born"])
+
+
+# -- the folder ----------------------------------------------------------------------------------
+
+
+def spoil(checkpoint: Path, how: str) -> None:
+    if how == "truncated":
+        data = (checkpoint / "optimizer.safetensors").read_bytes()
+        (checkpoint / "optimizer.safetensors").write_bytes(data[: len(data) // 2])
+    elif how == "flipped":
+        data = bytearray((checkpoint / "model.safetensors").read_bytes())
+        data[len(data) // 2] ^= 1
+        (checkpoint / "model.safetensors").write_bytes(data)
+    elif how == "no manifest":
+        (checkpoint / "manifest.json").unlink()
+    elif how == "odd manifest":
+        (checkpoint / "manifest.json").write_text('{"step": 14, "fjles": {}}')
+    elif how == "empty manifest":
+        (checkpoint / "manifest.json").write_text('{"step": 14, "files": {}}')
+    elif how == "lost file":
+        (checkpoint / "state.json").unlink()
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped", "no manifest", "odd manifest", "empty manifest", "lost file"])
+def test_a_corrupt_newest_checkpoint_is_skipped_with_a_warning(whole, tmp_path, how):
+    shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
+    folders = sorted((tmp_path / "checkpoints").iterdir())
+    spoil(folders[-1], how)
+    said = []
+    end = subscribe(lambda event: said.append(event.message))
+    try:
+        path, state = Checkpoints(tmp_path / "checkpoints", 2).find_latest()
+    finally:
+        end()
+    assert path == folders[-2] and state["step"] == 12
+    assert len(said) == 1 and "step-000014 is skipped" in said[0]
+    assert find_flaw(folders[-1]) and not find_flaw(folders[-2])
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_corrupt_one(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    spoil(folder / "checkpoints" / "step-000014", "flipped")
+    run(folder)
+    same_run(folder, whole)
+    assert [e["step"] for e in events(folder, "Resumed")] == [12]
+
+
+def test_a_corrupt_leftover_never_outlives_a_good_checkpoint(tmp_path):
+    """keep = 1: the new checkpoint must not be taken for the old one because a corrupt one has a higher number."""
+    import asyncio
+
+    store = Checkpoints(tmp_path, 1)
+    t = trainer(model("llama"))
+    for n in (4, 9):
+        asyncio.run(store.write(n, t.save, {"step": n}))
+    spoil(tmp_path / "step-000009", "flipped")
+    asyncio.run(store.write(6, t.save, {"step": 6}))
+    assert list(store.list_checkpoints()) == [6] and store.find_latest()[1]["step"] == 6
+
+
+def test_a_complete_run_says_so_and_trains_nothing(whole):
+    """By the command itself: exit code 0, the word, and not a byte of the journal."""
+    journal = (whole / "journal.jsonl").read_bytes()
+    words = [f"--{key}={json.dumps(value)}" for key, value in FAST.items()]
+    command = [
+        sys.executable,
+        "-c",
+        "from rondel.cli import main; main()",
+        "train",
+        str(RECIPE),
+        f"--run.folder={whole}",
+        *words,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "is complete: 14 of 14 steps" in " ".join((done.stdout + done.stderr).split())
+    assert (whole / "journal.jsonl").read_bytes() == journal
+
+
+def test_a_changed_recipe_is_refused_with_the_difference(whole):
+    with pytest.raises(ConfigError, match=r"trainer.lr: 0.001 -> 0.5") as error:
+        run(whole, trainer__lr=0.5, loop__steps=99)
+    assert "loop.steps" not in str(error.value)  # going on longer is no other recipe
+    run(whole, run__checkpoint={"keep": 3})  # nor is where and how it is kept
+
+
+def test_more_steps_go_on_from_the_last_checkpoint(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    run(folder, loop__steps=10)
+    assert [e["step"] for e in events(folder, "StepDone")] == list(range(1, 17))
+    assert [e["step"] for e in events(folder, "Resumed")] == [14]
+    run(tmp_path / "long", loop__steps=10)
+    same_run(folder, tmp_path / "long")
+
+
+# -- the trainer's part --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "tied"])
+def test_a_loaded_trainer_goes_on_bit_for_bit(tmp_path, kind, dtype):
+    algo = row("grpo")
+    t, other = trainer(model(kind, dtype), algo), trainer(model(kind, dtype), algo)
+    for n in range(3):
+        step(t, batch(awkward_groups(n), algo), algo)
+    save_trainer(t, tmp_path)
+    step(other, batch(awkward_groups(9), algo), algo)  # a trainer that was elsewhere forgets all of it
+    load_trainer(other, tmp_path)
+    assert bits(other) == bits(t) and (other.step_number, other.version) == (3, 3)
+    for which in (t, other):
+        step(which, batch(awkward_groups(5), algo), algo)
+    assert bits(other) == bits(t)
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments(tmp_path):
+    script = Path(__file__).parent.parent.parent / "benchmarks" / "kill_resume.py"
+    done = subprocess.run(
+        [sys.executable, script, "--kills", "2", "--folder", tmp_path], capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1])["equal"] is True
+
+
+# -- a recorded run, done again under other delays -------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, staleness):
+    rows = record(tmp_path / "run", staleness, loop__max_staleness=staleness, **SPLIT)
+    assert any(len({v for v in row["versions"] if v >= 0}) > 1 for row in rows), "no sample was written by two versions"
+    again(tmp_path / "run", tmp_path / "again", seed=7)
+    if staleness == 1:
+        again(tmp_path / "run", tmp_path / "and again")
+        record(tmp_path / "other", 9, **SPLIT)  # or the law would hold of runs that nothing disturbs
+        assert replay.differences(tmp_path / "run", tmp_path / "other")
+
+
+@pytest.mark.parametrize("how", ["drain", "abort"])
+def test_whatever_becomes_of_answers_in_flight(tmp_path, how):
+    rows = record(tmp_path / "run", 3, loop__in_flight=how, **SPLIT)
+    assert any(len({v for v in row["versions"] if v >= 0}) > 1 for row in rows) == (how == "abort")
+    again(tmp_path / "run", tmp_path / "again", seed=8)
+
+
+def test_episodes_of_several_turns(tmp_path):
+    rows = record(
+        tmp_path / "run",
+        6,
+        task__env="kits.rewards:Twice",
+        engine__sampling={"max_tokens": 12, "ignore_eos": True},
+        **SPLIT,
+    )
+    assert any(len(set(row["versions"])) > 2 for row in rows)
+    again(tmp_path / "run", tmp_path / "again", seed=2)
+
+
+def test_on_a_shared_device_with_a_filter(tmp_path):
+    record(
+        tmp_path / "run",
+        4,
+        task__filters=["signal"],
+        task__reward="kits.rewards:parity",
+        algo__group_size=2,
+        loop__steps=3,
+    )
+    assert {e["kept"] for e in events(tmp_path / "run", "GroupFinished")} == {True, False}
+    again(tmp_path / "run", tmp_path / "again", seed=5)
+
+
+@pytest.mark.parametrize("late", ["retry", "drop"])
+def test_groups_that_were_given_up_are_given_up_again(tmp_path, late):
+    """What is late depends on the clock, and so do the numbers, the tasks and the noise of all
+    that is asked instead.
+    """
+    changes = {"loop__oversample": 3, "loop__late": late, **SPLIT}
+    for attempt in range(3):  # on a busy machine all may be in time
+        folder = tmp_path / f"run {attempt}"
+        record(folder, 2, **changes)
+        if any(e["reason"] == "late" for e in events(folder, "GroupFinished")):
+            break
+    else:
+        raise AssertionError("nobody was late")
+    again(folder, tmp_path / "again", seed=7)
+    if late == "retry":
+        record(tmp_path / "other", 9, **changes)
+        assert replay.differences(folder, tmp_path / "other")

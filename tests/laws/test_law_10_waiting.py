@@ -1,0 +1,235 @@
+"""Law 10, waiting: no wait is without a deadline, an owner and a name. The error says who waits for what, and since
+when.
+
+The stacks of all processes are then on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from kits.engine import ask, engine, idle, prompt, tiny
+from kits.remote import Trainer, made
+from kits.workers import Part, alive, time_waster
+
+from rondel.assemble.remote_workers import RemoteTrainer
+from rondel.buffer import Buffer
+from rondel.core.errors import SilentError, StalledError, WorkerError
+from rondel.core.events import subscribe
+from rondel.core.types import Task
+from rondel.runtime.cluster.process import ProcessCluster
+from rondel.runtime.stacks import SIGNAL, StackDumper
+from rondel.train.fsdp import FsdpRank, Rendezvous
+
+
+class Rank:
+    """One of two that sum a number; the second one may have something else to do."""
+
+    def meet(self) -> tuple[str, int]:
+        self.meeting = Rendezvous("127.0.0.1")
+        return self.meeting.address
+
+    def join(self, rank: int, address: tuple[str, int], patience: float) -> None:
+        self.ranks = FsdpRank(rank, 2, self.meeting if rank == 0 else Rendezvous.connect_to(address), patience=patience)
+
+    async def total(self, absent: int | None = None) -> float:
+        with self.ranks.collective_section("total"):
+            return await asyncio.to_thread(self.daydream if self.ranks.rank == absent else self.summed)
+
+    def summed(self) -> float:
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        return float(value)
+
+    def daydream(self) -> None:
+        threading.Event().wait(60)
+
+
+@pytest.fixture
+def dumping_cluster(tmp_path):
+    made = ProcessCluster(tmp_path / "logs", patience=30.0)
+    stacks = StackDumper(tmp_path, made.dump)
+    stop = subscribe(stacks.on_event)
+    yield made, stacks
+    stop()
+    made.close()
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_named_with_the_operation(dumping_cluster, tmp_path):
+    made, _ = dumping_cluster
+    ranks = [made.spawn(f"trainer-{i}", Rank) for i in range(2)]
+    address = ranks[0].now("meet")
+    for joined in [rank.ask("join", i, address, 3.0) for i, rank in enumerate(ranks)]:
+        joined.result()
+    trainer = RemoteTrainer(ranks)
+    assert asyncio.run(trainer.total()) == 2.0
+    began = time.monotonic()
+    with pytest.raises(
+        StalledError,
+        match=r"rank 0 of 2 waits for another one since 3 s, in all_reduce \(test_law_10_waiting.py:\d+, summed\), asked for: total",
+    ) as told:
+        asyncio.run(trainer.total(1))
+    assert time.monotonic() - began < 30
+    assert "trainer-1 has not come" in str(told.value) and f"are in {tmp_path / 'logs'}" in str(told.value)
+    assert isinstance(told.value, WorkerError), "the run goes on from its last checkpoint"
+    assert "in daydream" in said(tmp_path / "logs" / "trainer-1.log", "daydream")
+    assert "in summed" in (tmp_path / "logs" / "trainer-0.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_buffer_in_which_nothing_moves_says_where_the_stacks_are(dumping_cluster, tmp_path):
+    made, _ = dumping_cluster
+    made.spawn("engine-0", Rank).now()
+
+    async def work():
+        lane = asyncio.create_task(a_lane_that_never_ends())
+        with pytest.raises(StalledError, match=r"learner waits for finished groups .* are in .*logs"):
+            await Buffer(groups_per_step=1, patience=0.05).take()
+        lane.cancel()
+
+    asyncio.run(work())
+    text = (tmp_path / "logs" / "controller.log").read_text()
+    assert (
+        "learner waits for finished groups" in text
+        and "in a_lane_that_never_ends" in text
+        and "most recent call first" in text
+    )
+    assert "most recent call first" in said(tmp_path / "logs" / "engine-0.log", "call first")
+
+
+async def a_lane_that_never_ends() -> None:
+    await asyncio.sleep(60)
+
+
+@pytest.mark.slow
+def test_a_signal_writes_them_on_demand(dumping_cluster, tmp_path):
+    made, stacks = dumping_cluster
+    made.spawn("engine-0", Rank).now()
+    with stacks.on_demand():
+        os.kill(os.getpid(), SIGNAL)
+    assert "test_a_signal_writes_them_on_demand" in said(tmp_path / "logs" / "controller.log", "on_demand")
+    assert "in _send_pulses" in said(tmp_path / "logs" / "engine-0.log", "_send_pulses")
+
+
+def said(log, word: str) -> str:
+    """A log, once it has the word: a child writes when the system lets it."""
+    deadline = time.monotonic() + 20
+    while word not in (text := log.read_text() if log.is_file() else "") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return text
+
+
+# -- the buffer, an update, a request --------------------------------------------------------------
+
+
+def test_a_wait_names_who_waits_for_what():
+    with pytest.raises(StalledError, match="learner waits for finished groups"):
+        asyncio.run(Buffer(groups_per_step=1, patience=0.05).take())
+
+
+def test_any_change_is_a_sign_of_life_for_all_who_wait():
+    async def scenario():
+        buffer = Buffer(groups_per_step=8, patience=0.3)
+        waits = asyncio.create_task(buffer.take())
+        for n in range(5):
+            await asyncio.sleep(0.15)
+            await buffer.admit(Task(f"t{n}", "fake", {}))
+        assert not waits.done()
+        with pytest.raises(StalledError, match="5 tasks unclaimed"):
+            await waits
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("who", ["publish", "score", "status"])
+def test_nothing_in_an_update_waits_for_ever(who):
+    """An answer that does not come, from one who lives: named, within the deadline (law 10)."""
+    engine, update, _ = made("")
+    trainer, update.deadline = Trainer(), 0.2
+
+    async def silent(*_):
+        await asyncio.sleep(60)
+
+    setattr(trainer if who == "publish" else engine._worker, who, silent)
+    with pytest.raises(StalledError, match=r"(the trainer|the engine|engine 0): no answer to .* for 0.2 s"):
+        asyncio.run(asyncio.wait_for(update(trainer, engine), 5))
+
+
+def test_a_deadline_says_who_waits_for_whom():
+    async def main():
+        e = engine(tiny())
+        request = ask(prompt(1, 10))
+        request.deadline = 0.05
+        await e.pause("hold")
+        with pytest.raises(
+            StalledError, match=r"waits for the engine since 0.05 s; it had written 0 tokens, engine held"
+        ):
+            await e.generate(request)
+        await e.resume()
+        idle(e)
+        assert len((await e.generate(ask(prompt(1, 10)))).tokens) == 16
+
+    asyncio.run(main())
+
+
+# -- worker processes ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    made = ProcessCluster(tmp_path / "logs", patience=2.0)
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_is_named_within_its_deadline(cluster):
+    worker = cluster.spawn("trainer-1", Part, 0)
+    worker.now()
+    os.kill(worker.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(
+        StalledError, match=r"worker trainer-1 .* no sign of life .* asked for: add(?s:.*)most recent call first"
+    ) as told:
+        worker.now("add", 1)
+    assert time.monotonic() - began < 10
+    assert isinstance(told.value, WorkerError), "and is given up like one that ended"
+    assert "in _send_pulses" in str(told.value), "its stacks, though it was stopped"
+    cluster.close()
+    assert not alive(worker.pid)
+
+
+@pytest.mark.slow
+def test_a_deadlock_is_no_life_and_long_work_is(tmp_path):
+    """Its pulse goes on, and tells of no progress."""
+    cluster = ProcessCluster(tmp_path, patience=1.5)
+    names = {"hangs": (), "hangs_beside": (), "computes": (4,), "runs": (4,), "nap": (4,)}
+    workers = {name: cluster.spawn(name, Part, 0) for name in names}
+    for worker in workers.values():
+        worker.now()
+
+    async def all_of_them():
+        return await asyncio.gather(
+            *(getattr(workers[name], name)(*args) for name, args in names.items()), return_exceptions=True
+        )
+
+    *stuck, computed, ran, slept = asyncio.run(all_of_them())
+    assert (computed, ran, slept) == ("computed", "ran", "slept")
+    for name, error in zip(names, stuck):
+        assert isinstance(error, SilentError) and f"asked for: {name}" in str(error) and not workers[name].alive
+    cluster.close()
+
+
+@pytest.mark.slow
+def test_a_busy_worker_is_not_a_stopped_one(cluster):
+    """Arithmetic that holds the event loop is work, not silence."""
+    worker = cluster.spawn("part", time_waster)
+    assert worker.now("burn", 4.0) == "done"

@@ -1,0 +1,152 @@
+"""train/teacher_distributions.py: the reverse KL over the whole vocabulary, from
+hidden states that were kept.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kits.distill import TEACHER, reverse_kl, rollouts
+from kits.runs import events, run
+from kits.train import KINDS, SMALL, awkward_groups, batch, model, row, step, trainer
+
+from rondel.core.errors import ConfigError
+from rondel.models.head import LMHead
+from rondel.models.load import load_model
+from rondel.train import logprobs
+from rondel.train.advantages import compute_advantages
+from rondel.train.step_metrics import StepMetricSums
+from rondel.train.teacher_distributions import TeacherDistribution, TeacherOpinion
+from rondel.train.teachers import Teacher, TeacherEnsemble
+
+FULL = {"distill": {"kind": "full", "coef": 1.0}}
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_it_is_that_of_the_logits_in_value_and_gradient(monkeypatch, temperature, softcap):
+    """Two teachers, one of which speaks of some tokens only, in chunks of three rows, against
+    whole logits in float64.
+    """
+    monkeypatch.setattr(logprobs, "LOGITS", 3 * 29)
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(11, 8, generator=g), torch.randn(29, 8, generator=g)
+    target, pull = torch.randint(29, (11,), generator=g), torch.randn(3, 11, generator=g)
+    heads = [LMHead(torch.randn(29, width, generator=g), softcap=softcap) for width in (5, 7)]
+    seen = [torch.arange(11), torch.tensor([1, 2, 6, 10])]
+    kept = [torch.randn(len(at), head.weight.shape[1], generator=g) for at, head in zip(seen, heads)]
+    share = [torch.where(torch.isin(seen[0], seen[1]), 0.25, 1.0), torch.full((4,), 0.75)]
+    taught = TeacherDistribution([TeacherOpinion(*parts) for parts in zip(heads, kept, seen, share)], temperature)
+
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    told = logprobs.logprob_entropy_and_kl(h, target, LMHead(w, softcap=softcap), taught, temperature=temperature)
+    sum((p * t).sum() for p, t in zip(pull, told)).backward()
+
+    def logp(x, head):
+        z = x.double() @ head.double().T
+        return ((z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature).log_softmax(-1)
+
+    H, W = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    ours, theirs = logp(H, W), torch.zeros(11, 29, dtype=torch.float64)
+    for head, states, at, part in zip(heads, kept, seen, share):
+        theirs[at] += part[:, None].double() * logp(states, head.weight)
+    wanted = ours.gather(1, target[:, None])[:, 0], -(ours.exp() * ours).sum(-1), (ours.exp() * (ours - theirs)).sum(-1)
+    sum((p.double() * t).sum() for p, t in zip(pull, wanted)).backward()
+    for a, b in zip((*told, h.grad, w.grad), (*wanted, H.grad, W.grad)):
+        assert torch.allclose(a.detach().double(), b.detach(), atol=2e-5), (a - b).abs().max()
+
+
+def gradient(algo, b, teachers, **settings) -> torch.Tensor:
+    t = trainer(model(), algo, teacher=teachers[0].loaded, **settings)
+    t.teachers = TeacherEnsemble(teachers)
+    t._annotate(b, algo.needs)
+    compute_advantages(b, algo)
+    t.weights.zero_grad()
+    t._accumulate_gradients(b, algo, StepMetricSums(), proximal_noted=False)
+    return torch.cat([p.grad.flatten() for p in t.loaded.model.parameters()])
+
+
+def wise(seed: int):
+    return load_model({"random": "llama", **SMALL, **KINDS["llama"], "seed": seed}, dtype="float32")
+
+
+@pytest.mark.parametrize("settings", [{"micro_tokens": 1}, {"micro_tokens": 25}, {"share_prompts": False}])
+def test_no_split_changes_its_gradient_and_each_source_has_its_teacher(settings):
+    algo, teachers = row("grpo", **FULL), [Teacher(wise(5), 2.0), Teacher(wise(6), 1.0, "code")]
+
+    def made():
+        b = batch(awkward_groups(), algo)
+        for s in b.samples:
+            s.stream = "code" if s.group in (8, 11) else "math"
+        return b
+
+    whole = gradient(algo, made(), teachers)
+    assert (gradient(algo, made(), teachers, **settings) - whole).norm() <= 1e-6 * whole.norm()
+    assert (gradient(algo, made(), teachers[:1]) - whole).norm() > 1e-3 * whole.norm(), "the second teacher is heard"
+
+
+@pytest.mark.slow
+def test_it_points_where_the_sampled_one_points_with_less_noise():
+    """The mean gradient over many rollouts is the same; that of one batch strays less."""
+    teachers, found = [Teacher(wise(5))], {"distill": [], "full": []}
+    loaded = model()
+    for number in range(12):
+        groups = rollouts(loaded, number)
+        for kind, rows in found.items():
+            algo = row("opd", distill={"kind": kind, "coef": 1.0})
+            rows.append(gradient(algo, batch(groups, algo), teachers, micro_tokens=600))
+    drawn, whole = (torch.stack(rows) for rows in found.values())
+    spread = [float((rows - rows.mean(0)).pow(2).sum(1).mean()) for rows in (drawn, whole)]
+    assert spread[1] < 0.2 * spread[0], spread
+    apart = (drawn.mean(0) - whole.mean(0)).norm() / whole.mean(0).norm()
+    assert apart < 3 * (spread[0] / 12) ** 0.5 / whole.mean(0).norm(), apart
+
+
+@pytest.mark.slow
+def test_a_step_says_the_exact_distance_and_forgets_what_it_kept():
+    loaded, algo = model(), row("opd", **FULL)
+    b = batch(rollouts(loaded, 0), algo)
+    t = trainer(loaded, algo, teacher=(teacher := wise(5)), lr=1e-3, epochs=2, updates_per_step=2)
+    exact = reverse_kl(loaded, teacher, b)
+    first = trainer(loaded, algo, teacher=teacher, lr=0.0)
+    assert step(first, b, algo).metrics["train/kl_teacher"] == pytest.approx(exact, rel=1e-4)
+    stats = step(t, b, algo)
+    assert stats.stepped and stats.metrics["train/kl_teacher"] < exact and not any(s.hidden for s in b.samples)
+
+
+@pytest.mark.slow
+def test_a_run_comes_closer_to_its_teacher(tmp_path):
+    run(
+        tmp_path,
+        algo__kind="opd",
+        algo__distill={"kind": "full"},
+        model__teacher=TEACHER,
+        loop__steps=8,
+        trainer__lr=3e-3,
+    )
+    told = [e["metrics"]["train/kl_teacher"] for e in events(tmp_path, "StepDone")[-8:]]
+    assert np.mean(told[-2:]) < 0.5 * np.mean(told[:2]), told
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model__teacher": [{"url": "http://127.0.0.1:1"}]}, "hidden states"),
+        ({"engine__sampling__top_k": 5}, "top_k"),
+        ({"trainer__offload": True}, "offload"),
+        ({"place__kind": "split", "place__ranks": 2}, "place.ranks"),
+    ],
+)
+def test_where_it_cannot_work_it_is_refused(tmp_path, changes, says):
+    from kits.runs import tiny
+
+    from rondel.assemble.components import build
+
+    with pytest.raises(ConfigError, match=says):
+        build(
+            tiny(
+                tmp_path,
+                **{"algo__kind": "opd", "algo__distill": {"kind": "full"}, "model__teacher": TEACHER, **changes},
+            )
+        ).close()

@@ -1,0 +1,231 @@
+"""models/paged_attention.py and models/cuda_graphs.py, the serving path of a GPU: Triton's interpreter computes what
+the layouts of models/attention.py do, a whole engine on it draws the same tokens, and a
+recorded step reads nothing but its inputs. On a
+GPU the same tests run on the card."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from kits.engine import ask, engine, idle, plain_logprobs, prompt, tiny
+
+from rondel.core.errors import ConfigError
+from rondel.generate.engine.builtin import runner
+from rondel.generate.engine.builtin.draft import DraftModel
+from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
+from rondel.models.attention import DecodeBatch, PagedLayout, PrefillChunk
+from rondel.models.cuda_graphs import DecodeGraphs, sizes_upto
+
+pytest.importorskip("triton", reason="pip install triton")
+from rondel.models import paged_attention
+from rondel.models.paged_attention import LaunchBatch, TokenRun
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Pool:
+    def __init__(self, tensor):
+        self.tensor, self.data_pointers = tensor, [tensor.data_ptr()]
+
+    def layer_pool(self, layer, like):
+        return self.tensor
+
+
+def laid(lengths: list[int], pages: int = 160) -> torch.Tensor:
+    """A table whose lines name pages in no order."""
+    order, at = torch.randperm(pages - 1) + 1, 0
+    table = torch.zeros(len(lengths), max(lengths) + 9, dtype=torch.int32)
+    for line, n in enumerate(lengths):
+        table[line, :n] = order[at : at + n].int()
+        at += n
+    return table.to(DEVICE)
+
+
+@pytest.mark.parametrize("heads, shared, size, wide", [(4, 2, 16, 16), (6, 2, 20, 12), (3, 1, 24, 24)])
+@pytest.mark.parametrize("window, softcap", [(None, None), (5, None), (None, 3.0), (66, 2.0)])
+def test_the_kernel_computes_what_the_layouts_do(heads, shared, size, wide, window, softcap):
+    """Contexts of 1 to 70 keys in blocks of 64 and 8 splits: some splits are empty, and under a window most are."""
+    torch.manual_seed(0)
+    lengths = [70, 33, 1, 50]
+    table, how = laid(lengths), {"scale": 0.3, "window": window, "softcap": softcap}
+    keys, values = torch.randn(shared, 160, size, device=DEVICE), torch.randn(shared, 160, wide, device=DEVICE)
+
+    q = torch.randn(4, heads, size, device=DEVICE)
+    feeds = LaunchBatch.from_runs(table, [TokenRun(i, i, 1, n) for i, n in enumerate(lengths)])
+    wanted = DecodeBatch(table[:, :70].long(), torch.tensor(lengths, device=DEVICE)).attend(q, keys, values, **how)
+    assert feeds.splits > 1
+    torch.testing.assert_close(feeds.attend(q, keys, values, **how), wanted, atol=2e-6, rtol=1e-5)
+
+    fed = [TokenRun(0, 0, 37, 70), TokenRun(1, 37, 33, 33), TokenRun(2, 70, 1, 1), TokenRun(3, 71, 9, 50)]
+    q = torch.randn(80, heads, size, device=DEVICE)
+    plain = PagedLayout(
+        Pool(keys),
+        Pool(values),
+        torch.zeros(0, dtype=torch.int64),
+        [PrefillChunk(f.row, f.new, table[f.line, : f.context].long()) for f in fed],
+    )
+    wanted = torch.cat([plain._attend_prefill(chunk, q, keys, values, 0.3, window, softcap) for chunk in plain.chunks])
+    torch.testing.assert_close(
+        LaunchBatch.from_runs(table, fed).attend(q, keys, values, **how), wanted, atol=2e-6, rtol=1e-5
+    )
+
+
+def test_a_row_has_the_same_bits_in_every_batch():
+    torch.manual_seed(1)
+    lengths = [70, 33, 12]
+    table, keys, values, q = (
+        laid(lengths),
+        *(torch.randn(2, 160, 16, device=DEVICE) for _ in range(2)),
+        torch.randn(3, 4, 16, device=DEVICE),
+    )
+    how = {"scale": 0.3, "window": None, "softcap": None}
+    together = LaunchBatch.from_runs(table, [TokenRun(i, i, 1, n) for i, n in enumerate(lengths)]).attend(
+        q, keys, values, **how
+    )
+    for i, n in enumerate(lengths):
+        assert torch.equal(
+            LaunchBatch.from_runs(table, [TokenRun(i, 0, 1, n)]).attend(q[i : i + 1], keys, values, **how)[0],
+            together[i],
+        )
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """The engine takes the paged kernel, wherever it is; in two splits, because every
+    program takes an interpreter milliseconds.
+    """
+    monkeypatch.setattr(paged_attention, "SPLITS", 2)
+    monkeypatch.setattr(runner, "has_kernel", lambda loaded: not loaded.aligned)
+
+
+def answers(e, requests):
+    async def main():
+        return await asyncio.gather(*(e.generate(r) for r in requests))
+
+    return asyncio.run(main())
+
+
+REQUESTS = [ask(prompt(g, 4 + 8 * g), key=10 * g + s, n=2 + 2 * s) for g in range(3) for s in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_an_engine_on_the_kernel_draws_what_the_other_one_draws(on_gpu, kind):
+    """Siblings, prefix hits, prompts in chunks, a batch that shrinks to one, pages that are used again."""
+    loaded = tiny(kind)
+    e = engine(loaded, prefill_tokens=16, kv_pages=64)
+    assert e.runner.lines is not None
+    for request, got in zip(REQUESTS, answers(e, REQUESTS), strict=True):
+        wanted = plain_logprobs(loaded, [*request.tokens, *got.tokens])[-len(got.tokens) :]
+        assert max(abs(a - b) for a, b in zip(got.logprobs, wanted, strict=True)) < 1e-4
+    idle(e)
+
+
+def test_guesses_are_rows_of_a_feed(on_gpu):
+    """A draft with pools of its own reads the same lines."""
+    loaded = tiny("llama")
+    e = engine(loaded, speculation=SpeculativeDecoder(4, DraftModel(tiny("llama")), always=True))
+    requests = [ask(prompt(0, 12), key=3, n=9), ask(prompt(1, 9), key=4, n=6)]
+    for request, got in zip(requests, answers(e, requests), strict=True):
+        wanted = plain_logprobs(loaded, [*request.tokens, *got.tokens])[-len(got.tokens) :]
+        assert max(abs(a - b) for a, b in zip(got.logprobs, wanted, strict=True)) < 1e-4
+    assert e.speculation.accepted > 5
+
+
+class Again:
+    """A recording for machines without CUDA: the same work over the same inputs."""
+
+    made = 0
+
+    def __init__(self, work):
+        self.work = work
+        Again.made += 1
+
+    def replay(self):
+        return self.work()
+
+
+def test_a_recorded_step_reads_only_its_inputs_and_notices_what_has_moved(on_gpu):
+    loaded = tiny("llama")
+    graphs = DecodeGraphs(loaded, 4, **({} if DEVICE == "cuda" else {"record": Again}))
+    e = engine(loaded, compiled=graphs, max_running=4)
+    requests = [ask(prompt(g, 4), key=g, n=2 + 2 * g) for g in range(3)]
+    for round_ in range(2):
+        for request, got in zip(requests, answers(e, requests), strict=True):
+            wanted = plain_logprobs(loaded, [*request.tokens, *got.tokens])[-len(got.tokens) :]
+            assert max(abs(a - b) for a, b in zip(got.logprobs, wanted, strict=True)) < 1e-4
+        with torch.no_grad():  # other weights in the same tensors
+            for p in loaded.model.parameters():
+                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(round_)) * 0.05)
+        e.scheduler.drop_cache(e.version)
+    assert sorted(graphs.recorded) == [1, 2, 4]
+
+    kept = dict(graphs.recorded)
+    answers(e, requests[:1])
+    assert graphs.recorded == kept, "nothing moved, so nothing is recorded again"
+    weight = loaded.model.model.layers[0].mlp.down_proj.weight
+    weight.data = weight.data.clone()
+    answers(e, [ask(prompt(5, 4), n=2)])
+    assert not any(recording in graphs.recorded.values() for recording in kept.values())
+
+
+def test_a_graph_that_computes_something_else_is_refused(on_gpu):
+    class Wrong(Again):
+        def replay(self):
+            return super().replay() * 1.5
+
+    e = engine(tiny("llama"), compiled=DecodeGraphs(tiny("llama"), 4, record=Wrong))
+    with pytest.raises(ConfigError, match=r"differs by .*engine\.compile = false"):
+        answers(e, REQUESTS[:1])
+
+
+def test_what_cannot_be_recorded_is_refused_by_name(on_gpu):
+    with pytest.raises(ConfigError, match="mixture of experts"):
+        DecodeGraphs(tiny("mixtral"), 4)
+
+    def fails(work):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(
+        ConfigError, match=r"cannot be recorded as a CUDA graph: operation not permitted.*engine\.compile = false"
+    ):
+        answers(engine(tiny("llama"), compiled=DecodeGraphs(tiny("llama"), 4, record=fails)), REQUESTS[:1])
+
+
+@pytest.mark.parametrize("most, last", [(1, 1), (3, 4), (64, 64), (65, 80), (257, 288), (600, 608)])
+def test_sizes(most, last):
+    sizes = sizes_upto(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == last and (len(sizes) < 2 or sizes[-2] < most)
+
+
+@pytest.mark.slow
+def test_it_compiles_for_cards_that_are_not_here():
+    """To machine code, within the shared memory that the smallest of them has."""
+    text = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton
+from rondel.models import paged_attention
+cases = ("bf16", 2, 128, 6, 1, 8), ("bf16", 2, 128, 6, 512, 1), ("fp32", 4, 256, 2, 512, 1)
+for capability, those in ((80, cases[:1]), (86, cases), (90, cases[:2])):
+    for dtype, element, size, repeats, new, splits in those:
+        names = paged_attention._attention_kernel.arg_names
+        kinds = dict.fromkeys(("q", "keys", "values"), "*" + dtype) | dict.fromkeys(("table", "feeds", "tiles"), "*i32")
+        kinds |= dict.fromkeys(("out", "lse"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
+        signature = {name: "constexpr" if name.isupper() else kinds.get(name, "i32") for name in names}
+        shape, power = paged_attention.KernelShape.for_sizes(repeats, new, size, size, element), paged_attention._next_power(size)
+        fixed = dict(REPEATS=repeats, QUERIES=shape.queries, ROWS=shape.rows, BLOCK=shape.block, SIZE=size, WIDE=size)
+        fixed |= dict(SIZE_P=power, WIDE_P=power, SPLITS=splits)
+        made = triton.compile(ASTSource(paged_attention._attention_kernel, signature, fixed), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4, num_stages=2))
+        assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 * 1024, (capability, dtype, made.metadata.shared)
+        assert dtype != "bf16" or "mma" in made.asm["ptx"]
+print("compiled")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", text], env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True
+    )
+    assert done.stdout.endswith("compiled\n"), done.stderr[-2000:]

@@ -1,0 +1,80 @@
+"""`rondel check` at lr = 0: a sound recipe passes line by line, and each way to be wrong fails its own line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kits.runs import tiny
+
+from rondel.assemble import check
+from rondel.checks import recipe_check
+from rondel.checks import self_test as room
+from rondel.train import annotate
+from rondel.train.optim import MasterWeights
+
+LINES = {"lr = 0: ratio", "lr = 0: clip", "lr = 0: weights", "lr = 0: gap"}
+SMALL = {"loop__warmup__steps": 1, "loop__groups_per_step": 2, "algo__group_size": 2}
+
+
+def lines(tmp_path, **changes) -> dict[str, tuple[bool, str]]:
+    return {
+        f.what: (f.ok, f.message)
+        for f in check(tiny(tmp_path / "run", **(SMALL | changes)))
+        if f.what.startswith("lr = 0")
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"loop__updates_per_step": 2}, {"model__dtype": "bfloat16"}, {"algo__kind": "ppo"}],
+    ids=["one", "two updates", "bf16", "with a critic"],
+)
+def test_a_sound_recipe_passes(tmp_path, changes):
+    found = lines(tmp_path, **changes)
+    assert found.keys() == LINES and all(ok for ok, _ in found.values()), found
+
+
+def failing(tmp_path, **changes) -> set[str]:
+    return {what for what, (ok, _) in lines(tmp_path, **changes).items() if not ok}
+
+
+def test_weights_that_move_are_found(tmp_path, monkeypatch):
+    stepped = MasterWeights.step
+
+    def drifts(self, **how):
+        with torch.no_grad():
+            self.masters[0].view(-1)[0] += 1e-3
+        return stepped(self, **how)
+
+    monkeypatch.setattr(MasterWeights, "step", drifts)
+    assert "lr = 0: weights" in failing(tmp_path)
+
+
+def test_an_engine_that_samples_from_another_distribution_is_found(tmp_path, monkeypatch):
+    """The trainer forgets a temperature of 0.7: the commonest lie of a log-probability."""
+    forward = annotate.forward
+    monkeypatch.setattr(
+        annotate,
+        "forward",
+        lambda loaded, packed, *, temperature, **more: forward(loaded, packed, temperature=1.0, **more),
+    )
+    assert failing(tmp_path, engine__sampling={"temperature": 0.7, "max_tokens": 6}) == {"lr = 0: gap"}
+
+
+def test_a_pass_that_is_not_the_same_twice_is_found(tmp_path, monkeypatch):
+    """As with dropout: the anchor and the policy of two updates are different passes."""
+    forward, noise = annotate.forward, torch.Generator().manual_seed(0)
+
+    def shaken(*words, **how):
+        logprobs, entropy = forward(*words, **how)
+        return logprobs + 0.3 * torch.randn(logprobs.shape, generator=noise), entropy
+
+    monkeypatch.setattr(annotate, "forward", shaken)
+    assert failing(tmp_path, loop__updates_per_step=2) >= {"lr = 0: ratio", "lr = 0: gap"}
+
+
+def test_a_large_model_is_stepped_only_when_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "SMALL", 10)
+    assert lines(tmp_path)["lr = 0"][0]
+    found = {f.what for f in recipe_check.check(tiny(tmp_path / "asked", **SMALL), asked=True)}
+    assert found >= LINES
