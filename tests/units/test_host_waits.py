@@ -2,9 +2,9 @@
 
 import traceback
 
+import kits.train as kit
 import pytest
 import torch
-import train_kit as kit
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rondel.train.step as step_module

@@ -4,21 +4,24 @@ import sys
 import threading
 from pathlib import Path
 
-from run_kit import run
+from kits.runs import run
 
 import rondel
 from rondel.core.events import StepDone, subscribe
 
 
 def test_files_of_a_steady_step(tmp_path, monkeypatch):
-    source, seen, steady = str(Path(rondel.__file__).parent), set(), []
+    source, seen = str(Path(rondel.__file__).parent), set()
     monkeypatch.setattr(threading, "_profile_hook", None)
+    done = []
 
     def note_call(frame, kind, _):
-        if steady and kind == "call" and frame.f_code.co_filename.startswith(source):
+        if done == [3] and kind == "call" and frame.f_code.co_filename.startswith(source):
             seen.add(frame.f_code.co_filename)
 
-    forget = subscribe(lambda e: steady.__setitem__(slice(None), [1][: isinstance(e, StepDone) and e.step == 3]))
+    forget = subscribe(
+        lambda event: done.__setitem__(slice(None), [event.step]) if isinstance(event, StepDone) else None
+    )
     threading.setprofile(note_call)
     sys.setprofile(note_call)
     run(tmp_path, loop__steps=4, loop__warmup__steps=0)

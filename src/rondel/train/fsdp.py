@@ -228,6 +228,9 @@ class ShardedWeights(MasterWeights):
         for parameter, master in zip(self.compute, self.masters):
             parameter.grad = master.grad = None
 
+    def clear_grads(self) -> None:
+        self.zero_grad()
+
     def gather_full(self, i: int, piece: Tensor) -> Tensor:
         """The whole of a tensor that lies in shards like parameter `i`; every rank asks."""
         like = self.compute[i]

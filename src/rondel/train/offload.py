@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rondel.core.errors import TrainError
 from rondel.models.host import HostMemory
+from rondel.system.process_memory import release_freed_memory
 
 if TYPE_CHECKING:
     from rondel.core.protocols import MemoryClaim
@@ -65,6 +66,13 @@ class Offload:
         }
         what = {"weights": _module_tensors(self.policy), **models, **optimizers}
         return {name: self.host.resident_bytes(tensors, seen) for name, tensors in what.items()}
+
+    def end_step(self) -> None:
+        """Gradients are spent: what generates next has their place. Where all goes to the host, `sleep` clears them."""
+        if self.claim is None:
+            for owner in self.owners:
+                owner.clear_grads()
+        release_freed_memory()
 
     def sleep(self) -> None:
         if self.asleep:

@@ -94,7 +94,10 @@ class MasterWeights:
         return full
 
     def zero_grad(self) -> None:
-        self.adamw.zero_grad(set_to_none=False)
+        for master in self.masters:
+            if master.grad is not None:
+                master.grad.zero_()
+        self.restore_grads()
 
     def state_tensors(self) -> dict[str, list[Tensor]]:
         """What is the optimizer's alone; the compute copy is the engine's, too."""
@@ -108,8 +111,8 @@ class MasterWeights:
 
     def clear_grads(self) -> None:
         """Between two steps: every gradient is spent."""
-        self._graded = [m for m in self.masters if m.grad is not None]
-        for master in self._graded:
+        self._graded += [m for m in self.masters if m.grad is not None]
+        for master in self.masters:
             master.grad = None
 
     def restore_grads(self) -> None:

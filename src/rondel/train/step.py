@@ -147,8 +147,8 @@ class LocalTrainer:
         stats = await self._run_on_device(self._step, batch, algo)
         if self.draft is not None and batch.samples:
             stats.metrics |= await self._run_on_device(self.draft.step, batch, self.settings)
-        release_freed_memory()
         self.account.report_time(self.offload.memory())
+        await self._run_on_device(self.offload.end_step)
         return stats
 
     async def publish(self, route: Route) -> tuple[Manifest, Route]:
