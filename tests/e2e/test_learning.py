@@ -12,7 +12,7 @@ from guess import Guess
 from run_kit import RECIPE
 
 from rondel.assemble import train
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.runtime.journal.log import read
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from run_kit import context, events, final, steps
 
 from rondel.assemble import train
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, DataError
 from rondel.driver.replay import replay
 from rondel.runtime.journal import store

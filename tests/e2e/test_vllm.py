@@ -14,7 +14,7 @@ from run_kit import balances, events
 from serve_kit import until
 
 from rondel.assemble import train
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 
 PYTHON, MODEL = os.environ.get("RONDEL_VLLM_PYTHON", ""), os.environ.get("RONDEL_VLLM_MODEL", "")
 pytestmark = [

@@ -18,7 +18,7 @@ import torch
 from disk_kit import FullDisk, PowerCut, ReadOnlyDisk, apart, small_disk
 from run_kit import context, events, final, run
 
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import CheckpointError, RondelError, SyncError, leaf_errors
 from rondel.core.events import Checkpointed, subscribe
 from rondel.sync.delta import Delta

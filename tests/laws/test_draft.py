@@ -15,7 +15,7 @@ from test_speculative import LITTLE, MODEL, drafted, tiny
 from train_kit import awkward_groups, batch, bits, inline, model, row, step
 from train_kit import trainer as plain_trainer
 
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
 from rondel.core.events import Speculated, subscribe
 from rondel.core.types import Group, Score, Task, Trajectory

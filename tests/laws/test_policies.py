@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import rondel
 from rondel.assemble import check as check_recipe
 from rondel.assemble.facts import devices_of, planned_memory
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, DataError, EngineError, LawError, SyncError
 from rondel.core.types import Commit, Completion, Group, Manifest, Route, Sampling, Score, Task, TensorInfo
 from rondel.driver.checkpoint_evaluation import evaluate_checkpoint

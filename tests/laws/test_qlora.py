@@ -20,7 +20,7 @@ from test_adapters import noise, publisher, trained
 from test_sync_transaction import update
 from train_kit import awkward_groups, batch, row, step, trainer
 
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, ModelError, SyncError
 from rondel.models import adapters, names, nf4
 from rondel.models.aligned_numerics import align_numerics

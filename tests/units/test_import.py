@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rondel.algos.table import FAMILIES, resolve_algorithm
 from rondel.cli import main
 from rondel.cli.import_ import RecipeTable, import_config
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
 from rondel.generate.envs.sources import load_tasks
 from rondel.importing import openrlhf, trl, verl

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
 from rondel.planner import cost, memory, workload
 from rondel.planner.advice import bill_sentences, least_room, rank_changes
@@ -159,7 +159,7 @@ def test_the_bill_of_a_model_that_sees_is_what_a_run_holds(tmp_path, tower):
     from run_kit import events
 
     from rondel.assemble import train
-    from rondel.core.config import Job
+    from rondel.core.config.job import Job
 
     small = {
         "loop.warmup.steps": 0, "loop.steps": 2, "loop.groups_per_step": 2, "algo.group_size": 2, "task.data.size": 12, "task.data.holdout": 4,
@@ -276,7 +276,7 @@ def test_the_bill_of_a_run_is_its_resident_memory(tmp_path):
 
     program = (
         "import os, sys\n"
-        "from rondel.assemble import train\nfrom rondel.core.config import Job\n"
+        "from rondel.assemble import train\nfrom rondel.core.config.job import Job\n"
         "train(Job.read(sys.argv[1], "
         "{'run.folder': sys.argv[2], 'loop.steps': 2, 'loop.warmup.steps': 1, 'run.sinks': [], 'place.threads': 1}), "
         "quiet=True)\n"

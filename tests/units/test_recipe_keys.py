@@ -9,7 +9,8 @@ import pytest
 from run_kit import tiny
 
 from rondel.assemble import train
-from rondel.core.config import MOVED_KEYS, Job
+from rondel.core.config.job import Job
+from rondel.core.config.renamed_keys import MOVED_KEYS
 from rondel.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

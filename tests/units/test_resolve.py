@@ -9,7 +9,7 @@ from run_kit import events, tiny
 
 from rondel.assemble import build, deployment, train
 from rondel.assemble.components import _prompt_counter, with_steps
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Sampling

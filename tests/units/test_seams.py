@@ -16,7 +16,7 @@ from rondel.algos.scored_samples import ScoredSamples
 from rondel.assemble import build
 from rondel.assemble.components import judge_of
 from rondel.assemble.rows import rows_of
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.types import Group, Sampling, Score, Task, TensorInfo, Trajectory
 from rondel.driver.rollouts import batch_function
