@@ -35,7 +35,6 @@ from rondel.core.errors import EngineError, StalledError, SyncError
 from rondel.core.events import Synced, subscribe
 from rondel.core.types import Begin, Commit, Manifest, Route, TensorInfo
 from rondel.generate.engine.server import broadcast
-from rondel.generate.engine.server.errors import RequestRefusal
 from rondel.generate.engine.server.fields import RequestFields
 from rondel.models import names
 from rondel.models.compilation import CompiledModel
@@ -47,6 +46,7 @@ from rondel.sync.from_distributed import FromDistributed
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import WeightUpdate
+from rondel.system.http.response import RequestRefusal
 from rondel.train.parallel import SingleRank
 from rondel.train.settings import TrainSettings
 from rondel.train.step import LocalTrainer
