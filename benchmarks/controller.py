@@ -135,7 +135,7 @@ def made(rollouts: int, tokens: int) -> tuple[SimpleNamespace, Any]:
     """What a run has when it begins; engines, trainer and reward are ours."""
     from rondel.assemble.components import judge_of, sampling_of
     from rondel.assemble.rows import rows_of
-    from rondel.core.config import Job
+    from rondel.core.config.job import Job
     from rondel.core.types import Score
     from rondel.driver.failure_budget import FailureBudget
     from rondel.generate.engine.router import EngineRouter

@@ -167,7 +167,7 @@ print(sorted(times)[len(times) // 2])
 def measured(a: argparse.Namespace, changes: dict[str, Any]) -> dict[str, float]:
     """One run. -> seconds of a step, its halves, and the pause of an update."""
     from rondel.assemble import train
-    from rondel.core.config import Job
+    from rondel.core.config.job import Job
     from rondel.runtime.journal.log import read
 
     with tempfile.TemporaryDirectory() as folder:

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from _work import SUFFIX, SUM_TASK, report
 
-    from rondel.core.config import Job
+    from rondel.core.config.job import Job
 
     adapter = {"kind": "qlora" if a.nf4 else "lora", "rank": a.lora} if a.lora else {"kind": "off"}
     if a.model:

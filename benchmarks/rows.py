@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(folder: Path, seed: int, changes: dict[str, Any]) -> tuple[list[float], int]:
     """One run. -> (the mean reward of each of its steps, answers that were drawn)."""
     from rondel.assemble import train as whole
-    from rondel.core.config import Job
+    from rondel.core.config.job import Job
 
     common = {
         "run.folder": str(folder),

@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def real(a: argparse.Namespace, folder: str, staleness: int, groups: int) -> None:
     from rondel.assemble import train
-    from rondel.core.config import Job
+    from rondel.core.config.job import Job
 
     changes: dict[str, Any] = {
         "run.folder": folder, "run.sinks": [], "task.eval.every": 0, "run.checkpoint.every": 0, "loop.warmup.steps": 0, "loop.steps": a.steps + FIRST + staleness,

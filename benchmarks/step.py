@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from rondel.assemble import train
     from rondel.assemble.deployment import usable_cores
-    from rondel.core.config import Job
+    from rondel.core.config.job import Job
     from rondel.core.events import StepDone, subscribe
 
     parts, rows = [], []

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
 def measured(steps: int, staleness: int) -> dict[str, float]:
     """One run on a shared device."""
     from rondel.assemble import train
-    from rondel.core.config import Job
+    from rondel.core.config.job import Job
     from rondel.runtime.journal.log import read
 
     filled: list[int] = []

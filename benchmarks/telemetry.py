@@ -37,7 +37,8 @@ def main(argv: list[str] | None = None) -> None:
     from _work import report
 
     from rondel.core import time_account
-    from rondel.core.config import Job, parse_overrides
+    from rondel.core.config.job import Job
+    from rondel.core.config.toml_reader import parse_overrides
     from rondel.core.events import StepDone, subscribe
     from rondel.driver import controller
     from rondel.runtime.journal import store

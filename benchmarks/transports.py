@@ -207,7 +207,7 @@ def after_a_step(model: str, lr: float) -> dict[str, float]:
     from _work import SUFFIX, SUM_TASK
 
     from rondel.assemble import train
-    from rondel.core.config import Job
+    from rondel.core.config.job import Job
     from rondel.core.types import Route
     from rondel.models import names
     from rondel.sync.delta import Delta, decode, encode, view_as_integers

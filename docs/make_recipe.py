@@ -1,7 +1,6 @@
-"""Writes the table of keys into docs/recipe.md from the models of core/config.py: `python docs/make_recipe.py`.
+"""Writes the table of keys into docs/recipe.md from the models of core/config: `python docs/make_recipe.py`.
 
-A test compares (tests/laws/test_law_16_docs.py), so the page cannot rot. A key's meaning is its description in
-config.py.
+A test compares (tests/laws/test_law_16_docs.py), so the page cannot rot. A key's meaning is its description there.
 """
 
 from __future__ import annotations
@@ -12,16 +11,13 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from rondel.core.config import (
-    ENV_TABLES,
-    BesideConfig,
-    ConfigSection,
-    Job,
-    PolicyConfig,
-    RewardCallConfig,
-    SettingsTable,
-    TeacherConfig,
-)
+from rondel.core.config.algorithm import BesideConfig
+from rondel.core.config.environment import ENV_TABLES
+from rondel.core.config.job import Job
+from rondel.core.config.model import TeacherConfig
+from rondel.core.config.policy import PolicyConfig
+from rondel.core.config.reward import RewardCallConfig
+from rondel.core.config.section import ConfigSection, SettingsTable
 
 PAGE = Path(__file__).with_name("recipe.md")
 TABLES: dict[str, type[BaseModel]] = {  # beside those of keys that are tables throughout
@@ -64,14 +60,14 @@ def table() -> str:
         if f"## {section}" not in lines:
             lines += ["", f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
         told = field.description
-        assert told, f"{key} has no description in core/config.py"
+        assert told, f"{key} has no description in core/config"
         row = section == "algo" and key != "algo.sources" and field.default == {}
         cells = (f"`{key}`", kind(field), "of the row" if row else default(field), told)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     for title, model in setting_tables().items():
         lines += ["", f"### settings of {title}", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
         for name, field in model.model_fields.items():
-            assert field.description, f"{title}: {name} has no description in core/config.py"
+            assert field.description, f"{title}: {name} has no description in core/config"
             cells = (f"`{name}`", kind(field), default(field), field.description)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines[1:]) + "\n"

@@ -24,7 +24,7 @@ def run(recipe: str, *, quiet: bool = False, **sections: dict[str, Any]) -> dict
     from concurrent.futures import ThreadPoolExecutor
 
     from rondel.assemble import train
-    from rondel.core.config import Job
+    from rondel.core.config.job import Job
     from rondel.core.errors import unwrap_exception_group
 
     overrides = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}

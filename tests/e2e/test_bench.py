@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from kits.runs import run
 
 HERE = Path(__file__).parents[2] / "benchmarks"

@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 import pytest
-from kits.command_line import SMALL, TINY, broken, say
 
+from kits.command_line import SMALL, TINY, broken, say
 from rondel.cli import main
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kits.runs import FAST
 
+from kits.runs import FAST
 from rondel.cli import main
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.toml"

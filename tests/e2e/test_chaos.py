@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kits.runs import check, events, run, tiny
 
+from kits.runs import check, events, run, tiny
 from rondel.assemble import train
 from rondel.core.errors import RondelError
 from rondel.core.events import Event, GroupFinished, GroupsTaken, StepDone, Synced, Warned, emit, subscribe

@@ -14,9 +14,9 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+
 from kits.diagnose import JOB, evaluated, healthy
 from kits.run_folder import group
-
 from rondel.core import events as words
 from rondel.runtime.journal.log import Journal
 from rondel.runtime.journal.store import RolloutStore, annotate_step

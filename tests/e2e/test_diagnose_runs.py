@@ -3,8 +3,8 @@ one has no finding that is an error.
 """
 
 import pytest
-from kits.runs import run, run_and_die
 
+from kits.runs import run, run_and_die
 from rondel.runtime.telemetry.diagnose import diagnose
 
 pytestmark = pytest.mark.slow

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from kits.disks import FullDisk, PowerCut, ReadOnlyDisk, apart, small_disk
 from kits.runs import context, events, final, run
-
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import CheckpointError, RondelError, SyncError, leaf_errors
 from rondel.core.events import Checkpointed, subscribe
 from rondel.sync.delta import Delta

@@ -7,10 +7,10 @@ import os
 import signal
 
 import pytest
+
 from kits.engine import SIZE, ask, plain_logprobs, prompt, twin
 from kits.engine import tiny as tiny_model
 from kits.runs import balances, events, run, tiny
-
 from rondel.assemble import train
 from rondel.core.errors import ConfigError, EngineError, SyncError
 from rondel.core.events import StepDone, subscribe

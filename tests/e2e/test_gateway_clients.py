@@ -10,9 +10,9 @@ import json
 import anthropic
 import openai
 import pytest
+
 from kits.chat import chat
 from kits.gateway import ADD, AGAIN, ASK, TOOL, Policy, call, play, recorded, runs, tok
-
 from rondel.core.types import Task
 from rondel.generate.envs.gateway.agent import function_agent
 from rondel.generate.envs.gateway.env import Gateway

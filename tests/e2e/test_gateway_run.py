@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
 from kits import gateway
 from kits.runs import check, run
 

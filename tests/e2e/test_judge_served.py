@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from kits.engine import SIZE, tiny
 from kits.serve import Server
-
 from rondel.core.types import Score, Task, Trajectory
 from rondel.models import load as loading
 from rondel.models.save import save_model

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 from filelock import FileLock
+
 from guess import Guess
 from kits.runs import RECIPE
-
 from rondel.assemble import train
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.runtime.journal.log import read
 
 pytestmark = pytest.mark.slow

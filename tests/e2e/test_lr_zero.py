@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kits.runs import events, final, run, tiny
 
+from kits.runs import events, final, run, tiny
 from rondel.assemble import build
 
 TEN = {"loop__warmup__steps": 0, "loop__steps": 10, "trainer__lr": 0.0, "trainer__optimizer__weight_decay": 0.1}

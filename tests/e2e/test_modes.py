@@ -5,8 +5,8 @@ and keeps its lag.
 from __future__ import annotations
 
 import pytest
-from kits.runs import RECIPE, check, events, final, run, tiny
 
+from kits.runs import RECIPE, check, events, final, run, tiny
 from rondel.assemble import train
 from rondel.core.events import Evaluated, subscribe
 from rondel.runtime.journal import store
@@ -103,7 +103,7 @@ def test_ppo_learns_the_tiny_task(tmp_path):
     more than 0.9 at its end; the whole has 0.97.
     """
     from rondel.assemble import train
-    from rondel.core.config import Job
+    from rondel.core.config.job import Job
 
     less = {"loop.groups_per_step": 128, "loop.steps": 40, "place.threads": 1}
     train(Job.read(RECIPE.with_name("ppo.toml"), {"run.folder": str(tmp_path), "run.sinks": [], **less}), quiet=True)

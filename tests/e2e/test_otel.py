@@ -8,8 +8,8 @@ import http.server
 import threading
 
 import pytest
-from kits.runs import run
 
+from kits.runs import run
 from rondel.core.errors import ConfigError
 from rondel.core.events import Admitted, GroupFinished, GroupsTaken, StepDone, Warned, subscribe
 from rondel.core.types import Group, Score, Task, Trajectory

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from kits.runs import PLACES, check, events, run
 
+from kits.runs import PLACES, check, events, run
 from rondel.core.errors import ConfigError
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ import time
 
 import numpy as np
 import pytest
-from kits.workers import Part, alive
 
+from kits.workers import Part, alive
 from rondel.core.errors import ConfigError, WorkerError
 from rondel.core.events import subscribe
 from rondel.core.time_account import TimeAccount  # of ours, so made in the nursery

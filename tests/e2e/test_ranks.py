@@ -11,12 +11,12 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
+
 from kits.algos import lively
 from kits.train import awkward_groups, batch, inline, model, row
 from kits.vision import EYES, groups_with_images
 from kits.vision import model as looking
-from torch.distributed.tensor import DTensor
-
 from rondel.algos.table import TABLE
 from rondel.algos.tokens import TokenBatch
 from rondel.core.types import Route, Score

@@ -7,12 +7,12 @@ import random
 from dataclasses import replace
 
 import pytest
+
 from kits.engine import ask, engine, idle, prompt
 from kits.engine import tiny as tiny_model
 from kits.recordings import BASE, again
 from kits.runs import events, run
 from kits.sync import Publisher
-
 from rondel.core.errors import ConfigError, LawError, UserError
 from rondel.generate.engine.resumption import generate_until_done
 from rondel.models.aligned_numerics import align_numerics

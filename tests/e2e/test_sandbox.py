@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 import pytest
-from kits.sandbox_attacks import ATTACKS, PRELUDE
 
+from kits.sandbox_attacks import ATTACKS, PRELUDE
 from rondel.core.errors import SandboxError
 from rondel.core.sandbox_types import BoxFileError, Limits
 from rondel.runtime.sandbox.cell import NamespaceCell

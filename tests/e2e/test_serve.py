@@ -23,9 +23,9 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+
 from kits.engine import SIZE, engine, plain_logits, plain_logprobs, tiny, twin
 from kits.serve import JSON, Server, until
-
 from rondel.cli import main
 from rondel.core.errors import UserError
 from rondel.core.types import Request, Sampling, sample_key

@@ -16,9 +16,9 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+
 from kits.engine import SIZE, plain_logits, prompt, twin
 from kits.engine import tiny as tiny_model
-
 from rondel.core.types import Route
 from rondel.models import names
 from rondel.models.save import save_model

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
 from kits.engine import tiny as tiny_model
 from kits.runs import run
-
 from rondel.models.save import save_model
 
 pytestmark = [

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from kits.runs import context, events, final, steps
 
+from kits.runs import context, events, final, steps
 from rondel.assemble import train
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, DataError
 from rondel.driver.replay import replay
 from rondel.runtime.journal import store

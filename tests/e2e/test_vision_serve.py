@@ -15,11 +15,11 @@ from hashlib import blake2b
 
 import numpy as np
 import pytest
+from PIL import Image as Pillow
+
 from kits.engine import engine
 from kits.serve import JSON, Server
 from kits.vision import ask, image, model, own_logprobs, stream
-from PIL import Image as Pillow
-
 from rondel.core.errors import EngineError
 from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.foreign import ForeignEngine

@@ -10,11 +10,11 @@ import subprocess
 import urllib.request
 
 import pytest
+
 from kits.runs import balances, events
 from kits.serve import until
-
 from rondel.assemble import train
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 
 PYTHON, MODEL = os.environ.get("RONDEL_VLLM_PYTHON", ""), os.environ.get("RONDEL_VLLM_MODEL", "")
 pytestmark = [

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import Stopped
 from rondel.core.events import subscribe
 from rondel.runtime.journal import store

@@ -11,8 +11,8 @@ import itertools
 from collections import Counter
 
 import pytest
-from kits.fakes import CountingTrainer, Heard, Rollouts, endless, loop_kit
 
+from kits.fakes import CountingTrainer, Heard, Rollouts, endless, loop_kit
 from rondel import loop
 from rondel.buffer import Buffer
 from rondel.core.errors import LawError, RewardError, UserError

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kits.fakes import CountingTrainer, Rollouts, endless, loop_kit
 from kits.runs import PLACES, final, run, steps
-
 from rondel import loop
 from rondel.buffer import Buffer
 from rondel.core.errors import LawError, UserError

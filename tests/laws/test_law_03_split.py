@@ -14,10 +14,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.algos import AGGREGATES, Ragged, lively, relative_difference, rows
-from kits.train import apart, awkward_groups, batch, gradient, model, row, shuffled, step, trainer
 from transformers import AutoModelForCausalLM
 
+from kits.algos import AGGREGATES, Ragged, lively, relative_difference, rows
+from kits.train import apart, awkward_groups, batch, gradient, model, row, shuffled, step, trainer
 from rondel.algos import aggregate, correction, table
 from rondel.algos.component import Component
 from rondel.algos.table import TABLE

@@ -13,11 +13,11 @@ import random
 import numpy as np
 import pytest
 import torch
+
 from kits import aligned
 from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny
 from kits.runs import run, steps
 from kits.sampling import chi_square, draw, reference
-
 from rondel.core.errors import EngineError
 from rondel.core.types import Sampling, sample_key
 from rondel.generate.engine.builtin.sampler import _inverse_cdf, draw_uniform

@@ -12,6 +12,7 @@ from itertools import chain
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kits.chat import PREAMBLE, TEMPLATES, Engine, chat, tokenizer
 
 # ids 1..; "ab" is a+b or ab, "\n\n" one token or two

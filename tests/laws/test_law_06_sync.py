@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
 from kits.engine import ask, engine, idle, plain_logprobs, prompt, tiny, twin
 from kits.sync import Publisher, update, wrote
-
 from rondel.core.errors import EngineError, SyncError
 from rondel.core.events import Synced, subscribe
 from rondel.core.types import Abort, Begin, Commit, Manifest, Route, TokenScores

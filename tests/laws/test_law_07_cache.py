@@ -10,8 +10,8 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from kits.engine import all_of, ask, engine, idle, prompt, tiny, watched
 
+from kits.engine import all_of, ask, engine, idle, prompt, tiny, watched
 from rondel.core.errors import LawError, UserError
 from rondel.core.types import Begin, Commit, Route
 

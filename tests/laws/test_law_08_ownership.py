@@ -15,12 +15,12 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kits.engine import ask, engine, prompt, tiny
 from kits.reward_models import saved
 from kits.runs import events, final, run, run_and_die, steps
 from kits.sync import wrote
 from kits.train import awkward_groups, batch, bits, inline, model, row
-
 from rondel.core.errors import ConfigError, EngineError, LawError, SyncError, TrainError
 from rondel.core.events import Resident, subscribe
 from rondel.core.types import Begin

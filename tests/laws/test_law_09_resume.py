@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from kits.recordings import SPLIT, again, record
 from kits.runs import FAST, RECIPE, balances, events, final, run, run_and_die, steps
 from kits.train import awkward_groups, batch, bits, model, row, step, trainer
-
 from rondel.core.errors import ConfigError
 from rondel.core.events import subscribe
 from rondel.driver import replay

@@ -15,10 +15,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+
 from kits.engine import ask, engine, idle, prompt, tiny
 from kits.remote import Trainer, made
 from kits.workers import Part, alive, time_waster
-
 from rondel.assemble.remote_workers import RemoteTrainer
 from rondel.buffer import Buffer
 from rondel.core.errors import SilentError, StalledError, WorkerError

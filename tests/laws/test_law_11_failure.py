@@ -8,10 +8,10 @@ import asyncio
 import math
 
 import pytest
+
 from kits import runs
 from kits.bandit import RIGHT, bandit
 from kits.rewards import THEIRS
-
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Failed, Group, Score, Task, Trajectory
 from rondel.score.pool import RewardPool

@@ -7,9 +7,9 @@ The knobs of a row are in tests/units/test_table.py, files and folders in tests/
 from __future__ import annotations
 
 import pytest
+
 from kits.command_line import broken
 from kits.runs import events, run, tiny
-
 from rondel.assemble import train
 from rondel.core.errors import ConfigError
 

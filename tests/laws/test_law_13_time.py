@@ -6,8 +6,8 @@ import json
 import time
 
 import pytest
-from kits.runs import events, run
 
+from kits.runs import events, run
 from rondel.core.events import WorkerTime, subscribe
 from rondel.core.time_account import TimeAccount
 

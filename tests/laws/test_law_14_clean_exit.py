@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+
 from kits.rewards import THEIRS
 from kits.runs import check, events, run, run_and_die
 from kits.workers import alive
-
 from rondel.core.types import Failed, Task, Trajectory
 from rondel.runtime.cluster import forkserver
 from rondel.score.pool import RewardPool

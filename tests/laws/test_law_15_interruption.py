@@ -12,10 +12,10 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from kits.engine import all_of, ask, engine, idle, plain_logprobs, prompt, tiny, twin
 from kits.sync import Publisher, updater, wrote
 from kits.token_log import asked, counted, dies, said, serving, two_versions
-
 from rondel.core.errors import EngineError, UserError
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Abort, Begin, Commit, Route

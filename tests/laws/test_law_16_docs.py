@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from rondel.cli import VERBS, main
-from rondel.core.config import OF_GROUPS, Job, parse_overrides
+from rondel.core.config.algorithm import OF_GROUPS
+from rondel.core.config.job import Job
+from rondel.core.config.toml_reader import parse_overrides
 from rondel.core.sandbox_types import CommandResult
 
 ROOT = Path(__file__).parents[2]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
+
 from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt
 from kits.families import FAMILIES, REFUSED, measure, model, own, refusal
 from kits.families import row as line_of
-from transformers import AutoConfig
-
 from rondel.core.errors import ModelError
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import _max_context, load_model, refuse_architecture

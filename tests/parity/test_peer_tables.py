@@ -13,7 +13,7 @@ import pytest
 
 from rondel.algos.table import resolve_algorithm
 from rondel.cli.import_ import RecipeTable
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.importing.openrlhf import OPENRLHF
 from rondel.importing.peer import PeerFormat
 from rondel.importing.read import read_config

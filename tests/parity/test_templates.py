@@ -12,9 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from kits.chat import Engine, chat, tokenizer
 from tokenizers import AddedToken
 
+from kits.chat import Engine, chat, tokenizer
 from rondel.core.errors import DataError, RondelError
 from rondel.generate.envs.template import Template
 from rondel.text.special_tokens import special_tokens

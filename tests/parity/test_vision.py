@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image as Pillow
+
 from kits.engine import all_of, engine, idle, watched
 from kits.train import row, trainer
 from kits.vision import EYES, ask, groups_with_images, image, model, own_logprobs, recipe, stream, trajectory
-from PIL import Image as Pillow
-
 from rondel.core.errors import ModelError, UserError
 from rondel.core.media import rope_positions
 from rondel.core.types import Group, Sampling, Score, Task

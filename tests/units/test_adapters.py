@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from kits.adapters import noise, publisher, trained
 from kits.engine import SIZE, all_of, ask, engine, plain_logprobs, prompt
 from kits.runs import events, final, run, run_and_die, steps, tiny
 from kits.sync import update
 from kits.train import awkward_groups, batch, model, row, step, trainer
-from safetensors.torch import load_file
-
 from rondel.core.errors import ConfigError, EngineError, ModelError, SyncError
 from rondel.models import adapters, linear, names
 from rondel.models.aligned_numerics import align_numerics

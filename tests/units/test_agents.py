@@ -8,9 +8,9 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+
 from kits.chat import tokenizer
 from kits.runs import events, final, run, tiny
-
 from rondel.core.errors import ConfigError, DataError, EngineError, UserError
 from rondel.core.types import Completion, EnvFault, Sampling, Score, Slot, Task
 from rondel.driver.evaluation import evaluate

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kits.algos import AGGREGATES, F64, Ragged, relative_difference, rows, scored
 from kits.train import awkward_groups, model, step, trainer
 from kits.train import row as row_of
-
 from rondel.algos import advantage, aggregate, correction, gae, table
 from rondel.core.errors import ConfigError
 from rondel.train.pack import TrainBatch, batch_of

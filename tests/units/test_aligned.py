@@ -7,9 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+
 from kits.aligned import DTYPES, batch_of, model, requests, told
 from kits.engine import SIZE, all_of, ask, engine, prompt
-
 from rondel.core.errors import ConfigError
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder

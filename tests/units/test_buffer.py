@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.fakes import CountingTrainer, Rollouts, endless, loop_kit
 
+from kits.fakes import CountingTrainer, Rollouts, endless, loop_kit
 from rondel import loop
 from rondel.buffer import Buffer
 from rondel.buffer.state import decode, encode

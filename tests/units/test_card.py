@@ -6,9 +6,9 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kits.run_folder import write_run
 from kits.runs import events, run, tiny
-
 from rondel.assemble.facts import devices_of, tasks_digest
 from rondel.cli import main
 from rondel.cli.train import closing_summary

@@ -7,8 +7,8 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from kits.chat import PREAMBLE, TEMPLATES, Engine, chat, tokenizer
 
+from kits.chat import PREAMBLE, TEMPLATES, Engine, chat, tokenizer
 from rondel.core.errors import DataError, EnvError
 from rondel.core.types import Task
 from rondel.generate.envs.demonstrations import Demonstrate

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from kits.runs import tiny
 
+from kits.runs import tiny
 from rondel.assemble import check_env
 from rondel.cli import main
 

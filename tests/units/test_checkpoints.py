@@ -7,9 +7,9 @@ from collections import namedtuple
 
 import pytest
 import torch
+
 from kits.runs import run
 from kits.train import awkward_groups, batch, model, row, step, trainer
-
 from rondel.core.errors import CheckpointError
 from rondel.train.checkpoint import Checkpoints, save_trainer
 

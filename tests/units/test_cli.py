@@ -11,12 +11,14 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from kits.run_folder import evaluated, group, write_run
 
+from kits.run_folder import evaluated, group, write_run
 from rondel import cli, run
 from rondel.cli import VERBS, describe_error, main
 from rondel.cli.view import load_tokenizer, logprob_gap
-from rondel.core.config import ORIGIN, SYNONYMS, Job
+from rondel.core.config.job import Job
+from rondel.core.config.renamed_keys import SYNONYMS
+from rondel.core.config.toml_reader import ORIGIN
 from rondel.core.errors import EngineError, UserError
 from rondel.core.registry import import_attribute, locate_path
 from rondel.runtime.journal.store import path_of, write_step

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kits.chat import Engine, chat, tokenizer
 from kits.poisoned_answers import PROTOCOL
 from kits.runs import tiny
-
 from rondel.assemble import components as parts_module
 from rondel.assemble.components import LENDS, env_of
 from rondel.assemble.components import build as build_parts

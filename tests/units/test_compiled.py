@@ -8,8 +8,8 @@ import asyncio
 
 import pytest
 import torch
-from kits.engine import LLAMA, SIZE, ask, engine, idle, plain_logprobs, prompt, tiny
 
+from kits.engine import LLAMA, SIZE, ask, engine, idle, plain_logprobs, prompt, tiny
 from rondel.core.errors import ConfigError
 from rondel.models import compilation as module
 from rondel.models.attention import PackedLayout, PackedSegment

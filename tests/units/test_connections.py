@@ -6,9 +6,11 @@ import asyncio
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-import uvicorn
+from starlette.requests import Request
 
-from rondel.system.http import PatientConnection, QuietServer, bind_socket
+from rondel.system.http.request import bearer_token, finish_or_cancel, keys_match, read_body
+from rondel.system.http.response import RequestRefusal
+from rondel.system.http.server import HttpServer, PatientConnection, bind_socket
 
 WHOLE = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -23,12 +25,9 @@ async def app(scope, receive, send):
 @asynccontextmanager
 async def serving():
     with bind_socket("127.0.0.1", 0, api_key="") as sock:
-        config = uvicorn.Config(
-            app, http=PatientConnection, ws="none", lifespan="off", log_level="critical", timeout_graceful_shutdown=60
-        )
         ready = asyncio.Event()
-        server = QuietServer(config, ready.set)
-        work = asyncio.create_task(server.serve([sock]))
+        server = HttpServer(app, sock, drain=60, ready=ready.set)
+        work = asyncio.create_task(server.serve())
         await ready.wait()
         try:
             yield server, work, sock.getsockname()[1]
@@ -88,3 +87,69 @@ def test_the_end_waits_for_no_half_of_a_request():
             assert [await closed(reader) for reader, _ in opened] == [b""] * 3
 
     asyncio.run(work())
+
+
+# -- requests: what every server of ours reads in the same way --------------------------------------------
+
+
+def request_of(headers=(), messages=()):
+    queue = list(messages)
+
+    async def receive():
+        if not queue:
+            await asyncio.Event().wait()
+        return queue.pop(0)
+
+    scope = {"type": "http", "headers": [(name.encode(), value.encode()) for name, value in headers]}
+    return Request(scope, receive)
+
+
+@pytest.mark.parametrize(
+    "header, key",
+    [("Bearer abc", "abc"), ("bearer  abc ", "abc"), ("abc", ""), ("Basic abc", ""), ("Bearer", ""), ("Bearerabc", "")],
+)
+def test_a_key_is_a_bearer_token(header, key):
+    found = bearer_token(request_of([("authorization", header)]))
+    assert found == key and keys_match(found, "abc") == (key == "abc")
+
+
+def test_a_body_is_whole_small_and_in_time(monkeypatch):
+    monkeypatch.setattr("rondel.system.http.request.READING", 0.2)
+    part = {"type": "http.request", "body": b"12345", "more_body": True}
+    end = {"type": "http.request", "body": b"6", "more_body": False}
+    assert asyncio.run(read_body(request_of(messages=[part, end]), 6)) == b"123456"
+    for status, request in (
+        (413, request_of(messages=[part, end])),
+        (413, request_of([("content-length", "6")])),
+        (408, request_of(messages=[part])),
+        (499, request_of(messages=[part, {"type": "http.disconnect"}])),
+    ):
+        with pytest.raises(RequestRefusal) as told:
+            asyncio.run(read_body(request, 5))
+        assert told.value.status == status
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_work_ends_with_its_client(leaves):
+    async def main():
+        work = asyncio.create_task(asyncio.sleep(60 if leaves else 0.01, "done"))
+        gone = [{"type": "http.request"}, {"type": "http.disconnect"}]
+        await finish_or_cancel(work, request_of(messages=gone if leaves else []).receive)
+        assert work.cancelled() if leaves else work.result() == "done"
+
+    asyncio.run(main())
+
+
+def test_a_server_inside_another_loop_opens_and_closes():
+    async def main():
+        with bind_socket("127.0.0.1", 0, api_key="") as sock:
+            server = HttpServer(app, sock, drain=1)
+            await server.open()
+            reader, writer = await asyncio.open_connection(*sock.getsockname())
+            writer.write(WHOLE)
+            answer = await reader.readuntil(b"ok")
+            assert answer.startswith(b"HTTP/1.1 200") and b"server:" not in answer.lower()
+            await server.close()
+            assert await closed(reader) == b""
+
+    asyncio.run(main())

@@ -10,6 +10,7 @@ import pytest
 
 from rondel.planner import cost, layout, split
 from rondel.planner.hardware import GB, find_hardware
+from rondel.planner.overlap import best_engine_devices
 from rondel.planner.shapes import model_shape
 from rondel.planner.workload import Workload, what_if
 
@@ -84,18 +85,6 @@ def test_what_an_interruption_costs():
 # -- splits ------------------------------------------------------------------------------------------
 
 
-def test_pools():
-    assert split.overlapped_rate(3, 5) == 3 and split.idle_share(3, 5) == pytest.approx(0.4)
-    assert split.synchronous_throughput(4, 4) == 2
-    for r, t in ((1.0, 1.0), (1.0, 3.0), (0.2, 0.7)):
-        G, a = 120, split.engine_share(r, t)
-        best = split.overlapped_rate(a * G * r, (1 - a) * G * t)
-        assert best == pytest.approx(split.colocated_throughput(G, r, t)), "balanced async is perfect colocation"
-        assert best == pytest.approx(2 * split.synchronous_throughput(a * G * r, (1 - a) * G * t)), (
-            "and twice a synchronous split"
-        )
-
-
 def test_advice():
     found = split.advise_split(64, 1.0, 3.0, trainers=32)
     assert (found.bound, found.engines, found.trainers) == ("rollout", 48, 16)
@@ -159,10 +148,10 @@ def test_traffic_of_shards_is_what_fsdp_sends():
     """
     import torch
     import torch.distributed as dist
-    from kits.engine import tiny
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from kits.engine import tiny
     from rondel.models.attention import PackedLayout, PackedSegment
     from rondel.planner.shapes import of_config
     from rondel.train.fsdp import FsdpRank
@@ -223,7 +212,7 @@ def test_the_best_split_is_the_best_of_all_and_none_worse_is_advised(unit, cappe
     for _ in range(200):
         G, r, t = rng.randrange(3 * unit, 64), rng.uniform(0.1, 5), rng.uniform(0.1, 5)
         most = rng.uniform(0.1, 40) if capped else float("inf")
-        best = split.balanced_split(G, r, t, unit=unit, most=most)
+        best = best_engine_devices(G, r, t, unit=unit, most=most)
         every = {a: min(a * r, most, (G - a) * t) for a in range(unit, G, unit)}
         assert every[best] == max(every.values())
         trainers = rng.randrange(1, G)

@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kits.runs import events, final, run, run_and_die
-from kits.train import apart, awkward_groups, batch, bits, model, row, shuffled, step, trainer, trajectory
 from transformers import AutoModelForCausalLM
 
+from kits.runs import events, final, run, run_and_die
+from kits.train import apart, awkward_groups, batch, bits, model, row, shuffled, step, trainer, trajectory
 from rondel.assemble import replay
 from rondel.core.errors import ConfigError
 from rondel.core.types import Group, Score, Task

@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kits.runs import events, final, run, run_and_die
 
+from kits.runs import events, final, run, run_and_die
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.events import GroupFinished, StepDone
 from rondel.core.types import Task

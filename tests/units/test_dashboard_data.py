@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kits.diagnose import FAULTS, write
-from kits.run_folder import write_run
 from starlette.testclient import TestClient
 
+from kits.diagnose import FAULTS, write
+from kits.run_folder import write_run
 from rondel.core.errors import UserError
 from rondel.core.events import Resident, WorkerTime
 from rondel.dashboard import plan_api, rollouts

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 from filelock import FileLock
-from kits.diagnose import FAULTS, engine, healthy, write
 
+from kits.diagnose import FAULTS, engine, healthy, write
 from rondel.cli import main
 from rondel.core import events as words
 from rondel.core.events import Advised, StepDone, subscribe
@@ -183,6 +183,8 @@ def test_the_gain_is_that_of_the_closed_form():
     synchronous = advise_runtime({"wait": 4.0, "train": 6.0}, 0.5, PlacementFacts(True, 1, 1, 0))
     assert synchronous.gain == pytest.approx(10 / max(4, 6)) and "max_staleness = 1" in synchronous.message
     assert advise_runtime({"wait": 1.0, "train": 9.0}, 0.1, split) is None, "all is well"
+    less = advise_runtime({"wait": 4.0, "train": 6.0}, 0.0, split)
+    assert [who.waiting for who in (told, less, idle, synchronous)] == ["trainer", "trainer", "engine", "engine"]
     assert advise_runtime({"wait": 8.0, "train": 1.0}, 0.0, PlacementFacts(False, 1, 1, 0)) is None, (
         "one device can do one thing"
     )

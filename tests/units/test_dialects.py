@@ -9,8 +9,8 @@ import random
 import time
 
 import pytest
-from kits.chat import Engine, chat, tokenizer
 
+from kits.chat import Engine, chat, tokenizer
 from rondel.core.types import Task
 from rondel.generate.envs.calls import JsonCalls, TaggedCalls, read_off
 from rondel.generate.envs.dialects import BracedCalls, ChannelCalls, KeyedCalls, PythonCalls, ToolCall

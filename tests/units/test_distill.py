@@ -7,10 +7,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from kits.distill import TEACHER, reverse_kl, rollouts
 from kits.runs import events, run, tiny
 from kits.train import KINDS, SMALL, batch, model, row, step, trainer
-
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.assemble.components import build
 from rondel.core.errors import ConfigError, RondelError, TrainError

@@ -8,14 +8,14 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from kits.drafts import LITTLE, MODEL, drafted
 from kits.engine import all_of, ask, prompt, tiny, twin
 from kits.runs import balances, events, run, run_and_die
 from kits.train import awkward_groups, batch, bits, inline, model, row, step
 from kits.train import trainer as plain_trainer
-from safetensors.torch import load_file
-
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
 from rondel.core.events import Speculated, subscribe
 from rondel.core.types import Group, Score, Task, Trajectory

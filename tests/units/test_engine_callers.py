@@ -7,9 +7,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
 from kits.engine import all_of, ask, engine, idle, inline, prompt, tiny
 from kits.sync import Publisher, updater, wrote
-
 from rondel.core.errors import EngineError
 
 

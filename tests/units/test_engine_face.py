@@ -7,9 +7,9 @@ import time
 
 import pytest
 import torch
-from kits.engine import SIZE, plain_logprobs
 
 import rondel
+from kits.engine import SIZE, plain_logprobs
 from rondel.core.errors import EngineError, UserError
 
 

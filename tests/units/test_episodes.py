@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from kits.runs import events, run
 from kits.train import apart, batch, forked_group, gradient, model, row, trainer, trajectory
-
 from rondel.buffer.state import decode, encode
 from rondel.core.errors import ConfigError, EnvError
 from rondel.core.types import Group, Score, Task, Trajectory

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from kits.runs import events, run
 from kits.train import awkward_groups, batch, model, row, step, trainer
-
 from rondel.train.advantages import compute_advantages
 from rondel.train.step_metrics import StepMetricSums
 

@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+
 from kits.chat import chat
 from kits.gateway import Policy, call, recorded, tok
-
 from rondel.core.types import Task
 from rondel.generate.envs.python import python_tool
 from rondel.generate.envs.sources import load_tasks

@@ -5,10 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
 from kits import runs
 from kits.bandit import Bandit
 from kits.fakes import CountingTrainer, endless, loop_kit
-
 from rondel import loop
 from rondel.buffer import Buffer
 from rondel.core.errors import ConfigError, RewardError

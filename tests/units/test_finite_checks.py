@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+
 from kits.fakes import NoDevices, Rollouts, as_is, endless, nothing
 from kits.train import awkward_groups, batch, bits, model, row, step, trainer
-
 from rondel import loop
 from rondel.algos.component import Component
 from rondel.algos.surrogate import Surrogate

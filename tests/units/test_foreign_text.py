@@ -18,11 +18,11 @@ import httpx2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.chat import Engine, chat, tokenizer
-from kits.gateway import ADD, QWEN
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from kits.chat import Engine, chat, tokenizer
+from kits.gateway import ADD, QWEN
 from rondel.core.errors import DataError
 from rondel.core.types import Completion, EnvFault, Failed, Score, Task, Trajectory
 from rondel.driver.rollouts import GroupRollouts

@@ -7,10 +7,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from kits.distill import TEACHER, reverse_kl, rollouts
 from kits.runs import events, run
 from kits.train import KINDS, SMALL, awkward_groups, batch, model, row, step, trainer
-
 from rondel.core.errors import ConfigError
 from rondel.models.head import LMHead
 from rondel.models.load import load_model
@@ -140,7 +140,6 @@ def test_a_run_comes_closer_to_its_teacher(tmp_path):
 )
 def test_where_it_cannot_work_it_is_refused(tmp_path, changes, says):
     from kits.runs import tiny
-
     from rondel.assemble.components import build
 
     with pytest.raises(ConfigError, match=says):

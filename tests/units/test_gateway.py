@@ -9,14 +9,14 @@ import random
 
 import numpy as np
 import pytest
+
 from kits.chat import Engine, chat, tokenizer
 from kits.gateway import AGAIN, ASK, TOOL, Policy, call, recorded, runs, tok
-
 from rondel.generate.envs.gateway.chat_request import ChatRequest
-from rondel.generate.envs.gateway.errors import GatewayRefusal
 from rondel.generate.envs.gateway.openai import read_messages
 from rondel.generate.envs.gateway.session import GatewaySession
 from rondel.generate.envs.template import Template
+from rondel.system.http.response import RequestRefusal
 
 SYSTEM = {"role": "system", "content": "be brief"}
 
@@ -317,7 +317,7 @@ def test_an_engine_that_fails_leaves_no_trace_of_its_turn():
 
     async def play():
         one = await ask(s, ASK)
-        with pytest.raises(GatewayRefusal, match="gone"):
+        with pytest.raises(RequestRefusal, match="gone"):
             await ask(s, [*one, AGAIN])
         await ask(s, [*one, AGAIN])
 
@@ -359,7 +359,7 @@ def test_a_full_context_is_told_and_ends_the_branch_with_length():
 
     async def play():
         one = await ask(s, ASK)
-        with pytest.raises(GatewayRefusal, match=f"maximum context length is {size + 20} tokens"):
+        with pytest.raises(RequestRefusal, match=f"maximum context length is {size + 20} tokens"):
             await ask(s, [*one, {"role": "user", "content": "look again. " * 20}])
 
     asyncio.run(play())
@@ -374,7 +374,7 @@ def test_what_a_template_cannot_write_is_the_requests_fault():
 
     async def play():
         for strange in ([SYSTEM, *ASK], [*ASK, *ASK]):
-            with pytest.raises(GatewayRefusal, match="cannot be written as tokens") as seen:
+            with pytest.raises(RequestRefusal, match="cannot be written as tokens") as seen:
                 await ask(s, strange)
             assert seen.value.status == 400
         await ask(s, ASK)

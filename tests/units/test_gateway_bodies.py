@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx2
 import pytest
+
 from kits.chat import chat
 from kits.gateway import ADD, TOOL, Policy, call, tok
-
 from rondel.generate.envs.gateway.app import build_app
 from rondel.generate.envs.gateway.session import GatewaySession
 

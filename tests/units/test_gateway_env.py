@@ -16,9 +16,9 @@ import anthropic
 import httpx2
 import openai
 import pytest
+
 from kits.chat import chat
 from kits.gateway import AGAIN, ASK, TASK, Policy, play, recorded, runs, tok
-
 from rondel.core.errors import ConfigError, EngineError, EnvError
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Score

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.graded_answers import HOSTILE, KNOWN, MATH, NUMBER, REFUSED
 
+from kits.graded_answers import HOSTILE, KNOWN, MATH, NUMBER, REFUSED
 from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score import build_reward
 from rondel.score.answer_text import extract_answer, is_too_expensive, plain_number

@@ -14,9 +14,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
 from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, prompt, tiny
 from kits.sampling import chi_square, draw
-
 from rondel.core.errors import EngineError, UserError
 from rondel.core.types import Request, Sampling
 from rondel.generate.engine.builtin.grammar import GrammarCache

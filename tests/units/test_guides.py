@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
 from kits.engine import all_of, ask, engine
 from kits.runs import events, run, tiny
 from kits.train import batch, bits, model, row, step, trainer
-
 from rondel.assemble.components import build
 from rondel.core.errors import ConfigError
 from rondel.core.types import DATA, GREEDY, Failed, Group, Score, Slot, Task, Trajectory

@@ -8,10 +8,10 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from kits.chat import chat
 from kits.gateway import Policy, recorded, runs, tok
 from kits.runs import check, run
-
 from rondel.core.errors import ConfigError, EnvError
 from rondel.core.types import Task
 from rondel.generate.envs.gym import Gym

@@ -2,11 +2,11 @@
 
 import traceback
 
-import kits.train as kit
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import kits.train as kit
 import rondel.train.step as step_module
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")

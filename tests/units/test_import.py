@@ -12,14 +12,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from kits.algos import Ragged, tokens
 from kits.algos_oracle import VERL as VERL_CASES
 from kits.algos_oracle import far_reference, of_verl
-
 from rondel.algos.table import FAMILIES, resolve_algorithm
 from rondel.cli import main
 from rondel.cli.import_ import RecipeTable, import_config
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
 from rondel.generate.envs.sources import load_tasks
 from rondel.importing import openrlhf, trl, verl

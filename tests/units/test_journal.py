@@ -8,8 +8,8 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kits.run_folder import group, step_events, write_run
 
+from kits.run_folder import group, step_events, write_run
 from rondel.core.errors import CheckpointError, UserError
 from rondel.core.events import Admitted, Checkpointed, Generating, GroupFinished, GroupsTaken, Resumed, StepDone, Warned
 from rondel.runtime.journal.log import Journal, decode, encode, read, read_history

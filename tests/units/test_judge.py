@@ -7,8 +7,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from kits.judge import Fake, chat
 
+from kits.judge import Fake, chat
 from rondel.core.errors import ConfigError
 from rondel.core.events import RewardCounts, subscribe
 from rondel.core.types import Failed, Score, Task, Trajectory, Turn

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from rondel.cli import main, read_job
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import UserError
 from rondel.planner.cluster_jobs import ClusterLayout, kuberay, slurm_script
 

@@ -8,10 +8,10 @@ import copy
 
 import pytest
 import torch
-from kits.engine import prompt, tiny
-from kits.train import awkward_groups, batch, model, row, trainer
 from torch import nn
 
+from kits.engine import prompt, tiny
+from kits.train import awkward_groups, batch, model, row, trainer
 from rondel.models import linear
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.linear import PackedLinear, install_cpu_linear, matmul, product

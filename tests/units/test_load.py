@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from kits.engine import SIZE, plain_logits, prompt, tiny
 from safetensors import safe_open
 
+from kits.engine import SIZE, plain_logits, prompt, tiny
 from rondel.core.errors import ModelError
 from rondel.models import load as loading
 from rondel.models import names

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+
 from kits.chat import Engine, chat
 from kits.gateway import call, tok
-
 from rondel.core.errors import ConfigError, EnvError
 from rondel.core.types import Completion, Sampling, Task
 
@@ -145,7 +145,6 @@ def test_a_picture_of_a_server_is_seen_by_who_can_see(own):
     """A vision model reads its pixels; another one its name; one that cannot be read is the server's fault."""
     pillow = pytest.importorskip("PIL")
     from kits.vision import model
-
     from rondel.generate.envs.chat import TokenChat
 
     m, asked = model(), []

@@ -8,8 +8,8 @@ import os
 import tracemalloc
 
 import pytest
-from kits.runs import events, run
 
+from kits.runs import events, run
 from rondel.core.errors import WorkerError
 from rondel.core.events import WorkerTime
 from rondel.runtime.memory import format_memory_report, ran_out
@@ -99,7 +99,6 @@ def test_a_run_counts_what_the_planner_bills_and_says_where_it_ran_out(tmp_path)
         parts.trainer.step = step
 
     from kits.runs import tiny
-
     from rondel.assemble import train
 
     with pytest.raises(BaseException) as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
 from rondel.planner import cost, memory, workload
 from rondel.planner.advice import bill_sentences, least_room, rank_changes
@@ -123,7 +123,6 @@ def test_which_rows_need_whom():
 def test_the_bill_is_what_a_run_holds(tmp_path, dtype):
     """Bytes of tensors, tenant by tenant, that a whole tiny run counts on its device while it trains."""
     from kits.runs import events, tiny
-
     from rondel.assemble import train
 
     job = tiny(
@@ -157,9 +156,8 @@ def test_the_bill_of_a_model_that_sees_is_what_a_run_holds(tmp_path, tower):
     all of the rest, too.
     """
     from kits.runs import events
-
     from rondel.assemble import train
-    from rondel.core.config import Job
+    from rondel.core.config.job import Job
 
     small = {
         "loop.warmup.steps": 0, "loop.steps": 2, "loop.groups_per_step": 2, "algo.group_size": 2, "task.data.size": 12, "task.data.holdout": 4,
@@ -208,8 +206,8 @@ def test_phases_and_tenants_have_names():
 def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width):
     """Bytes of saved tensors of a prompt and eight siblings, norms in fp32 and written-out scores included."""
     import torch
-    from kits.engine import LLAMA
 
+    from kits.engine import LLAMA
     from rondel.models.attention import PackedLayout, PackedSegment
     from rondel.models.load import load_model
 
@@ -276,7 +274,7 @@ def test_the_bill_of_a_run_is_its_resident_memory(tmp_path):
 
     program = (
         "import os, sys\n"
-        "from rondel.assemble import train\nfrom rondel.core.config import Job\n"
+        "from rondel.assemble import train\nfrom rondel.core.config.job import Job\n"
         "train(Job.read(sys.argv[1], "
         "{'run.folder': sys.argv[2], 'loop.steps': 2, 'loop.warmup.steps': 1, 'run.sinks': [], 'place.threads': 1}), "
         "quiet=True)\n"

@@ -9,9 +9,9 @@ import sys
 from dataclasses import replace
 
 import pytest
-from kits.run_folder import evaluated, finished, group, step_events
 from rich.console import Console
 
+from kits.run_folder import evaluated, finished, group, step_events
 from rondel.core.errors import ConfigError
 from rondel.core.events import Generating, GroupFinished, GroupsTaken, Resumed, RunEnded, RunStarted, StepDone, Warned
 from rondel.runtime.telemetry.metrics import SCHEMA, StepMetrics, from_groups, from_taken, metric_meaning

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+
 from kits.runs import events, run, tiny
 from kits.train import awkward_groups, batch, model, row, step, trainer
-
 from rondel.algos.mixture import Mixture
 from rondel.assemble.components import build
 from rondel.core.errors import UserError

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 import torch
-from kits.train import awkward_groups, batch, bits, model, row, step, trainer
 from torch import nn
 
+from kits.train import awkward_groups, batch, bits, model, row, step, trainer
 from rondel.train.checkpoint import load_trainer, save_trainer
 from rondel.train.optim import MasterWeights, learning_rate
 from rondel.train.step_metrics import StepMetricSums
@@ -262,7 +262,6 @@ def test_the_trainer_is_built_on_the_device_thread(tmp_path, monkeypatch):
     later region of the device waits to be woken.
     """
     from kits.runs import tiny
-
     from rondel.assemble.components import build
     from rondel.train import parallel
 

@@ -7,9 +7,9 @@ import random
 from collections import Counter
 
 import pytest
+
 from kits.fakes import CountingTrainer, Heard, Rollouts, endless, loop_kit
 from kits.runs import check, events, run, tiny
-
 from rondel import loop
 from rondel.buffer import Buffer
 from rondel.core.errors import ConfigError

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.train import forked_group, model, trajectory
 
+from kits.train import forked_group, model, trajectory
 from rondel.core.types import Failed, Group, Task, Trajectory
 from rondel.train.annotate import forward
 from rondel.train.balance import PromptFamilies, balance_micro_batches

@@ -12,8 +12,8 @@ import sys
 
 import pytest
 import torch
-from kits.engine import ask, engine, idle, plain_logprobs, prompt, tiny
 
+from kits.engine import ask, engine, idle, plain_logprobs, prompt, tiny
 from rondel.core.errors import ConfigError
 from rondel.generate.engine.builtin import runner
 from rondel.generate.engine.builtin.draft import DraftModel

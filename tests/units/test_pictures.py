@@ -13,10 +13,10 @@ import time
 
 import numpy as np
 import pytest
-from kits.engine import engine
-from kits.vision import image, model, stream, trajectory
 from PIL import Image as Pillow
 
+from kits.engine import engine
+from kits.vision import image, model, stream, trajectory
 from rondel.buffer.state import decode, encode
 from rondel.cli.view import trajectory_view as card
 from rondel.core.errors import CheckpointError, DataError
@@ -26,11 +26,11 @@ from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.gateway import anthropic, responses
 from rondel.generate.envs.gateway.agent import function_agent
 from rondel.generate.envs.gateway.env import Gateway
-from rondel.generate.envs.gateway.errors import GatewayRefusal
 from rondel.generate.envs.gateway.openai import read_messages
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import load_tasks, question_text
 from rondel.runtime.journal.store import groups_of, read_step, write_step
+from rondel.system.http.response import RequestRefusal
 
 QWEN = (  # of Qwen2.5-VL, without its videos
     "{% set image_count = namespace(value=0) %}{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
@@ -267,7 +267,7 @@ def test_an_agent_sends_images_whole():
     c.give([message])
     assert len(c.trajectory.media) == 1
     for address in ("https://x.y/z.png", "/etc/passwd", "file:///etc/passwd"):
-        with pytest.raises(GatewayRefusal, match="an image is sent whole"):
+        with pytest.raises(RequestRefusal, match="an image is sent whole"):
             read_messages([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": address}}]}])
     assert read_messages([{"role": "user", "content": [{"type": "text", "text": "a"}]}])[0]["content"] == "a"
 
@@ -298,11 +298,11 @@ def test_blocks_and_items_are_the_same_messages():
     ]
     assert [m["content"] for m in responses.read_items(items)] == [shown, "", shown]
     for source in ({"type": "url", "url": "https://x.y/z.png"}, {"type": "file", "file_id": "f1"}, {"type": "base64"}):
-        with pytest.raises(GatewayRefusal, match="an image is sent whole"):
+        with pytest.raises(RequestRefusal, match="an image is sent whole"):
             anthropic.read_messages(None, [{"role": "user", "content": [block(raw(), **source)]}])
-    with pytest.raises(GatewayRefusal, match="an image is sent whole"):
+    with pytest.raises(RequestRefusal, match="an image is sent whole"):
         responses.read_items([{"role": "user", "content": [{"type": "input_image", "file_id": "f1"}]}])
-    with pytest.raises(GatewayRefusal, match="a part of type 'document'"):
+    with pytest.raises(RequestRefusal, match="a part of type 'document'"):
         anthropic.read_messages(None, [{"role": "user", "content": [{"type": "document", "source": {}}]}])
 
 

@@ -13,11 +13,14 @@ import typing
 from pathlib import Path
 
 import pytest
-from kits.runs import RECIPE
 
 import rondel
+from kits.runs import RECIPE
 from rondel.cli import main
-from rondel.core.config import MOVED_KEYS, ConfigSection, Job, set_dotted
+from rondel.core.config.job import Job
+from rondel.core.config.renamed_keys import MOVED_KEYS
+from rondel.core.config.section import ConfigSection
+from rondel.core.config.toml_reader import set_dotted
 from rondel.planner.advice import suggest_changes
 from rondel.planner.hardware import DEVICES, calibration_file, save_calibration, this_machine
 from rondel.planner.plan import make_plan
@@ -192,7 +195,7 @@ def test_every_key_that_a_message_names_exists():
         ]
         found = [k for text in texts for k in key.findall(text) if ".safetensors" not in k]
         named += len(found)
-        moved = MOVED_KEYS if path.match("core/config.py") else ()
+        moved = MOVED_KEYS if path.match("core/config/renamed_keys.py") else ()
         assert [k for k in found if not is_a_key(k) and k not in moved] == [], path
     assert named > 100
 

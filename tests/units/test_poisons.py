@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from kits.poisoned_answers import POISONS, SLOW
 
+from kits.poisoned_answers import POISONS, SLOW
 from rondel.assemble.components import LENDS
 from rondel.core.errors import SandboxError
 from rondel.core.types import Failed, Score, Task, Trajectory

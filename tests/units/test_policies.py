@@ -11,18 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import rondel
 from kits.engine import ask, engine, plain_logprobs, prompt, twin
 from kits.engine import tiny as tiny_model
 from kits.runs import balances, check, events, run, run_and_die, steps, tiny
 from kits.sync import Publisher
 from kits.train import batch, bits, model, row, step, trainer, trajectory
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-
-import rondel
 from rondel.assemble import check as check_recipe
 from rondel.assemble.facts import devices_of, planned_memory
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, DataError, EngineError, LawError, SyncError
 from rondel.core.types import Commit, Completion, Group, Manifest, Route, Sampling, Score, Task, TensorInfo
 from rondel.driver.checkpoint_evaluation import evaluate_checkpoint

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from kits.adapters import noise, publisher, trained
 from kits.engine import SIZE, all_of, ask, engine, plain_logprobs, prompt
 from kits.runs import events, final, run, run_and_die, steps, tiny
 from kits.sync import update
 from kits.train import awkward_groups, batch, row, step, trainer
-from safetensors.torch import load_file
-
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, ModelError, SyncError
 from rondel.models import adapters, names, nf4
 from rondel.models.aligned_numerics import align_numerics

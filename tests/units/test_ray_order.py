@@ -8,8 +8,8 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from kits.runs import tiny
 
+from kits.runs import tiny
 from rondel.assemble.components import sampling_of
 from rondel.assemble.deployment import _spawn_trainers
 from rondel.assemble.rows import rows_of

@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 
 from kits.runs import tiny
-
-from rondel.core.config import MOVED_KEYS, Job
+from rondel.core.config.job import Job
+from rondel.core.config.renamed_keys import MOVED_KEYS
 
 ROOT = Path(__file__).parents[2]
 MOST = 80

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from kits.remote import Trainer, made
 
+from kits.remote import Trainer, made
 from rondel.core.errors import SyncError, WorkerError
 from rondel.core.types import Request
 

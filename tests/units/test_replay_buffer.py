@@ -7,8 +7,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from kits.runs import balances, events, run, tiny
 
+from kits.runs import balances, events, run, tiny
 from rondel.assemble import replay
 from rondel.core.errors import ConfigError
 from rondel.core.types import Group, Task

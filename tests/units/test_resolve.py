@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from kits.runs import events, tiny
 
+from kits.runs import events, tiny
 from rondel.assemble import build, deployment, train
 from rondel.assemble.components import _prompt_counter, with_steps
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Sampling

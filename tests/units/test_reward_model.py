@@ -10,10 +10,10 @@ import sys
 import pytest
 import torch
 import transformers
+
 from kits.chat import tokenizer as chat_tokenizer
 from kits.engine import tiny
 from kits.reward_models import FAMILIES, saved
-
 from rondel.core.errors import ConfigError, RewardError
 from rondel.core.types import Completion, Failed, Sampling, Score, Task, Trajectory
 from rondel.generate.envs.chat import TokenChat

@@ -11,8 +11,8 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.engine import ask, engine, idle, prompt, tiny, twin
 
+from kits.engine import ask, engine, idle, prompt, tiny, twin
 from rondel.core.errors import EngineError, LawError, StalledError, SyncError, UserError, WorkerError
 from rondel.core.types import (
     Abort,

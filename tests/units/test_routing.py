@@ -12,9 +12,9 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+
 from kits.engine import SIZE, all_of, ask, engine, idle, prompt, tiny
 from kits.routing import MOES, forward, own_routes
-
 from rondel.core.errors import LawError, ModelError, TrainError, UserError
 from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.models.head import LMHead

@@ -11,9 +11,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kits.engine import all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny
-from kits.sampling import chi_square, draw
-from kits.sampling import reference as truncated
 from transformers import LogitsProcessorList, SequenceBiasLogitsProcessor
 from transformers.generation import (
     MinNewTokensLengthLogitsProcessor,
@@ -24,6 +21,9 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from kits.engine import all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny
+from kits.sampling import chi_square, draw
+from kits.sampling import reference as truncated
 from rondel.core.errors import ConfigError, UserError
 from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.builtin.logits_processors import process_logits
@@ -297,7 +297,7 @@ def test_what_cannot_be_trained_is_named():
 
 def test_training_refuses_what_evaluation_may_use():
     from rondel.assemble.refusals import refuse_untrainable
-    from rondel.core.config import EvaluationConfig
+    from rondel.core.config.task import EvaluationConfig
     from rondel.driver.evaluation import evaluation_sampling
 
     more = {"top_p": 0.9, "logit_bias": {"5": 1.0}, "repetition_penalty": 1.1, "stop": ["x", 7]}

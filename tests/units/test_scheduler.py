@@ -8,8 +8,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from kits.engine import ask
 
+from kits.engine import ask
 from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.request import SequenceState
 from rondel.generate.engine.builtin.scheduler import OVERTAKEN, Scheduler

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from kits import runs
-
 from rondel.core.types import EnvFault, Failed, PolicyFault, Sampling, Score, Slot, Task, Trajectory
 from rondel.driver.failure_budget import FailureBudget
 from rondel.driver.rollouts import GroupRollouts

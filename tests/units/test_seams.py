@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from kits.runs import events, run, tiny
 
+from kits.runs import events, run, tiny
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.assemble import build
 from rondel.assemble.components import judge_of
 from rondel.assemble.rows import rows_of
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.types import Group, Sampling, Score, Task, TensorInfo, Trajectory
 from rondel.driver.rollouts import batch_function

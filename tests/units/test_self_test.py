@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kits.runs import tiny
 
+from kits.runs import tiny
 from rondel.assemble import check
 from rondel.checks import recipe_check
 from rondel.checks import self_test as room

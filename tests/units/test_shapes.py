@@ -57,7 +57,6 @@ def test_every_number_of_a_model_that_sees_is_counted(tmp_path):
     each family has that the others have not.
     """
     from kits.vision import EYES, model, recipe
-
     from rondel.models import vision
     from rondel.models.save import save_model
 
@@ -79,10 +78,10 @@ def test_what_an_image_costs_is_what_the_tower_computes_and_keeps():
     tensors, within what fusing them leaves open.
     """
     import torch
-    from kits.vision import image, model, recipe
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForImageTextToText
 
+    from kits.vision import image, model, recipe
     from rondel.models import vision
 
     for kind in tower.DEFAULTS:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from rondel.core.errors import UserError
-from rondel.planner import split
+from rondel.planner.overlap import StepTimes
 from rondel.planner.workload import what_if
 from rondel.simulate import SimulatedWorld, simulate, world_of
 from rondel.simulate.clock import VirtualLoop
@@ -37,10 +37,10 @@ def test_rates_are_the_closed_forms(cost_of_training):
     world = flat(seconds_a_sample=cost_of_training)
     R, T = 8 * PLACES / LENGTH, 8 / cost_of_training
     rate = {s: simulate(replace(world, staleness=s), steps=30)["samples_per_second"] for s in (0, 2)}
-    assert rate[2] == pytest.approx(split.overlapped_rate(R, T), rel=0.05)
-    assert rate[0] == pytest.approx(split.synchronous_throughput(R, T), rel=0.05)
+    assert rate[2] == pytest.approx(StepTimes.from_rates(R, T, overlap=True).rate, rel=0.05)
+    assert rate[0] == pytest.approx(StepTimes.from_rates(R, T, overlap=False).rate, rel=0.05)
     turns = simulate(replace(world, shared=True), steps=30)["samples_per_second"]
-    assert turns == pytest.approx(split.colocated_throughput(8, R / 8, T / 8), rel=0.05)
+    assert turns == pytest.approx(StepTimes.from_rates(R, T, overlap=False).rate, rel=0.05)
     if pytest.approx(T, rel=0.01) == R:
         assert rate[2] / rate[0] >= 1.6, "overlap of equal pools"
 
@@ -50,7 +50,8 @@ def test_the_faster_pool_idles():
         R, T = 8 * PLACES / LENGTH, 8 / cost_of_training
         told = simulate(flat(seconds_a_sample=cost_of_training, staleness=2), steps=30)
         faster, slower = ("trainer_idle", "rollout_idle") if T > R else ("rollout_idle", "trainer_idle")
-        assert told[faster] == pytest.approx(split.idle_share(R, T), abs=0.05)
+        expected = StepTimes.from_rates(R, T, overlap=True)
+        assert told[faster] == pytest.approx(max(expected.trainer_idle, expected.engine_idle), abs=0.05)
         assert told[slower] == pytest.approx(0, abs=0.05)
 
 

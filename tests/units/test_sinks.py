@@ -8,8 +8,8 @@ import io
 import sys
 
 import pytest
-from kits.runs import events, tiny
 
+from kits.runs import events, tiny
 from rondel.assemble import train
 from rondel.core.errors import CheckpointError
 from rondel.core.events import Event, RunStarted, StepDone, Warned, drop_on_failure, emit, subscribe, warn_aloud

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 import torch
-from kits.engine import all_of, ask, engine, idle, prompt, tiny
 
+from kits.engine import all_of, ask, engine, idle, prompt, tiny
 from rondel.core.errors import EngineError
 from rondel.models import linear
 from rondel.models.cuda_graphs import DecodeGraphs

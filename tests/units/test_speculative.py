@@ -12,12 +12,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
 from kits.drafts import LITTLE, MODEL, drafted
 from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny, twin, watched
 from kits.routing import MOES, own_routes
 from kits.sampling import chi_square
 from kits.sampling import reference as truncated
-
 from rondel.core.errors import ConfigError
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Begin, Commit, Route, Sampling, sample_key

@@ -7,8 +7,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from kits.chat import tokenizer
 
+from kits.chat import tokenizer
 from rondel.assemble.components import longest_conversation
 from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
 from rondel.core.errors import ConfigError, DataError

@@ -5,8 +5,8 @@ above it, within its bounds, over a resume.
 from __future__ import annotations
 
 import pytest
-from kits.train import awkward_groups, batch, model, row, step, trainer
 
+from kits.train import awkward_groups, batch, model, row, step, trainer
 from rondel.core.errors import ConfigError
 from rondel.train.checkpoint import load_trainer, save_trainer
 

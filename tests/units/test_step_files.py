@@ -4,9 +4,8 @@ import sys
 import threading
 from pathlib import Path
 
-from kits.runs import run
-
 import rondel
+from kits.runs import run
 from rondel.core.events import StepDone, subscribe
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.run_folder import group, write_run
 
+from kits.run_folder import group, write_run
 from rondel.core.errors import CheckpointError, UserError
 from rondel.core.events import GroupsTaken, Resumed
 from rondel.core.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, Task, Trajectory

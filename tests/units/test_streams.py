@@ -10,9 +10,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from kits.run_folder import step_events, write_run
 from rich.console import Console
 
+from kits.run_folder import step_events, write_run
 from rondel.cli import main
 from rondel.core.events import Advised
 from rondel.runtime.telemetry.progress import ProgressPrinter

@@ -11,11 +11,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from kits.engine import all_of, ask, engine, prompt
 from kits.runs import events, run
 from kits.train import apart, batch, gradient, model, row, step, trainer
-from transformers import AutoModelForCausalLM
-
 from rondel.assemble import replay
 from rondel.assemble.refusals import WIDEST, refuse_untrainable, refuse_wide, refuse_without_support
 from rondel.buffer.state import decode, encode

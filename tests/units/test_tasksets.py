@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from kits.chat import chat
 from kits.gateway import Policy, recorded, runs, tok
 from kits.runs import check, run

@@ -9,9 +9,9 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.run_folder import finished, group, step_events, write_run
 from rich.console import Console
 
+from kits.run_folder import finished, group, step_events, write_run
 from rondel.cli import main
 from rondel.cli.check_env import print_findings
 from rondel.core.events import GroupsTaken, Warned

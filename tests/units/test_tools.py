@@ -7,8 +7,8 @@ import json
 import threading
 
 import pytest
-from kits.chat import Engine, chat, tokenizer
 
+from kits.chat import Engine, chat, tokenizer
 from rondel.core.errors import ConfigError, EnvError
 from rondel.core.sandbox_types import BoxFileError
 from rondel.core.types import Task

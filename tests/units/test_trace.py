@@ -4,9 +4,9 @@ import json
 from collections import Counter, defaultdict
 
 import pytest
+
 from kits.diagnose import write
 from kits.runs import events, run
-
 from rondel.cli import main
 from rondel.core import events as words
 from rondel.runtime.telemetry.trace import build_trace

@@ -7,9 +7,9 @@ import urllib.request
 from types import ModuleType, SimpleNamespace
 
 import pytest
+
 from kits.run_folder import write_run
 from kits.runs import run
-
 from rondel.core.errors import ConfigError
 from rondel.runtime.telemetry.prometheus import PrometheusSink
 from rondel.runtime.telemetry.sinks import open_sinks

@@ -20,6 +20,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
 from kits.engine import SIZE, ask, engine, idle, prompt, tiny, twin
 from kits.families import FAMILIES
 from kits.sync import Publisher, wrote
@@ -27,13 +29,10 @@ from kits.train import inline
 from kits.transports import bits, left_behind, remote, same
 from kits.vision import EYES
 from kits.vision import model as looking
-from safetensors.torch import load_file, save_file
-
 from rondel.core.errors import EngineError, StalledError, SyncError
 from rondel.core.events import Synced, subscribe
 from rondel.core.types import Begin, Commit, Manifest, Route, TensorInfo
 from rondel.generate.engine.server import broadcast
-from rondel.generate.engine.server.errors import RequestRefusal
 from rondel.generate.engine.server.fields import RequestFields
 from rondel.models import names
 from rondel.models.compilation import CompiledModel
@@ -45,6 +44,7 @@ from rondel.sync.from_distributed import FromDistributed
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import WeightUpdate
+from rondel.system.http.response import RequestRefusal
 from rondel.train.parallel import SingleRank
 from rondel.train.settings import TrainSettings
 from rondel.train.step import LocalTrainer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from kits.chat import chat
 from kits.gateway import Policy, call, recorded, runs, tok
 from kits.runs import check, run

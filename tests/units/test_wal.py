@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
 from kits.engine import SIZE, all_of, ask, engine, prompt, tiny
 from kits.runs import run, run_and_die
 from kits.token_log import BIG, asked, counted, dies, rows, said, serving, two_versions
-
 from rondel.core.types import Begin, Commit, Request, Route, sample_key
 from rondel.generate.engine.resumption import generate_until_done
 from rondel.models import names

@@ -10,9 +10,9 @@ import json
 import threading
 
 import pytest
+
 from kits.chat import chat
 from kits.gateway import Policy, recorded, tok
-
 from rondel.core.errors import ConfigError, EnvError
 from rondel.core.types import Task
 from rondel.generate.envs.external_envs import OpenEnv

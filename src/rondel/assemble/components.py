@@ -26,7 +26,10 @@ from rondel.assemble.refusals import (
 from rondel.assemble.rows import AlgorithmRows, refuse_unknown_sources, rows_beside, rows_of
 from rondel.assemble.run_components import Components
 from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
-from rondel.core.config import ENV_TABLES, Job, read_settings, split_kind
+from rondel.core.config.environment import ENV_TABLES
+from rondel.core.config.job import Job
+from rondel.core.config.section import SettingsFault, read_settings, split_kind
+from rondel.core.config.validation_messages import explain_settings
 from rondel.core.errors import ConfigError, DataError, SandboxError, TemplateError, error_boundary
 from rondel.core.events import Warned, emit
 from rondel.core.protocols import Env, Filter, MultiTurnEnv, PromptedEnv
@@ -225,8 +228,8 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
         return _users_env(kind, found, settings)
     try:
         own = read_settings(where, ENV_TABLES[kind], settings)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    except SettingsFault as fault:
+        raise ConfigError(explain_settings(fault)) from fault
     system = job.task.system
     if found is SingleTurn:
         return SingleTurn(suffix=own.suffix, system=system, examples=[e.model_dump() for e in own.examples])

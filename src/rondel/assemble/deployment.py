@@ -37,7 +37,7 @@ from rondel.assemble.workers import (
     speculation_of,
     trainer_of,
 )
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, UserError
 from rondel.core.protocols import Cluster, Transport
 from rondel.core.registry import find_registered, refuse_uncallable

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from rondel.algos.objective import explain_objective
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, UserError
 from rondel.core.types import POLICY, Task
 from rondel.planner.memory import memory_bills

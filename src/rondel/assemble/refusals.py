@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rondel.core.config import CriticConfig, EvaluationConfig, Job, split_kind
+from rondel.core.config.job import Job
+from rondel.core.config.section import split_kind
+from rondel.core.config.task import EvaluationConfig
+from rondel.core.config.trainer import CriticConfig
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.protocols import Env, NamedAgentsEnv
 from rondel.core.registry import suggest_name

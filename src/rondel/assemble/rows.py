@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rondel.algos.table import Algorithm, resolve_algorithm
-from rondel.core.config import OF_GROUPS, Job
+from rondel.core.config.algorithm import OF_GROUPS
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
 from rondel.core.registry import suggest_name
 from rondel.core.types import Task

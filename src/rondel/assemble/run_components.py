@@ -12,7 +12,7 @@ from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment
 from rondel.assemble.rows import AlgorithmRows
 from rondel.assemble.workers import mismatch_bound, replays_routing
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.types import Group, Sampling, Verdict
 from rondel.driver.demonstration_stream import DemonstrationStream
 from rondel.driver.failure_budget import FailureBudget

@@ -20,7 +20,7 @@ from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load_model
 from rondel.runtime.devices import Device, pick_device, prepare_process
 from rondel.sync.from_ipc import FromIpc
-from rondel.system.http import bind_socket
+from rondel.system.http.server import bind_socket
 from rondel.text.unicode import visible_text
 
 

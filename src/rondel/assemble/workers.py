@@ -18,7 +18,7 @@ import torch
 from rondel.algos.tokens import TokenBatch
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.refusals import refuse_without_routes
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
 from rondel.core.media import ImageProcessorConfig
 from rondel.core.protocols import MemoryClaim, Transport

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rondel.assemble import train
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.events import StepDone, subscribe
 from rondel.models.load import pick_dtype
 from rondel.planner import cost

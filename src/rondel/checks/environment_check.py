@@ -13,7 +13,7 @@ from typing import Any
 from rondel.assemble.components import LENDS, env_of, sampling_of
 from rondel.assemble.workers import sight_within
 from rondel.checks.scripted_policy import RequestBarrier, Script, ScriptedEpisode, ScriptedStage, build_scripts
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import RondelError
 from rondel.core.types import Failed, Score, Task
 from rondel.driver.event_loop_watchdog import EventLoopWatchdog

@@ -12,7 +12,7 @@ from rondel.assemble.facts import batch_line
 from rondel.assemble.run_components import Components
 from rondel.checks.self_test import self_test
 from rondel.checks.special_token_check import all_tasks, read_as_text
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import CheckpointError, EnvError, RondelError
 from rondel.core.types import Failed, Group, Slot, Task
 from rondel.driver.rollouts import prepare, rollouts_of

@@ -107,7 +107,7 @@ def _wrap_command(run: Callable[..., Any], debug: bool) -> Callable[..., Any]:
 
 def sort_words(*words: str) -> tuple[list[str], dict[str, Any]]:
     """("RUN.toml", "--loop.steps=5"), in any order -> (["RUN.toml"], {"loop.steps": 5})."""
-    from rondel.core.config import parse_overrides
+    from rondel.core.config.toml_reader import parse_overrides
 
     overrides = parse_overrides([word for word in words if word.startswith("--")])
     return [word for word in words if word and not word.startswith("--")], overrides
@@ -115,7 +115,7 @@ def sort_words(*words: str) -> tuple[list[str], dict[str, Any]]:
 
 def read_job(*words: str) -> tuple[Any, dict[str, Any]]:
     """The Job that one recipe and its overrides mean, and the overrides."""
-    from rondel.core.config import Job
+    from rondel.core.config.job import Job
 
     paths, overrides = sort_words(*words)
     if len(paths) != 1:

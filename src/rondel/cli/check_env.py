@@ -68,7 +68,8 @@ def print_findings(findings: list[Any]) -> None:
 
 
 def _read_job(target: str, data: str, words: list[str]) -> Any:
-    from rondel.core.config import Job, parse_overrides, set_dotted
+    from rondel.core.config.job import Job
+    from rondel.core.config.toml_reader import parse_overrides, set_dotted
 
     names, overrides = sort_words(target, *words)
     if len(names) != 1:

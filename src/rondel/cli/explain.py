@@ -39,7 +39,7 @@ def run(
 
 def list_values(section: Any, overridden: set[str], prefix: str = "") -> list[tuple[str, Any, str]]:
     """(dotted key, final value, "recipe" | "command line" | "default") of every leaf."""
-    from rondel.core.config import ConfigSection
+    from rondel.core.config.section import ConfigSection
 
     rows = []
     for name in type(section).model_fields:

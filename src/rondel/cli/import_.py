@@ -43,7 +43,7 @@ def run(
     Each line names the key it comes from. What has no equivalent, another default or
     must be decided is listed on stderr.
     """
-    from rondel.core.config import Job
+    from rondel.core.config.job import Job
     from rondel.importing.render import render_lists, render_recipe
     from rondel.importing.translate import nest_lines
 

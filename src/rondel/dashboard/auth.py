@@ -4,7 +4,6 @@ not ours, so what a run wrote can only ever be text.
 
 from __future__ import annotations
 
-import hmac
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from rondel.system.http import from_a_web_page
+from rondel.system.http.request import bearer_token, from_a_web_page, keys_match
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -54,19 +53,15 @@ class DashboardAuth:
         if not key:
             return Response("this page is for the machine that it runs on", 403) if from_a_web_page(request) else None
         given = request.query_params.get("key", "")
-        if given and _keys_match(given, key):
+        if given and keys_match(given, key):
             answer = RedirectResponse("/", 303)
             answer.set_cookie(_cookie_name(request), self.session, httponly=True, samesite="strict")
             return answer
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if _keys_match(request.cookies.get(_cookie_name(request), ""), self.session) or _keys_match(bearer, key):
+        cookie = request.cookies.get(_cookie_name(request), "")
+        if keys_match(cookie, self.session) or keys_match(bearer_token(request), key):
             return None
         return Response("this dashboard wants its key: open the address that it printed, with ?key=", 401)
 
 
 def _cookie_name(request: Request) -> str:
     return f"rondel_dashboard_{request.scope['server'][1]}"
-
-
-def _keys_match(given: str, key: str) -> bool:
-    return hmac.compare_digest(given.encode(), key.encode())

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import UserError
 from rondel.planner.families import MODELS, PUBLIC
 from rondel.planner.hardware import DEVICES

@@ -9,15 +9,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import uvicorn
-
 from rondel.dashboard.pages import DashboardPages, build_app
 from rondel.dashboard.plan_api import Plan
 from rondel.dashboard.run import DashboardRun
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import Story
 from rondel.runtime.termination import GracefulStop
-from rondel.system.http import PatientConnection, QuietServer, bind_socket
+from rondel.system.http.server import HttpServer, bind_socket
 
 # seconds between two looks at files that stand still; and for which the reading thread may keep the interpreter
 REST, TURN = 0.2, 0.0005
@@ -40,24 +38,14 @@ def serve_dashboard(
     with bind_socket(host, port, api_key=key) as sock, GracefulStop() as ending:
         pages, closing = DashboardPages(runs, plan, key), threading.Event()
         reader = threading.Thread(target=read_on, args=(pages, closing), name="reader", daemon=True)
-        config = uvicorn.Config(
-            build_app(pages),
-            http=PatientConnection,
-            loop="asyncio",
-            ws="none",
-            lifespan="off",
-            log_level="critical",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=LAST,
-        )
-        server = QuietServer(config, lambda: ready(*sock.getsockname()[:2]))
+        server = HttpServer(build_app(pages), sock, drain=LAST, ready=lambda: ready(*sock.getsockname()[:2]))
 
         async def run_server() -> None:
-            work, asked = asyncio.create_task(server.serve([sock])), asyncio.create_task(ending.wait())
+            work, asked = asyncio.create_task(server.serve()), asyncio.create_task(ending.wait())
             await asyncio.wait([work, asked], return_when=asyncio.FIRST_COMPLETED)
             asked.cancel()
-            pages.closing = server.should_exit = True
+            pages.closing = True
+            server.stop()
             await work
 
         before = sys.getswitchinterval()

@@ -12,7 +12,7 @@ from typing import Any
 
 from rondel.assemble.components import build
 from rondel.assemble.run_components import Components
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import UserError
 from rondel.core.events import Evaluated
 from rondel.core.types import Slot

@@ -18,7 +18,9 @@ from rondel.assemble.facts import facts_of
 from rondel.assemble.rows import rows_of
 from rondel.assemble.run_components import Components
 from rondel.assemble.workers import follow_leader
-from rondel.core.config import ORIGIN, Job, split_kind
+from rondel.core.config.job import Job
+from rondel.core.config.section import split_kind
+from rondel.core.config.toml_reader import ORIGIN
 from rondel.core.errors import CheckpointError, ConfigError, StalledError, WorkerError
 from rondel.core.events import Broke, Resumed, RunStarted, Warned, drop_on_failure, emit, subscribe, warn_aloud
 from rondel.core.schedule_gate import ScheduleGate

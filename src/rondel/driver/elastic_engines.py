@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import RondelError, UserError
 from rondel.core.events import Warned, emit
 from rondel.core.protocols import RolloutEngine

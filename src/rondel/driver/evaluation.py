@@ -7,7 +7,7 @@ import time
 from dataclasses import fields
 from typing import Any
 
-from rondel.core.config import EvaluationConfig
+from rondel.core.config.task import EvaluationConfig
 from rondel.core.errors import ConfigError, error_boundary
 from rondel.core.events import Evaluated
 from rondel.core.media import message_text

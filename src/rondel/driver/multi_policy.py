@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, WorkerError
 from rondel.core.types import POLICY
 from rondel.generate.engine.multi_policy import MultiPolicyEngine

@@ -15,7 +15,7 @@ import numpy as np
 from rondel import loop
 from rondel.algos.table import SFT
 from rondel.buffer import LATE, Buffer
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import EngineError, RewardError, StalledError, SyncError, WorkerError
 from rondel.core.events import Checkpointed, Resumed, RunEnded, Warned, emit, subscribe
 from rondel.core.schedule_gate import ScheduleGate

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from rondel.core.config import Job, TeacherConfig
+from rondel.core.config.job import Job
+from rondel.core.config.model import TeacherConfig
 from rondel.core.errors import ConfigError
 from rondel.core.events import Warned, emit
 from rondel.core.types import Sampling

@@ -8,7 +8,7 @@ from typing import Any
 
 from rondel.algos.table import SFT
 from rondel.assemble.components import build
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import UserError
 from rondel.core.types import StepStats
 from rondel.driver.rollouts import prepare, prepare_of

@@ -17,7 +17,7 @@ from rondel.assemble.refusals import (
     refuse_wide,
     refuse_without_support,
 )
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, DataError, EnvError, RondelError, error_boundary
 from rondel.core.registry import find_registered, refuse_uncallable
 from rondel.core.types import (

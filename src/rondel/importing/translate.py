@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rondel.core.config import ConfigSection, Job
+from rondel.core.config.job import Job
+from rondel.core.config.section import ConfigSection
 from rondel.core.registry import suggest_name
 from rondel.core.types import Sampling
 from rondel.importing.peer import MissingKeys, PeerFormat, PeerSettings, RecipeLine, SameKeys

@@ -15,7 +15,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from rondel.core.config import Job
+from rondel.core.config.job import Job
 from rondel.core.errors import UserError
 
 PORT = 6379  # of Ray's head, and Ray's own default

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from rondel.planner.hardware import GB, Hardware
 from rondel.planner.memory import bytes_per_number, memory_bills
+from rondel.planner.overlap import longest_answer_bound
 from rondel.planner.resolve import SPARE
 from rondel.planner.shapes import ModelShape
 from rondel.planner.workload import Workload
@@ -131,7 +132,7 @@ def generation_time(setting: Workload) -> GenerationTime:
         * setting.output
     )
     work = decoding + prefill + looped
-    seconds = max(work, alone / (setting.staleness + 1))
+    seconds = max(work, longest_answer_bound(alone, setting.staleness))
     return GenerationTime(setting.new_tokens / seconds, seconds, alone, requests, work)
 
 

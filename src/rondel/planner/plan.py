@@ -8,6 +8,7 @@ from rondel.planner import advice, cost, split
 from rondel.planner.families import REFUSED
 from rondel.planner.layout import parallel_layouts
 from rondel.planner.memory import PHASES, memory_bills
+from rondel.planner.overlap import StepTimes, longest_answer_bound, stages_overlap
 from rondel.planner.workload import Workload
 
 
@@ -17,14 +18,17 @@ def make_plan(setting: Workload) -> dict[str, Any]:
     ways = cost.sync_options(setting)
     r = setting.samples / generated.work / setting.engine_devices
     t = setting.samples / trained / setting.train_devices
-    most = setting.samples * (setting.staleness + 1) / generated.longest
+    most = setting.samples / longest_answer_bound(generated.longest, setting.staleness)
     divided = split.advise_split(
         setting.gpus, r, t, trainers=setting.trainers if setting.split else 0, unit=setting.tensor, most=most
     )
-    if setting.split and setting.staleness:
-        step = max(generated.seconds, trained + ways[0].pause)
-    else:
-        step = generated.seconds + trained + ways[0].seconds
+    step = StepTimes.with_update(
+        generated.seconds,
+        trained,
+        update=ways[0].seconds,
+        pause=ways[0].pause,
+        overlap=stages_overlap(setting.split, setting.staleness),
+    )
     return {
         "model": {
             "name": setting.shape.name,
@@ -89,7 +93,7 @@ def make_plan(setting: Workload) -> dict[str, Any]:
         "train": {"seconds": trained, "tokens_per_second": setting.packed_tokens / trained},
         "sync": [way._asdict() for way in ways],
         "interrupt": cost.interrupt_seconds(setting),
-        "step_seconds": step,
+        "step_seconds": step.seconds,
         "split": divided._asdict(),
         "placement": split.recommend_placement(setting.gpus),
         "layouts": [

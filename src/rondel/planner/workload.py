@@ -13,7 +13,7 @@ from rondel.planner.hardware import Hardware, find_hardware
 from rondel.planner.shapes import ModelShape, hub_cache, model_shape, of_recipe
 
 if TYPE_CHECKING:
-    from rondel.core.config import Job
+    from rondel.core.config.job import Job
 
 CRITICS, TEACHERS, REFERENCES = {"ppo"}, {"opd"}, {"online_dpo"}  # rows of the table that need one as they stand
 IMAGE = 1024  # tokens of an image whose size nobody says: some 900 x 900 pixels

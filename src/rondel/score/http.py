@@ -13,10 +13,10 @@ from typing import Any
 
 from rondel.core.errors import ConfigError, RewardError
 from rondel.score.clock import pause_clock
+from rondel.system.http.client import client_settings, import_httpx, require_address, shorten_body
 from rondel.text.unicode import read_json
 
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}
-SHOWN = 200  # characters of a body that an error shows
 LONGEST_WAIT = 60.0
 
 
@@ -43,14 +43,8 @@ class Post:
         seconds: float = 60.0,
         name: str,
     ) -> None:
-        try:
-            import httpx2
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"reward '{name}' speaks HTTP, which needs a package: pip install 'rondel[http]'"
-            ) from error
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"reward '{name}': url = {url!r}; it is an address like http://127.0.0.1:8000/v1")
+        self._http = import_httpx(f"reward '{name}'")
+        require_address(f"reward '{name}': url", url)
         if key_env and not os.environ.get(key_env):
             raise ConfigError(f"reward '{name}': key_env = {key_env!r}, and this environment variable is not set")
         if together < 1 or tries < 1 or per_minute < 0 or not seconds > 0:
@@ -58,9 +52,9 @@ class Post:
                 f"reward '{name}': together = {together}, tries = {tries}, per_minute = {per_minute}, seconds = "
                 f"{seconds}; they are positive"
             )
-        self.url, self.name, self.tries, self._http = url, name, tries, httpx2
+        self.url, self.name, self.tries = url, name, tries
         self.counts: dict[str, float] = defaultdict(float)
-        self._headers = {"Authorization": f"Bearer {os.environ[key_env]}"} if key_env else {}
+        self._settings = client_settings(self._http, os.environ[key_env] if key_env else "")
         self._seconds, self._gap = seconds, 60.0 / per_minute if per_minute else 0.0
         self._places, self._next = asyncio.Semaphore(together), 0.0
         self._client: Any = None
@@ -83,12 +77,15 @@ class Post:
             except self._http.HTTPError as error:
                 why, wait = f"cannot be reached ({type(error).__name__}: {error})", None
             else:
-                why, wait = f"answered {reply.status_code}: {reply.text[:SHOWN]}", reply.headers.get("retry-after")
+                why, wait = (
+                    f"answered {reply.status_code}: {shorten_body(reply.text)}",
+                    reply.headers.get("retry-after"),
+                )
                 if reply.status_code == 200:
                     try:
                         return read_json(reply.content)
                     except (ValueError, RecursionError):
-                        why = f"answered what is no JSON: {reply.text[:SHOWN]}"
+                        why = f"answered what is no JSON: {shorten_body(reply.text)}"
                 elif reply.status_code not in PASSING:
                     break
             finally:
@@ -111,12 +108,7 @@ class Post:
 
     def _open_client(self) -> Any:
         if self._client is None:
-            self._client = self._http.AsyncClient(
-                headers=self._headers,
-                timeout=self._seconds,
-                limits=self._http.Limits(max_connections=None, keepalive_expiry=2.0),
-                follow_redirects=False,  # the key goes where it was sent
-            )
+            self._client = self._http.AsyncClient(**self._settings, timeout=self._seconds)
         return self._client
 
 

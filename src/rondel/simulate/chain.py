@@ -15,6 +15,7 @@ from typing import Any
 from rondel.planner import cost
 from rondel.planner.hardware import GB
 from rondel.planner.memory import memory_bills
+from rondel.planner.overlap import StepTimes
 from rondel.planner.workload import Workload, what_if
 from rondel.simulate.run import simulate, world_of
 
@@ -102,12 +103,12 @@ def _tier_row(
 
 
 def _dominant_cost(setting: Workload) -> str:
-    generate, train = cost.generation_time(setting).seconds, cost.train_seconds(setting)
-    return (
-        f"generation, {generate / (generate + train):.0%} of a step"
-        if generate > train
-        else f"training, {train / (generate + train):.0%} of a step"
-    )
+    share = _stage_seconds(setting).rollout_share
+    return f"generation, {share:.0%} of a step" if share > 0.5 else f"training, {1 - share:.0%} of a step"
+
+
+def _stage_seconds(setting: Workload) -> StepTimes:
+    return StepTimes(cost.generation_time(setting).seconds, cost.train_seconds(setting), overlap=True)
 
 
 def _memory_tier(devices: int, steps: int) -> dict[str, Any]:
@@ -172,7 +173,7 @@ def _tail_tier(devices: int, steps: int) -> dict[str, Any]:
 def _controller_row(devices: int, steps: int) -> dict[str, Any]:
     """Short agentic turns bring it earlier: an answer here is one turn."""
     apart = replace(chain_workload(devices, place="split", prompts=8192, output=512, mean=256), staleness=2)
-    rate = apart.samples / max(cost.generation_time(apart).seconds, cost.train_seconds(apart))
+    rate = apart.samples * _stage_seconds(apart).rate
     busy = rate * CONTROLLER
     return _tier_row(
         devices,

@@ -16,6 +16,7 @@ from rondel import loop as house
 from rondel.buffer import Buffer
 from rondel.core.types import KEEP, Group, Slot, StepStats, Task, Verdict
 from rondel.planner import cost
+from rondel.planner.overlap import idle_share
 from rondel.planner.workload import Workload
 from rondel.simulate.clock import VirtualLoop
 from rondel.simulate.lengths import Lengths, log_normal
@@ -85,9 +86,9 @@ class SimulatedCounts:
             "samples_per_second": self.samples / self.seconds,
             "tokens_per_second": self.tokens / self.seconds,
             "mean_length": self.tokens / self.samples,
-            "trainer_idle": max(0.0, 1 - (self.training + self.syncing) / self.seconds),
-            "rollout_idle": max(0.0, 1 - self.rollout_busy / (self.seconds * world.engines)),
-            "places_idle": max(0.0, 1 - self.filled / max(1e-12, self.places)),
+            "trainer_idle": idle_share(self.training + self.syncing, self.seconds),
+            "rollout_idle": idle_share(self.rollout_busy, self.seconds * world.engines),
+            "places_idle": idle_share(self.filled, max(1e-12, self.places)),
             "decode_steps": self.places / (world.places * world.engines * self.steps),
             "sync_share": self.syncing / self.seconds,
             "lags": {str(lag): n / sum(self.lags.values()) for lag, n in sorted(self.lags.items())},

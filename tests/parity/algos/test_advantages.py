@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kits.algos import F64, near, scored, slope, tensor
 
+from kits.algos import F64, near, scored, slope, tensor
 from rondel.algos import advantage, gae
 from rondel.algos.reward_transforms import KimiLength, Overlong
 from rondel.algos.table import resolve_algorithm

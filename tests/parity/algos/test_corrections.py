@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.algos import F64, near, tensor
 
+from kits.algos import F64, near, tensor
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
 
 

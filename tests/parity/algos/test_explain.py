@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kits.algos import lively, near, tensor, tokens
 
+from kits.algos import lively, near, tensor, tokens
 from rondel.algos import correction, kl, table
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.objective import explain_objective, objective

@@ -16,11 +16,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from kits.algos import F64, Ragged, near, scored, tensor
 from kits.algos_oracle import CORR, ROOT, far_reference, of_verl
 from kits.algos_oracle import VERL as VERL_CASES
-from torch import Tensor
-
 from rondel.algos import advantage, aggregate, correction, gae, kl, ratio, surrogate, table
 from rondel.algos.component import Component
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov

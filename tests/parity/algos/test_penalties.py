@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kits.algos import F64, Ragged, near, slope, tensor, tokens
 from torch import Tensor
 
+from kits.algos import F64, Ragged, near, slope, tensor, tokens
 from rondel.algos import kl, table
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.objective import objective

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kits.algos import F64, near, slope, tensor
 
+from kits.algos import F64, near, slope, tensor
 from rondel.algos import kl, table
 from rondel.algos.gae import Gae, Returns
 from rondel.algos.objective import explain_objective, objective

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from kits.algos import F64, Ragged, lively, near, slope, tensor
 from kits.algos_oracle import naive
-
 from rondel.algos import correction, kl, table
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.objective import objective

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from kits.algos import F64, near, tensor, tokens
 
+from kits.algos import F64, near, tensor, tokens
 from rondel.algos import ratio, surrogate
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
 from rondel.algos.off_policy_surrogates import CappedWeight, Guided, SecondMoment, Tapered

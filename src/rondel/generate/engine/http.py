@@ -7,22 +7,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from rondel.core.errors import ConfigError, EngineError, StalledError
+from rondel.core.errors import EngineError, StalledError
+from rondel.system.http.client import client_settings, import_httpx, require_address, shorten_body
 from rondel.text.unicode import read_json
 
 DEADLINE = 60.0  # seconds for an answer that nothing is computed for
-IDLE = 2.0  # seconds that a connection waits for its next request: less than servers wait, or both would act at once
-SHOWN = 200  # characters of a body that an error shows
-
-
-def import_httpx() -> Any:
-    try:
-        import httpx2
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "an engine behind a URL is spoken to with httpx2, which is not installed: pip install 'rondel[http]'"
-        ) from error
-    return httpx2
 
 
 class ServerClient:
@@ -33,14 +22,11 @@ class ServerClient:
     """
 
     def __init__(self, url: str, *, remedy: str, transport: Any = None) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"engine.url = '{url}'; it is an address like http://127.0.0.1:30000")
-        self.url, self.remedy, self._http = url.rstrip("/"), remedy, import_httpx()
-        key = os.environ.get("RONDEL_API_KEY", "")
+        self.url, self.remedy = require_address("engine.url", url), remedy
+        self._http = import_httpx("an engine behind a URL")
         self._settings: dict[str, Any] = {
             "base_url": self.url,
-            "headers": {"Authorization": f"Bearer {key}"} if key else {},
-            "limits": self._http.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE),
+            **client_settings(self._http, os.environ.get("RONDEL_API_KEY", "")),
             "trust_env": False,  # a proxy is for the world outside
             "transport": transport,
         }
@@ -77,7 +63,7 @@ class ServerClient:
     def _read_reply(self, path: str, reply: Any) -> Any:
         if reply.status_code != 200:
             raise ServerRefusal(
-                f"{self.url}{path} answered {reply.status_code}: {_truncate_text(reply.text)}", reply.status_code
+                f"{self.url}{path} answered {reply.status_code}: {shorten_body(reply.text)}", reply.status_code
             )
         if not reply.content:
             return {}
@@ -98,7 +84,3 @@ class ServerRefusal(EngineError):
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
-
-
-def _truncate_text(text: str) -> str:
-    return text[:SHOWN] + ("..." if len(text) > SHOWN else "")

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from rondel.core.config import split_kind
+from rondel.core.config.section import split_kind
 from rondel.core.errors import ConfigError, DataError, RondelError
 from rondel.core.media import message_text
 from rondel.core.registry import find_registered, locate_path, suggest_name

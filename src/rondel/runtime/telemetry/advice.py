@@ -1,10 +1,7 @@
-"""Who waits for whom, and what would end it.  R seconds of rollouts and T of training and sync a step:
+"""Advice while a run goes on: who waits for whom by the seconds that were measured, and what would end it.
 
-    side by side (split, S >= 1)   step = max(R, T)     at S = 0, or on one device   step = R + T
-
-The trainer waits: step = R, so n engines more make it max(R·e/(e + n), T). The engines wait: step = T, and with
-one rank more max(R, T·r/(r + 1)). One of two S = 0 devices always waits; with S = 1
-the step is max(R, T) instead of R + T.
+`planner.overlap` has the formulas. Where the trainer waits, the rollouts take the whole step; where the engines do,
+training takes it; at S = 0 the trainer's wait are the rollouts.
 """
 
 from __future__ import annotations
@@ -12,9 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rondel.core.events import Advised, Event, StepDone, WorkerTime, emit
+from rondel.planner.overlap import StepTimes, stages_overlap
 
 MUCH = 0.3  # of the step that somebody waits before it is said
 GAIN = 1.1  # of the loop that is worth a change
@@ -22,8 +20,11 @@ GAIN = 1.1  # of the loop that is worth a change
 
 @dataclass(frozen=True)
 class RuntimeAdvice:
+    """A change of the recipe, how many times as fast the loop would be, and the side that waits now."""
+
     message: str
     gain: float
+    waiting: Literal["trainer", "engine"]
 
 
 @dataclass(frozen=True)
@@ -51,28 +52,29 @@ def advise_runtime(phases: Mapping[str, float], idle: float, place: PlacementFac
     if step <= 0 or not place.split:
         return None
     share, training = wait / step, step - wait
-    if place.staleness == 0:
-        gain = step / max(wait, training) if training > 0 else 1.0
+    if not stages_overlap(place.split, place.staleness):
+        now = StepTimes(wait, training, overlap=False)
         return _advice_if_faster(
-            gain,
+            now,
+            now.overlapped(),
             f"the trainer waits {share:.0%} of the step and the engines the rest of it: loop.max_staleness = 1 (with "
             f"algo.correction.kind = "
             "'importance') lets both work at once",
         )
     if share >= MUCH:
-        engines, gain = place.engines, 1.0
-        for more in range(1, place.engines + 1):  # at most twice as many, and none that no longer helps
-            engines, gain = place.engines + more, step / max(step * place.engines / (place.engines + more), training)
-            if step * place.engines / engines <= training:
-                break
+        now = StepTimes(step, training, overlap=True)
+        engines = now.matching_engines(place.engines, 2 * place.engines)
         return _advice_if_faster(
-            gain,
+            now,
+            now.scaled(engines=engines / place.engines),
             f"the trainer waits {share:.0%} of the step: place.engines = {engines}, or a larger engine.max_running if "
             f"its batch is full",
         )
     if idle >= MUCH:
+        now = StepTimes(step * (1 - idle), step, overlap=True)
         return _advice_if_faster(
-            1 / max(1 - idle, place.ranks / (place.ranks + 1)),
+            now,
+            now.scaled(ranks=(place.ranks + 1) / place.ranks),
             f"the engines have nothing to do {idle:.0%} of the time, the trainer sets the pace: place.ranks = "
             f"{place.ranks + 1}; or fewer place.engines, "
             "and where it is the admission that waits a larger loop.max_staleness",
@@ -80,13 +82,14 @@ def advise_runtime(phases: Mapping[str, float], idle: float, place: PlacementFac
     return None
 
 
-def _advice_if_faster(gain: float, message: str) -> RuntimeAdvice | None:
-    return RuntimeAdvice(f"{message} (about {gain:.1f}x as fast)", gain) if gain >= GAIN else None
+def _advice_if_faster(now: StepTimes, changed: StepTimes, message: str) -> RuntimeAdvice | None:
+    gain = changed.speedup_over(now)
+    return RuntimeAdvice(f"{message} (about {gain:.1f}x as fast)", gain, now.waiting) if gain >= GAIN else None
 
 
 class Advisor:
     """A reader of events that says it while the run goes on, at most once in EVERY steps:
-    `subscribe(Advisor(Place.of(job.tree())).read)`.
+    `subscribe(Advisor(PlacementFacts.from_job(job.to_dict())).on_event)`.
     """
 
     EVERY = 20
@@ -107,7 +110,7 @@ class Advisor:
                     self.phases[name] += seconds
             self.steps += 1
             if self.steps == self.EVERY:
-                told = advise_runtime(self.phases, idle_share(self.engines), self.place)
+                told = advise_runtime(self.phases, engine_idle_share(self.engines), self.place)
                 self.steps = 0
                 self.phases.clear()
                 self.engines.clear()
@@ -115,7 +118,7 @@ class Advisor:
                     emit(Advised(event.step, told.message, told.gain))
 
 
-def idle_share(engines: Mapping[str, float]) -> float:
-    """0 where no engine has told."""
+def engine_idle_share(engines: Mapping[str, float]) -> float:
+    """The idle share of the engines' time accounts; 0 without any."""
     total = sum(engines.values())
     return engines.get("idle", 0.0) / total if total else 0.0

@@ -10,7 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rondel.core.config import ToolsConfig, split_kind, translate_moved_keys
+from rondel.core.config.environment import ToolsConfig
+from rondel.core.config.old_recipe import translate_moved_keys
+from rondel.core.config.section import split_kind
 from rondel.core.errors import UserError
 from rondel.runtime.journal.log import drop_repeated_events, encode, read_history, read_recipe
 from rondel.runtime.telemetry.accounts import seconds_of, seconds_to_shares

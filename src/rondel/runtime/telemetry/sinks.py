@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rondel.core.config import split_kind
+from rondel.core.config.section import split_kind
 from rondel.core.errors import ConfigError, RondelError, disk_refusal
 from rondel.core.protocols import Sink
 from rondel.core.registry import find_registered

@@ -5,8 +5,6 @@ stream, and never for a client that has left.
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
 import sys
 import time
 import traceback
@@ -22,10 +20,11 @@ from starlette.routing import Route
 from rondel.core.errors import StalledError
 from rondel.generate.engine.server import broadcast, control, native, openai, weights
 from rondel.generate.engine.server.answers import RequestSamples
-from rondel.generate.engine.server.errors import GONE, RequestRefusal, to_refusal
+from rondel.generate.engine.server.errors import refusal_response, to_refusal
 from rondel.generate.engine.server.fields import read_fields
 from rondel.generate.engine.server.service import GenerationRequest, GenerationService
-from rondel.system.http import from_a_web_page
+from rondel.system.http.request import bearer_token, finish_or_cancel, from_a_web_page, keys_match
+from rondel.system.http.response import GONE, RequestRefusal, sse_event
 
 Handler = Callable[[GenerationService, Request], Awaitable[Any]]
 GENERATING = {
@@ -105,17 +104,21 @@ def build_app(service: GenerationService) -> ServerAuth:
     there = ", ".join(r.path for r in routes if "{" not in r.path)
 
     async def not_found(request: Request, error: Exception) -> Response:
-        return RequestRefusal(
-            404, f"nothing is at {request.scope['path'][:200]}; this server has {there}", code="not_found"
-        ).to_response()
+        return refusal_response(
+            RequestRefusal(
+                404, f"nothing is at {request.scope['path'][:200]}; this server has {there}", code="not_found"
+            )
+        )
 
     async def not_allowed(request: Request, error: Any) -> Response:
-        return RequestRefusal(
-            405,
-            f"{request.method} is not for {request.scope['path']}",
-            code="method_not_allowed",
-            headers=error.headers,
-        ).to_response()
+        return refusal_response(
+            RequestRefusal(
+                405,
+                f"{request.method} is not for {request.scope['path']}",
+                code="method_not_allowed",
+                headers=error.headers,
+            )
+        )
 
     return ServerAuth(
         service,
@@ -133,7 +136,7 @@ def _catch_errors(
         try:
             result = await handler(request)
         except Exception as error:
-            return error_refusal(service, error).to_response(control=control)
+            return refusal_response(error_refusal(service, error), control=control)
         return JSONResponse(result) if isinstance(result, dict | list) else result
 
     return endpoint
@@ -165,20 +168,8 @@ class AnswerResponse:
         self.service, self.reply, self.asked = service, reply, asked
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def wait_for_disconnect() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
-        work, left = (
-            asyncio.create_task(self._send_answer(scope, receive, send)),
-            asyncio.create_task(wait_for_disconnect()),
-        )
-        try:
-            await asyncio.wait([work, left], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (work, left):
-                task.cancel()
-            await asyncio.wait([work, left])
+        work = asyncio.create_task(self._send_answer(scope, receive, send))
+        await finish_or_cancel(work, receive)
         if not work.cancelled():
             work.result()
 
@@ -206,9 +197,9 @@ class AnswerResponse:
                 StalledError("the deadline of this server has passed") if isinstance(error, TimeoutError) else error,
             )
             if begun:
-                await send({"type": "http.response.body", "body": encode_sse(said.response_body), "more_body": False})
+                await send({"type": "http.response.body", "body": sse_event(said.response_body), "more_body": False})
             else:
-                await said.to_response()(scope, receive, send)
+                await refusal_response(said)(scope, receive, send)
 
     async def _send_whole(self, samples: RequestSamples, scope: Any, receive: Any, send: Any) -> None:
         answers = await samples.gather_answers()
@@ -221,25 +212,21 @@ class AnswerResponse:
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             for chunk in self.reply.begin_stream(samples.answers):
-                await send({"type": "http.response.body", "body": encode_sse(chunk), "more_body": True})
+                await send({"type": "http.response.body", "body": sse_event(chunk), "more_body": True})
             await send(
-                {"type": "http.response.body", "body": encode_sse(self.reply.stream_chunk(first)), "more_body": True}
+                {"type": "http.response.body", "body": sse_event(self.reply.stream_chunk(first)), "more_body": True}
             )
             async for piece in pieces:
                 await send(
                     {
                         "type": "http.response.body",
-                        "body": encode_sse(self.reply.stream_chunk(piece)),
+                        "body": sse_event(self.reply.stream_chunk(piece)),
                         "more_body": True,
                     }
                 )
         for chunk in self.reply.end_stream(samples.answers):
-            await send({"type": "http.response.body", "body": encode_sse(chunk), "more_body": True})
+            await send({"type": "http.response.body", "body": sse_event(chunk), "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
-
-
-def encode_sse(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
 # -- health ----------------------------------------------------------------------------------------
@@ -288,7 +275,7 @@ class ServerAuth:
 
         try:
             if (no := self._turned_away(Request(scope))) is not None:
-                await no.to_response()(scope, receive, send_counted)
+                await refusal_response(no)(scope, receive, send_counted)
             else:
                 await self.app(scope, receive, send_counted)
         finally:
@@ -297,7 +284,7 @@ class ServerAuth:
 
     def _turned_away(self, request: Request) -> RequestRefusal | None:
         if self.service.api_key:
-            if request.scope["path"] in OPEN or self._has_key(request):
+            if request.scope["path"] in OPEN or keys_match(bearer_token(request), self.service.api_key):
                 return None
             return RequestRefusal(
                 401,
@@ -310,7 +297,3 @@ class ServerAuth:
                 403, "a web page asks, and this server has no key: start it with --api-key", code="browser"
             )
         return None
-
-    def _has_key(self, request: Request) -> bool:
-        kind, _, given = request.headers.get("authorization", "").partition(" ")
-        return kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.service.api_key.encode())

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from rondel.core.errors import StalledError, SyncError
 from rondel.generate.engine.builtin import staged_update
-from rondel.generate.engine.server.errors import RequestRefusal
 from rondel.generate.engine.server.fields import RequestFields
 from rondel.generate.engine.server.told import (
     client_lifetime,
@@ -39,6 +38,7 @@ from rondel.generate.engine.server.told import (
 )
 from rondel.models import names
 from rondel.system import sockets
+from rondel.system.http.response import RequestRefusal
 
 if TYPE_CHECKING:
     from rondel.generate.engine.server.service import GenerationService

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from rondel.core.errors import RondelError
-from rondel.generate.engine.server.errors import RequestRefusal
 from rondel.generate.engine.server.fields import RequestFields
 from rondel.generate.engine.server.told import fields_of, success_reply
+from rondel.system.http.response import RequestRefusal
 
 if TYPE_CHECKING:
     from rondel.generate.engine.server.service import GenerationService

@@ -5,47 +5,23 @@ What nobody asked for is refused: a field that is dropped silently is an answer 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import Collection
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from rondel.core.registry import suggest_name
-from rondel.generate.engine.server.errors import GONE, RequestRefusal
+from rondel.system.http.request import read_body
+from rondel.system.http.response import RequestRefusal
 
-READING = 60.0  # seconds in which a body must have arrived
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body; more than `limit` bytes are refused before they are held."""
-    too_large = RequestRefusal(
-        413,
-        f"the body is larger than {limit} bytes, this server's limit (rondel serve --max-body)",
-        code="body_too_large",
-    )
-    announced = request.headers.get("content-length", "0")
-    if announced.isdecimal() and int(announced) > limit:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(READING):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit:
-                    raise too_large
-    except TimeoutError:
-        raise RequestRefusal(408, f"the body did not arrive within {READING:g} s") from None
-    except ClientDisconnect:
-        raise RequestRefusal(GONE, "the client left while it was sending") from None
-    return bytes(body)
+BODY_REMEDY = ", this server's limit (rondel serve --max-body)"
 
 
 async def read_fields(request: Request, limit: int, *, ignored: Collection[str] = ()) -> RequestFields:
     """An empty body is {}: SGLang's clients call some control endpoints without one."""
-    body = await read_body(request, limit)
+    body = await read_body(request, limit, remedy=BODY_REMEDY)
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if body and kind != "application/json" and not kind.endswith("+json"):
         raise RequestRefusal(

@@ -15,11 +15,11 @@ from uuid import uuid4
 from rondel.core.errors import DataError
 from rondel.generate.engine.builtin.text import HALF
 from rondel.generate.engine.server.answers import AnswerDelta, SampleAnswer
-from rondel.generate.engine.server.errors import RequestRefusal
 from rondel.generate.engine.server.fields import RequestFields, shorten_json
 from rondel.generate.engine.server.sampling_fields import BIGGEST, read_draw, read_prompts, read_seed
 from rondel.generate.engine.server.service import GenerationRequest, GenerationService
 from rondel.generate.pictures import parse_image_part
+from rondel.system.http.response import RequestRefusal
 from rondel.text.special_tokens import SPLIT
 
 HARMLESS = frozenset(

@@ -18,9 +18,9 @@ from rondel.core.media import Image, ImagePlaceholder, ImageProcessorConfig
 from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.builtin.text import IncrementalDetokenizer, split_stops
 from rondel.generate.engine.server.answers import RequestSamples, SampleAnswer
-from rondel.generate.engine.server.errors import RequestRefusal
 from rondel.generate.engine.server.metrics import ServerMetrics
 from rondel.generate.pictures import TooLarge, all_seen, place_images, split_images
+from rondel.system.http.response import RequestRefusal
 from rondel.text.special_tokens import special_tokens
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from rondel.core.errors import RondelError
-from rondel.generate.engine.server.errors import GONE, RequestRefusal
 from rondel.generate.engine.server.fields import RequestFields, read_fields
+from rondel.system.http.request import wait_for_disconnect
+from rondel.system.http.response import GONE, RequestRefusal
 
 if TYPE_CHECKING:
     from rondel.generate.engine.server.service import GenerationService
@@ -72,8 +73,7 @@ async def client_lifetime(request: Request) -> AsyncIterator[None]:
     assert task is not None
 
     async def cancel_on_disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
+        await wait_for_disconnect(request.receive)
         task.cancel()
 
     left = asyncio.create_task(cancel_on_disconnect())

@@ -16,9 +16,9 @@ from starlette.requests import Request
 
 from rondel.core.types import Manifest, Route
 from rondel.generate.engine.builtin import staged_update
-from rondel.generate.engine.server.errors import RequestRefusal
 from rondel.generate.engine.server.fields import RequestFields, parse_body, read_body
 from rondel.generate.engine.server.told import deliver_weights, exclusive_update, fields_of, version_of
+from rondel.system.http.response import RequestRefusal
 
 if TYPE_CHECKING:
     from rondel.generate.engine.server.service import GenerationService

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from rondel.generate.envs.gateway.errors import GatewayRefusal
-from rondel.generate.envs.gateway.fields import ChatFields, read_functions, sse_event
+from rondel.generate.envs.gateway.fields import ChatFields, read_functions
 from rondel.generate.envs.gateway.messages import Messages, call_of, content_of, text_of
+from rondel.system.http.response import RequestRefusal, sse_event
 
 if TYPE_CHECKING:
     from rondel.generate.envs.gateway.session import GatewaySession
@@ -23,11 +23,11 @@ def read_messages(system: Any, given: list[Any]) -> Messages:
     for i, message in enumerate(given):
         where = f"messages[{i}]"
         if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
-            raise GatewayRefusal(400, f"{where}.role must be user or assistant")
+            raise RequestRefusal(400, f"{where}.role must be user or assistant")
         role, content = message["role"], message.get("content")
         blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
         if not all(isinstance(block, dict) for block in blocks):
-            raise GatewayRefusal(400, f"{where}.content must be a text or a list of blocks")
+            raise RequestRefusal(400, f"{where}.content must be a text or a list of blocks")
         calls = [
             call_of(b.get("id"), b.get("name"), b.get("input") or {}) for b in blocks if b.get("type") == "tool_use"
         ]
@@ -46,7 +46,7 @@ def read_messages(system: Any, given: list[Any]) -> Messages:
             }
             out.append({**read, "tool_calls": calls} if calls and role == "assistant" else read)
     if out and out[-1]["role"] == "assistant":
-        raise GatewayRefusal(
+        raise RequestRefusal(
             400, "the last message is the assistant's: the policy begins its answers itself; end with a user's message"
         )
     return out
@@ -85,7 +85,7 @@ async def count_tokens(session: GatewaySession, f: ChatFields) -> dict[str, Any]
     """Of a conversation as if it were new; nothing is asked of the policy."""
     said = read_messages(f.read_field("system", (str, list)), f.read_field("messages", list, []))
     if not said:
-        raise GatewayRefusal(400, "there is nothing to count")
+        raise RequestRefusal(400, "there is nothing to count")
     return {
         "input_tokens": await session.count_tokens(said, read_functions(f.read_field("tools", list, []), function_of))
     }

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rondel.generate.envs.gateway import anthropic, openai, responses
-from rondel.generate.envs.gateway.errors import GatewayRefusal, to_refusal
+from rondel.generate.envs.gateway.errors import anthropic_body, to_refusal
 from rondel.generate.envs.gateway.fields import ChatFields, parse_body
+from rondel.system.http.request import bearer_token, finish_or_cancel, read_body
+from rondel.system.http.response import GONE, RequestRefusal
 
 if TYPE_CHECKING:
     from rondel.generate.envs.gateway.session import GatewaySession
@@ -31,21 +32,20 @@ ENDPOINTS: dict[str, tuple[Answer, Chunks]] = {
     **{f"{base}/{name}": how for name, how in SHARED.items() for base in ("/v1", "/v1/v1")},
 }
 LARGEST = 64 << 20  # bytes of a body
-LEFT = 499  # nobody reads this
 
 
 def build_app(sessions: dict[str, GatewaySession], warn: Callable[[str, str], None]) -> Starlette:
     """The ASGI application over the sessions that are open."""
 
     def session_of(request: Request) -> GatewaySession:
-        kind, _, given = request.headers.get("authorization", "").partition(" ")
-        keys = [given.strip()] * (kind.lower() == "bearer") + [request.headers.get("x-api-key", "")]
-        key = next((key for key in keys if key in sessions), None)  # some clients send a word of their own as the other
+        keys = (bearer_token(request), request.headers.get("x-api-key", ""))
+        # some clients send a word of their own as the other; looked up by its hash, so no time tells a part of a key
+        key = next((key for key in keys if key in sessions), None)
         if key is None:
-            raise GatewayRefusal(
+            raise RequestRefusal(
                 401,
                 "no episode has this API key: it is the one that the agent was given, and ends with its episode",
-                "invalid_api_key",
+                code="invalid_api_key",
             )
         return sessions[key]
 
@@ -55,7 +55,8 @@ def build_app(sessions: dict[str, GatewaySession], warn: Callable[[str, str], No
                 return await handler(request)
             except Exception as error:
                 said = to_refusal(error)
-                shape = said.response_body("messages" in request.url.path or "anthropic-version" in request.headers)
+                anthropic_client = "messages" in request.url.path or "anthropic-version" in request.headers
+                shape = anthropic_body(said) if anthropic_client else said.response_body
                 return JSONResponse(shape, said.status, headers={"x-should-retry": "false"})
 
         return endpoint
@@ -63,7 +64,7 @@ def build_app(sessions: dict[str, GatewaySession], warn: Callable[[str, str], No
     def make_answer_handler(answer: Answer, chunks: Chunks) -> Callable[[Request], Awaitable[Response]]:
         async def handle_request(request: Request) -> Response:
             session = session_of(request)
-            body = parse_body(await _read_body(request))
+            body = parse_body(await read_body(request, LARGEST))
             fields = ChatFields(body, session.chat.sampling, warn)
             options = fields.read_field("stream_options", dict, {})
             whole = await _while_it_waits(request, session, answer(session, fields))
@@ -87,7 +88,7 @@ def build_app(sessions: dict[str, GatewaySession], warn: Callable[[str, str], No
         return JSONResponse(openai.model_card(name) if name else listed)
 
     async def not_found(request: Request) -> Response:
-        raise GatewayRefusal(
+        raise RequestRefusal(
             404,
             f"nothing is at {request.url.path[:200]}; this gateway has {', '.join([*ENDPOINTS][:4])} and /v1/models",
         )
@@ -105,35 +106,13 @@ def build_app(sessions: dict[str, GatewaySession], warn: Callable[[str, str], No
     )
 
 
-async def _read_body(request: Request) -> bytes:
-    body = bytearray()
-    try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > LARGEST:
-                raise GatewayRefusal(413, f"the body is larger than {LARGEST} bytes")
-    except ClientDisconnect:
-        raise GatewayRefusal(LEFT, "the agent left while it was sending") from None
-    return bytes(body)
-
-
 async def _while_it_waits(request: Request, session: GatewaySession, answer: Any) -> dict[str, Any]:
-    async def wait_for_disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    work, left = session.start_task(answer), asyncio.create_task(wait_for_disconnect())
-    try:
-        await asyncio.wait([work, left], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        left.cancel()
-        if not work.done():
-            work.cancel()
-        await asyncio.wait([work, left])
+    work = session.start_task(answer)
+    await finish_or_cancel(work, request.receive)
     if work.cancelled():
         raise (
-            GatewayRefusal(401, "the episode is over", "invalid_api_key")
+            RequestRefusal(401, "the episode is over", code="invalid_api_key")
             if session.closed
-            else GatewayRefusal(LEFT, "the agent left")
+            else RequestRefusal(GONE, "the agent left")
         )
     return work.result()

@@ -10,7 +10,7 @@ from typing import Any
 
 from rondel.core.types import Sampling
 from rondel.generate.envs.gateway.chat_request import ChatRequest
-from rondel.generate.envs.gateway.errors import GatewayRefusal
+from rondel.system.http.response import RequestRefusal
 from rondel.text.unicode import read_json
 
 # What says nothing about the answer.
@@ -49,9 +49,9 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     try:
         body = read_json(raw)
     except (ValueError, RecursionError) as error:
-        raise GatewayRefusal(400, f"the body is not JSON: {error}") from None
+        raise RequestRefusal(400, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
-        raise GatewayRefusal(400, f"the body is a JSON {type(body).__name__}; it must be an object")
+        raise RequestRefusal(400, f"the body is a JSON {type(body).__name__}; it must be an object")
     return body
 
 
@@ -68,21 +68,21 @@ class ChatFields:
             return default
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
             expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise GatewayRefusal(400, f"{name} = {json.dumps(value)[:80]}; it must be of type {expected}")
+            raise RequestRefusal(400, f"{name} = {json.dumps(value)[:80]}; it must be of type {expected}")
         return value
 
     def read_count(self, *names: str) -> int | None:
         """The first of them that is given."""
         given = [value for name in names if (value := self.read_field(name, int)) is not None]
         if given and given[0] < 1:
-            raise GatewayRefusal(400, f"{names[0]} = {given[0]}; it must be at least 1")
+            raise RequestRefusal(400, f"{names[0]} = {given[0]}; it must be at least 1")
         return given[0] if given else None
 
     def stop_strings(self, name: str) -> tuple[str, ...]:
         given = self.read_field(name, (str, list), [])
         listed = [given] if isinstance(given, str) else given
         if not all(isinstance(stop, str) for stop in listed):
-            raise GatewayRefusal(400, f"{name} must be a text or a list of texts")
+            raise RequestRefusal(400, f"{name} must be a text or a list of texts")
         return tuple(dict.fromkeys(stop for stop in listed if stop))
 
     def read_chat_request(
@@ -96,10 +96,10 @@ class ChatFields:
         if choice not in NOTHING and not off:
             self.warn("tool_choice", "the policy chooses for itself whether it calls a tool")
         if not said:
-            raise GatewayRefusal(400, "there is nothing to answer")
+            raise RequestRefusal(400, "there is nothing to answer")
         n = self.read_count("n") or 1
         if n > 128:
-            raise GatewayRefusal(400, f"n = {n}; at most 128")
+            raise RequestRefusal(400, f"n = {n}; at most 128")
         asked = ChatRequest(said, tools or [], self.read_count(*limit), self.stop_strings(stop), n, not off)
         for name in self.body.keys() - self._known:
             value, own = self.body[name], getattr(self.sampling, name, None)
@@ -117,16 +117,11 @@ def read_functions(tools: list[Any], read: Callable[[dict[str, Any]], dict[str, 
     for tool in tools:
         if not isinstance(tool, dict) or tool.get("type", "function") not in ("function", "custom"):
             kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
-            raise GatewayRefusal(
+            raise RequestRefusal(
                 400, f"a tool of type '{kind}'; only functions of the agent's own can be offered to the policy"
             )
         given = read(tool)
         if not isinstance(given, dict) or not isinstance(given.get("name"), str):
-            raise GatewayRefusal(400, "a tool without a name")
+            raise RequestRefusal(400, "a tool without a name")
         out.append({"type": "function", "function": {k: v for k, v in given.items() if v is not None}})
     return out
-
-
-def sse_event(data: dict[str, Any], name: str = "") -> bytes:
-    """One of a stream."""
-    return (f"event: {name}\n" if name else "").encode() + b"data: " + json.dumps(data).encode() + b"\n\n"

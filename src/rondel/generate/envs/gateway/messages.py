@@ -18,8 +18,8 @@ from hashlib import blake2b
 from typing import Any
 
 from rondel.core.errors import DataError
-from rondel.generate.envs.gateway.errors import GatewayRefusal
 from rondel.generate.pictures import parse_image_part
+from rondel.system.http.response import RequestRefusal
 
 Messages = list[dict[str, Any]]
 # OpenAI's, and ours
@@ -35,12 +35,12 @@ def text_of(content: Any, where: str, joined: str = "") -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise GatewayRefusal(400, f"{where}.content must be a text or a list of text parts")
+        raise RequestRefusal(400, f"{where}.content must be a text or a list of text parts")
     texts = []
     for part in content:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type", "nothing") if isinstance(part, dict) else type(part).__name__
-            raise GatewayRefusal(400, f"{where}.content has a part of type '{kind}'; the policy reads text only")
+            raise RequestRefusal(400, f"{where}.content has a part of type '{kind}'; the policy reads text only")
         texts.append(part["text"])
     return joined.join(texts)
 
@@ -59,13 +59,13 @@ def content_of(content: Any, where: str, joined: str = "") -> str | list[dict[st
             for part in content
         ]
     except DataError as error:
-        raise GatewayRefusal(400, str(error)) from None
+        raise RequestRefusal(400, str(error)) from None
 
 
 def call_of(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
     """A call in an assistant's message. Arguments that are no JSON stay the text that they are."""
     if not isinstance(name, str):
-        raise GatewayRefusal(400, "a tool call without a name")
+        raise RequestRefusal(400, "a tool call without a name")
     if isinstance(arguments, str):
         with suppress(ValueError):
             arguments = json.loads(arguments) if arguments else {}

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from rondel.generate.envs.gateway.chat_request import ChatReply, ChatRequest
-from rondel.generate.envs.gateway.errors import GatewayRefusal
-from rondel.generate.envs.gateway.fields import ChatFields, read_functions, sse_event
+from rondel.generate.envs.gateway.fields import ChatFields, read_functions
 from rondel.generate.envs.gateway.messages import ROLES, Messages, call_of, content_of, text_of
+from rondel.system.http.response import RequestRefusal, sse_event
 
 if TYPE_CHECKING:
     from rondel.generate.envs.gateway.session import GatewaySession
@@ -23,7 +23,7 @@ def read_messages(given: list[Any]) -> Messages:
         where = f"messages[{i}]"
         role = ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
         if role is None:
-            raise GatewayRefusal(400, f"{where}.role must be one of {', '.join(ROLES)}")
+            raise RequestRefusal(400, f"{where}.role must be one of {', '.join(ROLES)}")
         read: dict[str, Any] = {
             "role": role,
             "content": text_of(message.get("content"), where)
@@ -43,7 +43,7 @@ def _read_tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in given
     ):
-        raise GatewayRefusal(400, f"{where}.tool_calls must be a list of objects, each with a function")
+        raise RequestRefusal(400, f"{where}.tool_calls must be a list of objects, each with a function")
     return [call_of(call.get("id"), call["function"].get("name"), call["function"].get("arguments")) for call in given]
 
 
@@ -114,7 +114,7 @@ async def create_completion(session: GatewaySession, f: ChatFields) -> dict[str,
         if not isinstance(one, str) and not (
             isinstance(one, list) and all(type(t) is int and 0 <= t < size for t in one)
         ):
-            raise GatewayRefusal(400, f"prompt must be a text, a list of token ids below {size}, or a list of either")
+            raise RequestRefusal(400, f"prompt must be a text, a list of token ids below {size}, or a list of either")
     logprobs = f.read_field("logprobs", int)
     asked = f.read_chat_request(prompts and prompts[0], limit=("max_tokens",))
     families = [

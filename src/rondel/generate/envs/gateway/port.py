@@ -9,10 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-import uvicorn
-
 from rondel.generate.envs.gateway.app import build_app
-from rondel.system.http import PatientConnection
+from rondel.system.http.server import HttpServer
 
 if TYPE_CHECKING:
     from rondel.generate.envs.gateway.session import GatewaySession
@@ -29,25 +27,14 @@ class GatewayPort:
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self.socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        config = uvicorn.Config(
-            build_app(sessions, warn),
-            http=PatientConnection,
-            ws="none",
-            lifespan="off",
-            log_level="critical",
-            access_log=False,
-            timeout_graceful_shutdown=LAST,
-            timeout_keep_alive=600,  # agents think long between two requests
-        )
-        config.load()
-        self.server = uvicorn.Server(config)
-        self.server.lifespan = config.lifespan_class(config)
-        self.started = asyncio.ensure_future(self.server.startup([self.socket]))
+        # agents think long between two requests
+        self.server = HttpServer(build_app(sessions, warn), self.socket, drain=LAST, keep_alive=600)
+        self.started = asyncio.ensure_future(self.server.open())
         self.users = 0
 
     async def close(self) -> None:
         await asyncio.wait([self.started])
-        await self.server.shutdown([self.socket])
+        await self.server.close()
 
 
 class GatewayListener:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from rondel.generate.envs.gateway.errors import GatewayRefusal
-from rondel.generate.envs.gateway.fields import ChatFields, read_functions, sse_event
+from rondel.generate.envs.gateway.fields import ChatFields, read_functions
 from rondel.generate.envs.gateway.messages import ROLES, Messages, call_of, content_of, text_of
+from rondel.system.http.response import RequestRefusal, sse_event
 
 if TYPE_CHECKING:
     from rondel.generate.envs.gateway.session import GatewaySession
@@ -33,7 +33,7 @@ def read_items(given: str | list[Any]) -> Messages:
             case "message":
                 role = ROLES.get(str(item.get("role")))
                 if role is None:
-                    raise GatewayRefusal(400, f"{where}.role must be one of {', '.join(ROLES)}")
+                    raise RequestRefusal(400, f"{where}.role must be one of {', '.join(ROLES)}")
                 out.append(
                     {"role": role, "content": (content_of if role == "user" else text_of)(item.get("content"), where)}
                 )
@@ -51,7 +51,7 @@ def read_items(given: str | list[Any]) -> Messages:
             case "reasoning":  # of another model: the policy has written none
                 pass
             case _:
-                raise GatewayRefusal(
+                raise RequestRefusal(
                     400, f"{where} is of type '{kind}'; the policy reads messages, function calls and their outputs"
                 )
     return out
@@ -61,8 +61,10 @@ async def build_response(session: GatewaySession, f: ChatFields) -> dict[str, An
     said = read_items(f.read_field("input", (str, list), []))
     if before := f.read_field("previous_response_id", str):
         if before not in session.stored:
-            raise GatewayRefusal(
-                400, f"previous_response_id = '{before[:80]}' is none of this episode's", "previous_response_not_found"
+            raise RequestRefusal(
+                400,
+                f"previous_response_id = '{before[:80]}' is none of this episode's",
+                code="previous_response_not_found",
             )
         said = [*session.stored[before], *said]
     instructions = f.read_field("instructions", str)

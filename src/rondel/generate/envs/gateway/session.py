@@ -16,7 +16,7 @@ from rondel.core.types import Completion
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.gateway.chat_request import ChatReply, ChatRequest
 from rondel.generate.envs.gateway.conversation_tree import AnsweredTurn, ConversationTree
-from rondel.generate.envs.gateway.errors import GatewayRefusal, TooLong
+from rondel.generate.envs.gateway.errors import TooLong
 from rondel.generate.envs.gateway.messages import canonical_messages, key_of
 from rondel.generate.envs.template import Messages
 from rondel.generate.pictures import (
@@ -26,6 +26,7 @@ from rondel.generate.pictures import (
     run_on_image_thread,
     split_images,
 )
+from rondel.system.http.response import RequestRefusal
 
 
 class GatewaySession:
@@ -122,7 +123,7 @@ class GatewaySession:
             done = await chat.reply()
         except Exception as error:
             self.fault = self.fault or error
-            raise GatewayRefusal(500, f"the engine could not serve this: {error}") from error
+            raise RequestRefusal(500, f"the engine could not serve this: {error}") from error
         return self._read_completion(done, chat, asked, prompt)
 
     def _encode_text(self, said: str | list[int], turns: list[AnsweredTurn]) -> list[int]:
@@ -163,7 +164,7 @@ def _encoding_errors() -> Iterator[None]:
     except TooLarge:
         raise
     except Exception as error:  # a template refuses what it cannot write by raising whatever it likes
-        raise GatewayRefusal(400, f"these messages cannot be written as tokens: {error}") from error
+        raise RequestRefusal(400, f"these messages cannot be written as tokens: {error}") from error
 
 
 def _messages_and_keys(said: Messages | str | list[int]) -> tuple[Messages, Any]:

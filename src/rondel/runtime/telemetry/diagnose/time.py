@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rondel.runtime.telemetry.accounts import CONTROLLER, seconds_to_shares
-from rondel.runtime.telemetry.advice import PlacementFacts, advise_runtime, idle_share
+from rondel.runtime.telemetry.advice import PlacementFacts, advise_runtime, engine_idle_share
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import LEAST, Story
 
@@ -22,14 +22,14 @@ def find_starvation(story: Story) -> Iterator[Finding]:
             engines[kind] = engines.get(kind, 0.0) + seconds
     phases = {name: s for name, s in story.accounts.get(CONTROLLER, {}).items() if name != "milestone"}
     if len(story.steps) < LEAST or not (
-        told := advise_runtime(phases, idle_share(engines), PlacementFacts.from_job(story.job))
+        told := advise_runtime(phases, engine_idle_share(engines), PlacementFacts.from_job(story.job))
     ):
         return
     wait = seconds_to_shares(phases).get("wait", 0.0)
     yield Finding(
-        "starved_trainer" if wait >= 1 - wait else "starved_engine",
+        f"starved_{told.waiting}",
         "note" if told.gain < 1.25 else "warning",
-        f"the learner waits {wait:.0%} of its time, the engines have nothing to do {idle_share(engines):.0%} of theirs "
+        f"the learner waits {wait:.0%} of its time, the engines have nothing to do {engine_idle_share(engines):.0%} of theirs "
         f"({story.recent_span})",
         "One side sets the pace and the other stands still.",
         told.message,

@@ -1,5 +1,4 @@
-"""Where a server listens, who may speak to it and how long it waits for them: bound before
-anything is loaded, closed without a signal of uvicorn's. No torch: the dashboard and the gateway have it too."""
+"""A server: where it listens, how long it waits for its clients, and how it ends. No torch."""
 
 from __future__ import annotations
 
@@ -8,11 +7,9 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import h11
 import uvicorn
-from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rondel.core.errors import UserError
@@ -38,9 +35,10 @@ def bind_socket(host: str, port: int, *, api_key: str) -> socket.socket:
 
 
 class PatientConnection(H11Protocol):
-    """One client's. Closed where a request's headers are not there `HEADERS` seconds after it
-    connected or sent their first byte, and at the server's end where a request has not come
-    whole: uvicorn waits for both without a limit."""
+    """One client's connection, closed if the headers of a request are not complete `HEADERS` seconds after it
+    connected or sent their first byte, and at the end of the server if a request is not complete. uvicorn waits for
+    both without a limit.
+    """
 
     HEADERS = 20.0
 
@@ -78,12 +76,56 @@ class PatientConnection(H11Protocol):
             self._late = None
 
 
-class QuietServer(uvicorn.Server):
-    """Signals are ours: uvicorn would raise them again after the drain, and the exit code would not be 0."""
+class HttpServer(uvicorn.Server):
+    """One ASGI application at one socket: `await server.serve()` until `stop()`, or `open()` and `close()` inside a
+    loop that does other work.
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    drain       seconds that answers on their way have when it ends
+    keep_alive  seconds that a connection may wait for its next request
+    ready       called once it listens
+
+    Signals are the caller's: uvicorn would raise them again after the drain, and the exit code would not be 0.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        sock: socket.socket,
+        *,
+        drain: int,
+        keep_alive: int = 5,
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=PatientConnection,
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=drain,
+            timeout_keep_alive=keep_alive,
+        )
         super().__init__(config)
-        self.ready = ready
+        self.socket, self.ready = sock, ready
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().serve(sockets or [self.socket])
+
+    def stop(self) -> None:
+        """End after the drain; at the second call at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def open(self) -> None:
+        self.config.load()
+        self.lifespan = self.config.lifespan_class(self.config)
+        await self.startup([self.socket])
+
+    async def close(self) -> None:
+        await self.shutdown([self.socket])
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -92,18 +134,3 @@ class QuietServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.ready()
-
-
-def from_a_web_page(request: Request) -> bool:
-    """Without a key, any page open in a browser on this machine could steer a server;
-    programs send none of these headers.
-    """
-    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        return True
-    host, origin = request.headers.get("host", ""), request.headers.get("origin")
-    try:
-        if origin is not None and urlsplit(origin).netloc != host:
-            return True
-        return (urlsplit(f"//{host}").hostname or "localhost") not in ("localhost", "127.0.0.1", "::1")
-    except ValueError:
-        return True

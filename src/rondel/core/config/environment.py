@@ -1,0 +1,87 @@
+"""task.env: the settings of each environment, by its kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from rondel.core.config.section import CLOSED, LONGEST
+
+
+class ExampleConfig(BaseModel):
+    """One solved question: `{ prompt = "2 + 2 =", answer = "4" }`."""
+
+    model_config = CLOSED
+    prompt: str = Field(min_length=1)
+    answer: str = Field(min_length=1)
+
+
+class SingleTurnConfig(BaseModel):
+    """One prompt, one answer."""
+
+    model_config = CLOSED
+    suffix: str = Field("", description="appended to the last message of every prompt")
+    examples: list[ExampleConfig] = Field(
+        [],
+        description="few-shot: { prompt, answer } shown as earlier turns before every question, each prompt with the "
+        "suffix",
+    )
+
+
+class ToolsConfig(BaseModel):
+    """The policy calls tools until it answers without one."""
+
+    model_config = CLOSED
+    tools: list[str] = Field(
+        min_length=1,
+        description="what the policy may call: calculator, python (in a sandbox), functions and classes of yours as "
+        '"module:name", "mcp:command", "mcp:http://...", "mcp+shared:..."',
+    )
+    turns: int = Field(8, ge=1, description="most replies of the policy in one episode")
+    timeout: float = Field(30.0, gt=0, le=LONGEST, description="seconds for one call of a tool")
+    suffix: str = Field("", description="appended to the last message of every prompt")
+
+
+class GymConfig(BaseModel):
+    """Worlds with reset and step, from task.data.kind = "gym"."""
+
+    model_config = CLOSED
+    turns: int = Field(8, ge=1, description="most actions of the policy in one episode")
+    timeout: float = Field(30.0, gt=0, le=LONGEST, description="seconds for one call of the world")
+    suffix: str = Field("", description="appended to the last message of every prompt")
+
+
+class GatewayConfig(BaseModel):
+    """An agent program that talks to the policy through an OpenAI or Anthropic API."""
+
+    model_config = CLOSED
+    agent: str | list[str] = Field(description='"module:name", a function; else a command')
+    timeout: float = Field(600.0, gt=0, le=LONGEST, description="seconds of wall clock for one episode of the agent")
+
+
+class AgentsConfig(BaseModel):
+    """Several agents that read each other's turns."""
+
+    model_config = CLOSED
+    agents: list[dict[str, Any]] = Field(
+        min_length=1, description='their turns, { agent = "a", says = "{prompt}" }, the answer last'
+    )
+    suffix: str = Field("", description="appended to the last message of every prompt")
+
+
+class VerifiersConfig(BaseModel):
+    """An environment of the verifiers package, named in task.data."""
+
+    model_config = CLOSED
+    timeout: float = Field(600.0, gt=0, le=LONGEST, description="seconds of wall clock for one episode")
+
+
+ENV_TABLES: dict[str, type[BaseModel]] = {
+    "single_turn": SingleTurnConfig,
+    "tools": ToolsConfig,
+    "gym": GymConfig,
+    "gateway": GatewayConfig,
+    "agents": AgentsConfig,
+    "verifiers": VerifiersConfig,
+}

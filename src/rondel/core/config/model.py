@@ -1,0 +1,95 @@
+"""[model]: the weights that are trained, their adapter, their teachers, their images."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from rondel.core.config.section import CLOSED, ConfigSection, Count, SettingsTable
+
+
+class AdapterConfig(SettingsTable):
+    """LoRA: small matrices beside frozen weights. Only they are trained, published and stored."""
+
+    kind: Literal["off", "lora", "qlora"] = Field(
+        "off",
+        description="`lora`: y = W x + alpha/rank · B (A x); `qlora`: over a base in 4 bits (nf4, double quantisation)",
+    )
+    rank: int = Field(16, ge=1, le=1 << 16, description="rows of A and columns of B")
+    alpha: int = Field(32, ge=1, description="the adapter counts alpha/rank times")
+    targets: str | list[str] = Field(
+        "all-linear", description='names of linear layers, `["q_proj", "v_proj"]`, or "all-linear": all but the head'
+    )
+
+    @model_validator(mode="after")
+    def _refuse_unread_settings(self) -> AdapterConfig:
+        mine = self.__dict__
+        if isinstance(mine["targets"], str) and mine["targets"] != "all-linear":
+            raise ValueError(
+                f'targets = "{mine["targets"]}": it is "all-linear" or a list of names, ["q_proj", "v_proj"]'
+            )
+        for name, field in type(self).model_fields.items():
+            if mine["kind"] == "off" and mine[name] != field.default:
+                raise ValueError(f'{name} has no effect without a kind: set kind = "lora", or remove it')
+        return self
+
+
+class TeacherConfig(BaseModel):
+    """One of several teachers: `{ path = "big-math", source = "math" }`, or one that is served:
+    `{ url = "http://127.0.0.1:30000" }`.
+    """
+
+    model_config = CLOSED
+    path: str | dict[str, Any] | None = Field(None, description="as model.path: a teacher that is loaded here")
+    url: str | None = Field(None, description="the address of a teacher that is served")
+    kind: Literal["sglang", "vllm"] = Field("sglang", description="what serves it")
+    weight: float = Field(1.0, gt=0, description="what it counts beside the other teachers of a sample")
+    source: str | None = Field(None, description="the source whose tasks it teaches; unset, all")
+
+    @model_validator(mode="after")
+    def _require_one_location(self) -> TeacherConfig:
+        if (self.path is None) == (self.url is None):
+            raise ValueError(
+                "a teacher has either a path, and is loaded here, or a url, where it is served: "
+                '{ url = "http://127.0.0.1:30000" }'
+            )
+        return self
+
+    @property
+    def name(self) -> str:
+        return self.url or str(self.path)
+
+
+class VisionConfig(SettingsTable):
+    """Images of a vision-language model: its tower, and tokens an image."""
+
+    tower: Literal["frozen", "trained"] = Field(
+        "frozen",
+        description="of a vision-language model: whether what encodes images learns, too; frozen, it costs no gradient",
+    )
+    image_tokens: Count | Literal["auto"] = Field(
+        "auto",
+        description="most tokens of one image, which is scaled down to it; auto: what the model's own settings say",
+    )
+
+
+class ModelConfig(ConfigSection):
+    path: str | dict[str, Any] = Field(
+        description='folder, hub id, GGUF file, "smollm2-135m", or { random = "llama", ... }'
+    )
+    teacher: str | dict[str, Any] | list[TeacherConfig] | None = Field(
+        None, description="whom algo.distill learns from: as model.path, with the same tokenizer"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="compute dtype; master weights are always float32"
+    )
+    adapter: AdapterConfig = Field(
+        AdapterConfig(), description="few new weights beside the model's own, which alone are trained"
+    )
+    vision: VisionConfig = Field(VisionConfig(), description="of a vision-language model: its tower and its images")
+
+    @property
+    def teachers(self) -> list[TeacherConfig]:
+        told = self.teacher
+        return told if isinstance(told, list) else [] if told is None else [TeacherConfig(path=told)]

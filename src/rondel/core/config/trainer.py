@@ -1,0 +1,56 @@
+"""[trainer]: optimizer, critic, micro-batches, offloading."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rondel.core.config.section import ConfigSection, Count, SettingsTable
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class CriticConfig(SettingsTable):
+    """The critic of a row that needs values: its own backbone with one number a token."""
+
+    lr: float = Field(1e-5, ge=0, description="its own, under the trainer's schedule")
+    warmup: int = Field(
+        0, ge=0, description="first steps in which only the critic learns; the policy stays bit for bit as it is"
+    )
+    path: str | dict[str, Any] | None = Field(
+        None, description="where its backbone starts, as model.path; unset, a copy of the policy"
+    )
+
+
+class OptimizerConfig(SettingsTable):
+    """Settings of AdamW beside its learning rate."""
+
+    warmup_steps: int = Field(0, ge=0, description="steps in which the learning rate rises to lr")
+    weight_decay: float = Field(0.0, ge=0, description="on matrices only")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.99), strict=False, description="of AdamW")
+
+
+class TrainerConfig(ConfigSection):
+    lr: float = Field(1e-5, ge=0, description="learning rate of AdamW")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="of the learning rate after its warmup"
+    )
+    clip: float = Field(1.0, gt=0, allow_inf_nan=True, description="global gradient norm; inf clips nothing")
+    optimizer: OptimizerConfig = Field(
+        OptimizerConfig(), description="AdamW beside its learning rate: warmup_steps, weight_decay, betas"
+    )
+    micro_tokens: Count | Literal["auto"] = Field(
+        "auto", description="tokens in one forward and backward pass; speed and memory, never the result"
+    )
+    routing_replay: bool | Literal["auto"] = Field(
+        "auto", description="a MoE's tokens go to the experts that the engine chose; auto: if it has any"
+    )
+    offload: bool = Field(
+        False,
+        description="shared device: while the engine writes, optimizer, critic, reference and teacher lie in host "
+        "memory, while the trainer "
+        "works there is no KV cache; reference and teacher are on the device for their own pass only",
+    )
+    critic: CriticConfig = Field(CriticConfig(), description="of a row that needs values")
+    max_bad_steps: int = Field(3, ge=1, description="stop after so many steps in a row that a finite-check refused")
