@@ -46,6 +46,30 @@ def test_only_what_needs_a_gradient_gets_one():
     )
 
 
+@pytest.mark.parametrize("shape", [(1, 16), (7, 16), (2, 5, 16)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_without_bf16_instructions_a_bf16_product_is_the_rounded_fp32_product(shape, with_bias, monkeypatch):
+    """Forward, backward and packed: bit for bit the fp32 product of the same numbers, rounded once."""
+    monkeypatch.setattr(linear, "has_bf16_products", lambda: False)
+    linear._available.cache_clear()
+    bf16 = torch.bfloat16
+    x, w = numbers(*shape, dtype=bf16), numbers(24, 16, seed=1, dtype=bf16)
+    b = numbers(24, seed=2, dtype=bf16) if with_bias else None
+    leaves = [t.requires_grad_() for t in (x, w, b) if t is not None]
+    wide = [t.detach().float().requires_grad_() for t in leaves]
+    ours, theirs = product(x, w, b), product(wide[0], wide[1], wide[2] if with_bias else None)
+    assert ours.dtype == bf16 and torch.equal(ours, theirs.to(bf16))
+    up = numbers(*ours.shape, seed=3, dtype=bf16)
+    grads = torch.autograd.grad(ours, leaves[:2], up)
+    wanted = torch.autograd.grad(theirs, wide[:2], up.float())
+    assert all(torch.equal(g, e.to(bf16)) for g, e in zip(grads, wanted, strict=True))
+    stack = PackedLinear()
+    with torch.no_grad():
+        assert stack.can_pack(x, [w], [b] if with_bias else [])
+        assert stack.packed_bytes == 24 * 16 * 4 and torch.equal(stack(x)[0], ours)
+    linear._available.cache_clear()
+
+
 class Block(nn.Module):
     def __init__(self, bias=True):
         super().__init__()

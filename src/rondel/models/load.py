@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import string
 import tempfile
 from collections.abc import Sequence
@@ -154,17 +153,7 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
                 f"model.dtype = '{dtype}': it is one of auto, {', '.join(str(d).removeprefix('torch.') for d in PARITY)}"
             )
         return named
-    return torch.bfloat16 if device.startswith("cuda") or _bf16_products() else torch.float32
-
-
-def _bf16_products() -> bool:
-    """Whether this CPU multiplies bfloat16 itself. oneDNN says yes wherever it can convert: with
-    AVX-512 alone, at a fifth of float32's speed.
-    """
-    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return False
-    x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
-    return not x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if device.startswith("cuda") or linear.has_bf16_products() else torch.float32
 
 
 def refuse_architecture(config: Any) -> None:

@@ -274,7 +274,7 @@ def packed_bytes(setting: Workload, *, training: bool) -> float:
     if setting.hardware.on_gpu or setting.train_devices > 1 or setting.four_bits:
         return 0.0
     read = [setting.shape] * (setting.rank > 0 or not training) + [setting.teacher] * (setting.teacher is not None)
-    return setting.width * sum(
+    return setting.packed_width * sum(
         shape.body_parameters + shape.embedding_parameters - shape.expert_parameters
         for shape in read
         if shape is not None

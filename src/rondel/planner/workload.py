@@ -40,7 +40,8 @@ class Workload:
               `output` and on average `mean` tokens
     micro     tokens of one forward and backward pass;  running: requests decoded together by one engine
     others    models beside the policy: reference, reward model, teacher, critic, by name
-    width     bytes of a weight that computes
+    width     bytes of a weight that computes; packed_width: of a copy for oneDNN (models/linear.py), 4 where the CPU has
+              no bf16 products
     policies  those beside the main one, each with an engine and a trainer of its own
     rank      of an adapter, 0 for none;  four_bits: its base lies as NF4, and is decoded layer by layer for every pass
     prefill   tokens of prompts that an engine reads in one step;  sync: sync.kind of the recipe
@@ -66,6 +67,7 @@ class Workload:
     updates: int = 1
     epochs: int = 1
     width: int = 2
+    packed_width: int = 2
     rank: int = 0
     four_bits: bool = False
     targets: str | tuple[str, ...] = "all-linear"
@@ -186,6 +188,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         updates=job.loop.updates_per_step,
         epochs=job.loop.epochs,
         width=width,
+        packed_width=width if not on_cpu or _has_bf16() else 4,
         rank=adapter.rank if adapter.kind != "off" else 0,
         four_bits=adapter.kind == "qlora",
         targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),

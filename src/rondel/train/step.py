@@ -148,11 +148,11 @@ class LocalTrainer:
         if self.draft is not None and batch.samples:
             stats.metrics |= await self._run_on_device(self.draft.step, batch, self.settings)
         self.account.report_time(self.offload.memory())
-        await self._run_on_device(self.offload.end_step)
         return stats
 
     async def publish(self, route: Route) -> tuple[Manifest, Route]:
         """The transport takes the tensors one by one: itself, into shared memory, into files, or only their digests."""
+        await self._run_on_device(self.offload.end_step)
         return await self._run_on_device(self.publisher.publish, route, self.version)
 
     async def send(self, route: Route) -> None:
