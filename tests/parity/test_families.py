@@ -20,7 +20,7 @@ from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import _max_context, load_model, refuse_architecture
 
 # the others are slow: one of each kind of attention and routing is in the fast tests
-AT_ONCE = {"llama", "gemma3_text", "deepseek_v3", "qwen3_moe", "gpt_oss", "gpt2"}
+AT_ONCE = {"llama", "gemma3_text", "deepseek_v3", "qwen3_moe", "gpt2"}
 SOME_AT_ONCE = [pytest.param(kind, marks=() if kind in AT_ONCE else pytest.mark.slow) for kind in FAMILIES]
 LINES = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8").splitlines()
 
