@@ -4,6 +4,7 @@ that was measured (`rondel bench rows`, which has every row in every seed).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -41,7 +42,8 @@ def learn(folder, changes, recipe=RECIPE) -> list[float]:
 def start(request, tmp_path_factory):
     """(seed, folder of a model that is right about half the time), made once for all workers."""
     seed = request.param
-    folder = tmp_path_factory.getbasetemp().parent / f"learning-start-{seed}"
+    base = tmp_path_factory.getbasetemp()  # without workers, what is above it holds what older sessions left
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"learning-start-{seed}"
     with FileLock(f"{folder}.lock"):
         if not (folder / "done").exists():
             learn(folder, {"loop.seed": seed, "loop.steps": 0, "loop.warmup.steps": 200})
