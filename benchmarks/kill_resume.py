@@ -40,11 +40,13 @@ def main(argv: list[str] | None = None) -> None:
     finish(whole, args.steps)
     length = time.perf_counter() - began
     draw, after, kills = random.Random(args.seed), [], 0
+    reached: list[int] = []
     while kills < args.kills:
         seconds = draw.uniform(0.0, length / 2)
         if interrupted(killed, args.steps, seconds):
             kills += 1
             after.append(round(seconds, 2))
+            reached.append(steps_done(killed))
             print(f"kill {kills} of {args.kills} after {seconds:.1f} s", file=sys.stderr, flush=True)
         else:  # it was complete before the kill: begin another one
             check(whole, killed)
@@ -58,6 +60,7 @@ def main(argv: list[str] | None = None) -> None:
                 "seconds": round(time.perf_counter() - began, 1),
                 "uninterrupted_s": round(length, 1),
                 "killed_after_s": after,
+                "killed_after_steps": reached,
             }
         )
     )
@@ -88,6 +91,12 @@ def interrupted(folder: Path, steps: int, seconds: float) -> bool:
     if process.returncode:
         sys.exit(f"the run broke instead of going on: {said.decode()[-2000:]}")
     return False
+
+
+def steps_done(folder: Path) -> int:
+    from rondel.runtime.journal.log import read
+
+    return max((e["step"] for e in read(folder) if e["kind"] == "StepDone"), default=0)
 
 
 def check(whole: Path, killed: Path) -> bool:

@@ -342,7 +342,7 @@ def test_a_loaded_trainer_goes_on_bit_for_bit(tmp_path, kind, dtype):
 def test_kills_at_random_moments(tmp_path):
     script = Path(__file__).parent.parent.parent / "benchmarks" / "kill_resume.py"
     done = subprocess.run(
-        [sys.executable, script, "--kills", "2", "--steps", "24", "--folder", tmp_path],
+        [sys.executable, script, "--kills", "2", "--steps", "40", "--folder", tmp_path],
         capture_output=True,
         text=True,
         timeout=900,
