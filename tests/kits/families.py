@@ -14,7 +14,7 @@ from kits.engine import SIZE, all_of, ask, engine, idle, prompt, tiny
 from kits.vision import EYES
 from rondel.core.errors import ModelError
 from rondel.models.attention import PackedLayout, PackedSegment
-from rondel.models.load import load_model
+from rondel.models.load import REMEDY, load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.routing_tape import RoutingTape
 
@@ -35,13 +35,26 @@ ROUTED = EXPERTS | {
     "first_k_dense_replace": 1,
 }
 LATER = {k: v for k, v in ROUTED.items() if k != "first_k_dense_replace"}  # its first layer is dense by itself
+REUSE = {  # the last layer of three takes the keys and values of the last one of its type
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "num_kv_shared_layers": 1,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 128,
+}
+WIDER = {"per_layer_config": {1: {"head_dim": 24}}}  # heads of another size in layer 1
 FAMILIES = {
     "apertus": SIZE,
     "arcee": SIZE,
+    "aria_text": SIZE | HEAD | {"moe_num_experts": 4, "moe_topk": 2},
+    "axk1": SIZE | LATENT | LATER,
     "biogpt": ALONE | APART,
     "bitnet": SIZE,
     "cohere": SIZE | {"logit_scale": 0.5},
     "cohere2": MIXED | {"logit_scale": 0.5},
+    "cohere2_moe": MIXED | HEAD | EXPERTS | {"num_experts": 4, "logit_scale": 1.0},
+    "cohere_compass_text": SIZE | {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "ctrl": dict(n_embd=64, n_layer=2, n_head=4, n_positions=512, dff=96),
     "cwm": MIXED,
     "deepseek_v2": SIZE | LATENT | ROUTED,
     "deepseek_v3": SIZE | LATENT | ROUTED,
@@ -49,6 +62,7 @@ FAMILIES = {
     "ernie4_5": SIZE | HEAD,
     "ernie4_5_moe": SIZE | EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
     "exaone4": MIXED,
+    "exaone_moe": MIXED | EXPERTS | FEW,
     "flex_olmo": SIZE | EXPERTS | {"num_experts": 4},
     "gemma": SIZE | HEAD | APART,
     "gemma2": SIZE
@@ -56,10 +70,20 @@ FAMILIES = {
     | WINDOW
     | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0, "query_pre_attn_scalar": 24},
     "gemma3_text": MIXED | HEAD,
+    "gemma3n_text": MIXED
+    | HEAD
+    | REUSE
+    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma4_text": MIXED
+    | HEAD
+    | REUSE
+    | {"per_layer_config": {1: {"head_dim": 24}, 2: {"head_dim": 24}}, "final_logit_softcapping": 6.0},
+    "gemma4_unified_text": MIXED | HEAD | WIDER,
     "glm": SIZE | HEAD,
     "glm4": SIZE | HEAD,
     "glm4_moe": SIZE | HEAD | ROUTED,
     "glm4_moe_lite": SIZE | LATENT | LATER,
+    "gpt-sw3": OLD,
     "gpt2": OLD,
     "gpt_bigcode": OLD,
     "gpt_neox": ALONE,
@@ -69,9 +93,18 @@ FAMILIES = {
     "granitemoeshared": SIZE | EXPERTS | {"num_local_experts": 4, "shared_intermediate_size": 32},
     "helium": SIZE | HEAD,
     "hunyuan_v1_dense": SIZE | HEAD,
+    "hy_v3": SIZE | HEAD | EXPERTS | FEW,
+    "hyperclovax": SIZE | HEAD,
+    "internlm3": SIZE | HEAD,
+    "iquestcoder": SIZE | HEAD,
+    "jais2": SIZE | HEAD,
+    "kolibri1": {k: v for k, v in (MIXED | HEAD | EXPERTS | FEW).items() if k != "intermediate_size"},
+    "laguna": MIXED | HEAD | EXPERTS | FEW,
     "llama": SIZE,
+    "mellum": MIXED | HEAD | EXPERTS | FEW,
     "minicpm3": SIZE | LATENT | APART | {"dim_model_base": 32},
     "minimax_m2": SIZE | HEAD | EXPERTS | {"num_local_experts": 4},
+    "minimax_m3_vl_text": SIZE | HEAD | EXPERTS | {"num_local_experts": 4},
     "ministral": SIZE | HEAD | WINDOW,
     "ministral3": SIZE | HEAD,
     "mistral": SIZE | WINDOW,
@@ -94,28 +127,40 @@ FAMILIES = {
     "phi": SIZE,
     "phi3": SIZE | WINDOW,
     "qwen2": SIZE,
-    "qwen2_moe": SIZE | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
     "qwen2_5_vl": SIZE | {"vision_config": EYES["qwen2_5_vl"]},
+    "qwen2_moe": SIZE | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
     "qwen2_vl": SIZE | {"vision_config": EYES["qwen2_vl"]},
     "qwen3": SIZE | HEAD,
-    "qwen3_vl": SIZE | HEAD | {"vision_config": EYES["qwen3_vl"]},
     "qwen3_moe": SIZE | HEAD | EXPERTS | FEW,
+    "qwen3_vl": SIZE | HEAD | {"vision_config": EYES["qwen3_vl"]},
     "seed_oss": SIZE | HEAD,
     "smollm3": SIZE | {"no_rope_layers": [1, 0]},
+    "solar_open": {
+        k: v for k, v in (SIZE | HEAD | ROUTED).items() if k not in ("intermediate_size", "first_k_dense_replace")
+    },
     "stablelm": SIZE,
     "starcoder2": SIZE | WINDOW,
     "vaultgemma": MIXED | HEAD | APART,
     "youtu": SIZE | LATENT,
 }
 
+ENCODERS = "bert-generation camembert data2vec-text electra ernie roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod"
+SEQUENCE_TO_SEQUENCE = "bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet whisper"
+OUTSIDE = "big_bird blt cpmant git megatron-bert reformer rembert roformer trocr xlm"
+INDEXED = "axk2 dots3_note_text hy_v4"
 RECURRENT, INTERFACE, SINKS = "recurrent layers", "attention interface", "attention sinks"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the reason speaks of
+    **{kind: ({}, "an encoder") for kind in ENCODERS.split()},
+    **{kind: ({}, "encoder-decoder") for kind in SEQUENCE_TO_SEQUENCE.split()},
+    **{kind: ({}, "attention interface") for kind in OUTSIDE.split()},
+    **{kind: (SIZE | {"num_key_value_heads": 4}, "layers of type") for kind in INDEXED.split()},
     "afmoe": ({}, "choice of experts"),
     "bamba": ({}, RECURRENT),
     "bart": ({}, "encoder-decoder"),
     "bert": ({}, "an encoder"),
     "bloom": ({}, "ALiBi"),
     "codegen": ({}, INTERFACE),
+    "deepseek_v4": ({}, "layers of type compressed_sparse_attention"),
     "deepseek_v32": ({}, "layers of type indexed_attention"),
     "diffllama": ({}, "attend twice"),
     "doge": ({}, "mask of its own"),
@@ -141,6 +186,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "mamba": ({}, "recurrent"),
     "mamba2": ({}, "recurrent"),
     "minimax": ({}, RECURRENT),
+    "modernbert-decoder": ({"pad_token_id": 0}, "head"),
     "mpt": ({}, "ALiBi"),
     "nemotron_h": ({}, RECURRENT),
     "olmo_hybrid": ({}, RECURRENT),
@@ -161,6 +207,8 @@ NOTES = {  # a key of its config -> what it brings
     "sliding_window": "sliding window",
     "attn_logit_softcapping": "softcapped scores and logits",
     "kv_lora_rank": "latent attention: keys and values are cached expanded",
+    "num_kv_shared_layers": "the last layers reuse keys and values",
+    "per_layer_config": "head sizes differ by layer",
     "no_rope_layers": "some layers without positions",
     "vision_config": "sees images",
 }
@@ -248,7 +296,7 @@ def row(kind: str) -> str:
     every machine writes the same line.
     """
     if kind in REFUSED:
-        why = refusal(kind).partition("is not supported: ")[2].partition(". Serve it")[0]
+        why = refusal(kind).partition("is not supported: ")[2].partition(f". {REMEDY}")[0]
         return f"| `{kind}` | refused | | | {why} |"
     m = measure(kind)
     replay = "dense" if m.replayed is None else "yes" if m.replayed <= 1e-4 and m.obeyed else "no"

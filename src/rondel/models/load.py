@@ -159,7 +159,7 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
 def refuse_architecture(config: Any) -> None:
     """Architectures that this house cannot carry, each by the part that is missing. docs/families.md has the list."""
     text, kind = config.get_text_config(), config.model_type
-    refuse_sizes(kind, {name: getattr(text, name, None) for name in SIZES})
+    refuse_sizes(kind, {name: _uniform_size(text, name) for name in SIZES})
     layers = set(getattr(text, "layer_types", None) or ())
     recurrent = {t for t in layers if t.startswith(("linear", "mamba", "conv", "recurrent", "hybrid"))}
     strange = layers - recurrent - {"full_attention", "sliding_attention", "dense", "sparse", "moe", "mlp"}
@@ -190,10 +190,14 @@ def refuse_architecture(config: Any) -> None:
     for holds, why in reasons:
         if holds:
             raise ModelError(
-                f"model type '{kind}' is not supported: {why}. Serve it with vLLM or SGLang instead of the built-in engine."
+                f"model type '{kind}' is not supported: {why}. {REMEDY}"
             )
 
 
+REMEDY = (
+    "Engine and trainer load the same module, so another engine does not help: take a model of a family listed as "
+    "equal in docs/families.md."
+)
 ROUTES = "its routers' choice of experts cannot be recorded and replayed yet"
 SINKS = "it uses attention sinks, which the packed attention does not carry"
 TWICE = "but the paged cache has one set of keys and values a layer"
@@ -203,7 +207,16 @@ ODD = {
     "diffllama": f"its layers attend twice, {TWICE}",
     "hrm_text": f"its layers run several times in one pass, {TWICE}",
     "doge": "its attention makes a mask of its own",
+    "modernbert-decoder": "its head has a dense layer and a norm before the logits, and Rondel's has one product",
 }
+
+
+def _uniform_size(text: Any, name: str) -> Any:
+    """A size of the config; None where it varies by layer, which transformers refuses to read as one number."""
+    try:
+        return getattr(text, name, None)
+    except RuntimeError:
+        return None
 
 
 def _looks_otherwise(config: Any) -> bool:
