@@ -44,18 +44,29 @@ REUSE = {  # the last layer of three takes the keys and values of the last one o
 }
 WIDER = {"per_layer_config": {1: {"head_dim": 24}}}  # heads of another size in layer 1
 FAMILIES = {
+    "afmoe": MIXED | HEAD | EXPERTS | FEW | {"num_dense_layers": 1},
     "apertus": SIZE,
     "arcee": SIZE,
     "aria_text": SIZE | HEAD | {"moe_num_experts": 4, "moe_topk": 2},
     "axk1": SIZE | LATENT | LATER,
+    "beam": MIXED | HEAD | EXPERTS | FEW | {"n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
     "biogpt": ALONE | APART,
     "bitnet": SIZE,
+    "bloom": dict(hidden_size=64, n_layer=2, n_head=4, initializer_range=0.1),
     "cohere": SIZE | {"logit_scale": 0.5},
     "cohere2": MIXED | {"logit_scale": 0.5},
     "cohere2_moe": MIXED | HEAD | EXPERTS | {"num_experts": 4, "logit_scale": 1.0},
     "cohere_compass_text": SIZE | {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "ctrl": dict(n_embd=64, n_layer=2, n_head=4, n_positions=512, dff=96),
     "cwm": MIXED,
+    "dbrx": dict(
+        d_model=64,
+        n_layers=2,
+        n_heads=4,
+        max_seq_len=512,
+        attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 2.0},
+        ffn_config={"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 32, "hidden_size": 64},
+    ),
     "deepseek_v2": SIZE | LATENT | ROUTED,
     "deepseek_v3": SIZE | LATENT | ROUTED,
     "dots1": SIZE | HEAD | ROUTED | {"n_shared_experts": 1},
@@ -64,6 +75,7 @@ FAMILIES = {
     "exaone4": MIXED,
     "exaone_moe": MIXED | EXPERTS | FEW,
     "flex_olmo": SIZE | EXPERTS | {"num_experts": 4},
+    "flint": MIXED | HEAD | EXPERTS | FEW | {"shared_expert_intermediate_size": 32, "mlp_only_layers": []},
     "gemma": SIZE | HEAD | APART,
     "gemma2": SIZE
     | HEAD
@@ -77,7 +89,8 @@ FAMILIES = {
     "gemma4_text": MIXED
     | HEAD
     | REUSE
-    | {"per_layer_config": {1: {"head_dim": 24}, 2: {"head_dim": 24}}, "final_logit_softcapping": 6.0},
+    | {"per_layer_config": {1: {"head_dim": 24}, 2: {"head_dim": 24}}, "final_logit_softcapping": 6.0}
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "gemma4_unified_text": MIXED | HEAD | WIDER,
     "glm": SIZE | HEAD,
     "glm4": SIZE | HEAD,
@@ -96,14 +109,33 @@ FAMILIES = {
     "granitemoeshared": SIZE | EXPERTS | {"num_local_experts": 4, "shared_intermediate_size": 32},
     "helium": SIZE | HEAD,
     "hunyuan_v1_dense": SIZE | HEAD,
+    "hunyuan_v1_moe": SIZE | HEAD | {"num_experts": 4, "moe_topk": 2},
     "hy_v3": SIZE | HEAD | EXPERTS | FEW,
     "hyperclovax": SIZE | HEAD,
     "internlm3": SIZE | HEAD,
     "iquestcoder": SIZE | HEAD,
     "jais2": SIZE | HEAD,
+    "jetmoe": dict(
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        kv_channels=16,
+        max_position_embeddings=512,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
     "kolibri1": {k: v for k, v in (MIXED | HEAD | EXPERTS | FEW).items() if k != "intermediate_size"},
     "laguna": MIXED | HEAD | EXPERTS | FEW,
     "llama": SIZE,
+    "llama4_text": SIZE
+    | HEAD
+    | EXPERTS
+    | {"num_local_experts": 4, "attention_chunk_size": 8, "no_rope_layers": [1, 0], "floor_scale": 8}
+    | {"intermediate_size_mlp": 96},
+    "longcat_flash": LATENT
+    | {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 8, "max_position_embeddings": 512, "num_layers": 1}
+    | {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "n_routed_experts": 3, "zero_expert_num": 1, "moe_topk": 2},
     "mellum": MIXED | HEAD | EXPERTS | FEW,
     "mimo_v2_flash": {k: v for k, v in (MIXED | HEAD | ROUTED).items() if k != "first_k_dense_replace"}
     | {"v_head_dim": 12},
@@ -114,6 +146,7 @@ FAMILIES = {
     "ministral3": SIZE | HEAD,
     "mistral": SIZE | WINDOW,
     "mixtral": SIZE | EXPERTS | {"num_local_experts": 4},
+    "mpt": dict(d_model=64, n_layers=2, n_heads=4, max_seq_len=512, attn_config={"clip_qkv": 2.0}),
     "nanochat": SIZE,
     "nemotron": SIZE,
     "olmo": SIZE | {"clip_qkv": 2.0},
@@ -131,6 +164,7 @@ FAMILIES = {
     "persimmon": ALONE,
     "phi": SIZE,
     "phi3": SIZE | WINDOW,
+    "phimoe": SIZE | EXPERTS | {"num_local_experts": 4},
     "qwen2": SIZE,
     "qwen2_5_vl": SIZE | {"vision_config": EYES["qwen2_5_vl"]},
     "qwen2_moe": SIZE | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
@@ -159,11 +193,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     **{kind: ({}, "encoder-decoder") for kind in SEQUENCE_TO_SEQUENCE.split()},
     **{kind: ({}, "attention interface") for kind in OUTSIDE.split()},
     **{kind: (SIZE | {"num_key_value_heads": 4}, "layers of type") for kind in INDEXED.split()},
-    "afmoe": ({}, "choice of experts"),
     "bamba": ({}, RECURRENT),
     "bart": ({}, "encoder-decoder"),
     "bert": ({}, "an encoder"),
-    "bloom": ({}, "ALiBi"),
     "codegen": ({}, INTERFACE),
     "deepseek_v4": ({}, "layers of type compressed_sparse_attention"),
     "deepseek_v32": ({}, "layers of type indexed_attention"),
@@ -178,23 +210,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "gptj": ({}, INTERFACE),
     "granitemoehybrid": ({}, RECURRENT),
     "hrm_text": ({}, "several times in one pass"),
-    "hunyuan_v1_moe": ({}, "choice of experts"),
     "jamba": ({}, RECURRENT),
-    "jetmoe": ({}, "choice of experts"),
     "kimi_linear": ({}, RECURRENT),
     "lfm2": (SIZE | {"layer_types": ["conv", "full_attention"]}, RECURRENT),
-    "llama4_text": (SIZE | {"num_local_experts": 4}, "layers of type chunked_attention"),
     "llava": ({}, "looks at images in a way of its own"),
-    "longcat_flash": ({}, "choice of experts"),
     "mamba": ({}, "recurrent"),
     "mamba2": ({}, "recurrent"),
     "minimax": ({}, RECURRENT),
     "modernbert-decoder": ({"pad_token_id": 0}, "head"),
-    "mpt": ({}, "ALiBi"),
     "nemotron_h": ({}, RECURRENT),
     "olmo_hybrid": ({}, RECURRENT),
     "openai-gpt": ({}, INTERFACE),
-    "phimoe": ({}, "choice of experts"),
     "qwen3_5_text": ({}, RECURRENT),
     "qwen3_next": ({}, RECURRENT),
     "recurrent_gemma": ({}, "recurrent"),
@@ -206,9 +232,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "xlstm": ({}, "recurrent"),
     "zamba2": ({}, RECURRENT),
 }
-SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"}
+PARTS = {  # what no key of these configs says
+    **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), "attention sinks"),
+    **dict.fromkeys(("bloom", "mpt"), "ALiBi"),
+}
 NOTES = {  # a key of its config -> what it brings
     "sliding_window": "sliding window",
+    "attention_chunk_size": "chunked attention",
     "attn_logit_softcapping": "softcapped scores and logits",
     "kv_lora_rank": "latent attention: keys and values are cached expanded",
     "num_kv_shared_layers": "the last layers reuse keys and values",
@@ -305,6 +335,6 @@ def row(kind: str) -> str:
     m = measure(kind)
     replay = "dense" if m.replayed is None else "yes" if m.replayed <= 1e-4 and m.obeyed else "no"
     notes = ", ".join(
-        [*["attention sinks"] * (kind in SINKS), *(note for key, note in NOTES.items() if key in FAMILIES[kind])]
+        [*filter(None, [PARTS.get(kind)]), *(note for key, note in NOTES.items() if key in FAMILIES[kind])]
     )
     return f"| `{kind}` | {'equal' if m.greedy else 'differs'} | {'≤ 1e-4' if m.gap <= 1e-4 else f'{m.gap:.0e}'} | {replay} | {notes} |"

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt
-from kits.families import FAMILIES, REFUSED, measure, model, own, refusal
+from kits.families import FAMILIES, PARTS, REFUSED, measure, model, own, refusal
 from kits.families import row as line_of
 from rondel.core.errors import ModelError
 from rondel.models.attention import PackedLayout, PackedSegment
@@ -67,24 +67,47 @@ def test_packed_and_paged_equal_the_plain_forward(kind):
     assert max(plain[0]) - min(plain[0]) > 1  # neither uniform nor certain
 
 
-@pytest.mark.parametrize("kind", [kind for kind, config in FAMILIES.items() if "sliding_window" in config])
-def test_the_window_matters_here(kind):
+SIGHTS = [
+    (kind, key)
+    for kind, config in FAMILIES.items()
+    for key in ("sliding_window", "attention_chunk_size")
+    if key in config
+]
+
+
+@pytest.mark.parametrize("kind, key", SIGHTS)
+def test_the_window_matters_here(kind, key):
     """A token just outside every window of one layer's reach would change the answer if it
     were seen: otherwise parity proves nothing.
     """
     loaded = model(kind)
     row = prompt(7, 40)
     config, text = loaded.model.config, plain_logits(loaded, row)
-    was, config.sliding_window = config.sliding_window, 4096
-    windows = [m for m in loaded.model.modules() if getattr(m, "sliding_window", None)]
-    for m in windows:
-        m.sliding_window = 4096
+    was = getattr(config, key)
+    owners = [config, *(m for m in loaded.model.modules() if getattr(m, key, None))]
+    for owner in owners:
+        setattr(owner, key, 4096)
     try:
         assert float((plain_logits(loaded, row) - text).abs().max()) > 1e-3
     finally:
-        config.sliding_window = was
-        for m in windows:
-            m.sliding_window = was
+        for owner in owners:
+            setattr(owner, key, was)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, part in PARTS.items() if part == "attention sinks"])
+def test_the_sinks_matter_here(kind):
+    loaded = model(kind)
+    sinks = [p for name, p in loaded.model.named_parameters() if name.endswith("sinks")]
+    row = torch.tensor(prompt(7, 20))
+    with torch.no_grad():
+        was, answers = [p.clone() for p in sinks], []
+        for change in (0.0, 1.0):
+            for p, own_value in zip(sinks, was):
+                p.copy_(own_value + change)
+            answers.append(loaded.hidden_states(row, torch.arange(20), PackedLayout([PackedSegment(0, 20)])))
+        for p, own_value in zip(sinks, was):
+            p.copy_(own_value)
+    assert sinks and float((answers[0] - answers[1]).abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

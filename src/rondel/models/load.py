@@ -30,7 +30,7 @@ from transformers import (
 from transformers import logging as hf_logging
 from transformers.utils import cached_file
 
-from rondel.core.errors import ModelError, error_boundary
+from rondel.core.errors import LawError, ModelError, error_boundary
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, rope_positions
 from rondel.models import adapters, alibi, linear, nf4, vision
 from rondel.models.attention import NAME, PackedLayout, PackedSegment, use_attention_layout
@@ -38,7 +38,7 @@ from rondel.models.embedding_lookup import adopt_embedding
 from rondel.models.head import LMHead
 from rondel.models.loaded_model import LoadedModel, decoder_of
 from rondel.models.query_scale import install_query_scale
-from rondel.models.routing_tape import expert_count, install_routing_tape
+from rondel.models.routing_tape import RoutingTape, expert_count, install_routing_tape, use_tape
 from rondel.models.score_rule import ScoreRule
 from rondel.planner.shapes import SIZES, refuse_sizes
 
@@ -101,7 +101,8 @@ def load_model(
     adopt_embedding(model)
     alibi.install_alibi(model)
     install_query_scale(model)
-    cached = _check_attention(model, name, sight)
+    routers = install_routing_tape(model)
+    cached = _check_attention(model, name, sight, routers)
     context, stops = _max_context(model.config.get_text_config()), _stop_ids(model, tokenizer)
     return LoadedModel(
         model,
@@ -111,7 +112,7 @@ def load_model(
         stops,
         context,
         cached,
-        install_routing_tape(model),
+        routers,
         path=path,
         sight=sight,
     )
@@ -184,7 +185,7 @@ def refuse_architecture(config: Any) -> None:
         ),
         (
             bool(strange),
-            f"it has layers of type {', '.join(sorted(strange))}; the packed attention carries full and sliding ones",
+            f"it has layers of type {', '.join(sorted(strange))}; the packed attention carries full, sliding and chunked ones",
         ),
         (
             getattr(text, "alibi", False) and kind not in alibi.FAMILIES,
@@ -204,7 +205,6 @@ REMEDY = (
     "Engine and trainer load the same module, so another engine does not help: take a model of a family listed as "
     "equal in docs/families.md."
 )
-ROUTES = "its routers' choice of experts cannot be recorded and replayed yet"
 TWICE = "but the paged cache has one set of keys and values a layer"
 ODD = {
     "diffllama": f"its layers attend twice, {TWICE}",
@@ -247,7 +247,7 @@ def _shares_attention(config: Any) -> bool:
     return getattr(known, "_supports_attention_backend", True) or config.model_type in kinds
 
 
-def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None) -> int:
+def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None, routers: int) -> int:
     """Switch to the packed attention and compare it with the model's own on a probe of two
     sequences; one that looks sees a picture, too.
 
@@ -274,7 +274,7 @@ def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None) 
             places = [rope_positions(len(probe[0]), media), rope_positions(len(probe[1]), [])]
             where = torch.from_numpy(np.concatenate(places, 1)).to(device)
             layout = _Counting([PackedSegment(0, len(probe[0])), PackedSegment(len(probe[0]), len(probe[1]))], device)
-            with use_attention_layout(layout):
+            with use_attention_layout(layout), use_tape(RoutingTape(routers) if routers else None):
                 if sight is None:
                     hidden = decoder_of(model)(
                         input_ids=tokens[None], position_ids=where[:1], use_cache=False
@@ -288,6 +288,10 @@ def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None) 
             packed = LMHead.from_model(model).logits(hidden).log_softmax(-1)
         except ModelError:
             raise
+        except LawError as error:
+            raise ModelError(
+                f"'{name}' ({model.config.model_type}): its routing cannot be replayed: {error}"
+            ) from error
         except Exception as error:
             raise ModelError(
                 f"'{name}' ({model.config.model_type}) does not go through transformers' attention interface as packed tokens: "

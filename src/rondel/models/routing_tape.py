@@ -123,13 +123,23 @@ class _TwoMaxima(TorchFunctionMode):
 
 
 # how the classes end that choose experts with one topk
-ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "Llama4Router", "Gemma4TextRouter", "MoEV1Gate", "TopKGating", "DbrxFFN")
+ROUTERS = (
+    "TopKRouter",
+    "TopkRouter",
+    "TokenChoiceRouter",
+    "Llama4Router",
+    "Gemma4TextRouter",
+    "MoEV1Gate",
+    "TopKGating",
+    "DbrxFFN",
+)
 
 
 def install_routing_tape(model: Any) -> int:
     """Make a model's routers listen to the tape. -> how many there are; 0 for a dense model."""
     routers = [m for m in model.modules() if type(m).__name__.endswith(ROUTERS)]
-    if not routers and expert_count(model.config.get_text_config()):
+    mixture = any(type(m).__name__.endswith("Experts") for m in model.modules())
+    if not routers and (mixture or expert_count(model.config.get_text_config())):
         raise ModelError(
             f"model type '{model.config.model_type}' has experts, but no router of the kind that routing replay knows"
         )
