@@ -69,8 +69,7 @@ def _attend_aligned(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, leng
     scores = torch.bmm(per_block, k.transpose(1, 2)).view(heads, n, blocks, repeats, BLOCK) * rule.scale
     scores, at = rule.capped(scores), lengths[:, None] - 1
     distance = at - torch.arange(context, device=q.device)
-    if rule.slopes is not None:
-        scores = scores - rule.head_slopes(heads, 1, 1, repeats, 1) * distance.view(1, n, blocks, 1, BLOCK)
+    scores = rule.with_slopes(scores, distance.view(1, n, blocks, 1, BLOCK), heads, 1, 1, repeats, 1)
     seen = rule.visible(at, distance)
     scores = scores.masked_fill_(~seen.view(1, n, blocks, 1, BLOCK), float("-inf"))
     top = scores.amax((2, 4), keepdim=True)

@@ -135,18 +135,18 @@ def sdpa(
     a query to a key, which slopes need, both [B or 1, 1, Lq, Lk]; `train` for packed training. -> [B,H,Lq,D].
     """
     small = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= DENSE
-    dense, plain = rule.softcap is not None or (train and q.device.type == "cpu" and small), True
-    if dense or rule.sinks is not None or rule.slopes is not None:
-        plain = False
-        if mask is None:
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    dense, causal = rule.softcap is not None or (train and q.device.type == "cpu" and small), mask is None
+    if mask is None and (dense or rule.sinks is not None or rule.slopes is not None):
+        mask, causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(), False
     if dense:
         return _dense_attention(q, k, v, rule, mask, distance)
-    causal = mask is None and plain
-    if rule.slopes is not None:
-        bias = (-rule.head_slopes(1, -1, 1, 1) * distance).to(q.dtype)
-        mask = bias.masked_fill(~mask, float("-inf"))
-    if rule.sinks is not None:
+    if mask is not None and rule.slopes is not None:
+        mask = (
+            rule.with_slopes(torch.zeros((), device=q.device), distance, 1, -1, 1, 1)
+            .to(q.dtype)
+            .masked_fill(~mask, float("-inf"))
+        )
+    if mask is not None and rule.sinks is not None:
         q, k, v, mask = _with_sink_key(q, k, v, rule, mask)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -180,9 +180,7 @@ def _dense_attention(
     # the query heads of one key head become its queries: no copy of the keys
     folded = q.reshape(batch, k.shape[1], -1, size)
     scores = torch.matmul(folded, k.transpose(-1, -2)).float().view(batch, heads, length, -1) * rule.scale
-    scores = rule.capped(scores)
-    if rule.slopes is not None:
-        scores = scores - rule.head_slopes(1, -1, 1, 1) * distance
+    scores = rule.with_slopes(rule.capped(scores), distance, 1, -1, 1, 1)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     weights = rule.softmax(scores, 1, -1, 1, 1).to(v.dtype).reshape(batch, k.shape[1], -1, k.shape[2])
@@ -501,7 +499,7 @@ class DecodeBatch:
             )
         scores = rule.capped(scores.float().view(heads, rows, repeats, -1).mul_(rule.scale))
         if rule.slopes is not None:
-            scores = scores - rule.head_slopes(heads, 1, repeats, 1) * self.distance()[:, None]
+            scores = rule.with_slopes(scores, self.distance()[:, None], heads, 1, repeats, 1)
         scores = scores.masked_fill_(~self.attention_mask(rule), float("-inf"))
         weights = rule.softmax(scores, heads, 1, repeats, 1).to(v.dtype).reshape(heads * rows, repeats, -1)
         if self.above is None:

@@ -18,7 +18,7 @@ from rondel.models.attention import attention_layout
 def install_query_scale(model: Any) -> None:
     """Make such layers scale by the position that the pass names, whenever a layout is in force."""
     for layer in model.modules():
-        attention = getattr(layer, "self_attn", None)
+        attention: Any = getattr(layer, "self_attn", None)
         if getattr(attention, "attn_temperature_tuning", False) and not attention.use_rope:
             layer.register_forward_pre_hook(_note_positions, with_kwargs=True)
             attention.forward = functools.partial(_scaled_by_position, attention, type(attention).forward)

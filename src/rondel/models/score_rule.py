@@ -46,10 +46,12 @@ class ScoreRule:
         """Scaled scores under the softcap."""
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
-    def head_slopes(self, *shape: int) -> Tensor:
-        """The slopes of all heads in a shape that broadcasts over scores, in fp32."""
-        assert self.slopes is not None
-        return self.slopes.float().view(*shape)
+    def with_slopes(self, scores: Tensor, distance: Tensor | None, *shape: int) -> Tensor:
+        """fp32 scores, less what the distance costs each head; the slopes in `shape` broadcast over them."""
+        if self.slopes is None:
+            return scores
+        assert distance is not None, "slopes need distances"
+        return scores - self.slopes.float().view(*shape) * distance
 
     def softmax(self, scores: Tensor, *shape: int) -> Tensor:
         """fp32 scores [..., N] -> weights [..., N], over the sinks in `shape` too if there are any."""
