@@ -40,6 +40,7 @@ class LoadedModel:
     )
     bare: bool = False  # compute without the adapter: the reference
     sight: ImageProcessorConfig | None = None  # how it looks at pictures; None for a model that reads text alone
+    state_bytes: int = 0  # of the recurrent states of one sequence, in all layers; 0: it has no recurrent layer
 
     @property
     def device(self) -> torch.device:
