@@ -16,6 +16,7 @@ from rondel.core.errors import ModelError
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.recurrent.mixers import CARRIED, MIXERS
 from rondel.models.routing_tape import RoutingTape
 
 HEAD, EXPERTS, WINDOW = {"head_dim": 16}, {"num_experts_per_tok": 2}, {"sliding_window": 8}
@@ -69,6 +70,11 @@ FAMILIES = {
     "granitemoeshared": SIZE | EXPERTS | {"num_local_experts": 4, "shared_intermediate_size": 32},
     "helium": SIZE | HEAD,
     "hunyuan_v1_dense": SIZE | HEAD,
+    "lfm2": SIZE | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
+    "lfm2_moe": SIZE
+    | EXPERTS
+    | FEW
+    | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
     "llama": SIZE,
     "minicpm3": SIZE | LATENT | APART | {"dim_model_base": 32},
     "minimax_m2": SIZE | HEAD | EXPERTS | {"num_local_experts": 4},
@@ -108,6 +114,7 @@ FAMILIES = {
     "youtu": SIZE | LATENT,
 }
 
+RECURRENT_FAMILIES = [kind for kind in FAMILIES if kind in CARRIED]
 RECURRENT, INTERFACE, SINKS = "recurrent layers", "attention interface", "attention sinks"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the reason speaks of
     "afmoe": ({}, "choice of experts"),
@@ -134,7 +141,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "jamba": ({}, RECURRENT),
     "jetmoe": ({}, "choice of experts"),
     "kimi_linear": ({}, RECURRENT),
-    "lfm2": (SIZE | {"layer_types": ["conv", "full_attention"]}, RECURRENT),
     "llama4_text": (SIZE | {"num_local_experts": 4}, "layers of type chunked_attention"),
     "llava": ({}, "looks at images in a way of its own"),
     "longcat_flash": ({}, "choice of experts"),
@@ -163,6 +169,13 @@ NOTES = {  # a key of its config -> what it brings
     "kv_lora_rank": "latent attention: keys and values are cached expanded",
     "no_rope_layers": "some layers without positions",
     "vision_config": "sees images",
+}
+
+STATES = {  # a mixer's forward pass -> what it keeps a state of
+    "forward_short_conv": "short convolutions keep a state",
+    "forward_gated_delta": "gated delta rule keeps a state",
+    "forward_mamba2": "Mamba-2 layers keep a state",
+    "forward_mamba": "Mamba layers keep a state",
 }
 
 
@@ -234,6 +247,12 @@ def _gap(logits: torch.Tensor, tokens: torch.Tensor, logprobs: list[float]) -> f
     return float((logp[-len(logprobs) :] - torch.tensor(logprobs)).abs().max())
 
 
+def recurrences(kind: str) -> list[str]:
+    """Which of its layers keep a state."""
+    mixers = {MIXERS[name].__name__ for m in model(kind).model.modules() if (name := type(m).__name__) in MIXERS}
+    return [STATES[mixer] for mixer in sorted(mixers)]
+
+
 def refusal(kind: str) -> str:
     """What `load` says instead of loading."""
     try:
@@ -253,4 +272,5 @@ def row(kind: str) -> str:
     m = measure(kind)
     replay = "dense" if m.replayed is None else "yes" if m.replayed <= 1e-4 and m.obeyed else "no"
     notes = ", ".join(note for key, note in NOTES.items() if key in FAMILIES[kind])
+    notes = ", ".join(filter(None, [notes, *recurrences(kind)]))
     return f"| `{kind}` | {'equal' if m.greedy else 'differs'} | {'≤ 1e-4' if m.gap <= 1e-4 else f'{m.gap:.0e}'} | {replay} | {notes} |"

@@ -290,7 +290,7 @@ def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None) 
             f"(limit {tolerance}); "
             "some part of its attention or head is not carried by the built-in path"
         )
-    return layout.cached, layout.states.bytes
+    return layout.cached, layout.counted.bytes
 
 
 def _refuse_silent_layers(config: Any, name: str, layout: _Counting, recurrent: list[int]) -> None:
@@ -301,10 +301,10 @@ def _refuse_silent_layers(config: Any, name: str, layout: _Counting, recurrent: 
             f"'{name}' ({config.model_type}): its {len(every)} layers asked for attention as {asked}; each must ask "
             f"once, for the cache keeps one set of keys and values a layer"
         )
-    if sorted(layout.states.layers) != sorted(recurrent):
+    if sorted(layout.counted.layers) != sorted(recurrent):
         raise ModelError(
             f"'{name}' ({config.model_type}): its recurrent layers {sorted(recurrent)} asked for states as "
-            f"{sorted(layout.states.layers)}; each must ask once, for a sequence keeps one state a layer"
+            f"{sorted(layout.counted.layers)}; each must ask once, for a sequence keeps one state a layer"
         )
 
 
@@ -317,7 +317,7 @@ class _Counting(PackedLayout):
         super().__init__(segments, device)
         self.layers: list[int] = []
         self.cached = 0  # bytes of one token's keys and values in the layers that have asked
-        self.states = StateCount(segments, device)  # type: ignore[misc]  # an attribute where others make it late
+        self.states = self.counted = StateCount(segments, device)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
         self.layers.append(layer)

@@ -15,15 +15,25 @@ T tokens · B rows of one batch · L the longest of them
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from rondel.models.attention import PackedSegment
-
 ALIKE = 0.5  # of the longest of a batch: shorter runs get a batch of their own
+
+
+class Segment(Protocol):
+    """A run of packed tokens that continues its parent, given by its place in the list."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def parent(self) -> int | None: ...
 
 
 class StateRule(Protocol):
@@ -99,7 +109,7 @@ class TokenGrids:
 class SegmentStates:
     """States of a packed row: every segment continues its parent, nothing passes between trees."""
 
-    def __init__(self, segments: Sequence[PackedSegment], device: torch.device | str) -> None:
+    def __init__(self, segments: Sequence[Segment], device: torch.device | str) -> None:
         depth: list[int] = []
         for segment in segments:
             depth.append(0 if segment.parent is None else depth[segment.parent] + 1)

@@ -1,0 +1,182 @@
+"""Recurrent layers keep the laws of attention: what packing shares, what a cache finds and who is beside a sample change
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+import torch
+
+from kits.engine import all_of, ask, engine, idle, prompt, watched
+from kits.families import RECURRENT_FAMILIES, model
+from rondel.core.errors import ConfigError, ModelError
+from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
+from rondel.models.aligned_numerics import align_numerics
+from rondel.models.attention import PackedLayout, PackedSegment
+from rondel.models.compilation import CompiledModel
+
+TAILS = (9, 1, 4, 30)
+
+
+def rows_of(shared, tails):
+    """A tree of three levels: a stranger, a prompt, its answers, and what follows the last of them."""
+    segments = [PackedSegment(0, 7)]
+    rows, first = [prompt(99, 7), shared], [0, 0]
+    segments.append(PackedSegment(7, len(shared)))
+    for tail in tails:
+        segments.append(PackedSegment(sum(map(len, rows)), len(tail), 1))
+        rows.append(tail)
+        first.append(len(shared))
+    turn = prompt(55, 11)
+    segments.append(PackedSegment(sum(map(len, rows)), len(turn), len(rows) - 1))
+    rows.append(turn)
+    first.append(len(shared) + len(tails[-1]))
+    return rows, first, segments
+
+
+def logits_of(loaded, rows, first, segments):
+    tokens = torch.tensor([t for row in rows for t in row])
+    positions = torch.cat([torch.arange(at, at + len(row)) for at, row in zip(first, rows)])
+    hidden = loaded.hidden_states(tokens, positions, PackedLayout(segments))
+    return loaded.head.logits(hidden).log_softmax(-1).split([len(row) for row in rows])
+
+
+def alone(loaded, row):
+    return logits_of(loaded, [row], [0], [PackedSegment(0, len(row))])[0]
+
+
+@pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
+def test_a_shared_prompt_has_the_gradient_of_unshared_samples(kind):
+    """One backward pass through the tree against a sum of passes over whole samples."""
+    loaded, shared, tails = model(kind), prompt(7, 70), [prompt(20 + n, n) for n in TAILS]
+    rows, first, segments = rows_of(shared, tails)
+    whole = [rows[0], *(shared + tail for tail in tails[:-1]), shared + tails[-1] + rows[-1]]
+    weight = torch.Generator().manual_seed(1)
+    named = [(name, p) for name, p in loaded.model.named_parameters() if p.requires_grad]
+    with torch.enable_grad():
+        packed = logits_of(loaded, rows, first, segments)
+        wanted = [torch.randn(x.shape, generator=weight) for x in packed]
+        ours = torch.autograd.grad(
+            sum((x * w).sum() for x, w in zip(packed, wanted)), [p for _, p in named], allow_unused=True
+        )
+        plain = [alone(loaded, row) for row in whole]
+        n = len(shared)
+        # the prompt is counted once: in the sample that comes first
+        parts = [plain[0], plain[1][:n], *(x[n : n + len(t)] for x, t in zip(plain[1:], tails)), plain[-1][-11:]]
+        theirs = torch.autograd.grad(
+            sum((x * w).sum() for x, w in zip(parts, wanted)), [p for _, p in named], allow_unused=True
+        )
+    assert max(float((a - b).detach().abs().max()) for a, b in zip(packed, parts)) <= 1e-4
+    worst = 0.0
+    for (name, _), a, b in zip(named, ours, theirs):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            apart = float((a - b).norm()) / max(float(b.norm()), 1e-3)
+            worst = max(worst, apart)
+            assert apart <= 1e-5 or float((a - b).abs().max()) <= 1e-5, (name, apart)
+    print(f"GRADIENT {kind}: {worst:.1e}")
+
+
+@pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
+@torch.no_grad()
+def test_neighbours_change_nothing(kind):
+    """A sample of the pack is what it is with other samples beside it, however long or short they are."""
+    loaded, mine = model(kind), prompt(3, 23)
+    own = alone(loaded, mine)
+    for others in ([5], [90, 1], [23, 22, 12, 60]):
+        rows = [mine, *(prompt(40 + n, n) for n in others)]
+        starts = [sum(map(len, rows[:i])) for i in range(len(rows))]
+        segments = [PackedSegment(at, len(row)) for at, row in zip(starts, rows)]
+        assert float((logits_of(loaded, rows, [0] * len(rows), segments)[0] - own).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
+def test_a_cached_prompt_answers_as_a_cold_one(kind):
+    """Siblings share the state behind their prompt; a second turn continues the state of the first answer."""
+    loaded, shared = model(kind), prompt(7, 40)
+    e = watched(engine(loaded, prefill_tokens=16))
+    asked = [ask(shared, key=i, n=n) for i, n in enumerate((12, 3, 7))]
+    done = asyncio.run(all_of(e, asked))
+    idle(e)
+    assert [c.cached_tokens for c in done] == [0, 39, 39]
+    turn = shared + done[0].tokens + prompt(8, 9)
+    again = asyncio.run(all_of(e, [ask(turn, key=9, n=6)]))[0]
+    assert again.cached_tokens == len(shared) + 11
+    idle(e)
+    for request, warm in [*zip(asked, done), (ask(turn, key=9, n=6), again)]:
+        cold = asyncio.run(all_of(engine(loaded), [request]))[0]
+        assert cold.tokens == warm.tokens
+        assert max(abs(a - b) for a, b in zip(cold.logprobs, warm.logprobs)) <= 1e-5
+        with torch.no_grad():
+            logp = alone(loaded, request.tokens + warm.tokens)
+        for i, (token, logprob) in enumerate(zip(warm.tokens, warm.logprobs)):
+            assert abs(float(logp[len(request.tokens) + i - 1, token]) - logprob) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
+def test_retraction_parking_and_abort_change_no_answer(kind):
+    """Too few pages for all, a pause in the middle, one request taken away: the others write what they write alone."""
+    loaded = model(kind)
+    asked = [ask(prompt(60 + i, 20), key=i, n=24) for i in range(5)]
+    alone_ = [asyncio.run(all_of(engine(loaded), [request]))[0] for request in asked]
+    e = watched(engine(loaded, kv_pages=120, prefill_tokens=16))
+
+    async def run():
+        tasks = [asyncio.ensure_future(e.generate(r)) for r in asked]
+        for _ in range(40):
+            await asyncio.sleep(0)
+        await e.pause("hold")
+        await e.resume()
+        await asyncio.sleep(0)
+        assert await e.abort(lambda request: request.key == 2) == 1
+        return await asyncio.gather(*tasks)
+
+    done = asyncio.run(run())
+    idle(e)
+    assert e.scheduler.retracted and done[2].finish_reason == "abort"
+    for one, other in zip(alone_, done):
+        n = len(other.tokens)
+        assert one.tokens[:n] == other.tokens
+        assert max((abs(a - b) for a, b in zip(one.logprobs, other.logprobs)), default=0) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
+def test_snapshots_are_few_and_none_is_lost(kind):
+    """More prompts than snapshots: the oldest states go, their prompts are computed again, and slots add up."""
+    loaded = model(kind)
+    e = watched(engine(loaded, max_running=2, prefill_tokens=64))
+    given = [prompt(70 + i, 12) for i in range(2 * e.scheduler.states.count)]
+    first = [asyncio.run(all_of(e, [ask(p, key=i, n=3)]))[0] for i, p in enumerate(given)]
+    again = [asyncio.run(all_of(e, [ask(p, key=i, n=3)]))[0] for i, p in enumerate(given)]
+    assert [c.tokens for c in first] == [c.tokens for c in again]
+    assert max(abs(a - b) for c, d in zip(first, again) for a, b in zip(c.logprobs, d.logprobs)) <= 1e-5
+    held = [n.state for n in e.scheduler.tree.iter_nodes() if n.state is not None]
+    assert len(set(held)) == len(held) == e.scheduler.states.held <= e.scheduler.states.count
+    asyncio.run(e.flush_cache())
+    assert e.scheduler.states.held == 0
+    idle(e)
+
+
+def test_what_needs_another_state_is_refused_by_name():
+    loaded = model("lfm2")
+    with pytest.raises(ConfigError, match=re.escape('engine.speculative.kind = "off"')):
+        engine(loaded, speculation=SpeculativeDecoder(2))
+    with pytest.raises(ConfigError, match="numerics = 'fast'"):
+        align_numerics(loaded)
+    with pytest.raises(ConfigError, match=re.escape("engine.compile = false")):
+        CompiledModel(loaded)
+    with pytest.raises(ModelError, match="use_attention_layout"):
+        loaded.model(torch.tensor([[5, 6, 7]]), use_cache=False)
+
+
+@torch.no_grad()
+def test_scores_are_those_of_the_trainer():
+    loaded, row = model("lfm2"), prompt(4, 50)
+    e = engine(loaded)
+    got = asyncio.run(e.score(ask(row))).logprobs
+    logp = alone(loaded, row)
+    assert max(abs(float(logp[i, t]) - s) for i, (t, s) in enumerate(zip(row[1:], got[1:]))) <= 1e-5
+    idle(e)
