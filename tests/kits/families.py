@@ -36,6 +36,11 @@ ROUTED = EXPERTS | {
     "first_k_dense_replace": 1,
 }
 LATER = {k: v for k, v in ROUTED.items() if k != "first_k_dense_replace"}  # its first layer is dense by itself
+MIXING = SIZE | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
+LINEAR = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=16,
+    linear_conv_kernel_dim=4,
+)  # fmt: skip
 FAMILIES = {
     "apertus": SIZE,
     "arcee": SIZE,
@@ -87,6 +92,7 @@ FAMILIES = {
     "olmo": SIZE | {"clip_qkv": 2.0},
     "olmo2": SIZE,
     "olmo3": MIXED,
+    "olmo_hybrid": MIXING | LINEAR | APART,
     "olmoe": SIZE | EXPERTS | {"num_experts": 4, "clip_qkv": 2.0},
     "opt": dict(
         hidden_size=64,
@@ -104,6 +110,14 @@ FAMILIES = {
     "qwen2_5_vl": SIZE | {"vision_config": EYES["qwen2_5_vl"]},
     "qwen2_vl": SIZE | {"vision_config": EYES["qwen2_vl"]},
     "qwen3": SIZE | HEAD,
+    "qwen3_5_moe_text": {k: v for k, v in MIXING.items() if k != "intermediate_size"}
+    | LINEAR
+    | HEAD
+    | EXPERTS
+    | FEW
+    | {"shared_expert_intermediate_size": 32},
+    "qwen3_5_text": MIXING | LINEAR | HEAD,
+    "qwen3_next": MIXING | LINEAR | HEAD | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
     "qwen3_vl": SIZE | HEAD | {"vision_config": EYES["qwen3_vl"]},
     "qwen3_moe": SIZE | HEAD | EXPERTS | FEW,
     "seed_oss": SIZE | HEAD,
@@ -149,11 +163,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "minimax": ({}, RECURRENT),
     "mpt": ({}, "ALiBi"),
     "nemotron_h": ({}, RECURRENT),
-    "olmo_hybrid": ({}, RECURRENT),
     "openai-gpt": ({}, INTERFACE),
     "phimoe": ({}, "choice of experts"),
-    "qwen3_5_text": ({}, RECURRENT),
-    "qwen3_next": ({}, RECURRENT),
     "recurrent_gemma": ({}, "recurrent"),
     "roberta": ({}, "an encoder"),
     "rwkv": ({}, "recurrent"),

