@@ -166,7 +166,7 @@ def refuse_architecture(config: Any) -> None:
     layers = set(getattr(text, "layer_types", None) or ())
     recurrent = {t for t in layers if t.startswith(("linear", "mamba", "conv", "recurrent", "hybrid"))}
     strange = layers - recurrent - {"full_attention", "sliding_attention", "dense", "sparse", "moe", "mlp"}
-    if kind in CARRIED:
+    if kind in CARRIED or kind in ODD:
         recurrent = set()
     state = "cannot be packed or paged yet"
     reasons = [
@@ -176,7 +176,7 @@ def refuse_architecture(config: Any) -> None:
         ),
         (bool(recurrent), f"it has recurrent layers ({', '.join(sorted(recurrent))}); their state {state}"),
         (
-            kind in {"mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurrent_gemma"},
+            kind in {"rwkv", "xlstm", "recurrent_gemma"},
             f"it is recurrent; its state {state}",
         ),
         (
@@ -206,6 +206,7 @@ ODD = {
     **dict.fromkeys(("afmoe", "beam", "hunyuan_v1_moe", "jetmoe", "longcat_flash", "phimoe"), ROUTES),
     **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), SINKS),
     "diffllama": f"its layers attend twice, {TWICE}",
+    "zamba2": "its layers share attention blocks, which do not say for which layer they attend",
     "hrm_text": f"its layers run several times in one pass, {TWICE}",
     "doge": "its attention makes a mask of its own",
 }
@@ -296,8 +297,13 @@ def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None) 
 
 def _refuse_silent_layers(config: Any, name: str, layout: _Counting, recurrent: list[int]) -> None:
     """Each layer must ask once for its keys and values, and each recurrent mixer for its states."""
-    every, asked = range(config.get_text_config().num_hidden_layers), sorted(layout.layers)
-    if sorted({*asked, *recurrent}) != list(every) or len(set(asked)) != len(asked):
+    text, asked = config.get_text_config(), sorted(layout.layers)
+    every = list(range(text.num_hidden_layers))
+    if recurrent:  # a layer may be a feed-forward alone
+        every = [
+            i for i in every if (getattr(text, "layer_types", None) or ["?"] * len(every))[i] not in ("mlp", "moe")
+        ]
+    if sorted({*asked, *recurrent}) != every or len(set(asked)) != len(asked):
         raise ModelError(
             f"'{name}' ({config.model_type}): its {len(every)} layers asked for attention as {asked}; each must ask "
             f"once, for the cache keeps one set of keys and values a layer"

@@ -16,6 +16,8 @@ from rondel.core.errors import ModelError
 from rondel.models.attention import NAME, current_layout
 from rondel.models.recurrent.gated_delta import forward_gated_delta
 from rondel.models.recurrent.layout import RecurrentLayout
+from rondel.models.recurrent.mamba import forward_mamba
+from rondel.models.recurrent.mamba2 import forward_mamba2
 from rondel.models.recurrent.short_conv import forward_short_conv
 
 Forward = Callable[[Any, RecurrentLayout, Tensor], Tensor]
@@ -26,9 +28,34 @@ MIXERS: dict[str, Forward] = {  # by the mixer's class
     "Qwen3_5GatedDeltaNet": forward_gated_delta,
     "Qwen3_5MoeGatedDeltaNet": forward_gated_delta,
     "OlmoHybridGatedDeltaNet": forward_gated_delta,
+    "Mamba2Mixer": forward_mamba2,
+    "BambaMixer": forward_mamba2,
+    "FalconH1Mixer": forward_mamba2,
+    "GraniteMoeHybridMambaLayer": forward_mamba2,
+    "NemotronHMamba2Mixer": forward_mamba2,
+    "MambaMixer": forward_mamba,
+    "FalconMambaMixer": forward_mamba,
+    "JambaMambaMixer": forward_mamba,
 }
 # families whose recurrent layers are all among them
-CARRIED = frozenset({"lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"})
+CARRIED = frozenset(
+    {
+        "bamba",
+        "falcon_h1",
+        "falcon_mamba",
+        "granitemoehybrid",
+        "jamba",
+        "lfm2",
+        "lfm2_moe",
+        "mamba",
+        "mamba2",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+    }
+)
 
 
 def install_recurrent(model: Any) -> list[int]:
