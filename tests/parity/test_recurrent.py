@@ -5,6 +5,7 @@ nothing.
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import re
 
@@ -12,12 +13,23 @@ import pytest
 import torch
 
 from kits.engine import all_of, ask, engine, idle, prompt, watched
-from kits.families import RECURRENT_FAMILIES, model
+from kits.families import FAMILIES, RECURRENT_FAMILIES, model
+from kits.runs import balances, events, run
+from kits.sync import Publisher, updater, wrote
+from kits.token_log import asked, dies, serving
+from kits.train import apart, awkward_groups, batch, gradient, row, trainer
 from rondel.core.errors import ConfigError, ModelError
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.compilation import CompiledModel
+from rondel.planner.resolve import state_slots
+from rondel.planner.shapes import model_shape
+
+
+def copy_of(kind):
+    return copy.deepcopy(model(kind))
+
 
 TAILS = (9, 1, 4, 30)
 
@@ -181,3 +193,90 @@ def test_scores_are_those_of_the_trainer():
     logp = alone(loaded, row)
     assert max(abs(float(logp[i, t]) - s) for i, (t, s) in enumerate(zip(row[1:], got[1:]))) <= 1e-5
     idle(e)
+
+
+def test_the_planner_counts_the_states():
+    for kind in ("qwen3_5_text", "qwen3_5_moe_text"):
+        assert model_shape({"random": kind, **FAMILIES[kind]}).state_bytes(4) == model(kind).state_bytes
+    e = engine(model("lfm2"), max_running=6)
+    asyncio.run(all_of(e, [ask(prompt(1, 9))]))
+    assert e.runner.states.memory.pool_bytes == state_slots(6) * model("lfm2").state_bytes
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "bamba", "mamba"])
+def test_the_trainer_has_one_gradient_for_any_split(kind):
+    """Law 3, with prompts shared and not; episodes of several turns among the samples."""
+    algo, t = row("grpo"), trainer(copy_of(kind))
+    b = batch(awkward_groups(), algo)
+    whole = gradient(t, b, algo)
+    for micro_tokens, share in ((10**6, False), (40, True), (40, False)):
+        assert apart(gradient(t, b, algo, micro_tokens=micro_tokens, share=share), whole) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "bamba"])
+def test_a_crash_continues_from_the_token_log(kind, tmp_path):
+    """Law 15: what was drawn is read again, its states are computed again."""
+    loaded, requests = model(kind), asked()
+    whole = asyncio.run(all_of(serving(tmp_path / "whole", loaded), requests))
+    asyncio.run(dies(serving(tmp_path / "log", loaded), requests, 7))
+    e = serving(tmp_path / "log", loaded)
+    done = asyncio.run(all_of(e, requests))
+    idle(e)
+    for a, b in zip(done, whole):
+        assert a.tokens == b.tokens
+        assert max(abs(x - y) for x, y in zip(a.logprobs, b.logprobs)) <= 1e-5
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
+def test_new_weights_in_the_middle_keep_or_recompute_the_states(kind, dropped):
+    """Law 7: a running answer keeps its states under new weights, a new request finds none of them."""
+    loaded, trained = copy_of(kind), Publisher(copy_of(kind))
+    requests = [ask(prompt(1, 20), key=i, n=30) for i in range(2)]
+
+    async def main():
+        e, sync = watched(engine(loaded)), updater()
+        await sync(trained, e)
+        tasks = [asyncio.create_task(e.generate(r)) for r in requests]
+        await wrote(e, 9)
+        await e.pause("hold")
+        if dropped:
+            await e.sleep(("kv_cache",))
+            assert (await e.status()).memory["kv_cache"] == 0
+        trained.train()
+        await sync(trained, e)
+        if dropped:
+            await e.wake(("kv_cache",))
+        await e.resume()
+        late = await e.generate(ask(prompt(1, 20), key=5, n=4))
+        done = await asyncio.gather(*tasks)
+        idle(e)
+        return late, done
+
+    late, done = asyncio.run(main())
+    assert late.cached_tokens == 0 and set(late.versions) == {1}
+    assert all(set(c.versions) == {0, 1} for c in done)
+    with torch.no_grad():
+        if dropped:  # then what follows is of the new weights alone
+            logp = alone(loaded, prompt(1, 20) + done[0].tokens)
+            assert all(abs(float(logp[19 + i, done[0].tokens[i]]) - done[0].logprobs[i]) <= 1e-5 for i in range(20, 30))
+        logp = alone(loaded, prompt(1, 20) + late.tokens)
+    assert max(abs(float(logp[19 + i, t]) - p) for i, (t, p) in enumerate(zip(late.tokens, late.logprobs))) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "kind", ["lfm2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qwen3_5_text", "bamba"))]
+)
+def test_the_tiny_recipe_runs(kind, tmp_path):
+    """Supervised phase and two steps of RL, asynchronous, with the ratio of trainer and engine at one."""
+    config = {f"model.path.{key}": value for key, value in FAMILIES[kind].items()}
+    short = {
+        "loop.steps": 2,
+        "loop.warmup.steps": 1,
+        "loop.max_staleness": 1,
+        "algo.correction.kind": "importance",
+        "model.path.max_position_embeddings": 64,
+    }
+    done = run(tmp_path, **{"model.path.random": kind, **config, **short})
+    assert done and len(events(tmp_path, "StepDone")) == 3
+    assert balances(events(tmp_path, "StepDone")[-1]["ledger"])

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from rondel.core.errors import LawError
 from rondel.generate.engine.builtin.pages import map_zeros
+from rondel.planner.resolve import state_slots
 
 if TYPE_CHECKING:
     from rondel.models.recurrent.layout import StateRule
-
-FEWEST = 4  # snapshots of an engine
 
 
 class SnapshotOwner(Protocol):
@@ -68,8 +67,8 @@ class SequenceStates:
     """Which slot is whose, and which copies are still to be made."""
 
     def __init__(self, rows: int) -> None:
-        each = max(FEWEST, rows // 2) // 2
-        self.count = 2 * each
+        self.count = state_slots(rows) - rows
+        each = self.count // 2
         self.memory = StateMemory(rows + self.count)
         self._owners: dict[bool, OrderedDict[int, SnapshotOwner]] = {True: OrderedDict(), False: OrderedDict()}
         self._free = {
