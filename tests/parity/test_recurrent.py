@@ -254,7 +254,7 @@ def test_new_weights_in_the_middle_keep_or_recompute_the_states(kind, dropped):
         return late, done
 
     late, done = asyncio.run(main())
-    assert late.cached_tokens == 0 and set(late.versions) == {1}
+    assert late.cached_tokens == (19 if dropped else 0) and set(late.versions) == {1}  # its siblings computed it again
     assert all(set(c.versions) == {0, 1} for c in done)
     with torch.no_grad():
         if dropped:  # then what follows is of the new weights alone
