@@ -23,6 +23,7 @@ from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.compilation import CompiledModel
+from rondel.models.load import load_model
 from rondel.planner.resolve import state_slots
 from rondel.planner.shapes import model_shape
 
@@ -183,6 +184,18 @@ def test_what_needs_another_state_is_refused_by_name():
         CompiledModel(loaded)
     with pytest.raises(ModelError, match="use_attention_layout"):
         loaded.model(torch.tensor([[5, 6, 7]]), use_cache=False)
+
+
+@pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
+def test_bfloat16_serves_and_scores_alike(kind):
+    """Loading proves the forward pass; convolution windows are kept in bf16, recurrent states in fp32."""
+    loaded = load_model({"random": kind, **FAMILIES[kind]}, dtype="bfloat16")
+    e = engine(loaded)
+    done = asyncio.run(all_of(e, [ask(prompt(1, 20), key=i, n=8) for i in range(2)]))
+    idle(e)
+    scores = asyncio.run(e.score(ask(prompt(1, 20) + done[0].tokens))).logprobs[20:]
+    assert max(abs(a - b) for a, b in zip(scores, done[0].logprobs)) <= 0.02
+    assert loaded.state_bytes < model(kind).state_bytes
 
 
 @torch.no_grad()

@@ -276,7 +276,7 @@ def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None) 
                         vision.encode_images(model, sight, [media[0].image]),
                     )
                     hidden = vision.hidden_states(model, tokens, where, seen)
-            packed = LMHead.from_model(model).logits(hidden).log_softmax(-1)
+            packed = LMHead.from_model(model).logits(hidden.to(model.dtype)).log_softmax(-1)
         except ModelError:
             raise
         except Exception as error:

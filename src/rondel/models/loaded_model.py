@@ -79,7 +79,7 @@ class LoadedModel:
             if self.sight is not None:
                 return vision.hidden_states(self.model, tokens, positions, seen)
             out = self.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
-        return out.last_hidden_state[0]
+        return out.last_hidden_state[0].to(self.dtype)  # Mamba's residual stream is fp32
 
     def encode_images(self, images: list[Image]) -> vision.ImageFeatures:
         """What it sees in the cells of these pictures. A frozen tower makes no graph."""

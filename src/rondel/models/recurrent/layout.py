@@ -79,11 +79,17 @@ class TokenGrid:
         self.rows, self.longest = places.shape
         self.lengths = None if bool(real.all()) else length[:, 0].to(device)
         self.real, self.taken = real.flatten().nonzero()[:, 0], places[real]  # on the host
-        self._places = places.flatten().to(device)
+        flat = places.flatten()
+        self._first = int(flat[0]) if torch.equal(flat, torch.arange(len(flat)) + flat[0]) else None
+        self._places = flat.to(device)
 
     def gather(self, x: Tensor) -> Tensor:
-        """[T+1, ...] -> [B, L, ...]."""
-        return x.index_select(0, self._places).view(self.rows, self.longest, *x.shape[1:])
+        """[T+1, ...] -> [B, L, ...]; tokens that lie one behind the other are not copied."""
+        if self._first is not None:
+            rows = x[self._first : self._first + self.rows * self.longest]
+        else:
+            rows = x.index_select(0, self._places)
+        return rows.view(self.rows, self.longest, *x.shape[1:])
 
 
 class TokenGrids:
@@ -95,15 +101,20 @@ class TokenGrids:
         for grid in self.grids:
             order[grid.taken] = grid.real + at
             at += grid.rows * grid.longest
-        self._order = order.to(device)
+        in_order = at == total and torch.equal(order, torch.arange(total))
+        self._order = None if in_order else order.to(device)
+        self._padded = any(grid.lengths is not None for grid in self.grids)
 
-    def pad(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """[T, ...] -> [T+1, ...] with a row of zeros behind."""
+    def pad(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """[T, ...] -> [T+1, ...] with a row of zeros behind, where a grid needs one."""
+        if not self._padded:
+            return [x.contiguous() for x in inputs]
         return [torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in inputs]
 
     def collect(self, outputs: Sequence[Tensor]) -> Tensor:
         """[B, L, ...] of each grid -> [T, ...]."""
-        return torch.cat([out.flatten(0, 1) for out in outputs]).index_select(0, self._order)
+        rows = torch.cat([out.flatten(0, 1) for out in outputs])
+        return rows if self._order is None else rows.index_select(0, self._order)
 
 
 class SegmentStates:
