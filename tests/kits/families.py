@@ -198,6 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "mpt": ({}, "ALiBi"),
     "openai-gpt": ({}, INTERFACE),
     "phimoe": ({}, "choice of experts"),
+    "qwen3_5": ({}, "for models of text alone"),
     "recurrent_gemma": ({}, "recurrent"),
     "roberta": ({}, "an encoder"),
     "rwkv": ({}, "recurrent"),

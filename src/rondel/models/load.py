@@ -206,6 +206,9 @@ ODD = {
     **dict.fromkeys(("afmoe", "beam", "hunyuan_v1_moe", "jetmoe", "longcat_flash", "phimoe"), ROUTES),
     **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), SINKS),
     "diffllama": f"its layers attend twice, {TWICE}",
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe"), "its recurrent layers are carried for models of text alone (qwen3_5_text)"
+    ),
     "zamba2": "its layers share attention blocks, which do not say for which layer they attend",
     "hrm_text": f"its layers run several times in one pass, {TWICE}",
     "doge": "its attention makes a mask of its own",
