@@ -16,6 +16,7 @@ from rondel.core.errors import ModelError
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.recurrent.mixers import CARRIED, MIXERS
 from rondel.models.routing_tape import RoutingTape
 
 HEAD, EXPERTS, WINDOW = {"head_dim": 16}, {"num_experts_per_tok": 2}, {"sliding_window": 8}
@@ -35,9 +36,24 @@ ROUTED = EXPERTS | {
     "first_k_dense_replace": 1,
 }
 LATER = {k: v for k, v in ROUTED.items() if k != "first_k_dense_replace"}  # its first layer is dense by itself
+MIXING = SIZE | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
+LINEAR = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=16,
+    linear_conv_kernel_dim=4,
+)  # fmt: skip
+MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2)
+PURE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "state_size": 16,
+    "conv_kernel": 4,
+    "time_step_rank": 4,
+    "initializer_range": 0.03,
+}
 FAMILIES = {
     "apertus": SIZE,
     "arcee": SIZE,
+    "bamba": SIZE | MAMBA2 | APART | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
     "biogpt": ALONE | APART,
     "bitnet": SIZE,
     "cohere": SIZE | {"logit_scale": 0.5},
@@ -49,6 +65,12 @@ FAMILIES = {
     "ernie4_5": SIZE | HEAD,
     "ernie4_5_moe": SIZE | EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
     "exaone4": MIXED,
+    "falcon_h1": SIZE
+    | HEAD
+    | MAMBA2
+    | APART
+    | {"mamba_d_ssm": 128, "ssm_in_multiplier": 1.5, "key_multiplier": 0.7, "lm_head_multiplier": 0.5},
+    "falcon_mamba": PURE | APART,
     "flex_olmo": SIZE | EXPERTS | {"num_experts": 4},
     "gemma": SIZE | HEAD | APART,
     "gemma2": SIZE
@@ -66,10 +88,33 @@ FAMILIES = {
     "granite": SIZE
     | {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
     "granitemoe": SIZE | EXPERTS | {"num_local_experts": 4},
+    "granitemoehybrid": MIXING
+    | MAMBA2
+    | EXPERTS
+    | {"num_local_experts": 4, "shared_intermediate_size": 32, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
     "granitemoeshared": SIZE | EXPERTS | {"num_local_experts": 4, "shared_intermediate_size": 32},
     "helium": SIZE | HEAD,
     "hunyuan_v1_dense": SIZE | HEAD,
+    "jamba": SIZE
+    | EXPERTS
+    | APART
+    | {
+        "num_hidden_layers": 3,
+        "num_experts": 4,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+    "lfm2": SIZE | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
+    "lfm2_moe": SIZE
+    | EXPERTS
+    | FEW
+    | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
     "llama": SIZE,
+    "mamba": PURE | APART,
+    "mamba2": {k: v for k, v in PURE.items() if k != "time_step_rank"}
+    | {"num_heads": 8, "head_dim": 16, "n_groups": 2},
     "minicpm3": SIZE | LATENT | APART | {"dim_model_base": 32},
     "minimax_m2": SIZE | HEAD | EXPERTS | {"num_local_experts": 4},
     "ministral": SIZE | HEAD | WINDOW,
@@ -78,9 +123,17 @@ FAMILIES = {
     "mixtral": SIZE | EXPERTS | {"num_local_experts": 4},
     "nanochat": SIZE,
     "nemotron": SIZE,
+    "nemotron_h": {k: v for k, v in SIZE.items() if k != "num_hidden_layers"}
+    | HEAD
+    | EXPERTS
+    | {k: v for k, v in ROUTED.items() if k != "first_k_dense_replace"}
+    | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"]}
+    | {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4}
+    | {"moe_shared_expert_intermediate_size": 32},
     "olmo": SIZE | {"clip_qkv": 2.0},
     "olmo2": SIZE,
     "olmo3": MIXED,
+    "olmo_hybrid": MIXING | LINEAR | APART,
     "olmoe": SIZE | EXPERTS | {"num_experts": 4, "clip_qkv": 2.0},
     "opt": dict(
         hidden_size=64,
@@ -98,6 +151,14 @@ FAMILIES = {
     "qwen2_5_vl": SIZE | {"vision_config": EYES["qwen2_5_vl"]},
     "qwen2_vl": SIZE | {"vision_config": EYES["qwen2_vl"]},
     "qwen3": SIZE | HEAD,
+    "qwen3_5_moe_text": {k: v for k, v in MIXING.items() if k != "intermediate_size"}
+    | LINEAR
+    | HEAD
+    | EXPERTS
+    | FEW
+    | {"shared_expert_intermediate_size": 32},
+    "qwen3_5_text": MIXING | LINEAR | HEAD,
+    "qwen3_next": MIXING | LINEAR | HEAD | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
     "qwen3_vl": SIZE | HEAD | {"vision_config": EYES["qwen3_vl"]},
     "qwen3_moe": SIZE | HEAD | EXPERTS | FEW,
     "seed_oss": SIZE | HEAD,
@@ -108,10 +169,10 @@ FAMILIES = {
     "youtu": SIZE | LATENT,
 }
 
+RECURRENT_FAMILIES = [kind for kind in FAMILIES if kind in CARRIED]
 RECURRENT, INTERFACE, SINKS = "recurrent layers", "attention interface", "attention sinks"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the reason speaks of
     "afmoe": ({}, "choice of experts"),
-    "bamba": ({}, RECURRENT),
     "bart": ({}, "encoder-decoder"),
     "bert": ({}, "an encoder"),
     "bloom": ({}, "ALiBi"),
@@ -120,34 +181,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "diffllama": ({}, "attend twice"),
     "doge": ({}, "mask of its own"),
     "falcon": ({}, INTERFACE),
-    "falcon_h1": ({}, RECURRENT),
-    "falcon_mamba": ({}, "recurrent"),
     "glm_moe_dsa": ({}, "layers of type indexed_attention"),
     "gpt_neo": ({}, INTERFACE),
     "gpt_neox_japanese": ({}, INTERFACE),
     "gpt_oss": (SIZE | HEAD | {"num_local_experts": 4}, SINKS),
     "gptj": ({}, INTERFACE),
     "granite_swa": ({}, SINKS),
-    "granitemoehybrid": ({}, RECURRENT),
     "hrm_text": ({}, "several times in one pass"),
     "hunyuan_v1_moe": ({}, "choice of experts"),
-    "jamba": ({}, RECURRENT),
     "jetmoe": ({}, "choice of experts"),
     "kimi_linear": ({}, RECURRENT),
-    "lfm2": (SIZE | {"layer_types": ["conv", "full_attention"]}, RECURRENT),
     "llama4_text": (SIZE | {"num_local_experts": 4}, "layers of type chunked_attention"),
     "llava": ({}, "looks at images in a way of its own"),
     "longcat_flash": ({}, "choice of experts"),
-    "mamba": ({}, "recurrent"),
-    "mamba2": ({}, "recurrent"),
     "minimax": ({}, RECURRENT),
     "mpt": ({}, "ALiBi"),
-    "nemotron_h": ({}, RECURRENT),
-    "olmo_hybrid": ({}, RECURRENT),
     "openai-gpt": ({}, INTERFACE),
     "phimoe": ({}, "choice of experts"),
-    "qwen3_5_text": ({}, RECURRENT),
-    "qwen3_next": ({}, RECURRENT),
+    "qwen3_5": ({}, "for models of text alone"),
     "recurrent_gemma": ({}, "recurrent"),
     "roberta": ({}, "an encoder"),
     "rwkv": ({}, "recurrent"),
@@ -155,7 +206,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "xglm": ({}, INTERFACE),
     "xlnet": ({}, INTERFACE),
     "xlstm": ({}, "recurrent"),
-    "zamba2": ({}, RECURRENT),
+    "zamba2": ({}, "share attention blocks"),
 }
 NOTES = {  # a key of its config -> what it brings
     "sliding_window": "sliding window",
@@ -163,6 +214,13 @@ NOTES = {  # a key of its config -> what it brings
     "kv_lora_rank": "latent attention: keys and values are cached expanded",
     "no_rope_layers": "some layers without positions",
     "vision_config": "sees images",
+}
+
+STATES = {  # a mixer's forward pass -> what it keeps a state of
+    "forward_short_conv": "short convolutions keep a state",
+    "forward_gated_delta": "gated delta rule keeps a state",
+    "forward_mamba2": "Mamba-2 layers keep a state",
+    "forward_mamba": "Mamba layers keep a state",
 }
 
 
@@ -234,6 +292,12 @@ def _gap(logits: torch.Tensor, tokens: torch.Tensor, logprobs: list[float]) -> f
     return float((logp[-len(logprobs) :] - torch.tensor(logprobs)).abs().max())
 
 
+def recurrences(kind: str) -> list[str]:
+    """Which of its layers keep a state."""
+    mixers = {MIXERS[name].__name__ for m in model(kind).model.modules() if (name := type(m).__name__) in MIXERS}
+    return [STATES[mixer] for mixer in sorted(mixers)]
+
+
 def refusal(kind: str) -> str:
     """What `load` says instead of loading."""
     try:
@@ -253,4 +317,5 @@ def row(kind: str) -> str:
     m = measure(kind)
     replay = "dense" if m.replayed is None else "yes" if m.replayed <= 1e-4 and m.obeyed else "no"
     notes = ", ".join(note for key, note in NOTES.items() if key in FAMILIES[kind])
+    notes = ", ".join(filter(None, [notes, *recurrences(kind)]))
     return f"| `{kind}` | {'equal' if m.greedy else 'differs'} | {'≤ 1e-4' if m.gap <= 1e-4 else f'{m.gap:.0e}'} | {replay} | {notes} |"

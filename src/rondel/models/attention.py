@@ -1,9 +1,11 @@
 """One attention, registered with transformers, for packed training, shared-prefix training and paged serving.
 
-The module calls `rondel_attention` in every layer; what it means is the *layout* in force (`with attending(layout):`):
+The module calls `rondel_attention` in every layer; what it means is the *layout* in force (`with use_attention_layout(layout):`):
 
     PackedLayout   flat [T] tokens made of segments; a segment sees its ancestors whole and itself causally
     PagedLayout    flat [T] new tokens of running requests; each sees its cached context through its slots
+
+Recurrent layers ask the same layout for `states` (models/recurrent/layout.py).
 
 T tokens · H query heads · K key/value heads · D head size · S segments of one call ·
 L the longest · P most tokens above one
@@ -15,7 +17,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +29,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from rondel.core.errors import ModelError
 from rondel.models.linear import LIBRARY
+from rondel.models.recurrent.layout import SegmentStates, SlotStates
 
 NAME = "rondel"
 
@@ -51,6 +55,13 @@ def use_attention_layout(layout: AttentionLayout) -> Iterator[None]:
         _here.layout = outer
 
 
+def current_layout() -> Any:
+    """The layout in force."""
+    if (layout := getattr(_here, "layout", None)) is None:
+        raise ModelError("this model is set up for packed tokens; call it inside `with use_attention_layout(layout):`")
+    return layout
+
+
 def rondel_attention(
     module,
     query,
@@ -64,9 +75,7 @@ def rondel_attention(
     **kwargs,
 ):
     """transformers' attention signature: query [1,H,T,D] -> ([1,T,H,D], None)."""
-    layout = getattr(_here, "layout", None)
-    if layout is None:
-        raise ModelError("this model is set up for packed tokens; call it inside `with attending(layout):`")
+    layout = current_layout()
     if kwargs.get("s_aux") is not None:
         raise ModelError(
             "attention sinks are not supported by the built-in attention; serve this model with vLLM or SGLang"
@@ -189,6 +198,11 @@ class PackedLayout:
             for row in _group_segments(segments, above)
         ]
         self._made: dict[tuple[str, int], _Rows] = {}  # by what and the number of heads
+
+    @cached_property
+    def states(self) -> SegmentStates:
+        """States of recurrent layers: a segment continues its parent."""
+        return SegmentStates(self.segments, self.device)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
@@ -533,6 +547,7 @@ class PagedLayout:
         chunks: list[PrefillChunk],
         decoding: DecodeBatch | None = None,
     ) -> None:
+        self.states: SlotStates | None = None  # of a model with recurrent layers
         self.keys, self.values, self.write, self.chunks, self.decoding = keys, values, write, chunks, decoding
         self._into = PoolSlots(write)
 

@@ -152,8 +152,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 REFUSED = {
     "gpt_oss": "it uses attention sinks",
-    "qwen3_5_text": "it has recurrent layers",
-    "qwen3_5_moe_text": "it has recurrent layers",
 }
 
 
