@@ -16,6 +16,7 @@ from rondel.core.errors import ModelError
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import REMEDY, load_model
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.recurrent.mixers import CARRIED, MIXERS
 from rondel.models.routing_tape import RoutingTape
 
 HEAD, EXPERTS, WINDOW = {"head_dim": 16}, {"num_experts_per_tok": 2}, {"sliding_window": 8}
@@ -43,12 +44,27 @@ REUSE = {  # the last layer of three takes the keys and values of the last one o
     "vocab_size_per_layer_input": 128,
 }
 WIDER = {"per_layer_config": {1: {"head_dim": 24}}}  # heads of another size in layer 1
+MIXING = SIZE | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
+LINEAR = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=16,
+    linear_conv_kernel_dim=4,
+)  # fmt: skip
+MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2)
+PURE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "state_size": 16,
+    "conv_kernel": 4,
+    "time_step_rank": 4,
+    "initializer_range": 0.03,
+}
 FAMILIES = {
     "afmoe": MIXED | HEAD | EXPERTS | FEW | {"num_dense_layers": 1},
     "apertus": SIZE,
     "arcee": SIZE,
     "aria_text": SIZE | HEAD | {"moe_num_experts": 4, "moe_topk": 2},
     "axk1": SIZE | LATENT | LATER,
+    "bamba": SIZE | MAMBA2 | APART | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
     "beam": MIXED | HEAD | EXPERTS | FEW | {"n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
     "biogpt": ALONE | APART,
     "bitnet": SIZE,
@@ -74,6 +90,12 @@ FAMILIES = {
     "ernie4_5_moe": SIZE | EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
     "exaone4": MIXED,
     "exaone_moe": MIXED | EXPERTS | FEW,
+    "falcon_h1": SIZE
+    | HEAD
+    | MAMBA2
+    | APART
+    | {"mamba_d_ssm": 128, "ssm_in_multiplier": 1.5, "key_multiplier": 0.7, "lm_head_multiplier": 0.5},
+    "falcon_mamba": PURE | APART,
     "flex_olmo": SIZE | EXPERTS | {"num_experts": 4},
     "flint": MIXED | HEAD | EXPERTS | FEW | {"shared_expert_intermediate_size": 32, "mlp_only_layers": []},
     "gemma": SIZE | HEAD | APART,
@@ -106,6 +128,10 @@ FAMILIES = {
     "granite_swa": MIXED | HEAD | {"attention_multiplier": 0.2},
     "granitemoe": SIZE | EXPERTS | {"num_local_experts": 4},
     "granitemoe_swa": MIXED | EXPERTS | {"num_local_experts": 4},
+    "granitemoehybrid": MIXING
+    | MAMBA2
+    | EXPERTS
+    | {"num_local_experts": 4, "shared_intermediate_size": 32, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
     "granitemoeshared": SIZE | EXPERTS | {"num_local_experts": 4, "shared_intermediate_size": 32},
     "helium": SIZE | HEAD,
     "hunyuan_v1_dense": SIZE | HEAD,
@@ -115,6 +141,17 @@ FAMILIES = {
     "internlm3": SIZE | HEAD,
     "iquestcoder": SIZE | HEAD,
     "jais2": SIZE | HEAD,
+    "jamba": SIZE
+    | EXPERTS
+    | APART
+    | {
+        "num_hidden_layers": 3,
+        "num_experts": 4,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
     "jetmoe": dict(
         hidden_size=64,
         intermediate_size=32,
@@ -127,6 +164,11 @@ FAMILIES = {
     ),
     "kolibri1": {k: v for k, v in (MIXED | HEAD | EXPERTS | FEW).items() if k != "intermediate_size"},
     "laguna": MIXED | HEAD | EXPERTS | FEW,
+    "lfm2": SIZE | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
+    "lfm2_moe": SIZE
+    | EXPERTS
+    | FEW
+    | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
     "llama": SIZE,
     "llama4_text": SIZE
     | HEAD
@@ -136,6 +178,9 @@ FAMILIES = {
     "longcat_flash": LATENT
     | {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 8, "max_position_embeddings": 512, "num_layers": 1}
     | {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "n_routed_experts": 3, "zero_expert_num": 1, "moe_topk": 2},
+    "mamba": PURE | APART,
+    "mamba2": {k: v for k, v in PURE.items() if k != "time_step_rank"}
+    | {"num_heads": 8, "head_dim": 16, "n_groups": 2},
     "mellum": MIXED | HEAD | EXPERTS | FEW,
     "mimo_v2_flash": {k: v for k, v in (MIXED | HEAD | ROUTED).items() if k != "first_k_dense_replace"}
     | {"v_head_dim": 12},
@@ -149,9 +194,17 @@ FAMILIES = {
     "mpt": dict(d_model=64, n_layers=2, n_heads=4, max_seq_len=512, attn_config={"clip_qkv": 2.0}),
     "nanochat": SIZE,
     "nemotron": SIZE,
+    "nemotron_h": {k: v for k, v in SIZE.items() if k != "num_hidden_layers"}
+    | HEAD
+    | EXPERTS
+    | {k: v for k, v in ROUTED.items() if k != "first_k_dense_replace"}
+    | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"]}
+    | {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4}
+    | {"moe_shared_expert_intermediate_size": 32},
     "olmo": SIZE | {"clip_qkv": 2.0},
     "olmo2": SIZE,
     "olmo3": MIXED,
+    "olmo_hybrid": MIXING | LINEAR | APART,
     "olmoe": SIZE | EXPERTS | {"num_experts": 4, "clip_qkv": 2.0},
     "opt": dict(
         hidden_size=64,
@@ -170,7 +223,15 @@ FAMILIES = {
     "qwen2_moe": SIZE | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
     "qwen2_vl": SIZE | {"vision_config": EYES["qwen2_vl"]},
     "qwen3": SIZE | HEAD,
+    "qwen3_5_moe_text": {k: v for k, v in MIXING.items() if k != "intermediate_size"}
+    | LINEAR
+    | HEAD
+    | EXPERTS
+    | FEW
+    | {"shared_expert_intermediate_size": 32},
+    "qwen3_5_text": MIXING | LINEAR | HEAD,
     "qwen3_moe": SIZE | HEAD | EXPERTS | FEW,
+    "qwen3_next": MIXING | LINEAR | HEAD | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
     "qwen3_vl": SIZE | HEAD | {"vision_config": EYES["qwen3_vl"]},
     "seed_oss": SIZE | HEAD,
     "smollm3": SIZE | {"no_rope_layers": [1, 0]},
@@ -187,13 +248,13 @@ ENCODERS = "bert-generation camembert data2vec-text electra ernie roberta-prelay
 SEQUENCE_TO_SEQUENCE = "bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet whisper"
 OUTSIDE = "big_bird blt cpmant git megatron-bert reformer rembert roformer trocr xlm"
 INDEXED = "axk2 dots3_note_text hy_v4"
+RECURRENT_FAMILIES = [kind for kind in FAMILIES if kind in CARRIED]
 RECURRENT, INTERFACE = "recurrent layers", "attention interface"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the reason speaks of
     **{kind: ({}, "an encoder") for kind in ENCODERS.split()},
     **{kind: ({}, "encoder-decoder") for kind in SEQUENCE_TO_SEQUENCE.split()},
     **{kind: ({}, "attention interface") for kind in OUTSIDE.split()},
     **{kind: (SIZE | {"num_key_value_heads": 4}, "layers of type") for kind in INDEXED.split()},
-    "bamba": ({}, RECURRENT),
     "bart": ({}, "encoder-decoder"),
     "bert": ({}, "an encoder"),
     "codegen": ({}, INTERFACE),
@@ -202,27 +263,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "diffllama": ({}, "attend twice"),
     "doge": ({}, "mask of its own"),
     "falcon": ({}, INTERFACE),
-    "falcon_h1": ({}, RECURRENT),
-    "falcon_mamba": ({}, "recurrent"),
     "glm_moe_dsa": ({}, "layers of type indexed_attention"),
     "gpt_neo": ({}, INTERFACE),
     "gpt_neox_japanese": ({}, INTERFACE),
     "gptj": ({}, INTERFACE),
-    "granitemoehybrid": ({}, RECURRENT),
     "hrm_text": ({}, "several times in one pass"),
-    "jamba": ({}, RECURRENT),
     "kimi_linear": ({}, RECURRENT),
-    "lfm2": (SIZE | {"layer_types": ["conv", "full_attention"]}, RECURRENT),
     "llava": ({}, "looks at images in a way of its own"),
-    "mamba": ({}, "recurrent"),
-    "mamba2": ({}, "recurrent"),
     "minimax": ({}, RECURRENT),
     "modernbert-decoder": ({"pad_token_id": 0}, "head"),
-    "nemotron_h": ({}, RECURRENT),
-    "olmo_hybrid": ({}, RECURRENT),
     "openai-gpt": ({}, INTERFACE),
-    "qwen3_5_text": ({}, RECURRENT),
-    "qwen3_next": ({}, RECURRENT),
+    "qwen3_5": ({}, "for models of text alone"),
     "recurrent_gemma": ({}, "recurrent"),
     "roberta": ({}, "an encoder"),
     "rwkv": ({}, "recurrent"),
@@ -230,7 +281,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "xglm": ({}, INTERFACE),
     "xlnet": ({}, INTERFACE),
     "xlstm": ({}, "recurrent"),
-    "zamba2": ({}, RECURRENT),
+    "zamba2": ({}, "share attention blocks"),
 }
 PARTS = {  # what no key of these configs says
     **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), "attention sinks"),
@@ -245,6 +296,13 @@ NOTES = {  # a key of its config -> what it brings
     "per_layer_config": "head sizes differ by layer",
     "no_rope_layers": "some layers without positions",
     "vision_config": "sees images",
+}
+
+STATES = {  # a mixer's forward pass -> what it keeps a state of
+    "forward_short_conv": "short convolutions keep a state",
+    "forward_gated_delta": "gated delta rule keeps a state",
+    "forward_mamba2": "Mamba-2 layers keep a state",
+    "forward_mamba": "Mamba layers keep a state",
 }
 
 
@@ -316,6 +374,12 @@ def _gap(logits: torch.Tensor, tokens: torch.Tensor, logprobs: list[float]) -> f
     return float((logp[-len(logprobs) :] - torch.tensor(logprobs)).abs().max())
 
 
+def recurrences(kind: str) -> list[str]:
+    """Which of its layers keep a state."""
+    mixers = {MIXERS[name].__name__ for m in model(kind).model.modules() if (name := type(m).__name__) in MIXERS}
+    return [STATES[mixer] for mixer in sorted(mixers)]
+
+
 def refusal(kind: str) -> str:
     """What `load` says instead of loading."""
     try:
@@ -335,6 +399,10 @@ def row(kind: str) -> str:
     m = measure(kind)
     replay = "dense" if m.replayed is None else "yes" if m.replayed <= 1e-4 and m.obeyed else "no"
     notes = ", ".join(
-        [*filter(None, [PARTS.get(kind)]), *(note for key, note in NOTES.items() if key in FAMILIES[kind])]
+        [
+            *filter(None, [PARTS.get(kind)]),
+            *(note for key, note in NOTES.items() if key in FAMILIES[kind]),
+            *recurrences(kind),
+        ]
     )
     return f"| `{kind}` | {'equal' if m.greedy else 'differs'} | {'≤ 1e-4' if m.gap <= 1e-4 else f'{m.gap:.0e}'} | {replay} | {notes} |"

@@ -168,6 +168,11 @@ def align_numerics(loaded: LoadedModel) -> None:
             f"on how many tokens it "
             "gets; use numerics = 'fast' with routing replay"
         )
+    if loaded.state_bytes:
+        raise ConfigError(
+            f"engine.numerics = 'aligned': '{loaded.name}' has recurrent layers, whose sums depend on how a prompt is cut "
+            f"into chunks; use numerics = 'fast'"
+        )
     loaded.aligned, loaded.align = True, aligned_layout
     with loaded.randomized_adapter():
         check_invariance(loaded)

@@ -1,9 +1,11 @@
 """One attention, registered with transformers, for packed training, shared-prefix training and paged serving.
 
-The module calls `rondel_attention` in every layer; what it means is the *layout* in force (`with attending(layout):`):
+The module calls `rondel_attention` in every layer; what it means is the *layout* in force (`with use_attention_layout(layout):`):
 
     PackedLayout   flat [T] tokens made of segments; a segment sees its ancestors whole and itself causally
     PagedLayout    flat [T] new tokens of running requests; each sees its cached context through its slots
+
+Recurrent layers ask the same layout for `states` (models/recurrent/layout.py).
 
 T tokens · H query heads · K key/value heads · D head size · S segments of one call ·
 L the longest · P most tokens above one
@@ -15,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +29,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from rondel.core.errors import ModelError
 from rondel.models.linear import LIBRARY
+from rondel.models.recurrent.layout import SegmentStates, SlotStates
 from rondel.models.score_rule import ScoreRule
 
 NAME = "rondel"
@@ -55,6 +59,13 @@ def attention_layout() -> AttentionLayout | None:
     return getattr(_here, "layout", None)
 
 
+def current_layout() -> Any:
+    """The layout in force."""
+    if (layout := attention_layout()) is None:
+        raise ModelError("this model is set up for packed tokens; call it inside `with use_attention_layout(layout):`")
+    return layout
+
+
 def rondel_attention(
     module,
     query,
@@ -68,9 +79,7 @@ def rondel_attention(
     **kwargs,
 ):
     """transformers' attention signature: query [1,H,T,D] -> ([1,T,H,D], None)."""
-    layout = attention_layout()
-    if layout is None:
-        raise ModelError("this model is set up for packed tokens; call it inside `with attending(layout):`")
+    layout = current_layout()
     if query.shape[0] != 1:
         raise ModelError(f"batch of {query.shape[0]}: tokens are packed into one row [1, T] here, there is no padding")
     if (by_position := kwargs.get("query_scale")) is not None:
@@ -225,6 +234,11 @@ class PackedLayout:
             for row in _group_segments(segments, above)
         ]
         self._made: dict[tuple[str, int], _Rows] = {}  # by what and the number of heads
+
+    @cached_property
+    def states(self) -> SegmentStates:
+        """States of recurrent layers: a segment continues its parent."""
+        return SegmentStates(self.segments, self.device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         heads, shared, size = q.shape[1], k.shape[1], v.shape[2]
@@ -562,6 +576,7 @@ class PagedLayout:
         chunks: list[PrefillChunk],
         decoding: DecodeBatch | None = None,
     ) -> None:
+        self.states: SlotStates | None = None  # of a model with recurrent layers
         self.keys, self.values, self.write, self.chunks, self.decoding = keys, values, write, chunks, decoding
         self._into = PoolSlots(write)
 

@@ -38,6 +38,8 @@ from rondel.models.embedding_lookup import adopt_embedding
 from rondel.models.head import LMHead
 from rondel.models.loaded_model import LoadedModel, decoder_of
 from rondel.models.query_scale import install_query_scale
+from rondel.models.recurrent.mixers import CARRIED, install_recurrent
+from rondel.models.recurrent.state_count import StateCount
 from rondel.models.routing_tape import RoutingTape, expert_count, install_routing_tape, use_tape
 from rondel.models.score_rule import ScoreRule
 from rondel.planner.shapes import SIZES, refuse_sizes
@@ -102,7 +104,7 @@ def load_model(
     alibi.install_alibi(model)
     install_query_scale(model)
     routers = install_routing_tape(model)
-    cached = _check_attention(model, name, sight, routers)
+    cached, states = _check_attention(model, name, sight, routers)
     context, stops = _max_context(model.config.get_text_config()), _stop_ids(model, tokenizer)
     return LoadedModel(
         model,
@@ -115,6 +117,7 @@ def load_model(
         routers,
         path=path,
         sight=sight,
+        state_bytes=states,
     )
 
 
@@ -172,6 +175,8 @@ def refuse_architecture(config: Any) -> None:
         - recurrent
         - {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse", "moe", "mlp"}
     )
+    if kind in CARRIED or kind in ODD:
+        recurrent = set()
     state = "cannot be packed or paged yet"
     reasons = [
         (
@@ -180,7 +185,7 @@ def refuse_architecture(config: Any) -> None:
         ),
         (bool(recurrent), f"it has recurrent layers ({', '.join(sorted(recurrent))}); their state {state}"),
         (
-            kind in {"mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurrent_gemma"},
+            kind in {"rwkv", "xlstm", "recurrent_gemma"},
             f"it is recurrent; its state {state}",
         ),
         (
@@ -208,6 +213,10 @@ REMEDY = (
 TWICE = "but the paged cache has one set of keys and values a layer"
 ODD = {
     "diffllama": f"its layers attend twice, {TWICE}",
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe"), "its recurrent layers are carried for models of text alone (qwen3_5_text)"
+    ),
+    "zamba2": "its layers share attention blocks, which do not say for which layer they attend",
     "hrm_text": f"its layers run several times in one pass, {TWICE}",
     "doge": "its attention makes a mask of its own",
     "modernbert-decoder": "its head has a dense layer and a norm before the logits, and Rondel's has one product",
@@ -239,19 +248,19 @@ def _is_encoder(config: Any) -> bool:
 
 
 def _shares_attention(config: Any) -> bool:
-    """What the model's class says of itself; the two named here do not say it and do. Code
+    """What the model's class says of itself; those named here do not say it and do. Code
     from outside transformers is left to the proof.
     """
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    kinds = {"biogpt", "stablelm", *alibi.FAMILIES}
+    kinds = {"biogpt", "stablelm", *alibi.FAMILIES, *CARRIED}
     return getattr(known, "_supports_attention_backend", True) or config.model_type in kinds
 
 
-def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None, routers: int) -> int:
+def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None, routers: int) -> tuple[int, int]:
     """Switch to the packed attention and compare it with the model's own on a probe of two
     sequences; one that looks sees a picture, too.
 
-    -> bytes of keys and values of one token in all layers.
+    -> bytes of keys and values of one token in all layers, bytes of one sequence's recurrent states.
     """
     vocab = model.config.get_text_config().vocab_size
     probe = [[(7 * i + 3) % vocab for i in range(9)], [(5 * i + 1) % vocab for i in range(6)]]
@@ -267,6 +276,7 @@ def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None, 
         rows = [torch.tensor([row], device=device) for row in probe]
         own = [model(row, use_cache=False, **more).logits[0].float().log_softmax(-1) for row, more in zip(rows, how)]
         try:
+            recurrent = install_recurrent(model)
             model.set_attn_implementation(
                 NAME if sight is None else {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
             )
@@ -285,7 +295,7 @@ def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None, 
                         vision.encode_images(model, sight, [media[0].image]),
                     )
                     hidden = vision.hidden_states(model, tokens, where, seen)
-            packed = LMHead.from_model(model).logits(hidden).log_softmax(-1)
+            packed = LMHead.from_model(model).logits(hidden.to(model.dtype)).log_softmax(-1)
         except ModelError:
             raise
         except LawError as error:
@@ -297,11 +307,7 @@ def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None, 
                 f"'{name}' ({model.config.model_type}) does not go through transformers' attention interface as packed tokens: "
                 f"{type(error).__name__}: {error}"
             ) from error
-    if sorted(layout.layers) != list(range(model.config.get_text_config().num_hidden_layers)):
-        raise ModelError(
-            f"'{name}' ({model.config.model_type}): its {model.config.get_text_config().num_hidden_layers} layers asked for attention as "
-            f"{sorted(layout.layers)}; each must ask once, for the cache keeps one set of keys and values a layer"
-        )
+    _refuse_silent_layers(model.config, name, layout, recurrent)
     gap = float((packed - torch.cat(own)).abs().mean())
     if not gap <= tolerance:
         raise ModelError(
@@ -309,7 +315,27 @@ def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None, 
             f"(limit {tolerance}); "
             "some part of its attention or head is not carried by the built-in path"
         )
-    return layout.cached
+    return layout.cached, layout.counted.bytes
+
+
+def _refuse_silent_layers(config: Any, name: str, layout: _Counting, recurrent: list[int]) -> None:
+    """Each layer must ask once for its keys and values, and each recurrent mixer for its states."""
+    text, asked = config.get_text_config(), sorted(layout.layers)
+    every = list(range(text.num_hidden_layers))
+    if recurrent:  # a layer may be a feed-forward alone
+        every = [
+            i for i in every if (getattr(text, "layer_types", None) or ["?"] * len(every))[i] not in ("mlp", "moe")
+        ]
+    if sorted({*asked, *recurrent}) != every or len(set(asked)) != len(asked):
+        raise ModelError(
+            f"'{name}' ({config.model_type}): its {len(every)} layers asked for attention as {asked}; each must ask "
+            f"once, for the cache keeps one set of keys and values a layer"
+        )
+    if sorted(layout.counted.layers) != sorted(recurrent):
+        raise ModelError(
+            f"'{name}' ({config.model_type}): its recurrent layers {sorted(recurrent)} asked for states as "
+            f"{sorted(layout.counted.layers)}; each must ask once, for a sequence keeps one state a layer"
+        )
 
 
 class _Counting(PackedLayout):
@@ -321,6 +347,7 @@ class _Counting(PackedLayout):
         super().__init__(segments, device)
         self.layers: list[int] = []
         self.cached = 0  # bytes of one token's keys and values in the layers that have asked
+        self.states = self.counted = StateCount(segments, device)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
         self.layers.append(layer)

@@ -45,6 +45,7 @@ class LoadedModel:
     )
     bare: bool = False  # compute without the adapter: the reference
     sight: ImageProcessorConfig | None = None  # how it looks at pictures; None for a model that reads text alone
+    state_bytes: int = 0  # of the recurrent states of one sequence, in all layers; 0: it has no recurrent layer
 
     @property
     def device(self) -> torch.device:
@@ -83,7 +84,7 @@ class LoadedModel:
             if self.sight is not None:
                 return vision.hidden_states(self.model, tokens, positions, seen)
             out = decoder_of(self.model)(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
-        return out.last_hidden_state[0]
+        return out.last_hidden_state[0].to(self.dtype)  # Mamba's residual stream is fp32
 
     def encode_images(self, images: list[Image]) -> vision.ImageFeatures:
         """What it sees in the cells of these pictures. A frozen tower makes no graph."""
