@@ -1,7 +1,7 @@
 # Rondel.  make train: the whole loop on a real model.  make test: what CI runs.  Needs Python 3.11 or later, nothing else.
 #
 #   make train     installs into .venv once, then runs recipes/quickstart.toml; an interrupted run is continued by the same command
-#   make check     lint, types, layers and the fast tests: before every commit
+#   make check     lint, types, layers and the fast tests (about 90 s on two cores): before every commit
 #   make test      lint, types, and all tests with those of the documentation and the slow ones
 #   make parity    the tests that need TRL and verl, with both in an environment of their own (downloads, some minutes)
 #   make worlds    the tests that need verifiers, OpenEnv or TextArena, likewise
@@ -17,6 +17,8 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TRITON := 3.9.0
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 REACHES_TORCH := import urllib.request as u; u.urlopen('$(TORCH_CPU)/torch/', timeout=5)
+# the tests and the source are compiled once, not by every worker and every process that a test starts
+unexport PYTHONDONTWRITEBYTECODE
 # who is done takes from who has most
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq

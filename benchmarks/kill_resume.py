@@ -19,8 +19,6 @@ from pathlib import Path
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
 COMMAND = [sys.executable, "-c", "from rondel.cli import main; main()", "train", str(RECIPE), "--quiet"]
 SMALLER = [
-    "--loop.warmup.steps=20",
-    "--loop.steps=40",
     "--run.checkpoint.every=5",
     "--place.threads=1",
     "--task.eval.every=0",
@@ -30,6 +28,7 @@ SMALLER = [
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="rondel bench kill_resume", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=60, help="of the run, a third of them supervised")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--folder", type=Path, default=None, help="where the runs live; a temporary folder unless given"
@@ -38,19 +37,19 @@ def main(argv: list[str] | None = None) -> None:
     folder = args.folder or Path(tempfile.mkdtemp(prefix="kill_resume-"))
     whole, killed = folder / "whole", folder / "killed"
     began = time.perf_counter()
-    finish(whole)
+    finish(whole, args.steps)
     length = time.perf_counter() - began
     draw, after, kills = random.Random(args.seed), [], 0
     while kills < args.kills:
         seconds = draw.uniform(0.0, length / 2)
-        if interrupted(killed, seconds):
+        if interrupted(killed, args.steps, seconds):
             kills += 1
             after.append(round(seconds, 2))
             print(f"kill {kills} of {args.kills} after {seconds:.1f} s", file=sys.stderr, flush=True)
         else:  # it was complete before the kill: begin another one
             check(whole, killed)
             shutil.rmtree(killed)
-    finish(killed)
+    finish(killed, args.steps)
     print(
         json.dumps(
             {
@@ -66,19 +65,20 @@ def main(argv: list[str] | None = None) -> None:
         shutil.rmtree(folder)
 
 
-def command(folder: Path) -> list[str]:
-    return [*COMMAND, *SMALLER, f"--run.folder={folder}"]
+def command(folder: Path, steps: int) -> list[str]:
+    phases = [f"--loop.warmup.steps={steps // 3}", f"--loop.steps={steps - steps // 3}"]
+    return [*COMMAND, *SMALLER, *phases, f"--run.folder={folder}"]
 
 
-def finish(folder: Path) -> None:
-    done = subprocess.run(command(folder), capture_output=True, text=True)
+def finish(folder: Path, steps: int) -> None:
+    done = subprocess.run(command(folder, steps), capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"the run did not complete ({done.returncode}): {done.stderr[-2000:]}")
 
 
-def interrupted(folder: Path, seconds: float) -> bool:
+def interrupted(folder: Path, steps: int, seconds: float) -> bool:
     """Start the command and kill it. -> whether there was something to kill."""
-    process = subprocess.Popen(command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command(folder, steps), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         _, said = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

@@ -54,23 +54,31 @@ MODULES = {
 
 
 @cache
-def imports(name: str, typed: bool = False) -> dict[str, int]:
-    """What `name` imports, each with a line: imports inside functions count, those for the type checker only if `typed`."""
-    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
-    guarded = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-    ]
-    typing = {id(node) for block in guarded for node in ast.walk(block)}
-    found: dict[str, int] = {}
-    for node in ast.walk(tree):
-        if (id(node) in typing and not typed) or not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
+def all_imports(name: str) -> list[tuple[str, int, bool]]:
+    """Each import of `name`: what, its line, and whether it is for the type checker only."""
+    found: list[tuple[str, int, bool]] = []
+
+    def walk(node: ast.AST, typing: bool) -> None:
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{MODULES[name]}:{node.lineno}: a relative import; write it from rondel down"
-        for alias in node.names:
-            found.setdefault(
-                f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name, node.lineno
-            )
+            found.extend((f"{node.module}.{alias.name}", node.lineno, typing) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            found.extend((alias.name, node.lineno, typing) for alias in node.names)
+        elif isinstance(node, ast.stmt | ast.Module | ast.ExceptHandler | ast.match_case):  # no expression holds one
+            typing = typing or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+            for child in ast.iter_child_nodes(node):
+                walk(child, typing)
+
+    walk(ast.parse(MODULES[name].read_text(encoding="utf-8")), False)
+    return found
+
+
+def imports(name: str, typed: bool = False) -> dict[str, int]:
+    """What `name` imports, each with a line: imports inside functions count, those for the type checker only if `typed`."""
+    found: dict[str, int] = {}
+    for target, line, typing in all_imports(name):
+        if typed or not typing:
+            found.setdefault(target, line)
     return found
 
 
@@ -85,7 +93,10 @@ def ours(name: str, typed: bool = False) -> dict[str, int]:
     return found
 
 
-GRAPH = {name: ours(name) for name in MODULES}
+@cache
+def graph() -> dict[str, dict[str, int]]:
+    """Not made where the tests are collected: every worker would read all of the source."""
+    return {name: ours(name) for name in MODULES}
 
 
 def part(module: str, depth: int = 1) -> str:
@@ -114,18 +125,18 @@ def test_every_room_has_a_layer():
 
 
 def test_imports_go_down_and_never_between_strangers():
-    edges = [(name, target, line) for name in MODULES if name != "rondel" for target, line in GRAPH[name].items()]
+    edges = [(name, target, line) for name in MODULES if name != "rondel" for target, line in graph()[name].items()]
     assert [f"{MODULES[a]}:{line}: {a} -> {b}: {why}" for a, b, line in edges if (why := fault(a, b))] == []
 
 
 def test_no_circle_and_no_long_chain():
     try:
-        order = list(TopologicalSorter(GRAPH).static_order())
+        order = list(TopologicalSorter(graph()).static_order())
     except CycleError as error:
         pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
     chain: dict[str, list[str]] = {}
     for name in order:
-        chain[name] = [name, *max((chain[target] for target in GRAPH[name]), key=len, default=[])]
+        chain[name] = [name, *max((chain[target] for target in graph()[name]), key=len, default=[])]
     deepest = max((chain[name] for name in order if name != "rondel"), key=len)
     assert len(deepest) <= DEEPEST, f"{len(deepest)} deep: {' > '.join(deepest)}"
 

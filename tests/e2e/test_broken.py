@@ -120,12 +120,14 @@ def test_a_reward_that(capfd, tmp_path, monkeypatch, name):
     assert groups and all(e["rewards"] == [] and not e["kept"] for e in groups)
 
 
+@pytest.mark.slow
 def test_a_reward_that_cannot_be_imported(capfd, tmp_path, monkeypatch):
     (tmp_path / "half_reward.py").write_text("import not_installed_anywhere\n")
     monkeypatch.chdir(tmp_path)
     assert "not_installed_anywhere" in broken(capfd, tmp_path, "--task.reward=half_reward:grade")
 
 
+@pytest.mark.slow
 def test_check_finds_a_reward_that_gives_gold_nothing(capfd, tmp_path, monkeypatch):
     (tmp_path / "zero_reward.py").write_text("def grade(trajectory, task):\n    return 0.0\n")
     monkeypatch.chdir(tmp_path)
@@ -135,6 +137,7 @@ def test_check_finds_a_reward_that_gives_gold_nothing(capfd, tmp_path, monkeypat
     assert "✗ reward: " in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_no_disk(capfd, tmp_path, monkeypatch):
     import shutil
 
@@ -151,6 +154,7 @@ def test_a_folder_in_use(capfd, tmp_path):
         assert "another process is training" in broken(capfd, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_changed_recipe_shows_what_changed_and_loses_nothing(capfd, tmp_path):
     main_ok(capfd, "train", str(TINY), f"--run.folder={tmp_path / 'run'}", *SMALL, "--quiet")
     before = sorted(os.listdir(tmp_path / "run"))

@@ -480,7 +480,9 @@ def finished(tmp_path_factory) -> Path:
     return where
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if i % 6 else ()) for i, name in enumerate(CASES)]
+)
 def test_it_is_one_line_that_says_what_to_do(capfd, tmp_path, monkeypatch, finished, name):
     make, said = CASES[name]
     monkeypatch.chdir(tmp_path)  # what has no folder of its own must not begin one here

@@ -64,6 +64,7 @@ def test_a_name_is_the_runs_only_as_the_run_writes_it(tmp_path):
     assert list(numbered_paths(tmp_path, "step-")) == [4, 999999, 1000000]
 
 
+@pytest.mark.slow
 def test_what_a_user_copied_is_neither_resumed_from_nor_deleted(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
@@ -135,6 +136,7 @@ def _published(transport, version):
 # -- power -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_power_cut_at_any_moment_leaves_the_last_checkpoint(whole, tmp_path, monkeypatch):
     """Before and after every fsync, and before every change of a name; from three of
     those the run goes on, to the same bits.
@@ -195,6 +197,7 @@ def _in_own_mounts(outside: Path, work: Callable[..., None], given: tuple) -> No
     (outside / "told").write_text(told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disk", [FullDisk, ReadOnlyDisk])
 def test_a_disk_that_refuses_at_any_moment_is_named_and_the_run_goes_on(whole, tmp_path, disk):
     """Twenty times in one run, at a random event: the error has path, reason and
@@ -245,6 +248,7 @@ def _strikes(at: Path, whole: Path, kind: type[FullDisk] | type[ReadOnlyDisk]) -
     assert same(folder, whole)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_read_only_can_be_read(whole, tmp_path):
     in_own_mounts(tmp_path, _read, whole)
 

@@ -31,6 +31,7 @@ def cluster(tmp_path):
     made.close()
 
 
+@pytest.mark.slow
 def test_calls_are_the_same_and_run_side_by_side(cluster):
     worker = cluster.spawn("part", Part, 5)
     worker.now()
@@ -47,6 +48,7 @@ def test_calls_are_the_same_and_run_side_by_side(cluster):
     np.testing.assert_array_equal(worker.now("doubled", big), big * 2)
 
 
+@pytest.mark.slow
 def test_errors_cross_with_their_type_and_text(cluster):
     worker = cluster.spawn("part", Part, 0)
     with pytest.raises(ConfigError, match=r"lr = -1: it must be positive"):
@@ -70,6 +72,7 @@ def test_events_are_told_in_the_controller(cluster):
     assert [event.message for event in heard] == ["hot"]
 
 
+@pytest.mark.slow
 def test_a_caller_that_goes_away_takes_its_call_with_it(cluster):
     worker = cluster.spawn("part", Part, 0)
     worker.now()  # one that has not begun would be gone without a trace
@@ -109,6 +112,7 @@ class Unreadable:
         return int, ("not a number",)
 
 
+@pytest.mark.slow
 def test_what_a_worker_cannot_read_is_said(cluster):
     worker = cluster.spawn("part", Part, 0)
     with pytest.raises(WorkerError, match=r"part cannot read what it was asked: ValueError"):
@@ -127,6 +131,7 @@ def test_a_worker_stays_on_its_cores(cluster):
     reason="workers are forked on Linux's CPUs",
 )
 class TestNursery:
+    @pytest.mark.slow
     def test_workers_are_forked_where_the_imports_are(self, cluster, tmp_path, monkeypatch):
         """Processes of their own, with the controller's folder and path of that moment."""
         monkeypatch.chdir(tmp_path)
@@ -148,6 +153,7 @@ class TestNursery:
         with pytest.raises(WorkerError, match=rf"worker part \(process {worker.pid}\) was ended by SIGKILL"):
             worker.now("switch_to", "idle")
 
+    @pytest.mark.slow
     def test_a_dead_nursery_takes_its_workers_along_and_the_next_has_another(self, cluster):
         worker = cluster.spawn("part", TimeAccount, "x")
         worker.now()
@@ -165,6 +171,7 @@ class TestNursery:
         cluster.spawn("next", TimeAccount, "x").now()
         assert forkserver.forkserver_pid() not in (None, before)
 
+    @pytest.mark.slow
     def test_without_one_a_worker_starts_in_the_ordinary_way(self, cluster, monkeypatch):
         monkeypatch.setattr(forkserver, "ACCELERATORS", ("/",))
         worker = cluster.spawn("part", TimeAccount, "x")
@@ -172,6 +179,7 @@ class TestNursery:
         with open(f"/proc/{worker.pid}/cmdline", "rb") as file:
             assert b"rondel.runtime.cluster.worker_main" in file.read()
 
+    @pytest.mark.slow
     def test_it_ends_with_a_killed_controller(self, tmp_path):
         """Law 14: nursery and workers."""
 

@@ -374,6 +374,7 @@ def test_an_adapter_has_the_gradient_of_one_rank_and_ends_where_it_ends(pair, ki
     assert apart(first, alone.masters()) <= (1e-5 if exact else 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_adapter_of_two_ranks_is_stored_and_published_as_that_of_one(pair, tmp_path, dtype):
     algo, alone = row("grpo", kl={"coef": 0.1}), Rank(0)
@@ -399,6 +400,7 @@ def test_an_adapter_of_two_ranks_is_stored_and_published_as_that_of_one(pair, tm
     assert {n: t.shape for n, t in pair.weights()[0].items()} == {n: t.shape for n, t in alone.weights().items()}
 
 
+@pytest.mark.slow
 def test_the_base_lies_in_shards_and_is_the_reference(pair):
     """Not in a second copy: the policy without its adapter is what it started as, whatever was trained since."""
     algo, b, alone = row("grpo", kl={"coef": 0.1}), batch(awkward_groups(), row("grpo")), Rank(0)

@@ -56,6 +56,7 @@ class Refusals:
         return KEEP if group.born not in self.hard or group.id % self.keep_every == 0 else Verdict(False, "too hard")
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     p=st.integers(1, 5),
@@ -154,6 +155,7 @@ def in_time(births: list[int], places: dict[int, int], s: int) -> bool:
     return not due
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     st.integers(1, 4), st.integers(0, 3), st.lists(st.integers(0, 9), max_size=60), st.randoms(use_true_random=False)

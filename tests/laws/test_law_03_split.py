@@ -70,6 +70,7 @@ def test_the_gradient_is_the_same_for_any_split(kind, name):
     assert worst <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3", "gemma3_text"))]
 )
@@ -252,6 +253,7 @@ def test_the_batch_falls_into_updates_of_whole_groups():
 # -- the formulas alone: every row, in double precision --------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", list(rows()))
 @settings(max_examples=10, deadline=None)
 @given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=10), seed=st.integers(0, 99), data=st.data())

@@ -194,6 +194,7 @@ def test_uniform_is_philox():
     assert abs(many.mean() - 0.5) < 0.01 and abs(np.corrcoef(many[:-1], many[1:])[0, 1]) < 0.03
 
 
+@pytest.mark.slow
 def test_scheduling_changes_no_token():
     model = tiny()
     requests = [
@@ -274,6 +275,7 @@ def test_the_trainer_recomputes_the_same_bits(kind, dtype, temperature):
                 assert np.array_equal(sample.known.start.numpy(), sample.known.behavior.numpy()), (budget, share)
 
 
+@pytest.mark.slow
 def test_fast_numerics_do_not_have_this_property():
     """Else the tests above would prove nothing."""
     loaded = aligned.model("llama", "bfloat16")

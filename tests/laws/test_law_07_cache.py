@@ -60,6 +60,7 @@ def test_a_prompt_that_is_cached_whole_feeds_its_last_token():
     idle(e)
 
 
+@pytest.mark.slow
 def test_a_turn_prefills_what_came_since_the_last_one():
     """The last token of an answer was drawn and never fed, so a turn costs the world's words and one."""
     model, answer, words = tiny(), 9, [30, 7, 1, 12, 5]
@@ -140,6 +141,7 @@ def test_oversubscribed_pages_change_no_token(max_running):
     idle(tight)
 
 
+@pytest.mark.slow
 def test_groups_under_pressure():
     requests = [ask(prompt(g, 30), key=100 * g + i, n=20) for g in range(5) for i in range(4)]
     free = asyncio.run(all_of(engine(MODEL), requests))
@@ -155,6 +157,7 @@ def test_one_request_may_fill_the_whole_cache():
     idle(e)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "count, together, pages", [(320, 8, 300), pytest.param(10_000, 48, 1600, marks=pytest.mark.slow)]
 )
@@ -191,6 +194,7 @@ def test_many_requests_leak_no_page(count, together, pages):
     assert e.pages.free_count == e.pages.count and len(e.scheduler._rows) == together
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33])
 def test_chunked_prefill_equals_unchunked(chunk):
     requests = [ask(prompt(i, 33 + i), key=i) for i in range(4)]
@@ -203,6 +207,7 @@ def test_chunked_prefill_equals_unchunked(chunk):
     idle(e)
 
 
+@pytest.mark.slow
 def test_max_running_smaller_than_the_requests():
     requests = [ask(prompt(i, 12), key=i) for i in range(11)]
     e, most = watched(engine(MODEL, max_running=2)), []
@@ -225,6 +230,7 @@ async def new_weights(e, model, version, change=0.0):
     await e.receive(Commit(version, manifest.root))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 0])
 def test_keys_and_values_of_old_weights_never_enter_the_new_root(version):
     """Also when the same number comes with other weights, as after a failed update that is sent again."""

@@ -93,6 +93,7 @@ def test_after_any_number_of_naps_a_trainer_has_the_same_bits(dtype):
     assert bits(napping) == bits(awake)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_first_kl_to_a_reference_that_comes_and_goes_is_exactly_0(dtype):
     claim, algo = OneAtATime("trainer"), row("grpo", kl={"coef": 0.1})
@@ -104,6 +105,7 @@ def test_the_first_kl_to_a_reference_that_comes_and_goes_is_exactly_0(dtype):
     assert later["train/kl_ref"] > 0 and later["train/kl_to_start"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_on_the_device_is_counted_from_the_tensors(dtype):
     """Asleep: the weights alone. Awake: a closed form, of policy, critic and draft; frozen
@@ -139,6 +141,7 @@ def test_what_is_on_the_device_is_counted_from_the_tensors(dtype):
     assert t.offload.memory() == asleep
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_written_and_read_in_ones_sleep(tmp_path):
     claims = [OneAtATime("trainer"), OneAtATime("trainer")]
     one, two = (crowded("bfloat16", claim=claim) for claim in claims)
@@ -218,6 +221,7 @@ async def _interleaved(verbs):
     await e.pause("abort")
 
 
+@pytest.mark.slow
 def test_shared_hands_over_in_the_order_that_never_needs_room_for_both():
     """Trainer off, then the update, then the cache; at most the weights lie there in between."""
 
@@ -290,6 +294,7 @@ def test_a_reward_model_on_the_same_device_is_gone_while_the_trainer_works():
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_several_ranks_and_devices_of_ones_own_are_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"trainer\.offload = true has no effect on a device of its own"):
         run(tmp_path, trainer__offload=True, place__kind="split")

@@ -25,8 +25,6 @@ from rondel.driver import replay
 from rondel.runtime.journal import store
 from rondel.train.checkpoint import Checkpoints, find_flaw, load_trainer, save_trainer
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
@@ -47,6 +45,7 @@ def same_run(folder: Path, whole: Path) -> None:
             assert a == b
 
 
+@pytest.mark.slow
 def test_two_runs_are_equal(whole, tmp_path):
     run(tmp_path / "run")
     same_run(tmp_path / "run", whole)
@@ -57,10 +56,11 @@ KILLS = [
     [("fsync", 1), ("fsync", 1)],  # while a checkpoint is written, twice the same
     [("Checkpointed", 2), ("Admitted", 1)],  # at the border of the two phases, and again at once
     [("GroupsTaken", 8), ("Synced", 4)],  # rollouts stored, not trained; then trained, not booked
-    pytest.param([("Checkpointed", 5)], marks=pytest.mark.slow),  # everything is done but the last words
+    [("Checkpointed", 5)],  # everything is done but the last words
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", KILLS, ids=lambda m: "+".join(f"{kind}{n}" for kind, n in m))
 def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path, moments):
     folder = tmp_path / "run"
@@ -86,6 +86,7 @@ STOPS = {  # the moment, the step that is kept, and who asks
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", STOPS)
 def test_a_run_that_is_asked_to_end_keeps_its_last_step_and_goes_on_bit_for_bit(whole, tmp_path, when):
     moment, kept, asks = STOPS[when]
@@ -97,6 +98,7 @@ def test_a_run_that_is_asked_to_end_keeps_its_last_step_and_goes_on_bit_for_bit(
     same_run(folder, whole)
 
 
+@pytest.mark.slow
 def test_a_stale_run_that_is_asked_to_end_keeps_what_it_has(tmp_path):
     folder = tmp_path / "run"
     assert run_and_die(folder, ("GroupFinished", 22), signal.SIGTERM, **STALE) == 128 + signal.SIGTERM
@@ -195,6 +197,7 @@ def test_with_refills_the_samples_are_the_same(tmp_path):
             assert a["trainer_logprobs"] == pytest.approx(b["trainer_logprobs"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_stale_run_loses_no_group_and_trains_none_twice(tmp_path):
     """S = 1, requests held over the update: finished groups come back whole, unfinished ones are started again."""
     folder = tmp_path / "run"
@@ -237,6 +240,7 @@ def spoil(checkpoint: Path, how: str) -> None:
         (checkpoint / "state.json").unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["truncated", "flipped", "no manifest", "odd manifest", "empty manifest", "lost file"])
 def test_a_corrupt_newest_checkpoint_is_skipped_with_a_warning(whole, tmp_path, how):
     shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
@@ -253,6 +257,7 @@ def test_a_corrupt_newest_checkpoint_is_skipped_with_a_warning(whole, tmp_path, 
     assert find_flaw(folders[-1]) and not find_flaw(folders[-2])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_checkpoint_before_a_corrupt_one(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
@@ -275,6 +280,7 @@ def test_a_corrupt_leftover_never_outlives_a_good_checkpoint(tmp_path):
     assert list(store.list_checkpoints()) == [6] and store.find_latest()[1]["step"] == 6
 
 
+@pytest.mark.slow
 def test_a_complete_run_says_so_and_trains_nothing(whole):
     """By the command itself: exit code 0, the word, and not a byte of the journal."""
     journal = (whole / "journal.jsonl").read_bytes()
@@ -294,6 +300,7 @@ def test_a_complete_run_says_so_and_trains_nothing(whole):
     assert (whole / "journal.jsonl").read_bytes() == journal
 
 
+@pytest.mark.slow
 def test_a_changed_recipe_is_refused_with_the_difference(whole):
     with pytest.raises(ConfigError, match=r"trainer.lr: 0.001 -> 0.5") as error:
         run(whole, trainer__lr=0.5, loop__steps=99)
@@ -301,6 +308,7 @@ def test_a_changed_recipe_is_refused_with_the_difference(whole):
     run(whole, run__checkpoint={"keep": 3})  # nor is where and how it is kept
 
 
+@pytest.mark.slow
 def test_more_steps_go_on_from_the_last_checkpoint(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
@@ -334,7 +342,10 @@ def test_a_loaded_trainer_goes_on_bit_for_bit(tmp_path, kind, dtype):
 def test_kills_at_random_moments(tmp_path):
     script = Path(__file__).parent.parent.parent / "benchmarks" / "kill_resume.py"
     done = subprocess.run(
-        [sys.executable, script, "--kills", "2", "--folder", tmp_path], capture_output=True, text=True, timeout=900
+        [sys.executable, script, "--kills", "2", "--steps", "24", "--folder", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1])["equal"] is True
@@ -343,6 +354,7 @@ def test_kills_at_random_moments(tmp_path):
 # -- a recorded run, done again under other delays -------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, staleness):
     rows = record(tmp_path / "run", staleness, loop__max_staleness=staleness, **SPLIT)
@@ -354,6 +366,7 @@ def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, staleness):
         assert replay.differences(tmp_path / "run", tmp_path / "other")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["drain", "abort"])
 def test_whatever_becomes_of_answers_in_flight(tmp_path, how):
     rows = record(tmp_path / "run", 3, loop__in_flight=how, **SPLIT)
@@ -361,6 +374,7 @@ def test_whatever_becomes_of_answers_in_flight(tmp_path, how):
     again(tmp_path / "run", tmp_path / "again", seed=8)
 
 
+@pytest.mark.slow
 def test_episodes_of_several_turns(tmp_path):
     rows = record(
         tmp_path / "run",
@@ -373,6 +387,7 @@ def test_episodes_of_several_turns(tmp_path):
     again(tmp_path / "run", tmp_path / "again", seed=2)
 
 
+@pytest.mark.slow
 def test_on_a_shared_device_with_a_filter(tmp_path):
     record(
         tmp_path / "run",
@@ -386,6 +401,7 @@ def test_on_a_shared_device_with_a_filter(tmp_path):
     again(tmp_path / "run", tmp_path / "again", seed=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", ["retry", "drop"])
 def test_groups_that_were_given_up_are_given_up_again(tmp_path, late):
     """What is late depends on the clock, and so do the numbers, the tasks and the noise of all

@@ -135,6 +135,7 @@ def test_a_wait_names_who_waits_for_what():
         asyncio.run(Buffer(groups_per_step=1, patience=0.05).take())
 
 
+@pytest.mark.slow
 def test_any_change_is_a_sign_of_life_for_all_who_wait():
     async def scenario():
         buffer = Buffer(groups_per_step=8, patience=0.3)

@@ -62,6 +62,7 @@ def test_a_failure_says_where_and_stays_out_of_the_baseline(theirs):
     assert Group(0, TASK, [Trajectory(score=failed), Trajectory(score=Score(0.5))], born=0).rewards == [0.5]
 
 
+@pytest.mark.slow
 def test_a_hang_holds_only_its_own_worker(theirs):
     async def burst(pool):
         texts = ["while True: pass"] + ["result = 0.5"] * 20
@@ -88,6 +89,7 @@ def test_the_alarm_rings_once_above_five_percent(theirs):
     assert len(heard) == 1 and "returned None" in heard[0].message
 
 
+@pytest.mark.slow
 def test_a_reward_that_stops_starting_is_a_failure(theirs):
     with RewardPool("theirs:reward") as pool:
         (theirs / "theirs.py").write_text("import nothing_like_it\n")

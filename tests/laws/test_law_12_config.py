@@ -122,6 +122,7 @@ IDLE = {  # set, and read by nothing in a run like this one; or refused because 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", IDLE)
 def test_a_set_key_that_nothing_reads_is_an_error(tmp_path, key):
     changes, match = IDLE[key]

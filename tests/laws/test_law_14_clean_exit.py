@@ -22,6 +22,7 @@ from rondel.score.pool import RewardPool
 from rondel.sync import from_ipc
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
 def test_workers_end_with_a_killed_controller(tmp_path):
     code = (
@@ -108,6 +109,7 @@ def theirs(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_close_ends_busy_workers_and_what_they_started(theirs):
     async def hang(pool):
         call = asyncio.ensure_future(pool.score(Trajectory(text=CHILD.format(theirs)), TASK))
@@ -119,6 +121,7 @@ def test_close_ends_busy_workers_and_what_they_started(theirs):
     wait_for(lambda: not any(map(alive, pids(theirs))))
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_parent_that_is_killed(theirs):
     parent = theirs / "parent.py"
     parent.write_text(

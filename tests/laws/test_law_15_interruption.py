@@ -167,6 +167,7 @@ def test_abort_returns_what_is_written():
     assert done[3].finish_reason == "abort" and done[3].tokens == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [4096, 75])
 def test_drain_ends_the_begun_and_keeps_the_others(pages):
     """With 75 pages some of the begun ones are retracted meanwhile; they still end under the
@@ -192,6 +193,7 @@ def test_drain_ends_the_begun_and_keeps_the_others(pages):
     assert [set(c.versions) for c in done] == [{0}] * 3 + [{1}] * 4 and all(len(c.tokens) == 30 for c in done)
 
 
+@pytest.mark.slow
 def test_a_lease_that_ends_resumes_and_warns():
     said = []
     stop = subscribe(lambda event: said.append(event) if isinstance(event, Warned) else None)
@@ -331,6 +333,7 @@ def ks(lengths: list[int], h: float) -> float:
     return float(np.abs(ours - (1 - (1 - h) ** at)).max())
 
 
+@pytest.mark.slow
 def test_an_engine_that_died_goes_on_from_its_tokens(tmp_path):
     """Tokens and logprobs as if nothing had happened, and none is drawn a second time."""
     whole = asyncio.run(all_of(serving(tmp_path / "other"), asked()))

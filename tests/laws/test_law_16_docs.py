@@ -465,6 +465,7 @@ def test_a_long_command_exists(command):
     assert asked.returncode == 0 and all(word.partition("=")[0] in asked.stdout for word in wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda b: b.place)
 def test_a_snippet_runs(inside, block):
     line, changes = next((line, change) for line, change in SNIPPETS.items() if line in block.text.splitlines())

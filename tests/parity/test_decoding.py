@@ -112,6 +112,7 @@ def answers(loaded, share: float, monkeypatch) -> tuple[list[list[int]], list[fl
     return [o.tokens for o in outs], [x for o in outs for x in o.logprobs], used
 
 
+@pytest.mark.slow
 def test_an_engine_that_shares_draws_the_same(tiny, monkeypatch):
     with monkeypatch.context() as m:
         plain_tokens, plain, never = answers(tiny, 0.0, m)

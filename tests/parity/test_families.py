@@ -19,6 +19,9 @@ from rondel.core.errors import ModelError
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import _max_context, load_model, refuse_architecture
 
+# the others are slow: one of each kind of attention and routing is in the fast tests
+AT_ONCE = {"llama", "gemma3_text", "deepseek_v3", "qwen3_moe", "gpt2"}
+SOME_AT_ONCE = [pytest.param(kind, marks=() if kind in AT_ONCE else pytest.mark.slow) for kind in FAMILIES]
 LINES = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8").splitlines()
 
 
@@ -44,7 +47,7 @@ def gap(a, b):
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", SOME_AT_ONCE)
 def test_packed_and_paged_equal_the_plain_forward(kind):
     loaded, shared = model(kind), prompt(7, 21)
     e = engine(loaded, prefill_tokens=16)
@@ -111,7 +114,7 @@ def test_the_sinks_matter_here(kind):
     assert sinks and float((answers[0] - answers[1]).abs().max()) > 1e-2
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", SOME_AT_ONCE)
 def test_greedy_tokens_logprobs_and_routes_are_those_of_transformers(kind):
     """Against `generate` and a forward pass of a fresh module that has nothing of ours in it."""
     m = measure(kind)

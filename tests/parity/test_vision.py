@@ -35,6 +35,7 @@ def streams(m):
     return [stream(m, 3, a, 6, seed=1), stream(m, 2, b, 3, a, 9, seed=2), stream(m, 12, seed=3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_engine_trainer_and_transformers_agree(kind):
     m = model(kind)
@@ -111,6 +112,7 @@ def test_positions_are_those_of_transformers(kind):
         assert np.array_equal(rope_positions(cut, media), ours[:, :cut])
 
 
+@pytest.mark.slow
 def test_patches_are_those_of_the_processor_of_transformers():
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

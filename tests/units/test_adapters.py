@@ -71,6 +71,7 @@ def merged(loaded: LoadedModel) -> LoadedModel:
 # -- what serves is what is trained ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, limit", [("float32", 1e-5), ("bfloat16", 0.12)])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_engine_and_trainer_compute_with_the_adapter(kind, dtype, limit):
@@ -95,6 +96,7 @@ def test_engine_and_trainer_compute_with_the_adapter(kind, dtype, limit):
     assert far > 0.5
 
 
+@pytest.mark.slow
 def test_the_forward_pass_is_that_of_peft(tmp_path):
     """Base and adapter as files, read by transformers and peft alone."""
     loaded = adapted("llama")
@@ -141,6 +143,7 @@ def test_the_compiled_pass_has_it(kind):
             assert max(abs(x - y) for x, y in zip(c.logprobs, own, strict=True)) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_aligned_numerics_have_it_with_the_same_bits(dtype):
     loaded = adapted("llama", dtype)
@@ -212,6 +215,7 @@ def model_adapted(kind: str = "llama", **how) -> LoadedModel:
     return loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "tied", "gemma3_text"])
 def test_the_gradient_is_that_of_the_merged_weights(kind):
     """dL/dA = s · Bᵀ G and dL/dB = s · G Aᵀ, with G the gradient of the merged weight in a
@@ -249,6 +253,7 @@ def _accumulate(t, b, algo):
     t._accumulate_gradients(b, algo, StepMetricSums(), proximal_noted=False)
 
 
+@pytest.mark.slow
 def test_a_critic_reads_the_same_base_with_an_adapter_of_its_own():
     loaded, algo = model_adapted(), row("ppo")
     t = trainer(loaded, algo, critic_lr=1e-2)
@@ -342,6 +347,7 @@ def test_the_digest_of_the_base_is_taken_once(monkeypatch):
 # -- files ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, lost", [("float32", 1e-6), ("bfloat16", 0.2)])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_merged_weights_give_the_same_logits(tmp_path, kind, dtype, lost):
@@ -362,6 +368,7 @@ def adapted_from(kind: str) -> LoadedModel:
     return loaded
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_the_adapter_alone_and_resumes_to_the_same_bits(tmp_path):
     algo = row("ppo")
     t = trainer(adapted_from("llama"), algo)
@@ -504,6 +511,7 @@ def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path):
     assert steps(tmp_path / "run") == steps(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["local", pytest.param("process", marks=pytest.mark.slow)])
 def test_engine_and_trainer_apart_make_the_same_run(whole, tmp_path, cluster):
     """Law 2: each side adapts a base of its own, and the adapter travels."""
@@ -525,6 +533,7 @@ def test_two_ranks_train_and_publish_the_adapter_of_one(whole, tmp_path):
         assert two["metrics"]["train/loss"] == pytest.approx(one["metrics"]["train/loss"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_eval_of_its_checkpoint_is_the_number_of_the_run(whole):
     from rondel.driver.checkpoint_evaluation import evaluate_checkpoint
 

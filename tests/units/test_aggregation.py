@@ -40,6 +40,7 @@ quick = settings(max_examples=40, deadline=None)
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @quick
 @given(lengths)
 def test_the_weights_add_up_to_what_the_mode_says(lengths):
@@ -51,6 +52,7 @@ def test_the_weights_add_up_to_what_the_mode_says(lengths):
     assert total == pytest.approx(wanted)
 
 
+@pytest.mark.slow
 @quick
 @given(lengths, st.integers(0, 5))
 def test_samples_without_trainable_tokens_change_nothing(lengths, extra):
@@ -78,6 +80,7 @@ def test_an_unset_length_is_said_aloud():
 groups = st.lists(st.tuples(st.floats(-1e3, 1e3, width=32), st.integers(-2, 3)), max_size=12)
 
 
+@pytest.mark.slow
 @named
 @quick
 @given(samples=groups, data=st.data())
@@ -105,6 +108,7 @@ def test_advantages_are_total(rule, samples, dtype):
     assert found.shape == rewards_N.shape and found.dtype == dtype and torch.isfinite(found).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", COMPARING, ids=lambda rule: type(rule).__name__)
 @quick
 @given(reward=st.floats(-1e3, 1e3, width=32), size=st.integers(1, 9), dtype=st.sampled_from([torch.float32, F64]))
@@ -112,6 +116,7 @@ def test_a_constant_group_is_exactly_zero(rule, reward, size, dtype):
     assert not rule(scored(torch.full((size,), reward, dtype=dtype), torch.full((size,), 5))).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule",
     [rule for rule in COMPARING if not isinstance(rule, advantage.PassAtK | advantage.MeanNorm)],
@@ -128,6 +133,7 @@ def test_a_baseline_leaves_nothing_over_in_its_group(rule, samples):
     assert all(abs(float(found[group_N == g].sum())) < 1e-8 for g in group_N.unique())
 
 
+@pytest.mark.slow
 def test_an_empty_micro_batch_is_a_loss_of_zero():
     for p in rows():
         loss, gradient, (terms,) = Ragged.make([], 0).loss(p.values[0])
@@ -206,6 +212,7 @@ def test_a_masked_answer_gives_no_gradient_and_keeps_its_place_in_the_baseline(k
     assert float((masked - whole).norm()) > 1e-2 * float(whole.norm())
 
 
+@pytest.mark.slow
 def test_a_masked_answer_pays_no_kl_and_no_entropy_either_and_a_step_of_masked_answers_moves_nothing():
     knobs = {"kl": {"coef": 0.1}, "entropy": {"coef": 0.05, "top": 0.5}, "aggregate": {"kind": "token_mean"}}
     cut = [i for i in range(14) if i not in (4, 5)]

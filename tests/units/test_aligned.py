@@ -53,6 +53,7 @@ def test_mixtures_are_refused_by_name():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_look_ups_change_no_bit(kind, dtype):
@@ -67,6 +68,7 @@ def test_look_ups_change_no_bit(kind, dtype):
     assert 0 < e.speculation.accepted < e.speculation.proposed
 
 
+@pytest.mark.slow
 def test_a_draft_states_the_trainers_bits():
     loaded = model("llama", "bfloat16")
     asks = [r for r in requests() if r.sampling.max_tokens > 1]

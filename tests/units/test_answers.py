@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,6 +36,7 @@ def streamed(tokens: list[int], stops: tuple[str, ...]) -> tuple[list[str], str]
     return pieces, text
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(BYTES, st.lists(st.text("abcé", min_size=1, max_size=4), max_size=3))
 def test_the_pieces_are_the_text(tokens, stops):

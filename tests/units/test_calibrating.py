@@ -54,6 +54,7 @@ def test_nothing_costs_less_than_nothing():
         assert min(solve_pair((48, 64, 10.0), (8, 256, second))) >= 0
 
 
+@pytest.mark.slow
 def test_a_run_says_how_long_its_texts_were(tmp_path):
     from kits.runs import tiny
 

@@ -151,6 +151,7 @@ def test_only_what_differs_is_shown(tmp_path):
     assert "| loop.seed |  | 7 |" in render_comparison("b", "c", found)
 
 
+@pytest.mark.slow
 def test_what_it_takes_to_do_it_again(tmp_path, capsys):
     run(tmp_path, loop__warmup__steps=1, loop__steps=1, loop__seed=5)
     card = json.loads((tmp_path / "card.json").read_text())

@@ -206,6 +206,7 @@ def test_the_example_environment(monkeypatch):
     assert len((EXAMPLES / "my_env.py").read_text().splitlines()) <= 30
 
 
+@pytest.mark.slow
 def test_environments_and_rewards_start_without_torch():
     modules = [
         "agents",

@@ -337,6 +337,7 @@ def test_the_gap_is_over_written_tokens_only():
     assert logprob_gap(row) == 0.5 and logprob_gap(row | {"trainer_logprobs": None}) is None
 
 
+@pytest.mark.slow
 def test_doctor_finds_this_machine_fit(rondel):
     code, out, _ = rondel("doctor", "--json")
     report = json.loads(out)
@@ -393,6 +394,7 @@ def test_what_a_recipe_names_lies_beside_it(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "rondel_both_have_it")
 
 
+@pytest.mark.slow
 def test_no_message_speaks_of_a_law_by_its_number():
     """The numbered list is docs/design.md, for developers; a user reads in words what was violated."""
     found = []

@@ -41,6 +41,7 @@ async def closed(reader) -> bytes:
     return await asyncio.wait_for(reader.read(), 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"", b"GET /", b"GET / HTTP/1.1\r\nHost: a\r\nX-Slow: "])
 def test_headers_that_do_not_come_are_not_waited_for(monkeypatch, sent):
     monkeypatch.setattr(PatientConnection, "HEADERS", 0.3)
@@ -59,6 +60,7 @@ def test_headers_that_do_not_come_are_not_waited_for(monkeypatch, sent):
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_a_body_has_its_own_time(monkeypatch):
     monkeypatch.setattr(PatientConnection, "HEADERS", 0.3)
 
@@ -74,6 +76,7 @@ def test_a_body_has_its_own_time(monkeypatch):
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_the_end_waits_for_no_half_of_a_request():
     async def work():
         async with serving() as (server, work, port):

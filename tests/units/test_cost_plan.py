@@ -222,6 +222,7 @@ def test_the_best_split_is_the_best_of_all_and_none_worse_is_advised(unit, cappe
         ) and "give -" not in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["shared", "split"])
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 def test_no_step_is_shorter_than_its_longest_answer(place, staleness):

@@ -105,6 +105,7 @@ def test_two_updates_move_both_alike_for_any_split():
         assert all(apart(x, y) <= 2e-3 for x, y in zip(other, moved[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "tied", "gemma3_text"])
 def test_both_gradients_are_those_of_the_formula(kind):
     """Token by token in float64 through plain transformers modules: values, KL in the
@@ -273,6 +274,7 @@ def test_what_is_not_finite_names_its_sample_and_moves_nothing(broken):
 # -- a step --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_first_mini_batch_is_on_policy_to_the_bit():
     """r = 1 and nothing clipped, of the policy and of the critic, although both were annotated beforehand."""
     t, b = learned(updates_per_step=3, micro_tokens=20), batch_of(awkward_groups())
@@ -357,6 +359,7 @@ def test_a_critic_learns_what_to_expect(dtype):
 # -- the KL that is steered ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_coefficient_follows_the_kl_and_outlives_a_resume(tmp_path):
     algo = row("ppo", kl={"coef": 0.3, "target": 2.0, "horizon": 100})
     t, coef = learned(algo=algo), 0.3
@@ -400,6 +403,7 @@ def test_knobs_of_the_kl(kl, message):
 # -- resume, replay ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "tied"])
 def test_a_loaded_critic_goes_on_bit_for_bit(tmp_path, kind, dtype):

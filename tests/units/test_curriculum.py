@@ -30,6 +30,7 @@ class Counting(PureOrder):
         return Task(f"{self.name}{n}", "e", {})
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 9) | st.floats(0.1, 9), min_size=2, max_size=4), st.integers(1, 2500))
 def test_a_mixture_keeps_its_weights_at_every_moment_and_skips_nothing(weights, n):
     mixed = MixedOrder([(w, Counting("abcd"[i])) for i, w in enumerate(weights)])

@@ -329,6 +329,7 @@ ASKED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_no_number_is_too_large_to_ask_with(tmp_path):
     asked = client(write_run(tmp_path))
     for path, names in ASKED.items():
@@ -337,6 +338,7 @@ def test_no_number_is_too_large_to_ask_with(tmp_path):
             assert reply.status_code == 400 and "bug of ours" not in reply.text, (path, name, reply.text[:200])
 
 
+@pytest.mark.slow
 def test_no_number_of_a_run_is_too_large_to_show(tmp_path):
     """A journal, a recipe and a card that were edited: every integer of each kind of event in turn, and all at once."""
     lines = (write_run(tmp_path) / "journal.jsonl").read_text().splitlines()
@@ -360,6 +362,7 @@ def test_no_number_of_a_run_is_too_large_to_show(tmp_path):
     assert asked.get("/api/state").status_code == 200 and asked.get("/api/plan?run=0").status_code == 400
 
 
+@pytest.mark.slow
 def test_no_torch_is_needed():
     code = "import sys, rondel.dashboard.server, rondel.cli.dashboard; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -237,6 +237,7 @@ def test_no_text_breaks_a_reader(form):
         assert 0 <= form.find_call_start(text) <= len(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ALL, ids=lambda form: type(form).__name__)
 def test_time_grows_with_the_length_alone(form):
     """Each piece a thousand times against sixteen thousand times, by processor time, alone

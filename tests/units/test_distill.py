@@ -99,6 +99,7 @@ def tables(*more: dict) -> list[dict]:
     return [{"path": TEACHER, **table} for table in more]
 
 
+@pytest.mark.slow
 def test_several_teachers_are_heard_by_their_weights_and_each_by_its_source():
     """log q = (w_1 log q_1 + w_2 log q_2) / (w_1 + w_2); whoever has a source speaks of its tasks alone."""
     loaded, opd = model(), row("opd")
@@ -139,6 +140,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.slow
 def test_each_source_learns_from_its_teacher_and_one_may_learn_from_none(tmp_path):
     teachers = tables({"source": "low"}, {"source": "low", "weight": 2.0})
     run(tmp_path, task__data=SOURCES, model__teacher=teachers, algo__sources={"low": {"kind": "opd"}}, loop__steps=2)
@@ -146,6 +148,7 @@ def test_each_source_learns_from_its_teacher_and_one_may_learn_from_none(tmp_pat
     assert {r["group"] for r in rows} and events(tmp_path, "StepDone")[-1]["metrics"]["train/kl_teacher"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -38,6 +38,7 @@ def with_draft(lr: float = 1e-3, loaded=None) -> LocalTrainer:
 # -- the policy --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_policy_is_the_same_to_the_bit(dtype):
     algo = row()
@@ -114,6 +115,7 @@ def test_acceptance_rises_against_a_frozen_draft_as_the_policy_drifts():
 # -- checkpoints and whole runs ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_draft(tmp_path):
     algo, t = row(), with_draft()
     step(t, batch(awkward_groups(1), algo), algo)
@@ -206,6 +208,7 @@ def test_what_means_nothing_is_refused(wanted, says):
         Job.parse(tree | {"engine": {"speculative": wanted}})
 
 
+@pytest.mark.slow
 def test_a_draft_of_another_family_is_refused_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match="carries 32 positions and 'random-llama' 64"):
         run(tmp_path / "run", engine__speculative=DRAFT | {"model": SMALL | {"max_position_embeddings": 32}})

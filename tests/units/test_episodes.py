@@ -91,6 +91,7 @@ def test_agents_are_compared_with_their_own_kind():
             assert np.array_equal(mine.known.advantages.numpy(), its.known.advantages.numpy())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_the_gradient_is_that_of_the_walks_one_by_one(kind, kl):
@@ -145,6 +146,7 @@ class Forking:
         return [one, other]
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_walks_and_its_ledger_counts_groups(tmp_path):
     folder = tmp_path / "run"
     run(folder, task__env="test_episodes:Forking", loop__steps=3, loop__warmup__steps=0, run__checkpoint__every=3)

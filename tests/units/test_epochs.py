@@ -35,6 +35,7 @@ def test_two_epochs_are_two_passes_written_out(updates):
     )
 
 
+@pytest.mark.slow
 def test_a_second_epoch_moves_on_and_replays_to_the_bit(tmp_path):
     from rondel.assemble import replay
 

@@ -89,6 +89,7 @@ def heard(kind):
         end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_tokens", [10, 10**6])
 @pytest.mark.parametrize("border", BORDERS)
 def test_a_number_that_is_not_finite_stops_the_step(border, micro_tokens):
@@ -105,6 +106,7 @@ def test_a_number_that_is_not_finite_stops_the_step(border, micro_tokens):
     assert len(warnings) == 1 and stats.note in warnings[0].message and "--step 2" in warnings[0].message
 
 
+@pytest.mark.slow
 def test_the_step_after_a_refused_one_is_as_if_that_had_not_been():
     """No half of a gradient stays behind."""
     runs = []

@@ -386,6 +386,7 @@ FRAGMENTS = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(asks=st.lists(FRAGMENTS, max_size=6).map("".join), again=st.lists(FRAGMENTS, max_size=6).map("".join))

@@ -71,6 +71,7 @@ def wise(seed: int):
     return load_model({"random": "llama", **SMALL, **KINDS["llama"], "seed": seed}, dtype="float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"micro_tokens": 1}, {"micro_tokens": 25}, {"share_prompts": False}])
 def test_no_split_changes_its_gradient_and_each_source_has_its_teacher(settings):
     algo, teachers = row("grpo", **FULL), [Teacher(wise(5), 2.0), Teacher(wise(6), 1.0, "code")]

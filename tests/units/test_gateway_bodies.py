@@ -95,6 +95,7 @@ async def asked(path: str, bodies: list[bytes]) -> list[tuple[bytes, int, str]]:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 def test_no_body_is_a_fault_of_the_gateway(path):
     whole = BODIES[path]

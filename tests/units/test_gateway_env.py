@@ -35,6 +35,7 @@ def speak(base_url, api_key, messages=ASK, **more):
 # -- whose fault what is ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_agent_that_raises_or_hangs_or_says_nothing_is_a_fault_of_the_world():
     def breaks(task, base_url, api_key):
         speak(base_url, api_key)
@@ -81,6 +82,7 @@ def test_what_the_engine_does_wrong_is_not_put_on_the_agent():
     assert len(policy.requests) == 1
 
 
+@pytest.mark.slow
 def test_an_agent_that_fails_on_a_full_context_is_scored():
     def agent(task, base_url, api_key):
         first = speak(base_url, api_key)
@@ -96,6 +98,7 @@ def test_an_agent_that_fails_on_a_full_context_is_scored():
         play(agent, Policy("seven."), max_context=10)
 
 
+@pytest.mark.slow
 def test_a_full_context_has_the_code_that_agents_look_for():
     def agent(task, base_url, api_key):
         with pytest.raises(openai.BadRequestError) as seen:
@@ -117,6 +120,7 @@ def test_a_full_context_has_the_code_that_agents_look_for():
     assert one.score.value == 1.0 and one.finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_an_agent_that_outlives_its_episode_is_not_heard_of(caplog):
     late = threading.Event()
 
@@ -159,6 +163,7 @@ def test_answers_leave_at_once():
 # -- keys ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_key_is_one_episodes_and_ends_with_it():
     seen = []
 
@@ -188,6 +193,7 @@ def test_a_key_is_one_episodes_and_ends_with_it():
     assert len(set(seen)) == 2
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_takes_its_request_along():
     ended = threading.Event()
 
@@ -216,6 +222,7 @@ def test_a_client_that_leaves_takes_its_request_along():
     assert runs(one) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
@@ -324,6 +331,7 @@ def episode(words, policy, timeout=60.0):
     return asyncio.run(Gateway(command_agent(words), timeout=timeout).run(TASK, chat(tok(), policy)))
 
 
+@pytest.mark.slow
 def test_a_command_is_an_agent_and_its_last_line_the_score():
     policy = Policy("7")
     one = episode([sys.executable, "-c", SCRIPT], policy)
@@ -347,6 +355,7 @@ def gone(pid):
         return True
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_ends_with_its_children(tmp_path):
     with pytest.raises(EnvError, match=r"did not end within 0\.5 s"):
         episode(

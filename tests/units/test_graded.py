@@ -63,6 +63,7 @@ def test_a_plain_number_is_read_exactly(value):
     assert plain_number(f"{value}") == value and plain_number(extract_answer(rf"so \boxed{{{value}}}.")) == value
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     st.text(max_size=300)

@@ -132,6 +132,7 @@ def _bytes(loaded, token):
     return bytes(back[c] for c in loaded.tokenizer.convert_ids_to_tokens(token))
 
 
+@pytest.mark.slow
 def test_draws_under_a_grammar_have_the_stated_distribution():
     logits = torch.randn(105, generator=torch.Generator().manual_seed(4)) * 2
     constraint = GrammarCache(MODEL).start_constraint({"regex": "[a-m]+"}, [])
@@ -177,6 +178,7 @@ def test_a_schema_always_yields_its_json(loaded, temperature):
     idle(e)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "grammar, right",
     [
@@ -235,6 +237,7 @@ def test_retraction_and_continuation_change_nothing():
         asyncio.run(engine(MODEL).generate(broken))
 
 
+@pytest.mark.slow
 def test_a_whole_sentence_ends_before_min_tokens_and_an_open_one_does_not():
     short = asyncio.run(engine(MODEL).generate(grammatical([5, 6], grammar={"regex": "ab"}, min_tokens=9)))
     assert (short.text, short.finish_reason, len(short.tokens)) == (

@@ -89,6 +89,7 @@ def test_a_demonstration_has_no_gap_to_the_engine():
     )
 
 
+@pytest.mark.slow
 def test_beside_the_samples_stand_a_greedy_answer_and_demonstrations(tmp_path):
     """Neither is counted as the policy's; the greedy one is not trained, and its reward is the baseline."""
     parts = build(tiny(tmp_path, algo__kind="luffy", algo__guides=2))

@@ -107,6 +107,7 @@ def test_tasks_are_seeds_and_an_id_is_gymnasiums():
         asyncio.run(Gym().run(Task("x", "gym", {"world": "nowhere:make", "seed": 0}), chat(tok(), Policy("a"))))
 
 
+@pytest.mark.slow
 def test_a_run_of_the_example(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     data = {"kind": "gym", "name": "guess_world:make", "n": 40, "holdout": 4}
@@ -122,6 +123,7 @@ def test_a_run_of_the_example(tmp_path, monkeypatch):
     assert len(rows) == 32 and all(-0.03 - 1e-9 <= row["reward"] <= 0.99 for row in rows)
 
 
+@pytest.mark.slow
 def test_levels_of_reasoning_gym_come_easy_first():
     from rondel.core.errors import ConfigError, DataError
     from rondel.generate.envs.curriculum import build_curriculum

@@ -94,6 +94,7 @@ def plausible(key, default):
     return st.just(default)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PEERS)
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -65,6 +65,7 @@ def test_a_judge_is_asked_once_for_each_answer_and_not_again_by_a_resumed_run(tm
         assert len(fake.seen) == 45
 
 
+@pytest.mark.slow
 def test_what_is_spent_is_told_to_the_last_call():
     told = []
     end = subscribe(lambda event: told.append(event.counts) if isinstance(event, RewardCounts) else None)
@@ -109,6 +110,7 @@ def test_a_judge_that_fails_gives_no_number(answer, reason, detail):
         assert len(fake.seen) <= 4
 
 
+@pytest.mark.slow
 def test_nobody_there():
     with Fake(lambda number, body: chat("")) as fake:
         url = fake.url
@@ -116,6 +118,7 @@ def test_nobody_there():
     assert failed.reason == "judge gave no answer" and "cannot be reached" in failed.detail
 
 
+@pytest.mark.slow
 def test_an_unreadable_verdict_is_asked_for_once_more():
     with Fake(lambda number, body: chat("Good!" if number == 0 else "Verdict: 0.5")) as fake:
         results, counts = asked(judge(fake), [(said("7"), task(1))])
@@ -145,6 +148,7 @@ INJECTIONS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_judge_and_a_server_read_what_tools_and_users_said():
     trajectory = Trajectory(text="let me see\nit came")
     trajectory.conversation = [
@@ -184,6 +188,7 @@ def test_an_answer_cannot_end_itself(text):
     assert between == text  # whole, with its braces, and nothing filled in
 
 
+@pytest.mark.slow
 def test_calls_begin_apart():
     with Fake(verdict_of_truth) as fake:
         calls = [(said("7"), task(n)) for n in range(12)]
@@ -193,6 +198,7 @@ def test_calls_begin_apart():
         assert len(fake.seen) == 12 and fake.times[-1] - fake.times[0] > 0.4
 
 
+@pytest.mark.slow
 def test_the_key_goes_along_and_is_named_when_missing(monkeypatch):
     monkeypatch.setenv("TEST_JUDGE_KEY", "secret-of-the-test")
     with Fake(verdict_of_truth) as fake:
@@ -220,6 +226,7 @@ def test_a_judge_that_cannot_work_is_an_error_at_once(settings, message):
         build_reward({"kind": "judge", "url": "http://127.0.0.1:1", "model": "m", **settings})
 
 
+@pytest.mark.slow
 def test_a_judge_as_a_part():
     with Fake(verdict_of_truth) as fake:
         parts = {"judge": judge(fake), "short": {"kind": "format", "pattern": "^.{0,3}$", "weight": 0.5}}
@@ -253,6 +260,7 @@ def test_a_remote_reward(batch):
         assert batch == 1 or (len(fake.seen) < 30 and max(len(body["items"]) for body in fake.seen) == 4)
 
 
+@pytest.mark.slow
 def test_what_is_sent():
     trajectory = said("7")
     trajectory.extend([1, 2])
@@ -292,6 +300,7 @@ def test_a_remote_that_returns_no_number_gives_none(reply, reason):
         assert isinstance(failed, Failed) and failed.reason == reason, failed
 
 
+@pytest.mark.slow
 def test_a_batch_of_the_wrong_size_fails_whole():
     with Fake(lambda number, body: [1.0]) as fake:
         results, _ = asked(
@@ -336,6 +345,7 @@ def test_who_shares_a_process_with_a_deadly_call_is_asked_again(tmp_path, monkey
     assert [r.value for i, r in enumerate(results) if i not in wrong] == [float(i) for i in range(40) if i not in wrong]
 
 
+@pytest.mark.slow
 def test_a_closed_pool_leaves_nobody_waiting(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "theirs_shared.py").write_text(SHARED)

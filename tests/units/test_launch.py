@@ -77,6 +77,7 @@ FAKES = {  # what the scripts call, each writing down what it was asked
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ray", "torchrun"])
 def test_a_batch_script_starts_what_it_should_where_it_should(tmp_path, way):
     """Run by bash with stand-ins for SLURM, Ray and torchrun."""

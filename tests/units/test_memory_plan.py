@@ -119,6 +119,7 @@ def test_which_rows_need_whom():
     assert {n for n, needed in needs.items() if "proximal_logprobs" in needed} == workload.PROXIMAL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_bill_is_what_a_run_holds(tmp_path, dtype):
     """Bytes of tensors, tenant by tenant, that a whole tiny run counts on its device while it trains."""

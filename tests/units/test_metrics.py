@@ -133,6 +133,7 @@ def test_an_unknown_sink_names_the_known_ones(tmp_path):
         open_sinks(["tensorbord"], tmp_path)
 
 
+@pytest.mark.slow
 def test_telemetry_needs_no_torch():
     code = (
         "import sys, tempfile; import rondel.runtime.telemetry.card, rondel.runtime.telemetry.progress, "

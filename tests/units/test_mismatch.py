@@ -55,6 +55,7 @@ def test_each_number_is_its_formula(seed, tokens, size):
     assert got["k3"] >= 0 and 0 < got["ess_token"] <= 1 + 1e-12 and 0 < got["ess_sample"] <= 1 + 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0.01, 0.05, 0.2])
 def test_the_k3_of_gaussian_logit_noise_is_predicted(size):
     """logits + s·noise: KL = s²/2·(1 - Σp²) to second order, and the estimate from drawn tokens

@@ -66,6 +66,7 @@ def test_no_stream_changes_the_weight_of_another():
     assert (together - apart).norm() <= TOLERANCE * together.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_tokens", [1, 25, 60])
 def test_a_split_changes_nothing(micro_tokens):
     b, mixture = mixed()

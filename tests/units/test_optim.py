@@ -233,6 +233,7 @@ def test_metrics_over_updates_are_means_and_extremes():
     assert StepMetricSums().to_metrics(0)["train/loss"] == 0.0
 
 
+@pytest.mark.slow
 def test_the_first_of_two_updates_has_ratio_one_by_construction():
     """Proximal logprobs come from the very packing of the update; what is left is the
     attention kernel of a pass without gradient.
@@ -257,6 +258,7 @@ def test_the_distance_to_the_start():
     assert all(map(torch.equal, frozen, t.start.model.parameters()))
 
 
+@pytest.mark.slow
 def test_the_trainer_is_built_on_the_device_thread(tmp_path, monkeypatch):
     """One cast of a large tensor on the main thread gives it an OpenMP pool, and every
     later region of the device waits to be woken.

@@ -213,6 +213,7 @@ def test_what_has_no_effect_is_refused(tmp_path, changes, named):
         tiny(tmp_path, **changes)
 
 
+@pytest.mark.slow
 def test_late_groups_stay_out_of_every_other_number(tmp_path):
     with Heard(GroupFinished) as finished:
         run(tmp_path, **LONG, loop__steps=4, loop__oversample=4)

@@ -96,6 +96,7 @@ def test_the_budget_is_kept_and_an_oversize_sample_goes_alone(batch, budget, sha
         assert len(packed.tokens) <= budget or len(packed.samples) == 1
 
 
+@pytest.mark.slow
 @given(batches(), st.integers(1, 40), st.booleans(), st.integers(2, 4))
 @settings(max_examples=40, deadline=None)
 def test_ranks_share_every_sample_once_within_the_budget(batch, budget, share, ranks):
@@ -154,6 +155,7 @@ def test_a_group_costs_its_prompt_once_and_its_completions(p, lengths, seed):
     assert len(apart.tokens) == len(lengths) * p + sum(n - 1 for n in lengths)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 999), st.integers(10, 200))
 def test_every_trainable_token_of_every_walk_appears_with_its_own_past(seed, budget):

@@ -47,6 +47,7 @@ def laid(lengths: list[int], pages: int = 160) -> torch.Tensor:
     return table.to(DEVICE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads, shared, size, wide", [(4, 2, 16, 16), (6, 2, 20, 12), (3, 1, 24, 24)])
 @pytest.mark.parametrize(
     "how",
@@ -87,6 +88,7 @@ def test_the_kernel_computes_what_the_layouts_do(heads, shared, size, wide, how)
     )
 
 
+@pytest.mark.slow
 def test_a_row_has_the_same_bits_in_every_batch():
     torch.manual_seed(1)
     lengths = [70, 33, 12]
@@ -125,6 +127,7 @@ def answers(e, requests):
 REQUESTS = [ask(prompt(g, 4 + 8 * g), key=10 * g + s, n=2 + 2 * s) for g in range(3) for s in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_an_engine_on_the_kernel_draws_what_the_other_one_draws(on_gpu, kind):
     """Siblings, prefix hits, prompts in chunks, a batch that shrinks to one, pages that are used again."""
@@ -137,6 +140,7 @@ def test_an_engine_on_the_kernel_draws_what_the_other_one_draws(on_gpu, kind):
     idle(e)
 
 
+@pytest.mark.slow
 def test_guesses_are_rows_of_a_feed(on_gpu):
     """A draft with pools of its own reads the same lines."""
     loaded = tiny("llama")
@@ -161,6 +165,7 @@ class Again:
         return self.work()
 
 
+@pytest.mark.slow
 def test_a_recorded_step_reads_only_its_inputs_and_notices_what_has_moved(on_gpu):
     loaded = tiny("llama")
     graphs = DecodeGraphs(loaded, 4, **({} if DEVICE == "cuda" else {"record": Again}))
@@ -185,6 +190,7 @@ def test_a_recorded_step_reads_only_its_inputs_and_notices_what_has_moved(on_gpu
     assert not any(recording in graphs.recorded.values() for recording in kept.values())
 
 
+@pytest.mark.slow
 def test_a_graph_that_computes_something_else_is_refused(on_gpu):
     class Wrong(Again):
         def replay(self):
@@ -195,6 +201,7 @@ def test_a_graph_that_computes_something_else_is_refused(on_gpu):
         answers(e, REQUESTS[:1])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_recorded_is_refused_by_name(on_gpu):
     with pytest.raises(ConfigError, match="mixture of experts"):
         DecodeGraphs(tiny("mixtral"), 4)

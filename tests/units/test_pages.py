@@ -31,6 +31,7 @@ def test_a_pool_is_empty_then_written_then_empty_again(dtype):
     assert not layers.layer_pool(0, like).any() and layers.pool_bytes == pool.numel() * pool.element_size()
 
 
+@pytest.mark.slow
 @linux
 def test_sleep_gives_memory_back_and_moves_nothing():
     pages = PageAllocator((256 * MB) // 4096)  # 1,024 floats a page

@@ -306,6 +306,7 @@ def test_blocks_and_items_are_the_same_messages():
         anthropic.read_messages(None, [{"role": "user", "content": [{"type": "document", "source": {}}]}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", ["messages", "responses"])
 def test_other_clients_talk_about_pictures_over_two_turns(api):
     """A question with a picture, then one more: the first is known again, both are seen, and
@@ -376,6 +377,7 @@ def test_other_clients_talk_about_pictures_over_two_turns(api):
     assert counted == [] or counted[0] == counted[1] == trajectory.mask.index(True)
 
 
+@pytest.mark.slow
 def test_pictures_of_clients_are_read_beside_the_loop(monkeypatch):
     """While a picture is read the loop goes on; and what will not fit is found out
     from the heads, before any is opened.

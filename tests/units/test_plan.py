@@ -174,6 +174,7 @@ def is_a_key(dotted):
     return True
 
 
+@pytest.mark.slow
 def test_every_key_that_a_message_names_exists():
     """All strings of the source that are no docstring: advice, remedies, refusals."""
     key = re.compile(rf"(?<![\w./'-])(?:{'|'.join(Job.model_fields)})(?:\.[a-z_]+)+\b(?![(/])")

@@ -56,6 +56,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_chain_of_one_agent_is_single_agent_training_to_the_bit(tmp_path):
     """Whether its weights are the main policy's or have a name of their own."""
     run(tmp_path / "plain", task__env={"kind": "agents", "agents": ONLY}, **SHORT)
@@ -279,6 +280,7 @@ class Balking:
         return getattr(self.of, verb)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [Route, Commit])
 def test_when_one_policy_fails_nothing_is_mixed(tmp_path, at):
     """Before anyone has committed the old version goes on serving, for all; after that
@@ -421,6 +423,7 @@ class Unnamed(Agents):
 # -- what is refused, and what is told ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_not_carried_is_refused_by_name_before_anything_is_loaded(tmp_path):
     from rondel.assemble.components import build
 
@@ -472,6 +475,7 @@ def _faults(job):
         yield str(error)
 
 
+@pytest.mark.slow
 def test_memory_counts_every_policy(tmp_path):
     alone, both = tiny(tmp_path), tiny(tmp_path, **PLAY)
     one, two = memory_bills(of_job(alone))[0], memory_bills(of_job(both))[0]

@@ -142,6 +142,7 @@ def test_bytes_stay_what_they_are_however_the_model_is_cast():
 # -- what serves is what is trained ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, limit", [("float32", 1e-5), ("bfloat16", 0.12)])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_engine_and_trainer_compute_with_the_same_base(kind, dtype, limit):
@@ -162,6 +163,7 @@ def test_engine_and_trainer_compute_with_the_same_base(kind, dtype, limit):
     assert other > 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_is_that_of_the_decoded_weights_and_leaves_the_base(dtype):
     loaded, algo = packed(dtype=dtype), row("grpo", kl={"coef": 0.1})
@@ -177,6 +179,7 @@ def test_a_step_is_that_of_the_decoded_weights_and_leaves_the_base(dtype):
     assert names.base_digest(loaded.model) == base and all(m.dtype == torch.float32 for m in ours.weights.masters)
 
 
+@pytest.mark.slow
 def test_the_base_is_the_reference_and_the_critic_s():
     loaded, algo = packed(), row("ppo", kl={"coef": 0.1})
     with torch.no_grad():
@@ -191,6 +194,7 @@ def test_the_base_is_the_reference_and_the_critic_s():
     assert step(t, batch(awkward_groups(), algo), algo).stepped
 
 
+@pytest.mark.slow
 def test_aligned_numerics_have_it_with_the_same_bits():
     loaded = packed(dtype="bfloat16")
     align_numerics(loaded)
@@ -247,6 +251,7 @@ def test_peft_loads_the_adapter_over_a_base_of_bitsandbytes(tmp_path):
         assert torch.equal(nf4._join_parts(quantised.weight.data, state), layer.get_base_layer().weight), "bit by bit"
 
 
+@pytest.mark.slow
 def test_a_model_that_bitsandbytes_stored_is_read(tmp_path):
     pytest.importorskip("accelerate")
     plain = far("llama", **WHOLE)
@@ -313,6 +318,7 @@ def _scored(loaded):
     return score
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, dtype", [("llama", "float32"), ("llama", "bfloat16"), ("gpt2", "float32")])
 def test_a_merged_model_computes_what_was_trained(tmp_path, kind, dtype):
     save_model(far(kind, dtype), tmp_path / "base")
@@ -378,6 +384,7 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_stores_the_adapter_and_holds_what_was_planned(whole, tmp_path):
     newest = max((whole / "checkpoints").glob("step-*"))
     assert (
@@ -394,6 +401,7 @@ def test_a_run_stores_the_adapter_and_holds_what_was_planned(whole, tmp_path):
     assert held["moments"] == pytest.approx(8 * setting.trained_parameters, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path):
     assert run_and_die(tmp_path / "run", ("StepDone", 10), **QLORA) == -9
     run(tmp_path / "run", **QLORA)
@@ -402,6 +410,7 @@ def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path):
     assert steps(tmp_path / "run") == steps(whole)
 
 
+@pytest.mark.slow
 def test_engine_and_trainer_apart_make_the_same_run(whole, tmp_path):
     """Law 2: each side packs the base for itself, to the same bits, and the adapter travels."""
     run(tmp_path / "run", **QLORA, place__kind="split")
@@ -419,12 +428,14 @@ def test_two_ranks_train_the_adapter_of_one(whole, tmp_path):
         assert two["metrics"]["train/loss"] == pytest.approx(one["metrics"]["train/loss"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_recipe_that_names_the_other_base_is_refused(whole, tmp_path):
     adapter = max((whole / "checkpoints").glob("step-*"))
     with pytest.raises(ModelError, match=r"in 4 bits: set model.adapter.kind = \"qlora\""):
         run(tmp_path / "second", **QLORA | {"model__path": str(adapter), "model__adapter__kind": "lora"})
 
 
+@pytest.mark.slow
 def test_eval_of_its_checkpoint_is_the_number_of_the_run(whole):
     from rondel.driver.checkpoint_evaluation import evaluate_checkpoint
 

@@ -49,6 +49,7 @@ class Oracle:
         self.known = {key: entry for key, entry in self.known.items() if entry[0] not in gone}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operations", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_fuzz(operations):
     """After every operation: each page is free or cached, once; what is cached is what the

@@ -107,6 +107,7 @@ def test_exactly_one_of_steps_and_passes_is_set(tmp_path):
         job(tmp_path, **{"loop.steps": None})
 
 
+@pytest.mark.slow
 def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path):
     """A character is a token of this model; the template adds as many to each. Passes count what is left."""
     every = job(tmp_path)
@@ -131,6 +132,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path):
         build(job(tmp_path, **{"task.max_prompt_tokens": 1}))
 
 
+@pytest.mark.slow
 def test_a_run_of_passes_is_continued_as_the_steps_that_it_became(tmp_path):
     few = {"loop.groups_per_step": 10, "loop.steps": None, "run.checkpoint.every": 1, "engine.sampling.max_tokens": 4}
     train(job(tmp_path, **few, **{"loop.passes": 0.4}), quiet=True)

@@ -279,6 +279,7 @@ def test_a_value_stands_at_the_last_token_of_its_step(tmp_path, aggregate):
         build_reward({"kind": "process", "scorer": here("lengths"), "aggregate": "min", "tokenizer": str(tmp_path)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", [1, 2])
 def test_a_model_for_steps_is_that_of_transformers(tmp_path, labels):
     saved(tmp_path, labels=labels, what="TokenClassification")
@@ -311,6 +312,7 @@ def bytes_of(path) -> int:
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
+@pytest.mark.slow
 def test_after_any_number_of_naps_the_scores_have_the_same_bits(tmp_path):
     """And never one while it sleeps: who asks waits, also who was in the queue; the weights
     are the same tensors, counted from them.
@@ -354,6 +356,7 @@ def test_after_any_number_of_naps_the_scores_have_the_same_bits(tmp_path):
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_a_pool_sleeps_and_wakes_its_worker_also_one_that_was_killed(tmp_path):
     """Sixty calls wait off their clock, longer than the timeout; a worker hired meanwhile
     begins asleep; parts of `combine` nap, too.

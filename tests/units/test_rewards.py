@@ -263,6 +263,7 @@ def test_a_reward_that_cannot_be_built_is_an_error_at_once(spec, message, monkey
         RewardPool(spec)
 
 
+@pytest.mark.slow
 def test_the_example_reward(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     with RewardPool({"kind": "my_reward:grade", "brevity": 0.1}, workers=2) as pool:
@@ -276,6 +277,7 @@ def reward_file(folder, body):
     (folder / "theirs.py").write_text(body)
 
 
+@pytest.mark.slow
 def test_built_once_a_worker_async_and_without_torch(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     reward_file(
@@ -326,6 +328,7 @@ def test_workers_run_beside_each_other_and_beside_the_loop(tmp_path, monkeypatch
     assert seconds < 1.2 and ticks >= 10  # one after the other they take 1.6 s
 
 
+@pytest.mark.slow
 def test_an_unguarded_script_does_not_start_itself_again(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -344,6 +347,7 @@ def test_an_unguarded_script_does_not_start_itself_again(tmp_path):
     assert run.stdout.splitlines() == ["started", "Score(value=1.0, parts={}, steps=())"], run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "bad"),
     [
@@ -420,6 +424,7 @@ def test_neither_long_jobs_nor_long_replies_stop_a_message(tmp_path, monkeypatch
     assert [r.value for r in results] == [20_000.0 if i % 8 == 0 else float(i) for i in range(128)]
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_closed_leaves_nobody_waiting(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     reward_file(tmp_path, "import time\ndef slow(trajectory, task): time.sleep(60)\n")
@@ -449,6 +454,7 @@ def test_a_field_of_the_task_names_its_reward():
         build_reward({"kind": "by", "parts": {}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["combine", "by"])
 def test_a_synchronous_part_is_on_no_other_calls_clock(kind):
     """Eight calls share an event loop, on which the synchronous part of each stands for 0.06 s."""
@@ -465,6 +471,7 @@ def test_a_synchronous_part_is_on_no_other_calls_clock(kind):
         assert [type(score).__name__ for score in asyncio.run(main())] == ["Score"] * 8
 
 
+@pytest.mark.slow
 def test_beside_a_synchronous_part_a_hang_is_still_late():
     spec = {"kind": "combine", "parts": {"late": "kits.rewards:Late", "blocking": "kits.rewards:blocking"}}
     with RewardPool(spec, timeout=0.2) as pool:

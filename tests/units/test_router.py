@@ -112,6 +112,7 @@ ACTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(ACTS, st.integers(0, 5))
 def test_nothing_is_lost_and_nothing_twice_whatever_happens(acts, seed):
@@ -367,6 +368,7 @@ def test_an_abort_returns_those_who_wait_with_nothing():
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_two_real_engines_draw_what_one_draws_through_a_death_and_an_update(tmp_path):
     """The same keys, the same tokens: alone, behind a router, and where one replica breaks in the middle."""
     loaded = tiny()

@@ -50,6 +50,7 @@ def rollout(loaded: LoadedModel, n: int = 6, **settings):
     return e, given, outs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MOES)
 @pytest.mark.parametrize(
     "how",

@@ -117,6 +117,7 @@ def crowd(r, groups):
             yield replace(ask(prompt, key=r.randrange(1 << 30), n=r.randrange(1, 30)), namespace=place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requests", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_many_requests_leak_no_page_and_all_end(requests):
     """A crowd ten times larger than the cache; some are aborted, the cache is dropped at

@@ -44,12 +44,14 @@ def write_module(tmp_path: Path, text: str) -> None:
 # -- task.env ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_environment_is_made_with_the_settings_of_its_table(tmp_path):
     parts = build(tiny(tmp_path / "run", task__env={"kind": "my_env:SecondThought", "hint": "Once more."}, **FEW))
     parts.close()
     assert parts.env.hint == "Once more."
 
 
+@pytest.mark.slow
 def test_an_environment_that_is_a_function_gets_its_settings_with_every_call(tmp_path):
     write_module(tmp_path, "async def play(task, chat, *, word):\n    return word\n")
     parts = build(tiny(tmp_path / "run", task__env={"kind": "theirs:play", "word": "hello"}, **FEW))
@@ -199,6 +201,7 @@ def test_rewards_are_shaped_by_a_component_of_yours(tmp_path):
         rows_of(tiny(tmp_path / "run", algo__shaping={"kind": "my_shaping:PerToken", "prize": 0.1}, **FEW))
 
 
+@pytest.mark.slow
 def test_a_run_trains_what_is_left_of_its_batch(tmp_path):
     """Filter, shaping and batch of the examples in one run: answers of one token are not trained."""
     run(
@@ -259,6 +262,7 @@ class Gateway(BaseHTTPRequestHandler):
     def log_message(self, *args): ...
 
 
+@pytest.mark.slow
 def test_an_engine_of_yours_draws_tokens():
     import asyncio
 

@@ -24,6 +24,7 @@ def lines(tmp_path, **changes) -> dict[str, tuple[bool, str]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{}, {"loop__updates_per_step": 2}, {"model__dtype": "bfloat16"}, {"algo__kind": "ppo"}],
@@ -50,6 +51,7 @@ def test_weights_that_move_are_found(tmp_path, monkeypatch):
     assert "lr = 0: weights" in failing(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_engine_that_samples_from_another_distribution_is_found(tmp_path, monkeypatch):
     """The trainer forgets a temperature of 0.7: the commonest lie of a log-probability."""
     forward = annotate.forward
@@ -61,6 +63,7 @@ def test_an_engine_that_samples_from_another_distribution_is_found(tmp_path, mon
     assert failing(tmp_path, engine__sampling={"temperature": 0.7, "max_tokens": 6}) == {"lr = 0: gap"}
 
 
+@pytest.mark.slow
 def test_a_pass_that_is_not_the_same_twice_is_found(tmp_path, monkeypatch):
     """As with dropout: the anchor and the policy of two updates are different passes."""
     forward, noise = annotate.forward, torch.Generator().manual_seed(0)
@@ -73,6 +76,7 @@ def test_a_pass_that_is_not_the_same_twice_is_found(tmp_path, monkeypatch):
     assert failing(tmp_path, loop__updates_per_step=2) >= {"lr = 0: ratio", "lr = 0: gap"}
 
 
+@pytest.mark.slow
 def test_a_large_model_is_stepped_only_when_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(room, "SMALL", 10)
     assert lines(tmp_path)["lr = 0"][0]

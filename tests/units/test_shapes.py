@@ -52,6 +52,7 @@ def built(kind):
     return config, AutoModelForCausalLM.from_config(config)
 
 
+@pytest.mark.slow
 def test_every_number_of_a_model_that_sees_is_counted(tmp_path):
     """The eye, too: of a random model and of the folder that it is saved to, with what
     each family has that the others have not.

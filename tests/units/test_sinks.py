@@ -43,6 +43,7 @@ def heard(*kinds: type[Event]):
     return found, subscribe(lambda event: found.append(event) if isinstance(event, kinds) else None)
 
 
+@pytest.mark.slow
 def test_a_run_outlives_its_tracker_and_its_terminal(tmp_path, monkeypatch):
     (tmp_path / "tracked.py").write_text(SINKS)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -89,6 +89,7 @@ def test_agreeing():
 # -- the same tokens -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 4, 9])
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 0.7])
 def test_look_ups_change_no_token(temperature, k):
@@ -119,6 +120,7 @@ def test_windows_and_other_families(kind):
     assert e.speculation.accepted > 0
 
 
+@pytest.mark.slow
 def test_groups_whose_prompt_is_shared():
     requests = [ask(echoing(g, 60), key=100 * g + i, n=50, temperature=0.4) for g in range(3) for i in range(5)]
     e = looking_up()
@@ -169,6 +171,7 @@ def test_an_end_in_the_middle_of_an_accepted_run(how):
     assert e.speculation.accepted >= {"max_tokens": 1, "min_tokens": 0}.get(how, 2)
 
 
+@pytest.mark.slow
 def test_every_length_ends_where_it_should():
     p = echoing(2, 30)
     free = asyncio.run(engine(MODEL).generate(ask(p, key=1, n=40, temperature=0.2)))
@@ -237,6 +240,7 @@ async def until(e, condition):
         await asyncio.sleep(0)
 
 
+@pytest.mark.slow
 def test_hold_and_new_weights_in_the_middle():
     requests = [ask(echoing(i, 20), key=i, n=60, temperature=0.3) for i in range(4)]
 
@@ -255,6 +259,7 @@ def test_hold_and_new_weights_in_the_middle():
     quiet(e)
 
 
+@pytest.mark.slow
 def test_abort_and_a_caller_that_leaves():
     requests = [ask(echoing(i, 20), key=i, n=60, temperature=0.3) for i in range(3)]
     free = asyncio.run(all_of(engine(MODEL), requests))
@@ -274,6 +279,7 @@ def test_abort_and_a_caller_that_leaves():
     quiet(e)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MOES)
 def test_routes_are_those_of_the_tokens_that_stayed(kind):
     model = tiny(kind, **MOES[kind])
@@ -429,6 +435,7 @@ def test_mean_tokens_of_a_round(k):
     assert chi_square(counts, p.double().numpy() / float(p.double().sum())) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_the_model_is_always_right():
     requests = [ask(prompt(i, 5 + 9 * i), key=i, n=40, temperature=0.8) for i in range(5)]
     e = drafted(MODEL, twin(MODEL), k=4, prefill_tokens=16)
@@ -600,6 +607,7 @@ def test_the_mean_of_a_round():
             assert expected_tokens(alpha, k) == pytest.approx(sum(alpha**i for i in range(k + 1)))
 
 
+@pytest.mark.slow
 def test_switching_off_changes_no_token():
     """The controller looks at the clock, so it may decide otherwise every time."""
     requests = [ask(echoing(i, 30), key=i, n=60, temperature=0.5) for i in range(6)]

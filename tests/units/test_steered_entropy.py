@@ -11,6 +11,7 @@ from rondel.core.errors import ConfigError
 from rondel.train.checkpoint import load_trainer, save_trainer
 
 
+@pytest.mark.slow
 def test_the_weight_follows_the_entropy_and_outlives_a_resume(tmp_path):
     mean = step(trainer(model(), row("grpo"), lr=0.0), batch(awkward_groups(), row("grpo")), row("grpo")).metrics[
         "train/entropy"

@@ -72,6 +72,7 @@ def batches(draw):
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(batches())
 def test_groups_come_back_exactly(tmp_path_factory, batch):

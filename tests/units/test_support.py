@@ -74,6 +74,7 @@ def test_behavior_and_trainer_agree_at_ratio_one(cut):
     assert all(np.array_equal(s.known.trained.numpy(), s.known.start.numpy()) for s in b.samples if s.guided)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("cut", ["top-p", "both"])
 def test_the_gradient_is_that_of_the_formula_for_any_split(kind, cut):

@@ -135,6 +135,7 @@ def test_several_calls_and_none():
 # -- the environment -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "template",
     [QWEN, tokenizer("chatml").chat_template, tokenizer("alternating").chat_template],

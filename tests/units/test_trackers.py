@@ -104,6 +104,7 @@ def test_the_real_wandb_offline(tmp_path, monkeypatch):
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
+@pytest.mark.slow
 def test_prometheus_finds_the_newest_row():
     parser = pytest.importorskip("prometheus_client.parser")
     sink = PrometheusSink(0)

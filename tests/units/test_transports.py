@@ -255,6 +255,7 @@ def test_faulty_data_leaves_the_old_version_serving(kind, what, tmp_path):
     close(trainer, e)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BESIDE)
 def test_messages_repeated_or_missing(kind, tmp_path):
     trainer, first, _ = ends(kind, tmp_path, tiny())
@@ -351,6 +352,7 @@ def test_a_compiled_pass_reads_what_the_module_points_to(kind, tmp_path):
     close(trainer, e)
 
 
+@pytest.mark.slow
 def test_an_engine_that_starts_late_joins_from_disk(tmp_path):
     trainer, e, sync = ends("disk", tmp_path, tiny(), keep=2)
 
@@ -388,6 +390,7 @@ MIXTURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -579,6 +582,7 @@ def test_a_route_of_another_day():
     sender.close(), receiver.close()
 
 
+@pytest.mark.slow
 def test_a_read_is_never_torn():
     """A writer that fills segments as fast as it can, a reader of routes that may be old.
     Without lock and number it reads mixtures.
@@ -751,6 +755,7 @@ def test_who_fails_wakes_the_other_and_the_engine_refuses_until_a_good_update(wh
     close(trainer, e)
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_ever():
     """An engine that waits for a trainer that never sends says so."""
     sender, receiver = FromDistributed(deadline=1.0), FromDistributed(deadline=1.0)

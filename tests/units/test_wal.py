@@ -217,6 +217,7 @@ def test_a_life_that_was_rolled_back_keeps_what_it_writes(tmp_path):
 # -- in the engine -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_the_log_cannot_bring_back_is_drawn_again(tmp_path):
     """Another seed, another prompt, an evaluation, a request that wants more than tokens."""
     asyncio.run(all_of(serving(tmp_path), asked(1)))
@@ -256,6 +257,7 @@ def routed(siblings: int = 2) -> list[Request]:
     return [replace(r, sampling=replace(r.sampling, ignore_eos=True)) for r in given]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [{}, {"kv_pages": 90, "max_running": 4}, {"prefill_tokens": 4}], ids=["plain", "retracted", "chunked"]
 )
@@ -285,6 +287,7 @@ def test_a_mixture_goes_on_with_the_routes_that_were_recorded(tmp_path, kind, ho
     assert all(np.array_equal(a.experts, b.experts) and a.tokens == b.tokens for a, b in zip(told, whole, strict=True))
 
 
+@pytest.mark.slow
 def test_a_sample_that_was_given_back_in_between_has_its_first_routes(tmp_path):
     """Pieces: the second reads the first's tokens once more, by new weights. Whose routes
     those are is decided as without a crash.
@@ -340,6 +343,7 @@ def test_a_sample_that_was_given_back_in_between_has_its_first_routes(tmp_path):
     assert np.array_equal(again.experts, whole.experts)
 
 
+@pytest.mark.slow
 def test_tokens_without_routes_are_not_enough(tmp_path):
     """Drawn when nobody wanted them: the sample begins again, and says so by its routes being whole."""
     model = tiny("mixtral", **SIZE, **MIXTURES["mixtral"])

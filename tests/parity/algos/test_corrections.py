@@ -92,6 +92,7 @@ def given_logs(samples):
     return torch.tensor([x for x, _ in samples], dtype=F64), torch.tensor([s for _, s in samples], dtype=torch.int64)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(samples=logs, rule=rules, data=st.data())
 def test_weights_are_bounded_and_move_with_their_tokens(samples, rule, data):
@@ -113,6 +114,7 @@ def test_truncation_never_raises_a_weight_and_no_cap_at_all_changes_nothing(samp
     assert torch.equal(Importance(level, high=1e30)(torch.zeros_like(gap), sample, gap), torch.ones_like(gap))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(samples=logs, rule=rules, how=st.sampled_from(["token", "sequence"]))
 def test_normalised_weights_have_a_mean_of_one_unless_all_are_zero(samples, rule, how):

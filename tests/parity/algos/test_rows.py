@@ -83,6 +83,7 @@ def variants():
     yield pytest.param(replace(table.KIMI, surrogate=MirrorDescent(0.5, "token")), id="kimi, token")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", list(variants()))
 def test_a_row_is_its_formula_one_token_at_a_time(row):
     for seed in (7, 8):
@@ -158,6 +159,7 @@ def test_the_matrix_of_anchors_and_corrections_is_four_losses():
         replace(table.TOPR, correction=correction.Importance())
 
 
+@pytest.mark.slow
 def test_demonstrations_teach_where_the_policy_never_succeeds():
     """A11. Three arms; the right one is hardly ever drawn, so on-policy rewards are all 0. With
     the demonstration in its group LUFFY finds it.
