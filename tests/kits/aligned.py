@@ -19,6 +19,7 @@ FAMILIES = {
     "qwen3": WIDE,
     "gemma2": WIDE
     | {"sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0, "query_pre_attn_scalar": 24},
+    "granite_swa": WIDE | {"attention_multiplier": 0.2, "sliding_window": 8},  # with attention sinks
     "gpt2": dict(n_embd=64, n_layer=2, n_head=4, n_positions=512),
 }
 

@@ -36,6 +36,8 @@ def tiny(kind: str = "llama", **config) -> LoadedModel:
         for name, p in loaded.model.named_parameters():
             if p.dim() > 1:
                 p.mul_(8 if any(end in name for end in ("embed", "wte", "wpe", "lm_head")) else 3)
+            elif name.endswith("sinks"):
+                p.copy_(torch.linspace(-1, 3, len(p)))
     return loaded
 
 

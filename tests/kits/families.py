@@ -14,8 +14,9 @@ from kits.engine import SIZE, all_of, ask, engine, idle, prompt, tiny
 from kits.vision import EYES
 from rondel.core.errors import ModelError
 from rondel.models.attention import PackedLayout, PackedSegment
-from rondel.models.load import load_model
+from rondel.models.load import REMEDY, load_model
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.recurrent.mixers import CARRIED, MIXERS
 from rondel.models.routing_tape import RoutingTape
 
 HEAD, EXPERTS, WINDOW = {"head_dim": 16}, {"num_experts_per_tok": 2}, {"sliding_window": 8}
@@ -35,52 +36,175 @@ ROUTED = EXPERTS | {
     "first_k_dense_replace": 1,
 }
 LATER = {k: v for k, v in ROUTED.items() if k != "first_k_dense_replace"}  # its first layer is dense by itself
+REUSE = {  # the last layer of three takes the keys and values of the last one of its type
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "num_kv_shared_layers": 1,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 128,
+}
+WIDER = {"per_layer_config": {1: {"head_dim": 24}}}  # heads of another size in layer 1
+MIXING = SIZE | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
+LINEAR = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=16,
+    linear_conv_kernel_dim=4,
+)  # fmt: skip
+MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2)
+PURE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "state_size": 16,
+    "conv_kernel": 4,
+    "time_step_rank": 4,
+    "initializer_range": 0.03,
+}
 FAMILIES = {
+    "afmoe": MIXED | HEAD | EXPERTS | FEW | {"num_dense_layers": 1},
     "apertus": SIZE,
     "arcee": SIZE,
+    "aria_text": SIZE | HEAD | {"moe_num_experts": 4, "moe_topk": 2},
+    "axk1": SIZE | LATENT | LATER,
+    "bamba": SIZE | MAMBA2 | APART | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "beam": MIXED | HEAD | EXPERTS | FEW | {"n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
     "biogpt": ALONE | APART,
     "bitnet": SIZE,
+    "bloom": dict(hidden_size=64, n_layer=2, n_head=4, initializer_range=0.1),
     "cohere": SIZE | {"logit_scale": 0.5},
     "cohere2": MIXED | {"logit_scale": 0.5},
+    "cohere2_moe": MIXED | HEAD | EXPERTS | {"num_experts": 4, "logit_scale": 1.0},
+    "cohere_compass_text": SIZE | {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "ctrl": dict(n_embd=64, n_layer=2, n_head=4, n_positions=512, dff=96),
     "cwm": MIXED,
+    "dbrx": dict(
+        d_model=64,
+        n_layers=2,
+        n_heads=4,
+        max_seq_len=512,
+        attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 2.0},
+        ffn_config={"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 32, "hidden_size": 64},
+    ),
     "deepseek_v2": SIZE | LATENT | ROUTED,
     "deepseek_v3": SIZE | LATENT | ROUTED,
     "dots1": SIZE | HEAD | ROUTED | {"n_shared_experts": 1},
     "ernie4_5": SIZE | HEAD,
     "ernie4_5_moe": SIZE | EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
     "exaone4": MIXED,
+    "exaone_moe": MIXED | EXPERTS | FEW,
+    "falcon_h1": SIZE
+    | HEAD
+    | MAMBA2
+    | APART
+    | {"mamba_d_ssm": 128, "ssm_in_multiplier": 1.5, "key_multiplier": 0.7, "lm_head_multiplier": 0.5},
+    "falcon_mamba": PURE | APART,
     "flex_olmo": SIZE | EXPERTS | {"num_experts": 4},
+    "flint": MIXED | HEAD | EXPERTS | FEW | {"shared_expert_intermediate_size": 32, "mlp_only_layers": []},
     "gemma": SIZE | HEAD | APART,
     "gemma2": SIZE
     | HEAD
     | WINDOW
     | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0, "query_pre_attn_scalar": 24},
     "gemma3_text": MIXED | HEAD,
+    "gemma3n_text": MIXED
+    | HEAD
+    | REUSE
+    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma4_text": MIXED
+    | HEAD
+    | REUSE
+    | {"per_layer_config": {1: {"head_dim": 24}, 2: {"head_dim": 24}}, "final_logit_softcapping": 6.0}
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "gemma4_unified_text": MIXED | HEAD | WIDER,
     "glm": SIZE | HEAD,
     "glm4": SIZE | HEAD,
     "glm4_moe": SIZE | HEAD | ROUTED,
     "glm4_moe_lite": SIZE | LATENT | LATER,
+    "gpt-sw3": OLD,
     "gpt2": OLD,
     "gpt_bigcode": OLD,
     "gpt_neox": ALONE,
+    "gpt_oss": MIXED | HEAD | EXPERTS | {"num_local_experts": 4},
     "granite": SIZE
     | {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
+    "granite_swa": MIXED | HEAD | {"attention_multiplier": 0.2},
     "granitemoe": SIZE | EXPERTS | {"num_local_experts": 4},
+    "granitemoe_swa": MIXED | EXPERTS | {"num_local_experts": 4},
+    "granitemoehybrid": MIXING
+    | MAMBA2
+    | EXPERTS
+    | {"num_local_experts": 4, "shared_intermediate_size": 32, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
     "granitemoeshared": SIZE | EXPERTS | {"num_local_experts": 4, "shared_intermediate_size": 32},
     "helium": SIZE | HEAD,
     "hunyuan_v1_dense": SIZE | HEAD,
+    "hunyuan_v1_moe": SIZE | HEAD | {"num_experts": 4, "moe_topk": 2},
+    "hy_v3": SIZE | HEAD | EXPERTS | FEW,
+    "hyperclovax": SIZE | HEAD,
+    "internlm3": SIZE | HEAD,
+    "iquestcoder": SIZE | HEAD,
+    "jais2": SIZE | HEAD,
+    "jamba": SIZE
+    | EXPERTS
+    | APART
+    | {
+        "num_hidden_layers": 3,
+        "num_experts": 4,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+    "jetmoe": dict(
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        kv_channels=16,
+        max_position_embeddings=512,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "kolibri1": {k: v for k, v in (MIXED | HEAD | EXPERTS | FEW).items() if k != "intermediate_size"},
+    "laguna": MIXED | HEAD | EXPERTS | FEW,
+    "lfm2": SIZE | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
+    "lfm2_moe": SIZE
+    | EXPERTS
+    | FEW
+    | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
     "llama": SIZE,
+    "llama4_text": SIZE
+    | HEAD
+    | EXPERTS
+    | {"num_local_experts": 4, "attention_chunk_size": 8, "no_rope_layers": [1, 0], "floor_scale": 8}
+    | {"intermediate_size_mlp": 96},
+    "longcat_flash": LATENT
+    | {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 8, "max_position_embeddings": 512, "num_layers": 1}
+    | {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "n_routed_experts": 3, "zero_expert_num": 1, "moe_topk": 2},
+    "mamba": PURE | APART,
+    "mamba2": {k: v for k, v in PURE.items() if k != "time_step_rank"}
+    | {"num_heads": 8, "head_dim": 16, "n_groups": 2},
+    "mellum": MIXED | HEAD | EXPERTS | FEW,
+    "mimo_v2_flash": {k: v for k, v in (MIXED | HEAD | ROUTED).items() if k != "first_k_dense_replace"}
+    | {"v_head_dim": 12},
     "minicpm3": SIZE | LATENT | APART | {"dim_model_base": 32},
     "minimax_m2": SIZE | HEAD | EXPERTS | {"num_local_experts": 4},
+    "minimax_m3_vl_text": SIZE | HEAD | EXPERTS | {"num_local_experts": 4},
     "ministral": SIZE | HEAD | WINDOW,
     "ministral3": SIZE | HEAD,
     "mistral": SIZE | WINDOW,
     "mixtral": SIZE | EXPERTS | {"num_local_experts": 4},
+    "mpt": dict(d_model=64, n_layers=2, n_heads=4, max_seq_len=512, attn_config={"clip_qkv": 2.0}),
     "nanochat": SIZE,
     "nemotron": SIZE,
+    "nemotron_h": {k: v for k, v in SIZE.items() if k != "num_hidden_layers"}
+    | HEAD
+    | EXPERTS
+    | {k: v for k, v in ROUTED.items() if k != "first_k_dense_replace"}
+    | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"]}
+    | {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4}
+    | {"moe_shared_expert_intermediate_size": 32},
     "olmo": SIZE | {"clip_qkv": 2.0},
     "olmo2": SIZE,
     "olmo3": MIXED,
+    "olmo_hybrid": MIXING | LINEAR | APART,
     "olmoe": SIZE | EXPERTS | {"num_experts": 4, "clip_qkv": 2.0},
     "opt": dict(
         hidden_size=64,
@@ -93,61 +217,63 @@ FAMILIES = {
     "persimmon": ALONE,
     "phi": SIZE,
     "phi3": SIZE | WINDOW,
+    "phimoe": SIZE | EXPERTS | {"num_local_experts": 4},
     "qwen2": SIZE,
-    "qwen2_moe": SIZE | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
     "qwen2_5_vl": SIZE | {"vision_config": EYES["qwen2_5_vl"]},
+    "qwen2_moe": SIZE | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
     "qwen2_vl": SIZE | {"vision_config": EYES["qwen2_vl"]},
     "qwen3": SIZE | HEAD,
-    "qwen3_vl": SIZE | HEAD | {"vision_config": EYES["qwen3_vl"]},
+    "qwen3_5_moe_text": {k: v for k, v in MIXING.items() if k != "intermediate_size"}
+    | LINEAR
+    | HEAD
+    | EXPERTS
+    | FEW
+    | {"shared_expert_intermediate_size": 32},
+    "qwen3_5_text": MIXING | LINEAR | HEAD,
     "qwen3_moe": SIZE | HEAD | EXPERTS | FEW,
+    "qwen3_next": MIXING | LINEAR | HEAD | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
+    "qwen3_vl": SIZE | HEAD | {"vision_config": EYES["qwen3_vl"]},
     "seed_oss": SIZE | HEAD,
     "smollm3": SIZE | {"no_rope_layers": [1, 0]},
+    "solar_open": {
+        k: v for k, v in (SIZE | HEAD | ROUTED).items() if k not in ("intermediate_size", "first_k_dense_replace")
+    },
     "stablelm": SIZE,
     "starcoder2": SIZE | WINDOW,
     "vaultgemma": MIXED | HEAD | APART,
     "youtu": SIZE | LATENT,
 }
 
-RECURRENT, INTERFACE, SINKS = "recurrent layers", "attention interface", "attention sinks"
+ENCODERS = "bert-generation camembert data2vec-text electra ernie roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod"
+SEQUENCE_TO_SEQUENCE = "bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet whisper"
+OUTSIDE = "big_bird blt cpmant git megatron-bert reformer rembert roformer trocr xlm"
+INDEXED = "axk2 dots3_note_text hy_v4"
+RECURRENT_FAMILIES = [kind for kind in FAMILIES if kind in CARRIED]
+RECURRENT, INTERFACE = "recurrent layers", "attention interface"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the reason speaks of
-    "afmoe": ({}, "choice of experts"),
-    "bamba": ({}, RECURRENT),
+    **{kind: ({}, "an encoder") for kind in ENCODERS.split()},
+    **{kind: ({}, "encoder-decoder") for kind in SEQUENCE_TO_SEQUENCE.split()},
+    **{kind: ({}, "attention interface") for kind in OUTSIDE.split()},
+    **{kind: (SIZE | {"num_key_value_heads": 4}, "layers of type") for kind in INDEXED.split()},
     "bart": ({}, "encoder-decoder"),
     "bert": ({}, "an encoder"),
-    "bloom": ({}, "ALiBi"),
     "codegen": ({}, INTERFACE),
+    "deepseek_v4": ({}, "layers of type compressed_sparse_attention"),
     "deepseek_v32": ({}, "layers of type indexed_attention"),
     "diffllama": ({}, "attend twice"),
     "doge": ({}, "mask of its own"),
     "falcon": ({}, INTERFACE),
-    "falcon_h1": ({}, RECURRENT),
-    "falcon_mamba": ({}, "recurrent"),
     "glm_moe_dsa": ({}, "layers of type indexed_attention"),
     "gpt_neo": ({}, INTERFACE),
     "gpt_neox_japanese": ({}, INTERFACE),
-    "gpt_oss": (SIZE | HEAD | {"num_local_experts": 4}, SINKS),
     "gptj": ({}, INTERFACE),
-    "granite_swa": ({}, SINKS),
-    "granitemoehybrid": ({}, RECURRENT),
     "hrm_text": ({}, "several times in one pass"),
-    "hunyuan_v1_moe": ({}, "choice of experts"),
-    "jamba": ({}, RECURRENT),
-    "jetmoe": ({}, "choice of experts"),
     "kimi_linear": ({}, RECURRENT),
-    "lfm2": (SIZE | {"layer_types": ["conv", "full_attention"]}, RECURRENT),
-    "llama4_text": (SIZE | {"num_local_experts": 4}, "layers of type chunked_attention"),
     "llava": ({}, "looks at images in a way of its own"),
-    "longcat_flash": ({}, "choice of experts"),
-    "mamba": ({}, "recurrent"),
-    "mamba2": ({}, "recurrent"),
     "minimax": ({}, RECURRENT),
-    "mpt": ({}, "ALiBi"),
-    "nemotron_h": ({}, RECURRENT),
-    "olmo_hybrid": ({}, RECURRENT),
+    "modernbert-decoder": ({"pad_token_id": 0}, "head"),
     "openai-gpt": ({}, INTERFACE),
-    "phimoe": ({}, "choice of experts"),
-    "qwen3_5_text": ({}, RECURRENT),
-    "qwen3_next": ({}, RECURRENT),
+    "qwen3_5": ({}, "for models of text alone"),
     "recurrent_gemma": ({}, "recurrent"),
     "roberta": ({}, "an encoder"),
     "rwkv": ({}, "recurrent"),
@@ -155,14 +281,28 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "xglm": ({}, INTERFACE),
     "xlnet": ({}, INTERFACE),
     "xlstm": ({}, "recurrent"),
-    "zamba2": ({}, RECURRENT),
+    "zamba2": ({}, "share attention blocks"),
+}
+PARTS = {  # what no key of these configs says
+    **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), "attention sinks"),
+    **dict.fromkeys(("bloom", "mpt"), "ALiBi"),
 }
 NOTES = {  # a key of its config -> what it brings
     "sliding_window": "sliding window",
+    "attention_chunk_size": "chunked attention",
     "attn_logit_softcapping": "softcapped scores and logits",
     "kv_lora_rank": "latent attention: keys and values are cached expanded",
+    "num_kv_shared_layers": "the last layers reuse keys and values",
+    "per_layer_config": "head sizes differ by layer",
     "no_rope_layers": "some layers without positions",
     "vision_config": "sees images",
+}
+
+STATES = {  # a mixer's forward pass -> what it keeps a state of
+    "forward_short_conv": "short convolutions keep a state",
+    "forward_gated_delta": "gated delta rule keeps a state",
+    "forward_mamba2": "Mamba-2 layers keep a state",
+    "forward_mamba": "Mamba layers keep a state",
 }
 
 
@@ -234,6 +374,12 @@ def _gap(logits: torch.Tensor, tokens: torch.Tensor, logprobs: list[float]) -> f
     return float((logp[-len(logprobs) :] - torch.tensor(logprobs)).abs().max())
 
 
+def recurrences(kind: str) -> list[str]:
+    """Which of its layers keep a state."""
+    mixers = {MIXERS[name].__name__ for m in model(kind).model.modules() if (name := type(m).__name__) in MIXERS}
+    return [STATES[mixer] for mixer in sorted(mixers)]
+
+
 def refusal(kind: str) -> str:
     """What `load` says instead of loading."""
     try:
@@ -248,9 +394,15 @@ def row(kind: str) -> str:
     every machine writes the same line.
     """
     if kind in REFUSED:
-        why = refusal(kind).partition("is not supported: ")[2].partition(". Serve it")[0]
+        why = refusal(kind).partition("is not supported: ")[2].partition(f". {REMEDY}")[0]
         return f"| `{kind}` | refused | | | {why} |"
     m = measure(kind)
     replay = "dense" if m.replayed is None else "yes" if m.replayed <= 1e-4 and m.obeyed else "no"
-    notes = ", ".join(note for key, note in NOTES.items() if key in FAMILIES[kind])
+    notes = ", ".join(
+        [
+            *filter(None, [PARTS.get(kind)]),
+            *(note for key, note in NOTES.items() if key in FAMILIES[kind]),
+            *recurrences(kind),
+        ]
+    )
     return f"| `{kind}` | {'equal' if m.greedy else 'differs'} | {'≤ 1e-4' if m.gap <= 1e-4 else f'{m.gap:.0e}'} | {replay} | {notes} |"

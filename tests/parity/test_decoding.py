@@ -14,6 +14,7 @@ from rondel.generate.engine.builtin import runner
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.models.attention import DecodeBatch
 from rondel.models.load import load_model
+from rondel.models.score_rule import ScoreRule
 
 torch.set_num_threads(1)
 PAGES, K, H, D = 200, 2, 6, 8
@@ -50,15 +51,16 @@ def laid_out(families: list[tuple[int, list[int]]], seed: int) -> tuple[DecodeBa
     )
 
 
-@pytest.mark.parametrize("window", [None, 3, 9])
+@pytest.mark.parametrize("window, chunk", [(None, None), (3, None), (9, None), (None, 4)])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("families", [[(5, [1, 4, 2])], [(9, [3, 3]), (4, [1]), (0, [6, 2]), (12, [1, 1, 1, 7])]])
-def test_families_equal_whole_contexts(window, softcap, families):
+def test_families_equal_whole_contexts(window, chunk, softcap, families):
     whole, shared, q = laid_out(families, seed=7)
     keys, values = torch.randn(2, K, PAGES, D, generator=torch.Generator().manual_seed(1))
     keys[:, 0] = values[:, 0] = 1e4  # the scratch page, with which tables are padded, must never be read
-    how = {"scale": 0.3, "window": window, "softcap": softcap}
-    exact, ours = whole.attend(q, keys, values, **how), shared.attend(q, keys, values, **how)
+    by_head = {"sinks": torch.randn(H), "slopes": torch.rand(H)} if softcap is None else {}
+    rule = ScoreRule(0.3, window, softcap, chunk, **by_head)
+    exact, ours = whole.attend(q, keys, values, rule), shared.attend(q, keys, values, rule)
     assert ours.shape == (len(q), H, D) and (ours - exact).abs().max() <= 2e-6
 
 

@@ -19,8 +19,9 @@ from rondel.models.load import load_model
 from rondel.train.annotate import annotate_logprobs
 
 
-def test_the_gradient_is_that_of_the_fast_path():
-    loaded = model("qwen3", "float32")
+@pytest.mark.parametrize("kind", ["qwen3", "granite_swa"])
+def test_the_gradient_is_that_of_the_fast_path(kind):
+    loaded = model(kind, "float32")
     tokens, at = torch.tensor(prompt(5, 40)), torch.cat([torch.arange(10), torch.arange(10, 25), torch.arange(10, 25)])
     # a norm of normalised outputs would have none
     grads, up = [], torch.randn(40, 64, generator=torch.Generator().manual_seed(2))

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kits.train as kit
 import rondel.train.step as step_module
 
-WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
+WAITS = ("nonzero", "masked_select", "unique", "equal", "is_nonzero")
 
 
 class DeviceTensors(TorchDispatchMode):
@@ -22,21 +22,23 @@ class DeviceTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         inputs = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        in_backward = torch._C._current_graph_task_id() >= 0
-        on_device = in_backward or any(address(x) in self.held for x in inputs)
+        on_device = any(address(x) in self.held for x in inputs)
         name = function.overloadpacket.__name__
         by_mask = "index" in name and any(x.dtype == torch.bool for x in inputs[1:])
-        if on_device and (by_mask or any(name.startswith(wait) for wait in WAITS)):
+        in_backward = torch._C._current_graph_task_id() >= 0  # where gradients of constants are on the device, too
+        reads = name == "_local_scalar_dense" and (on_device or in_backward)
+        if reads or (on_device and (by_mask or name.startswith(WAITS))):
             self.waits.append(f"{name} at {caller()}")
         out = function(*args, **(kwargs or {}))
         for x in torch.utils._pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor) and on_device:
+            if isinstance(x, torch.Tensor) and on_device and address(x) is not None:
                 self.held.setdefault(address(x), x if x.is_mkldnn else x.untyped_storage())
         return out
 
 
 def address(x):
-    return id(x) if x.is_mkldnn else x.untyped_storage().data_ptr() or id(x)
+    """None of what is empty."""
+    return id(x) if x.is_mkldnn else x.untyped_storage().data_ptr() or None
 
 
 @pytest.mark.parametrize("kind, more", [("grpo", {"entropy": {"coef": 0.01}}), ("gspo", {}), ("dapo", {})])

@@ -20,6 +20,7 @@ from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models.attention import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.cuda_graphs import DecodeGraphs, sizes_upto
+from rondel.models.score_rule import ScoreRule
 
 pytest.importorskip("triton", reason="pip install triton")
 from rondel.models import paged_attention
@@ -48,19 +49,30 @@ def laid(lengths: list[int], pages: int = 160) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads, shared, size, wide", [(4, 2, 16, 16), (6, 2, 20, 12), (3, 1, 24, 24)])
-@pytest.mark.parametrize("window, softcap", [(None, None), (5, None), (None, 3.0), (66, 2.0)])
-def test_the_kernel_computes_what_the_layouts_do(heads, shared, size, wide, window, softcap):
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"window": 5},
+        {"softcap": 3.0},
+        {"window": 66, "softcap": 2.0, "sinks": True},
+        {"chunk": 7, "sinks": True},
+        {"chunk": 64, "slopes": True},
+    ],
+)
+def test_the_kernel_computes_what_the_layouts_do(heads, shared, size, wide, how):
     """Contexts of 1 to 70 keys in blocks of 64 and 8 splits: some splits are empty, and under a window most are."""
     torch.manual_seed(0)
     lengths = [70, 33, 1, 50]
-    table, how = laid(lengths), {"scale": 0.3, "window": window, "softcap": softcap}
+    by_head = {name: torch.rand(heads, device=DEVICE) for name in ("sinks", "slopes") if name in how}
+    table, rule = laid(lengths), ScoreRule(0.3, **{**how, **by_head})
     keys, values = torch.randn(shared, 160, size, device=DEVICE), torch.randn(shared, 160, wide, device=DEVICE)
 
     q = torch.randn(4, heads, size, device=DEVICE)
     feeds = LaunchBatch.from_runs(table, [TokenRun(i, i, 1, n) for i, n in enumerate(lengths)])
-    wanted = DecodeBatch(table[:, :70].long(), torch.tensor(lengths, device=DEVICE)).attend(q, keys, values, **how)
+    wanted = DecodeBatch(table[:, :70].long(), torch.tensor(lengths, device=DEVICE)).attend(q, keys, values, rule)
     assert feeds.splits > 1
-    torch.testing.assert_close(feeds.attend(q, keys, values, **how), wanted, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(feeds.attend(q, keys, values, rule), wanted, atol=2e-6, rtol=1e-5)
 
     fed = [TokenRun(0, 0, 37, 70), TokenRun(1, 37, 33, 33), TokenRun(2, 70, 1, 1), TokenRun(3, 71, 9, 50)]
     q = torch.randn(80, heads, size, device=DEVICE)
@@ -70,9 +82,9 @@ def test_the_kernel_computes_what_the_layouts_do(heads, shared, size, wide, wind
         torch.zeros(0, dtype=torch.int64),
         [PrefillChunk(f.row, f.new, table[f.line, : f.context].long()) for f in fed],
     )
-    wanted = torch.cat([plain._attend_prefill(chunk, q, keys, values, 0.3, window, softcap) for chunk in plain.chunks])
+    wanted = torch.cat([plain._attend_prefill(chunk, q, keys, values, rule) for chunk in plain.chunks])
     torch.testing.assert_close(
-        LaunchBatch.from_runs(table, fed).attend(q, keys, values, **how), wanted, atol=2e-6, rtol=1e-5
+        LaunchBatch.from_runs(table, fed).attend(q, keys, values, rule), wanted, atol=2e-6, rtol=1e-5
     )
 
 
@@ -85,13 +97,13 @@ def test_a_row_has_the_same_bits_in_every_batch():
         *(torch.randn(2, 160, 16, device=DEVICE) for _ in range(2)),
         torch.randn(3, 4, 16, device=DEVICE),
     )
-    how = {"scale": 0.3, "window": None, "softcap": None}
+    rule = ScoreRule(0.3)
     together = LaunchBatch.from_runs(table, [TokenRun(i, i, 1, n) for i, n in enumerate(lengths)]).attend(
-        q, keys, values, **how
+        q, keys, values, rule
     )
     for i, n in enumerate(lengths):
         assert torch.equal(
-            LaunchBatch.from_runs(table, [TokenRun(i, 0, 1, n)]).attend(q[i : i + 1], keys, values, **how)[0],
+            LaunchBatch.from_runs(table, [TokenRun(i, 0, 1, n)]).attend(q[i : i + 1], keys, values, rule)[0],
             together[i],
         )
 
@@ -222,11 +234,11 @@ for capability, those in ((80, cases[:1]), (86, cases), (90, cases[:2])):
     for dtype, element, size, repeats, new, splits in those:
         names = paged_attention._attention_kernel.arg_names
         kinds = dict.fromkeys(("q", "keys", "values"), "*" + dtype) | dict.fromkeys(("table", "feeds", "tiles"), "*i32")
-        kinds |= dict.fromkeys(("out", "lse"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
+        kinds |= dict.fromkeys(("out", "lse", "slopes"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
         signature = {name: "constexpr" if name.isupper() else kinds.get(name, "i32") for name in names}
         shape, power = paged_attention.KernelShape.for_sizes(repeats, new, size, size, element), paged_attention._next_power(size)
         fixed = dict(REPEATS=repeats, QUERIES=shape.queries, ROWS=shape.rows, BLOCK=shape.block, SIZE=size, WIDE=size)
-        fixed |= dict(SIZE_P=power, WIDE_P=power, SPLITS=splits)
+        fixed |= dict(SIZE_P=power, WIDE_P=power, SPLITS=splits, SLOPES=new == 1)
         made = triton.compile(ASTSource(paged_attention._attention_kernel, signature, fixed), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4, num_stages=2))
         assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 * 1024, (capability, dtype, made.metadata.shared)
         assert dtype != "bf16" or "mma" in made.asm["ptx"]

@@ -498,6 +498,6 @@ def pages_of(
         max_running=max_running,
         longest=longest,
         page_bytes=sum(m.cached for m in models),
-        free_bytes=free,
+        free_bytes=max(0, free - planner.state_slots(max_running) * sum(m.state_bytes for m in models)),
         reserve_bytes=reserve,
     )

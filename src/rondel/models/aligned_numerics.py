@@ -18,6 +18,7 @@ equal bits is proven at start: `check_invariance`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 from rondel.core.errors import ConfigError
 from rondel.models.attention import PackedLayout, PackedSegment, PagedLayout, PoolSlots
 from rondel.models.head import select_logprobs
+from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
@@ -41,10 +43,7 @@ def attend(
     values: Tensor,
     slots: Tensor,
     lengths: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    rule: ScoreRule,
 ) -> Tensor:
     """q [N,H,D], pools [K,P,D], each query's context slots [N,C], of which the first lengths [N]
     are real -> [N,H,D].
@@ -52,23 +51,14 @@ def attend(
     slots = F.pad(slots, (0, -slots.shape[1] % BLOCK))
     some = max(2, BUDGET // (slots.shape[1] * keys.shape[0] * keys.shape[2]))
     pieces = [slice(first, first + some) for first in range(0, len(q), some)]
-    out = [_attend_aligned(q[p], keys, values, slots[p], lengths[p], scale, window, softcap) for p in pieces]
+    out = [_attend_aligned(q[p], keys, values, slots[p], lengths[p], rule) for p in pieces]
     return torch.cat(out) if len(out) > 1 else out[0]
 
 
-def _attend_aligned(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _attend_aligned(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, rule: ScoreRule) -> Tensor:
     if len(q) == 1:  # a single row may get another kernel
         q, slots, lengths = q.expand(2, -1, -1), slots.expand(2, -1), lengths.expand(2)
-        return _attend_aligned(q, keys, values, slots, lengths, scale, window, softcap)[:1]
+        return _attend_aligned(q, keys, values, slots, lengths, rule)[:1]
     n, heads, context = len(q), len(keys), slots.shape[1]
     blocks = context // BLOCK
     where = PoolSlots(slots)
@@ -76,14 +66,20 @@ def _attend_aligned(
     folded = q.float().view(n, heads, -1, q.shape[-1]).transpose(0, 1)  # [K,N,R,D]
     repeats = folded.shape[2]
     per_block = folded[:, :, None].expand(-1, -1, blocks, -1, -1).reshape(heads * n * blocks, repeats, -1)
-    scores = torch.bmm(per_block, k.transpose(1, 2)).view(heads, n, blocks, repeats, BLOCK) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    distance = lengths[:, None] - 1 - torch.arange(context, device=q.device)
-    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    scores = torch.bmm(per_block, k.transpose(1, 2)).view(heads, n, blocks, repeats, BLOCK) * rule.scale
+    scores, at = rule.capped(scores), lengths[:, None] - 1
+    distance = at - torch.arange(context, device=q.device)
+    scores = rule.with_slopes(scores, distance.view(1, n, blocks, 1, BLOCK), heads, 1, 1, repeats, 1)
+    seen = rule.visible(at, distance)
     scores = scores.masked_fill_(~seen.view(1, n, blocks, 1, BLOCK), float("-inf"))
-    weights = scores.sub_(scores.amax((2, 4), keepdim=True)).exp_()
+    top = scores.amax((2, 4), keepdim=True)
+    if rule.sinks is not None:
+        sink = rule.sinks.float().view(heads, 1, 1, repeats, 1)
+        top = torch.maximum(top, sink)
+    weights = scores.sub_(top).exp_()
     total = _in_order(weights.sum(-1))
+    if rule.sinks is not None:
+        total = total + (sink - top).exp()[:, :, 0, :, 0]
     parts = torch.bmm(weights.view(heads * n * blocks, repeats, BLOCK), v).view(heads, n, blocks, repeats, -1)
     out = _in_order(parts) / total[..., None]
     return out.transpose(0, 1).reshape(n, heads * repeats, -1).to(q.dtype)
@@ -103,35 +99,39 @@ class AlignedPacked:
     def __init__(self, fast: PackedLayout) -> None:
         self.fast = fast
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        return _Attend.apply(q, k, v, self, layer, {"scale": scale, "window": window, "softcap": softcap})
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        return _Attend.apply(q, k, v, rule.sinks, self, layer, rule)
 
-    def weigh_values(self, q: Tensor, k: Tensor, v: Tensor, how: dict) -> Tensor:
+    def weigh_values(self, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         """The packed tokens are the pool: a token's context are the places above it and its own up to itself."""
         keys, values = k.transpose(0, 1), v.transpose(0, 1)
         out = torch.empty(len(q), q.shape[1], v.shape[2], dtype=q.dtype, device=q.device)
         for segment, context in self.fast.segment_contexts:
             mine, places = slice(segment.start, segment.start + segment.length), context.to(q.device)
             lengths = torch.arange(len(places) - segment.length, len(places), device=q.device) + 1
-            out[mine] = attend(q[mine], keys, values, places.expand(segment.length, -1), lengths, **how)
+            out[mine] = attend(q[mine], keys, values, places.expand(segment.length, -1), lengths, rule)
         return out
 
 
 class _Attend(torch.autograd.Function):
+    """The sinks stand beside the rule that holds them, so that they get their gradient."""
+
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, layout: AlignedPacked, layer: int, how: dict):
-        ctx.save_for_backward(q, k, v)
-        ctx.layout, ctx.layer, ctx.how = layout, layer, how
-        return layout.weigh_values(q, k, v, how)
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: AlignedPacked, layer: int, rule: ScoreRule
+    ):
+        ctx.save_for_backward(q, k, v, sinks)
+        ctx.layout, ctx.layer, ctx.rule = layout, layer, rule
+        return layout.weigh_values(q, k, v, rule)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-            out = ctx.layout.fast.attend(ctx.layer, *inputs, **ctx.how)
-        return *torch.autograd.grad(out, inputs, grad), None, None, None
+            q, k, v, sinks = (x if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors)
+            out = ctx.layout.fast.attend(ctx.layer, q, k, v, replace(ctx.rule, sinks=sinks))
+        inputs = [x for x in (q, k, v, sinks) if x is not None]
+        found = torch.autograd.grad(out, inputs, grad)
+        return *found, *[None] * (7 - len(found))
 
 
 class AlignedPaged:
@@ -142,19 +142,15 @@ class AlignedPaged:
     def __init__(self, fast: PagedLayout) -> None:
         self.fast = fast
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         keys, values = self.fast.store_kv(layer, k, v)
         parts = []
         for c in self.fast.chunks:
             lengths = torch.arange(len(c.context) - c.length, len(c.context), device=q.device) + 1
             mine = q[c.start : c.start + c.length]
-            slots = c.context.expand(c.length, -1)
-            parts.append(attend(mine, keys, values, slots, lengths, scale=scale, window=window, softcap=softcap))
+            parts.append(attend(mine, keys, values, c.context.expand(c.length, -1), lengths, rule))
         if (d := self.fast.decoding) is not None:
-            mine = q[len(q) - len(d.own) :]
-            parts.append(attend(mine, keys, values, d.own, d.lengths, scale=scale, window=window, softcap=softcap))
+            parts.append(attend(q[len(q) - len(d.own) :], keys, values, d.own, d.lengths, rule))
         return torch.cat(parts)
 
 
@@ -171,6 +167,11 @@ def align_numerics(loaded: LoadedModel) -> None:
             f"engine.numerics = 'aligned': '{loaded.name}' is a mixture of experts, and what an expert computes depends "
             f"on how many tokens it "
             "gets; use numerics = 'fast' with routing replay"
+        )
+    if loaded.state_bytes:
+        raise ConfigError(
+            f"engine.numerics = 'aligned': '{loaded.name}' has recurrent layers, whose sums depend on how a prompt is cut "
+            f"into chunks; use numerics = 'fast'"
         )
     loaded.aligned, loaded.align = True, aligned_layout
     with loaded.randomized_adapter():

@@ -1,9 +1,11 @@
 """One attention, registered with transformers, for packed training, shared-prefix training and paged serving.
 
-The module calls `rondel_attention` in every layer; what it means is the *layout* in force (`with attending(layout):`):
+The module calls `rondel_attention` in every layer; what it means is the *layout* in force (`with use_attention_layout(layout):`):
 
     PackedLayout   flat [T] tokens made of segments; a segment sees its ancestors whole and itself causally
     PagedLayout    flat [T] new tokens of running requests; each sees its cached context through its slots
+
+Recurrent layers ask the same layout for `states` (models/recurrent/layout.py).
 
 T tokens · H query heads · K key/value heads · D head size · S segments of one call ·
 L the longest · P most tokens above one
@@ -15,7 +17,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,14 +29,14 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from rondel.core.errors import ModelError
 from rondel.models.linear import LIBRARY
+from rondel.models.recurrent.layout import SegmentStates, SlotStates
+from rondel.models.score_rule import ScoreRule
 
 NAME = "rondel"
 
 
 class AttentionLayout(Protocol):
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         """q [T,H,D], k and v [T,K,D] -> [T,H,D]."""
 
 
@@ -51,6 +54,18 @@ def use_attention_layout(layout: AttentionLayout) -> Iterator[None]:
         _here.layout = outer
 
 
+def attention_layout() -> AttentionLayout | None:
+    """The layout in force; None where the model's own attention runs."""
+    return getattr(_here, "layout", None)
+
+
+def current_layout() -> Any:
+    """The layout in force."""
+    if (layout := attention_layout()) is None:
+        raise ModelError("this model is set up for packed tokens; call it inside `with use_attention_layout(layout):`")
+    return layout
+
+
 def rondel_attention(
     module,
     query,
@@ -64,41 +79,47 @@ def rondel_attention(
     **kwargs,
 ):
     """transformers' attention signature: query [1,H,T,D] -> ([1,T,H,D], None)."""
-    layout = getattr(_here, "layout", None)
-    if layout is None:
-        raise ModelError("this model is set up for packed tokens; call it inside `with attending(layout):`")
-    if kwargs.get("s_aux") is not None:
-        raise ModelError(
-            "attention sinks are not supported by the built-in attention; serve this model with vLLM or SGLang"
-        )
+    layout = current_layout()
     if query.shape[0] != 1:
         raise ModelError(f"batch of {query.shape[0]}: tokens are packed into one row [1, T] here, there is no padding")
+    if (by_position := kwargs.get("query_scale")) is not None:
+        query = (query * by_position).to(query.dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = layout.attend(module.layer_idx, q, k, v, scale=scale, window=sliding_window, softcap=softcap)
-    return out.unsqueeze(0), None
+    rule = ScoreRule(
+        scale, sliding_window, softcap, _chunk_size(module), kwargs.get("s_aux"), kwargs.get("alibi_slopes")
+    )
+    out = layout.attend(module.layer_idx, q, k, v, rule)
+    return out.contiguous().unsqueeze(0), None
 
 
-def _attend_now(
-    q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
-    return _here.layout.attend(layer, q, k, v, scale=scale, window=window, softcap=softcap).contiguous()
+def _chunk_size(module: Any) -> int | None:
+    """transformers tells it to the mask alone."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    return module.config.attention_chunk_size if kinds and kinds[module.layer_idx] == "chunked_attention" else None
+
+
+def _attend_now(q: Tensor, k: Tensor, v: Tensor, layer: int, *rule: Any) -> Tensor:
+    return _here.layout.attend(layer, q, k, v, ScoreRule(*rule)).contiguous()
 
 
 class _Outside:
     """While a graph is traced, attention is one operation, which asks the layout in force when the graph runs."""
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        return torch.ops.rondel.attend(q, k, v, layer, scale, window, softcap)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        return torch.ops.rondel.attend(
+            q, k, v, layer, rule.scale, rule.window, rule.softcap, rule.chunk, rule.sinks, rule.slopes
+        )
 
 
 def outside_graph() -> AbstractContextManager[None]:
     return use_attention_layout(_Outside())
 
 
-LIBRARY.define("attend(Tensor q, Tensor k, Tensor v, int layer, float scale, int? window, float? softcap) -> Tensor")
+LIBRARY.define(
+    "attend(Tensor q, Tensor k, Tensor v, int layer, float scale, int? window, float? softcap, int? chunk, "
+    "Tensor? sinks, Tensor? slopes) -> Tensor"
+)
 LIBRARY.impl("attend", _attend_now, "CPU")
 torch.library.register_fake("rondel::attend", lambda q, k, v, *how: q.new_empty(*q.shape[:2], v.shape[2]), lib=LIBRARY)
 
@@ -113,28 +134,53 @@ def sdpa(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    rule: ScoreRule,
     *,
-    scale: float,
     mask: Tensor | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
+    distance: Tensor | None = None,
     train: bool = False,
 ) -> Tensor:
-    """q [B,H,Lq,D], k and v [B,K,Lk,D]; `mask` True where a query may look; `train` for packed
-    training. -> [B,H,Lq,D].
+    """q [B,H,Lq,D], k and v [B,K,Lk,D]; `mask` True where a query may look, None for all before it; `distance` from
+    a query to a key, which slopes need, both [B or 1, 1, Lq, Lk]; `train` for packed training. -> [B,H,Lq,D].
     """
     small = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= DENSE
-    if softcap is not None or (train and q.device.type == "cpu" and small):
-        if causal:
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        return _dense_attention(q, k, v, scale, mask, softcap)
+    dense, causal = rule.softcap is not None or (train and q.device.type == "cpu" and small), mask is None
+    if mask is None and (dense or rule.sinks is not None or rule.slopes is not None):
+        mask, causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(), False
+    if dense:
+        return _dense_attention(q, k, v, rule, mask, distance)
+    if mask is not None and rule.slopes is not None:
+        mask = (
+            rule.with_slopes(torch.zeros((), device=q.device), distance, 1, -1, 1, 1)
+            .to(q.dtype)
+            .masked_fill(~mask, float("-inf"))
+        )
+    if mask is not None and rule.sinks is not None:
+        q, k, v, mask = _with_sink_key(q, k, v, rule, mask)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
+def _with_sink_key(
+    q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sinks for kernels that know none: a first key whose score is the sink and whose value is zero.
+
+    q' = [q, sink_h / scale, 0 ...]   k' = [k, 0 ...]   k'_sink = [0, 1, 0 ...]   v_sink = 0
+
+    Eight columns more, because kernels want sizes that are multiples of eight.
+    """
+    assert rule.sinks is not None
+    sink = (rule.sinks / rule.scale).to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
+    key = k.new_zeros(*k.shape[:2], 1, k.shape[3] + 8)
+    key[..., k.shape[3]] = 1
+    q, k = torch.cat([q, F.pad(sink, (0, 7))], -1), torch.cat([key, F.pad(k, (0, 8))], 2)
+    return q, k, F.pad(v, (0, 0, 1, 0)), F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
+
+
 def _dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, mask: Tensor | None, distance: Tensor | None
 ) -> Tensor:
     """The scores written out. Training on a CPU takes it: torch's fused backward pass is 8
     times slower there in bf16 (docs/LOG.md).
@@ -142,12 +188,11 @@ def _dense_attention(
     batch, heads, length, size = q.shape
     # the query heads of one key head become its queries: no copy of the keys
     folded = q.reshape(batch, k.shape[1], -1, size)
-    scores = torch.matmul(folded, k.transpose(-1, -2)).float().view(batch, heads, length, -1) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = torch.matmul(folded, k.transpose(-1, -2)).float().view(batch, heads, length, -1) * rule.scale
+    scores = rule.with_slopes(rule.capped(scores), distance, 1, -1, 1, 1)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    weights = scores.softmax(-1).to(v.dtype).view(batch, k.shape[1], -1, k.shape[2])
+    weights = rule.softmax(scores, 1, -1, 1, 1).to(v.dtype).reshape(batch, k.shape[1], -1, k.shape[2])
     return torch.matmul(weights, v).view(batch, heads, length, v.shape[-1])
 
 
@@ -190,9 +235,12 @@ class PackedLayout:
         ]
         self._made: dict[tuple[str, int], _Rows] = {}  # by what and the number of heads
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    @cached_property
+    def states(self) -> SegmentStates:
+        """States of recurrent layers: a segment continues its parent."""
+        return SegmentStates(self.segments, self.device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         heads, shared, size = q.shape[1], k.shape[1], v.shape[2]
         queries, keys, values = self._query_rows(heads)(q), self._context_rows(shared)(k), self._context_rows(shared)(v)
         parts, a, b = [], 0, 0
@@ -204,9 +252,7 @@ class PackedLayout:
                 queries[a:q_end].view(rows, heads, width, -1),
                 keys[b:k_end].view(rows, shared, held, -1),
                 values[b:k_end].view(rows, shared, held, -1),
-                scale=scale,
-                window=window,
-                softcap=softcap,
+                rule,
             )
             parts.append(out.reshape(-1, size))
             a, b = q_end, k_end
@@ -352,31 +398,24 @@ class AttentionCall:
         self.of = torch.cat([torch.where(over < depth, over, -1), depth + own], 1).to(device)
         if bool((depth == depth[0]).all()):  # one mask for all rows
             self.at, self.of = self.at[:1], self.of[:1]
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int | None, int | None], Tensor] = {}
 
-    def attention_mask(self, window: int | None) -> Tensor:
+    def distance(self) -> Tensor:
+        """[S or 1, 1, L, P+L] from a query back to a key."""
+        return (self.at[:, :, None] - self.of[:, None])[:, None]
+
+    def attention_mask(self, rule: ScoreRule) -> Tensor:
         """[S or 1, 1, L, P+L]: True where a query may look. A padded own key lies after every real query."""
-        if window not in self._masks:
-            distance = self.at[:, :, None] - self.of[:, None]
-            seen = (distance >= 0) & (self.of >= 0)[:, None]
-            self._masks[window] = (seen if window is None else seen & (distance < window))[:, None]
-        return self._masks[window]
+        if rule.reach not in self._masks:
+            seen = rule.visible(self.at[:, None, :, None], self.distance())
+            self._masks[rule.reach] = seen & (self.of >= 0)[:, None, None]
+        return self._masks[rule.reach]
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        alone = self.keys.shape[1] == self.queries.shape[1]
-        causal = alone and (window is None or window >= self.queries.shape[1])
-        return sdpa(
-            q,
-            k,
-            v,
-            scale=scale,
-            mask=None if causal else self.attention_mask(window),
-            causal=causal,
-            softcap=softcap,
-            train=True,
-        )
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        causal = self.keys.shape[1] == self.queries.shape[1] and rule.sees_all(self.queries.shape[1])
+        distance = None if rule.slopes is None else self.distance()
+        mask = None if causal else self.attention_mask(rule)
+        return sdpa(q, k, v, rule, mask=mask, distance=distance, train=True)
 
 
 # -- serving -------------------------------------------------------------------------------------
@@ -450,7 +489,7 @@ class DecodeBatch:
     shared: Tensor | None = None
     grid: Tensor | None = None
     place: Tensor | None = None
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)
     near: PoolSlots = field(init=False)
     above: PoolSlots | None = field(init=False)
 
@@ -458,9 +497,7 @@ class DecodeBatch:
         self.near = PoolSlots(self.own)
         self.above = None if self.prefix is None else PoolSlots(self.prefix)
 
-    def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule) -> Tensor:
         """q [B,H,D], pools [K,pages,D] -> [B,H,D]. The query heads of one key head become
         its queries R: no copy of the keys.
         """
@@ -474,15 +511,11 @@ class DecodeBatch:
             scores = torch.cat(
                 [self._by_row(torch.bmm(self._by_family(folded, heads), above_k.transpose(1, 2)), heads), scores], -1
             )
-        scores = scores.float().view(heads, rows, repeats, -1).mul_(scale)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        weights = (
-            scores.masked_fill_(~self.attention_mask(window), float("-inf"))
-            .softmax(-1)
-            .to(v.dtype)
-            .view(heads * rows, repeats, -1)
-        )
+        scores = rule.capped(scores.float().view(heads, rows, repeats, -1).mul_(rule.scale))
+        if rule.slopes is not None:
+            scores = rule.with_slopes(scores, self.distance()[:, None], heads, 1, repeats, 1)
+        scores = scores.masked_fill_(~self.attention_mask(rule), float("-inf"))
+        weights = rule.softmax(scores, heads, 1, repeats, 1).to(v.dtype).reshape(heads * rows, repeats, -1)
         if self.above is None:
             out = torch.bmm(weights, v)
         else:
@@ -491,19 +524,29 @@ class DecodeBatch:
             out = torch.bmm(weights[..., common:], v).add_(over)
         return out.view(heads, rows, repeats, size).transpose(0, 1).reshape(rows, -1, size)
 
-    def attention_mask(self, window: int | None) -> Tensor:
+    def distance(self) -> Tensor:
+        """[B,P+C] from the new token back to each key; below zero for what pads the own context."""
+        distance = self.lengths[:, None] - 1 - torch.arange(self.own.shape[1], device=self.own.device)
+        if self.prefix is None:
+            return distance
+        over = torch.arange(self.prefix.shape[1], device=self.own.device)
+        return torch.cat([self.lengths[:, None] - 1 + self._shared_length() - over, distance], 1)
+
+    def attention_mask(self, rule: ScoreRule) -> Tensor:
         """[B,1,P+C]: True where the new token may look."""
-        if window not in self.masks:
-            own = torch.arange(self.own.shape[1], device=self.own.device)
-            distance = self.lengths[:, None] - 1 - own  # < 0 is padding
-            seen = distance >= 0
-            if self.prefix is not None and self.shared is not None and self.place is not None and self.grid is not None:
-                shared = self.shared[self.place // self.grid.shape[1]][:, None]
-                over = torch.arange(self.prefix.shape[1], device=self.own.device)
-                distance = torch.cat([self.lengths[:, None] - 1 + shared - over, distance], 1)
-                seen = torch.cat([over < shared, seen], 1)
-            self.masks[window] = (seen if window is None else seen & (distance < window))[:, None, :]
-        return self.masks[window]
+        if rule.reach not in self.masks:
+            shared = 0 if self.prefix is None else self._shared_length()
+            seen = rule.visible(self.lengths[:, None] - 1 + shared, self.distance())
+            if self.prefix is not None:
+                real = torch.arange(self.prefix.shape[1], device=self.own.device) < shared
+                seen = seen & F.pad(real, (0, self.own.shape[1]), value=True)
+            self.masks[rule.reach] = seen[:, None, :]
+        return self.masks[rule.reach]
+
+    def _shared_length(self) -> Tensor:
+        """[B,1] how many tokens of its family's prefix each row has."""
+        assert self.shared is not None and self.place is not None and self.grid is not None
+        return self.shared[self.place // self.grid.shape[1]][:, None]
 
     def _by_family(self, x: Tensor, heads: int) -> Tensor:
         """[K*B,R,N] -> [K*F,S*R,N]."""
@@ -533,17 +576,16 @@ class PagedLayout:
         chunks: list[PrefillChunk],
         decoding: DecodeBatch | None = None,
     ) -> None:
+        self.states: SlotStates | None = None  # of a model with recurrent layers
         self.keys, self.values, self.write, self.chunks, self.decoding = keys, values, write, chunks, decoding
         self._into = PoolSlots(write)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         keys, values = self.store_kv(layer, k, v)
-        parts = [self._attend_prefill(chunk, q, keys, values, scale, window, softcap) for chunk in self.chunks]
+        parts = [self._attend_prefill(chunk, q, keys, values, rule) for chunk in self.chunks]
         if self.decoding is not None:
             last = q[len(q) - len(self.decoding.own) :]
-            parts.append(self.decoding.attend(last, keys, values, scale=scale, window=window, softcap=softcap))
+            parts.append(self.decoding.attend(last, keys, values, rule))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def store_kv(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -553,24 +595,13 @@ class PagedLayout:
         self._into.write(values, v)
         return keys, values
 
-    def _attend_prefill(
-        self,
-        chunk: PrefillChunk,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def _attend_prefill(self, chunk: PrefillChunk, q: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule) -> Tensor:
         new, context = chunk.length, len(chunk.context)
         k, v = (chunk.slots.read(pool).unsqueeze(0) for pool in (keys, values))
         mine = q[chunk.start : chunk.start + new].transpose(0, 1).unsqueeze(0)
-        causal = new == context and (window is None or window >= context)
-        mask = None
-        if not causal:
-            distance = torch.arange(context - new, context, device=q.device)[:, None] - torch.arange(
-                context, device=q.device
-            )
-            mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        return sdpa(mine, k, v, scale=scale, mask=mask, causal=causal, softcap=softcap)[0].transpose(0, 1)
+        mask = distance = None
+        if new < context or not rule.sees_all(context) or rule.slopes is not None:
+            at = torch.arange(context - new, context, device=q.device)[:, None]
+            distance = at - torch.arange(context, device=q.device)
+            mask = rule.visible(at, distance)
+        return sdpa(mine, k, v, rule, mask=mask, distance=distance)[0].transpose(0, 1)

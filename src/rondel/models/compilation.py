@@ -26,6 +26,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from rondel.core.errors import ConfigError
 from rondel.models import linear
 from rondel.models.attention import AttentionLayout, PackedLayout, PackedSegment, outside_graph, use_attention_layout
+from rondel.models.loaded_model import decoder_of
+from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
@@ -86,6 +88,7 @@ def refuse_compilation(loaded: LoadedModel, how: str, reasons: dict[str, bool]) 
         "it is a mixture of experts, whose experts get other tokens at every step": loaded.routers > 0,
         "it looks at pictures, which stand outside of the graph and give positions three rows": loaded.sight
         is not None,
+        "its recurrent layers ask for states, which the traced graph does not": loaded.state_bytes > 0,
         "its numerics are aligned, an order of sums that the faster step does not promise": loaded.aligned,
     }
     for why, holds in (reasons | shared).items():
@@ -97,7 +100,7 @@ def _compile(loaded: LoadedModel) -> Any:
     from torch._inductor import standalone_compile  # slow to import
 
     def forward_hidden(tokens: Tensor, positions: Tensor) -> Tensor:
-        out = loaded.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        out = decoder_of(loaded.model)(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         return out.last_hidden_state[0]
 
     try:
@@ -152,9 +155,5 @@ class _Twice:
     def __init__(self, layout: AttentionLayout) -> None:
         self.layout = layout
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        return self.layout.attend(layer, q[:1], k[:1], v[:1], scale=scale, window=window, softcap=softcap).repeat(
-            2, 1, 1
-        )
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        return self.layout.attend(layer, q[:1], k[:1], v[:1], rule).repeat(2, 1, 1)

@@ -31,6 +31,8 @@ class LMHead:
             scale = 1.0 / config.logits_scaling
         elif getattr(config, "logit_scale", None):  # cohere multiplies
             scale = config.logit_scale
+        elif getattr(config, "lm_head_multiplier", None):  # and falcon_h1
+            scale = config.lm_head_multiplier
         return cls(
             linear.weight, getattr(linear, "bias", None), scale, getattr(config, "final_logit_softcapping", None)
         )

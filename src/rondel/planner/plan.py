@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from rondel.planner import advice, cost, split
-from rondel.planner.families import REFUSED
 from rondel.planner.layout import parallel_layouts
 from rondel.planner.memory import PHASES, memory_bills
 from rondel.planner.overlap import StepTimes, longest_answer_bound, stages_overlap
@@ -114,10 +113,8 @@ def make_plan(setting: Workload) -> dict[str, Any]:
 
 
 def list_assumptions(setting: Workload) -> list[str]:
-    on, why = setting.hardware, REFUSED.get(setting.shape.family)
-    refused = [f"{setting.shape.name} cannot be run by Rondel's own engine and trainer yet: {why}"] if why else []
+    on = setting.hardware
     return [
-        *refused,
         f"{on.name}: {on.flops / 1e12:.3g} TFLOP/s, of which training reaches {on.efficiency:.0%} and decoding {on.decode_efficiency:.0%}; "
         f"memory at {on.bandwidth / 1e9:.0f} GB/s, of which decoding reaches {on.stream:.0%} ({on.source})",
         f"a step takes at least its longest answer{f' / {setting.staleness + 1}' if setting.staleness else ''}; what other unequal answers cost is for "

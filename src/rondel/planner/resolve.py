@@ -20,6 +20,14 @@ BUCKET = 64 << 20  # of a broadcast, two at a time (sync/from_distributed.py)
 ROWS = 512  # of logits that one step of an engine makes at once (generate/engine/builtin/runner.py)
 
 
+FEWEST_SNAPSHOTS = 4
+
+
+def state_slots(max_running: int) -> int:
+    """Slots for recurrent states of one engine: one for each running request, and snapshots for half as many."""
+    return max_running + 2 * (max(FEWEST_SNAPSHOTS, max_running // 2) // 2)
+
+
 def kv_pages(
     wanted: int | str,
     *,

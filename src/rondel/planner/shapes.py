@@ -40,7 +40,8 @@ class ModelShape:
     biases   numbers a layer that are no matrix: biases of the projections
     norms    norms of width D a layer;  qk_norm: and one of width d for queries and one for keys
     recurrent  layers whose attention is linear, of `recurrent_numbers` each; they keep a state of
-               fixed size instead of keys and values
+               fixed size instead of keys and values: `recurrent_state` numbers in fp32 and a convolution's
+               window of `recurrent_window`
     gate     the attention's output is gated: queries are twice as wide
     bits     of a stored weight: 16, or what the config's quantization says
     tower    its eye; None for a model that reads text alone
@@ -67,6 +68,8 @@ class ModelShape:
     latent: LatentAttention | None = None
     recurrent: int = 0
     recurrent_numbers: int = 0
+    recurrent_state: int = 0
+    recurrent_window: int = 0
     gate: bool = False
     family: str = ""
     tower: VisionTower | None = None
@@ -158,6 +161,10 @@ class ModelShape:
         m = self.latent
         each = self.heads * (m.nope + m.rope + m.value) if expanded else m.kv + m.rope
         return int(self.layers * each * bytes_each)
+
+    def state_bytes(self, bytes_each: float = 2) -> int:
+        """Recurrent states of one sequence in all layers."""
+        return int(self.recurrent * (4 * self.recurrent_state + bytes_each * self.recurrent_window))
 
     @property
     def linear_shapes(self) -> dict[str, tuple[tuple[int, int], int]]:
@@ -343,7 +350,7 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> ModelShape:
             get("qk_nope_head_dim"),
             get("v_head_dim"),
         )
-    every, width = get("full_attention_interval") or 0, 0
+    every, width, state, window = get("full_attention_interval") or 0, 0, 0, 0
     recurrent = layers - layers // every if every else 0
     if listed := config.get("layer_types"):
         recurrent = sum(kind == "linear_attention" for kind in listed)
@@ -354,6 +361,8 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> ModelShape:
             2 * keys + values
         )
         width += 2 * get("linear_num_value_heads") + get("linear_value_head_dim")
+        state = values * get("linear_key_head_dim")
+        window = (get("linear_conv_kernel_dim") - 1) * (2 * keys + values)
     biases = heads if get("sinks") else 0
     if get("expert_bias"):
         biases += experts * (2 * expert + hidden + 1)
@@ -394,6 +403,8 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> ModelShape:
         latent=latent,
         recurrent=recurrent,
         recurrent_numbers=width,
+        recurrent_state=state,
+        recurrent_window=window,
         gate=bool(get("output_gate")),
         family=str(kind),
         tower=eye,

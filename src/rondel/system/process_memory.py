@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 
@@ -19,18 +18,39 @@ def resident_memory(pid: int | None = None) -> dict[str, int]:
         return {}
 
 
+LEAST_FREED = 256 << 20  # bytes that are worth the page faults of taking them again
+
+
+class _HeapCounts(ctypes.Structure):
+    """glibc's struct mallinfo2; `fordblks` are the free bytes of the heap."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
 def release_freed_memory() -> None:
-    """The pages of freed blocks go back to the kernel; nothing where the C library is not glibc.
+    """The pages of freed blocks go back to the kernel, where they are many; nothing where the C library is not glibc.
 
     glibc keeps them in its heap for as long as a live block lies behind them. Activations of many sizes beside a cache
     that is packed anew after each update leave such holes: 0.1 GB a step of a model of 135M parameters.
     """
-    _malloc_trim()(0)
+    library = _glibc()
+    if library is not None and library.mallinfo2().fordblks >= LEAST_FREED:
+        library.malloc_trim(0)
 
 
 @functools.cache
-def _malloc_trim() -> Callable[[int], object]:
+def _glibc() -> ctypes.CDLL | None:
+    """With mallinfo2, which glibc has since 2.33."""
     try:
-        return ctypes.CDLL(None).malloc_trim  # type: ignore[no-any-return]
+        library = ctypes.CDLL(None)
+        library.mallinfo2.restype = _HeapCounts
+        library.malloc_trim.argtypes = [ctypes.c_size_t]
     except (OSError, AttributeError, TypeError):
-        return lambda _: 0
+        return None
+    return library

@@ -30,6 +30,7 @@ from rondel.generate.engine.builtin.scheduler import Scheduler
 from rondel.generate.engine.builtin.sequence_log import SequenceLog
 from rondel.generate.engine.builtin.serving_loop import ServingLoop
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
+from rondel.generate.engine.builtin.states import SequenceStates
 from rondel.generate.engine.builtin.text import open_reader, split_stops
 from rondel.generate.engine.builtin.vision_encoder import RequestImages
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
@@ -71,14 +72,17 @@ class BuiltinEngine:
         self.loaded, self.claim, self.log = loaded, claim, log
         self.arrivals = WeightReceiver(loaded, transports or {})
         self.pages = PageAllocator(kv_pages)
-        self.scheduler = Scheduler(self.pages, max_running=max_running, prefill_tokens=prefill_tokens)
+        states = SequenceStates(max_running) if loaded.state_bytes else None
+        self.scheduler = Scheduler(self.pages, max_running=max_running, prefill_tokens=prefill_tokens, states=states)
         if concurrency is not None:
             self.scheduler.limit = concurrency.limit
         self.speculation = speculation
         if speculation is not None:
             speculation.attach_model(loaded, kv_pages)
         draft = speculation.draft if speculation else None
-        self.runner = ModelRunner(loaded, self.pages, max_running, records=routes, draft=draft, compiled=compiled)
+        self.runner = ModelRunner(
+            loaded, self.pages, max_running, records=routes, draft=draft, compiled=compiled, states=states
+        )
         self.resting = MemoryRelease(loaded, compiled, owns=bool(transports))
         self.grammars = GrammarCache(loaded)
         self.validator = RequestValidator(loaded, self.runner)
@@ -271,6 +275,8 @@ class BuiltinEngine:
         if "kv_cache" in tags:
             self.scheduler.drop_cache(self.version)
             self.pages.release_memory()
+            if self.runner.states is not None:
+                self.runner.states.memory.clear()
             self.runner.eyes.forget_features()
             if self.runner.draft is not None:
                 self.runner.draft.release_memory()

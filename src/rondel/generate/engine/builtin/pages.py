@@ -38,7 +38,7 @@ class LayerPools:
         if layer not in self._pools:
             shape = (like.shape[1], self.pages, like.shape[2])
             if like.device.type == "cpu" and sys.platform == "linux":
-                self._mapped[layer] = _map_zeros(math.prod(shape) * like.element_size())
+                self._mapped[layer] = map_zeros(math.prod(shape) * like.element_size())
                 self._pools[layer] = torch.frombuffer(self._mapped[layer], dtype=like.dtype).view(shape)
             else:
                 self._pools[layer] = torch.zeros(shape, dtype=like.dtype, device=like.device)
@@ -63,7 +63,7 @@ class LayerPools:
         return sum(t.numel() * t.element_size() for layer, t in self._pools.items() if layer not in self._empty)
 
 
-def _map_zeros(size: int) -> mmap.mmap:
+def map_zeros(size: int) -> mmap.mmap:
     """Zeros that take memory only where they are written, in large pages where the kernel has them."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):

@@ -13,6 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rondel.generate.engine.builtin.states import SequenceStates
 
 Root = tuple[int, str, str]
 
@@ -27,10 +31,13 @@ class RadixNode:
     used: int = 0
     queued: bool = False  # has an entry in the heap of leaves
     gone: bool = False
+    state: int | None = None  # the slot that keeps the recurrent state at its end
 
 
 class RadixTree:
-    def __init__(self) -> None:
+    def __init__(self, states: SequenceStates | None = None) -> None:
+        """`states`: of a model with recurrent layers, which can go on only where a state is kept."""
+        self.states = states
         self.roots: dict[Root, RadixNode] = {}
         self.cached = 0  # pages in the tree
         self.held = 0  # those of them on locked paths; all others can be evicted
@@ -55,8 +62,36 @@ class RadixTree:
             node, at = child, at + n
         return node, pages
 
+    def match_reusable(self, root: Root, tokens: list[int]) -> tuple[RadixNode, list[int]]:
+        """The same for a sequence that will go on from there: with recurrent layers, up to the last kept state."""
+        if self.states is None:
+            return self.match_prefix(root, tokens)
+        self._clock += 1
+        top = self.roots.setdefault(root, RadixNode([], [], None))
+        node = max(self._kept_states(root, tokens), key=lambda kept: kept[1], default=(top, 0))[0]
+        pages: list[int] = []
+        above: RadixNode | None = node
+        while above is not None:
+            above.used = self._clock
+            pages = above.pages + pages
+            above = above.parent
+        return node, pages
+
+    def _kept_states(self, root: Root, tokens: list[int]) -> Iterator[tuple[RadixNode, int]]:
+        """Nodes along `tokens` that keep a state, with how many tokens they end behind."""
+        node, at = self.roots.get(root), 0
+        while node is not None and at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
+            at += len(child.tokens)
+            if tokens[at - len(child.tokens) : at] != child.tokens:
+                return
+            if child.state is not None:
+                yield child, at
+            node = child
+
     def cached_prefix_length(self, root: Root, tokens: list[int]) -> int:
         """How many of `tokens`, from the first on, are cached. It counts as no use and changes nothing."""
+        if self.states is not None:
+            return max((end for _, end in self._kept_states(root, tokens)), default=0)
         node, at = self.roots.get(root), 0
         while node is not None and at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
             n = _shared_prefix_length(child.tokens, tokens, at)
@@ -140,6 +175,8 @@ class RadixTree:
         del leaf.parent.children[leaf.tokens[0]]
         self.cached -= len(leaf.pages)
         leaf.gone = True
+        if self.states is not None:
+            self.states.forget(leaf)
         self._dead += leaf.queued
         if self._dead > len(self._leaves) // 2:
             self._leaves = [entry for entry in self._leaves if not entry[2].gone]

@@ -21,11 +21,13 @@ from rondel.generate.engine.builtin.pass_inputs import TokenFeed
 from rondel.generate.engine.builtin.rejection import matching_prefix_length
 from rondel.generate.engine.builtin.request import SequenceState
 from rondel.generate.engine.builtin.sampler import draw_uniform, sample_tokens, sampling_weights
+from rondel.generate.engine.builtin.states import SequenceStates, StateMemory
 from rondel.generate.engine.builtin.step_plan import StepPlan
 from rondel.generate.engine.builtin.vision_encoder import RequestImages, VisionEncoderCache
 from rondel.models.attention import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.compilation import CompiledModel
 from rondel.models.head import select_logprobs
+from rondel.models.recurrent.layout import SlotStates
 from rondel.models.routing_tape import RoutingTape
 
 if TYPE_CHECKING:
@@ -53,8 +55,9 @@ class ModelRunner:
         records: bool = False,
         draft: DraftModel | None = None,
         compiled: CompiledModel | DecodeGraphs | None = None,
+        states: SequenceStates | None = None,
     ) -> None:
-        self.records, self.draft = records, draft
+        self.records, self.draft, self.states = records, draft, states
         self.hidden = loaded.hidden_states if compiled is None else compiled.hidden_states
         self.loaded, self.pages, self.device = loaded, pages, loaded.device
         self.table = torch.zeros(rows, 256, dtype=torch.int64)
@@ -63,11 +66,12 @@ class ModelRunner:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of all keys and values, a draft model's included."""
+        """Memory of all keys and values and recurrent states, a draft model's included."""
         pools = [self.pages.keys, self.pages.values]
         if self.draft is not None:
             pools += [self.draft.keys, self.draft.values]
-        return sum(pool.pool_bytes for pool in pools)
+        states = 0 if self.states is None else self.states.memory.pool_bytes
+        return states + sum(pool.pool_bytes for pool in pools)
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> list[tuple[SequenceState, int, float]]:
@@ -76,6 +80,8 @@ class ModelRunner:
         """
         if self.draft is not None:
             self.draft.propose_drafts(self, plan)
+        if self.states is not None:
+            self.states.make_copies()
         hidden, last = self._forward_step(plan)
         out: list[tuple[SequenceState, int, float]] = []
         for part in _row_batches(last):
@@ -158,6 +164,8 @@ class ModelRunner:
         n = len(tokens)
         where, ids = torch.arange(n, device=self.device), torch.tensor(tokens, device=self.device)
         layout = PagedLayout(LayerPools(n), LayerPools(n), where, [PrefillChunk(0, n, where)])
+        if self.states is not None:
+            layout.states = SlotStates(StateMemory(1), [(0, n, 0, True)], self.device)
         at = where if gaze is None else torch.from_numpy(gaze.position_ids(0, n)).to(self.device)
         hidden = self._forward_pass(ids, at, layout, [(0, n, gaze)])
         out = [0.0]
@@ -176,6 +184,9 @@ class ModelRunner:
         single = [TokenFeed(live, live.computed_tokens - 1, 1) for live, n in plan.chunks if n == 1]
         single += [TokenFeed(live, live.computed_tokens - 1, 1 + len(live.guess)) for live in plan.decoding]
         ids, at, layout, ends = self.pack_feeds(chunks, single, self.pages.keys, self.pages.values)
+        if self.states is not None:
+            runs = [(end - f.n, f.n, f.live.row, f.first == 0) for f, end in zip([*chunks, *single], ends)]
+            layout.states = SlotStates(self.states.memory, runs, self.device)
         last = [
             (f.live, end - len(f.live.guess) - 1)
             for f, end in zip([*chunks, *single], ends)

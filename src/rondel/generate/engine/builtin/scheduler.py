@@ -16,6 +16,7 @@ from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.radix import RadixTree, Root
 from rondel.generate.engine.builtin.replay_gate import ReplayGate
 from rondel.generate.engine.builtin.request import SequenceState
+from rondel.generate.engine.builtin.states import SequenceStates
 from rondel.generate.engine.builtin.step_plan import StepPlan
 
 # waiting requests among which the cached ones go first; how many may be admitted before one that came earlier
@@ -25,8 +26,11 @@ AHEAD = 16  # decode tokens for which room is wanted before another prompt is ad
 
 
 class Scheduler:
-    def __init__(self, pages: PageAllocator, *, max_running: int, prefill_tokens: int) -> None:
-        self.pages, self.tree = pages, RadixTree()
+    def __init__(
+        self, pages: PageAllocator, *, max_running: int, prefill_tokens: int, states: SequenceStates | None = None
+    ) -> None:
+        """`states`: of a model with recurrent layers."""
+        self.pages, self.states, self.tree = pages, states, RadixTree(states)
         self.max_running, self.prefill_tokens = max_running, prefill_tokens
         self.limit = max_running  # of those, how many may run now
         self.waiting: deque[SequenceState] = deque()
@@ -55,7 +59,8 @@ class Scheduler:
         chunks: list[tuple[SequenceState, int]] = []
         # those interrupted in the middle of their prompt; the decoding ones have nothing pending any more
         for live in self.running:
-            left = 0 if self.replay.holds(live, version) else self.replay.computable_tokens(live) - live.computed_tokens
+            left = 0 if self.replay.holds(live, version) else self._chunk_end(live, live.computed_tokens)
+            left = max(0, left - live.computed_tokens)
             n = min(budget, left)
             if n and self._reserve_pages(live, n):
                 chunks.append((live, n))
@@ -68,7 +73,7 @@ class Scheduler:
             if (
                 not (fresh or live.written)
                 or self.replay.holds(live, version)
-                or any(other.root == root and _will_share_prompt(live, other) for other in leaders)
+                or any(other.root == root and self._will_share_prompt(live, other) for other in leaders)
             ):
                 # in-batch sharing: a running request is about to finish the prefix that this one would compute
                 continue
@@ -106,8 +111,8 @@ class Scheduler:
         no room (then nothing has changed).
         """
         reach = self.replay.computable_tokens(live)
-        node, known = self.tree.match_prefix(root, live.cache_keys[: reach - 1])  # the last token must be fed
-        n = min(budget, reach - len(known))
+        node, known = self.tree.match_reusable(root, live.cache_keys[: reach - 1])  # the last token must be fed
+        n = min(budget, self._chunk_end(live, len(known)) - len(known))
         self.tree.lock(node)
         if not self._has_room(n + ahead):
             self.tree.unlock(node)
@@ -118,9 +123,30 @@ class Scheduler:
         self.running.append(live)
         live.root, live.node, live.shared, live.row = root, node, len(known), self._rows.pop()
         live.pages = known + self.pages.allocate_pages(n)
+        if self.states is not None and known:
+            self.states.restore(node, live.row)
         live.cached = max(live.cached, live.shared)
         self.reused += live.shared
         return n
+
+    def _chunk_end(self, live: SequenceState, computed: int) -> int:
+        """Up to where its next chunk may go. A state is kept before the last token of a prompt, where siblings go on,
+        so with recurrent layers a chunk ends there.
+        """
+        reach, prompt = self.replay.computable_tokens(live), live.prompt - 1
+        return prompt if self.states is not None and computed < prompt < reach else reach
+
+    def _will_share_prompt(self, live: SequenceState, other: SequenceState) -> bool:
+        """Whether `other`, whose prompt is not in the tree yet, will soon offer most of the prompt of `live`.
+
+        Only who came before may be waited for: later ones could follow each other without end.
+        """
+        n = (3 * min(live.prompt, other.prompt)) // 4
+        if self.states is not None:  # it offers all of its prompt or nothing
+            n = other.prompt - 1
+        return (
+            other.arrived <= live.arrived and 4 <= n < len(live.tokens) and live.cache_keys[:n] == other.cache_keys[:n]
+        )
 
     def _room_to_decode(self, version: int) -> list[SequenceState]:
         """One page for each decoding request; retract those with the fewest written tokens
@@ -173,7 +199,10 @@ class Scheduler:
         """Keys and values of the plan exist now: prompts become shareable."""
         for live, n in plan.chunks:
             self.prefilled += n
-            if live.computed_tokens >= live.prompt:
+            if self.states is not None:
+                if live.computed_tokens == live.prompt - 1:
+                    self._store_prefix(live, live.computed_tokens)
+            elif live.computed_tokens >= live.prompt:
                 self._store_prefix(live, live.prompt)
         self.decoded += sum(1 + len(live.ahead) for live in plan.decoding)
 
@@ -188,7 +217,9 @@ class Scheduler:
         live.noted = min(live.noted, live.computed_tokens)  # its line in the page table ends where its tokens do
 
     def _store_prefix(self, live: SequenceState, upto: int) -> None:
-        """Give the pages of the first `upto` tokens to the tree, unless they mix versions."""
+        """Give the pages of the first `upto` tokens to the tree, unless they mix versions. With recurrent layers that
+        is all it has computed, and its state is kept there.
+        """
         if live.root is None or upto <= live.shared:
             return
         node, pages, duplicates = self.tree.insert(live.root, live.cache_keys[:upto], live.pages[:upto])
@@ -196,6 +227,9 @@ class Scheduler:
         self.tree.unlock(live.node)
         live.node, live.pages, live.shared = node, pages + live.pages[upto:], upto
         self.pages.free_pages(duplicates)
+        if self.states is not None:
+            assert upto == live.computed_tokens, f"a state after {live.computed_tokens} tokens is not one after {upto}"
+            self.states.save(live.row, node, is_prompt=upto < live.prompt)
         if duplicates:
             live.noted = 0  # its line in the page table names pages that it gave back
 
@@ -242,6 +276,8 @@ class Scheduler:
         for live in list(reversed(self.running)):
             self.retract_sequence(live, version)
         self.pages.free_pages(self.tree.evict(self.pages.count))
+        if self.states is not None:
+            self.states.drop_copies()
 
     def check_invariants(self) -> None:
         """Law 7: free + cached + private = all pages; a path is locked only for a running request."""
@@ -255,12 +291,5 @@ class Scheduler:
             raise LawError(
                 f"{self.tree.held} cached pages are locked for {len(self.running)} running requests that share fewer"
             )
-
-
-def _will_share_prompt(live: SequenceState, other: SequenceState) -> bool:
-    """Whether `other`, whose prompt is not in the tree yet, will soon offer most of the prompt of `live`.
-
-    Only who came before may be waited for: later ones could follow each other without end.
-    """
-    n = (3 * min(live.prompt, other.prompt)) // 4
-    return other.arrived <= live.arrived and n >= 4 and live.cache_keys[:n] == other.cache_keys[:n]
+        if self.states is not None:
+            self.states.check_slots()

@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rondel.core.errors import ConfigError
 from rondel.generate.engine.builtin.ngrams import NgramIndex
 
 if TYPE_CHECKING:
@@ -115,6 +116,12 @@ class SpeculativeDecoder:
 
     def attach_model(self, loaded: LoadedModel, pages: int) -> None:
         """For the engine of this model."""
+        for which in [loaded, *([self.draft.loaded] if self.draft else [])]:
+            if which.state_bytes:
+                raise ConfigError(
+                    f"engine.speculative: '{which.name}' has recurrent layers, whose state cannot be taken back when a "
+                    f'guess is wrong; set engine.speculative.kind = "off"'
+                )
         if self.draft is not None:
             self.draft.allocate_pools(loaded, pages)
 

@@ -1,0 +1,1 @@
+"""Layers that keep a state of fixed size instead of keys and values: their recurrences, and where states come from."""

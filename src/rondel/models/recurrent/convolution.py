@@ -1,0 +1,47 @@
+"""Causal depthwise convolution: y_t = sum_k w_k x_{t-K+1+k}.  Its state is the window, the last K - 1 inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+
+@dataclass(frozen=True, slots=True)
+class CausalConv:
+    """weight [C, K], bias [C]; inputs one x [B, L, C], state [B, K-1, C]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    name: str = "window"
+
+    @classmethod
+    def of(cls, layer: nn.Conv1d) -> CausalConv:
+        return cls(layer.weight[:, 0], layer.bias)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.weight.shape[1] - 1, self.weight.shape[0]
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    def __call__(self, state: Tensor, inputs: Sequence[Tensor], lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        (x,) = inputs
+        seen = torch.cat([state.to(x.dtype), x], 1)  # [B, K-1+L, C]
+        weight = self.weight.to(x.dtype)
+        out = F.conv1d(seen.transpose(1, 2), weight[:, None], self.bias, groups=len(weight)).transpose(1, 2)
+        if lengths is None:
+            return out, seen[:, x.shape[1] :]
+        last = lengths[:, None] + torch.arange(weight.shape[1] - 1, device=x.device)  # [B, K-1]
+        return out, seen.gather(1, last[:, :, None].expand(-1, -1, seen.shape[2]))
+
+
+def activated(name: str | None, x: Tensor) -> Tensor:
+    """`name` is transformers' name of an activation; None for none."""
+    return x if name is None else ACT2FN[name](x)

@@ -1,0 +1,78 @@
+"""Which mixers of transformers keep a state that can be packed and served, and the forward pass that each gets instead.
+
+A mixer asks the layout in force where its state comes from, as attention does for its keys. While the model is switched
+to another attention than ours, its mixers are transformers' own, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from rondel.core.errors import ModelError
+from rondel.models.attention import NAME, current_layout
+from rondel.models.recurrent.gated_delta import forward_gated_delta
+from rondel.models.recurrent.layout import RecurrentLayout
+from rondel.models.recurrent.mamba import forward_mamba
+from rondel.models.recurrent.mamba2 import forward_mamba2
+from rondel.models.recurrent.short_conv import forward_short_conv
+
+Forward = Callable[[Any, RecurrentLayout, Tensor], Tensor]
+MIXERS: dict[str, Forward] = {  # by the mixer's class
+    "Lfm2ShortConv": forward_short_conv,
+    "Lfm2MoeShortConv": forward_short_conv,
+    "Qwen3NextGatedDeltaNet": forward_gated_delta,
+    "Qwen3_5GatedDeltaNet": forward_gated_delta,
+    "Qwen3_5MoeGatedDeltaNet": forward_gated_delta,
+    "OlmoHybridGatedDeltaNet": forward_gated_delta,
+    "Mamba2Mixer": forward_mamba2,
+    "BambaMixer": forward_mamba2,
+    "FalconH1Mixer": forward_mamba2,
+    "GraniteMoeHybridMambaLayer": forward_mamba2,
+    "NemotronHMamba2Mixer": forward_mamba2,
+    "MambaMixer": forward_mamba,
+    "FalconMambaMixer": forward_mamba,
+    "JambaMambaMixer": forward_mamba,
+}
+# families whose recurrent layers are all among them
+CARRIED = frozenset(
+    {
+        "bamba",
+        "falcon_h1",
+        "falcon_mamba",
+        "granitemoehybrid",
+        "jamba",
+        "lfm2",
+        "lfm2_moe",
+        "mamba",
+        "mamba2",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+    }
+)
+
+
+def install_recurrent(model: Any) -> list[int]:
+    """Give every recurrent mixer its forward pass. -> the layers that have one."""
+    layers, config = [], model.config.get_text_config()
+    for module in model.modules():
+        if (forward := MIXERS.get(type(module).__name__)) is not None:
+            module.forward = functools.partial(_forward_with_layout, module, config, forward)
+            layers.append(module.layer_idx)
+    return layers
+
+
+def _forward_with_layout(
+    mixer: Any, config: Any, forward: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    if config._attn_implementation != NAME:
+        return type(mixer).forward(mixer, hidden_states, *args, **kwargs)
+    if hidden_states.shape[0] != 1:
+        raise ModelError(f"batch of {hidden_states.shape[0]}: tokens are packed into one row [1, T], without padding")
+    return forward(mixer, current_layout().states, hidden_states)

@@ -1,0 +1,295 @@
+"""Recurrent layers keep the laws of attention: what packing shares, what a cache finds and who is beside a sample change
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import re
+
+import pytest
+import torch
+
+from kits.engine import all_of, ask, engine, idle, prompt, watched
+from kits.families import FAMILIES, RECURRENT_FAMILIES, model
+from kits.runs import balances, events, run
+from kits.sync import Publisher, updater, wrote
+from kits.token_log import asked, dies, serving
+from kits.train import apart, awkward_groups, batch, gradient, row, trainer
+from rondel.core.errors import ConfigError, ModelError
+from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
+from rondel.models.aligned_numerics import align_numerics
+from rondel.models.attention import PackedLayout, PackedSegment
+from rondel.models.compilation import CompiledModel
+from rondel.models.load import load_model
+from rondel.planner.resolve import state_slots
+from rondel.planner.shapes import model_shape
+
+
+def copy_of(kind):
+    return copy.deepcopy(model(kind))
+
+
+TAILS = (9, 1, 4, 30)
+
+
+def rows_of(shared, tails):
+    """A tree of three levels: a stranger, a prompt, its answers, and what follows the last of them."""
+    segments = [PackedSegment(0, 7)]
+    rows, first = [prompt(99, 7), shared], [0, 0]
+    segments.append(PackedSegment(7, len(shared)))
+    for tail in tails:
+        segments.append(PackedSegment(sum(map(len, rows)), len(tail), 1))
+        rows.append(tail)
+        first.append(len(shared))
+    turn = prompt(55, 11)
+    segments.append(PackedSegment(sum(map(len, rows)), len(turn), len(rows) - 1))
+    rows.append(turn)
+    first.append(len(shared) + len(tails[-1]))
+    return rows, first, segments
+
+
+def logits_of(loaded, rows, first, segments):
+    tokens = torch.tensor([t for row in rows for t in row])
+    positions = torch.cat([torch.arange(at, at + len(row)) for at, row in zip(first, rows)])
+    hidden = loaded.hidden_states(tokens, positions, PackedLayout(segments))
+    return loaded.head.logits(hidden).log_softmax(-1).split([len(row) for row in rows])
+
+
+def alone(loaded, row):
+    return logits_of(loaded, [row], [0], [PackedSegment(0, len(row))])[0]
+
+
+@pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
+def test_a_shared_prompt_has_the_gradient_of_unshared_samples(kind):
+    """One backward pass through the tree against a sum of passes over whole samples."""
+    loaded, shared, tails = model(kind), prompt(7, 70), [prompt(20 + n, n) for n in TAILS]
+    rows, first, segments = rows_of(shared, tails)
+    whole = [rows[0], *(shared + tail for tail in tails[:-1]), shared + tails[-1] + rows[-1]]
+    weight = torch.Generator().manual_seed(1)
+    named = [(name, p) for name, p in loaded.model.named_parameters() if p.requires_grad]
+    with torch.enable_grad():
+        packed = logits_of(loaded, rows, first, segments)
+        wanted = [torch.randn(x.shape, generator=weight) for x in packed]
+        ours = torch.autograd.grad(
+            sum((x * w).sum() for x, w in zip(packed, wanted)), [p for _, p in named], allow_unused=True
+        )
+        plain = [alone(loaded, row) for row in whole]
+        n = len(shared)
+        # the prompt is counted once: in the sample that comes first
+        parts = [plain[0], plain[1][:n], *(x[n : n + len(t)] for x, t in zip(plain[1:], tails)), plain[-1][-11:]]
+        theirs = torch.autograd.grad(
+            sum((x * w).sum() for x, w in zip(parts, wanted)), [p for _, p in named], allow_unused=True
+        )
+    assert max(float((a - b).detach().abs().max()) for a, b in zip(packed, parts)) <= 1e-4
+    assert [a is None for a in ours] == [b is None for b in theirs]
+    pairs = [(a, b) for a, b in zip(ours, theirs) if a is not None and b is not None]
+    whole_norm = math.sqrt(sum(float(b.norm()) ** 2 for _, b in pairs))
+    worst = math.sqrt(sum(float((a - b).norm()) ** 2 for a, b in pairs)) / whole_norm
+    assert worst <= 1e-5
+    # what is a small difference of large sums (a decay's bias) is exact to what fp32 makes of the whole
+    assert all(float((a - b).norm()) <= 1e-5 * float(b.norm()) + 1e-6 * whole_norm for a, b in pairs)
+    print(f"GRADIENT {kind}: {worst:.1e}")
+
+
+@pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
+@torch.no_grad()
+def test_neighbours_change_nothing(kind):
+    """A sample of the pack is what it is with other samples beside it, however long or short they are."""
+    loaded, mine = model(kind), prompt(3, 23)
+    own = alone(loaded, mine)
+    for others in ([5], [90, 1], [23, 22, 12, 60]):
+        rows = [mine, *(prompt(40 + n, n) for n in others)]
+        starts = [sum(map(len, rows[:i])) for i in range(len(rows))]
+        segments = [PackedSegment(at, len(row)) for at, row in zip(starts, rows)]
+        assert float((logits_of(loaded, rows, [0] * len(rows), segments)[0] - own).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
+def test_a_cached_prompt_answers_as_a_cold_one(kind):
+    """Siblings share the state behind their prompt; a second turn continues the state of the first answer."""
+    loaded, shared = model(kind), prompt(7, 40)
+    e = watched(engine(loaded, prefill_tokens=16))
+    asked = [ask(shared, key=i, n=n) for i, n in enumerate((12, 3, 7))]
+    done = asyncio.run(all_of(e, asked))
+    idle(e)
+    assert [c.cached_tokens for c in done] == [0, 39, 39]
+    turn = shared + done[0].tokens + prompt(8, 9)
+    again = asyncio.run(all_of(e, [ask(turn, key=9, n=6)]))[0]
+    assert again.cached_tokens == len(shared) + 11
+    idle(e)
+    for request, warm in [*zip(asked, done), (ask(turn, key=9, n=6), again)]:
+        cold = asyncio.run(all_of(engine(loaded), [request]))[0]
+        assert cold.tokens == warm.tokens
+        assert max(abs(a - b) for a, b in zip(cold.logprobs, warm.logprobs)) <= 1e-5
+        with torch.no_grad():
+            logp = alone(loaded, request.tokens + warm.tokens)
+        for i, (token, logprob) in enumerate(zip(warm.tokens, warm.logprobs)):
+            assert abs(float(logp[len(request.tokens) + i - 1, token]) - logprob) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
+def test_retraction_parking_and_abort_change_no_answer(kind):
+    """Too few pages for all, a pause in the middle, one request taken away: the others write what they write alone."""
+    loaded = model(kind)
+    asked = [ask(prompt(60 + i, 20), key=i, n=24) for i in range(5)]
+    alone_ = [asyncio.run(all_of(engine(loaded), [request]))[0] for request in asked]
+    e = watched(engine(loaded, kv_pages=120, prefill_tokens=16))
+
+    async def run():
+        tasks = [asyncio.ensure_future(e.generate(r)) for r in asked]
+        for _ in range(40):
+            await asyncio.sleep(0)
+        await e.pause("hold")
+        await e.resume()
+        await asyncio.sleep(0)
+        assert await e.abort(lambda request: request.key == 2) == 1
+        return await asyncio.gather(*tasks)
+
+    done = asyncio.run(run())
+    idle(e)
+    assert e.scheduler.retracted and done[2].finish_reason == "abort"
+    for one, other in zip(alone_, done):
+        n = len(other.tokens)
+        assert one.tokens[:n] == other.tokens
+        assert max((abs(a - b) for a, b in zip(one.logprobs, other.logprobs)), default=0) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
+def test_snapshots_are_few_and_none_is_lost(kind):
+    """More prompts than snapshots: the oldest states go, their prompts are computed again, and slots add up."""
+    loaded = model(kind)
+    e = watched(engine(loaded, max_running=2, prefill_tokens=64))
+    given = [prompt(70 + i, 12) for i in range(2 * e.scheduler.states.count)]
+    first = [asyncio.run(all_of(e, [ask(p, key=i, n=3)]))[0] for i, p in enumerate(given)]
+    again = [asyncio.run(all_of(e, [ask(p, key=i, n=3)]))[0] for i, p in enumerate(given)]
+    assert [c.tokens for c in first] == [c.tokens for c in again]
+    assert max(abs(a - b) for c, d in zip(first, again) for a, b in zip(c.logprobs, d.logprobs)) <= 1e-5
+    held = [n.state for n in e.scheduler.tree.iter_nodes() if n.state is not None]
+    assert len(set(held)) == len(held) == e.scheduler.states.held <= e.scheduler.states.count
+    asyncio.run(e.flush_cache())
+    assert e.scheduler.states.held == 0
+    idle(e)
+
+
+def test_what_needs_another_state_is_refused_by_name():
+    loaded = model("lfm2")
+    with pytest.raises(ConfigError, match=re.escape('engine.speculative.kind = "off"')):
+        engine(loaded, speculation=SpeculativeDecoder(2))
+    with pytest.raises(ConfigError, match="numerics = 'fast'"):
+        align_numerics(loaded)
+    with pytest.raises(ConfigError, match=re.escape("engine.compile = false")):
+        CompiledModel(loaded)
+    with pytest.raises(ModelError, match="use_attention_layout"):
+        loaded.model(torch.tensor([[5, 6, 7]]), use_cache=False)
+
+
+@pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
+def test_bfloat16_serves_and_scores_alike(kind):
+    """Loading proves the forward pass; convolution windows are kept in bf16, recurrent states in fp32."""
+    loaded = load_model({"random": kind, **FAMILIES[kind]}, dtype="bfloat16")
+    e = engine(loaded)
+    done = asyncio.run(all_of(e, [ask(prompt(1, 20), key=i, n=8) for i in range(2)]))
+    idle(e)
+    scores = asyncio.run(e.score(ask(prompt(1, 20) + done[0].tokens))).logprobs[20:]
+    assert max(abs(a - b) for a, b in zip(scores, done[0].logprobs)) <= 0.02
+    assert loaded.state_bytes < model(kind).state_bytes
+
+
+@torch.no_grad()
+def test_scores_are_those_of_the_trainer():
+    loaded, row = model("lfm2"), prompt(4, 50)
+    e = engine(loaded)
+    got = asyncio.run(e.score(ask(row))).logprobs
+    logp = alone(loaded, row)
+    assert max(abs(float(logp[i, t]) - s) for i, (t, s) in enumerate(zip(row[1:], got[1:]))) <= 1e-5
+    idle(e)
+
+
+def test_the_planner_counts_the_states():
+    for kind in ("qwen3_5_text", "qwen3_5_moe_text"):
+        assert model_shape({"random": kind, **FAMILIES[kind]}).state_bytes(4) == model(kind).state_bytes
+    e = engine(model("lfm2"), max_running=6)
+    asyncio.run(all_of(e, [ask(prompt(1, 9))]))
+    assert e.runner.states.memory.pool_bytes == state_slots(6) * model("lfm2").state_bytes
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "bamba", "mamba"])
+def test_the_trainer_has_one_gradient_for_any_split(kind):
+    """Law 3, with prompts shared and not; episodes of several turns among the samples."""
+    algo, t = row("grpo"), trainer(copy_of(kind))
+    b = batch(awkward_groups(), algo)
+    whole = gradient(t, b, algo)
+    for micro_tokens, share in ((10**6, False), (40, True), (40, False)):
+        assert apart(gradient(t, b, algo, micro_tokens=micro_tokens, share=share), whole) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "bamba"])
+def test_a_crash_continues_from_the_token_log(kind, tmp_path):
+    """Law 15: what was drawn is read again, its states are computed again."""
+    loaded, requests = model(kind), asked()
+    whole = asyncio.run(all_of(serving(tmp_path / "whole", loaded), requests))
+    asyncio.run(dies(serving(tmp_path / "log", loaded), requests, 7))
+    e = serving(tmp_path / "log", loaded)
+    done = asyncio.run(all_of(e, requests))
+    idle(e)
+    for a, b in zip(done, whole):
+        assert a.tokens == b.tokens
+        assert max(abs(x - y) for x, y in zip(a.logprobs, b.logprobs)) <= 1e-5
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
+def test_new_weights_in_the_middle_keep_or_recompute_the_states(kind, dropped):
+    """Law 7: a running answer keeps its states under new weights, a new request finds none of them."""
+    loaded, trained = copy_of(kind), Publisher(copy_of(kind))
+    requests = [ask(prompt(1, 20), key=i, n=30) for i in range(2)]
+
+    async def main():
+        e, sync = watched(engine(loaded)), updater()
+        await sync(trained, e)
+        tasks = [asyncio.create_task(e.generate(r)) for r in requests]
+        await wrote(e, 9)
+        await e.pause("hold")
+        if dropped:
+            await e.sleep(("kv_cache",))
+            assert (await e.status()).memory["kv_cache"] == 0
+        trained.train()
+        await sync(trained, e)
+        if dropped:
+            await e.wake(("kv_cache",))
+        await e.resume()
+        late = await e.generate(ask(prompt(1, 20), key=5, n=4))
+        done = await asyncio.gather(*tasks)
+        idle(e)
+        return late, done
+
+    late, done = asyncio.run(main())
+    assert late.cached_tokens == (19 if dropped else 0) and set(late.versions) == {1}  # its siblings computed it again
+    assert all(set(c.versions) == {0, 1} for c in done)
+    with torch.no_grad():
+        if dropped:  # then what follows is of the new weights alone
+            logp = alone(loaded, prompt(1, 20) + done[0].tokens)
+            assert all(abs(float(logp[19 + i, done[0].tokens[i]]) - done[0].logprobs[i]) <= 1e-5 for i in range(20, 30))
+        logp = alone(loaded, prompt(1, 20) + late.tokens)
+    assert max(abs(float(logp[19 + i, t]) - p) for i, (t, p) in enumerate(zip(late.tokens, late.logprobs))) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "kind", ["lfm2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qwen3_5_text", "bamba"))]
+)
+def test_the_tiny_recipe_runs(kind, tmp_path):
+    """Supervised phase and two steps of RL, asynchronous, with the ratio of trainer and engine at one."""
+    config = {f"model.path.{key}": value for key, value in FAMILIES[kind].items()}
+    short = {
+        "loop.steps": 2,
+        "loop.warmup.steps": 1,
+        "loop.max_staleness": 1,
+        "algo.correction.kind": "importance",
+        "model.path.max_position_embeddings": 64,
+    }
+    done = run(tmp_path, **{"model.path.random": kind, **config, **short})
+    assert done and len(events(tmp_path, "StepDone")) == 3
+    assert balances(events(tmp_path, "StepDone")[-1]["ledger"])
