@@ -78,6 +78,7 @@ def test_what_a_user_copied_is_neither_resumed_from_nor_deleted(whole, tmp_path)
     assert all(find_flaw(copy) is None for copy in copies)
 
 
+@pytest.mark.slow
 def test_a_copy_where_the_run_will_write_is_refused(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     kept = tmp_path / "run" / "checkpoints" / "step-000008"
@@ -274,6 +275,7 @@ def _read(disk: Path, whole: Path) -> None:
     assert seen.state == "complete" and seen.step == 8
 
 
+@pytest.mark.slow
 def test_shared_memory_that_is_full_is_an_error_and_ends_no_process(tmp_path):
     in_own_mounts(tmp_path, _share)
 

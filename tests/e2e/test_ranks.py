@@ -327,6 +327,7 @@ def test_what_two_ranks_publish_is_what_one_would(pair):
     assert [told for told in pair.published()] == [alone.published(), None]
 
 
+@pytest.mark.slow
 def test_a_fault_on_one_rank_is_everyones(pair):
     """A rank that stopped alone would leave the others waiting in the next gathering."""
     algo, alone = row("grpo"), Rank(0)

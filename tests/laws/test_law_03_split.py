@@ -47,7 +47,7 @@ WHOLE = {
 
 @pytest.mark.parametrize(
     "name",
-    ["grpo", "ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(ROWS.keys() - {"grpo", "ppo"}))],
+    ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(ROWS.keys() - {"grpo"}))],
 )
 @pytest.mark.parametrize(
     "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tied", "qwen3", "gemma3_text"))]
@@ -137,7 +137,9 @@ def test_every_row_is_the_same_for_any_split_of_a_stale_batch(name):
 @pytest.mark.parametrize(
     "name", [name for name, algo in ROWS.items() if not getattr(algo.advantage, "per_token", False)]
 )
-@pytest.mark.parametrize("kind", ["llama", "tied", "gemma3_text"])
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tied", "gemma3_text"))]
+)
 def test_the_gradient_is_that_of_the_formula(kind, name):
     """One sample at a time through the plain transformers model, the loss written out by hand in float64."""
     algo, groups = ROWS[name], awkward_groups()

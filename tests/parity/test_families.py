@@ -20,7 +20,7 @@ from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import _max_context, load_model, refuse_architecture
 
 # the others are slow: one of each kind of attention and routing is in the fast tests
-AT_ONCE = {"llama", "gemma3_text", "deepseek_v3", "qwen3_moe", "gpt2"}
+AT_ONCE = {"llama", "lfm2", "gemma3_text", "deepseek_v3", "qwen3_moe", "gpt2"}
 SOME_AT_ONCE = [pytest.param(kind, marks=() if kind in AT_ONCE else pytest.mark.slow) for kind in FAMILIES]
 LINES = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8").splitlines()
 
@@ -123,7 +123,7 @@ def test_greedy_tokens_logprobs_and_routes_are_those_of_transformers(kind):
     assert line_of(kind) in LINES, "run: python docs/make_families.py"
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", SOME_AT_ONCE)
 def test_gradients_of_all_weights_are_those_of_transformers(kind):
     """Of a weighted sum of logprobs. Two answers behind one shared prompt, with a stranger in the same pack, against
     transformers with one row an answer: every family trains, and trains what it serves.

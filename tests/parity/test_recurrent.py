@@ -33,6 +33,11 @@ def copy_of(kind):
 
 
 TAILS = (9, 1, 4, 30)
+# one with convolutions alone and one with a state in the fast tests
+SOME_AT_ONCE = [
+    pytest.param(kind, marks=() if kind in ("lfm2", "qwen3_5_text") else pytest.mark.slow)
+    for kind in RECURRENT_FAMILIES
+]
 
 
 def rows_of(shared, tails):
@@ -62,7 +67,7 @@ def alone(loaded, row):
     return logits_of(loaded, [row], [0], [PackedSegment(0, len(row))])[0]
 
 
-@pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
+@pytest.mark.parametrize("kind", SOME_AT_ONCE)
 def test_a_shared_prompt_has_the_gradient_of_unshared_samples(kind):
     """One backward pass through the tree against a sum of passes over whole samples."""
     loaded, shared, tails = model(kind), prompt(7, 70), [prompt(20 + n, n) for n in TAILS]
@@ -107,7 +112,7 @@ def test_neighbours_change_nothing(kind):
         assert float((logits_of(loaded, rows, [0] * len(rows), segments)[0] - own).abs().max()) <= 1e-5
 
 
-@pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
+@pytest.mark.parametrize("kind", SOME_AT_ONCE)
 def test_a_cached_prompt_answers_as_a_cold_one(kind):
     """Siblings share the state behind their prompt; a second turn continues the state of the first answer."""
     loaded, shared = model(kind), prompt(7, 40)
@@ -130,6 +135,7 @@ def test_a_cached_prompt_answers_as_a_cold_one(kind):
             assert abs(float(logp[len(request.tokens) + i - 1, token]) - logprob) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
 def test_retraction_parking_and_abort_change_no_answer(kind):
     """Too few pages for all, a pause in the middle, one request taken away: the others write what they write alone."""
@@ -157,6 +163,7 @@ def test_retraction_parking_and_abort_change_no_answer(kind):
         assert max((abs(a - b) for a, b in zip(one.logprobs, other.logprobs)), default=0) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
 def test_snapshots_are_few_and_none_is_lost(kind):
     """More prompts than snapshots: the oldest states go, their prompts are computed again, and slots add up."""
@@ -186,6 +193,7 @@ def test_what_needs_another_state_is_refused_by_name():
         loaded.model(torch.tensor([[5, 6, 7]]), use_cache=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
 def test_bfloat16_serves_and_scores_alike(kind):
     """Loading proves the forward pass; convolution windows are kept in bf16, recurrent states in fp32."""
@@ -216,6 +224,7 @@ def test_the_planner_counts_the_states():
     assert e.runner.states.memory.pool_bytes == state_slots(6) * model("lfm2").state_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "bamba", "mamba"])
 def test_the_trainer_has_one_gradient_for_any_split(kind):
     """Law 3, with prompts shared and not; episodes of several turns among the samples."""
@@ -226,6 +235,7 @@ def test_the_trainer_has_one_gradient_for_any_split(kind):
         assert apart(gradient(t, b, algo, micro_tokens=micro_tokens, share=share), whole) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "bamba"])
 def test_a_crash_continues_from_the_token_log(kind, tmp_path):
     """Law 15: what was drawn is read again, its states are computed again."""
@@ -240,6 +250,7 @@ def test_a_crash_continues_from_the_token_log(kind, tmp_path):
         assert max(abs(x - y) for x, y in zip(a.logprobs, b.logprobs)) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
 def test_new_weights_in_the_middle_keep_or_recompute_the_states(kind, dropped):
@@ -277,6 +288,7 @@ def test_new_weights_in_the_middle_keep_or_recompute_the_states(kind, dropped):
     assert max(abs(float(logp[19 + i, t]) - p) for i, (t, p) in enumerate(zip(late.tokens, late.logprobs))) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["lfm2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qwen3_5_text", "bamba"))]
 )

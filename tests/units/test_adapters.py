@@ -544,6 +544,7 @@ def test_eval_of_its_checkpoint_is_the_number_of_the_run(whole):
         assert [s["text"] for s in found.samples] == [s["text"] for s in last["samples"]]
 
 
+@pytest.mark.slow
 def test_a_served_adapter_takes_the_next_one_from_disk(whole):
     from rondel.generate.engine.builtin import staged_update
 

@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from rondel.core.errors import ConfigError
 from rondel.models import linear
 from rondel.models.attention import AttentionLayout, PackedLayout, PackedSegment, outside_graph, use_attention_layout
-from rondel.models.loaded_model import decoder_of
+from rondel.models.head import decoder_of
 from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:

@@ -11,6 +11,11 @@ from torch import Tensor
 from rondel.models.linear import PackedLinear, product
 
 
+def decoder_of(model: Any) -> Any:
+    """The module that ends in hidden states. Llama 4 names its part for text "model", and not as `base_model` looks."""
+    return model.base_model if model.base_model is not model else model.model
+
+
 @dataclass(slots=True)
 class LMHead:
     """`logits = softcap(scale · (h Wᵀ + b))`; the weight is the module's own parameter, so tied

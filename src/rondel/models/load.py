@@ -35,8 +35,8 @@ from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, rope_posit
 from rondel.models import adapters, alibi, linear, nf4, vision
 from rondel.models.attention import NAME, PackedLayout, PackedSegment, use_attention_layout
 from rondel.models.embedding_lookup import adopt_embedding
-from rondel.models.head import LMHead
-from rondel.models.loaded_model import LoadedModel, decoder_of
+from rondel.models.head import LMHead, decoder_of
+from rondel.models.loaded_model import LoadedModel
 from rondel.models.query_scale import install_query_scale
 from rondel.models.recurrent.mixers import CARRIED, install_recurrent
 from rondel.models.recurrent.state_count import StateCount

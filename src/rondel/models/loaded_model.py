@@ -14,13 +14,8 @@ from rondel.core.errors import ModelError
 from rondel.core.media import Image, ImageProcessorConfig
 from rondel.models import adapter_state, nf4, vision
 from rondel.models.attention import use_attention_layout
-from rondel.models.head import LMHead
+from rondel.models.head import LMHead, decoder_of
 from rondel.models.routing_tape import RoutingTape, use_tape
-
-
-def decoder_of(model: Any) -> Any:
-    """The module that ends in hidden states. Llama 4 names its part for text "model", and not as `base_model` looks."""
-    return model.base_model if model.base_model is not model else model.model
 
 
 @dataclass(slots=True)
