@@ -80,13 +80,13 @@ def test_places_that_cannot_be_are_refused_by_name(tmp_path, changes, said):
 
 @pytest.fixture(scope="module")
 def one_ray(tmp_path_factory):
-    """A cluster of this machine that goes on from run to run; runs that begin one themselves:
-    test_two_ranks_on_ray, test_chaos, test_law_09_resume.
+    """A cluster of this machine that runs join one after the other; those that begin one
+    themselves are in test_chaos and test_law_09_resume.
     """
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(path or os.getcwd() for path in sys.path))
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True, configure_logging=False)
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True, configure_logging=False)
     yield
     ray.shutdown()
 
@@ -107,8 +107,7 @@ def test_every_mode_runs_on_ray(tmp_path, one_ray, mode):
     )
 
 
-def test_two_ranks_on_ray(tmp_path):
-    pytest.importorskip("ray")
+def test_two_ranks_on_ray(tmp_path, one_ray):
     run(tmp_path, loop__steps=3, place__kind="split", place__cluster="ray", place__ranks=2)
     check(tmp_path, staleness=0, total=9)
 
