@@ -88,7 +88,7 @@ RECIPES = {
     "a GPU that is not there": (["--place.device=cuda"], "rondel doctor"),
     "a model folder that is not there": (["--model.path=/nowhere/model"], "no model folder at /nowhere/model"),
     "an unknown model family": (["--model.path={ random = 'lama' }"], "lama"),
-    "a family that cannot be carried": (["--model.path={ random = 'bloom' }"], "ALiBi"),
+    "a family that cannot be carried": (["--model.path={ random = 'codegen' }"], "attention interface"),
     "a cache smaller than a request": (["--engine.kv_pages=5"], "raise engine.kv_pages"),
     "a prompt longer than the context": (["--engine.sampling.max_tokens=62"], "exceeds the model's context"),
 }
