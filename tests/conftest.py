@@ -16,3 +16,23 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 pytest.register_assert_rewrite("kits")
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """Workers in processes of their own; two seconds without a sign of life are too many."""
+    from rondel.runtime.cluster.process import ProcessCluster
+
+    made = ProcessCluster(tmp_path / "logs", patience=2.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def theirs(tmp_path, monkeypatch):
+    """A folder on the import path with a user's module `theirs`, whose reward runs the answer as code."""
+    from kits.rewards import THEIRS
+
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path

@@ -18,7 +18,7 @@ from rondel.core.types import TensorInfo
 from rondel.generate.engine.foreign import ForeignEngine
 from rondel.generate.engine.sglang import SglangServer
 from rondel.models import linear, names
-from rondel.models import load as loading
+from rondel.models.load import load_model
 from rondel.models.save import save_model
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.update import WeightUpdate
@@ -93,7 +93,7 @@ class Trainer:
 
     def __init__(self, folder, weights) -> None:
         self.loaded, self.disk, self.version = (
-            loading.load_model(str(folder), dtype="float32"),
+            load_model(str(folder), dtype="float32"),
             FromDisk(weights, file=100_000),
             0,
         )

@@ -9,7 +9,7 @@ import pytest
 from kits.engine import SIZE, tiny
 from kits.serve import Server
 from rondel.core.types import Score, Task, Trajectory
-from rondel.models import load as loading
+from rondel.models.random_model import CHAT
 from rondel.models.save import save_model
 from rondel.score.pool import RewardPool
 
@@ -22,7 +22,7 @@ KEY = "k-of-a-test"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     loaded = tiny("llama", **{**SIZE, "max_position_embeddings": 4096})
-    loaded.tokenizer.chat_template = loading.CHAT
+    loaded.tokenizer.chat_template = CHAT
     save_model(loaded, folder := tmp_path_factory.mktemp("model"))
     running = Server(folder, tmp_path_factory.mktemp("server"), "--kv-pages", "20000", key=KEY)
     yield running

@@ -17,18 +17,10 @@ from rondel.core.errors import ConfigError, WorkerError
 from rondel.core.events import subscribe
 from rondel.core.time_account import TimeAccount  # of ours, so made in the nursery
 from rondel.runtime.cluster import forkserver
-from rondel.runtime.cluster.process import ProcessCluster
 
 
 def broken() -> Part:
     raise ConfigError("no such engine")
-
-
-@pytest.fixture
-def cluster(tmp_path):
-    made = ProcessCluster(tmp_path / "logs", patience=2.0)
-    yield made
-    made.close()
 
 
 @pytest.mark.slow

@@ -30,14 +30,14 @@ from rondel.cli import main
 from rondel.core.errors import UserError
 from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.server.app import CONTROL, FACTS, GENERATING
-from rondel.models import load as loading
 from rondel.models import names
+from rondel.models.random_model import CHAT
 from rondel.models.save import save_model
 
 pytestmark = pytest.mark.slow
 
 openai = pytest.importorskip("openai")
-TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}" + loading.CHAT
+TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHAT
 KEY = "k-7c1"
 ROOT = Path(__file__).parents[2]
 

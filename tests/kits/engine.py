@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from rondel.core.types import Request, Sampling, sample_key
+from rondel.core.types import Begin, Commit, Request, Route, Sampling, sample_key
 from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.models import names
 from rondel.models.head import LMHead
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
@@ -50,6 +51,14 @@ def twin(loaded: LoadedModel) -> LoadedModel:
 async def inline(f, *args):
     await asyncio.sleep(0)  # others get a turn while the device works, as with a thread
     return f(*args)
+
+
+async def publish_in_place(e: BuiltinEngine, version: int) -> None:
+    """A hand-over of the weights that the engine's own module holds, as the trainer of the same process does it."""
+    manifest = names.build_manifest(e.loaded.model, version)
+    await e.receive(Begin(manifest))
+    await e.receive(Route("tensor", dict(names.named_weights(e.loaded.model))))
+    await e.receive(Commit(version, manifest.root))
 
 
 def engine(loaded: LoadedModel, **settings) -> BuiltinEngine:

@@ -13,10 +13,11 @@ import torch
 from kits.engine import SIZE, all_of, ask, engine, idle, prompt, tiny
 from kits.vision import EYES
 from rondel.core.errors import ModelError
+from rondel.models.architectures import RECURRENT, REMEDY
 from rondel.models.attention import PackedLayout, PackedSegment
-from rondel.models.load import REMEDY, load_model
+from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
-from rondel.models.recurrent.mixers import CARRIED, MIXERS
+from rondel.models.recurrent.mixers import MIXERS
 from rondel.models.routing_tape import RoutingTape
 
 HEAD, EXPERTS, WINDOW = {"head_dim": 16}, {"num_experts_per_tok": 2}, {"sliding_window": 8}
@@ -248,7 +249,7 @@ ENCODERS = "bert-generation camembert data2vec-text electra ernie roberta-prelay
 SEQUENCE_TO_SEQUENCE = "bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet whisper"
 OUTSIDE = "big_bird blt cpmant git megatron-bert reformer rembert roformer trocr xlm"
 INDEXED = "axk2 dots3_note_text hy_v4"
-RECURRENT_FAMILIES = [kind for kind in FAMILIES if kind in CARRIED]
+RECURRENT_FAMILIES = [kind for kind in FAMILIES if kind in RECURRENT]
 RECURRENT, INTERFACE = "recurrent layers", "attention interface"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the reason speaks of
     **{kind: ({}, "an encoder") for kind in ENCODERS.split()},

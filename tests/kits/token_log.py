@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from kits.engine import ask, engine, prompt, tiny
-from rondel.core.types import Begin, Commit, Request, Route, sample_key
-from rondel.models import names
+from kits.engine import ask, engine, prompt, publish_in_place, tiny
+from rondel.core.types import Request, sample_key
 from rondel.runtime.journal.wal import TokenLog
 
 BIG = 2**128 - 9  # keys use all their bits
@@ -24,17 +23,7 @@ def serving(folder, loaded=None, **how):
     """An engine of a life that serves version 1."""
     log = TokenLog(folder)
     e = engine(loaded or tiny("llama"), log=log, **how)
-    manifest = names.build_manifest(e.loaded.model, 1)
-
-    async def commit():
-        for message in (
-            Begin(manifest),
-            Route("tensor", dict(names.named_weights(e.loaded.model))),
-            Commit(1, manifest.root),
-        ):
-            await e.receive(message)
-
-    asyncio.run(commit())
+    asyncio.run(publish_in_place(e, 1))
     return e
 
 

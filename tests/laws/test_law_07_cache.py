@@ -11,9 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from kits.engine import all_of, ask, engine, idle, prompt, tiny, watched
+from kits.engine import all_of, ask, engine, idle, prompt, publish_in_place, tiny, watched
 from rondel.core.errors import LawError, UserError
-from rondel.core.types import Begin, Commit, Route
 
 MODEL = tiny()
 
@@ -220,14 +219,9 @@ def test_max_running_smaller_than_the_requests():
 
 async def new_weights(e, model, version, change=0.0):
     """A hand-over in place, as the trainer of the same process does it."""
-    from rondel.models import names
-
     for p in model.model.parameters():
         p.data.mul_(1 + change)
-    manifest = names.build_manifest(model.model, version)
-    await e.receive(Begin(manifest))
-    await e.receive(Route("tensor", dict(names.named_weights(model.model))))
-    await e.receive(Commit(version, manifest.root))
+    await publish_in_place(e, version)
 
 
 @pytest.mark.slow

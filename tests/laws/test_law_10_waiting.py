@@ -184,13 +184,6 @@ def test_a_deadline_says_who_waits_for_whom():
 # -- worker processes ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cluster(tmp_path):
-    made = ProcessCluster(tmp_path / "logs", patience=2.0)
-    yield made
-    made.close()
-
-
 @pytest.mark.slow
 def test_a_stopped_worker_is_named_within_its_deadline(cluster):
     worker = cluster.spawn("trainer-1", Part, 0)

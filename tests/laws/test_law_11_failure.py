@@ -11,7 +11,6 @@ import pytest
 
 from kits import runs
 from kits.bandit import RIGHT, bandit
-from kits.rewards import THEIRS
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Failed, Group, Score, Task, Trajectory
 from rondel.score.pool import RewardPool
@@ -36,13 +35,6 @@ FAULTS = {
     "ctypes.string_at(0)": "worker died",
     "os.kill(os.getpid(), 9)": "worker died",
 }
-
-
-@pytest.fixture
-def theirs(tmp_path, monkeypatch):
-    (tmp_path / "theirs.py").write_text(THEIRS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from kits.rewards import THEIRS
 from kits.runs import check, events, run, run_and_die
 from kits.workers import alive
 from rondel.core.types import Failed, Task, Trajectory
@@ -100,13 +99,6 @@ def writers(folder: Path) -> list[str]:
 
 
 TASK = Task("t/1", "single_turn", {"prompt": "3+4=", "answer": "7"})
-
-
-@pytest.fixture
-def theirs(tmp_path, monkeypatch):
-    (tmp_path / "theirs.py").write_text(THEIRS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
 
 
 @pytest.mark.slow

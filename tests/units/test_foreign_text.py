@@ -38,7 +38,7 @@ from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import load_tasks
 from rondel.generate.envs.template import Template
 from rondel.generate.envs.tools import Tools
-from rondel.models.load import character_tokenizer
+from rondel.models.random_model import character_tokenizer
 from rondel.models.vision import MARKS
 from rondel.score.judge import Judge
 from rondel.score.remote import RemoteReward

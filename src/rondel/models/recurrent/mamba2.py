@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rondel.models.recurrent.chunks import CHUNK, chunk_decay, in_chunks
 from rondel.models.recurrent.convolution import CausalConv, activated
-from rondel.models.recurrent.gated_delta import CHUNK, chunk_decay, in_chunks
 from rondel.models.recurrent.layout import RecurrentLayout
 
 

@@ -37,25 +37,6 @@ MIXERS: dict[str, Forward] = {  # by the mixer's class
     "FalconMambaMixer": forward_mamba,
     "JambaMambaMixer": forward_mamba,
 }
-# families whose recurrent layers are all among them
-CARRIED = frozenset(
-    {
-        "bamba",
-        "falcon_h1",
-        "falcon_mamba",
-        "granitemoehybrid",
-        "jamba",
-        "lfm2",
-        "lfm2_moe",
-        "mamba",
-        "mamba2",
-        "nemotron_h",
-        "olmo_hybrid",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
-    }
-)
 
 
 def install_recurrent(model: Any) -> list[int]:

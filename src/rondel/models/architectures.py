@@ -1,0 +1,132 @@
+"""Which architectures are carried, and for every other one the part that is missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
+
+from rondel.core.errors import ModelError
+from rondel.models import alibi, vision
+from rondel.planner.shapes import SIZES, refuse_sizes
+
+# families whose recurrent layers are all carried
+RECURRENT = frozenset(
+    {
+        "bamba",
+        "falcon_h1",
+        "falcon_mamba",
+        "granitemoehybrid",
+        "jamba",
+        "lfm2",
+        "lfm2_moe",
+        "mamba",
+        "mamba2",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+    }
+)
+
+
+def auto_class(config: Any) -> Any:
+    return AutoModelForCausalLM if vision.sight_of(config) is None else AutoModelForImageTextToText
+
+
+def refuse_architecture(config: Any) -> None:
+    """Architectures that this house cannot carry, each by the part that is missing. docs/families.md has the list."""
+    text, kind = config.get_text_config(), config.model_type
+    refuse_sizes(kind, {name: _uniform_size(text, name) for name in SIZES})
+    layers = set(getattr(text, "layer_types", None) or ())
+    recurrent = {t for t in layers if t.startswith(("linear", "mamba", "conv", "recurrent", "hybrid"))}
+    strange = (
+        layers
+        - recurrent
+        - {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse", "moe", "mlp"}
+    )
+    if kind in RECURRENT or kind in ODD:
+        recurrent = set()
+    state = "cannot be packed or paged yet"
+    reasons = [
+        (
+            getattr(config, "is_encoder_decoder", False),
+            "it is an encoder-decoder; only decoder-only models are carried",
+        ),
+        (bool(recurrent), f"it has recurrent layers ({', '.join(sorted(recurrent))}); their state {state}"),
+        (
+            kind in {"rwkv", "xlstm", "recurrent_gemma"},
+            f"it is recurrent; its state {state}",
+        ),
+        (
+            bool(strange),
+            f"it has layers of type {', '.join(sorted(strange))}; the packed attention carries full, sliding and chunked ones",
+        ),
+        (
+            getattr(text, "alibi", False) and kind not in alibi.FAMILIES,
+            "it uses ALiBi, which is carried for bloom and mpt alone",
+        ),
+        (kind in ODD, ODD.get(kind, "")),
+        (not _shares_attention(config), "its attention does not go through transformers' attention interface"),
+        (_looks_otherwise(config), f"it looks at images in a way of its own; {', '.join(vision.FAMILIES)} are carried"),
+        (_is_encoder(config), "it is an encoder, whose tokens see those behind them; only decoders are carried"),
+    ]
+    for holds, why in reasons:
+        if holds:
+            raise ModelError(f"model type '{kind}' is not supported: {why}. {REMEDY}")
+
+
+REMEDY = (
+    "Engine and trainer load the same module, so another engine does not help: take a model of a family listed as "
+    "equal in docs/families.md."
+)
+TWICE = "but the paged cache has one set of keys and values a layer"
+ODD = {
+    "diffllama": f"its layers attend twice, {TWICE}",
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe"), "its recurrent layers are carried for models of text alone (qwen3_5_text)"
+    ),
+    "zamba2": "its layers share attention blocks, which do not say for which layer they attend",
+    "hrm_text": f"its layers run several times in one pass, {TWICE}",
+    "doge": "its attention makes a mask of its own",
+    "modernbert-decoder": "its head has a dense layer and a norm before the logits, and Rondel's has one product",
+}
+
+
+def _uniform_size(text: Any, name: str) -> Any:
+    """A size of the config; None where it varies by layer, which transformers refuses to read as one number."""
+    try:
+        return getattr(text, name, None)
+    except RuntimeError:
+        return None
+
+
+def _looks_otherwise(config: Any) -> bool:
+    """Only models that can do nothing else: those with a class for text alone load as that."""
+    return (
+        type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        and (config.model_type not in vision.FAMILIES)
+    )
+
+
+def _is_encoder(config: Any) -> bool:
+    """BERT and its kin have this field and may be told to decode; gpt_neox has it too and always decodes."""
+    return (
+        getattr(type(config), "is_decoder", None) is False and not config.is_decoder and config.model_type != "gpt_neox"
+    )
+
+
+def _shares_attention(config: Any) -> bool:
+    """What the model's class says of itself; those named here do not say it and do. Code
+    from outside transformers is left to the proof.
+    """
+    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kinds = {"biogpt", "stablelm", *alibi.FAMILIES, *RECURRENT}
+    return getattr(known, "_supports_attention_backend", True) or config.model_type in kinds

@@ -1,0 +1,120 @@
+"""What a loaded model must prove: packed as here, its layers give the logprobs of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rondel.core.errors import LawError, ModelError
+from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, rope_positions
+from rondel.models import vision
+from rondel.models.attention import NAME, PackedLayout, PackedSegment, use_attention_layout
+from rondel.models.head import LMHead, decoder_of
+from rondel.models.recurrent.mixers import install_recurrent
+from rondel.models.recurrent.state_count import StateCount
+from rondel.models.routing_tape import RoutingTape, use_tape
+from rondel.models.score_rule import ScoreRule
+
+# mean logprob difference to the model's own attention
+PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
+
+
+def check_attention(model: Any, name: str, sight: ImageProcessorConfig | None, routers: int) -> tuple[int, int]:
+    """Switch to the packed attention and compare it with the model's own on a probe of two
+    sequences; one that looks sees a picture, too.
+
+    -> bytes of keys and values of one token in all layers, bytes of one sequence's recurrent states.
+    """
+    vocab = model.config.get_text_config().vocab_size
+    probe = [[(7 * i + 3) % vocab for i in range(9)], [(5 * i + 1) % vocab for i in range(6)]]
+    media: list[ImagePlaceholder] = []
+    if sight is not None:
+        probe = [[t if t != sight.placeholder else 0 for t in row] for row in probe]
+        media = [ImagePlaceholder(3, vision.checkered_image(sight))]
+        probe[0][3:3] = [sight.placeholder] * media[0].image.tokens
+    device = next(model.parameters()).device
+    tolerance = PARITY[model.dtype]
+    with torch.inference_mode():
+        how = [vision.as_given(sight, probe[0], media, device) if sight is not None else {}, {}]
+        rows = [torch.tensor([row], device=device) for row in probe]
+        own = [model(row, use_cache=False, **more).logits[0].float().log_softmax(-1) for row, more in zip(rows, how)]
+        try:
+            recurrent = install_recurrent(model)
+            model.set_attn_implementation(
+                NAME if sight is None else {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
+            )
+            tokens = torch.cat(rows, 1)[0]
+            places = [rope_positions(len(probe[0]), media), rope_positions(len(probe[1]), [])]
+            where = torch.from_numpy(np.concatenate(places, 1)).to(device)
+            layout = _Counting([PackedSegment(0, len(probe[0])), PackedSegment(len(probe[0]), len(probe[1]))], device)
+            with use_attention_layout(layout), use_tape(RoutingTape(routers) if routers else None):
+                if sight is None:
+                    hidden = decoder_of(model)(
+                        input_ids=tokens[None], position_ids=where[:1], use_cache=False
+                    ).last_hidden_state[0]
+                else:
+                    seen = vision.VisionFeatures(
+                        torch.arange(3, media[0].end, device=device),
+                        vision.encode_images(model, sight, [media[0].image]),
+                    )
+                    hidden = vision.hidden_states(model, tokens, where, seen)
+            packed = LMHead.from_model(model).logits(hidden.to(model.dtype)).log_softmax(-1)
+        except ModelError:
+            raise
+        except LawError as error:
+            raise ModelError(
+                f"'{name}' ({model.config.model_type}): its routing cannot be replayed: {error}"
+            ) from error
+        except Exception as error:
+            raise ModelError(
+                f"'{name}' ({model.config.model_type}) does not go through transformers' attention interface as packed tokens: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    _refuse_silent_layers(model.config, name, layout, recurrent)
+    gap = float((packed - torch.cat(own)).abs().mean())
+    if not gap <= tolerance:
+        raise ModelError(
+            f"'{name}' ({model.config.model_type}): packed attention differs from the model's own by {gap:.3g} in logprob "
+            f"(limit {tolerance}); "
+            "some part of its attention or head is not carried by the built-in path"
+        )
+    return layout.cached, layout.counted.bytes
+
+
+def _refuse_silent_layers(config: Any, name: str, layout: _Counting, recurrent: list[int]) -> None:
+    """Each layer must ask once for its keys and values, and each recurrent mixer for its states."""
+    text, asked = config.get_text_config(), sorted(layout.layers)
+    every = list(range(text.num_hidden_layers))
+    if recurrent:  # a layer may be a feed-forward alone
+        every = [
+            i for i in every if (getattr(text, "layer_types", None) or ["?"] * len(every))[i] not in ("mlp", "moe")
+        ]
+    if sorted({*asked, *recurrent}) != every or len(set(asked)) != len(asked):
+        raise ModelError(
+            f"'{name}' ({config.model_type}): its {len(every)} layers asked for attention as {asked}; each must ask "
+            f"once, for the cache keeps one set of keys and values a layer"
+        )
+    if sorted(layout.counted.layers) != sorted(recurrent):
+        raise ModelError(
+            f"'{name}' ({config.model_type}): its recurrent layers {sorted(recurrent)} asked for states as "
+            f"{sorted(layout.counted.layers)}; each must ask once, for a sequence keeps one state a layer"
+        )
+
+
+class _Counting(PackedLayout):
+    """Notes which layers ask: a gap between logprobs of flat random weights would not show one
+    that goes its own way.
+    """
+
+    def __init__(self, segments: list[PackedSegment], device: torch.device) -> None:
+        super().__init__(segments, device)
+        self.layers: list[int] = []
+        self.cached = 0  # bytes of one token's keys and values in the layers that have asked
+        self.states = self.counted = StateCount(segments, device)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
+        self.layers.append(layer)
+        self.cached += (k.nbytes + v.nbytes) // len(k)
+        return super().attend(layer, q, k, v, rule)
