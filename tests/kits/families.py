@@ -13,7 +13,7 @@ import torch
 from kits.engine import SIZE, all_of, ask, engine, idle, prompt, tiny
 from kits.vision import EYES
 from rondel.core.errors import ModelError
-from rondel.models.architectures import RECURRENT, REMEDY
+from rondel.models.architectures import RECURRENT_KINDS, REMEDY
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
@@ -249,7 +249,7 @@ ENCODERS = "bert-generation camembert data2vec-text electra ernie roberta-prelay
 SEQUENCE_TO_SEQUENCE = "bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet whisper"
 OUTSIDE = "big_bird blt cpmant git megatron-bert reformer rembert roformer trocr xlm"
 INDEXED = "axk2 dots3_note_text hy_v4"
-RECURRENT_FAMILIES = [kind for kind in FAMILIES if kind in RECURRENT]
+RECURRENT_FAMILIES = [kind for kind in FAMILIES if kind in RECURRENT_KINDS]
 RECURRENT, INTERFACE = "recurrent layers", "attention interface"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the reason speaks of
     **{kind: ({}, "an encoder") for kind in ENCODERS.split()},

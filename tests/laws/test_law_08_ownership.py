@@ -1,4 +1,4 @@
-"""Law 8, ownership: on a shared device with `trainer.offload`, trainer state and KV cache are never both on the device.
+"""Law 8, ownership: on a shared device with `trainer.memory.offload`, trainer state and KV cache are never both on the device.
 `sleep` of an engine that runs requests is an error.
 
 Counted in bytes of tensors; what sleeps wakes bit for bit.
@@ -297,7 +297,7 @@ def test_a_reward_model_on_the_same_device_is_gone_while_the_trainer_works():
 @pytest.mark.slow
 def test_several_ranks_and_devices_of_ones_own_are_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"trainer\.offload = true has no effect on a device of its own"):
-        run(tmp_path, trainer__offload=True, place__kind="split")
+        run(tmp_path, trainer__memory__offload=True, place__kind="split")
     saved(tmp_path / "reward")
     reward = {"kind": "model", "path": str(tmp_path / "reward"), "template": "{question}\n{answer}", "offload": True}
     with pytest.raises(ConfigError, match=r"task\.reward: offload = true is for one policy with place.kind = 'shared'"):
@@ -315,7 +315,7 @@ def test_an_offloaded_run_is_the_same_run_killed_or_not(tmp_path):
     rows = []
     run(tmp_path / "plain", **WITH)
     off = subscribe(lambda event: rows.append(event) if isinstance(event, Resident) else None)
-    run(tmp_path / "off", **WITH, trainer__offload=True)
+    run(tmp_path / "off", **WITH, trainer__memory__offload=True)
     off()
     assert steps(tmp_path / "off") == steps(tmp_path / "plain")
     ours, theirs = final(tmp_path / "off"), final(tmp_path / "plain")
@@ -325,8 +325,8 @@ def test_an_offloaded_run_is_the_same_run_killed_or_not(tmp_path):
     )
     assert all(r.peak["train"] > r.held["train"]["weights"] for r in rows) and rows[-1].held["generate"]["kv_cache"] > 0
     assert events(tmp_path / "off", "StepDone")[0]["metrics"]["train/kl_ref"] == 0
-    assert run_and_die(tmp_path / "dies", ("StepDone", 5), **WITH, trainer__offload=True) == -9
-    run(tmp_path / "dies", **WITH, trainer__offload=True)
+    assert run_and_die(tmp_path / "dies", ("StepDone", 5), **WITH, trainer__memory__offload=True) == -9
+    run(tmp_path / "dies", **WITH, trainer__memory__offload=True)
     assert np.all([torch.equal(a, theirs[n]) for n, a in final(tmp_path / "dies").items()])
 
 

@@ -59,7 +59,7 @@ def test_training_is_six_or_eight_n_a_token():
     s = model_shape("8b")
     setting = Workload(s, find_hardware("h100"), prompt=0, mean=1, output=1)
     plain, again = (
-        cost.train_seconds(one) - cost.update_seconds(one) for one in (setting, replace(setting, checkpointing=True))
+        cost.train_seconds(one) - cost.update_seconds(one) for one in (setting, replace(setting, recompute="layers"))
     )
     assert plain * 989e12 * 0.4 / setting.packed_tokens == pytest.approx(6 * s.active_parameters, rel=1e-3)
     assert again / plain == pytest.approx(8 / 6)
@@ -192,7 +192,7 @@ def test_traffic_of_shards_is_what_fsdp_sends():
     "words", [["model=70b", "gpus=64"], ["model=235b-a22b", "gpus=128", "trainers=64", "output=32k"]]
 )
 def test_layouts_fill_the_devices_and_the_best_fits(words):
-    setting = what_if([*words, "checkpointing=yes"])
+    setting = what_if([*words, "recompute=layers"])
     found = layout.parallel_layouts(setting)
     assert all(
         row.dp * row.tp * row.pp * row.cp == setting.train_devices and row.dp * row.cp % row.ep == 0 for row in found

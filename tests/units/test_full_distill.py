@@ -135,7 +135,7 @@ def test_a_run_comes_closer_to_its_teacher(tmp_path):
     [
         ({"model__teacher": [{"url": "http://127.0.0.1:1"}]}, "hidden states"),
         ({"engine__sampling__top_k": 5}, "top_k"),
-        ({"trainer__offload": True}, "offload"),
+        ({"trainer__memory__offload": True}, "offload"),
         ({"place__kind": "split", "place__ranks": 2}, "place.ranks"),
     ],
 )

@@ -51,18 +51,12 @@ def test_the_table_says_what_dominates(capsys):
     code, out, _ = ask(capsys, "--what-if", "model=70b gpus=64 output=16k group=8 prompts=256")
     assert code == 0 and "too much; activations is" in out
     assert "assumed" in out and "rollout-bound" in out and "sync      distributed, 2.82 s" in out
-    assert (
-        "no change that exists makes it fit" in out
-        and "not in Rondel yet: recomputing activations in the backward pass (" in out
-    )
-    assert "change: recomputing" not in out, (
-        "activations are never recomputed here, so that it would fit with it is no advice"
-    )
+    assert 'trainer.memory.recompute = "layers"' in out and "not in Rondel yet: recomputing" not in out
     assert "together they fit: " in ask(capsys, "--what-if", "model=14b gpus=8 critic=14b")[1]
 
 
 def test_layouts_that_rondel_does_not_have_are_marked(capsys):
-    words = ["model=70b", "gpus=64", "checkpointing=yes"]
+    words = ["model=70b", "gpus=64", "recompute=layers"]
     rows = make_plan(what_if(words))["layouts"]
     assert rows[0]["name"] == "dp64" and [row["exists"] for row in rows] == [True] + [False] * 4
     lines = [line for line in ask(capsys, "--what-if", " ".join(words))[1].splitlines() if line.startswith("layout")]
@@ -140,7 +134,7 @@ def test_more_of_everything_never_takes_less():
     """More tokens, more prompts, a larger model: no step gets shorter; more devices: none gets longer."""
     base = ["model=7b", "gpus=8"]
     step = make_plan(what_if(base))["step_seconds"]
-    for more in ("output=8k", "prompts=64", "group=32", "model=32b", "checkpointing=yes", "reference=7b", "critic=7b"):
+    for more in ("output=8k", "prompts=64", "group=32", "model=32b", "recompute=layers", "reference=7b", "critic=7b"):
         assert make_plan(what_if([*base, more]))["step_seconds"] > step, more
     assert make_plan(what_if(["model=7b", "gpus=16"]))["step_seconds"] < step
     assert make_plan(what_if([*base, "hardware=b200"]))["step_seconds"] < step

@@ -439,7 +439,7 @@ def test_what_is_not_carried_is_refused_by_name_before_anything_is_loaded(tmp_pa
         ({"algo__kind": "ppo"}, "has a critic of one.*grpo or rloo"),
         ({"algo__kind": "opd", "model__teacher": "x"}, "model.teacher teaches one"),
         ({"loop__warmup__steps": 2}, "loop.warmup shows answers to one: run it first as a run of its own"),
-        ({"trainer__offload": True}, "trainer.offload"),
+        ({"trainer__memory__offload": True}, "trainer.memory.offload"),
         ({"run__record": True}, "run.record"),
         ({"engine__speculative": {"kind": "draft", "model": "x"}}, 'use "ngram" or "off"'),
         (

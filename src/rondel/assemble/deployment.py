@@ -234,7 +234,7 @@ def _deploy_shared(plan: DeploymentPlan) -> Deployment:
         plan.new_transport(),
     )
     draft = speculation.draft if speculation else None
-    claim = OneAtATime("engine") if job.trainer.offload else None
+    claim = OneAtATime("engine") if job.trainer.memory.offload else None
     engine, ours = engine_of(
         job, loaded, device, plan.longest(known), speculation, transports={}, log=plan.wal_path(), claim=claim
     )
@@ -243,7 +243,12 @@ def _deploy_shared(plan: DeploymentPlan) -> Deployment:
     )
     where = f"one process, {_format_threads(device.threads)} on {plan.device} for engine and trainer"
     devices = SharedDevice(
-        engine, trainer, how=job.loop.in_flight, offload=job.trainer.offload, device=plan.device, beside=plan.reward
+        engine,
+        trainer,
+        how=job.loop.in_flight,
+        offload=job.trainer.memory.offload,
+        device=plan.device,
+        beside=plan.reward,
     )
     return Deployment(known, engine, trainer, devices, ours | theirs, where, bytes_needed(trainer), transport)
 

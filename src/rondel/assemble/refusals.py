@@ -38,9 +38,9 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     for row in rows.all_rows:
         _check_baseline(job, row)
         _check_reference(job, row)
-    if job.trainer.offload and job.place.kind != "shared":
+    if job.trainer.memory.offload and job.place.kind != "shared":
         raise ConfigError(
-            'trainer.offload = true has no effect on a device of its own: use place.kind = "shared", or remove it'
+            'trainer.memory.offload = true has no effect on a device of its own: use place.kind = "shared", or remove it'
         )
     guess = job.engine.speculative
     if job.place.kind == "split" and guess.kind == "draft" and guess.lr > 0:
@@ -256,7 +256,10 @@ def _check_policies(job: Job, rows: AlgorithmRows) -> None:
         ),
         (p.ranks == 1, f"place.ranks = {p.ranks} shards one: set it to 1"),
         (p.engines == 1, f"place.engines = {p.engines} are replicas of one: set it to 1"),
-        (not job.trainer.offload, "trainer.offload lets one trainer and one engine take turns: set it to false"),
+        (
+            not job.trainer.memory.offload,
+            "trainer.memory.offload lets one trainer and one engine take turns: set it to false",
+        ),
         (not job.model.teachers, "model.teacher teaches one: remove it, and set algo.kind to a row without a teacher"),
         (
             "values" not in rows.needs,
@@ -334,8 +337,8 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             "needs the teacher's whole head on one rank: set place.ranks = 1, or use kind = 'distill'",
         ),
         (
-            not job.trainer.offload,
-            "multiplies with the teacher's head in every pass: set trainer.offload = false, or use kind = 'distill'",
+            not job.trainer.memory.offload,
+            "multiplies with the teacher's head in every pass: set trainer.memory.offload = false, or use kind = 'distill'",
         ),
     ]
     for holds, rule in rules:

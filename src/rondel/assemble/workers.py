@@ -64,7 +64,9 @@ def engine_of(
 ) -> tuple[BuiltinEngine, dict[str, str]]:
     """`log`: where drawn tokens are kept for a life after a crash. -> the engine, and what was resolved for it."""
     draft = speculation.draft if speculation else None
-    own = device.name.startswith("cuda") and (job.place.kind == "split" or (job.trainer.offload and not job.policies))
+    own = device.name.startswith("cuda") and (
+        job.place.kind == "split" or (job.trainer.memory.offload and not job.policies)
+    )
     pages = pages_of(
         [loaded, draft.loaded] if draft else [loaded],
         wanted=job.engine.kv_pages,
@@ -394,6 +396,7 @@ def settings_of(
         critic_lr=t.critic.lr,
         critic_warmup=t.critic.warmup,
         mismatch_bound=mismatch_bound,
+        recompute=t.memory.recompute,
     )
 
 

@@ -16,7 +16,7 @@ from rondel.models import alibi, vision
 from rondel.planner.shapes import SIZES, refuse_sizes
 
 # families whose recurrent layers are all carried
-RECURRENT = frozenset(
+RECURRENT_KINDS = frozenset(
     {
         "bamba",
         "falcon_h1",
@@ -51,7 +51,7 @@ def refuse_architecture(config: Any) -> None:
         - recurrent
         - {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse", "moe", "mlp"}
     )
-    if kind in RECURRENT or kind in ODD:
+    if kind in RECURRENT_KINDS or kind in ODD:
         recurrent = set()
     state = "cannot be packed or paged yet"
     reasons = [
@@ -128,5 +128,5 @@ def _shares_attention(config: Any) -> bool:
     from outside transformers is left to the proof.
     """
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    kinds = {"biogpt", "stablelm", *alibi.FAMILIES, *RECURRENT}
+    kinds = {"biogpt", "stablelm", *alibi.FAMILIES, *RECURRENT_KINDS}
     return getattr(known, "_supports_attention_backend", True) or config.model_type in kinds

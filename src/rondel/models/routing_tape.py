@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -74,6 +74,23 @@ def use_tape(tape: RoutingTape | None) -> Iterator[RoutingTape | None]:
         _here.tape = outer
     if tape is not None:
         _ = tape.recorded_routes
+
+
+def repeated_tape() -> AbstractContextManager[None]:
+    """For a second run of some of the layers, later: the routes of the tape now in force, or of none."""
+    tape = getattr(_here, "tape", None)
+    again = RoutingTape(tape.layers, tape.routes) if tape is not None else None
+
+    @contextmanager
+    def in_force() -> Iterator[None]:
+        outer = getattr(_here, "tape", None)
+        _here.tape = again
+        try:
+            yield
+        finally:
+            _here.tape = outer
+
+    return in_force()
 
 
 class _Choice(TorchFunctionMode):

@@ -16,9 +16,14 @@ def suggest_changes(setting: Workload) -> Iterator[tuple[str, Workload]]:
     if setting.micro > 512 and setting.micro > longest:
         fewer = max(512, setting.micro // 4)
         yield f"trainer.micro_tokens = {fewer}: fewer tokens a pass, the same result", replace(setting, micro=fewer)
+    if setting.recompute == "none":
+        yield (
+            'trainer.memory.recompute = "layers": a third more arithmetic in training, the same result',
+            replace(setting, recompute="layers"),
+        )
     if not setting.split and not setting.offload and on_gpu:
         yield (
-            "trainer.offload = true: optimizer, reference and cache take turns on the device",
+            "trainer.memory.offload = true: optimizer, reference and cache take turns on the device",
             replace(setting, offload=True),
         )
     if staged_bytes(setting):
@@ -60,8 +65,6 @@ def suggest_changes(setting: Workload) -> Iterator[tuple[str, Workload]]:
 
 def missing_features(setting: Workload) -> Iterator[tuple[str, Workload]]:
     """What would help elsewhere and does not exist in Rondel yet; it is never counted as a way to make a run fit."""
-    if not setting.checkpointing:
-        yield "recomputing activations in the backward pass", replace(setting, checkpointing=True)
     if setting.hardware.on_gpu and setting.tensor * 2 <= setting.engine_devices:
         yield (
             f"engines of {2 * setting.tensor} devices (vLLM and SGLang have them)",

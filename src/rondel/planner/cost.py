@@ -144,6 +144,12 @@ def forward_flops(shape: ModelShape, context: float) -> float:
     return 2 * shape.active_parameters + 2 * shape.layers * shape.heads * shape.head * context
 
 
+def recomputed_flops(shape: ModelShape, context: float, recompute: str) -> float:
+    """Of a token, a second time in the backward pass: its forward pass, or three products of the feed-forward parts."""
+    parts = {"none": 0.0, "mlp": 2 * 3 * shape.hidden * shape.feed_forward_size / 4}
+    return parts[recompute] if recompute in parts else forward_flops(shape, context)
+
+
 def train_seconds(setting: Workload) -> float:
     return tokens_seconds(setting) + setting.epochs * (
         calls_seconds(setting) + setting.updates * update_seconds(setting)
@@ -156,9 +162,8 @@ def tokens_seconds(setting: Workload) -> float:
     """
     context = setting.prompt + setting.mean
     own, passes = forward_flops(setting.shape, context), setting.epochs
-    each = own * (
-        ((4 if setting.checkpointing else 3) - (1 if setting.rank else 0)) * passes + (1 if setting.proximal else 0)
-    )
+    each = own * ((3 - (1 if setting.rank else 0)) * passes + (1 if setting.proximal else 0))
+    each += passes * recomputed_flops(setting.shape, context, setting.recompute)
     for other, times in ((setting.reference, 1), (setting.teacher, 1), (setting.critic, 1 + 3 * passes)):
         each += times * forward_flops(other, context) if other is not None else 0
     reward = forward_flops(setting.reward, context) * setting.new_tokens if setting.reward is not None else 0

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from rondel.planner.cost import forward_flops
+from rondel.planner.cost import forward_flops, recomputed_flops
 from rondel.planner.memory import bytes_per_number
 from rondel.planner.resolve import SPARE
+from rondel.planner.shapes import kept_bytes
 from rondel.planner.workload import Workload
 
 
@@ -115,7 +116,7 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int)
     update = mine / setting.updates
     micro = max(1, min(setting.micro * cp, update))
     m = ceil(update / micro)  # micro-batches of an update
-    each = s.checkpointed_bytes(width) if setting.checkpointing else s.activation_bytes(width)
+    each = kept_bytes(s, width, s.activation_bytes(width), setting.recompute)
     alive = min(pp, m)  # micro-batches whose activations the first stage keeps
     gathered = width * 2 * (s.body_parameters / s.layers) / tp if dp * cp > 1 else 0
     memory = state.persistent_bytes * s.parameter_count / devices + gathered + each * micro * alive / (tp * pp * cp)
@@ -137,9 +138,8 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int)
 
     slow = on.link if devices <= on.in_node else on.network
     nested = on.link if tp * cp * ep <= on.in_node else on.network
-    flops = 3 * forward_flops(s, setting.prompt + setting.mean) + (
-        2 * s.active_parameters if setting.checkpointing else 0
-    )
+    context = setting.prompt + setting.mean
+    flops = 3 * forward_flops(s, context) + recomputed_flops(s, context, setting.recompute)
     work = flops * setting.packed_tokens / (devices * on.flops * on.efficiency * 2 / width)
     idle = pipeline_bubble(pp, m)
     hidden = min(over / slow, 0.8 * work)  # sharding's traffic runs beside the arithmetic, as far as there is any

@@ -25,6 +25,7 @@ from rondel.planner.resolve import (
     prefill_bytes,
     state_slots,
 )
+from rondel.planner.shapes import kept_bytes
 from rondel.planner.workload import OtherPolicy, Workload
 
 PHASES = ("generate", "logprob", "train", "sync", "wake")
@@ -246,7 +247,7 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
     # tokens of a step whose answers all reach their limit
     longest = setting.samples * setting.output + setting.prompts * setting.prompt
     tokens = max(min(setting.micro, longest / ranks), setting.prompt + setting.output)  # one sample is never divided
-    kept = s.checkpointed_bytes(setting.width) if setting.checkpointing else activation_bytes(setting, tokens)
+    kept = kept_bytes(s, setting.width, activation_bytes(setting, tokens), setting.recompute)
     chunk = 3 * 4 * min(tokens * s.vocab, LOGITS)
     rows["gathered layers"] = {phase: whole if phase in ("logprob", "train") else 0.0 for phase in PHASES}
     if setting.four_bits:

@@ -201,9 +201,8 @@ class ModelShape:
         up side, their activation and product 4F.
         """
         q_size = self.heads * self.head
-        feed = self.dense_layers * 4 * self.intermediate
-        feed += (self.layers - self.dense_layers) * 4 * (self.per_token * self.expert + self.shared)
-        return int(bytes_each * (self.layers * (4 * self.hidden + 2 * q_size + 2 * self.kv_heads * self.head) + feed))
+        attention = self.layers * (4 * self.hidden + 2 * q_size + 2 * self.kv_heads * self.head)
+        return int(bytes_each * (attention + self.feed_forward_size))
 
     def saved_dense(self, bytes_each: float, keys: float, spread: float) -> int:
         """The same on a CPU, where attention writes its scores out: a token sees `keys` keys, and its
@@ -219,13 +218,26 @@ class ModelShape:
             + bytes_each * (2 * q_size + kv_size * spread)
             + self.heads * keys * (4 + cast)
         )
-        feed = self.dense_layers * 4 * self.intermediate
-        feed += (self.layers - self.dense_layers) * 4 * (self.per_token * self.expert + self.shared)
-        return int(self.layers * layer + bytes_each * feed)
+        return int(self.layers * layer + bytes_each * self.feed_forward_size)
 
-    def checkpointed_bytes(self, bytes_each: float = 2) -> int:
-        """With recomputation: the input of each layer, and one layer's own at a time."""
-        return int(bytes_each * self.layers * self.hidden + self.activation_bytes(bytes_each) / self.layers)
+    @property
+    def feed_forward_size(self) -> int:
+        """Numbers that the feed-forward parts of all layers keep of a token: gate, up, their activation and product."""
+        sparse = (self.layers - self.dense_layers) * (self.per_token * self.expert + self.shared)
+        return 4 * (self.dense_layers * self.intermediate + sparse)
+
+
+def kept_bytes(shape: ModelShape, bytes_each: float, everything: float, recompute: str) -> float:
+    """Activations of a token for the backward pass, in bytes: of `everything`, what `trainer.memory.recompute` keeps.
+
+    layers   the input of each layer, and one layer's own at a time
+    mlp      all but what the feed-forward parts keep, and one layer's at a time
+    """
+    if recompute == "layers":
+        return bytes_each * shape.layers * shape.hidden + everything / shape.layers
+    if recompute == "mlp":
+        return everything - bytes_each * shape.feed_forward_size * (1 - 1 / shape.layers)
+    return everything
 
 
 # -- where a shape comes from ------------------------------------------------------------------------

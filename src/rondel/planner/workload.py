@@ -72,7 +72,7 @@ class Workload:
     four_bits: bool = False
     targets: str | tuple[str, ...] = "all-linear"
     offload: bool = False
-    checkpointing: bool = False
+    recompute: str = "none"
     reference: ModelShape | None = None
     reward: ModelShape | None = None
     teacher: ModelShape | None = None
@@ -192,7 +192,8 @@ def of_job(job: Job, device: str = "") -> Workload:
         rank=adapter.rank if adapter.kind != "off" else 0,
         four_bits=adapter.kind == "qlora",
         targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),
-        offload=job.trainer.offload,
+        offload=job.trainer.memory.offload,
+        recompute=job.trainer.memory.recompute,
         reference=model if wants_reference and adapter.kind == "off" else None,
         teacher=max(
             (of_recipe(t.path, hub_cache()) for t in job.model.teachers if t.path is not None),
@@ -248,6 +249,12 @@ def _parse_bool(text: str) -> bool:
     return text.lower() in ("true", "yes", "1")
 
 
+def _parse_recompute(text: str) -> str:
+    if text not in ("none", "mlp", "layers"):
+        raise ValueError("it is none, mlp or layers")
+    return text
+
+
 def _parse_model(text: str) -> ModelShape | None:
     return None if text.lower() in ("none", "no", "false") else model_shape(text)
 
@@ -278,7 +285,7 @@ QUESTIONS: dict[str, tuple[str, Any]] = {  # --what-if NAME=VALUE -> the field, 
     "lora": ("rank", _parse_count),
     "nf4": ("four_bits", _parse_bool),
     "offload": ("offload", _parse_bool),
-    "checkpointing": ("checkpointing", _parse_bool),
+    "recompute": ("recompute", _parse_recompute),
     "reference": ("reference", _parse_model),
     "image": ("image", _parse_count),
     "tower": ("tower", _parse_bool),
@@ -367,8 +374,6 @@ def fill_defaults(given: dict[str, Any], start: Workload | None) -> Workload:
         )
     if setting.tensor > 1:
         assumed.append("an engine of several devices is not in Rondel yet: vLLM and SGLang have it (engine.kind)")
-    if setting.checkpointing:
-        assumed.append("recomputing activations is not in Rondel yet")
     return replace(setting, assumed=tuple(dict.fromkeys(assumed)))
 
 

@@ -46,7 +46,7 @@ def chain_workload(devices: int, **more: Any) -> Workload:
         "group": 8,
         "output": "16k",
         "mean": "4k",
-        "checkpointing": "yes",
+        "recompute": "layers",
     }
     return what_if([f"{name}={value}" for name, value in {**asked, **more}.items()])
 
@@ -118,7 +118,7 @@ def _memory_tier(devices: int, steps: int) -> dict[str, Any]:
     return _tier_row(
         devices,
         "memory: trainer's state and the engine's cache at once",
-        "take turns: release and resume, offload (trainer.offload)",
+        "take turns: release and resume, offload (trainer.memory.offload)",
         f"{without:.0f} GB a device (14B and its reference)",
         f"{with_:.0f} GB",
         without / with_,

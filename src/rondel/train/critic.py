@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rondel.models.head import LMHead
+from rondel.models.recompute import install_recompute
 from rondel.train.optim import MasterWeights
 from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
@@ -46,6 +47,7 @@ class Critic:
         nn.init.zeros_(value.weight)
         nn.init.zeros_(value.bias)
         model.set_output_embeddings(value)
+        install_recompute(model, settings.recompute, backbone.adapter)
         self.loaded = ranks.shard_model(replace(backbone, head=LMHead(value.weight, value.bias), compute=loaded.dtype))
         self.weights = ranks.make_masters(model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.follows, self.ranks = follows, ranks

@@ -31,6 +31,7 @@ from rondel.core.errors import StalledError
 from rondel.models import linear, names, vision
 from rondel.models.head import LMHead
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.recompute import model_blocks
 from rondel.system import sockets
 from rondel.train.optim import MasterWeights, spread_within_rounding
 from rondel.train.parallel import SingleRank
@@ -125,7 +126,7 @@ class FsdpRank(SingleRank):
                 mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32),
                 reshard_after_forward=False,
             )
-        for layer in [block for block in _sharded_blocks(model) if block not in eye]:
+        for layer in [block for block in model_blocks(model) if block not in eye]:
             fully_shard(layer, mesh=self.mesh, mp_policy=policy, ignored_params=whole)
         fully_shard(model, mesh=self.mesh, mp_policy=policy, ignored_params=whole)
         for module in model.modules():
@@ -274,12 +275,6 @@ def _forward_root(model: nn.Module, work: Callable[[], Any]) -> Any:
 
 def _output_embeddings(model: Any) -> Any:
     return model.get_output_embeddings()
-
-
-def _sharded_blocks(model: Any) -> list[nn.Module]:
-    """What is gathered as one: the blocks that transformers, too, never splits."""
-    blocks = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in blocks and module is not model]
 
 
 def _computes_in(model: nn.Module) -> torch.dtype:

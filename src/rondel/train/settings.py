@@ -23,6 +23,9 @@ class TrainSettings:
     micro_tokens: int = 4096
     updates_per_step: int = 1
     epochs: int = 1  # passes over the batch, all against the same proximal logprobs and the same advantages
+    recompute: str = (
+        "none"  # activations that the backward pass computes again: "mlp" or "layers" (models/recompute.py)
+    )
     share_prompts: bool = True
     max_bad_steps: int = 3
     replay_routes: bool = False

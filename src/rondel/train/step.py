@@ -26,6 +26,7 @@ from rondel.core.events import Warned, emit
 from rondel.core.time_account import TimeAccount
 from rondel.core.types import Manifest, Route, StepStats
 from rondel.models import linear
+from rondel.models.recompute import install_recompute
 from rondel.system.process_memory import release_freed_memory
 from rondel.train import annotate as notes
 from rondel.train import checkpoint
@@ -103,6 +104,7 @@ class LocalTrainer:
         self.teachers = TeacherEnsemble(
             [replace(t, loaded=ranks.shard_model(t.loaded)) if t.loaded else t for t in teachers]
         )
+        install_recompute(loaded.model, settings.recompute, loaded.adapter)
         self.loaded = ranks.shard_model(loaded)
         self.publisher = WeightPublisher(self.loaded, ranks, transport)
         self.weights = ranks.make_masters(self.loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)

@@ -31,6 +31,21 @@ class OptimizerConfig(SettingsTable):
     betas: tuple[Beta, Beta] = Field((0.9, 0.99), strict=False, description="of AdamW")
 
 
+class MemoryConfig(SettingsTable):
+    """What costs time and saves memory. No setting changes a result."""
+
+    recompute: Literal["none", "mlp", "layers"] = Field(
+        "none",
+        description="activations that are not kept for the backward pass but computed again in it: none, those of "
+        "feed-forward parts, or all but the input of each layer (arXiv:1604.06174)",
+    )
+    offload: bool = Field(
+        False,
+        description="shared device: while the engine writes, optimizer, critic, reference and teacher lie in host "
+        "memory, while the trainer works there is no KV cache; reference and teacher are on the device for their own pass only",
+    )
+
+
 class TrainerConfig(ConfigSection):
     lr: float = Field(1e-5, ge=0, description="learning rate of AdamW")
     schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -46,11 +61,6 @@ class TrainerConfig(ConfigSection):
     routing_replay: bool | Literal["auto"] = Field(
         "auto", description="a MoE's tokens go to the experts that the engine chose; auto: if it has any"
     )
-    offload: bool = Field(
-        False,
-        description="shared device: while the engine writes, optimizer, critic, reference and teacher lie in host "
-        "memory, while the trainer "
-        "works there is no KV cache; reference and teacher are on the device for their own pass only",
-    )
+    memory: MemoryConfig = Field(MemoryConfig(), description="what costs time and saves memory: recompute, offload")
     critic: CriticConfig = Field(CriticConfig(), description="of a row that needs values")
     max_bad_steps: int = Field(3, ge=1, description="stop after so many steps in a row that a finite-check refused")

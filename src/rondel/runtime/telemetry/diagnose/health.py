@@ -31,7 +31,7 @@ def find_run_end(story: Story) -> Iterator[Finding]:
             "error",
             f"{full[0]}: {full[1].strip()[:300]}",
             "A device or the machine had no memory left.",
-            "a lower trainer.micro_tokens or engine.kv_pages, trainer.offload = true on a shared device, "
+            "a lower trainer.micro_tokens or engine.kv_pages, trainer.memory.offload = true on a shared device, "
             "model.adapter.kind = 'lora'",
             weight=5,
         )
@@ -131,7 +131,7 @@ def find_memory_near_limit(story: Story) -> Iterator[Finding]:
             "warning",
             f"{peaks[name] / 2**30:.1f} of {room / 2**30:.1f} GiB in the phase {name[4:]} ({story.recent_span})",
             "The next longer answer may be the one that does not fit.",
-            "a lower trainer.micro_tokens or engine.kv_pages, trainer.offload = true",
+            "a lower trainer.micro_tokens or engine.kv_pages, trainer.memory.offload = true",
         )
 
 

@@ -1,0 +1,83 @@
+"""Activations that are computed again in the backward pass instead of being kept (arXiv:1604.06174).
+
+    mlp      the feed-forward part of a layer: its four widest activations, for a quarter of a forward pass more
+    layers   the whole layer: what is kept is its input, for one forward pass more
+
+A layer runs again under the attention layout, the routes and the adapter of its first run, so the gradient is the same.
+The engine, and every pass without a gradient, are not touched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rondel.core.errors import ModelError
+from rondel.models.adapter_state import ModelAdapter, adapter_mode
+from rondel.models.attention import attention_layout, use_attention_layout
+from rondel.models.head import decoder_of
+from rondel.models.routing_tape import repeated_tape
+
+# under which families keep the feed-forward part of a layer
+FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "mixer_mlp", "ffn", "moe", "shared_mlp")
+
+
+def model_blocks(model: Any) -> list[nn.Module]:
+    """The layers: blocks that transformers never splits over devices."""
+    blocks = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in blocks and module is not model]
+
+
+def install_recompute(model: Any, parts: str, adapter: ModelAdapter | None = None) -> None:
+    """Let the `parts` "mlp" or "layers" of a model recompute; "none" changes nothing.
+
+    Raises ModelError where no such part is found.
+    """
+    if parts == "none":
+        return
+    own = {id(module) for module in decoder_of(model).modules()}
+    chosen = [block for block in model_blocks(model) if id(block) in own]
+    if parts == "mlp":
+        named = [next((p for name in FEED_FORWARD if (p := getattr(block, name, None))), None) for block in chosen]
+        chosen = [part for part in named if isinstance(part, nn.Module)]
+    if not chosen:
+        instead = 'take "layers"' if parts == "mlp" else 'take "none"'
+        raise ModelError(
+            f"trainer.memory.recompute = '{parts}': no such part was found in a model of type "
+            f"'{model.config.model_type}'; {instead}"
+        )
+    for module in chosen:
+        setattr(module, "forward", functools.partial(_run_twice, module.forward, adapter))  # noqa: B010
+
+
+def _run_twice(forward: Callable[..., Any], adapter: ModelAdapter | None, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(
+        forward,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,  # nothing here is drawn: dropout is 0
+        context_fn=functools.partial(_contexts, adapter),
+        **kwargs,
+    )
+
+
+def _contexts(adapter: ModelAdapter | None) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Around the first run, and around the second."""
+    layout, tape = attention_layout(), repeated_tape()
+    mode = adapter_mode(adapter, off=adapter.off, exact=adapter.exact) if adapter is not None else nullcontext()
+
+    @contextmanager
+    def as_before() -> Iterator[None]:
+        assert layout is not None
+        with use_attention_layout(layout), tape, mode:
+            yield
+
+    return nullcontext(), as_before()

@@ -1,0 +1,102 @@
+"""Activations that are computed again: the gradient of every family stays what it is, and less is kept for it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from kits.engine import ask, engine, prompt
+from kits.families import FAMILIES
+from kits.families import model as family
+from kits.train import apart, awkward_groups, batch, gradient, model, row, step, trainer
+from rondel.core.errors import ModelError
+from rondel.models.adapters import add_adapter
+from rondel.models.recompute import install_recompute
+from rondel.planner.shapes import kept_bytes, model_shape
+
+FEW = ("llama", "qwen3_moe", "gemma3n_text", "lfm2", "qwen3_5_text")
+ALL = [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in FAMILIES]
+
+
+def kept_numbers(t, b, algo) -> int:
+    """Numbers that autograd holds for the backward pass outside of what runs again."""
+    seen: dict[int, int] = {}
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, torch.nn.Parameter):
+            seen[x.data_ptr()] = x.numel()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        gradient(t, b, algo)
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_the_gradient_of_every_family_is_the_plain_one(kind):
+    algo = row("grpo")
+    plain, again = (trainer(copy.deepcopy(family(kind)), recompute=how) for how in ("none", "layers"))
+    b = batch(awkward_groups(), algo)
+    assert apart(gradient(again, b, algo, micro_tokens=60), gradient(plain, b, algo, micro_tokens=60)) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "lfm2"])
+@pytest.mark.parametrize("parts", ["mlp", "layers"])
+def test_less_is_kept_and_a_step_moves_the_same_bits(kind, parts):
+    algo = row("ppo") if kind == "llama" else row("grpo")
+    plain, again = (trainer(copy.deepcopy(family(kind)), algo, recompute=how) for how in ("none", parts))
+    b = batch(awkward_groups(), algo)
+    if kind == "llama":
+        assert again.critic is not None and plain.critic is not None
+    elif parts == "layers":
+        assert kept_numbers(again, b, algo) < 0.7 * kept_numbers(plain, b, algo)
+    for t in (plain, again):
+        assert step(t, batch(awkward_groups(), algo), algo).stepped
+    weights = [list(t.weights.masters) + (list(t.critic.weights.masters) if t.critic else []) for t in (plain, again)]
+    assert all(torch.equal(a, b) for a, b in zip(*weights))
+
+
+def test_an_adapter_runs_again_as_it_ran():
+    algo, grads = row("grpo"), []
+    for how in ("none", "layers"):
+        loaded = model()
+        add_adapter(loaded, rank=4, alpha=8)
+        with loaded.randomized_adapter():
+            noise = [p.clone() for p in loaded.model.parameters() if p.requires_grad]
+        for parameter, values in zip((p for p in loaded.model.parameters() if p.requires_grad), noise):
+            parameter.data.copy_(values)
+        t = trainer(loaded, recompute=how)
+        grads.append(gradient(t, batch(awkward_groups(), algo), algo))
+    assert torch.equal(*grads) and grads[0].any()
+
+
+def test_the_engine_runs_each_layer_once():
+    import asyncio
+
+    loaded = model()
+    install_recompute(loaded.model, "layers")
+    calls = []
+    layer = loaded.model.model.layers[0]
+    layer.mlp.register_forward_hook(lambda *_: calls.append(1))
+    e = engine(loaded)
+    steps = e.runner.step
+    e.runner.step = lambda *a, **k: calls.append(0) or steps(*a, **k)
+    asyncio.run(e.generate(ask(prompt(1, 6), n=5)))
+    assert calls.count(1) == calls.count(0)
+
+
+def test_a_part_that_no_layer_has_is_refused():
+    loaded = family("mamba")
+    with pytest.raises(ModelError, match="no such part"):
+        install_recompute(copy.deepcopy(loaded.model), "mlp")
+
+
+def test_the_plan_counts_what_is_kept():
+    shape = model_shape("7b")
+    everything = shape.activation_bytes(2)
+    layers, mlp = (kept_bytes(shape, 2, everything, parts) for parts in ("layers", "mlp"))
+    assert kept_bytes(shape, 2, everything, "none") == everything
+    assert layers == 2 * shape.layers * shape.hidden + everything / shape.layers
+    assert layers < mlp < 0.6 * everything
