@@ -11,6 +11,7 @@ PROGRAM = """
 import ctypes
 from rondel.system import process_memory as pm
 
+pm.LEAST_RESIDENT = 0
 library, size = pm._glibc(), 100 << 10
 library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 library.free.argtypes = [ctypes.c_void_p]

@@ -313,7 +313,7 @@ def test_a_folder_of_an_earlier_version_is_read(tmp_path):
     """Its job.toml names every key; those that were not set are no settings."""
     (tmp_path / "job.toml").write_text(
         '[model]\npath = "x"\n[model.adapter]\nkind = "lora"\ndropout = 0.0\n[loop]\nsteps = 1\n[run]\nfolder = "x"\n'
-        'metrics_port = 9464\ntraces = ""\nsinks = ["csv"]\n[trainer]\nkind = "fsdp"\n[task]\nenv = "tools"\n'
+        'metrics_port = 9464\ntraces = ""\nsinks = ["csv"]\n[trainer]\nkind = "fsdp"\noffload = true\n[task]\nenv = "tools"\n'
         'data = { kind = "digits" }\nreward = "number"\nsuffix = "!"\nexamples = []\ntools = ["calculator"]\nturns = 3\n'
         "tool_timeout = 30.0\nagents = []\nagent_timeout = 600.0\nreward_timeout = 5.0\nreward_workers = 1\n"
         "max_failures = 0.2\npatience = 0.0\n[task.eval]\ntemperature = 0.5\nsampling = { top_p = 0.9 }\n"
@@ -323,4 +323,5 @@ def test_a_folder_of_an_earlier_version_is_read(tmp_path):
     assert job.task.reward == {"kind": "number", "timeout": 5.0, "max_failures": 0.2}
     assert job.task.reward_spec == "number" and job.task.reward_calls.timeout == 5.0
     assert job.task.eval.sampling == {"temperature": 0.5, "top_p": 0.9}
+    assert job.trainer.memory.offload and job.trainer.memory.recompute == "none"
     assert job.run.sinks == ["csv", {"kind": "prometheus", "port": 9464}]

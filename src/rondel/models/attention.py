@@ -359,17 +359,19 @@ def _group_segments(segments: list[PackedSegment], above: list[np.ndarray]) -> l
     """
     ordered = sorted(range(len(segments)), key=lambda i: (len(above[i]).bit_length(), -segments[i].length))
     calls: list[list[int]] = []
+    deepest = 0  # of the last call's contexts
     for i in ordered:
+        context, length = len(above[i]), segments[i].length
         if calls:
-            longest, deepest = segments[calls[-1][0]].length, max(len(above[j]) for j in [*calls[-1], i])
-            alike = (
-                len(above[i]).bit_length() == len(above[calls[-1][0]]).bit_length()
-                and segments[i].length >= 0.5 * longest
-            )
-            if alike and (len(calls[-1]) + 1) * longest * (deepest + longest) <= SCORES:
+            first, most = calls[-1][0], max(deepest, context)
+            longest = segments[first].length
+            alike = context.bit_length() == len(above[first]).bit_length() and length >= 0.5 * longest
+            if alike and (len(calls[-1]) + 1) * longest * (most + longest) <= SCORES:
                 calls[-1].append(i)
+                deepest = most
                 continue
         calls.append([i])
+        deepest = context
     return calls
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import resource
 from pathlib import Path
 
 
@@ -19,6 +20,7 @@ def resident_memory(pid: int | None = None) -> dict[str, int]:
 
 
 LEAST_FREED = 256 << 20  # bytes that are worth the page faults of taking them again
+LEAST_RESIDENT = 1 << 30  # of a smaller process glibc is not asked, which walks its whole heap to count
 
 
 class _HeapCounts(ctypes.Structure):
@@ -40,8 +42,17 @@ def release_freed_memory() -> None:
     that is packed anew after each update leave such holes: 0.1 GB a step of a model of 135M parameters.
     """
     library = _glibc()
-    if library is not None and library.mallinfo2().fordblks >= LEAST_FREED:
+    if library is None or _resident_bytes() < LEAST_RESIDENT:
+        return
+    if library.mallinfo2().fordblks >= LEAST_FREED:
         library.malloc_trim(0)
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 @functools.cache

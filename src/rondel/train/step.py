@@ -538,12 +538,11 @@ def _check_samples(batch: TrainBatch) -> None:
         ("value", lambda s: [s.known.values]),
         ("advantage", lambda s: [s.known.advantages]),
     ):
-        if bad := [i for i, s in enumerate(batch.samples) if not all(map(_is_finite, known(s)))]:
+        values = [[torch.as_tensor(v).reshape(-1) for v in known(s) if v is not None] for s in batch.samples]
+        every = [v for own in values for v in own]
+        if every and not bool(torch.isfinite(torch.cat(every)).all()):
+            bad = [i for i, own in enumerate(values) if not all(bool(torch.isfinite(v).all()) for v in own)]
             raise NotFinite(f"{border}: not finite for {_name_samples(batch, bad)}")
-
-
-def _is_finite(values: Any) -> bool:
-    return values is None or bool(torch.isfinite(torch.as_tensor(values)).all())
 
 
 def _find_nonfinite(border: str, values_M: Tensor, batch: TrainBatch, packed: PackedBatch) -> list[str]:

@@ -48,6 +48,8 @@ def translate_moved_keys(tree: dict[str, Any]) -> None:
     optimizer = {old: trainer.pop(old) for old in ("warmup_steps", "weight_decay", "betas") if old in trainer}
     if optimizer:
         trainer["optimizer"] = optimizer
+    if "offload" in trainer:
+        trainer["memory"] = {"offload": trainer.pop("offload")}
     sinks = {"metrics_port": ("prometheus", "port", 0), "traces": ("opentelemetry", "url", "")}
     for old, (name, setting, default) in sinks.items():
         if (value := run.pop(old, default)) != default:

@@ -7,6 +7,7 @@ SYNONYMS = {  # what other trainers call a key of ours
     "warmup_steps": "trainer.optimizer.warmup_steps",
     "max_grad_norm": "trainer.clip",
     "lr_scheduler_type": "trainer.schedule",
+    "gradient_checkpointing": "trainer.memory.recompute",
     "batch_size": "loop.groups_per_step",
     "train_batch_size": "loop.groups_per_step",
     "per_device_train_batch_size": "loop.groups_per_step",

@@ -20,7 +20,12 @@ class ConfigSection(BaseModel):
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if not name.startswith(("_", "model_")) and name in type(self).model_fields:
+        if name.startswith(("_", "model_")):
+            return value
+        read = (super().__getattribute__("__pydantic_private__") or {}).get(
+            "_read"
+        )  # self._read takes ten times as long
+        if (read is None or name not in read) and name in type(self).model_fields:
             self._read.add(name)
         return value
 
