@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -532,17 +533,30 @@ def _to_host(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _check_samples(batch: TrainBatch) -> None:
     """All that is known before the first forward pass with a gradient."""
-    for border, known in (
-        ("reward", lambda s: [torch.tensor(s.reward), s.earned]),
-        ("logprob", lambda s: [getattr(s.known, name) for name in LOGPROBS] + list(s.known.teachers.values())),
-        ("value", lambda s: [s.known.values]),
-        ("advantage", lambda s: [s.known.advantages]),
-    ):
-        values = [[torch.as_tensor(v).reshape(-1) for v in known(s) if v is not None] for s in batch.samples]
-        every = [v for own in values for v in own]
-        if every and not bool(torch.isfinite(torch.cat(every)).all()):
-            bad = [i for i, own in enumerate(values) if not all(bool(torch.isfinite(v).all()) for v in own)]
+    known: list[tuple[str, list[Any]]] = [
+        ("reward", [s.reward for s in batch.samples]),
+        ("reward", [s.earned for s in batch.samples]),
+        *(("logprob", [getattr(s.known, name) for s in batch.samples]) for name in LOGPROBS),
+        *(("logprob", [s.known.teachers.get(i) for s in batch.samples]) for i in range(_most_teachers(batch))),
+        ("value", [s.known.values for s in batch.samples]),
+        ("advantage", [s.known.advantages for s in batch.samples]),
+    ]
+    for border, values in known:
+        if not _all_finite(values):
+            bad = [i for i, value in enumerate(values) if not _all_finite([value])]
             raise NotFinite(f"{border}: not finite for {_name_samples(batch, bad)}")
+
+
+def _most_teachers(batch: TrainBatch) -> int:
+    return max((1 + max(s.known.teachers) for s in batch.samples if s.known.teachers), default=0)
+
+
+def _all_finite(values: list[Any]) -> bool:
+    """Of numbers, arrays or tensors, one a sample; None where a sample has none."""
+    given = [value for value in values if value is not None]
+    if given and isinstance(given[0], Tensor):
+        return bool(torch.isfinite(torch.cat(given)).all())
+    return not given or bool(np.isfinite(np.concatenate([np.atleast_1d(value) for value in given])).all())
 
 
 def _find_nonfinite(border: str, values_M: Tensor, batch: TrainBatch, packed: PackedBatch) -> list[str]:
