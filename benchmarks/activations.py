@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
                 print("{tokens:6d} tokens  {recompute:6s}  {seconds:7.1f} s  {peak:6.2f} GB at most, "
                       "{before:5.2f} before the step".format(**rows[-1]), flush=True)  # fmt: skip
     if a.json:
-        print(json.dumps(rows))
+        print(json.dumps({"rows": rows}))
 
 
 def measure(model: str, dtype: str, tokens: int, recompute: str, threads: int) -> dict[str, object]:
@@ -62,12 +62,12 @@ def measure(model: str, dtype: str, tokens: int, recompute: str, threads: int) -
 
     device = Device("cpu", threads=threads) if threads else Device("cpu")
     loaded = device.call(lambda: load_model(model, dtype=dtype))
-    algo = resolve_algorithm({"kind": "sft"})
+    algo, vocabulary = resolve_algorithm({"kind": "sft"}), loaded.model.config.get_text_config().vocab_size
     settings = TrainSettings(lr=1e-6, micro_tokens=1, start_probe=0, recompute=recompute)
     trainer = device.call(lambda: LocalTrainer(loaded, settings, run=device.run))
 
     def sample(seed: int, reward: float) -> Trajectory:
-        ids = torch.randint(5, 40_000, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+        ids = torch.randint(5, vocabulary, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
         written, half = Trajectory(), tokens // 2
         written.extend(ids[:half])
         written.extend(ids[half:], logprobs=[-10.0] * (tokens - half), versions=[0] * (tokens - half))
