@@ -45,8 +45,8 @@ def install_recompute(model: Any, parts: str, adapter: ModelAdapter | None = Non
     own = {id(module) for module in decoder.modules()}
     chosen = [block for block in model_blocks(model) if id(block) in own]
     if not chosen:  # a family that names no blocks: its list of layers
-        lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
-        chosen = list(max(lists, key=len, default=nn.ModuleList()))
+        lists = [list(module) for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+        chosen = max(lists, key=len, default=[])
     if parts == "mlp":
         named = [next((p for name in FEED_FORWARD if (p := getattr(block, name, None))), None) for block in chosen]
         chosen = [part for part in named if isinstance(part, nn.Module)]
