@@ -17,9 +17,10 @@ from rondel.core.events import StepDone, subscribe
 from rondel.core.types import TensorInfo
 from rondel.generate.engine.foreign import ForeignEngine
 from rondel.generate.engine.sglang import SglangServer
-from rondel.models import linear, names
+from rondel.models import names
 from rondel.models.load import load_model
 from rondel.models.save import save_model
+from rondel.models.weight_stamp import weights_changed
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.update import WeightUpdate
 
@@ -102,7 +103,7 @@ class Trainer:
         if self.version:
             for p in self.loaded.model.parameters():
                 p.data.mul_(1.02)
-            linear.weights_changed()
+            weights_changed()
         rows = [
             (TensorInfo(n, tuple(t.shape), "float32", names.tensor_digest(t)), t)
             for n, t in names.named_weights(self.loaded.model)

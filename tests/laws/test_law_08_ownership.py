@@ -296,7 +296,7 @@ def test_a_reward_model_on_the_same_device_is_gone_while_the_trainer_works():
 
 @pytest.mark.slow
 def test_several_ranks_and_devices_of_ones_own_are_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match=r"trainer\.offload = true has no effect on a device of its own"):
+    with pytest.raises(ConfigError, match=r"trainer\.memory\.offload = true has no effect on a device of its own"):
         run(tmp_path, trainer__memory__offload=True, place__kind="split")
     saved(tmp_path / "reward")
     reward = {"kind": "model", "path": str(tmp_path / "reward"), "template": "{question}\n{answer}", "offload": True}

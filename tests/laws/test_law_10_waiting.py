@@ -25,7 +25,7 @@ from rondel.core.errors import SilentError, StalledError, WorkerError
 from rondel.core.events import subscribe
 from rondel.core.types import Task
 from rondel.runtime.cluster.process import ProcessCluster
-from rondel.runtime.stacks import SIGNAL, StackDumper
+from rondel.runtime.stacks import SIGNAL, StackDumper, format_thread_stacks
 from rondel.train.fsdp import FsdpRank, Rendezvous
 
 
@@ -100,7 +100,7 @@ def test_a_buffer_in_which_nothing_moves_says_where_the_stacks_are(dumping_clust
     assert (
         "learner waits for finished groups" in text
         and "in a_lane_that_never_ends" in text
-        and "most recent call first" in text
+        and "thread MainThread" in text
     )
     assert "most recent call first" in said(tmp_path / "logs" / "engine-0.log", "call first")
 
@@ -117,6 +117,20 @@ def test_a_signal_writes_them_on_demand(dumping_cluster, tmp_path):
         os.kill(os.getpid(), SIGNAL)
     assert "test_a_signal_writes_them_on_demand" in said(tmp_path / "logs" / "controller.log", "on_demand")
     assert "in _send_pulses" in said(tmp_path / "logs" / "engine-0.log", "_send_pulses")
+
+
+def test_the_main_thread_is_told_first_however_many_there_are():
+    """Python's own dump ends after 100 threads, and the main one is its last."""
+    enough = threading.Event()
+    threads = [threading.Thread(target=enough.wait, name=f"lane-{i}") for i in range(101)]
+    for thread in threads:
+        thread.start()
+    text = format_thread_stacks()
+    enough.set()
+    for thread in threads:
+        thread.join()
+    assert text.startswith("thread MainThread\n")
+    assert text.index("test_the_main_thread_is_told_first") < text.index("thread lane-") and "thread lane-100\n" in text
 
 
 def said(log, word: str) -> str:

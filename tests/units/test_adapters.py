@@ -18,13 +18,14 @@ from kits.runs import events, final, run, run_and_die, steps, tiny
 from kits.sync import update
 from kits.train import awkward_groups, batch, model, row, step, trainer
 from rondel.core.errors import ConfigError, EngineError, ModelError, SyncError
-from rondel.models import adapters, linear, names
+from rondel.models import adapter_files, adapters, names
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.compilation import CompiledModel
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.merge import merge
 from rondel.models.save import save_model as save_model
+from rondel.models.weight_stamp import weights_changed
 from rondel.train.checkpoint import find_flaw, load_trainer, save_trainer
 
 peft = pytest.importorskip("peft")
@@ -107,20 +108,20 @@ def test_the_forward_pass_is_that_of_peft(tmp_path):
     )
     save_model(plain, tmp_path / "base")
     (tmp_path / "adapter").mkdir()
-    adapters.save_adapter(loaded, tmp_path / "adapter")
+    adapter_files.save_adapter(loaded, tmp_path / "adapter")
     from transformers import AutoModelForCausalLM
 
     theirs = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
     ).eval()
-    stored = load_file(tmp_path / "adapter" / adapters.WEIGHTS)
+    stored = load_file(tmp_path / "adapter" / adapter_files.WEIGHTS)
     assert stored.keys() == peft.get_peft_model_state_dict(theirs).keys()
     tokens = prompt(0, 30)
     with torch.no_grad():
         logp = theirs(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
     wanted = logp.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
     assert max(abs(a - b) for a, b in zip(trained(loaded, [tokens])[0], wanted, strict=True)) < 1e-5
-    config = json.loads((tmp_path / "adapter" / adapters.CONFIG).read_text())  # what vLLM reads of it
+    config = json.loads((tmp_path / "adapter" / adapter_files.CONFIG).read_text())  # what vLLM reads of it
     assert (config["r"], config["lora_alpha"], config["bias"], config["peft_type"]) == (4, 8, "none", "LORA")
     assert (
         config["target_modules"] == sorted(config["target_modules"])
@@ -278,7 +279,7 @@ def test_a_step_packs_the_base_no_second_time():
     for _ in range(2):
         trained(loaded, [prompt(0, 9)])
         packed.append(stack._packed)
-        linear.weights_changed()
+        weights_changed()
     assert packed[0] is packed[1] is not None
 
 
@@ -353,10 +354,10 @@ def test_the_digest_of_the_base_is_taken_once(monkeypatch):
 def test_merged_weights_give_the_same_logits(tmp_path, kind, dtype, lost):
     loaded = noise(adapted_from(kind))
     (tmp_path / "adapter").mkdir()
-    adapters.save_adapter(loaded, tmp_path / "adapter")
+    adapter_files.save_adapter(loaded, tmp_path / "adapter")
     assert merge(tmp_path / "adapter", tmp_path / "merged", dtype=dtype) < lost
     whole, tokens = load_model(str(tmp_path / "merged"), dtype="float32"), prompt(2, 40)
-    assert whole.adapter is None and not (tmp_path / "merged" / adapters.CONFIG).exists()
+    assert whole.adapter is None and not (tmp_path / "merged" / adapter_files.CONFIG).exists()
     apart = max(abs(a - b) for a, b in zip(trained(whole, [tokens])[0], trained(loaded, [tokens])[0], strict=True))
     assert apart < (1e-5 if dtype == "float32" else 0.1)
 
@@ -376,7 +377,7 @@ def test_a_checkpoint_is_the_adapter_alone_and_resumes_to_the_same_bits(tmp_path
     for _ in range(2):
         step(t, batch(awkward_groups(), algo), algo)
     save_trainer(t, tmp_path / "c")
-    stored = load_file(tmp_path / "c" / adapters.WEIGHTS)
+    stored = load_file(tmp_path / "c" / adapter_files.WEIGHTS)
     assert (
         sum(x.numel() for x in stored.values()) == t.loaded.adapter.parameter_count
         and not (tmp_path / "c" / "model.safetensors").exists()
@@ -396,11 +397,11 @@ def test_a_checkpoint_is_the_adapter_alone_and_resumes_to_the_same_bits(tmp_path
 def test_files_that_do_not_fit_are_refused(tmp_path):
     loaded = noise(adapted_from("llama"))
     (tmp_path / "a").mkdir()
-    adapters.save_adapter(loaded, tmp_path / "a")
+    adapter_files.save_adapter(loaded, tmp_path / "a")
 
     def refused(match: str, other: LoadedModel, error: type[Exception] = ModelError) -> None:
         with pytest.raises(error, match=match):
-            adapters.read_adapter(other, tmp_path / "a")
+            adapter_files.read_adapter(other, tmp_path / "a")
 
     wide = load_model({"random": "llama", "seed": 3, **SIZE}, dtype="float32")
     adapters.add_adapter(wide, rank=8, alpha=16)
@@ -413,11 +414,11 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     refused("other bits than the base", stranger)
     with pytest.raises(ModelError, match="has an adapter already"):
         adapters.attach_adapter(loaded, tmp_path / "a")
-    config = json.loads((tmp_path / "a" / adapters.CONFIG).read_text())
-    (tmp_path / "a" / adapters.CONFIG).write_text(json.dumps(config | {"use_dora": True}))
+    config = json.loads((tmp_path / "a" / adapter_files.CONFIG).read_text())
+    (tmp_path / "a" / adapter_files.CONFIG).write_text(json.dumps(config | {"use_dora": True}))
     with pytest.raises(ModelError, match="only plain LoRA"):
         load_model(str(tmp_path / "a"))
-    (tmp_path / "a" / adapters.BASE).unlink()
+    (tmp_path / "a" / adapter_files.BASE).unlink()
     with pytest.raises(ModelError, match="base_model_name_or_path"):
         load_model(str(tmp_path / "a"))
 
@@ -494,7 +495,7 @@ def whole(tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_a_run_trains_publishes_and_stores_the_adapter_alone(whole):
     newest = sorted((whole / "checkpoints").glob("step-*"))[-1]
-    assert find_flaw(newest) is None and adapters.is_adapter(newest)
+    assert find_flaw(newest) is None and adapter_files.is_adapter(newest)
     assert not (newest / "model.safetensors").exists()
     done = events(whole, "StepDone")
     assert all(e["metrics"]["train/gap_mean"] < 0.05 for e in done if "train/gap_mean" in e["metrics"])
@@ -519,14 +520,14 @@ def test_engine_and_trainer_apart_make_the_same_run(whole, tmp_path, cluster):
     ours, theirs = final(tmp_path / "run"), final(whole)
     assert [n for n in ours if not torch.equal(ours[n], theirs[n])] == []
     newest = sorted((whole / "checkpoints").glob("step-*"))[-1]
-    sent = sum(t.numel() * 4 for t in load_file(newest / adapters.WEIGHTS).values())
+    sent = sum(t.numel() * 4 for t in load_file(newest / adapter_files.WEIGHTS).values())
     assert {e["bytes_copied"] for e in events(tmp_path / "run", "Synced")} == {sent}
 
 
 @pytest.mark.slow
 def test_two_ranks_train_and_publish_the_adapter_of_one(whole, tmp_path):
     run(tmp_path / "run", **LORA, place__kind="split", place__ranks=2, place__threads=1, loop__steps=2)
-    sizes = load_file(sorted((whole / "checkpoints").glob("step-*"))[-1] / adapters.WEIGHTS).values()
+    sizes = load_file(sorted((whole / "checkpoints").glob("step-*"))[-1] / adapter_files.WEIGHTS).values()
     assert {e["bytes_copied"] for e in events(tmp_path / "run", "Synced")} == {sum(t.numel() * 4 for t in sizes)}
     # later a token may fall otherwise
     for two, one in zip(events(tmp_path / "run", "StepDone")[:6], events(whole, "StepDone")):

@@ -12,9 +12,10 @@ from torch import nn
 
 from kits.engine import prompt, tiny
 from kits.train import awkward_groups, batch, model, row, trainer
-from rondel.models import linear
+from rondel.models import linear, processor
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.linear import PackedLinear, install_cpu_linear, matmul, product
+from rondel.models.weight_stamp import weights_changed
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -50,7 +51,7 @@ def test_only_what_needs_a_gradient_gets_one():
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_without_bf16_instructions_a_bf16_product_is_the_rounded_fp32_product(shape, with_bias, monkeypatch):
     """Forward, backward and packed: bit for bit the fp32 product of the same numbers, rounded once."""
-    monkeypatch.setattr(linear, "has_bf16_products", lambda: False)
+    monkeypatch.setattr(processor, "has_bf16_products", lambda: False)
     linear._available.cache_clear()
     bf16 = torch.bfloat16
     x, w = numbers(*shape, dtype=bf16), numbers(24, 16, seed=1, dtype=bf16)
@@ -117,7 +118,7 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype, inside):
 def changes(module):
     yield "in place", lambda: module.q_proj.weight.mul_(2)
     yield "an optimizer", lambda: step(module)
-    yield "a fused optimizer", lambda: (step(module, torch.optim.AdamW, fused=True), linear.weights_changed())
+    yield "a fused optimizer", lambda: (step(module, torch.optim.AdamW, fused=True), weights_changed())
     yield "load_state_dict", lambda: module.load_state_dict({k: v + 1 for k, v in module.state_dict().items()})
     yield (
         "another tensor behind the parameter",
@@ -125,7 +126,7 @@ def changes(module):
     )
     yield "another parameter", lambda: setattr(module.v_proj, "weight", nn.Parameter(module.v_proj.weight.detach() - 1))
     yield "a bias", lambda: module.v_proj.bias.add_(1)
-    yield "written past torch", lambda: (past_torch(module.o_proj.weight), linear.weights_changed())
+    yield "written past torch", lambda: (past_torch(module.o_proj.weight), weights_changed())
 
 
 def step(module, kind=torch.optim.SGD, **how):

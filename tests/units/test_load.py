@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from kits.engine import SIZE, plain_logits, prompt, tiny
 from rondel.core.errors import ModelError
-from rondel.models import linear, load, names
+from rondel.models import load, names, processor
 from rondel.models import model_folder as folders
 from rondel.models.load import load_model, pick_dtype
 from rondel.models.save import save_model
@@ -223,11 +223,13 @@ def test_a_layer_that_attends_its_own_way_is_found_whatever_its_weights_are(monk
     ("aarch64", False, False, torch.bfloat16),  # oneDNN asked the processor there
 ])  # fmt: skip
 def test_auto_is_bfloat16_only_where_the_processor_multiplies_it(monkeypatch, machine, avx512, amx, picked):
-    monkeypatch.setattr(linear.platform, "machine", lambda: machine)
+    monkeypatch.setattr(processor.platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    monkeypatch.setattr(linear, "has_bf16_products", linear.has_bf16_products.__wrapped__)  # asked anew in each case
+    monkeypatch.setattr(
+        processor, "has_bf16_products", processor.has_bf16_products.__wrapped__
+    )  # asked anew in each case
     assert pick_dtype("auto", "cpu") == picked
     assert pick_dtype("auto", "cuda") == torch.bfloat16
 

@@ -6,8 +6,10 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rondel.models import linear
 from rondel.models.embedding_lookup import adopt_embedding
 from rondel.models.head import LMHead
 from rondel.models.linear import install_cpu_linear
@@ -41,6 +43,13 @@ def backward(model: LlamaForCausalLM, rounds: int, logits: int = 1 << 25) -> Non
             logprobs.LOGITS = old
 
 
+@pytest.fixture(params=[True, False], ids=["mkl", "onednn"])
+def mkl(request, monkeypatch) -> None:
+    """Both ways to a linear layer's gradient, whatever processor this is."""
+    monkeypatch.setattr(linear, "knows_mkl", lambda: request.param)
+
+
+@pytest.mark.usefixtures("mkl")
 @pytest.mark.parametrize("logits", [1 << 25, 9000 * 16])
 @pytest.mark.parametrize("padding", [None, 7])
 @pytest.mark.parametrize("tied", [True, False])
@@ -59,6 +68,23 @@ def test_the_sum_over_micro_batches_is_that_of_autograd(dtype, tied, padding, lo
         assert error < (1e-5 if dtype == torch.float32 else 0.03), (name, float(error))
     if padding is not None and not tied:
         assert not weights.masters[0].grad[padding].any()
+
+
+@pytest.mark.usefixtures("mkl")
+def test_a_linear_layer_s_gradient_is_summed_in_fp32_from_bf16_inputs() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 80)).bfloat16()
+    install_cpu_linear(model)
+    weights = MasterWeights(model, betas=(0.9, 0.999), weight_decay=0.0)
+    wanted = torch.zeros(80, 48, dtype=torch.float64)
+    for _ in range(50):
+        x, grad = torch.randn(2, 7, 48).bfloat16(), torch.randn(2, 7, 80).bfloat16()
+        model(x).backward(grad)
+        wanted += grad.double().flatten(0, 1).t() @ x.double().flatten(0, 1)
+    assert model[0].weight.grad is None
+    if not linear.is_widened(torch.bfloat16):
+        pytest.skip("bf16 instructions round the product of each micro-batch")
+    assert (weights.masters[0].grad - wanted).norm() / wanted.norm() < 1e-6, "rounded to bf16 in between it is 3e-3"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -22,7 +22,7 @@ from kits.sync import update
 from kits.train import awkward_groups, batch, row, step, trainer
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, ModelError, SyncError
-from rondel.models import adapters, names, nf4
+from rondel.models import adapter_files, adapters, names, nf4
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.compilation import CompiledModel
 from rondel.models.head import LMHead
@@ -242,7 +242,7 @@ def test_peft_loads_the_adapter_over_a_base_of_bitsandbytes(tmp_path):
     loaded = load_model(str(tmp_path / "base"), dtype="float32", four_bits=True)
     adapters.add_adapter(loaded, rank=4, alpha=8)
     noise(loaded)
-    adapters.save_adapter(loaded, tmp_path / "adapter")
+    adapter_files.save_adapter(loaded, tmp_path / "adapter")
     other = peft.PeftModel.from_pretrained(theirs(tmp_path / "base"), tmp_path / "adapter")
     tokens = prompt(0, 30)
     assert logprobs_of(other.train(), tokens) == pytest.approx(trained(loaded, [tokens])[0], abs=1e-5)
@@ -325,7 +325,7 @@ def test_a_merged_model_computes_what_was_trained(tmp_path, kind, dtype):
     loaded = load_model(str(tmp_path / "base"), dtype=dtype, four_bits=True)
     adapters.add_adapter(loaded, rank=4, alpha=8)
     noise(loaded)
-    adapters.save_adapter(loaded, tmp_path / "adapter")
+    adapter_files.save_adapter(loaded, tmp_path / "adapter")
     again = load_model(str(tmp_path / "adapter"), dtype=dtype)
     tokens = prompt(0, 30)
     assert nf4.nf4_layers(again.model) and trained(again, [tokens]) == trained(loaded, [tokens])
@@ -388,7 +388,9 @@ def whole(tmp_path_factory) -> Path:
 def test_a_run_stores_the_adapter_and_holds_what_was_planned(whole, tmp_path):
     newest = max((whole / "checkpoints").glob("step-*"))
     assert (
-        adapters.is_adapter(newest) and adapters.over_four_bits(newest) and not (newest / "model.safetensors").exists()
+        adapter_files.is_adapter(newest)
+        and adapter_files.over_four_bits(newest)
+        and not (newest / "model.safetensors").exists()
     )
     assert all(
         e["metrics"]["train/gap_mean"] < 0.05 for e in events(whole, "StepDone") if "train/gap_mean" in e["metrics"]
@@ -417,7 +419,7 @@ def test_engine_and_trainer_apart_make_the_same_run(whole, tmp_path):
     ours, others = final(tmp_path / "run"), final(whole)
     assert [n for n in ours if not torch.equal(ours[n], others[n])] == []
     newest = max((whole / "checkpoints").glob("step-*"))
-    sent = sum(t.numel() * 4 for t in load_file(newest / adapters.WEIGHTS).values())
+    sent = sum(t.numel() * 4 for t in load_file(newest / adapter_files.WEIGHTS).values())
     assert {e["bytes_copied"] for e in events(tmp_path / "run", "Synced")} == {sent}
 
 

@@ -28,9 +28,10 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from rondel.core.errors import ModelError
-from rondel.models.linear import LIBRARY
+from rondel.models.processor import is_widened
 from rondel.models.recurrent.layout import SegmentStates, SlotStates
 from rondel.models.score_rule import ScoreRule
+from rondel.models.torch_library import LIBRARY
 
 NAME = "rondel"
 
@@ -185,6 +186,8 @@ def _dense_attention(
     """The scores written out. Training on a CPU takes it: torch's fused backward pass is 8
     times slower there in bf16 (docs/LOG.md).
     """
+    if is_widened(dtype := q.dtype):
+        q, k, v = q.float(), k.float(), v.float()
     batch, heads, length, size = q.shape
     # the query heads of one key head become its queries: no copy of the keys
     folded = q.reshape(batch, k.shape[1], -1, size)
@@ -193,7 +196,7 @@ def _dense_attention(
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     weights = rule.softmax(scores, 1, -1, 1, 1).to(v.dtype).reshape(batch, k.shape[1], -1, k.shape[2])
-    return torch.matmul(weights, v).view(batch, heads, length, v.shape[-1])
+    return torch.matmul(weights, v).view(batch, heads, length, v.shape[-1]).to(dtype)
 
 
 # -- training ------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from rondel.core.errors import ConfigError
 from rondel.models import linear
 from rondel.models.attention import AttentionLayout, PackedLayout, PackedSegment, outside_graph, use_attention_layout
-from rondel.models.head import decoder_of
 from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ def _compile(loaded: LoadedModel) -> Any:
     from torch._inductor import standalone_compile  # slow to import
 
     def forward_hidden(tokens: Tensor, positions: Tensor) -> Tensor:
-        out = decoder_of(loaded.model)(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        out = loaded.decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         return out.last_hidden_state[0]
 
     try:

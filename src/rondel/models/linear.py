@@ -14,7 +14,7 @@ on), which is what aligned numerics need.
 A packed copy notices when its weights change: before every use it compares their storage
 and version counter with what it packed. Who writes them where torch does not count
 (its fused optimizers, another process in
-shared memory) calls `weights_changed`; the trainer does so at every step, the engine at every commit.
+shared memory) calls `weight_stamp.weights_changed`; the trainer does so at every step, the engine at every commit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import platform
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,18 +33,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from rondel.models.main_grad import main_grad
+from rondel.models.processor import is_widened, knows_mkl
+from rondel.models.torch_library import LIBRARY
+from rondel.models.weight_stamp import Stamp, stamp_of
+
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 ROWS = 8192  # of a vocabulary's gradient that are computed at a time: 19 MB at D = 576
 SPARE = 4  # packing doubles the memory of the weights: only where so many times as much is available
-
-
-_changes = 0
-
-
-def weights_changed() -> None:
-    """Whatever is packed is packed again before its next use."""
-    global _changes
-    _changes += 1
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -54,7 +49,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.ops.rondel.product(x, weight, bias)
     if not _is_packable(weight) or x.dtype != weight.dtype:
         return F.linear(x, weight, bias)
-    if weight.dtype != torch.float32 and not _is_widened(weight.dtype):
+    if weight.dtype != torch.float32 and not is_widened(weight.dtype):
         return _in_company(x, lambda rows: F.linear(rows, weight, bias))
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return LinearProduct.apply(x, weight, bias)
@@ -85,9 +80,21 @@ class LinearProduct(torch.autograd.Function):
         flat = grad.flatten(0, -2)
         return (
             _mkldnn_linear(grad, weight.t(), None) if wants_x else None,
-            _mkldnn_linear(flat.t(), x.flatten(0, -2).t(), None) if wants_weight else None,
+            _weight_gradient(weight, flat, x.flatten(0, -2)) if wants_weight else None,
             flat.sum(0) if wants_bias else None,
         )
+
+
+def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+    """grad [N, O]ᵀ @ x [N, I]: added to the optimizer's accumulator in fp32 where there is one (-> None), else returned."""
+    if (main := main_grad(weight)) is None:
+        return _mkldnn_linear(grad.t(), x.t(), None)
+    grad, x = grad.float(), x.float()
+    if knows_mkl():
+        main.addmm_(grad.t(), x)  # three quarters of the time of the product and the sum
+    else:
+        main.add_(_mkldnn_linear(grad.t(), x.t(), None))
+    return None
 
 
 def as_base_tensor(out: Tensor) -> Tensor:
@@ -98,7 +105,7 @@ def as_base_tensor(out: Tensor) -> Tensor:
 
 
 def _mkldnn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if _is_widened(x.dtype):
+    if is_widened(x.dtype):
         weight, bias = weight.float(), None if bias is None else bias.float()
         return _mkldnn_linear(x.float(), weight, bias).to(x.dtype)
     return _in_company(x, lambda rows: torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], ""))
@@ -113,14 +120,11 @@ def _in_company(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
     return product(x.reshape(1, -1).expand(2, -1))[:1].view(*x.shape[:-1], -1)
 
 
-Stamp = list[tuple[int, int, int]]
-
-
 class PackedLinear:
     """Weights [O_i, I] that read the same input, as one packed product whenever nobody wants gradients."""
 
     def __init__(self) -> None:
-        self.stamp: Stamp = []  # storage and counters of the weights and biases that are packed
+        self.stamp: list[Stamp] = []  # storage and counters of the weights and biases that are packed
         self._packed: tuple[Tensor, Tensor | None, list[int]] | None = None
         self._size = 0
 
@@ -144,7 +148,7 @@ class PackedLinear:
     def _pack_weights(self, weights: list[Tensor], biases: list[Tensor]) -> None:
         weight = torch.cat([w.detach() for w in weights]) if len(weights) > 1 else weights[0].detach()
         bias = torch.cat([b.detach() for b in biases]) if biases else None
-        if _is_widened(weight.dtype):
+        if is_widened(weight.dtype):
             weight, bias = weight.float(), None if bias is None else bias.float()
         self._size = weight.nbytes
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64), bias, [w.shape[0] for w in weights]
@@ -158,7 +162,7 @@ class PackedLinear:
     def forward_joined(self, x: Tensor) -> Tensor:
         """The same as one tensor [..., sum of O_i]."""
         assert self._packed is not None
-        if _is_widened(x.dtype):
+        if is_widened(x.dtype):
             return _mkldnn_linear(x.float(), *self._packed[:2]).to(x.dtype)
         return _mkldnn_linear(x, *self._packed[:2])
 
@@ -188,11 +192,6 @@ class UnpackedLinear(PackedLinear):
 
     def __deepcopy__(self, memo: Any) -> UnpackedLinear:
         return self
-
-
-def stamp_of(tensor: Tensor) -> tuple[int, int, int]:
-    # no optimizer writes a frozen weight
-    return tensor.data_ptr(), tensor._version, _changes if tensor.requires_grad else -1
 
 
 class _Members:
@@ -274,7 +273,6 @@ def call_joint_product(owner: JointProduct, x: Tensor, size: int) -> Tensor:
 _tracing = threading.local()
 _numbers = itertools.count()
 _traced: WeakValueDictionary[int, JointProduct] = WeakValueDictionary()
-LIBRARY = torch.library.Library("rondel", "FRAGMENT")
 LIBRARY.define("product(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 LIBRARY.define("together(Tensor x, int owner, int size) -> Tensor")
 LIBRARY.impl("product", product, "CPU")
@@ -338,27 +336,11 @@ def _is_packable(weight: Tensor) -> bool:
 
 
 @functools.cache
-def has_bf16_products() -> bool:
-    """Whether this CPU multiplies bfloat16 itself. oneDNN says yes wherever it can convert: with
-    AVX-512 alone, at a fifth of float32's speed.
-    """
-    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return False
-    x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
-    return not x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def _is_widened(dtype: torch.dtype) -> bool:
-    """Whether products of this dtype are computed in fp32 and rounded."""
-    return dtype == torch.bfloat16 and not has_bf16_products()
-
-
-@functools.cache
 def _available(dtype: torch.dtype) -> bool:
     """Whether this build and this processor have oneDNN products of the dtype, asked by making one."""
     if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return False
-    if _is_widened(dtype):
+    if is_widened(dtype):
         return _available(torch.float32)
     x, w = torch.linspace(-1, 1, 48).view(3, 16).to(dtype), torch.linspace(-1, 1, 80).view(5, 16).to(dtype)
     try:
@@ -370,7 +352,7 @@ def _available(dtype: torch.dtype) -> bool:
 
 
 def _has_spare_memory(weights: list[Tensor]) -> bool:
-    need = sum(w.numel() * (4 if _is_widened(w.dtype) else w.element_size()) for w in weights)
+    need = sum(w.numel() * (4 if is_widened(w.dtype) else w.element_size()) for w in weights)
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > SPARE * need
     except (ValueError, OSError):  # not Linux

@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 
 from rondel.core.errors import ModelError, error_boundary
 from rondel.core.media import ImageProcessorConfig
-from rondel.models import adapters, alibi, linear, nf4, vision
+from rondel.models import adapter_files, adapters, alibi, linear, nf4, processor, vision
 from rondel.models.architectures import auto_class, refuse_architecture
 from rondel.models.embedding_lookup import adopt_embedding
 from rondel.models.head import LMHead
@@ -46,8 +46,8 @@ def load_model(
     """
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-    if isinstance(path, str) and adapters.is_adapter(path):
-        base, packed = adapters.base_of(path), four_bits or adapters.over_four_bits(path)
+    if isinstance(path, str) and adapter_files.is_adapter(path):
+        base, packed = adapter_files.base_of(path), four_bits or adapter_files.over_four_bits(path)
         loaded = load_model(base, dtype=dtype, device=device, four_bits=packed, trust_remote_code=trust_remote_code)
         adapters.attach_adapter(loaded, path)
         return replace(loaded, name=path)
@@ -105,8 +105,8 @@ def load_model(
 def tokenizer_of(path: str | dict[str, Any]) -> tuple[Any, int, ImageProcessorConfig | None]:
     """(tokenizer, context length, how it looks at pictures) of what `load` would load, without a weight."""
     hf_logging.set_verbosity_error()
-    if isinstance(path, str) and adapters.is_adapter(path):
-        return tokenizer_of(adapters.base_of(path))
+    if isinstance(path, str) and adapter_files.is_adapter(path):
+        return tokenizer_of(adapter_files.base_of(path))
     if isinstance(path, dict):
         tokenizer = random_tokenizer(path)
         config = _random_config(path, tokenizer)
@@ -154,7 +154,7 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
                 f"model.dtype = '{dtype}': it is one of auto, {', '.join(str(d).removeprefix('torch.') for d in PARITY)}"
             )
         return named
-    return torch.bfloat16 if device.startswith("cuda") or linear.has_bf16_products() else torch.float32
+    return torch.bfloat16 if device.startswith("cuda") or processor.has_bf16_products() else torch.float32
 
 
 def _max_context(text: Any) -> int:

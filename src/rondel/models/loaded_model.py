@@ -55,6 +55,16 @@ class LoadedModel:
         """How many weights it has, whatever they lie in."""
         return nf4.count_parameters(self.model)
 
+    @property
+    def decoder(self) -> Any:
+        """Its module that ends in hidden states."""
+        return decoder_of(self.model)
+
+    @property
+    def in_four_bits(self) -> bool:
+        """Whether its base lies in 4 bits."""
+        return bool(nf4.nf4_layers(self.model))
+
     def run_with_head(self, work: Callable[[LMHead], Any]) -> Any:
         """One pass through the module, ending in its head."""
         return work(self.head) if self.enter is None else self.enter(work)
@@ -78,7 +88,7 @@ class LoadedModel:
         ):
             if self.sight is not None:
                 return vision.hidden_states(self.model, tokens, positions, seen)
-            out = decoder_of(self.model)(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+            out = self.decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         return out.last_hidden_state[0].to(self.dtype)  # Mamba's residual stream is fp32
 
     def encode_images(self, images: list[Image]) -> vision.ImageFeatures:

@@ -10,8 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from rondel.core.errors import ModelError
 from rondel.models import nf4
+from rondel.models.adapter_files import is_adapter, over_four_bits, trained_in
 from rondel.models.adapter_state import NAME
-from rondel.models.adapters import is_adapter, over_four_bits, trained_in
 from rondel.models.load import load_model
 from rondel.models.names import LORA
 from rondel.models.save import save_model

@@ -15,8 +15,10 @@ import faulthandler
 import io
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,8 +64,7 @@ class StackDumper:
                 file.write(
                     f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}  stacks: {why}\n{format_task_stacks()}\n\n{self.memory_report()}\n"
                 )
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
+                file.write(format_thread_stacks())
 
     def memory_report(self) -> str:
         """Workers without a process of their own are in the controller's."""
@@ -89,6 +90,16 @@ class StackDumper:
             yield
         finally:
             signal.signal(SIGNAL, before)
+
+
+def format_thread_stacks() -> str:
+    """Every thread by name, the main one first: `faulthandler` tells of 100, and of the main one last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    each = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    return "".join(
+        f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}\n" for ident, frame in each
+    )
 
 
 def format_task_stacks() -> str:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from rondel.core.errors import CheckpointError, error_boundary, size_text
 from rondel.core.events import Warned, emit
-from rondel.models import adapters, names
+from rondel.models import adapter_files, names
 from rondel.models.save import make_readable, save_model
 from rondel.system.files import (
     checkpoints_in,
@@ -78,7 +78,7 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
     file, state = (
         (MODEL, _model_tensors(trainer))
         if loaded.adapter is None
-        else (adapters.WEIGHTS, dict(names.named_weights(loaded.model)))
+        else (adapter_files.WEIGHTS, dict(names.named_weights(loaded.model)))
     )
     optimizer = {
         "rng": torch.get_rng_state(),
@@ -91,7 +91,7 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
     if not trainer.ranks.is_leader:  # it gave its shards to the one that writes
         return
     with guard_write(folder, bytes_needed(trainer)):
-        save_model(loaded, folder, state) if loaded.adapter is None else adapters.save_adapter(loaded, folder)
+        save_model(loaded, folder, state) if loaded.adapter is None else adapter_files.save_adapter(loaded, folder)
         plain = _stored_names(folder / file, state)
         rounded = loaded.adapter is None and loaded.dtype != torch.float32
         optimizer |= {
@@ -169,7 +169,7 @@ def load_trainer(trainer: TrainerState, folder: Path) -> None:
         model = (
             load_file(folder / MODEL)
             if trainer.loaded.adapter is None
-            else adapters.read_adapter(trainer.loaded, folder)
+            else adapter_files.read_adapter(trainer.loaded, folder)
         )
         optimizer = load_file(folder / "optimizer.safetensors")
         weights.load_masters(
@@ -325,7 +325,7 @@ def find_flaw(folder: Path) -> str | None:
         return f"its manifest cannot be read ({type(error).__name__}: {error})"
     for name in expected.keys() | {
         "state.json",
-        adapters.WEIGHTS if adapters.CONFIG in expected else MODEL,
+        adapter_files.WEIGHTS if adapter_files.CONFIG in expected else MODEL,
         "optimizer.safetensors",
     }:
         path = folder / name

@@ -14,14 +14,19 @@ would cut today does not change the past draw.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from rondel.models.head import LMHead, select_logprobs
 from rondel.models.linear import add_product, matmul
 from rondel.models.main_grad import main_grad
+from rondel.models.select_logprobs import select_logprobs
 from rondel.train.sampling_mask import SupportMask
 from rondel.train.teacher_distributions import TeacherDistribution
+
+if TYPE_CHECKING:
+    from rondel.models.head import LMHead
 
 LOGITS = 1 << 25  # entries of a chunk of logits: 128 MB in fp32
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from rondel.models.linear import weights_changed
 from rondel.models.main_grad import own_parameter
+from rondel.models.weight_stamp import weights_changed
 
 PIECE = 1 << 20  # weights spread at a time: temporary tensors of 4 MB
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rondel.core.errors import SyncError
 from rondel.core.events import Advised, emit
 from rondel.core.types import Abort, Begin, Commit, Message, Route
-from rondel.models import linear
+from rondel.models.weight_stamp import weights_changed
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.lifecycle import EngineLifecycle
@@ -61,7 +61,7 @@ class EngineUpdate:
         if commit.version <= self.lifecycle.version:
             # other weights under a name that was used: nothing computed so far may be matched
             scheduler.drop_cache(self.lifecycle.version)
-        linear.weights_changed()
+        weights_changed()
         runner.eyes.forget_features()
         before, self.lifecycle.version = self.lifecycle.version, commit.version
         scheduler.new_version(commit.version, before)

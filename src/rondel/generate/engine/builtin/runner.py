@@ -26,9 +26,9 @@ from rondel.generate.engine.builtin.step_plan import StepPlan
 from rondel.generate.engine.builtin.vision_encoder import RequestImages, VisionEncoderCache
 from rondel.models.attention import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.compilation import CompiledModel
-from rondel.models.head import select_logprobs
 from rondel.models.recurrent.layout import SlotStates
 from rondel.models.routing_tape import RoutingTape
+from rondel.models.select_logprobs import select_logprobs
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.draft import DraftModel

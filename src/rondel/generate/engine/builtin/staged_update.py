@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from rondel.core.errors import SyncError, error_boundary
 from rondel.core.types import Abort, Begin, Commit, Manifest, Route, TensorInfo
-from rondel.models import adapters, names
+from rondel.models import adapter_files, names
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.engine import BuiltinEngine
@@ -45,8 +45,8 @@ def from_disk(loaded: LoadedModel, folder: str) -> dict[str, Tensor]:
         if not path.is_dir() or not list(path.glob("*.safetensors")):
             raise SyncError(f"'{folder}' is no folder with .safetensors on this machine")
         if loaded.adapter is not None:
-            return adapters.read_adapter(loaded, path)
-        if adapters.is_adapter(path):
+            return adapter_files.read_adapter(loaded, path)
+        if adapter_files.is_adapter(path):
             raise SyncError(
                 f"'{folder}' is an adapter, and the model that serves has none: serve an adapter to replace it, or "
                 f"merge this one"
