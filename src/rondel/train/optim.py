@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rondel.models.main_grad import own_parameter
 from rondel.models.weight_stamp import weights_changed
 
-PIECE = 1 << 20  # weights spread at a time: temporary tensors of 4 MB
+PIECE = 1 << 20  # weights spread or rounded at a time: temporary tensors of 4 MB
 
 
 class MasterWeights:
@@ -85,10 +85,11 @@ class MasterWeights:
         with torch.no_grad():
             for parameter, master in zip(self.compute, self.masters):
                 if parameter is not master:
-                    fresh = master.to(parameter.dtype)
-                    changed += int((fresh != parameter).sum())
-                    total += fresh.numel()
-                    parameter.copy_(fresh)
+                    total += parameter.numel()
+                    for held, moved in zip(parameter.view(-1).split(PIECE), master.view(-1).split(PIECE)):
+                        fresh = moved.to(held.dtype)
+                        changed += int((fresh != held).sum())
+                        held.copy_(fresh)
         return changed / total if total else 1.0
 
     def gather_full(self, i: int, piece: Tensor) -> Tensor:

@@ -367,6 +367,7 @@ class LocalTrainer:
                         f"gradient{whose}: its norm is {float(size)} over {_name_samples(update, range(len(update.samples)))}"
                     )
         with _timed_phase(seconds, "optimizer"):
+            release_freed_memory()  # of the activations
             changed = 0.0
             if norm > 0:  # without signal the momentum of earlier steps must not move anything either
                 changed = self.weights.step(
