@@ -211,6 +211,7 @@ def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width):
     from kits.engine import LLAMA
     from rondel.models.attention import PackedLayout, PackedSegment
     from rondel.models.load import load_model
+    from rondel.models.processor import is_widened
 
     loaded = load_model({**LLAMA, "hidden_size": 128, "intermediate_size": 384}, dtype=dtype)
     prompt, each = 40, 24
@@ -237,6 +238,7 @@ def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width):
         mean=each,
         width=width,
         micro=total,
+        packed_width=4 if is_widened(loaded.dtype) else width,
     )
     assert held / total == pytest.approx(memory.activation_bytes(setting, total), rel=0.1)
     assert (

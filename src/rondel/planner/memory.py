@@ -271,7 +271,7 @@ def activation_bytes(setting: Workload, tokens: float) -> float:
     if setting.hardware.on_gpu or tokens * s.heads * keys > DENSE * max(1.0, tokens / long):
         return s.activation_bytes(setting.width)
     spread = (setting.samples * long + setting.prompts * setting.prompt) / setting.packed_tokens
-    return s.saved_dense(setting.width, keys, spread)
+    return s.saved_dense(setting.width, keys, spread, widened=setting.packed_width > setting.width)
 
 
 def packed_bytes(setting: Workload, *, training: bool) -> float:

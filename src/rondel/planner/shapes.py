@@ -204,18 +204,21 @@ class ModelShape:
         attention = self.layers * (4 * self.hidden + 2 * q_size + 2 * self.kv_heads * self.head)
         return int(bytes_each * (attention + self.feed_forward_size))
 
-    def saved_dense(self, bytes_each: float, keys: float, spread: float) -> int:
+    def saved_dense(self, bytes_each: float, keys: float, spread: float, *, widened: bool = False) -> int:
         """The same on a CPU, where attention writes its scores out: a token sees `keys` keys, and its
         calls hold `spread` copies of keys and values.
 
         A layer keeps: of each norm its input in fp32, its normalised input and its output; the scores in
-        fp32, and their copy in 16 bits where values are.
+        fp32, and their copy in 16 bits where values are. `widened`: the CPU has no bf16 products, and attention
+        multiplies fp32 copies of queries, keys and values.
         """
         q_size, kv_size = self.heads * self.head, 2 * self.kv_heads * self.head
-        cast = bytes_each if bytes_each < 4 else 0
+        wide = 4 if widened else bytes_each
+        cast = bytes_each if wide < 4 else 0
         layer = (
             2 * (4 + 2 * bytes_each) * self.hidden
-            + bytes_each * (2 * q_size + kv_size * spread)
+            + bytes_each * q_size
+            + wide * (q_size + kv_size * spread)
             + self.heads * keys * (4 + cast)
         )
         return int(self.layers * layer + bytes_each * self.feed_forward_size)
