@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -303,3 +305,23 @@ def test_only_scored_trajectories_that_wrote_something_are_trained():
 def test_a_first_token_without_a_past_is_refused_by_name():
     with pytest.raises(ValueError, match="group 9, sample 2"):
         TrainSample.from_trajectory(trajectory([(2, True)], np.random.default_rng(0)), group=9, index=2)
+
+
+# -- to another process ------------------------------------------------------------------------------
+
+
+def test_a_sample_travels_without_its_neighbours() -> None:
+    """Samples hold parts of one tensor; torch pickles the whole storage of a part."""
+    whole = batch_of([forked_group()])
+    count = whole.total_tokens
+    whole.write_tokens(proximal=torch.arange(float(count)))
+    whole.write_teacher(range(len(whole.samples)), 0, torch.arange(float(count)))
+    first = whole.samples[0]
+    assert first.known.proximal.untyped_storage().nbytes() == 4 * count, "the test would see nothing"
+    there = pickle.loads(pickle.dumps(first))
+    for here, arrived in (
+        (first.known.proximal, there.known.proximal),
+        (first.known.teachers[0], there.known.teachers[0]),
+    ):
+        assert torch.equal(here, arrived) and arrived.untyped_storage().nbytes() == arrived.nbytes
+    assert torch.equal(there.known.behavior, first.known.behavior) and there.known.values is None

@@ -44,16 +44,31 @@ class TokenBatch:
         """The same tokens, of which more is known, or less."""
         return replace(self, **known)
 
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """To another process: samples hold parts of one tensor, and a part would travel as the whole."""
+        known = {f.name: getattr(self, f.name) for f in fields(self)}
+        teachers = {number: _without_rest(value) for number, value in self.teachers.items()}
+        return None, {name: _without_rest(value) for name, value in known.items()} | {"teachers": teachers}
+
     @staticmethod
     def concat(samples: Sequence[TokenBatch], device: Any = "cpu") -> TokenBatch:
         """The tokens of several samples, one behind the other: what is known of all of them."""
         found: dict[str, Any] = {}
         for name in (f.name for f in fields(TokenBatch) if f.name not in ("sample", "teachers")):
+            if not samples or getattr(samples[0], name) is None:
+                continue
             pieces = [getattr(sample, name) for sample in samples]
-            if pieces and all(piece is not None for piece in pieces):
+            if all(piece is not None for piece in pieces):
                 found[name] = torch.cat(pieces).to(device)
         lengths = torch.tensor([len(sample.sample) for sample in samples], dtype=torch.int64)
         return TokenBatch(torch.arange(len(samples)).repeat_interleave(lengths).to(device), **found)
+
+
+def _without_rest(value: Any) -> Any:
+    """A tensor without what its storage holds beside it."""
+    if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+        return value.clone()
+    return value
 
 
 @dataclass(frozen=True)

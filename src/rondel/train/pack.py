@@ -177,8 +177,9 @@ class TrainBatch:
 
     def _split_tokens(self, chosen: Sequence[int] | None, values_T: Tensor) -> Iterator[tuple[TrainSample, Tensor]]:
         picked = self.samples if chosen is None else [self.samples[i] for i in chosen]
-        for sample, piece in zip(picked, values_T.detach().float().cpu().split([len(s.trainable) for s in picked])):
-            yield sample, piece.clone()  # a part of a tensor would travel as the whole
+        yield from zip(
+            picked, values_T.detach().to("cpu", torch.float32, copy=True).split([len(s.trainable) for s in picked])
+        )
 
     def sample_name(self, sample: int) -> str:
         return f"group {self.samples[sample].group}, sample {self.samples[sample].index}"
