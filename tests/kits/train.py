@@ -187,7 +187,7 @@ def step(t: LocalTrainer, b: TrainBatch, algo: Algorithm):
 
 def bits(t: LocalTrainer) -> list[bytes]:
     """Everything that a refused step must not touch."""
-    moments = [t.weights.adamw.state.get(m, {}) for m in t.weights.masters]
+    moments = [t.weights.moments(i) for i in range(len(t.weights.masters))]
     tensors = [*t.weights.compute, *t.weights.masters, *(state[name] for state in moments for name in sorted(state))]
     return [x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for x in tensors]
 

@@ -67,7 +67,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_what_was_written():
             logp = t.draft.loaded.head.logits(hidden).double().log_softmax(-1)
             total -= float(sum(logp[at - 1, s.tokens[at]] for at in s.trainable))
     assert told == pytest.approx(total / b.total_tokens, rel=1e-6)
-    assert not t.draft.weights.adamw.state or all(
+    assert not t.draft.weights.optimizers[0].state or all(
         torch.equal(a, c) for a, c in zip(t.draft.loaded.model.parameters(), tiny("llama", **LITTLE).model.parameters())
     )  # lr = 0 moves nothing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from rondel.core.config.job import Job
@@ -41,6 +42,16 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     if job.trainer.memory.offload and job.place.kind != "shared":
         raise ConfigError(
             'trainer.memory.offload = true has no effect on a device of its own: use place.kind = "shared", or remove it'
+        )
+    if job.trainer.optimizer.kind == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            'trainer.optimizer.kind = "adamw_8bit" needs the package bitsandbytes, which is not installed: '
+            "pip install 'rondel[qlora]', or take \"adamw\""
+        )
+    if job.trainer.optimizer.kind != "adamw" and job.place.ranks > 1:
+        raise ConfigError(
+            f'trainer.optimizer.kind = "{job.trainer.optimizer.kind}" with place.ranks = {job.place.ranks}: it needs each '
+            'tensor whole. Use "adamw", or one rank'
         )
     guess = job.engine.speculative
     if job.place.kind == "split" and guess.kind == "draft" and guess.lr > 0:

@@ -387,6 +387,7 @@ def settings_of(
         clip=t.clip,
         weight_decay=t.optimizer.weight_decay,
         betas=t.optimizer.betas,
+        optimizer=t.optimizer.kind,
         micro_tokens=micro_tokens,
         updates_per_step=job.loop.updates_per_step,
         epochs=job.loop.epochs,

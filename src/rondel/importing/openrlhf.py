@@ -56,7 +56,7 @@ REASONS = {
     "*max_tokens_per_gpu": MEMORY,
     "train.dynamic_batch_enable": PACKED,
     "actor.gradient_checkpointing*": MEMORY,
-    "actor.muon.*": "AdamW is the optimizer here",
+    "actor.muon.*": 'its Muon has a rate of its own; trainer.optimizer = { kind = "muon" } takes that of AdamW',
     "actor.min_lr_ratio": "a schedule ends at 0 here",
     "algo.advantage.gamma": "this advantage discounts nothing",
     "algo.advantage.lambd": "it belongs to a critic",

@@ -417,6 +417,8 @@ def _translate_optimizer(s: PeerSettings) -> Iterator[Part]:
         yield SameKeys(("adam_epsilon",), "1e-8")
     if str(s["optim"]).startswith("adamw_torch"):
         yield SameKeys(("optim",), "AdamW")
+    elif s["optim"] in ("adamw_8bit", "adamw_bnb_8bit"):
+        yield RecipeLine("trainer.optimizer.kind", "adamw_8bit", ("optim",))
 
 
 def _translate_run(s: PeerSettings) -> Iterator[Part]:

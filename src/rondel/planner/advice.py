@@ -41,6 +41,11 @@ def suggest_changes(setting: Workload) -> Iterator[tuple[str, Workload]]:
         yield "algo.kl = {}: no reference model", replace(setting, reference=None)
     if setting.critic is not None:
         yield 'algo.kind = "grpo": a row without a critic', replace(setting, critic=None)
+    if setting.optimizer == "adamw" and not setting.rank and setting.train_devices == 1:
+        yield (
+            'trainer.optimizer = { kind = "adamw_8bit" }: moments in 8 bits, 2 bytes of a number in place of 8',
+            replace(setting, optimizer="adamw_8bit"),
+        )
     if not setting.rank:
         yield (
             'model.adapter = { kind = "lora", rank = 16 }: trains few numbers',

@@ -7,6 +7,8 @@
                      copy stays, the engine reads it
     rondel, fp32     4        -        4        8      = 16   master and compute copy are one tensor
 
+    moments of adamw 8, adamw_8bit 2.03, muon 4 in matrices of the layers (train/optimizers.py)
+
 phases   generate · logprob (proximal, reference, teacher: forward only) · train · sync · wake (the cache comes back)
 """
 
@@ -43,11 +45,11 @@ class BytesPerNumber(NamedTuple):
     compute: int
     master: int
     gradient: int
-    moments: int
+    moments: float
     transient: int = 0
 
     @property
-    def persistent_bytes(self) -> int:
+    def persistent_bytes(self) -> float:
         """What stays; the transient shard does not."""
         return self.compute + self.master + self.gradient + self.moments
 
@@ -202,7 +204,14 @@ def _policy_rows(setting: Workload, other: OtherPolicy) -> dict[str, dict[str, f
 
 
 def bytes_per_number(setting: Workload) -> BytesPerNumber:
-    return RONDEL if setting.width == 2 else RONDEL32
+    state = RONDEL if setting.width == 2 else RONDEL32
+    if setting.optimizer == "adamw_8bit":
+        return state._replace(moments=2 + 2 * 4 / 256)
+    if setting.optimizer == "muon":
+        s = setting.shape
+        ends = 0 if setting.rank else s.embedding_parameters * (1 if s.tied else 2)
+        return state._replace(moments=4 + 4 * ends / max(1, s.body_parameters + ends))
+    return state
 
 
 def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:

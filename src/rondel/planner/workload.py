@@ -73,6 +73,7 @@ class Workload:
     targets: str | tuple[str, ...] = "all-linear"
     offload: bool = False
     recompute: str = "none"
+    optimizer: str = "adamw"
     reference: ModelShape | None = None
     reward: ModelShape | None = None
     teacher: ModelShape | None = None
@@ -194,6 +195,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),
         offload=job.trainer.memory.offload,
         recompute=job.trainer.memory.recompute,
+        optimizer=job.trainer.optimizer.kind,
         reference=model if wants_reference and adapter.kind == "off" else None,
         teacher=max(
             (of_recipe(t.path, hub_cache()) for t in job.model.teachers if t.path is not None),
@@ -255,6 +257,12 @@ def _parse_recompute(text: str) -> str:
     return text
 
 
+def _parse_optimizer(text: str) -> str:
+    if text not in ("adamw", "adamw_8bit", "muon"):
+        raise ValueError("it is adamw, adamw_8bit or muon")
+    return text
+
+
 def _parse_model(text: str) -> ModelShape | None:
     return None if text.lower() in ("none", "no", "false") else model_shape(text)
 
@@ -286,6 +294,7 @@ QUESTIONS: dict[str, tuple[str, Any]] = {  # --what-if NAME=VALUE -> the field, 
     "nf4": ("four_bits", _parse_bool),
     "offload": ("offload", _parse_bool),
     "recompute": ("recompute", _parse_recompute),
+    "optimizer": ("optimizer", _parse_optimizer),
     "reference": ("reference", _parse_model),
     "image": ("image", _parse_count),
     "tower": ("tower", _parse_bool),

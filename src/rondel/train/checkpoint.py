@@ -87,7 +87,7 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
     optimizer |= {
         f"{name}_coef": torch.tensor(coef, dtype=torch.float64) for name, coef in trainer.coefs.values.items()
     }
-    masters, moments = _master_tensors(weights), _adamw_moments(weights)
+    masters, moments = _master_tensors(weights), _moments(weights)
     if not trainer.ranks.is_leader:  # it gave its shards to the one that writes
         return
     with guard_write(folder, bytes_needed(trainer)):
@@ -102,11 +102,11 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
         save_file(optimizer | moments, folder / "optimizer.safetensors")
         if trainer.draft is not None:
             save_file(
-                _master_tensors(trainer.draft.weights) | _adamw_moments(trainer.draft.weights),
+                _master_tensors(trainer.draft.weights) | _moments(trainer.draft.weights),
                 folder / "draft.safetensors",
             )
         if trainer.critic is not None:
-            learned = _master_tensors(trainer.critic.weights) | _adamw_moments(trainer.critic.weights)
+            learned = _master_tensors(trainer.critic.weights) | _moments(trainer.critic.weights)
             save_file(learned | {"steps": torch.tensor(trainer.critic.steps)}, folder / "critic.safetensors")
 
 
@@ -132,26 +132,23 @@ def _master_tensors(weights: MasterWeights) -> dict[str, Tensor]:
     }
 
 
-def _adamw_moments(weights: MasterWeights) -> dict[str, Tensor]:
-    """AdamW's state as `key.name`."""
-    state = [(name, weights.adamw.state.get(master, {})) for name, master in zip(weights.names, weights.masters)]
+def _moments(weights: MasterWeights) -> dict[str, Tensor]:
+    """The optimizer's state as `key.name`."""
     return {
-        f"{key}.{name}": weights.gather_full(i, value.detach()).cpu()
-        for i, (name, values) in enumerate(state)
-        for key, value in values.items()
+        f"{key}.{name}": value.cpu()
+        for i, name in enumerate(weights.names)
+        for key, value in weights.moments(i).items()
     }
 
 
 def _load_moments(weights: MasterWeights, saved: dict[str, Tensor]) -> None:
-    for i, (name, master) in enumerate(zip(weights.names, weights.masters)):
-        weights.adamw.state.pop(master, None)
-        moments = {
-            k: weights.local_shard(i, saved[f"{k}.{name}"])
-            for k in ("step", "exp_avg", "exp_avg_sq")
-            if f"{k}.{name}" in saved
-        }
-        if moments:  # the fused AdamW counts its steps on the device, too
-            weights.adamw.state[master] = {k: v.to(master.device, copy=True) for k, v in moments.items()}
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, value in saved.items():
+        key, _, of = name.partition(".")
+        if key != "master":
+            found.setdefault(of, {})[key] = value
+    for i, name in enumerate(weights.names):
+        weights.load_moments(i, found.get(name, {}))
 
 
 def _model_tensors(trainer: TrainerState) -> dict[str, Tensor]:
@@ -211,13 +208,13 @@ def _load_draft(weights: MasterWeights, path: Path) -> None:
 
 
 def bytes_needed(trainer: TrainerState) -> int:
-    """Size of one checkpoint: compute copy, masters, two moments; masters and moments of a draft and of a critic."""
+    """Size of one checkpoint: compute copy, masters, moments; masters and moments of a draft and of a critic."""
     beside = sum(
         m.numel() * 12 for other in (trainer.draft, trainer.critic) if other is not None for m in other.weights.masters
     )
     compute = sum(p.numel() * p.element_size() for p in trainer.weights.compute)
     masters = sum(m.numel() * 4 for p, m in zip(trainer.weights.compute, trainer.weights.masters) if p is not m)
-    return beside + compute + masters + sum(m.numel() * 8 for m in trainer.weights.masters)
+    return beside + compute + masters + trainer.weights.moment_bytes
 
 
 # -- the folder ----------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class Critic:
         model.set_output_embeddings(value)
         install_recompute(model, settings.recompute, backbone.adapter)
         self.loaded = ranks.shard_model(replace(backbone, head=LMHead(value.weight, value.bias), compute=loaded.dtype))
-        self.weights = ranks.make_masters(model, betas=settings.betas, weight_decay=settings.weight_decay)
+        self.weights = ranks.make_masters(model, **settings.optimizer_options)
         self.follows, self.ranks = follows, ranks
         self.steps = 0  # that it took part in
 

@@ -27,13 +27,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from rondel.core.errors import StalledError
+from rondel.core.errors import ConfigError, StalledError
 from rondel.models import linear, names, vision
 from rondel.models.head import LMHead
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.recompute import model_blocks
 from rondel.system import sockets
 from rondel.train.optim import MasterWeights, spread_within_rounding
+from rondel.train.optimizers import ONE_RANK
 from rondel.train.parallel import SingleRank
 
 
@@ -136,13 +137,17 @@ class FsdpRank(SingleRank):
         model.enter = MethodType(_forward_root, model)
         register_fsdp_forward_method(model, "enter")
 
-    def make_masters(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> MasterWeights:
+    def make_masters(self, model: nn.Module, **how: Any) -> MasterWeights:
+        if (kind := how.get("optimizer")) in ONE_RANK:
+            raise ConfigError(
+                f'trainer.optimizer.kind = "{kind}" is for one rank, and this trainer has {self.size}: use "adamw"'
+            )
         kept = (
             ShardedWeights
             if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad)
             else ReplicatedWeights
         )
-        return kept(model, self.mesh, betas=betas, weight_decay=weight_decay)
+        return kept(model, self.mesh, **how)
 
     def full_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         dtype = _computes_in(model)
@@ -173,9 +178,9 @@ class FsdpRank(SingleRank):
 class ReplicatedWeights(MasterWeights):
     """What lies whole on every rank: an adapter, and the head of a critic that has one. Equal sums move equal bits."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, betas: tuple[float, float], weight_decay: float) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, **how: Any) -> None:
         self.mesh, self._summed = mesh, False
-        super().__init__(model, betas=betas, weight_decay=weight_decay)
+        super().__init__(model, **how)
 
     def gradient_norm(self) -> Tensor:
         """Each rank has the gradient of its own tokens until it is asked; then all have the sum."""
@@ -198,10 +203,10 @@ class ShardedWeights(MasterWeights):
     shard says whether a step moved any bits.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, betas: tuple[float, float], weight_decay: float) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, **how: Any) -> None:
         self.mesh = mesh
         self.dtype = _computes_in(model)
-        super().__init__(model, betas=betas, weight_decay=weight_decay)
+        super().__init__(model, **how)
         self._rounded = [m.to(self.dtype, copy=True) for m in self.masters] if self.dtype != torch.float32 else []
 
     def _make_masters(self) -> list[Tensor]:

@@ -1,7 +1,7 @@
-"""fp32 master weights behind a compute copy, AdamW, schedules, clipping.
+"""fp32 master weights behind a compute copy, their optimizer, schedules, clipping.
 
 The module's parameters are the compute copy that the engine reads; the masters are
-what AdamW moves. In float32 they are the same tensors. The step writes the compute copy in
+what the optimizer moves (train/optimizers.py). In float32 they are the same tensors. The step writes the compute copy in
 place, so an engine that shares it needs 0 bytes moved.
 """
 
@@ -16,20 +16,29 @@ from torch import Tensor, nn
 
 from rondel.models.main_grad import own_parameter
 from rondel.models.weight_stamp import weights_changed
+from rondel.train.optimizers import build_optimizers, bytes_each, is_hidden, moments_of, restore_moments
 
 PIECE = 1 << 20  # weights spread or rounded at a time: temporary tensors of 4 MB
 
 
 class MasterWeights:
-    """Masters, their gradients and AdamW for one module."""
+    """Masters, their gradients and their optimizers for one module."""
 
-    def __init__(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> None:
+    def __init__(
+        self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float, optimizer: str = "adamw"
+    ) -> None:
         self.names, self.compute = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
         self.masters = self._make_masters()
-        decay = [m for m in self.masters if m.ndim >= 2]
-        plain = [m for m in self.masters if m.ndim < 2]
-        groups = [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=1e-8, fused=True)
+        hidden = is_hidden(model)
+        self.optimizers = build_optimizers(
+            optimizer, self.masters, [hidden[id(p)] for p in self.compute], betas=betas, weight_decay=weight_decay
+        )
+        self._moved_by = {
+            id(master): optimizer
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for master in group["params"]
+        }
         self._graded: list[Tensor] = []
         self._install_gradient_hooks()
 
@@ -74,9 +83,10 @@ class MasterWeights:
         grads = [m.grad for m in self.masters if m.grad is not None]
         if (scale := clip / (float(norm) + 1e-6)) < 1:
             torch._foreach_mul_(grads, scale)
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        self.adamw.step()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
         weights_changed()  # the fused step does not count as a change of its tensors
         return self._changed_share() if lr > 0 else 0.0
 
@@ -91,6 +101,21 @@ class MasterWeights:
                         changed += int((fresh != held).sum())
                         held.copy_(fresh)
         return changed / total if total else 1.0
+
+    @property
+    def moment_bytes(self) -> int:
+        """Of all moments, before the first step too, as if each tensor were large."""
+        return sum(int(master.numel() * bytes_each(self._moved_by[id(master)])) for master in self.masters)
+
+    def moments(self, i: int) -> dict[str, Tensor]:
+        """What the optimizer remembers of master `i`, whole, by the optimizer's names."""
+        found = moments_of(self._moved_by[id(self.masters[i])], self.masters[i])
+        return {key: self.gather_full(i, value.detach()) for key, value in found.items()}
+
+    def load_moments(self, i: int, moments: dict[str, Tensor]) -> None:
+        """What `moments` told; nothing: as if no step had been."""
+        own = {key: self.local_shard(i, value) for key, value in moments.items()}
+        restore_moments(self._moved_by[id(self.masters[i])], self.masters[i], own)
 
     def gather_full(self, i: int, piece: Tensor) -> Tensor:
         """The whole of a tensor that is kept like master `i`: a master, one of its moments."""
@@ -108,7 +133,8 @@ class MasterWeights:
 
     def state_tensors(self) -> dict[str, list[Tensor]]:
         """What is the optimizer's alone; the compute copy is the engine's, too."""
-        moments = [value for state in self.adamw.state.values() for value in state.values() if value.ndim]
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        moments = [value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim]
         gradients = [m.grad for m in self.masters if m.grad is not None]
         return {
             "masters": [m for p, m in zip(self.compute, self.masters) if p is not m],

@@ -37,9 +37,9 @@ class SingleRank:
         """The model as this rank keeps it."""
         return loaded
 
-    def make_masters(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> MasterWeights:
-        """Masters and AdamW of what this rank keeps of a model."""
-        return MasterWeights(model, betas=betas, weight_decay=weight_decay)
+    def make_masters(self, model: nn.Module, **how: Any) -> MasterWeights:
+        """Masters and optimizers of what this rank keeps of a model; `how` as `MasterWeights` has it."""
+        return MasterWeights(model, **how)
 
     def full_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor in the compute dtype) of everything a receiver needs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rondel.train.optim import learning_rate
 
@@ -18,6 +19,7 @@ class TrainSettings:
     steps: int = 1
     first_step: int = 0  # where the schedule starts counting
     clip: float = 1.0
+    optimizer: str = "adamw"  # train/optimizers.py
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.99)
     micro_tokens: int = 4096
@@ -33,6 +35,11 @@ class TrainSettings:
     critic_warmup: int = 0  # first steps of the critic, in which the policy stays bit for bit as it is
     mismatch_bound: float = 1e-2  # K3 of fresh tokens, in nats a token, above which the run warns
     start_probe: int = 8  # samples a step on which the KL to the starting weights is measured; 0 switches it off
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """Of `MasterWeights`."""
+        return {"optimizer": self.optimizer, "betas": self.betas, "weight_decay": self.weight_decay}
 
     def learning_rate(self, lr: float, step: int) -> float:
         """`lr` under the schedule, at a step that counts from 0."""

@@ -108,7 +108,7 @@ class LocalTrainer:
         install_recompute(loaded.model, settings.recompute, loaded.adapter)
         self.loaded = ranks.shard_model(loaded)
         self.publisher = WeightPublisher(self.loaded, ranks, transport)
-        self.weights = ranks.make_masters(self.loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
+        self.weights = ranks.make_masters(self.loaded.model, **settings.optimizer_options)
         self.step_number = self.bad_steps = 0
         self.version = 0
         self.alarm = MismatchAlarm(settings.mismatch_bound)

@@ -24,11 +24,16 @@ class CriticConfig(SettingsTable):
 
 
 class OptimizerConfig(SettingsTable):
-    """Settings of AdamW beside its learning rate."""
+    """The optimizer beside its learning rate."""
 
+    kind: Literal["adamw", "adamw_8bit", "muon"] = Field(
+        "adamw",
+        description="adamw; adamw_8bit: its moments in 8 bits, 2 bytes of a number in place of 8 (arXiv:2110.02861); muon: "
+        "matrices of the layers move orthogonally, at AdamW's rate (arXiv:2502.16982), the rest by AdamW",
+    )
     warmup_steps: int = Field(0, ge=0, description="steps in which the learning rate rises to lr")
     weight_decay: float = Field(0.0, ge=0, description="on matrices only")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.99), strict=False, description="of AdamW")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.99), strict=False, description="of AdamW; Muon has a momentum of 0.95")
 
 
 class MemoryConfig(SettingsTable):
@@ -47,13 +52,13 @@ class MemoryConfig(SettingsTable):
 
 
 class TrainerConfig(ConfigSection):
-    lr: float = Field(1e-5, ge=0, description="learning rate of AdamW")
+    lr: float = Field(1e-5, ge=0, description="learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="of the learning rate after its warmup"
     )
     clip: float = Field(1.0, gt=0, allow_inf_nan=True, description="global gradient norm; inf clips nothing")
     optimizer: OptimizerConfig = Field(
-        OptimizerConfig(), description="AdamW beside its learning rate: warmup_steps, weight_decay, betas"
+        OptimizerConfig(), description="the optimizer beside its learning rate: kind, warmup_steps, weight_decay, betas"
     )
     micro_tokens: Count | Literal["auto"] = Field(
         "auto", description="tokens in one forward and backward pass; speed and memory, never the result"
