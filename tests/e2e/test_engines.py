@@ -19,8 +19,8 @@ from rondel.generate.engine.foreign import ForeignEngine
 from rondel.generate.engine.sglang import SglangServer
 from rondel.models import names
 from rondel.models.load import load_model
+from rondel.models.main_grad import weights_changed
 from rondel.models.save import save_model
-from rondel.models.weight_stamp import weights_changed
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.update import WeightUpdate
 

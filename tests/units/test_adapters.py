@@ -23,9 +23,9 @@ from rondel.models.aligned_numerics import align_numerics
 from rondel.models.compilation import CompiledModel
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.main_grad import weights_changed
 from rondel.models.merge import merge
 from rondel.models.save import save_model as save_model
-from rondel.models.weight_stamp import weights_changed
 from rondel.train.checkpoint import find_flaw, load_trainer, save_trainer
 
 peft = pytest.importorskip("peft")

@@ -15,7 +15,7 @@ from kits.train import awkward_groups, batch, model, row, trainer
 from rondel.models import linear, processor
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.linear import PackedLinear, install_cpu_linear, matmul, product
-from rondel.models.weight_stamp import weights_changed
+from rondel.models.main_grad import weights_changed
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -52,6 +52,7 @@ def test_only_what_needs_a_gradient_gets_one():
 def test_without_bf16_instructions_a_bf16_product_is_the_rounded_fp32_product(shape, with_bias, monkeypatch):
     """Forward, backward and packed: bit for bit the fp32 product of the same numbers, rounded once."""
     monkeypatch.setattr(processor, "has_bf16_products", lambda: False)
+    processor.is_widened.cache_clear()
     linear._available.cache_clear()
     bf16 = torch.bfloat16
     x, w = numbers(*shape, dtype=bf16), numbers(24, 16, seed=1, dtype=bf16)

@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rondel.algos.exponent import select_logprobs
 from rondel.core.errors import ConfigError
 from rondel.models.attention import PackedLayout, PackedSegment, PagedLayout, PoolSlots
 from rondel.models.score_rule import ScoreRule
-from rondel.models.select_logprobs import select_logprobs
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel

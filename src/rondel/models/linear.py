@@ -14,7 +14,7 @@ on), which is what aligned numerics need.
 A packed copy notices when its weights change: before every use it compares their storage
 and version counter with what it packed. Who writes them where torch does not count
 (its fused optimizers, another process in
-shared memory) calls `weight_stamp.weights_changed`; the trainer does so at every step, the engine at every commit.
+shared memory) calls `weights_changed`; the trainer does so at every step, the engine at every commit.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rondel.models.main_grad import main_grad
+from rondel.models.main_grad import Stamp, main_grad, stamp_of
 from rondel.models.processor import is_widened, knows_mkl
 from rondel.models.torch_library import LIBRARY
-from rondel.models.weight_stamp import Stamp, stamp_of
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 ROWS = 8192  # of a vocabulary's gradient that are computed at a time: 19 MB at D = 576

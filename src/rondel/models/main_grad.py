@@ -1,4 +1,5 @@
-"""Gradients of the vocabulary's matrices, added straight into the optimizer's accumulator.
+"""What optimizer and layers tell each other: gradients added straight into the optimizer's accumulator, and that
+weights have changed.
 
 Autograd makes a dense [V, D] gradient for the head, another for the embedding, and their sum, in every micro-batch:
 three arrays of 113 MB for SmolLM2-135M, of which a micro-batch touches a few hundred rows. Here each is added where it
@@ -37,3 +38,23 @@ def main_grad(weight: Tensor) -> Tensor | None:
     if master.grad is None:
         master.grad = torch.zeros_like(master)
     return master.grad
+
+
+# -- by what a copy of a weight (packed, compiled) notices that the weight has changed since ----------
+
+Stamp = tuple[int, int, int]
+
+_changes = 0
+
+
+def weights_changed() -> None:
+    """Whatever was made of trained weights is made again before its next use: torch counts no writes of its fused
+    optimizers, and none of another process in shared memory.
+    """
+    global _changes
+    _changes += 1
+
+
+def stamp_of(tensor: Tensor) -> Stamp:
+    """(storage, torch's version counter, calls of `weights_changed`, or -1 for a frozen weight, which no optimizer writes)"""
+    return tensor.data_ptr(), tensor._version, _changes if tensor.requires_grad else -1

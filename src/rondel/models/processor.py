@@ -19,6 +19,7 @@ def has_bf16_products() -> bool:
     return not x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
+@functools.cache
 def is_widened(dtype: torch.dtype) -> bool:
     """Whether products of this dtype on a CPU are computed in fp32 and rounded."""
     return dtype == torch.bfloat16 and not has_bf16_products()

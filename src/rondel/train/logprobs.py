@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rondel.algos.exponent import select_logprobs
 from rondel.models.linear import add_product, matmul
 from rondel.models.main_grad import main_grad
-from rondel.models.select_logprobs import select_logprobs
 from rondel.train.sampling_mask import SupportMask
 from rondel.train.teacher_distributions import TeacherDistribution
 

@@ -14,9 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from rondel.models.main_grad import own_parameter
-from rondel.models.weight_stamp import weights_changed
-from rondel.train.optimizers import build_optimizers, bytes_each, is_hidden, moments_of, restore_moments
+from rondel.models.main_grad import own_parameter, weights_changed
+from rondel.train.optimizers import TABLES, build_optimizers, bytes_each, is_hidden
 
 PIECE = 1 << 20  # weights spread or rounded at a time: temporary tensors of 4 MB
 
@@ -39,6 +38,8 @@ class MasterWeights:
             for group in optimizer.param_groups
             for master in group["params"]
         }
+        # of all moments, before the first step too, as if each tensor were large
+        self.moment_bytes = sum(int(m.numel() * bytes_each(self._moved_by[id(m)])) for m in self.masters)
         self._graded: list[Tensor] = []
         self._install_gradient_hooks()
 
@@ -102,20 +103,27 @@ class MasterWeights:
                         held.copy_(fresh)
         return changed / total if total else 1.0
 
-    @property
-    def moment_bytes(self) -> int:
-        """Of all moments, before the first step too, as if each tensor were large."""
-        return sum(int(master.numel() * bytes_each(self._moved_by[id(master)])) for master in self.masters)
-
     def moments(self, i: int) -> dict[str, Tensor]:
-        """What the optimizer remembers of master `i`, whole, by the optimizer's names."""
-        found = moments_of(self._moved_by[id(self.masters[i])], self.masters[i])
+        """What the optimizer remembers of master `i`, whole, by the optimizer's names, without its constant tables."""
+        state = self._moved_by[id(self.masters[i])].state.get(self.masters[i], {})
+        found = {key: torch.as_tensor(value) for key, value in state.items() if key not in TABLES}
         return {key: self.gather_full(i, value.detach()) for key, value in found.items()}
 
     def load_moments(self, i: int, moments: dict[str, Tensor]) -> None:
         """What `moments` told; nothing: as if no step had been."""
-        own = {key: self.local_shard(i, value) for key, value in moments.items()}
-        restore_moments(self._moved_by[id(self.masters[i])], self.masters[i], own)
+        master, optimizer = self.masters[i], self._moved_by[id(self.masters[i])]
+        optimizer.state.pop(master, None)
+        if moments:
+            counts_itself = isinstance(optimizer, torch.optim.AdamW)  # on the device
+            optimizer.state[master] = {
+                key: self.local_shard(i, value).to(master.device, copy=True)
+                if value.ndim or counts_itself
+                else int(value)
+                for key, value in moments.items()
+            }
+        if "absmax1" in moments:  # of a tensor in 8 bits
+            tables = {key: getattr(optimizer, "name2qmap")[name].to(master.device) for key, name in TABLES.items()}  # noqa: B009
+            optimizer.state[master] |= tables
 
     def gather_full(self, i: int, piece: Tensor) -> Tensor:
         """The whole of a tensor that is kept like master `i`: a master, one of its moments."""

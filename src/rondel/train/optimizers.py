@@ -60,26 +60,6 @@ def is_hidden(model: nn.Module) -> dict[int, bool]:
     return {id(parameter): id(parameter) not in ends for parameter in model.parameters()}
 
 
-def moments_of(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
-    """What it remembers of one master, by its own names; a count of steps as a tensor, without the constant tables."""
-    state = optimizer.state.get(master, {})
-    return {key: torch.as_tensor(value) for key, value in state.items() if key not in TABLES}
-
-
-def restore_moments(optimizer: torch.optim.Optimizer, master: Tensor, moments: dict[str, Tensor]) -> None:
-    """What `moments_of` told; nothing: as if no step had been."""
-    optimizer.state.pop(master, None)
-    if moments:
-        counts_itself = isinstance(optimizer, torch.optim.AdamW)  # on the device
-        optimizer.state[master] = {
-            key: value.to(master.device, copy=True) if value.ndim or counts_itself else int(value)
-            for key, value in moments.items()
-        }
-        if "absmax1" in moments:  # of a tensor in 8 bits
-            tables = {key: getattr(optimizer, "name2qmap")[name].to(master.device) for key, name in TABLES.items()}  # noqa: B009
-            optimizer.state[master] |= tables
-
-
 def bytes_each(optimizer: torch.optim.Optimizer) -> float:
     """What it remembers of a number."""
     if isinstance(optimizer, torch.optim.AdamW):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rondel.core.errors import SyncError
 from rondel.core.events import Advised, emit
 from rondel.core.types import Abort, Begin, Commit, Message, Route
-from rondel.models.weight_stamp import weights_changed
+from rondel.models.main_grad import weights_changed
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.lifecycle import EngineLifecycle

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rondel.algos.exponent import select_logprobs
 from rondel.generate.engine.builtin.channels import TokenChannels, note_raw
 from rondel.generate.engine.builtin.logits_processors import process_logits
 from rondel.generate.engine.builtin.pages import LayerPools, PageAllocator
@@ -28,7 +29,6 @@ from rondel.models.attention import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.compilation import CompiledModel
 from rondel.models.recurrent.layout import SlotStates
 from rondel.models.routing_tape import RoutingTape
-from rondel.models.select_logprobs import select_logprobs
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.draft import DraftModel
