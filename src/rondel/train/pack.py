@@ -87,7 +87,7 @@ class TrainSample:
             trainable,
             float(trajectory.reward or 0.0),
             TokenBatch(
-                torch.zeros(len(trainable), dtype=torch.int64),
+                torch.from_numpy(np.zeros(len(trainable), np.int64)),
                 behavior=torch.from_numpy(np.asarray(trajectory.logprobs, dtype=np.float32)[trainable]),
                 versions=torch.from_numpy(np.asarray(trajectory.versions, dtype=np.int64)[trainable]),
             ),

@@ -137,7 +137,8 @@ class BuiltinEngine:
         if reason := self._sequence_log.restore_tokens(live):
             return self.answers.build_completion(live, reason)
         self.scheduler.waiting.append(live)
-        self.scheduler.replay.follow_lines(self.version)
+        if request.lines is not None:
+            self.scheduler.replay.follow_lines(self.version)
         self.serving.wake()
         try:
             async with asyncio.timeout(request.deadline):
