@@ -83,6 +83,17 @@ class Part:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class NeverRead:
+    """An argument whose unpickling waits for what nobody does, as an import may that asks a server."""
+
+    def __reduce__(self):
+        return wait_forever, ()
+
+
+def wait_forever() -> None:
+    threading.Event().wait()
+
+
 class Waster:
     def burn(self, seconds: float) -> str:
         end = time.monotonic() + seconds

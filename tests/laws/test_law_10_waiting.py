@@ -7,8 +7,10 @@ The stacks of all processes are then on disk.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -18,14 +20,16 @@ import torch.distributed as dist
 
 from kits.engine import ask, engine, idle, prompt, tiny
 from kits.remote import Trainer, made
-from kits.workers import Part, alive, time_waster
+from kits.workers import NeverRead, Part, alive, time_waster
 from rondel.assemble.remote_workers import RemoteTrainer
 from rondel.buffer import Buffer
 from rondel.core.errors import SilentError, StalledError, WorkerError
 from rondel.core.events import subscribe
 from rondel.core.types import Task
+from rondel.runtime.cluster.forkserver import NEVER_BORN, ForkedProcess
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.stacks import SIGNAL, StackDumper, format_thread_stacks
+from rondel.system.threads import current_frames
 from rondel.train.fsdp import FsdpRank, Rendezvous
 
 
@@ -133,6 +137,38 @@ def test_the_main_thread_is_told_first_however_many_there_are():
     assert text.index("test_the_main_thread_is_told_first") < text.index("thread lane-") and "thread lane-100\n" in text
 
 
+def test_no_collection_runs_while_threads_are_looked_at(monkeypatch):
+    """In Python 3.11 one whose finaliser gave up the GIL there stopped the whole process (gh-106883)."""
+    enough = threading.Event()
+    threads = [threading.Thread(target=enough.wait) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    asked_while_collecting: list[bool] = []
+    ask = sys._current_frames
+    monkeypatch.setattr(sys, "_current_frames", lambda: (asked_while_collecting.append(gc.isenabled()), ask())[1])
+    found = current_frames()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        current_frames()
+        assert not gc.isenabled(), "as it was before"
+    finally:
+        gc.enable()
+        enough.set()
+    assert asked_while_collecting == [False, False]
+    assert {thread.ident for thread in threads} <= set(found)
+
+
+def test_a_worker_that_was_never_born_is_no_process_to_signal(monkeypatch):
+    """Its number is -1, which to the kernel means every process there is."""
+    signalled = []
+    monkeypatch.setattr(os, "kill", lambda *call: signalled.append(call))
+    process = ForkedProcess()
+    process.born.set_result(NEVER_BORN)
+    process.kill()
+    assert not signalled
+
+
 def said(log, word: str) -> str:
     """A log, once it has the word: a child writes when the system lets it."""
     deadline = time.monotonic() + 20
@@ -231,6 +267,10 @@ def test_a_deadlock_is_no_life_and_long_work_is(tmp_path):
 
     *stuck, computed, ran, slept = asyncio.run(all_of_them())
     assert (computed, ran, slept) == ("computed", "ran", "slept")
+    reader = cluster.spawn("reader", Part, 0)
+    reader.now()
+    with pytest.raises(SilentError, match=r"no sign of life .* asked for: add"):  # its event loop turns meanwhile
+        reader.ask("add", NeverRead()).result(60)
     for name, error in zip(names, stuck):
         assert isinstance(error, SilentError) and f"asked for: {name}" in str(error) and not workers[name].alive
     cluster.close()

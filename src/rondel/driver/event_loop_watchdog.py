@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import sysconfig
 import threading
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
+
+from rondel.system.threads import current_frames
 
 LATE = 0.25  # seconds
 EVERY = 0.02
@@ -47,7 +48,7 @@ class EventLoopWatchdog:
     def _watch_loop(self) -> None:
         while not self._over.wait(EVERY):
             late = time.monotonic() - self._beat - (self._in_queue() - self._waited)
-            if late > max(LATE, self.longest) and (frame := _foreign_frame(sys._current_frames().get(self._loop))):
+            if late > max(LATE, self.longest) and (frame := _foreign_frame(current_frames().get(self._loop))):
                 self.longest = late
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 

@@ -15,7 +15,6 @@ import faulthandler
 import io
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -26,6 +25,7 @@ from typing import IO
 
 from rondel.core.events import Event, Stalled, WorkerTime
 from rondel.runtime.memory import format_memory_report, write_device_snapshot
+from rondel.system.threads import current_frames
 
 SIGNAL = signal.SIGUSR1
 
@@ -96,7 +96,7 @@ def format_thread_stacks() -> str:
     """Every thread by name, the main one first: `faulthandler` tells of 100, and of the main one last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    each = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    each = sorted(current_frames().items(), key=lambda item: item[0] != main)
     return "".join(
         f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}\n" for ident, frame in each
     )

@@ -34,6 +34,7 @@ from rondel.system.signals import leave_to_controller
 
 ROOM = 1 << 20  # bytes of one message: an environment, a path
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/accel")
+NEVER_BORN = -1  # process id of a worker whose nursery ended first
 PATIENCE = 120.0  # seconds for the first worker, which waits for the imports
 OURS, BASE = "rondel.", "torch"
 
@@ -59,9 +60,9 @@ class ForkedProcess:
             raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0) from error
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError, TooLate):
+            if self.poll() is None and (pid := self.pid) != NEVER_BORN:  # to the kernel -1 is every process
+                os.kill(pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -120,7 +121,7 @@ class ForkServer:
         with self.lock:  # whoever was born there died with it
             for process in [*self.waiting.values(), *self.living.values()]:
                 if not process.born.done():
-                    process.born.set_result(-1)
+                    process.born.set_result(NEVER_BORN)
                 process.ended.set_result(-signal.SIGKILL)
             self.waiting.clear()
             self.living.clear()

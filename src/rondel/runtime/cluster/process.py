@@ -195,12 +195,18 @@ class ProcessWorker(RemoteWorker):
                 waiting := self._pending_verbs()
             ):
                 self._mark_lost(
-                    f"worker {self._name} (process {self.pid}) gives no sign of life since {silent:.0f} s (limit "
+                    f"worker {self._name} ({self._describe_process()}) gives no sign of life since {silent:.0f} s (limit "
                     f"{limit:g} s), asked for: {waiting}",
                     SilentError,
                     self._dump_stacks,
                 )
                 self._process.kill()
+
+    def _describe_process(self) -> str:
+        try:
+            return f"process {self.pid}"
+        except TimeoutError:
+            return "its process was never started"
 
     def dump(self) -> None:
         """Its stacks, into its log; one that was stopped goes on, or it could not."""

@@ -10,12 +10,12 @@ process) advances as far as its own deadline allows.
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from pathlib import Path
 
 from rondel.runtime import busy
+from rondel.system.threads import current_frames
 
 TURN = 0.2  # seconds between two looks at the event loop
 COMPUTES = 0.01  # share of a processor above which a process computes
@@ -37,6 +37,7 @@ class WorkerProgress:
 
     def __init__(self) -> None:
         self.turns = self.signs = 0
+        self.reads = False  # a message: what it is made of is imported, and that is no turn of the event loop
         self._loop = threading.get_ident()
         self._at, self._cpu, self._bytes = time.monotonic(), time.process_time(), _io_bytes()
 
@@ -52,11 +53,11 @@ class WorkerProgress:
             self.signs += 1
         self._at, self._cpu, self._bytes = now, cpu, moved
         begun, ended = busy.begun, busy.ended
-        return (self.signs, begun, ended, self.turns if begun == ended else 0)
+        return (self.signs, begun, ended, self.turns if begun == ended and not self.reads else 0)
 
     def _waits_for_others(self) -> bool:
         named = {thread.ident for thread in threading.enumerate() if thread.name.startswith("rondel-")}
-        for ident, frame in sys._current_frames().items():
+        for ident, frame in current_frames().items():
             while frame is not None and ident in named | {self._loop}:
                 if any(place in frame.f_code.co_filename for place in ELSEWHERE):
                     return True

@@ -78,7 +78,10 @@ class WorkerMain:
     def _receive_messages(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             while True:
-                message = pickle.loads(self.pipe.recv_bytes())
+                packed = self.pipe.recv_bytes()
+                self.progress.reads = True
+                message = pickle.loads(packed)
+                self.progress.reads = False
                 loop.call_soon_threadsafe(self._accept_call, *message)
         except (EOFError, OSError):
             loop.call_soon_threadsafe(self.over.set)
