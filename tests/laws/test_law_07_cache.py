@@ -310,8 +310,8 @@ def test_nothing_is_evicted_in_vain():
     holder = e.scheduler
     node, _ = holder.tree.match_prefix((0, "", ""), prompt(1, 40)[:20])
     holder.tree.lock(node)
-    assert not holder._has_room(81) and holder.tree.cached == 40
-    assert holder._has_room(80) and holder.tree.cached == 20
+    assert not holder.sequence_pages.make_room(81) and holder.tree.cached == 40
+    assert holder.sequence_pages.make_room(80) and holder.tree.cached == 20
 
 
 def test_siblings_wait_for_their_prompt_and_not_for_each_other():

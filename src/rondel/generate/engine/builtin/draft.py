@@ -33,7 +33,7 @@ from rondel.generate.engine.builtin.sampler import draw_uniform, sample_tokens, 
 from rondel.models.vocabulary import same_words
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.builtin.step_plan import StepPlan
+    from rondel.generate.engine.builtin.request import StepPlan
     from rondel.models.attention import PagedLayout
     from rondel.models.loaded_model import LoadedModel
 

@@ -1,4 +1,4 @@
-"""One request inside the engine: what it has, what it wrote, which pages hold its context."""
+"""One request inside the engine: what it has, what it wrote, which pages hold its context; and what a step computes."""
 
 from __future__ import annotations
 
@@ -158,3 +158,17 @@ class SequenceState:
             timings={"queue": (self.first or now) - self.arrived, "total": now - self.arrived},
             **(self.channels.token_lists() if self.channels is not None else {}),
         )
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One engine step: chunks are (request, how many of its tokens), decoding requests
+    take one token each, and their guesses.
+    """
+
+    chunks: list[tuple[SequenceState, int]]
+    decoding: list[SequenceState]
+
+    @property
+    def tokens(self) -> int:
+        return sum(n for _, n in self.chunks) + sum(1 + len(live.ahead) for live in self.decoding)

@@ -20,10 +20,9 @@ from rondel.generate.engine.builtin.logits_processors import process_logits
 from rondel.generate.engine.builtin.pages import LayerPools, PageAllocator
 from rondel.generate.engine.builtin.pass_inputs import TokenFeed
 from rondel.generate.engine.builtin.rejection import matching_prefix_length
-from rondel.generate.engine.builtin.request import SequenceState
+from rondel.generate.engine.builtin.request import SequenceState, StepPlan
 from rondel.generate.engine.builtin.sampler import draw_uniform, sample_tokens, sampling_weights
 from rondel.generate.engine.builtin.states import SequenceStates, StateMemory
-from rondel.generate.engine.builtin.step_plan import StepPlan
 from rondel.generate.engine.builtin.vision_encoder import RequestImages, VisionEncoderCache
 from rondel.models.attention import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.compilation import CompiledModel

@@ -15,9 +15,9 @@ from rondel.core.errors import LawError
 from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.radix import RadixTree, Root
 from rondel.generate.engine.builtin.replay_gate import ReplayGate
-from rondel.generate.engine.builtin.request import SequenceState
+from rondel.generate.engine.builtin.request import SequenceState, StepPlan
+from rondel.generate.engine.builtin.sequence_pages import SequencePages
 from rondel.generate.engine.builtin.states import SequenceStates
-from rondel.generate.engine.builtin.step_plan import StepPlan
 
 # waiting requests among which the cached ones go first; how many may be admitted before one that came earlier
 LOOKED, OVERTAKEN = 32, 16
@@ -31,6 +31,7 @@ class Scheduler:
     ) -> None:
         """`states`: of a model with recurrent layers."""
         self.pages, self.states, self.tree = pages, states, RadixTree(states)
+        self.sequence_pages = SequencePages(pages, self.tree, states)
         self.max_running, self.prefill_tokens = max_running, prefill_tokens
         self.limit = max_running  # of those, how many may run now
         self.waiting: deque[SequenceState] = deque()
@@ -62,7 +63,7 @@ class Scheduler:
             left = 0 if self.replay.holds(live, version) else self._chunk_end(live, live.computed_tokens)
             left = max(0, left - live.computed_tokens)
             n = min(budget, left)
-            if n and self._reserve_pages(live, n):
+            if n and self.sequence_pages.reserve(live, n):
                 chunks.append((live, n))
                 budget -= n
         leaders = [r for r in self.running if r.leads_prefill and not self.replay.holds(r, version)]
@@ -114,7 +115,7 @@ class Scheduler:
         node, known = self.tree.match_reusable(root, live.cache_keys[: reach - 1])  # the last token must be fed
         n = min(budget, self._chunk_end(live, len(known)) - len(known))
         self.tree.lock(node)
-        if not self._has_room(n + ahead):
+        if not self.sequence_pages.make_room(n + ahead):
             self.tree.unlock(node)
             return 0
         for earlier in takewhile(lambda other: other is not live, self.waiting):
@@ -156,9 +157,9 @@ class Scheduler:
             decoding = [
                 r for r in self.running if r.pending_tokens == 1 and r.written and not self.replay.holds(r, version)
             ]
-            if self._has_room(len(decoding)):
+            if self.sequence_pages.make_room(len(decoding)):
                 for live in decoding:
-                    self._reserve_pages(live, 1)
+                    self.sequence_pages.reserve(live, 1)
                 return decoding
             victim = min(self.running, key=lambda r: (r.written, -r.prompt))
             if len(self.running) == 1:
@@ -174,25 +175,6 @@ class Scheduler:
             self.retracted += 1
             self.retract_sequence(victim, version)
 
-    def _has_room(self, n: int) -> bool:
-        """Make room for n pages if that is possible; nothing is evicted in vain."""
-        if self.pages.free_count + self.tree.cached - self.tree.held < n:
-            return False
-        if self.pages.free_count < n:
-            self.pages.free_pages(self.tree.evict(n - self.pages.free_count))
-        return True
-
-    def _reserve_pages(self, live: SequenceState, n: int) -> bool:
-        if not self._has_room(n):
-            return False
-        live.pages += self.pages.allocate_pages(n)
-        return True
-
-    def reserve_ahead(self, live: SequenceState, n: int) -> int:
-        """Pages for guesses: only free ones, nobody is evicted or retracted for a guess. -> how many there are."""
-        live.ahead = self.pages.allocate_pages(min(n, self.pages.free_count))
-        return len(live.ahead)
-
     # -- after the step --------------------------------------------------------------------------
 
     def mark_computed(self, plan: StepPlan) -> None:
@@ -201,37 +183,15 @@ class Scheduler:
             self.prefilled += n
             if self.states is not None:
                 if live.computed_tokens == live.prompt - 1:
-                    self._store_prefix(live, live.computed_tokens)
+                    self.sequence_pages.store_prefix(live, live.computed_tokens)
             elif live.computed_tokens >= live.prompt:
-                self._store_prefix(live, live.prompt)
+                self.sequence_pages.store_prefix(live, live.prompt)
         self.decoded += sum(1 + len(live.ahead) for live in plan.decoding)
 
     def roll_back(self, plan: StepPlan) -> None:
         """After delivery: the pages of guesses that did not come true are free again."""
         for live in plan.decoding:
-            self._give_ahead(live)
-
-    def _give_ahead(self, live: SequenceState) -> None:
-        self.pages.free_pages(live.ahead)
-        live.guess, live.ahead = [], []
-        live.noted = min(live.noted, live.computed_tokens)  # its line in the page table ends where its tokens do
-
-    def _store_prefix(self, live: SequenceState, upto: int) -> None:
-        """Give the pages of the first `upto` tokens to the tree, unless they mix versions. With recurrent layers that
-        is all it has computed, and its state is kept there.
-        """
-        if live.root is None or upto <= live.shared:
-            return
-        node, pages, duplicates = self.tree.insert(live.root, live.cache_keys[:upto], live.pages[:upto])
-        self.tree.lock(node)
-        self.tree.unlock(live.node)
-        live.node, live.pages, live.shared = node, pages + live.pages[upto:], upto
-        self.pages.free_pages(duplicates)
-        if self.states is not None:
-            assert upto == live.computed_tokens, f"a state after {live.computed_tokens} tokens is not one after {upto}"
-            self.states.save(live.row, node, is_prompt=upto < live.prompt)
-        if duplicates:
-            live.noted = 0  # its line in the page table names pages that it gave back
+            self.sequence_pages.give_back_ahead(live)
 
     def release_sequence(self, live: SequenceState, version: int) -> None:
         """A finished or aborted request leaves: its context goes to the tree if it is clean, else
@@ -239,8 +199,8 @@ class Scheduler:
         """
         if live in self.running:
             if live.root is not None and live.root[0] == version:
-                self._store_prefix(live, live.computed_tokens)
-            self._drop_pages(live)
+                self.sequence_pages.store_prefix(live, live.computed_tokens)
+            self._free_row(live)
             self.running.remove(live)
             self.pages.free_pages(self.tree.free_stale_nodes(version))
         elif live in self.waiting:
@@ -248,18 +208,15 @@ class Scheduler:
 
     def retract_sequence(self, live: SequenceState, version: int) -> None:
         """Back to the queue with all its tokens; only its pages are lost, so no output changes."""
-        self._drop_pages(live)
+        self._free_row(live)
         live.append_version_span(version)
         self.running.remove(live)
         self.waiting.appendleft(live)
 
-    def _drop_pages(self, live: SequenceState) -> None:
-        live.keep_routes(self.pages.routes)
-        self._give_ahead(live)
-        self.pages.free_pages(live.pages[live.shared :])
-        self.tree.unlock(live.node)
+    def _free_row(self, live: SequenceState) -> None:
+        self.sequence_pages.drop(live)
         self._rows.append(live.row)
-        live.pages, live.shared, live.node, live.root, live.row, live.noted = [], 0, None, None, -1, 0
+        live.row = -1
 
     # -- versions --------------------------------------------------------------------------------
 
@@ -280,16 +237,7 @@ class Scheduler:
             self.states.drop_copies()
 
     def check_invariants(self) -> None:
-        """Law 7: free + cached + private = all pages; a path is locked only for a running request."""
-        private = sum(live.computed_tokens - live.shared + len(live.ahead) for live in self.running)
-        if self.pages.free_count + self.tree.cached + private != self.pages.count:
-            raise LawError(
-                f"pages do not add up: {self.pages.free_count} free + {self.tree.cached} cached + {private} private != "
-                f"{self.pages.count}"
-            )
-        if self.tree.held > sum(live.shared for live in self.running):
-            raise LawError(
-                f"{self.tree.held} cached pages are locked for {len(self.running)} running requests that share fewer"
-            )
+        """Law 7: every page is free, cached or private; a path is locked only for a running request."""
+        self.sequence_pages.check_sum(self.running)
         if self.states is not None:
             self.states.check_slots()

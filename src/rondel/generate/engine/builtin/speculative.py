@@ -27,9 +27,8 @@ from rondel.generate.engine.builtin.ngrams import NgramIndex
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.draft import DraftModel
-    from rondel.generate.engine.builtin.request import SequenceState
+    from rondel.generate.engine.builtin.request import SequenceState, StepPlan
     from rondel.generate.engine.builtin.scheduler import Scheduler
-    from rondel.generate.engine.builtin.step_plan import StepPlan
     from rondel.models.loaded_model import LoadedModel
 
 MEMORY = 0.99  # what a step's measurement keeps of its weight one step later
@@ -147,7 +146,7 @@ class SpeculativeDecoder:
             return
         k = self.pays.k if self.always else self.pays.choose_draft_length(len(plan.decoding), len(guesses))
         for live, most, guess in guesses:
-            n = scheduler.reserve_ahead(live, min(k, most))
+            n = scheduler.sequence_pages.reserve_ahead(live, min(k, most))
             live.guess = guess[:n]
 
     def record_step(self, plan: StepPlan, drawn: list[tuple[SequenceState, int, float]], seconds: float) -> None:

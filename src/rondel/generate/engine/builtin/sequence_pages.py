@@ -1,0 +1,87 @@
+"""Pages of running requests: reserved for what a step computes, shared through the prefix tree, given back.
+
+free ──reserve──> private ──store_prefix──> cached in the tree, locked while somebody runs on it
+ ^                   │                         │
+ └─────── drop ──────┘ <──────── evict ────────┘
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rondel.core.errors import LawError
+
+if TYPE_CHECKING:
+    from rondel.generate.engine.builtin.pages import PageAllocator
+    from rondel.generate.engine.builtin.radix import RadixTree
+    from rondel.generate.engine.builtin.request import SequenceState
+    from rondel.generate.engine.builtin.states import SequenceStates
+
+
+class SequencePages:
+    def __init__(self, pages: PageAllocator, tree: RadixTree, states: SequenceStates | None) -> None:
+        """`states`: of a model with recurrent layers."""
+        self.pages, self.tree, self.states = pages, tree, states
+
+    def make_room(self, n: int) -> bool:
+        """Whether n pages are free now: what nobody runs on is evicted for them, and nothing in vain."""
+        if self.pages.free_count + self.tree.cached - self.tree.held < n:
+            return False
+        if self.pages.free_count < n:
+            self.pages.free_pages(self.tree.evict(n - self.pages.free_count))
+        return True
+
+    def reserve(self, live: SequenceState, n: int) -> bool:
+        if not self.make_room(n):
+            return False
+        live.pages += self.pages.allocate_pages(n)
+        return True
+
+    def reserve_ahead(self, live: SequenceState, n: int) -> int:
+        """Pages for guesses: only free ones, nobody is evicted or retracted for a guess. -> how many there are."""
+        live.ahead = self.pages.allocate_pages(min(n, self.pages.free_count))
+        return len(live.ahead)
+
+    def give_back_ahead(self, live: SequenceState) -> None:
+        """The pages of guesses are free again."""
+        self.pages.free_pages(live.ahead)
+        live.guess, live.ahead = [], []
+        live.noted = min(live.noted, live.computed_tokens)  # its line in the page table ends where its tokens do
+
+    def store_prefix(self, live: SequenceState, upto: int) -> None:
+        """Give the pages of the first `upto` tokens to the tree, unless they mix versions. With recurrent layers that
+        is all it has computed, and its state is kept there.
+        """
+        if live.root is None or upto <= live.shared:
+            return
+        node, pages, duplicates = self.tree.insert(live.root, live.cache_keys[:upto], live.pages[:upto])
+        self.tree.lock(node)
+        self.tree.unlock(live.node)
+        live.node, live.pages, live.shared = node, pages + live.pages[upto:], upto
+        self.pages.free_pages(duplicates)
+        if self.states is not None:
+            assert upto == live.computed_tokens, f"a state after {live.computed_tokens} tokens is not one after {upto}"
+            self.states.save(live.row, node, is_prompt=upto < live.prompt)
+        if duplicates:
+            live.noted = 0  # its line in the page table names pages that it gave back
+
+    def drop(self, live: SequenceState) -> None:
+        """Its private pages are free; what it shares stays in the tree, for one user less."""
+        live.keep_routes(self.pages.routes)
+        self.give_back_ahead(live)
+        self.pages.free_pages(live.pages[live.shared :])
+        self.tree.unlock(live.node)
+        live.pages, live.shared, live.node, live.root, live.noted = [], 0, None, None, 0
+
+    def check_sum(self, running: list[SequenceState]) -> None:
+        """Law 7: free + cached + private = all pages; a path is locked only for a running request."""
+        private = sum(live.computed_tokens - live.shared + len(live.ahead) for live in running)
+        if self.pages.free_count + self.tree.cached + private != self.pages.count:
+            raise LawError(
+                f"pages do not add up: {self.pages.free_count} free + {self.tree.cached} cached + {private} private != "
+                f"{self.pages.count}"
+            )
+        if self.tree.held > sum(live.shared for live in running):
+            raise LawError(
+                f"{self.tree.held} cached pages are locked for {len(running)} running requests that share fewer"
+            )
