@@ -5,12 +5,11 @@ object: what figures are quoted from must not rot.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from kits import forked
 from kits.runs import run
 
 HERE = Path(__file__).parents[2] / "benchmarks"
@@ -62,16 +61,7 @@ def test_all_are_named():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_it_runs(name, model):
-    command = [
-        sys.executable,
-        "-c",
-        "from rondel.cli import main; main()",
-        "bench",
-        name,
-        *SMALL[name].format(model=model).split(),
-        "--json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = forked.run(["bench", name, *SMALL[name].format(model=model).split(), "--json"])
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout.strip().splitlines()[-1])
     assert isinstance(told, dict)

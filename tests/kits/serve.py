@@ -6,46 +6,26 @@ import http.client
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import openai
 
+from kits.forked import Forked
+
 JSON = {"Content-Type": "application/json"}
+PLAIN = ["--dtype", "float32", "--device", "cpu", "--threads", "1"]
 
 
 class Server:
     """One process of `rondel serve`, and the plain words to talk to it."""
 
-    def __init__(self, folder, place, *words, port=0, key=""):
+    def __init__(self, folder, place, *more, port=0, key=""):
         self.key, file = key, place / "port"
         file.unlink(missing_ok=True)
         env = {k: v for k, v in os.environ.items() if k != "RONDEL_API_KEY"} | ({"RONDEL_API_KEY": key} if key else {})
-        command = [
-            sys.executable,
-            "-c",
-            "from rondel.cli import main; main()",
-            "serve",
-            str(folder),
-            "--port",
-            str(port),
-        ]
-        command += [
-            "--port-file",
-            str(file),
-            "--name",
-            "tiny",
-            "--dtype",
-            "float32",
-            "--device",
-            "cpu",
-            "--threads",
-            "1",
-            *words,
-        ]
+        words = ["serve", str(folder), "--port", str(port), "--port-file", str(file), "--name", "tiny", *PLAIN, *more]
         self.log = (place / "log").open("w+")
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=env)
+        self.process = Forked(words, stdout=self.log, stderr=self.log, env=env)
         until(lambda: file.exists() or self.process.poll() is not None, 90)
         assert file.exists(), self.said()
         self.port = int(file.read_text())

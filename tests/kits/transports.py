@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from kits.runs import context
 from rondel.models import names
 from rondel.sync.from_ipc import SHARED
 
@@ -52,7 +52,6 @@ class Remote:
 
 @contextmanager
 def remote(make, kind, transport):
-    context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=serve, args=(theirs, make, kind, transport), daemon=True)
     child.start()

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kits import forked
+from kits.forked import Forked
 from kits.recordings import SPLIT, again, record
 from kits.runs import FAST, RECIPE, balances, events, final, run, run_and_die, steps
 from kits.train import awkward_groups, batch, bits, model, row, step, trainer
@@ -125,22 +127,16 @@ def test_the_whole_process_group_may_be_asked(tmp_path, cluster):
         **ranks,
     }
     words = [f"--{key}={json.dumps(value)}" for key, value in {**FAST, **settings}.items()]
-    launch = (
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
-        if cluster == "torchrun"
-        else []
-    )
-    command = [
-        *launch,
-        sys.executable,
-        "-c",
-        "from rondel.cli import main; main()",
-        "train",
-        str(RECIPE),
-        "--quiet",
-        *words,
-    ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    words = ["train", str(RECIPE), "--quiet", *words]
+
+    def launch() -> Forked | subprocess.Popen:
+        if cluster != "torchrun":
+            return Forked(words, stderr=subprocess.PIPE, start_new_session=True)
+        main = [sys.executable, "-c", "from rondel.cli import main; main()", *words]
+        several = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", *main]
+        return subprocess.Popen(several, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    with launch() as process:
         while not (folder / "journal.jsonl").is_file() or len(events(folder, "StepDone")) < 5:
             assert process.poll() is None
             time.sleep(0.05)
@@ -152,8 +148,9 @@ def test_the_whole_process_group_may_be_asked(tmp_path, cluster):
     assert f"stopped by SIGTERM after step {kept} of 12" in said and "same command" in said, said
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    with launch() as process:
+        said = process.communicate(timeout=200)[1]
+    assert process.returncode == 0, said
     assert [e["step"] for e in events(folder, "Resumed")] == [kept]
     assert [e["step"] for e in events(folder, "StepDone")] == list(range(1, 13))
 
@@ -285,16 +282,7 @@ def test_a_complete_run_says_so_and_trains_nothing(whole):
     """By the command itself: exit code 0, the word, and not a byte of the journal."""
     journal = (whole / "journal.jsonl").read_bytes()
     words = [f"--{key}={json.dumps(value)}" for key, value in FAST.items()]
-    command = [
-        sys.executable,
-        "-c",
-        "from rondel.cli import main; main()",
-        "train",
-        str(RECIPE),
-        f"--run.folder={whole}",
-        *words,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = forked.run(["train", RECIPE, f"--run.folder={whole}", *words])
     assert done.returncode == 0, done.stderr
     assert "is complete: 14 of 14 steps" in " ".join((done.stdout + done.stderr).split())
     assert (whole / "journal.jsonl").read_bytes() == journal

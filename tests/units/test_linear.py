@@ -5,6 +5,7 @@ and packed weights that are never stale.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -47,13 +48,24 @@ def test_only_what_needs_a_gradient_gets_one():
     )
 
 
+@pytest.fixture
+def no_bf16_products(monkeypatch) -> Iterator[None]:
+    """A processor without them; what was found out about it is forgotten again, or every later test would widen."""
+    known = processor.is_widened, linear._available
+    monkeypatch.setattr(processor, "has_bf16_products", lambda: False)
+    for answer in known:
+        answer.cache_clear()
+    yield
+    monkeypatch.undo()
+    for answer in known:
+        answer.cache_clear()
+
+
+@pytest.mark.usefixtures("no_bf16_products")
 @pytest.mark.parametrize("shape", [(1, 16), (7, 16), (2, 5, 16)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_without_bf16_instructions_a_bf16_product_is_the_rounded_fp32_product(shape, with_bias, monkeypatch):
+def test_without_bf16_instructions_a_bf16_product_is_the_rounded_fp32_product(shape, with_bias):
     """Forward, backward and packed: bit for bit the fp32 product of the same numbers, rounded once."""
-    monkeypatch.setattr(processor, "has_bf16_products", lambda: False)
-    processor.is_widened.cache_clear()
-    linear._available.cache_clear()
     bf16 = torch.bfloat16
     x, w = numbers(*shape, dtype=bf16), numbers(24, 16, seed=1, dtype=bf16)
     b = numbers(24, seed=2, dtype=bf16) if with_bias else None
@@ -69,7 +81,6 @@ def test_without_bf16_instructions_a_bf16_product_is_the_rounded_fp32_product(sh
     with torch.no_grad():
         assert stack.can_pack(x, [w], [b] if with_bias else [])
         assert stack.packed_bytes == 24 * 16 * 4 and torch.equal(stack(x)[0], ours)
-    linear._available.cache_clear()
 
 
 class Block(nn.Module):
