@@ -86,6 +86,7 @@ FAMILIES = {
     ),
     "deepseek_v2": SIZE | LATENT | ROUTED,
     "deepseek_v3": SIZE | LATENT | ROUTED,
+    "diffllama": SIZE,
     "dots1": SIZE | HEAD | ROUTED | {"n_shared_experts": 1},
     "ernie4_5": SIZE | HEAD,
     "ernie4_5_moe": SIZE | EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
@@ -135,6 +136,9 @@ FAMILIES = {
     | {"num_local_experts": 4, "shared_intermediate_size": 32, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
     "granitemoeshared": SIZE | EXPERTS | {"num_local_experts": 4, "shared_intermediate_size": 32},
     "helium": SIZE | HEAD,
+    "hrm_text": {k: v for k, v in ALONE.items() if k != "num_hidden_layers"}
+    | HEAD
+    | {"num_hidden_layers": 1, "H_cycles": 2, "L_cycles": 2},
     "hunyuan_v1_dense": SIZE | HEAD,
     "hunyuan_v1_moe": SIZE | HEAD | {"num_experts": 4, "moe_topk": 2},
     "hy_v3": SIZE | HEAD | EXPERTS | FEW,
@@ -163,6 +167,11 @@ FAMILIES = {
         num_local_experts=4,
         num_experts_per_tok=2,
     ),
+    "kimi_linear": MIXING
+    | LATENT
+    | EXPERTS
+    | {"num_experts": 4, "num_shared_experts": 1, "moe_intermediate_size": 32}
+    | {"linear_head_dim": 8, "linear_num_heads": 4},
     "kolibri1": {k: v for k, v in (MIXED | HEAD | EXPERTS | FEW).items() if k != "intermediate_size"},
     "laguna": MIXED | HEAD | EXPERTS | FEW,
     "lfm2": SIZE | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
@@ -186,6 +195,7 @@ FAMILIES = {
     "mimo_v2_flash": {k: v for k, v in (MIXED | HEAD | ROUTED).items() if k != "first_k_dense_replace"}
     | {"v_head_dim": 12},
     "minicpm3": SIZE | LATENT | APART | {"dim_model_base": 32},
+    "minimax": MIXING | HEAD | EXPERTS | {"num_local_experts": 4, "block_size": 16},
     "minimax_m2": SIZE | HEAD | EXPERTS | {"num_local_experts": 4},
     "minimax_m3_vl_text": SIZE | HEAD | EXPERTS | {"num_local_experts": 4},
     "ministral": SIZE | HEAD | WINDOW,
@@ -234,6 +244,10 @@ FAMILIES = {
     "qwen3_moe": SIZE | HEAD | EXPERTS | FEW,
     "qwen3_next": MIXING | LINEAR | HEAD | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
     "qwen3_vl": SIZE | HEAD | {"vision_config": EYES["qwen3_vl"]},
+    "recurrent_gemma": {k: v for k, v in SIZE.items() if k != "max_position_embeddings"}
+    | WINDOW
+    | {"num_hidden_layers": 3, "num_key_value_heads": 1, "block_types": ["recurrent", "attention", "recurrent"]},
+    "rwkv": dict(hidden_size=64, num_hidden_layers=2, context_length=512),
     "seed_oss": SIZE | HEAD,
     "smollm3": SIZE | {"no_rope_layers": [1, 0]},
     "solar_open": {
@@ -243,6 +257,22 @@ FAMILIES = {
     "starcoder2": SIZE | WINDOW,
     "vaultgemma": MIXED | HEAD | APART,
     "youtu": SIZE | LATENT,
+    "zamba": SIZE
+    | APART
+    | {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    }
+    | {"mamba_d_state": 8, "mamba_dt_rank": 4, "n_mamba_heads": 2},
+    "zamba2": SIZE
+    | APART
+    | {
+        "num_hidden_layers": 5,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
+    }
+    | {"num_key_value_heads": 4, "mamba_d_state": 16, "mamba_ngroups": 2, "n_mamba_heads": 8, "num_mem_blocks": 2}
+    | {"use_shared_attention_adapter": True, "adapter_rank": 8, "use_mem_rope": True},
 }
 
 ENCODERS = "bert-generation camembert data2vec-text electra ernie roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod"
@@ -261,32 +291,28 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "codegen": ({}, INTERFACE),
     "deepseek_v4": ({}, "layers of type compressed_sparse_attention"),
     "deepseek_v32": ({}, "layers of type indexed_attention"),
-    "diffllama": ({}, "attend twice"),
     "doge": ({}, "mask of its own"),
     "falcon": ({}, INTERFACE),
     "glm_moe_dsa": ({}, "layers of type indexed_attention"),
     "gpt_neo": ({}, INTERFACE),
     "gpt_neox_japanese": ({}, INTERFACE),
     "gptj": ({}, INTERFACE),
-    "hrm_text": ({}, "several times in one pass"),
-    "kimi_linear": ({}, RECURRENT),
     "llava": ({}, "looks at images in a way of its own"),
-    "minimax": ({}, RECURRENT),
     "modernbert-decoder": ({"pad_token_id": 0}, "head"),
     "openai-gpt": ({}, INTERFACE),
     "qwen3_5": ({}, "for models of text alone"),
-    "recurrent_gemma": ({}, "recurrent"),
     "roberta": ({}, "an encoder"),
-    "rwkv": ({}, "recurrent"),
     "t5": ({}, "encoder-decoder"),
     "xglm": ({}, INTERFACE),
     "xlnet": ({}, INTERFACE),
     "xlstm": ({}, "recurrent"),
-    "zamba2": ({}, "share attention blocks"),
 }
 PARTS = {  # what no key of these configs says
     **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), "attention sinks"),
     **dict.fromkeys(("bloom", "mpt"), "ALiBi"),
+    **dict.fromkeys(("zamba", "zamba2"), "shared attention blocks with keys and values of each layer that calls"),
+    "diffllama": "differential attention",
+    "hrm_text": "stacks run several times with keys and values of each run, prompts are read causally",
 }
 NOTES = {  # a key of its config -> what it brings
     "sliding_window": "sliding window",
@@ -302,7 +328,13 @@ NOTES = {  # a key of its config -> what it brings
 STATES = {  # a mixer's forward pass -> what it keeps a state of
     "forward_short_conv": "short convolutions keep a state",
     "forward_gated_delta": "gated delta rule keeps a state",
+    "forward_kimi_delta": "gated delta rule with a decay for each channel keeps a state",
+    "forward_lightning": "lightning attention keeps a state",
     "forward_mamba2": "Mamba-2 layers keep a state",
+    "forward_mamba_heads": "Mamba layers with several heads keep a state",
+    "forward_rg_lru": "RG-LRU layers keep a state",
+    "forward_wkv": "WKV layers keep a state",
+    "forward_channel_mix": "feed-forward parts keep the last token",
     "forward_mamba": "Mamba layers keep a state",
 }
 

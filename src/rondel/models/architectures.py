@@ -23,15 +23,21 @@ RECURRENT_KINDS = frozenset(
         "falcon_mamba",
         "granitemoehybrid",
         "jamba",
+        "kimi_linear",
         "lfm2",
         "lfm2_moe",
         "mamba",
         "mamba2",
+        "minimax",
         "nemotron_h",
         "olmo_hybrid",
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_next",
+        "recurrent_gemma",
+        "rwkv",
+        "zamba",
+        "zamba2",
     }
 )
 
@@ -60,10 +66,7 @@ def refuse_architecture(config: Any) -> None:
             "it is an encoder-decoder; only decoder-only models are carried",
         ),
         (bool(recurrent), f"it has recurrent layers ({', '.join(sorted(recurrent))}); their state {state}"),
-        (
-            kind in {"rwkv", "xlstm", "recurrent_gemma"},
-            f"it is recurrent; its state {state}",
-        ),
+        (kind == "xlstm", f"it is recurrent; its state {state}"),
         (
             bool(strange),
             f"it has layers of type {', '.join(sorted(strange))}; the packed attention carries full, sliding and chunked ones",
@@ -86,14 +89,10 @@ REMEDY = (
     "Engine and trainer load the same module, so another engine does not help: take a model of a family listed as "
     "equal in docs/families.md."
 )
-TWICE = "but the paged cache has one set of keys and values a layer"
 ODD = {
-    "diffllama": f"its layers attend twice, {TWICE}",
     **dict.fromkeys(
         ("qwen3_5", "qwen3_5_moe"), "its recurrent layers are carried for models of text alone (qwen3_5_text)"
     ),
-    "zamba2": "its layers share attention blocks, which do not say for which layer they attend",
-    "hrm_text": f"its layers run several times in one pass, {TWICE}",
     "doge": "its attention makes a mask of its own",
     "modernbert-decoder": "its head has a dense layer and a norm before the logits, and Rondel's has one product",
 }

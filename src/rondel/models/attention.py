@@ -87,17 +87,18 @@ def rondel_attention(
         query = (query * by_position).to(query.dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    layer = kwargs.get("cache_layer", module.layer_idx)  # where a module runs several times
     rule = ScoreRule(
-        scale, sliding_window, softcap, _chunk_size(module), kwargs.get("s_aux"), kwargs.get("alibi_slopes")
+        scale, sliding_window, softcap, _chunk_size(module, layer), kwargs.get("s_aux"), kwargs.get("alibi_slopes")
     )
-    out = layout.attend(module.layer_idx, q, k, v, rule)
+    out = layout.attend(layer, q, k, v, rule)
     return out.contiguous().unsqueeze(0), None
 
 
-def _chunk_size(module: Any) -> int | None:
+def _chunk_size(module: Any, layer: int) -> int | None:
     """transformers tells it to the mask alone."""
     kinds = getattr(getattr(module, "config", None), "layer_types", None)
-    return module.config.attention_chunk_size if kinds and kinds[module.layer_idx] == "chunked_attention" else None
+    return module.config.attention_chunk_size if kinds and kinds[layer] == "chunked_attention" else None
 
 
 def _attend_now(q: Tensor, k: Tensor, v: Tensor, layer: int, *rule: Any) -> Tensor:

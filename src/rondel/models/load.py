@@ -20,6 +20,8 @@ from rondel.core.errors import ModelError, error_boundary
 from rondel.core.media import ImageProcessorConfig
 from rondel.models import adapter_files, adapters, alibi, linear, nf4, processor, vision
 from rondel.models.architectures import auto_class, refuse_architecture
+from rondel.models.cache_slots import install_cache_slots
+from rondel.models.differential import install_differential
 from rondel.models.embedding_lookup import adopt_embedding
 from rondel.models.head import LMHead
 from rondel.models.load_check import PARITY, check_attention
@@ -27,6 +29,8 @@ from rondel.models.loaded_model import LoadedModel
 from rondel.models.model_folder import model_folder
 from rondel.models.query_scale import install_query_scale
 from rondel.models.random_model import random_config, random_tokenizer
+from rondel.models.recurrent.mixers import install_recurrent
+from rondel.models.recurrent.wkv import keep_unscaled
 from rondel.models.routing_tape import expert_count, install_routing_tape
 
 
@@ -84,8 +88,11 @@ def load_model(
     adopt_embedding(model)
     alibi.install_alibi(model)
     install_query_scale(model)
+    install_cache_slots(model)
+    install_differential(model)
+    keep_unscaled(model)
     routers = install_routing_tape(model)
-    cached, states = check_attention(model, name, sight, routers)
+    cached, states = check_attention(model, name, sight, routers, install_recurrent(model))
     context, stops = _max_context(model.config.get_text_config()), _stop_ids(model, tokenizer)
     return LoadedModel(
         model,

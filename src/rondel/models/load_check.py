@@ -12,7 +12,6 @@ from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, rope_posit
 from rondel.models import vision
 from rondel.models.attention import NAME, PackedLayout, PackedSegment, use_attention_layout
 from rondel.models.head import LMHead, decoder_of
-from rondel.models.recurrent.mixers import install_recurrent
 from rondel.models.recurrent.state_count import StateCount
 from rondel.models.routing_tape import RoutingTape, use_tape
 from rondel.models.score_rule import ScoreRule
@@ -21,9 +20,11 @@ from rondel.models.score_rule import ScoreRule
 PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 
-def check_attention(model: Any, name: str, sight: ImageProcessorConfig | None, routers: int) -> tuple[int, int]:
+def check_attention(
+    model: Any, name: str, sight: ImageProcessorConfig | None, routers: int, recurrent: list[int]
+) -> tuple[int, int]:
     """Switch to the packed attention and compare it with the model's own on a probe of two
-    sequences; one that looks sees a picture, too.
+    sequences; one that looks sees a picture, too. `recurrent`: layers with a mixer that keeps a state.
 
     -> bytes of keys and values of one token in all layers, bytes of one sequence's recurrent states.
     """
@@ -41,7 +42,6 @@ def check_attention(model: Any, name: str, sight: ImageProcessorConfig | None, r
         rows = [torch.tensor([row], device=device) for row in probe]
         own = [model(row, use_cache=False, **more).logits[0].float().log_softmax(-1) for row, more in zip(rows, how)]
         try:
-            recurrent = install_recurrent(model)
             model.set_attn_implementation(
                 NAME if sight is None else {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
             )
