@@ -18,7 +18,6 @@ from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.recurrent.mixers import MIXERS
-from rondel.models.routing_tape import RoutingTape
 
 HEAD, EXPERTS, WINDOW = {"head_dim": 16}, {"num_experts_per_tok": 2}, {"sliding_window": 8}
 ALONE = {k: v for k, v in SIZE.items() if k != "num_key_value_heads"}  # as many key heads as query heads
@@ -37,6 +36,7 @@ ROUTED = EXPERTS | {
     "first_k_dense_replace": 1,
 }
 LATER = {k: v for k, v in ROUTED.items() if k != "first_k_dense_replace"}  # its first layer is dense by itself
+INDEX = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 8}  # few heads would often score a key with zero
 REUSE = {  # the last layer of three takes the keys and values of the last one of its type
     "num_hidden_layers": 3,
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
@@ -44,6 +44,7 @@ REUSE = {  # the last layer of three takes the keys and values of the last one o
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 128,
 }
+NARROW = LATENT | {"num_key_value_heads": 2, "kv_lora_rank": 24, "qk_nope_head_dim": 8}  # latent attention of a layer
 WIDER = {"per_layer_config": {1: {"head_dim": 24}}}  # heads of another size in layer 1
 MIXING = SIZE | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
 LINEAR = dict(
@@ -65,6 +66,7 @@ FAMILIES = {
     "arcee": SIZE,
     "aria_text": SIZE | HEAD | {"moe_num_experts": 4, "moe_topk": 2},
     "axk1": SIZE | LATENT | LATER,
+    "axk2": SIZE | LATENT | LATER | INDEX | {"n_group": None, "topk_group": None, "gated_norm_rank": 4},
     "bamba": SIZE | MAMBA2 | APART | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
     "beam": MIXED | HEAD | EXPERTS | FEW | {"n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
     "biogpt": ALONE | APART,
@@ -86,8 +88,16 @@ FAMILIES = {
     ),
     "deepseek_v2": SIZE | LATENT | ROUTED,
     "deepseek_v3": SIZE | LATENT | ROUTED,
+    "deepseek_v32": SIZE | LATENT | ROUTED | INDEX,
     "diffllama": SIZE,
     "dots1": SIZE | HEAD | ROUTED | {"n_shared_experts": 1},
+    "dots3_note_text": SIZE
+    | LATENT
+    | LATER
+    | INDEX
+    | WINDOW
+    | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "indexed_attention", "full_attention"]}
+    | {"head_dim": 24, "per_layer_config": {0: {**NARROW, "head_dim": 16, "num_attention_heads": 2}}},
     "ernie4_5": SIZE | HEAD,
     "ernie4_5_moe": SIZE | EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
     "exaone4": MIXED,
@@ -120,6 +130,11 @@ FAMILIES = {
     "glm4": SIZE | HEAD,
     "glm4_moe": SIZE | HEAD | ROUTED,
     "glm4_moe_lite": SIZE | LATENT | LATER,
+    "glm_moe_dsa": SIZE
+    | LATENT
+    | ROUTED
+    | INDEX
+    | {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
     "gpt-sw3": OLD,
     "gpt2": OLD,
     "gpt_bigcode": OLD,
@@ -142,6 +157,7 @@ FAMILIES = {
     "hunyuan_v1_dense": SIZE | HEAD,
     "hunyuan_v1_moe": SIZE | HEAD | {"num_experts": 4, "moe_topk": 2},
     "hy_v3": SIZE | HEAD | EXPERTS | FEW,
+    "hy_v4": SIZE | LATENT | LATER | INDEX | {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
     "hyperclovax": SIZE | HEAD,
     "internlm3": SIZE | HEAD,
     "iquestcoder": SIZE | HEAD,
@@ -278,22 +294,18 @@ FAMILIES = {
 ENCODERS = "bert-generation camembert data2vec-text electra ernie roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod"
 SEQUENCE_TO_SEQUENCE = "bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet whisper"
 OUTSIDE = "big_bird blt cpmant git megatron-bert reformer rembert roformer trocr xlm"
-INDEXED = "axk2 dots3_note_text hy_v4"
 RECURRENT_FAMILIES = [kind for kind in FAMILIES if kind in RECURRENT_KINDS]
 RECURRENT, INTERFACE = "recurrent layers", "attention interface"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the reason speaks of
     **{kind: ({}, "an encoder") for kind in ENCODERS.split()},
     **{kind: ({}, "encoder-decoder") for kind in SEQUENCE_TO_SEQUENCE.split()},
     **{kind: ({}, "attention interface") for kind in OUTSIDE.split()},
-    **{kind: (SIZE | {"num_key_value_heads": 4}, "layers of type") for kind in INDEXED.split()},
     "bart": ({}, "encoder-decoder"),
     "bert": ({}, "an encoder"),
     "codegen": ({}, INTERFACE),
     "deepseek_v4": ({}, "layers of type compressed_sparse_attention"),
-    "deepseek_v32": ({}, "layers of type indexed_attention"),
     "doge": ({}, "mask of its own"),
     "falcon": ({}, INTERFACE),
-    "glm_moe_dsa": ({}, "layers of type indexed_attention"),
     "gpt_neo": ({}, INTERFACE),
     "gpt_neox_japanese": ({}, INTERFACE),
     "gptj": ({}, INTERFACE),
@@ -318,6 +330,7 @@ NOTES = {  # a key of its config -> what it brings
     "sliding_window": "sliding window",
     "attention_chunk_size": "chunked attention",
     "attn_logit_softcapping": "softcapped scores and logits",
+    "index_topk": "indexers choose the keys",
     "kv_lora_rank": "latent attention: keys and values are cached expanded",
     "num_kv_shared_layers": "the last layers reuse keys and values",
     "per_layer_config": "head sizes differ by layer",
@@ -381,7 +394,10 @@ def measure(kind: str) -> Measured:
         return Measured(greedy, gap)
     routes = [torch.from_numpy(c.experts).long() for c in done]
     same, other = (
-        max(_replayed(loaded, w, (r + step) % 4, c.raw_logprobs) for w, r, c in zip(whole, routes, done))
+        max(
+            _replayed(loaded, w, _moved(r, loaded.routers, step), c.raw_logprobs)
+            for w, r, c in zip(whole, routes, done)
+        )
         for step in (0, 1)
     )
     return Measured(greedy, gap, same, other > 1e-3)
@@ -393,10 +409,15 @@ def _generated(fresh: Any, given: list[int]) -> list[int]:
     return out[0, len(given) :].tolist()
 
 
+def _moved(routes: torch.Tensor, routers: int, step: int) -> torch.Tensor:
+    """Other experts of four; the keys that indexers chose stay."""
+    return torch.cat([(routes[:, :routers] + step) % 4, routes[:, routers:]], 1)
+
+
 def _replayed(loaded: LoadedModel, tokens: torch.Tensor, routes: torch.Tensor, logprobs: list[float]) -> float:
     n = len(routes)
     hidden = loaded.hidden_states(
-        tokens[:n], torch.arange(n), PackedLayout([PackedSegment(0, n)]), RoutingTape(loaded.routers, routes)
+        tokens[:n], torch.arange(n), PackedLayout([PackedSegment(0, n)]), loaded.routing_tape(routes)
     )
     return _gap(loaded.head.logits(hidden), tokens, logprobs)
 

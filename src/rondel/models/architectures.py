@@ -41,6 +41,9 @@ RECURRENT_KINDS = frozenset(
     }
 )
 
+# families whose indexers are all carried (models/indexer.py)
+INDEXED_KINDS = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"})
+
 
 def auto_class(config: Any) -> Any:
     return AutoModelForCausalLM if vision.sight_of(config) is None else AutoModelForImageTextToText
@@ -56,6 +59,7 @@ def refuse_architecture(config: Any) -> None:
         layers
         - recurrent
         - {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse", "moe", "mlp"}
+        - ({"indexed_attention"} if kind in INDEXED_KINDS else set())
     )
     if kind in RECURRENT_KINDS or kind in ODD:
         recurrent = set()
