@@ -67,6 +67,10 @@ FAMILIES = {
     "aria_text": SIZE | HEAD | {"moe_num_experts": 4, "moe_topk": 2},
     "axk1": SIZE | LATENT | LATER,
     "axk2": SIZE | LATENT | LATER | INDEX | {"n_group": None, "topk_group": None, "gated_norm_rank": 4},
+    "bailing_hybrid": MIXING
+    | EXPERTS
+    | {k: v for k, v in (LATENT | ROUTED).items() if k not in ("q_lora_rank", "n_routed_experts")}
+    | {"head_dim": 8, "num_local_experts": 4},
     "bamba": SIZE | MAMBA2 | APART | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
     "beam": MIXED | HEAD | EXPERTS | FEW | {"n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
     "biogpt": ALONE | APART,
@@ -195,6 +199,10 @@ FAMILIES = {
     | EXPERTS
     | FEW
     | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
+    "lfm3": SIZE
+    | HEAD
+    | WINDOW
+    | {"num_hidden_layers": 4, "layer_types": ["conv", "sliding_attention", "conv", "full_attention"]},
     "llama": SIZE,
     "llama4_text": SIZE
     | HEAD
@@ -295,7 +303,7 @@ ENCODERS = "bert-generation camembert data2vec-text electra ernie roberta-prelay
 SEQUENCE_TO_SEQUENCE = "bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet whisper"
 OUTSIDE = "big_bird blt cpmant git megatron-bert reformer rembert roformer trocr xlm"
 RECURRENT_FAMILIES = [kind for kind in FAMILIES if kind in RECURRENT_KINDS]
-RECURRENT, INTERFACE = "recurrent layers", "attention interface"
+INTERFACE = "attention interface"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the reason speaks of
     **{kind: ({}, "an encoder") for kind in ENCODERS.split()},
     **{kind: ({}, "encoder-decoder") for kind in SEQUENCE_TO_SEQUENCE.split()},
@@ -309,15 +317,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "gpt_neo": ({}, INTERFACE),
     "gpt_neox_japanese": ({}, INTERFACE),
     "gptj": ({}, INTERFACE),
+    "inkling2_text": ({}, "learned bias for each distance"),
+    "inkling_text": ({}, "learned bias for each distance"),
     "llava": ({}, "looks at images in a way of its own"),
     "modernbert-decoder": ({"pad_token_id": 0}, "head"),
     "openai-gpt": ({}, INTERFACE),
     "qwen3_5": ({}, "for models of text alone"),
+    "qwen4_exp_text": ({}, "blocks of averaged keys"),
     "roberta": ({}, "an encoder"),
     "t5": ({}, "encoder-decoder"),
     "xglm": ({}, INTERFACE),
     "xlnet": ({}, INTERFACE),
     "xlstm": ({}, "recurrent"),
+    "zaya": ({}, "convolutions inside of attention"),
 }
 PARTS = {  # what no key of these configs says
     **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), "attention sinks"),

@@ -18,6 +18,7 @@ from rondel.planner.shapes import SIZES, refuse_sizes
 # families whose recurrent layers are all carried
 RECURRENT_KINDS = frozenset(
     {
+        "bailing_hybrid",
         "bamba",
         "falcon_h1",
         "falcon_mamba",
@@ -26,6 +27,7 @@ RECURRENT_KINDS = frozenset(
         "kimi_linear",
         "lfm2",
         "lfm2_moe",
+        "lfm3",
         "mamba",
         "mamba2",
         "minimax",
@@ -58,8 +60,8 @@ def refuse_architecture(config: Any) -> None:
     strange = (
         layers
         - recurrent
-        - {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse", "moe", "mlp"}
-        - ({"indexed_attention"} if kind in INDEXED_KINDS else set())
+        - {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "dense", "sparse"}
+        - {"moe", "mlp"}
     )
     if kind in RECURRENT_KINDS or kind in ODD:
         recurrent = set()
@@ -71,15 +73,17 @@ def refuse_architecture(config: Any) -> None:
         ),
         (bool(recurrent), f"it has recurrent layers ({', '.join(sorted(recurrent))}); their state {state}"),
         (kind == "xlstm", f"it is recurrent; its state {state}"),
+        (kind in ODD, ODD.get(kind, "")),
         (
             bool(strange),
-            f"it has layers of type {', '.join(sorted(strange))}; the packed attention carries full, sliding and chunked ones",
+            f"it has layers of type {', '.join(sorted(strange))}; the packed attention carries full, sliding, chunked "
+            "and indexed ones",
         ),
+        ("indexed_attention" in layers and kind not in INDEXED_KINDS, "its indexer chooses keys in a way of its own"),
         (
             getattr(text, "alibi", False) and kind not in alibi.FAMILIES,
             "it uses ALiBi, which is carried for bloom and mpt alone",
         ),
-        (kind in ODD, ODD.get(kind, "")),
         (not _shares_attention(config), "its attention does not go through transformers' attention interface"),
         (_looks_otherwise(config), f"it looks at images in a way of its own; {', '.join(vision.FAMILIES)} are carried"),
         (_is_encoder(config), "it is an encoder, whose tokens see those behind them; only decoders are carried"),
@@ -97,6 +101,14 @@ ODD = {
     **dict.fromkeys(
         ("qwen3_5", "qwen3_5_moe"), "its recurrent layers are carried for models of text alone (qwen3_5_text)"
     ),
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"), "its indexer chooses blocks of averaged keys, and some layers embed n-grams"
+    ),
+    **dict.fromkeys(
+        ("inkling_text", "inkling2_text"),
+        "its scores have a learned bias for each distance, and keys and values pass through convolutions",
+    ),
+    "zaya": "its queries and keys pass through convolutions inside of attention, whose states are not carried",
     "doge": "its attention makes a mask of its own",
     "modernbert-decoder": "its head has a dense layer and a norm before the logits, and Rondel's has one product",
 }

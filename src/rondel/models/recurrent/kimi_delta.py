@@ -16,7 +16,7 @@ from rondel.models.recurrent.layout import RecurrentLayout
 
 
 def forward_kimi_delta(mixer: Any, states: RecurrentLayout, hidden: Tensor, **_: Any) -> Tensor:
-    """hidden [1, T, D] -> [1, T, D], for Kimi Linear."""
+    """hidden [1, T, D] -> [1, T, D], for Kimi Linear, whose gates are of low rank, and Ling 3."""
     heads, size = mixer.num_heads, mixer.head_dim
     mixed = torch.cat([mixer.q_proj(hidden), mixer.k_proj(hidden), mixer.v_proj(hidden)], -1)[0]
     mixed = activated(mixer.activation, states.scan(mixer.layer_idx, CausalConv.of(mixer.conv1d), mixed))
@@ -24,5 +24,5 @@ def forward_kimi_delta(mixer: Any, states: RecurrentLayout, hidden: Tensor, **_:
     g, beta = mixer.forget_gate(hidden)[0], mixer.b_proj(hidden)[0].sigmoid()
     rule = GatedDelta(heads, size, size)
     y = states.scan(mixer.layer_idx, rule, unit_length(q), unit_length(k), v, g, beta.float()).to(hidden.dtype)
-    gate = mixer.g_b_proj(mixer.g_a_proj(hidden))[0].view(y.shape)
-    return mixer.o_proj(mixer.o_norm(y, gate).flatten(1)[None])
+    gate = mixer.g_proj(hidden) if hasattr(mixer, "g_proj") else mixer.g_b_proj(mixer.g_a_proj(hidden))
+    return mixer.o_proj(mixer.o_norm(y, gate[0].view(y.shape)).flatten(1)[None])

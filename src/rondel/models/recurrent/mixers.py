@@ -27,11 +27,13 @@ Forward = Callable[..., Any]  # (mixer, RecurrentLayout, hidden [1, T, D], what 
 MIXERS: dict[str, Forward] = {  # by the mixer's class
     "Lfm2ShortConv": forward_short_conv,
     "Lfm2MoeShortConv": forward_short_conv,
+    "Lfm3ShortConv": forward_short_conv,
     "Qwen3NextGatedDeltaNet": forward_gated_delta,
     "Qwen3_5GatedDeltaNet": forward_gated_delta,
     "Qwen3_5MoeGatedDeltaNet": forward_gated_delta,
     "OlmoHybridGatedDeltaNet": forward_gated_delta,
     "KimiLinearDeltaAttention": forward_kimi_delta,
+    "BailingHybridDeltaAttention": forward_kimi_delta,
     "MiniMaxLightningAttention": forward_lightning,
     "RecurrentGemmaRecurrentBlock": forward_rg_lru,
     "RwkvSelfAttention": forward_wkv,

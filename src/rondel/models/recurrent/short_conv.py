@@ -1,4 +1,4 @@
-"""The gated short convolution of LFM2:  y = W_out (c * conv(b * x)),  (b, c, x) = W_in h."""
+"""The gated short convolution of LFM2 and LFM3:  y = W_out (c * conv(b * x)),  (b, c, x) = W_in h."""
 
 from __future__ import annotations
 
