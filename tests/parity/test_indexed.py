@@ -21,6 +21,7 @@ from kits.train import apart, awkward_groups, batch, gradient, row, trainer
 from rondel.core.errors import ConfigError, LawError, ModelError, UserError
 from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
+from rondel.models.adapters import add_adapter
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.architectures import INDEXED_KINDS
 from rondel.models.attention import PackedLayout, PackedSegment
@@ -259,6 +260,14 @@ def test_what_needs_whole_contexts_is_refused_by_name():
         align_numerics(loaded)
     with pytest.raises(ConfigError, match=re.escape("engine.compile")):
         CompiledModel(loaded)
+
+
+def test_an_adapter_reaches_attention_and_no_indexer():
+    algo, loaded = row("grpo"), copy.deepcopy(model("deepseek_v32"))
+    with pytest.raises(ConfigError, match=re.escape("'wq_b' is no linear layer")):
+        add_adapter(loaded, rank=4, alpha=8, targets=["wq_b"])
+    add_adapter(loaded, rank=4, alpha=8, targets=["q_b_proj", "o_proj"])
+    assert gradient(trainer(loaded), batch(awkward_groups(), algo), algo).any()
 
 
 def test_contexts_whose_positions_do_not_fit_a_record_are_refused():
