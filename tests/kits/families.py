@@ -18,7 +18,6 @@ from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.recurrent.mixers import MIXERS
-from rondel.models.routing_tape import RoutingTape
 
 HEAD, EXPERTS, WINDOW = {"head_dim": 16}, {"num_experts_per_tok": 2}, {"sliding_window": 8}
 ALONE = {k: v for k, v in SIZE.items() if k != "num_key_value_heads"}  # as many key heads as query heads
@@ -37,6 +36,7 @@ ROUTED = EXPERTS | {
     "first_k_dense_replace": 1,
 }
 LATER = {k: v for k, v in ROUTED.items() if k != "first_k_dense_replace"}  # its first layer is dense by itself
+INDEX = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 8}  # few heads would often score a key with zero
 REUSE = {  # the last layer of three takes the keys and values of the last one of its type
     "num_hidden_layers": 3,
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
@@ -44,6 +44,7 @@ REUSE = {  # the last layer of three takes the keys and values of the last one o
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 128,
 }
+NARROW = LATENT | {"num_key_value_heads": 2, "kv_lora_rank": 24, "qk_nope_head_dim": 8}  # latent attention of a layer
 WIDER = {"per_layer_config": {1: {"head_dim": 24}}}  # heads of another size in layer 1
 MIXING = SIZE | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
 LINEAR = dict(
@@ -65,6 +66,11 @@ FAMILIES = {
     "arcee": SIZE,
     "aria_text": SIZE | HEAD | {"moe_num_experts": 4, "moe_topk": 2},
     "axk1": SIZE | LATENT | LATER,
+    "axk2": SIZE | LATENT | LATER | INDEX | {"n_group": None, "topk_group": None, "gated_norm_rank": 4},
+    "bailing_hybrid": MIXING
+    | EXPERTS
+    | {k: v for k, v in (LATENT | ROUTED).items() if k not in ("q_lora_rank", "n_routed_experts")}
+    | {"head_dim": 8, "num_local_experts": 4},
     "bamba": SIZE | MAMBA2 | APART | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
     "beam": MIXED | HEAD | EXPERTS | FEW | {"n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
     "biogpt": ALONE | APART,
@@ -86,7 +92,16 @@ FAMILIES = {
     ),
     "deepseek_v2": SIZE | LATENT | ROUTED,
     "deepseek_v3": SIZE | LATENT | ROUTED,
+    "deepseek_v32": SIZE | LATENT | ROUTED | INDEX,
+    "diffllama": SIZE,
     "dots1": SIZE | HEAD | ROUTED | {"n_shared_experts": 1},
+    "dots3_note_text": SIZE
+    | LATENT
+    | LATER
+    | INDEX
+    | WINDOW
+    | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "indexed_attention", "full_attention"]}
+    | {"head_dim": 24, "per_layer_config": {0: {**NARROW, "head_dim": 16, "num_attention_heads": 2}}},
     "ernie4_5": SIZE | HEAD,
     "ernie4_5_moe": SIZE | EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
     "exaone4": MIXED,
@@ -119,6 +134,11 @@ FAMILIES = {
     "glm4": SIZE | HEAD,
     "glm4_moe": SIZE | HEAD | ROUTED,
     "glm4_moe_lite": SIZE | LATENT | LATER,
+    "glm_moe_dsa": SIZE
+    | LATENT
+    | ROUTED
+    | INDEX
+    | {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
     "gpt-sw3": OLD,
     "gpt2": OLD,
     "gpt_bigcode": OLD,
@@ -135,9 +155,13 @@ FAMILIES = {
     | {"num_local_experts": 4, "shared_intermediate_size": 32, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
     "granitemoeshared": SIZE | EXPERTS | {"num_local_experts": 4, "shared_intermediate_size": 32},
     "helium": SIZE | HEAD,
+    "hrm_text": {k: v for k, v in ALONE.items() if k != "num_hidden_layers"}
+    | HEAD
+    | {"num_hidden_layers": 1, "H_cycles": 2, "L_cycles": 2},
     "hunyuan_v1_dense": SIZE | HEAD,
     "hunyuan_v1_moe": SIZE | HEAD | {"num_experts": 4, "moe_topk": 2},
     "hy_v3": SIZE | HEAD | EXPERTS | FEW,
+    "hy_v4": SIZE | LATENT | LATER | INDEX | {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
     "hyperclovax": SIZE | HEAD,
     "internlm3": SIZE | HEAD,
     "iquestcoder": SIZE | HEAD,
@@ -163,6 +187,11 @@ FAMILIES = {
         num_local_experts=4,
         num_experts_per_tok=2,
     ),
+    "kimi_linear": MIXING
+    | LATENT
+    | EXPERTS
+    | {"num_experts": 4, "num_shared_experts": 1, "moe_intermediate_size": 32}
+    | {"linear_head_dim": 8, "linear_num_heads": 4},
     "kolibri1": {k: v for k, v in (MIXED | HEAD | EXPERTS | FEW).items() if k != "intermediate_size"},
     "laguna": MIXED | HEAD | EXPERTS | FEW,
     "lfm2": SIZE | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
@@ -170,6 +199,10 @@ FAMILIES = {
     | EXPERTS
     | FEW
     | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
+    "lfm3": SIZE
+    | HEAD
+    | WINDOW
+    | {"num_hidden_layers": 4, "layer_types": ["conv", "sliding_attention", "conv", "full_attention"]},
     "llama": SIZE,
     "llama4_text": SIZE
     | HEAD
@@ -186,6 +219,7 @@ FAMILIES = {
     "mimo_v2_flash": {k: v for k, v in (MIXED | HEAD | ROUTED).items() if k != "first_k_dense_replace"}
     | {"v_head_dim": 12},
     "minicpm3": SIZE | LATENT | APART | {"dim_model_base": 32},
+    "minimax": MIXING | HEAD | EXPERTS | {"num_local_experts": 4, "block_size": 16},
     "minimax_m2": SIZE | HEAD | EXPERTS | {"num_local_experts": 4},
     "minimax_m3_vl_text": SIZE | HEAD | EXPERTS | {"num_local_experts": 4},
     "ministral": SIZE | HEAD | WINDOW,
@@ -234,6 +268,10 @@ FAMILIES = {
     "qwen3_moe": SIZE | HEAD | EXPERTS | FEW,
     "qwen3_next": MIXING | LINEAR | HEAD | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
     "qwen3_vl": SIZE | HEAD | {"vision_config": EYES["qwen3_vl"]},
+    "recurrent_gemma": {k: v for k, v in SIZE.items() if k != "max_position_embeddings"}
+    | WINDOW
+    | {"num_hidden_layers": 3, "num_key_value_heads": 1, "block_types": ["recurrent", "attention", "recurrent"]},
+    "rwkv": dict(hidden_size=64, num_hidden_layers=2, context_length=512),
     "seed_oss": SIZE | HEAD,
     "smollm3": SIZE | {"no_rope_layers": [1, 0]},
     "solar_open": {
@@ -243,55 +281,68 @@ FAMILIES = {
     "starcoder2": SIZE | WINDOW,
     "vaultgemma": MIXED | HEAD | APART,
     "youtu": SIZE | LATENT,
+    "zamba": SIZE
+    | APART
+    | {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    }
+    | {"mamba_d_state": 8, "mamba_dt_rank": 4, "n_mamba_heads": 2},
+    "zamba2": SIZE
+    | APART
+    | {
+        "num_hidden_layers": 5,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
+    }
+    | {"num_key_value_heads": 4, "mamba_d_state": 16, "mamba_ngroups": 2, "n_mamba_heads": 8, "num_mem_blocks": 2}
+    | {"use_shared_attention_adapter": True, "adapter_rank": 8, "use_mem_rope": True},
 }
 
 ENCODERS = "bert-generation camembert data2vec-text electra ernie roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod"
 SEQUENCE_TO_SEQUENCE = "bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet whisper"
 OUTSIDE = "big_bird blt cpmant git megatron-bert reformer rembert roformer trocr xlm"
-INDEXED = "axk2 dots3_note_text hy_v4"
 RECURRENT_FAMILIES = [kind for kind in FAMILIES if kind in RECURRENT_KINDS]
-RECURRENT, INTERFACE = "recurrent layers", "attention interface"
+INTERFACE = "attention interface"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the reason speaks of
     **{kind: ({}, "an encoder") for kind in ENCODERS.split()},
     **{kind: ({}, "encoder-decoder") for kind in SEQUENCE_TO_SEQUENCE.split()},
     **{kind: ({}, "attention interface") for kind in OUTSIDE.split()},
-    **{kind: (SIZE | {"num_key_value_heads": 4}, "layers of type") for kind in INDEXED.split()},
     "bart": ({}, "encoder-decoder"),
     "bert": ({}, "an encoder"),
     "codegen": ({}, INTERFACE),
     "deepseek_v4": ({}, "layers of type compressed_sparse_attention"),
-    "deepseek_v32": ({}, "layers of type indexed_attention"),
-    "diffllama": ({}, "attend twice"),
     "doge": ({}, "mask of its own"),
     "falcon": ({}, INTERFACE),
-    "glm_moe_dsa": ({}, "layers of type indexed_attention"),
     "gpt_neo": ({}, INTERFACE),
     "gpt_neox_japanese": ({}, INTERFACE),
     "gptj": ({}, INTERFACE),
-    "hrm_text": ({}, "several times in one pass"),
-    "kimi_linear": ({}, RECURRENT),
+    "inkling2_text": ({}, "learned bias for each distance"),
+    "inkling_text": ({}, "learned bias for each distance"),
     "llava": ({}, "looks at images in a way of its own"),
-    "minimax": ({}, RECURRENT),
     "modernbert-decoder": ({"pad_token_id": 0}, "head"),
     "openai-gpt": ({}, INTERFACE),
     "qwen3_5": ({}, "for models of text alone"),
-    "recurrent_gemma": ({}, "recurrent"),
+    "qwen4_exp_text": ({}, "blocks of averaged keys"),
     "roberta": ({}, "an encoder"),
-    "rwkv": ({}, "recurrent"),
     "t5": ({}, "encoder-decoder"),
     "xglm": ({}, INTERFACE),
     "xlnet": ({}, INTERFACE),
     "xlstm": ({}, "recurrent"),
-    "zamba2": ({}, "share attention blocks"),
+    "zaya": ({}, "convolutions inside of attention"),
 }
 PARTS = {  # what no key of these configs says
     **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), "attention sinks"),
     **dict.fromkeys(("bloom", "mpt"), "ALiBi"),
+    **dict.fromkeys(("zamba", "zamba2"), "shared attention blocks with keys and values of each layer that calls"),
+    "diffllama": "differential attention",
+    "hrm_text": "stacks run several times with keys and values of each run, prompts are read causally",
 }
 NOTES = {  # a key of its config -> what it brings
     "sliding_window": "sliding window",
     "attention_chunk_size": "chunked attention",
     "attn_logit_softcapping": "softcapped scores and logits",
+    "index_topk": "indexers choose the keys",
     "kv_lora_rank": "latent attention: keys and values are cached expanded",
     "num_kv_shared_layers": "the last layers reuse keys and values",
     "per_layer_config": "head sizes differ by layer",
@@ -302,7 +353,13 @@ NOTES = {  # a key of its config -> what it brings
 STATES = {  # a mixer's forward pass -> what it keeps a state of
     "forward_short_conv": "short convolutions keep a state",
     "forward_gated_delta": "gated delta rule keeps a state",
+    "forward_kimi_delta": "gated delta rule with a decay for each channel keeps a state",
+    "forward_lightning": "lightning attention keeps a state",
     "forward_mamba2": "Mamba-2 layers keep a state",
+    "forward_mamba_heads": "Mamba layers with several heads keep a state",
+    "forward_rg_lru": "RG-LRU layers keep a state",
+    "forward_wkv": "WKV layers keep a state",
+    "forward_channel_mix": "feed-forward parts keep the last token",
     "forward_mamba": "Mamba layers keep a state",
 }
 
@@ -349,7 +406,10 @@ def measure(kind: str) -> Measured:
         return Measured(greedy, gap)
     routes = [torch.from_numpy(c.experts).long() for c in done]
     same, other = (
-        max(_replayed(loaded, w, (r + step) % 4, c.raw_logprobs) for w, r, c in zip(whole, routes, done))
+        max(
+            _replayed(loaded, w, _moved(r, loaded.routers, step), c.raw_logprobs)
+            for w, r, c in zip(whole, routes, done)
+        )
         for step in (0, 1)
     )
     return Measured(greedy, gap, same, other > 1e-3)
@@ -361,10 +421,15 @@ def _generated(fresh: Any, given: list[int]) -> list[int]:
     return out[0, len(given) :].tolist()
 
 
+def _moved(routes: torch.Tensor, routers: int, step: int) -> torch.Tensor:
+    """Other experts of four; the keys that indexers chose stay."""
+    return torch.cat([(routes[:, :routers] + step) % 4, routes[:, routers:]], 1)
+
+
 def _replayed(loaded: LoadedModel, tokens: torch.Tensor, routes: torch.Tensor, logprobs: list[float]) -> float:
     n = len(routes)
     hidden = loaded.hidden_states(
-        tokens[:n], torch.arange(n), PackedLayout([PackedSegment(0, n)]), RoutingTape(loaded.routers, routes)
+        tokens[:n], torch.arange(n), PackedLayout([PackedSegment(0, n)]), loaded.routing_tape(routes)
     )
     return _gap(loaded.head.logits(hidden), tokens, logprobs)
 

@@ -20,6 +20,10 @@ SMALL = {
     "vocab_size": 105,
 }
 LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DEEPSEEK = {
+    "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "q_lora_rank": 20, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "first_k_dense_replace": 1,
+}  # fmt: skip
 TINY = {
     "llama": {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
     "mistral": {"num_key_value_heads": 2, "head_dim": 24},
@@ -40,10 +44,16 @@ TINY = {
         "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 24, **LINEAR,
     },
-    "deepseek_v3": {
-        "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-        "q_lora_rank": 20, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "first_k_dense_replace": 1,
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v32": {**DEEPSEEK, "index_topk": 8, "index_n_heads": 3, "index_head_dim": 16},
+    "glm_moe_dsa": {
+        **DEEPSEEK, "index_topk": 8, "index_n_heads": 3, "index_head_dim": 16, "indexer_types": ["full", "shared", "full"],
     },
+    "kimi_linear": {
+        **{k: v for k, v in DEEPSEEK.items() if k in ("num_key_value_heads", "moe_intermediate_size") or k.endswith(("kv_lora_rank", "head_dim"))},
+        "num_experts": 4, "num_experts_per_token": 2, "num_hidden_layers": 6, "linear_head_dim": 8, "linear_num_heads": 3, "pad_token_id": 0,
+    },
+    "minimax": {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 
 
@@ -194,13 +204,15 @@ def test_the_cache_is_as_large_as_the_engine_keeps():
         "qwen2": {"num_key_value_heads": 4},
         "mistral": {"num_key_value_heads": 2, "sliding_window": 8},
     }
-    kinds["deepseek_v3"] = TINY["deepseek_v3"]
+    kinds |= {kind: TINY[kind] for kind in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_linear", "minimax")}
     for kind, more in kinds.items():
         loaded = tiny(kind, **(sizes | more))
         e = engine(loaded, kv_pages=100)
         asyncio.run(e.generate(ask(prompt(1, 10), n=3)))
         held = (e.pages.keys.pool_bytes + e.pages.values.pool_bytes) / 101
-        assert of_config({"model_type": kind, **sizes, **more}).kv_bytes(4) == held == loaded.cached, kind
+        found = of_config({"model_type": kind, **sizes, **more})
+        assert found.kv_bytes(4) == held == loaded.cached, kind
+        assert found.state_bytes(4) == loaded.state_bytes, kind
 
 
 def test_an_adapter_is_as_large_as_peft_makes_it():

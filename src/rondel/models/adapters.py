@@ -92,14 +92,14 @@ def _find_layers(loaded: LoadedModel, targets: str | Iterable[str]) -> dict[str,
     """{full name: layer} of what shall be adapted; every target must mean at least one layer."""
     model = loaded.model
     head = model.get_output_embeddings()
-    routers = [n for n, m in model.named_modules() if type(m).__name__.lower().endswith("router")]
+    choosing = [n for n, m in model.named_modules() if type(m).__name__.lower().endswith(("router", "indexer"))]
     layers = {
         name: module
         for name, module in model.named_modules()
         if (isinstance(module, nn.Linear | Conv1D) or hasattr(module, "lora_A"))
         and module is not head
         and not any(part in name for part in (".base_layer", ".lora_A.", ".lora_B.", ".visual."))
-        and not any(name.startswith(f"{router}.") for router in routers)
+        and not any(name.startswith(f"{module}.") for module in choosing)
     }
     if targets == ALL:
         if loaded.routers:
@@ -115,8 +115,8 @@ def _find_layers(loaded: LoadedModel, targets: str | Iterable[str]) -> dict[str,
         if not hits:
             raise ConfigError(
                 f"model.adapter.targets: '{target}' is no linear layer inside '{loaded.name}' that can be adapted."
-                f"{suggest_name(target, _layer_suffixes(layers))} It has: {', '.join(_layer_suffixes(layers))} (the head and a mixture's experts "
-                f"and routers cannot)"
+                f"{suggest_name(target, _layer_suffixes(layers))} It has: {', '.join(_layer_suffixes(layers))} (the head, a mixture's experts "
+                f"and what chooses experts or keys cannot)"
             )
         chosen |= hits
     if not chosen:

@@ -168,6 +168,11 @@ def align_numerics(loaded: LoadedModel) -> None:
             f"on how many tokens it "
             "gets; use numerics = 'fast' with routing replay"
         )
+    if loaded.indexers:
+        raise ConfigError(
+            f"engine.numerics = 'aligned': '{loaded.name}' has indexers that choose keys, and the aligned attention reads "
+            f"whole contexts; use numerics = 'fast'"
+        )
     if loaded.state_bytes:
         raise ConfigError(
             f"engine.numerics = 'aligned': '{loaded.name}' has recurrent layers, whose sums depend on how a prompt is cut "

@@ -18,22 +18,33 @@ from rondel.planner.shapes import SIZES, refuse_sizes
 # families whose recurrent layers are all carried
 RECURRENT_KINDS = frozenset(
     {
+        "bailing_hybrid",
         "bamba",
         "falcon_h1",
         "falcon_mamba",
         "granitemoehybrid",
         "jamba",
+        "kimi_linear",
         "lfm2",
         "lfm2_moe",
+        "lfm3",
         "mamba",
         "mamba2",
+        "minimax",
         "nemotron_h",
         "olmo_hybrid",
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_next",
+        "recurrent_gemma",
+        "rwkv",
+        "zamba",
+        "zamba2",
     }
 )
+
+# families whose indexers are all carried (models/indexer.py)
+INDEXED_KINDS = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"})
 
 
 def auto_class(config: Any) -> Any:
@@ -49,7 +60,8 @@ def refuse_architecture(config: Any) -> None:
     strange = (
         layers
         - recurrent
-        - {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse", "moe", "mlp"}
+        - {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "dense", "sparse"}
+        - {"moe", "mlp"}
     )
     if kind in RECURRENT_KINDS or kind in ODD:
         recurrent = set()
@@ -60,19 +72,18 @@ def refuse_architecture(config: Any) -> None:
             "it is an encoder-decoder; only decoder-only models are carried",
         ),
         (bool(recurrent), f"it has recurrent layers ({', '.join(sorted(recurrent))}); their state {state}"),
-        (
-            kind in {"rwkv", "xlstm", "recurrent_gemma"},
-            f"it is recurrent; its state {state}",
-        ),
+        (kind == "xlstm", f"it is recurrent; its state {state}"),
+        (kind in ODD, ODD.get(kind, "")),
         (
             bool(strange),
-            f"it has layers of type {', '.join(sorted(strange))}; the packed attention carries full, sliding and chunked ones",
+            f"it has layers of type {', '.join(sorted(strange))}; the packed attention carries full, sliding, chunked "
+            "and indexed ones",
         ),
+        ("indexed_attention" in layers and kind not in INDEXED_KINDS, "its indexer chooses keys in a way of its own"),
         (
             getattr(text, "alibi", False) and kind not in alibi.FAMILIES,
             "it uses ALiBi, which is carried for bloom and mpt alone",
         ),
-        (kind in ODD, ODD.get(kind, "")),
         (not _shares_attention(config), "its attention does not go through transformers' attention interface"),
         (_looks_otherwise(config), f"it looks at images in a way of its own; {', '.join(vision.FAMILIES)} are carried"),
         (_is_encoder(config), "it is an encoder, whose tokens see those behind them; only decoders are carried"),
@@ -86,14 +97,18 @@ REMEDY = (
     "Engine and trainer load the same module, so another engine does not help: take a model of a family listed as "
     "equal in docs/families.md."
 )
-TWICE = "but the paged cache has one set of keys and values a layer"
 ODD = {
-    "diffllama": f"its layers attend twice, {TWICE}",
     **dict.fromkeys(
         ("qwen3_5", "qwen3_5_moe"), "its recurrent layers are carried for models of text alone (qwen3_5_text)"
     ),
-    "zamba2": "its layers share attention blocks, which do not say for which layer they attend",
-    "hrm_text": f"its layers run several times in one pass, {TWICE}",
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"), "its indexer chooses blocks of averaged keys, and some layers embed n-grams"
+    ),
+    **dict.fromkeys(
+        ("inkling_text", "inkling2_text"),
+        "its scores have a learned bias for each distance, and keys and values pass through convolutions",
+    ),
+    "zaya": "its queries and keys pass through convolutions inside of attention, whose states are not carried",
     "doge": "its attention makes a mask of its own",
     "modernbert-decoder": "its head has a dense layer and a norm before the logits, and Rondel's has one product",
 }

@@ -28,6 +28,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from rondel.core.errors import ModelError
+from rondel.models.key_choice import ALL, IndexedTokens, choose_in_pack, choose_over_pages, is_chosen
 from rondel.models.processor import is_widened
 from rondel.models.recurrent.layout import SegmentStates, SlotStates
 from rondel.models.score_rule import ScoreRule
@@ -87,17 +88,29 @@ def rondel_attention(
         query = (query * by_position).to(query.dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    layer = kwargs.get("cache_layer", module.layer_idx)  # where a module runs several times
     rule = ScoreRule(
-        scale, sliding_window, softcap, _chunk_size(module), kwargs.get("s_aux"), kwargs.get("alibi_slopes")
+        scale,
+        sliding_window,
+        softcap,
+        _chunk_size(module, layer),
+        kwargs.get("s_aux"),
+        kwargs.get("alibi_slopes"),
+        _chosen_keys(kwargs.get("indices")),
     )
-    out = layout.attend(module.layer_idx, q, k, v, rule)
+    out = layout.attend(layer, q, k, v, rule)
     return out.contiguous().unsqueeze(0), None
 
 
-def _chunk_size(module: Any) -> int | None:
+def _chunk_size(module: Any, layer: int) -> int | None:
     """transformers tells it to the mask alone."""
     kinds = getattr(getattr(module, "config", None), "layer_types", None)
-    return module.config.attention_chunk_size if kinds and kinds[module.layer_idx] == "chunked_attention" else None
+    return module.config.attention_chunk_size if kinds and kinds[layer] == "chunked_attention" else None
+
+
+def _chosen_keys(indices: Tensor | None) -> Tensor | None:
+    """[1,T,k] of an indexer -> [T,k]; None where all tokens see all."""
+    return None if indices is None or indices.shape[2] == 0 else indices[0]
 
 
 def _attend_now(q: Tensor, k: Tensor, v: Tensor, layer: int, *rule: Any) -> Tensor:
@@ -261,6 +274,10 @@ class PackedLayout:
             a, b = q_end, k_end
         return self._collect_rows(heads)(torch.cat(parts)).view(-1, heads, size)
 
+    def choose_keys(self, layer: int, tokens: IndexedTokens) -> Tensor:
+        """Positions [T,k] of the keys that an indexer chooses."""
+        return choose_in_pack(self.calls, tokens)
+
     @property
     def segment_contexts(self) -> list[tuple[PackedSegment, Tensor]]:
         """Each segment with the places of its ancestors' tokens and its own."""
@@ -420,6 +437,8 @@ class AttentionCall:
         causal = self.keys.shape[1] == self.queries.shape[1] and rule.sees_all(self.queries.shape[1])
         distance = None if rule.slopes is None else self.distance()
         mask = None if causal else self.attention_mask(rule)
+        if mask is not None and rule.chosen is not None:
+            mask = mask & is_chosen(rule.chosen[self.queries.to(q.device)], self.of)[:, None]
         return sdpa(q, k, v, rule, mask=mask, distance=distance, train=True)
 
 
@@ -519,7 +538,10 @@ class DecodeBatch:
         scores = rule.capped(scores.float().view(heads, rows, repeats, -1).mul_(rule.scale))
         if rule.slopes is not None:
             scores = rule.with_slopes(scores, self.distance()[:, None], heads, 1, repeats, 1)
-        scores = scores.masked_fill_(~self.attention_mask(rule), float("-inf"))
+        seen = self.attention_mask(rule)
+        if rule.chosen is not None:
+            seen = seen & is_chosen(rule.chosen[-rows:, None], self.positions())
+        scores = scores.masked_fill_(~seen, float("-inf"))
         weights = rule.softmax(scores, heads, 1, repeats, 1).to(v.dtype).reshape(heads * rows, repeats, -1)
         if self.above is None:
             out = torch.bmm(weights, v)
@@ -536,6 +558,22 @@ class DecodeBatch:
             return distance
         over = torch.arange(self.prefix.shape[1], device=self.own.device)
         return torch.cat([self.lengths[:, None] - 1 + self._shared_length() - over, distance], 1)
+
+    def positions(self) -> Tensor:
+        """[B,P+C] of each key in its sequence; ALL for padding."""
+        whole = ScoreRule(1.0)
+        shared = 0 if self.prefix is None else self._shared_length()
+        return (self.lengths[:, None] - 1 + shared - self.distance()).masked_fill(
+            ~self.attention_mask(whole)[:, 0], ALL
+        )
+
+    def context_keys(self, pool: Tensor) -> Tensor:
+        """[B,P+C,D] of a pool with one head."""
+        near = self.near.read(pool)
+        if self.above is None:
+            return near
+        assert self.place is not None and self.grid is not None
+        return torch.cat([self.above.read(pool)[self.place // self.grid.shape[1]], near], 1)
 
     def attention_mask(self, rule: ScoreRule) -> Tensor:
         """[B,1,P+C]: True where the new token may look."""
@@ -593,6 +631,12 @@ class PagedLayout:
             parts.append(self.decoding.attend(last, keys, values, rule))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def choose_keys(self, layer: int, tokens: IndexedTokens) -> Tensor:
+        """Positions [T,k] of the keys that an indexer chooses. Its own keys are cached as those of a layer below zero."""
+        pool = self.keys.layer_pool(-1 - layer, tokens.k[:, None])
+        self._into.write(pool, tokens.k[:, None])
+        return choose_over_pages(self.chunks, self.decoding, pool, tokens)
+
     def store_kv(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The new tokens' keys and values into the layer's pools -> both pools."""
         keys, values = self.keys.layer_pool(layer, k), self.values.layer_pool(layer, v)
@@ -609,4 +653,7 @@ class PagedLayout:
             at = torch.arange(context - new, context, device=q.device)[:, None]
             distance = at - torch.arange(context, device=q.device)
             mask = rule.visible(at, distance)
+            if rule.chosen is not None:
+                of = torch.arange(context, device=q.device)[None]
+                mask = mask & is_chosen(rule.chosen[None, chunk.start : chunk.start + new], of)[0]
         return sdpa(mine, k, v, rule, mask=mask, distance=distance)[0].transpose(0, 1)

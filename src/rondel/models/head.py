@@ -38,9 +38,8 @@ class LMHead:
             scale = config.logit_scale
         elif getattr(config, "lm_head_multiplier", None):  # and falcon_h1
             scale = config.lm_head_multiplier
-        return cls(
-            linear.weight, getattr(linear, "bias", None), scale, getattr(config, "final_logit_softcapping", None)
-        )
+        caps = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap"))
+        return cls(linear.weight, getattr(linear, "bias", None), scale, next(filter(None, caps), None))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[C, D] -> [C, V] in fp32."""

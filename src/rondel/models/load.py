@@ -20,14 +20,19 @@ from rondel.core.errors import ModelError, error_boundary
 from rondel.core.media import ImageProcessorConfig
 from rondel.models import adapter_files, adapters, alibi, linear, nf4, processor, vision
 from rondel.models.architectures import auto_class, refuse_architecture
+from rondel.models.cache_slots import install_cache_slots
+from rondel.models.differential import install_differential
 from rondel.models.embedding_lookup import adopt_embedding
 from rondel.models.head import LMHead
+from rondel.models.indexer import check_indexers, install_indexers
 from rondel.models.load_check import PARITY, check_attention
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.model_folder import model_folder
 from rondel.models.query_scale import install_query_scale
 from rondel.models.random_model import random_config, random_tokenizer
-from rondel.models.routing_tape import expert_count, install_routing_tape
+from rondel.models.recurrent.mixers import install_recurrent
+from rondel.models.recurrent.wkv import keep_unscaled
+from rondel.models.routing_tape import RoutingTape, expert_count, install_routing_tape
 
 
 def load_model(
@@ -84,8 +89,16 @@ def load_model(
     adopt_embedding(model)
     alibi.install_alibi(model)
     install_query_scale(model)
+    install_cache_slots(model)
+    install_differential(model)
+    keep_unscaled(model)
     routers = install_routing_tape(model)
-    cached, states = check_attention(model, name, sight, routers)
+    indexers = install_indexers(model)
+    width = indexers[0].index_topk if indexers else 0
+    if indexers:
+        check_indexers(model, name, indexers, torch.arange(5, 17, device=device)[None])
+    tape = RoutingTape(routers, indexers=len(indexers), width=width) if routers else None
+    cached, states = check_attention(model, name, sight, tape, install_recurrent(model))
     context, stops = _max_context(model.config.get_text_config()), _stop_ids(model, tokenizer)
     return LoadedModel(
         model,
@@ -98,6 +111,8 @@ def load_model(
         routers,
         path=path,
         sight=sight,
+        indexers=len(indexers),
+        index_width=width,
         state_bytes=states,
     )
 

@@ -12,7 +12,7 @@ from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, rope_posit
 from rondel.models import vision
 from rondel.models.attention import NAME, PackedLayout, PackedSegment, use_attention_layout
 from rondel.models.head import LMHead, decoder_of
-from rondel.models.recurrent.mixers import install_recurrent
+from rondel.models.key_choice import IndexedTokens
 from rondel.models.recurrent.state_count import StateCount
 from rondel.models.routing_tape import RoutingTape, use_tape
 from rondel.models.score_rule import ScoreRule
@@ -21,9 +21,11 @@ from rondel.models.score_rule import ScoreRule
 PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 
-def check_attention(model: Any, name: str, sight: ImageProcessorConfig | None, routers: int) -> tuple[int, int]:
+def check_attention(
+    model: Any, name: str, sight: ImageProcessorConfig | None, tape: RoutingTape | None, recurrent: list[int]
+) -> tuple[int, int]:
     """Switch to the packed attention and compare it with the model's own on a probe of two
-    sequences; one that looks sees a picture, too.
+    sequences; one that looks sees a picture, too. On `tape` routers must leave a record. `recurrent`: layers with a mixer that keeps a state.
 
     -> bytes of keys and values of one token in all layers, bytes of one sequence's recurrent states.
     """
@@ -41,7 +43,6 @@ def check_attention(model: Any, name: str, sight: ImageProcessorConfig | None, r
         rows = [torch.tensor([row], device=device) for row in probe]
         own = [model(row, use_cache=False, **more).logits[0].float().log_softmax(-1) for row, more in zip(rows, how)]
         try:
-            recurrent = install_recurrent(model)
             model.set_attn_implementation(
                 NAME if sight is None else {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
             )
@@ -49,7 +50,7 @@ def check_attention(model: Any, name: str, sight: ImageProcessorConfig | None, r
             places = [rope_positions(len(probe[0]), media), rope_positions(len(probe[1]), [])]
             where = torch.from_numpy(np.concatenate(places, 1)).to(device)
             layout = _Counting([PackedSegment(0, len(probe[0])), PackedSegment(len(probe[0]), len(probe[1]))], device)
-            with use_attention_layout(layout), use_tape(RoutingTape(routers) if routers else None):
+            with use_attention_layout(layout), use_tape(tape):
                 if sight is None:
                     hidden = decoder_of(model)(
                         input_ids=tokens[None], position_ids=where[:1], use_cache=False
@@ -111,10 +112,14 @@ class _Counting(PackedLayout):
     def __init__(self, segments: list[PackedSegment], device: torch.device) -> None:
         super().__init__(segments, device)
         self.layers: list[int] = []
-        self.cached = 0  # bytes of one token's keys and values in the layers that have asked
+        self.cached = 0  # bytes of one token's keys and values, and of indexers' keys, in the layers that have asked
         self.states = self.counted = StateCount(segments, device)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
         self.layers.append(layer)
         self.cached += (k.nbytes + v.nbytes) // len(k)
         return super().attend(layer, q, k, v, rule)
+
+    def choose_keys(self, layer: int, tokens: IndexedTokens) -> torch.Tensor:
+        self.cached += tokens.k.nbytes // len(tokens.k)
+        return super().choose_keys(layer, tokens)

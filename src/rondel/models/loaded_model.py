@@ -40,6 +40,8 @@ class LoadedModel:
     )
     bare: bool = False  # compute without the adapter: the reference
     sight: ImageProcessorConfig | None = None  # how it looks at pictures; None for a model that reads text alone
+    indexers: int = 0  # layers that choose the keys they attend to
+    index_width: int = 0  # keys that one of them chooses
     state_bytes: int = 0  # of the recurrent states of one sequence, in all layers; 0: it has no recurrent layer
 
     @property
@@ -64,6 +66,13 @@ class LoadedModel:
     def in_four_bits(self) -> bool:
         """Whether its base lies in 4 bits."""
         return bool(nf4.nf4_layers(self.model))
+
+    def routing_tape(self, routes: torch.Tensor | None = None, *, longest: int | None = None) -> RoutingTape:
+        """Records the choices of a pass, or replays `routes`. Where no context is longer than `longest` tokens, an
+        indexer may have nothing to choose, and its choice takes no room.
+        """
+        width = 0 if longest is not None and longest <= self.index_width else self.index_width
+        return RoutingTape(self.routers, routes, indexers=self.indexers, width=width)
 
     def run_with_head(self, work: Callable[[LMHead], Any]) -> Any:
         """One pass through the module, ending in its head."""

@@ -8,6 +8,11 @@ them; everything before and after is the model's own code, so gradients flow thr
     record   engine, every step: [T new tokens, layers, k]        replay   trainer: the
              same rows, each layer exactly once
 
+Indexers of sparse attention (models/indexer.py) choose keys, and their choice is recorded in the same way: as positions
+plus one (0 for none), in as many rows of k numbers more as they take.
+
+    rows     router 0 ... router n-1 | indexer 0: ceil(width / k) rows | indexer 1 ...
+
 Without it rounding sends tokens to other experts in the trainer than in the engine, and
 the ratio of the two policies is noise.
 """
@@ -21,6 +26,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -28,14 +34,22 @@ from rondel.core.errors import LawError, ModelError
 
 
 class RoutingTape:
-    """Routes [T, L, K] of the tokens of one forward pass: what was recorded, or what is to be replayed."""
+    """Routes [T, L, K] of the tokens of one forward pass: what was recorded, or what is to be replayed.
 
-    def __init__(self, layers: int, routes: Tensor | None = None) -> None:
-        self.layers, self.routes = layers, routes
+    `layers` routers, and `indexers` that choose at most `width` keys a token.
+    """
+
+    def __init__(self, layers: int, routes: Tensor | None = None, *, indexers: int = 0, width: int = 0) -> None:
+        self.layers, self.routes, self.indexers, self.width = layers, routes, indexers, width
         self.rows: list[Tensor | None] = [None] * layers
+        self.keys: list[Tensor | None] = [None] * indexers
         self.flips: list[Tensor] = [
             torch.zeros(0)
         ] * layers  # of each layer: share of a token's own choice that the record does not hold [T]
+
+    def repeated(self) -> RoutingTape:
+        """The same routes, for a second run."""
+        return RoutingTape(self.layers, self.routes, indexers=self.indexers, width=self.width)
 
     @property
     def recorded_routes(self) -> Tensor:
@@ -44,20 +58,46 @@ class RoutingTape:
             raise LawError(
                 f"router {missing[0]} of {self.layers} left no record: it did not run, or it chooses without topk"
             )
-        return torch.stack([row for row in self.rows if row is not None], 1)
+        if missing := [i for i, chosen in enumerate(self.keys) if chosen is None]:
+            raise LawError(f"indexer {missing[0]} of {self.indexers} left no record: it did not run")
+        routes = torch.stack([row for row in self.rows if row is not None], 1)
+        if not self.width:
+            return routes
+        pieces = [
+            F.pad(chosen + 1, (0, -self.width % routes.shape[2])).unflatten(1, (-1, routes.shape[2]))
+            for chosen in self.keys
+            if chosen is not None
+        ]
+        return torch.cat([routes, *pieces], 1)
 
     def select_experts(self, layer: int, own: Tensor) -> Tensor:
         """What layer's topk [T, K] becomes. Every record is used exactly once."""
-        if self.rows[layer] is not None:
-            raise LawError(f"router {layer} chose twice in one forward pass: its record must be used exactly once")
-        self.rows[layer] = own
-        if self.routes is None:
+        theirs = self._recorded_once(self.rows, "router", layer, own)
+        if theirs is None:
             return own
-        if len(self.routes) != len(own):
-            raise LawError(f"router {layer} has {len(own)} tokens, the record {len(self.routes)}")
-        theirs = self.routes[:, layer].to(own.device)
+        theirs = theirs[:, layer]
         self.flips[layer] = 1 - (own[:, :, None] == theirs[:, None]).any(-1).float().mean(-1)
         return theirs
+
+    def select_keys(self, indexer: int, own: Tensor) -> Tensor:
+        """What an indexer's choice [T, width] becomes. Every record is used exactly once."""
+        theirs = self._recorded_once(self.keys, "indexer", indexer, own)
+        if theirs is None or theirs.shape[1] == self.layers:  # no context was longer than a choice
+            return own
+        rows = -(-self.width // theirs.shape[2])
+        first = self.layers + indexer * rows
+        return theirs[:, first : first + rows].flatten(1)[:, : self.width] - 1
+
+    def _recorded_once(self, kept: list[Tensor | None], what: str, number: int, own: Tensor) -> Tensor | None:
+        """Keep `own`. -> all routes on its device, if they are to be replayed."""
+        if kept[number] is not None:
+            raise LawError(f"{what} {number} chose twice in one forward pass: its record must be used exactly once")
+        kept[number] = own
+        if self.routes is None:
+            return None
+        if len(self.routes) != len(own):
+            raise LawError(f"{what} {number} has {len(own)} tokens, the record {len(self.routes)}")
+        return self.routes.to(own.device)
 
 
 _here = threading.local()
@@ -76,10 +116,15 @@ def use_tape(tape: RoutingTape | None) -> Iterator[RoutingTape | None]:
         _ = tape.recorded_routes
 
 
+def current_tape() -> RoutingTape | None:
+    """The tape in force."""
+    return getattr(_here, "tape", None)
+
+
 def repeated_tape() -> AbstractContextManager[None]:
     """For a second run of some of the layers, later: the routes of the tape now in force, or of none."""
-    tape = getattr(_here, "tape", None)
-    again = RoutingTape(tape.layers, tape.routes) if tape is not None else None
+    tape = current_tape()
+    again = tape.repeated() if tape is not None else None
 
     @contextmanager
     def in_force() -> Iterator[None]:
@@ -173,7 +218,7 @@ def expert_count(text: Any) -> int:
 
 
 def _taped_forward(router: Any, own: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
-    tape = getattr(_here, "tape", None)
+    tape = current_tape()
     if tape is None:
         return own(router, *args, **kwargs)
     if type(router).__name__ == "PhimoeTopKRouter":

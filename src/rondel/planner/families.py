@@ -3,7 +3,7 @@
 DEFAULTS  as transformers' configs have them, and facts that stand in no config: `norms` of width D a
           layer, `qk_norm`, which projections and experts have biases (`qkv_bias`, `o_bias`,
           `expert_bias`), attention `sinks`, an `output_gate` as
-          wide as the queries, a `shared_expert_gate`
+          wide as the queries, a `shared_expert_gate`, the `mixer` of recurrent layers
 MODELS    name -> (config, source);  PUBLIC  other names, also plain sizes: the model that is usually meant
 """
 
@@ -50,12 +50,32 @@ _QWEN3_5 = {
     "tie_word_embeddings": False,
     "qk_norm": True,
     "output_gate": True,
+    "mixer": "gated delta",
     "full_attention_interval": 4,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
+}
+_DEEPSEEK = {
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "intermediate_size": 18432,
+    "vocab_size": 129280,
+    "tie_word_embeddings": False,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
 }
 _MISTRAL = {**_LLAMA, "num_key_value_heads": 8, "intermediate_size": 14336}
 
@@ -128,25 +148,40 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 512,
         "shared_expert_gate": True,
     },
-    "deepseek_v3": {
-        "hidden_size": 7168,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "intermediate_size": 18432,
-        "vocab_size": 129280,
-        "tie_word_embeddings": False,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 3,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": {**_DEEPSEEK, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64},
+    "glm_moe_dsa": {
+        **_DEEPSEEK,
+        "hidden_size": 6144,
+        "num_hidden_layers": 78,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "intermediate_size": 12288,
+        "vocab_size": 154880,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "index_topk": 2048,
+        "index_head_dim": 128,
+        "index_n_heads": 32,
     },
+    "kimi_linear": {
+        **_DEEPSEEK,
+        "hidden_size": 2304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "intermediate_size": 9216,
+        "vocab_size": 163840,
+        "moe_intermediate_size": 1024,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "mixer": "kimi delta",
+        "linear_num_heads": 32,
+        "linear_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    "minimax": {**_MISTRAL, "num_local_experts": 8, "num_experts_per_tok": 2, "mixer": "lightning"},
 }
 
 

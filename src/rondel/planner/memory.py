@@ -324,7 +324,7 @@ def _engine_without_cache(setting: Workload) -> dict[str, dict[str, float]]:
             rows["decoded layer"] = {"generate": decoded_layer_bytes(setting)}
     if setting.reward is not None:
         rows["reward model"] = dict.fromkeys(PHASES, _weight_bytes(setting.reward, setting) / setting.tensor)
-    if s.recurrent:
+    if s.recurrent.layers:
         held = state_slots(setting.running) * s.state_bytes(setting.width) / setting.tensor
         rows["recurrent states"] = {phase: 0.0 if phase in asleep else held for phase in PHASES}
     rows["sampling"] = {"generate": logits_bytes(s.vocab, setting.running) / setting.tensor}

@@ -16,6 +16,14 @@ from rondel.core.errors import ModelError
 from rondel.core.registry import suggest_name
 from rondel.planner import tower
 from rondel.planner.families import DEFAULTS, MODELS, PUBLIC
+from rondel.planner.mixers import (
+    NO_INDEXER,
+    NO_STATE,
+    IndexerShape,
+    RecurrentShape,
+    indexer_shape,
+    recurrent_shape,
+)
 from rondel.planner.tower import VisionTower
 
 
@@ -39,9 +47,8 @@ class ModelShape:
     dense    layers with a feed-forward of `intermediate`; the others have `experts`
     biases   numbers a layer that are no matrix: biases of the projections
     norms    norms of width D a layer;  qk_norm: and one of width d for queries and one for keys
-    recurrent  layers whose attention is linear, of `recurrent_numbers` each; they keep a state of
-               fixed size instead of keys and values: `recurrent_state` numbers in fp32 and a convolution's
-               window of `recurrent_window`
+    recurrent  layers whose attention is linear; they keep a state of fixed size instead of keys and values
+    indexer  layers that choose the keys they attend to, with a key a token of their own
     gate     the attention's output is gated: queries are twice as wide
     bits     of a stored weight: 16, or what the config's quantization says
     tower    its eye; None for a model that reads text alone
@@ -66,10 +73,8 @@ class ModelShape:
     shared_gate: bool = False
     dense: int = 0
     latent: LatentAttention | None = None
-    recurrent: int = 0
-    recurrent_numbers: int = 0
-    recurrent_state: int = 0
-    recurrent_window: int = 0
+    recurrent: RecurrentShape = NO_STATE
+    indexer: IndexerShape = NO_INDEXER
     gate: bool = False
     family: str = ""
     tower: VisionTower | None = None
@@ -105,6 +110,11 @@ class ModelShape:
         return sum(i * o for i, o in self.attention_shapes.values())
 
     @property
+    def attention_layers(self) -> int:
+        """Those that cache keys and values."""
+        return self.layers - self.recurrent.layers
+
+    @property
     def dense_layers(self) -> int:
         return self.dense if self.experts else self.layers
 
@@ -129,8 +139,9 @@ class ModelShape:
         inside = 2 * self.head * self.qk_norm + self.biases
         if self.latent is not None:
             inside += self.latent.kv + (self.latent.q or 0)
-        norms, full = self.layers * self.norms * self.hidden, self.layers - self.recurrent
-        mixing = full * (self.attention_parameters + inside) + self.recurrent * self.recurrent_numbers
+        norms = self.layers * self.norms * self.hidden
+        mixing = self.attention_layers * (self.attention_parameters + inside)
+        mixing += self.recurrent.layers * self.recurrent.numbers + self.indexer.layers * self.indexer.numbers
         return mixing + norms + self._feed_forward(experts) + self.hidden
 
     @property
@@ -153,23 +164,23 @@ class ModelShape:
         return (self.layers - self.dense_layers) * self.experts * 3 * self.hidden * self.expert
 
     def kv_bytes(self, bytes_each: float = 2, *, expanded: bool = True) -> int:
-        """Cache of one token in all layers: 2·L·K·d·bytes. Latent attention: what it compresses
-        to, unless the engine keeps it `expanded`.
+        """Cache of one token in all layers: 2·L·K·d·bytes, and the keys of indexers. Latent attention: what it
+        compresses to, unless the engine keeps it `expanded`.
         """
-        if self.latent is None:
-            return int(2 * (self.layers - self.recurrent) * self.kv_heads * self.head * bytes_each)
-        m = self.latent
-        each = self.heads * (m.nope + m.rope + m.value) if expanded else m.kv + m.rope
-        return int(self.layers * each * bytes_each)
+        each = 2 * self.kv_heads * self.head
+        if (m := self.latent) is not None:
+            each = self.heads * (m.nope + m.rope + m.value) if expanded else m.kv + m.rope
+        return int((self.attention_layers * each + self.indexer.layers * self.indexer.key) * bytes_each)
 
     def state_bytes(self, bytes_each: float = 2) -> int:
         """Recurrent states of one sequence in all layers."""
-        return int(self.recurrent * (4 * self.recurrent_state + bytes_each * self.recurrent_window))
+        own = self.recurrent
+        return int(own.layers * (4 * own.state + bytes_each * own.window))
 
     @property
     def linear_shapes(self) -> dict[str, tuple[tuple[int, int], int]]:
         """{name: ((in, out), how many)} of the linear layers inside that are no experts."""
-        matrices = {name: (size, self.layers - self.recurrent) for name, size in self.attention_shapes.items()}
+        matrices = {name: (size, self.attention_layers) for name, size in self.attention_shapes.items()}
         for name, (i, o) in {"gate_proj": (0, 1), "up_proj": (0, 1), "down_proj": (1, 0)}.items():
             sides = (self.hidden, self.intermediate)
             matrices[name] = ((sides[i], sides[o]), self.dense_layers)
@@ -356,6 +367,8 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> ModelShape:
         sparse_every, first = get("decoder_sparse_step") or 1, get("first_k_dense_replace") or 0
         plain = set(get("mlp_only_layers") or ())
         dense = sum(i < first or i in plain or (i + 1) % sparse_every != 0 for i in range(layers))
+        if listed := config.get("mlp_layer_types"):
+            dense = sum(kind == "dense" for kind in listed)
     latent = None
     if get("kv_lora_rank"):
         latent = LatentAttention(
@@ -365,23 +378,15 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> ModelShape:
             get("qk_nope_head_dim"),
             get("v_head_dim"),
         )
-    every, width, state, window = get("full_attention_interval") or 0, 0, 0, 0
-    recurrent = layers - layers // every if every else 0
-    if listed := config.get("layer_types"):
-        recurrent = sum(kind == "linear_attention" for kind in listed)
-    # gated delta net: q, k, v and z, two numbers a head, a convolution, decay and step, a norm, and the way out
-    if every:
-        keys, values = (get(f"linear_num_{side}_heads") * get(f"linear_{side}_head_dim") for side in ("key", "value"))
-        width = hidden * (2 * keys + 3 * values + 2 * get("linear_num_value_heads")) + get("linear_conv_kernel_dim") * (
-            2 * keys + values
-        )
-        width += 2 * get("linear_num_value_heads") + get("linear_value_head_dim")
-        state = values * get("linear_key_head_dim")
-        window = (get("linear_conv_kernel_dim") - 1) * (2 * keys + values)
     biases = heads if get("sinks") else 0
     if get("expert_bias"):
         biases += experts * (2 * expert + hidden + 1)
-    shared = (get("n_shared_experts") or 0) * expert + (get("shared_expert_intermediate_size") or 0) if experts else 0
+    shared = (
+        (get("num_shared_experts") or get("n_shared_experts") or 0) * expert
+        + (get("shared_expert_intermediate_size") or 0)
+        if experts
+        else 0
+    )
     if get("qkv_bias") or get("attention_bias"):
         biases += (heads + 2 * kv_heads) * head
     if get("attention_bias") and get("o_bias") is not False:
@@ -410,16 +415,14 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> ModelShape:
         qk_norm=bool(get("qk_norm") or get("use_qk_norm")),
         biases=biases,
         experts=experts,
-        per_token=get("num_experts_per_tok") or 0 if experts else 0,
+        per_token=get("num_experts_per_token") or get("num_experts_per_tok") or 0 if experts else 0,
         expert=expert if experts else 0,
         shared=shared,
         shared_gate=bool(get("shared_expert_gate") and experts),
         dense=dense,
         latent=latent,
-        recurrent=recurrent,
-        recurrent_numbers=width,
-        recurrent_state=state,
-        recurrent_window=window,
+        recurrent=recurrent_shape(get, hidden, layers, head),
+        indexer=indexer_shape(get, hidden, layers),
         gate=bool(get("output_gate")),
         family=str(kind),
         tower=eye,

@@ -144,4 +144,4 @@ def replay_tape(loaded: LoadedModel, packed: PackedBatch) -> RoutingTape:
             "Completion.experts; "
             "or set trainer.routing_replay = false"
         )
-    return RoutingTape(loaded.routers, packed.routes)
+    return loaded.routing_tape(packed.routes)

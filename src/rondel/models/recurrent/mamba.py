@@ -48,7 +48,7 @@ class SelectiveScan:
         return torch.stack(out, 1), state
 
 
-def forward_mamba(mixer: Any, states: RecurrentLayout, hidden: Tensor) -> Tensor:
+def forward_mamba(mixer: Any, states: RecurrentLayout, hidden: Tensor, **_: Any) -> Tensor:
     """hidden [1, T, D] -> [1, T, D], for Mamba, Falcon-Mamba and Jamba; the latter two normalise dt, B and C."""
     x, gate = mixer.in_proj(hidden)[0].chunk(2, -1)
     x = activated(mixer.activation, states.scan(mixer.layer_idx, CausalConv.of(mixer.conv1d), x))
@@ -60,4 +60,20 @@ def forward_mamba(mixer: Any, states: RecurrentLayout, hidden: Tensor) -> Tensor
     rule = SelectiveScan(-mixer.A_log.float().exp())
     y = states.scan(mixer.layer_idx, rule, x.float() * dt, dt, b.float(), c.float())
     y = (y + x * mixer.D.float()) * F.silu(gate)
+    return mixer.out_proj(y.to(hidden.dtype)[None])
+
+
+def forward_mamba_heads(mixer: Any, states: RecurrentLayout, hidden: Tensor, **_: Any) -> Tensor:
+    """hidden [1, T, D] -> [1, T, D], for Zamba: each of M heads of I/M channels has a dt, B and C of its own."""
+    x, gate = mixer.in_proj(hidden)[0].unflatten(-1, (-1, 2)).unbind(-1)
+    x = activated(mixer.activation, states.scan(mixer.layer_idx, CausalConv.of(mixer.conv1d), x))
+    sizes = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]
+    out = []
+    for head, own in enumerate(x.chunk(mixer.n_mamba_heads, -1)):
+        dt, b, c = (own @ mixer.x_proj_weight[head].T).split(sizes, -1)
+        dt = F.softplus(dt @ mixer.dt_proj_weight[head].T + mixer.dt_proj_bias[head]).float()
+        rule = SelectiveScan(-mixer.A_log[head].float().exp(), f"scan {head}")
+        y = states.scan(mixer.layer_idx, rule, own.float() * dt, dt, b.float(), c.float())
+        out.append(y + own * mixer.D[head].float())
+    y = torch.cat(out, -1) * F.silu(gate)
     return mixer.out_proj(y.to(hidden.dtype)[None])

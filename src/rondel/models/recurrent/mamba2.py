@@ -60,7 +60,7 @@ class Mamba2Scan:
         return torch.cat(out, 2)[:, :, :length].transpose(1, 2), state
 
 
-def forward_mamba2(mixer: Any, states: RecurrentLayout, hidden: Tensor) -> Tensor:
+def forward_mamba2(mixer: Any, states: RecurrentLayout, hidden: Tensor, **_: Any) -> Tensor:
     """hidden [1, T, D] -> [1, T, D], for Mamba-2, Bamba, Granite hybrid, Nemotron-H, Falcon-H1 and Zamba2."""
     scaled = getattr(mixer, "ssm_in_multiplier", None)  # Falcon-H1
     projected = mixer.in_proj(hidden if scaled is None else hidden * scaled)[0]

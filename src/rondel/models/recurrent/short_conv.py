@@ -1,4 +1,4 @@
-"""The gated short convolution of LFM2:  y = W_out (c * conv(b * x)),  (b, c, x) = W_in h."""
+"""The gated short convolution of LFM2 and LFM3:  y = W_out (c * conv(b * x)),  (b, c, x) = W_in h."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rondel.models.recurrent.convolution import CausalConv
 from rondel.models.recurrent.layout import RecurrentLayout
 
 
-def forward_short_conv(mixer: Any, states: RecurrentLayout, hidden: Tensor) -> Tensor:
+def forward_short_conv(mixer: Any, states: RecurrentLayout, hidden: Tensor, **_: Any) -> Tensor:
     """hidden [1, T, D] -> [1, T, D]."""
     before, after, x = mixer.in_proj(hidden)[0].chunk(3, -1)
     y = states.scan(mixer.layer_idx, CausalConv.of(mixer.conv), before * x)

@@ -76,7 +76,7 @@ class PageAllocator:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.routes: np.ndarray | None = None  # [pages, L, K] experts that each cached token went to
+        self.routes: np.ndarray | None = None  # [pages, L, K] experts that each cached token went to, and keys it chose
         self.keys, self.values = LayerPools(count + 1), LayerPools(count + 1)
         self._free = list(range(count, 0, -1))
 
@@ -98,7 +98,7 @@ class PageAllocator:
         the cache has one too.
         """
         if self.routes is None:
-            self.routes = np.zeros((self.count + 1, *routes.shape[1:]), np.int16)
+            self.routes = np.zeros((self.count + 1, *routes.shape[1:]), np.uint16)
         self.routes[slots.cpu().numpy()] = routes.cpu().numpy()
 
     def release_memory(self) -> None:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from rondel.generate.engine.builtin.runner import ModelRunner
     from rondel.models.loaded_model import LoadedModel
 
+FARTHEST = (1 << 16) - 2  # position whose number plus one fits 16 bits
+
 
 class RequestValidator:
     """Checks of a request against the model, its cache and its draft model."""
@@ -32,6 +34,11 @@ class RequestValidator:
             raise UserError(
                 f"{prompt} prompt tokens + max_tokens {new} do not fit into {self.runner.pages.count} cache pages: "
                 f"raise engine.kv_pages"
+            )
+        if self.loaded.indexers and "experts" in request.wants and prompt + new > FARTHEST:
+            raise UserError(
+                f"{prompt} prompt tokens + max_tokens {new}: the keys that indexers choose are recorded up to position "
+                f"{FARTHEST}; shorten the prompt, lower max_tokens, or set trainer.routing_replay = false"
             )
         self._check_tokens(request)
 

@@ -191,7 +191,7 @@ class ModelRunner:
             for f, end in zip([*chunks, *single], ends)
             if f.live.pending_tokens == 0
         ]
-        tape = RoutingTape(self.loaded.routers) if self.records else None
+        tape = self.loaded.routing_tape(longest=self.pages.count) if self.records else None
         hidden = self._forward_pass(ids, at, layout, [(f.first, f.n, f.live.gaze) for f in [*chunks, *single]], tape)
         if tape is not None:
             self.pages.note_routes(layout.write, tape.recorded_routes)
@@ -307,7 +307,8 @@ def lines_of(loaded: LoadedModel, rows: int, pages: int) -> BlockTable | None:
 
 
 def has_kernel(loaded: LoadedModel) -> bool:
-    return loaded.device.type == "cuda" and not loaded.aligned and importlib.util.find_spec("triton") is not None
+    fits = not loaded.aligned and not loaded.indexers  # the kernel reads whole contexts
+    return loaded.device.type == "cuda" and fits and importlib.util.find_spec("triton") is not None
 
 
 def _token_runs(feeds: list[TokenFeed]) -> list[TokenRun]:

@@ -48,7 +48,7 @@ class SequenceLog:
             if reason := live.check_finish():
                 break
         if pieces:
-            live.routes = np.concatenate(pieces).astype(np.int16)
+            live.routes = np.concatenate(pieces).astype(np.uint16)
         return reason
 
     def record_step(self, drawn: list[tuple[SequenceState, int, float]], version: int) -> None:

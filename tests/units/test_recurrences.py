@@ -1,0 +1,121 @@
+"""Each recurrence over many tokens is its definition token by token, however its states are cut and padded."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from kits.engine import prompt
+from kits.families import FAMILIES
+from rondel.models.attention import PackedLayout, PackedSegment
+from rondel.models.load import load_model
+from rondel.models.recurrent.gated_delta import GatedDelta
+from rondel.models.recurrent.mamba import SelectiveScan
+from rondel.models.recurrent.mamba2 import Mamba2Scan
+from rondel.models.recurrent.rg_lru import LinearRecurrence, _bounded_sqrt
+from rondel.models.recurrent.wkv import FadingAverage, PreviousToken
+
+B, L, H, K, V = 2, 37, 4, 6, 5
+
+
+def draw(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def delta(channels, steep=1.0):
+    """(rule, inputs): keys of unit length, decays down to e^-`steep` and far beyond."""
+    q, k = (draw(seed, B, L, H, K) for seed in (1, 2))
+    k = k / k.norm(dim=-1, keepdim=True)
+    return GatedDelta(H, K, V), [
+        q, k, draw(3, B, L, H, V), -steep * draw(4, B, L, H, channels).abs(), draw(5, B, L, H).sigmoid(),
+    ]  # fmt: skip
+
+
+RULES = {
+    "gated delta": lambda: delta(1),
+    "gated delta by channel": lambda: delta(K),
+    "gated delta by channel, forgetting all": lambda: delta(K, 200.0),
+    "Mamba-2": lambda: (
+        Mamba2Scan(H, K, V),
+        [draw(1, B, L, H, K), -draw(2, B, L, H).abs(), draw(3, B, L, 2, V), draw(4, B, L, 2, V)],
+    ),
+    "Mamba": lambda: (
+        SelectiveScan(-draw(1, H, V).abs()),
+        [draw(2, B, L, H), draw(3, B, L, H).abs(), draw(4, B, L, V), draw(5, B, L, V)],
+    ),
+    "linear recurrence": lambda: (LinearRecurrence(H), [-draw(1, B, L, H).abs(), draw(2, B, L, H)]),
+    "fading average": lambda: (
+        FadingAverage(-draw(1, H).exp(), draw(2, H)),
+        [40 * draw(3, B, L, H), draw(4, B, L, H)],
+    ),
+    "previous token": lambda: (PreviousToken(H, torch.float32, "x"), [draw(1, B, L, H)]),
+}
+
+
+def start(rule):
+    return torch.zeros(B, *rule.state_shape, dtype=rule.state_dtype)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_many_tokens_at_once_are_one_after_the_other(name):
+    """Values and gradients; and a state in the middle is as good as the tokens before it."""
+    rule, inputs = RULES[name]()
+    whole, after = rule(start(rule), inputs, None)
+    state, outs = start(rule), []
+    for t in range(L):
+        out, state = rule(state, [x[:, t : t + 1] for x in inputs], None)
+        outs.append(out)
+    single = torch.cat(outs, 1)
+    first, middle = rule(start(rule), [x[:, :20] for x in inputs], None)
+    rest, end = rule(middle, [x[:, 20:] for x in inputs], None)
+    leaves = [x for x in inputs]
+    weight = draw(9, *whole.shape).detach()
+    grads = [torch.autograd.grad((x * weight).sum(), leaves) for x in (whole, single, torch.cat([first, rest], 1))]
+    for other in (single, torch.cat([first, rest], 1)):
+        assert torch.allclose(whole, other, atol=1e-5, rtol=1e-5)
+    for other in (state, end):
+        assert torch.allclose(after, other, atol=1e-5, rtol=1e-5)
+    for a, b, c in zip(*grads, strict=True):
+        assert a.isfinite().all() and torch.allclose(a, b, atol=1e-4, rtol=1e-4)
+        assert torch.allclose(a, c, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", RULES)
+@torch.no_grad()
+def test_padding_leaves_a_state_as_it_is(name):
+    rule, inputs = RULES[name]()
+    lengths = torch.tensor([L, 11])
+    real = torch.arange(L) < lengths[:, None]
+    padded = [x * real.view(B, L, *[1] * (x.ndim - 2)) for x in inputs]
+    out, after = rule(start(rule), padded, lengths)
+    short, end = rule(start(rule)[1:], [x[1:, :11] for x in inputs], None)
+    assert torch.allclose(out[1:, :11], short, atol=1e-6) and torch.allclose(after[1:], end, atol=1e-6)
+
+
+def test_the_square_root_of_nothing_has_a_bounded_gradient():
+    x = torch.tensor([0.0, 1e-12, 0.25], requires_grad=True)
+    y = _bounded_sqrt(x)
+    y.sum().backward()
+    assert torch.allclose(y, x.sqrt()) and torch.allclose(x.grad, torch.tensor([1000.0, 1000.0, 1.0]))
+
+
+def test_rwkv_is_not_halved_where_it_serves():
+    """transformers divides weights in place at the first pass that does not train; here they stay what was loaded, and
+    both sides compute what it computes where it trains.
+    """
+    sizes = FAMILIES["rwkv"] | {"num_hidden_layers": 3}
+    loaded, given = load_model({"random": "rwkv", **sizes}, dtype="float32"), torch.tensor(prompt(3, 20))
+    theirs = type(loaded.model)(copy.deepcopy(loaded.model.config)).eval()
+    theirs.load_state_dict(loaded.model.state_dict())
+    theirs.config.rescale_every = 1
+    layout = PackedLayout([PackedSegment(0, 20)])
+    ours = loaded.head.logits(loaded.hidden_states(given, torch.arange(20), layout))
+    serving = theirs(given[None], use_cache=False).logits[0]
+    weights = [m.rwkv.blocks[2].attention.output.weight for m in (loaded.model, theirs)]
+    assert torch.equal(weights[0], 4 * weights[1])
+    training = theirs.train()(given[None], use_cache=False).logits[0]
+    assert float((ours - training).detach().abs().max()) <= 1e-5
+    # a norm's eps counts for more beside halved numbers
+    assert float((ours - serving).detach().abs().max()) <= 1e-3
