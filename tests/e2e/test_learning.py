@@ -19,7 +19,7 @@ from rondel.runtime.journal.log import read
 pytestmark = pytest.mark.slow
 ROWS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"]
 SEEDS = [0, 1, 2]  # grpo is learned from each, every other row from one of them
-BAND = 0.76, 0.97  # mean reward of steps 16 to 20
+BAND = 0.66, 0.97  # mean reward of steps 16 to 20
 COMMON = {"run.sinks": [], "place.threads": 1, "run.checkpoint.every": 0, "task.data.holdout": 10, "task.eval.every": 0}
 
 
@@ -46,7 +46,7 @@ def start(request, tmp_path_factory):
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"learning-start-{seed}"
     with FileLock(f"{folder}.lock"):
         if not (folder / "done").exists():
-            learn(folder, {"loop.seed": seed, "loop.steps": 0, "loop.warmup.steps": 200})
+            learn(folder, {"loop.seed": seed, "loop.steps": 0, "loop.warmup.steps": 160})
             (folder / "done").touch()
     return seed, max((folder / "checkpoints").glob("step-*"))
 
@@ -65,6 +65,17 @@ def test_a_row_learns(tmp_path, start, kind):
     end = sum(curve[-5:]) / 5
     print(f"CURVE {kind}, seed {seed}: {curve[0]:.2f} -> {end:.3f}")
     assert curve[0] + 0.03 < end and BAND[0] <= end <= BAND[1]
+
+
+@pytest.mark.parametrize("start", [0], indirect=True)
+def test_ppo_learns(tmp_path, start):
+    """One answer a prompt and a critic that begins at nothing: the policy waits for it during the first five steps."""
+    seed, model = start
+    changes = {"loop.seed": seed, "loop.steps": 30, "loop.warmup.steps": 0, "loop.groups_per_step": 128}
+    curve = learn(tmp_path, changes | {"model.path": str(model)}, RECIPE.with_name("ppo.toml"))
+    begin, end = sum(curve[:5]) / 5, sum(curve[-10:]) / 10
+    print(f"CURVE ppo, seed {seed}: {begin:.2f} -> {end:.3f}")
+    assert begin < 0.65 and 0.7 < end <= BAND[1]
 
 
 @pytest.mark.parametrize("start", [0], indirect=True)
