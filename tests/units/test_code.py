@@ -725,6 +725,20 @@ def test_what_the_policy_reads_of_it(interpreter):
 
 
 @boxed
+def test_a_reply_of_many_endless_calls_is_no_fault_of_the_world(monkeypatch):
+    """Each is within its limit; together they are longer than the environment waits."""
+    monkeypatch.setattr(tool, "SECONDS", 0.4)
+    monkeypatch.setattr(tool, "GRACE", 0.3)
+    t = tokenizer.__wrapped__("chatml")
+    says = ("\n".join([python_call("while True: pass")] * 5), "so.")
+    engine = Engine(*([*t.encode(s, add_special_tokens=False), t.eos_token_id] for s in says))
+    env = Tools([tool.python_tool(Sandbox)], timeout=1.2)
+    asyncio.run(env.run(Task("t", "tools", {"prompt": "?"}), chat(t, engine, max_context=8192)))
+    read = t.decode(engine.requests[1].tokens)
+    assert "TimeoutError" in read and "did not answer within 1.2 s: it is busy with your other calls" in read
+
+
+@boxed
 @pytest.mark.parametrize("grouped", [True, False])
 def test_a_full_disk_is_told_to_the_policy_which_can_free_it(monkeypatch, grouped):
     """Without control groups what it prints lies on that disk, too: then it is told that this is lost."""
