@@ -36,7 +36,6 @@ from rondel.generate.envs.template import Messages, Schemas
 from rondel.generate.pictures import tool_image_parts
 from rondel.system.clock import now
 
-
 # what the system says of a path that a policy chose
 OF_ARGUMENTS = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL,
