@@ -539,6 +539,19 @@ def test_what_breaks_in_an_episode_is_a_fault_of_it_and_ends_no_run(raised, reas
     assert tried(Breaks()).outcome == EnvFault(reason)
 
 
+def test_an_image_for_a_policy_that_reads_text_alone_ends_no_run():
+    """A tool's answer to a call that the policy chose to make."""
+
+    class Shows:
+        async def run(self, task, _):
+            talk = chat(tok(), Policy("look"))
+            talk.give([user()])
+            await talk.reply()
+            talk.give([{"role": "tool", "content": [{"type": "image", "image": "data:image/png;base64,AAAA"}]}])
+
+    assert "EnvError: 1 images in a conversation with a model that reads text alone" in tried(Shows()).outcome.reason
+
+
 def test_what_a_template_refuses_is_the_fault_of_its_episode():
     class Odd:
         def __init__(self, *turns):
