@@ -8,6 +8,7 @@ import contextlib
 import io
 import random
 import shutil
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -161,7 +162,7 @@ def test_a_power_cut_at_any_moment_leaves_the_last_checkpoint(whole, tmp_path, m
             run(folder, **SHORT)
     finally:
         stop()
-    assert same(folder, whole)
+    assert same(folder, whole) and moments[0] >= 100
     images = list(tmp_path.glob("image-*"))
     assert len(images) == 3, moments
     for image in images:
@@ -170,9 +171,35 @@ def test_a_power_cut_at_any_moment_leaves_the_last_checkpoint(whole, tmp_path, m
         assert [e["step"] for e in events(image, "StepDone")][-1] == 8
 
 
-# -- full, and read-only -----------------------------------------------------------------------------
+# -- killed, full, and read-only ---------------------------------------------------------------------
 
 MOMENTS = 20
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_leaves_the_last_checkpoint(whole, tmp_path):
+    """Twenty times in one run after another, by the clock; each goes on, to the same bits."""
+    folder, rng, kills, length = tmp_path / "run", random.Random(2), 0, 1.0
+    while kills < MOMENTS:
+        child = context.Process(target=run, args=(folder,), kwargs=SHORT)
+        child.start()
+        began = time.monotonic()
+        child.join(rng.uniform(0.0, length))
+        child.kill()
+        child.join()
+        made = folder / "journal.jsonl"
+        saved = max((e["step"] for e in events(folder, "Checkpointed")), default=0) if made.exists() else 0
+        found = Checkpoints(folder / "checkpoints", 1).find_latest() if (folder / "checkpoints").exists() else None
+        assert (found[1]["step"] if found else 0) >= saved
+        if child.exitcode == 0:  # it was complete before the kill: begin another one
+            assert same(folder, whole)
+            length = time.monotonic() - began
+            shutil.rmtree(folder)
+            continue
+        assert child.exitcode == -9
+        kills += 1
+    run(folder, **SHORT)
+    assert same(folder, whole)
 
 
 def in_own_mounts(outside: Path, work: Callable[..., None], *given: object) -> None:

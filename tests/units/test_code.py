@@ -194,6 +194,8 @@ RUN = {  # each form of test that is run: a right answer earns 1, a wrong and an
     "an error that is raised": "if f(2) != 4:\n    raise ValueError('wrong')",
     "an error that is expected": "try:\n    f(None)\nexcept TypeError:\n    pass\nelse:\n    raise AssertionError\nassert f(2) == 4",
     "an error that is expected of a method": "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertRaises(TypeError, f, None)\n        with self.assertRaises(TypeError): f('x')\n        self.assertEqual(f(2), 4)",
+    "a function of its own that raises": "def assert_raises(kind, g, *args):\n    try: g(*args)\n    except kind: return True\n    raise AssertionError\nassert_raises(TypeError, f, None)\ndef assert_equal(a, b):\n    if a != b: raise ValueError(a)\nassert_equal(f(2), 4)",
+    "a method of its own": "import unittest\nclass T(unittest.TestCase):\n    def assertEqual(self, a, b): super().assertEqual(a, b)\n    def test_a(self): self.assertEqual(f(2), 4)",
     "numpy's": "from numpy.testing import assert_allclose\nassert_allclose([f(2)], [4.0])",
 }  # fmt: skip
 
@@ -262,6 +264,15 @@ def test_a_function_that_is_called_like_a_built_in_one(reward, answer, test, dat
         ("class Helper:\n    def run(self):\n        assert f(2) == 4", "asserts nothing that is run"),
         ("def test_a():\n    return f(2) == 4", "asserts nothing that is run"),
         ("assert False", "asserts nothing that is run"),
+        ("f(2)\nassert True", "asserts nothing that is run"),
+        ("f(2)\nassert 'done'", "asserts nothing that is run"),
+        ("assert (f(x) == 4 for x in [2])", "asserts nothing that is run"),
+        ("assert [f(2) == 4]", "asserts nothing that is run"),
+        ("assert lambda: f(2) == 4", "asserts nothing that is run"),
+        ("def assert_equal(a, b):\n    return a == b\nassert_equal(f(2), 4)", "asserts nothing that is run"),
+        ("import unittest\nclass T(unittest.TestCase):\n    def assertSame(self, a, b): return a == b\n    def test_a(self): self.assertSame(f(2), 4)", "asserts nothing that is run"),
+        ("import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertTrue(4, f(2))", "asserts nothing that is run"),
+        ("assert f(0) == 0\nassert (f(2) == 4, 'wrong')", "line 2 asserts a tuple, which always holds: write assert x, 'message' without parentheses"),
         ("def check(candidate):\n    assert candidate(2) == 4", r"nothing calls its check\(...\): set data\['entry_point'\]"),
         ("import pytest\n@pytest.mark.parametrize('x', [2])\ndef test_a(x):\n    assert f(x) == 4", "nothing gives test_a its arguments"),
         ("class TestF:\n    def test_a(self, x):\n        assert f(x) == 4", "nothing gives test_a its arguments"),
@@ -271,6 +282,7 @@ def test_a_function_that_is_called_like_a_built_in_one(reward, answer, test, dat
         ({"call": [object()], "expected": 4, "function": "f"}, "no plain data"),
         ({"call": [2], "expected": 4}, "calls no named function"),
         ({"input": "1", "output": " \n"}, "a program that does nothing would pass"),
+        ({"call": [2], "expected": None, "function": "f"}, "a function that does nothing would pass"),
     ],
 )  # fmt: skip
 def test_a_test_that_could_be_passed_for_nothing_is_a_fault_of_the_data(test, said):
@@ -290,8 +302,8 @@ def test_a_test_that_could_be_passed_for_nothing_is_a_fault_of_the_data(test, sa
         ("def f(): return 0", "try:\n    assert f() == 4\nexcept AssertionError:\n    pass"),
         ("def f(): return 0", "try:\n    f()\n    assert False\nexcept Exception:\n    pass"),
         ("def f(g):\n    for _ in range(9): g(1)", "def g(x):\n    assert x\nf(g)"),
-        ("def f(g): return list(g)", "def g():\n    yield 1\n    assert True\nf(g())"),
-        ("def f(o):\n    o.ok(); o.ok()", "import unittest\nclass T(unittest.TestCase):\n    def ok(self): self.assertTrue(1)\n    def test_a(self): f(self)"),
+        ("def f(g): return list(g)", "def g():\n    yield 1\n    assert g\nf(g())"),
+        ("def f(o):\n    o.ok(); o.ok()", "import unittest\nclass T(unittest.TestCase):\n    def ok(self): self.assertEqual(1, 1)\n    def test_a(self): f(self)"),
         ("def assert_equal(*a): pass\ndef f(x): return 0", "assert_equal(f(2), 4)"),
         ("def assert_equal(*a): pass\ndef f(x): return 0", "import solution\nsolution.assert_equal(f(2), 4)"),
         ("import unittest\ndef f(x): raise unittest.SkipTest('no')", "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(0), 0)\n    def test_b(self): self.assertEqual(f(2), 4)"),
@@ -321,6 +333,13 @@ def test_an_iterator_may_end(reward):
         "       with self.assertRaises(StopIteration): next(I())",
     ):
         assert earned(reward, code, [test]) == 1.0, test
+
+
+@boxed
+@pytest.mark.parametrize("test", ["assert callable(f)", "assert f is not None", "assert all(f(x) == 4 for x in [])"])
+def test_assertions_that_ask_the_candidate_nothing_are_a_fault_of_the_data(reward, test):
+    with pytest.raises(DataError, match="is asked nothing, and whatever it answers, the test passes"):
+        earned(reward, "def f(x): return 0", [test])
 
 
 @boxed
@@ -693,6 +712,9 @@ def test_what_the_policy_reads_of_it(interpreter):
         len(flood) < tool.MOST + 300 and flood.startswith("aaa") and flood.endswith("z\n") and "bytes left out" in flood
     )
     assert "TimeoutError" in run("while True: pass") and run("x") == "3\n", "stopped, and its variables are kept"
+    slow = "import traceback\nkept = traceback.print_exception\ndef slow(*_):\n    while True: pass\ntraceback.print_exception = slow\n1 / 0"
+    assert "TimeoutError: it took too long" in run(slow), "stopped while its error was written"
+    assert run("traceback.print_exception = kept") == ""
     assert "network" not in run("import socket; socket.create_connection(('127.0.0.1', 80))") and "exit code 3" in run(
         "import os; os._exit(3)"
     )
@@ -703,6 +725,20 @@ def test_what_the_policy_reads_of_it(interpreter):
         "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'{nonsense\\n')\n    except OSError: pass"
     )
     assert run("input()").endswith("EOFError: EOF when reading a line\n")
+
+
+@boxed
+def test_a_reply_of_many_endless_calls_is_no_fault_of_the_world(monkeypatch):
+    """Each is within its limit; together they are longer than the environment waits."""
+    monkeypatch.setattr(tool, "SECONDS", 0.4)
+    monkeypatch.setattr(tool, "GRACE", 0.3)
+    t = tokenizer.__wrapped__("chatml")
+    says = ("\n".join([python_call("while True: pass")] * 5), "so.")
+    engine = Engine(*([*t.encode(s, add_special_tokens=False), t.eos_token_id] for s in says))
+    env = Tools([tool.python_tool(Sandbox)], timeout=1.2)
+    asyncio.run(env.run(Task("t", "tools", {"prompt": "?"}), chat(t, engine, max_context=8192)))
+    read = t.decode(engine.requests[1].tokens)
+    assert "TimeoutError" in read and "did not answer within 1.2 s: it is busy with your other calls" in read
 
 
 @boxed

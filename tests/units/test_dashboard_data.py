@@ -3,6 +3,7 @@ findings, whatever became of the journal meanwhile.
 """
 
 import hashlib
+import itertools
 import json
 import re
 import subprocess
@@ -360,6 +361,25 @@ def test_no_number_of_a_run_is_too_large_to_show(tmp_path):
     asked = client(tmp_path)
     assert "is no card" in asked.get("/api/card").json()["error"]
     assert asked.get("/api/state").status_code == 200 and asked.get("/api/plan?run=0").status_code == 400
+
+
+ANOTHER_TYPE = [None, "x", {}, [None], 1.5, {"a": {"$float": "nan"}}]
+
+
+@pytest.mark.slow
+def test_no_event_of_another_type_is_an_error_of_the_page(tmp_path):
+    """Every field of each kind of event in turn."""
+    lines = (write_run(tmp_path) / "journal.jsonl").read_text().splitlines()
+    kinds = {kind_of(line.encode()): i for i, line in enumerate(lines)}
+    for i in kinds.values():
+        event = json.loads(lines[i])
+        for field, value in itertools.product(event.keys() - {"kind"}, ANOTHER_TYPE):
+            edited = [*lines[:i], json.dumps(event | {field: value}), *lines[i + 1 :]]
+            (tmp_path / "journal.jsonl").write_text("\n".join(edited) + "\n")
+            asked = client(tmp_path)
+            for path in ("state", "time", "card"):
+                reply = asked.get(f"/api/{path}")
+                assert reply.status_code in (200, 400), (event["kind"], field, value, path, reply.text[:200])
 
 
 @pytest.mark.slow

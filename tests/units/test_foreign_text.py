@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kits.chat import Engine, chat, tokenizer
 from kits.gateway import ADD, QWEN
-from rondel.core.errors import DataError
+from rondel.core.errors import BoxError, DataError, RewardError, SandboxError
 from rondel.core.types import Completion, EnvFault, Failed, Score, Task, Trajectory
 from rondel.driver.rollouts import GroupRollouts
 from rondel.generate.engine.server.fields import RequestFields, parse_body
@@ -512,6 +512,44 @@ def tried(env: Any) -> Trajectory:
     rollouts = GroupRollouts(SimpleNamespace(env=env, job=SimpleNamespace(agent_policies={})), 1)  # type: ignore[arg-type]
     (trajectory,) = asyncio.run(rollouts.run_episode(Task("t/1", "x", {"prompt": "go"}), lambda: chat(tok(), Policy())))
     return trajectory
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("raised", "reason"),
+    [
+        (ValueError("\ud83d"), "ValueError: \ufffd"),
+        (Speechless(), "Speechless, whose text cannot be read (ValueError)"),
+        (SystemExit(2), "SystemExit: 2"),
+        (RecursionError(), "RecursionError: "),
+        (BoxError("the box broke down"), "BoxError: the box broke down"),
+        (SandboxError("no box"), "SandboxError: no box"),
+        (RewardError("no answer"), "RewardError: no answer"),
+    ],
+)
+def test_what_breaks_in_an_episode_is_a_fault_of_it_and_ends_no_run(raised, reason):
+    class Breaks:
+        async def run(self, task, chat):
+            raise raised
+
+    assert tried(Breaks()).outcome == EnvFault(reason)
+
+
+def test_an_image_for_a_policy_that_reads_text_alone_ends_no_run():
+    """A tool's answer to a call that the policy chose to make."""
+
+    class Shows:
+        async def run(self, task, _):
+            talk = chat(tok(), Policy("look"))
+            talk.give([user()])
+            await talk.reply()
+            talk.give([{"role": "tool", "content": [{"type": "image", "image": "data:image/png;base64,AAAA"}]}])
+
+    assert "EnvError: 1 images in a conversation with a model that reads text alone" in tried(Shows()).outcome.reason
 
 
 def test_what_a_template_refuses_is_the_fault_of_its_episode():

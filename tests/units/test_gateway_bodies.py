@@ -81,6 +81,13 @@ def with_odd(body: Any, at: tuple[Any, ...], odd: Any) -> Any:
     return body
 
 
+def bodies_for(path: str) -> list[bytes]:
+    """What is no JSON, and the good body with something odd in every place."""
+    whole = BODIES[path]
+    made = [with_odd(whole, at, odd) for at in places(whole) for odd in ODD]
+    return [*RAW, *(json.dumps(body).encode() for body in made)]
+
+
 async def asked(path: str, bodies: list[bytes]) -> list[tuple[bytes, int, str]]:
     policy = Policy(lambda text: call(a=1, b=2) if len(policy.requests) % 3 == 0 else "seven.")
     sessions: dict[str, GatewaySession] = {}
@@ -98,11 +105,7 @@ async def asked(path: str, bodies: list[bytes]) -> list[tuple[bytes, int, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 def test_no_body_is_a_fault_of_the_gateway(path):
-    whole = BODIES[path]
-    made = [with_odd(whole, at, odd) for at in places(whole) for odd in ODD]
-    answers = asyncio.run(
-        asked(path, [json.dumps(whole).encode(), *RAW, *(json.dumps(body).encode() for body in made)])
-    )
+    answers = asyncio.run(asked(path, [json.dumps(BODIES[path]).encode(), *bodies_for(path)]))
     assert answers[0][1] == 200, answers[0]
     assert [answer for answer in answers if answer[1] not in (200, 400)] == []
     assert Counter(status for _, status, _ in answers)[400] > len(RAW)

@@ -47,6 +47,39 @@ def test_the_table_of_math(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gold", "text"),
+    [
+        ("7", r"\boxed{\int e^{x^2}\sin(x^3) dx}"),
+        ("x+1", r"\boxed{(a+b+c+d)^{60}}"),
+        (r"\{1,2\}", r"\boxed{\sum_{n=1}^{\infty}\frac{\sin n}{n^2}}"),
+        (r"\{1,2\}", r"\boxed{1,000\infty}"),  # math-verify raises
+    ],
+)
+def test_an_answer_that_nobody_can_compute_is_wrong_and_no_failure(gold, text):
+    """By the same worker as a right one after it."""
+    with RewardPool("math", timeout=2.0) as pool:
+        (worker,) = pool._hired
+        assert asyncio.run(pool.score(Trajectory(text=text), task(gold))) == Score(0.0)
+        assert asyncio.run(pool.score(Trajectory(text=rf"\boxed{{{gold}}}"), task(gold))) == Score(1.0)
+        assert pool._hired == {worker}
+
+
+@pytest.mark.slow
+def test_an_answer_at_which_a_scorer_raises_or_hangs_is_worth_nothing():
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    reward = build_reward("reasoning_gym", {"deadline": lambda: 1.0})
+    for name, text in {
+        "prime_factorization": "no idea", "game_of_life": "{}", "coin_flip": "1e999", "boxnet": "7", "countdown": "9**9**9", "puzzle24": "9**9**9",
+    }.items():  # fmt: skip
+        given = Task("t/1", "x", {"entry": reasoning_gym.create_dataset(name, size=1, seed=1)[0]})
+        assert reward(Trajectory(text=text), given) == 0.0, name
+    given.data["entry"]["metadata"] = {"source_dataset": "prime_factorization"}
+    with pytest.raises((KeyError, ValueError, TypeError)):  # that is no fault of an answer
+        reward(Trajectory(text="2"), given)
+
+
+@pytest.mark.slow
 def test_what_is_graded_wrongly_is_known():
     """If one of these is right one day, move it to the table and out of docs/score.md."""
     assert [row for row, result in graded("math", KNOWN) if is_right(result) == row[2]] == []

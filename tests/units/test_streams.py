@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -102,6 +103,29 @@ def test_a_command_whose_terminal_was_closed_still_ends_with_its_code(monkeypatc
     closed = SimpleNamespace(write=_gone, flush=_gone, fileno=_gone)
     monkeypatch.setattr(sys, "stderr", closed)
     assert ended("card", str(tmp_path / "nowhere")) == 1
+
+
+@needs_full
+def test_help_onto_a_full_disk_is_one_line(monkeypatch, capsys):
+    """typer writes it itself, before there is a command."""
+    monkeypatch.setattr(sys, "stdout", stream := full())
+    assert ended("card", "--help") == 1
+    stream.close()
+    assert capsys.readouterr().err.startswith("error: writing the output: the disk is full")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_a_stream_that_was_closed_before_is_no_fault_and_no_file_of_a_run_takes_its_place(tmp_path, closed):
+    folder = write_run(tmp_path / "run", steps=4)
+    program = "from rondel.cli import main; main()"
+    words = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", program, "card", str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0 and done.stderr == "", done
+    assert ("# Run card" in done.stdout) == (not closed.startswith(">")), done
+    opens = "from rondel.system.streams import reopen_closed_streams as r; r(); import os; os._exit(os.open('x', os.O_CREAT))"
+    last = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", opens], cwd=tmp_path)
+    assert last.returncode > 2, "a file has the number of a stream that somebody may print to"
 
 
 def _gone(*given: object) -> None:

@@ -200,6 +200,59 @@ def test_a_tool_that_raises_is_read_and_one_that_hangs_or_loses_its_line_is_the_
         play(call("stand"), tools=[stand], timeout=0.05)
 
 
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def test_whatever_a_policy_makes_a_tool_do_it_reads_and_no_run_ends():
+    """Its arguments choose the path, the size and the end: otherwise it could have its episode left out of training."""
+
+    def read(path: str) -> str:
+        return open(path).read()
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    async def leave_later(code: int) -> None:
+        raise SystemExit(code)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def speechless() -> None:
+        raise Speechless
+
+    def made(what: str) -> object:
+        deep: list = []
+        for _ in range(20_000):
+            deep = [deep]
+        round_: list = []
+        round_.append(round_)
+        return {"deep": deep, "round": round_, "keys": {(1, 2): 3}, "dumb": Dumb()}[what]
+
+    class Dumb:
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    tools = [read, leave, leave_later, interrupt, speechless, made]
+    for says, reads in [
+        *(
+            (call("read", path=path), kind)
+            for path, kind in [
+                ("/nowhere", "FileNotFoundError"), ("/", "IsADirectoryError"), ("/dev/null/x", "NotADirectoryError"),
+                ("a" * 300, "File name too long"), ("a\0b", "null byte"),
+            ]
+        ),
+        (call("leave", code=0), "SystemExit: 0"), (call("leave_later", code=3), "SystemExit: 3"), (call("interrupt"), "KeyboardInterrupt"),
+        (call("speechless"), "Speechless, whose text cannot be read"), (call("made", what="deep"), "RecursionError"),
+        (call("made", what="round"), "Circular reference"), (call("made", what="keys"), "TypeError: keys must be"),
+        (call("made", what="dumb"), "no words"), (call("made", what="x"), "KeyError"),
+    ]:  # fmt: skip
+        _, _, asked = play(says, "seven.", tools=tools, max_context=8192)
+        assert "<tool_response>\nerror: " in asked[1] and reads in asked[1].rpartition("<tool_response>")[2], says
+
+
 def test_calls_of_one_reply_run_side_by_side():
     together = threading.Barrier(3, timeout=10)
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rondel.algos.component import Component
+from rondel.algos.component import Component, check_weight
 from rondel.algos.tensors import Tensor
-from rondel.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,7 @@ class Distill(Component):
     asks: ClassVar[frozenset[str]] = frozenset({"behavior_logprobs", "teacher_logprobs"})
 
     def __post_init__(self) -> None:
-        if not self.coef >= 0:
-            raise ConfigError(
-                f"coef = {self.coef}; it must not be negative: that would drive the policy away from the teacher"
-            )
+        check_weight("coef", self.coef, "the teacher")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -67,10 +63,7 @@ class FullDistill(Component):
     charged: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not self.coef >= 0:
-            raise ConfigError(
-                f"coef = {self.coef}; it must not be negative: that would drive the policy away from the teacher"
-            )
+        check_weight("coef", self.coef, "the teacher")
 
     @property
     def needs(self) -> frozenset[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rondel.algos.component import Component
+from rondel.algos.component import Component, check_weight
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
@@ -87,10 +87,7 @@ class Kl(Component):
             raise ConfigError(f"clamp = {self.clamp}; it must be positive, or no distance would cost anything")
         if not self.horizon >= 1:
             raise ConfigError(f"horizon = {self.horizon}; it must be at least 1 sample")
-        if not self.coef >= 0:
-            raise ConfigError(
-                f"coef = {self.coef}; it must not be negative: that would drive the policy away from the reference"
-            )
+        check_weight("coef", self.coef, "the reference")
         if self.unbiased and self.through == "k2":
             raise ConfigError(
                 "through = 'k2' with unbiased = true; each gives the gradient of the KL, both give it twice. Remove one"

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rondel.algos.component import Component
+from rondel.algos.component import Component, check_weight
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.group_statistics import over_group
 from rondel.algos.surrogate import Surrogate, check_bounds
@@ -186,10 +186,7 @@ class MirrorDescent(Component):
 
     def __post_init__(self) -> None:
         one_of("level", self.level, ("sequence", "token"))
-        if not self.tau >= 0:
-            raise ConfigError(
-                f"tau = {self.tau}; it must not be negative: that would drive the policy away from its anchor"
-            )
+        check_weight("tau", self.tau, "its anchor")
 
     @property
     def idle(self) -> dict[str, str]:

@@ -11,12 +11,12 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from rondel.core.errors import FULL, ConfigError, RondelError, Stopped, disk_refusal, leaf_errors, root_cause
-from rondel.system.streams import discard_output, replace_unencodable
+from rondel.system.streams import discard_output, reopen_closed_streams, replace_unencodable
 from rondel.text.unicode import visible_text
 
 VERBS = (
@@ -47,12 +47,17 @@ def main(argv: list[str] | None = None) -> None:
     """`rondel VERB ...`: exits 0 only if the work was done; a RondelError is one line on stderr and
     1, a bug of ours 2, a signal 128 and its number.
     """
+    reopen_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         replace_unencodable(stream)
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
-    _build_app([words[0]] if words and words[0] in VERBS else list(VERBS), debug)(words, prog_name="rondel")
+    app = _build_app([words[0]] if words and words[0] in VERBS else list(VERBS), debug)
+    try:
+        app(words, prog_name="rondel")
+    except OSError as error:  # the help of a command is written by typer itself
+        _end_with(error, debug)
 
 
 def _build_app(verbs: list[str], debug: bool) -> typer.Typer:
@@ -93,16 +98,20 @@ def _wrap_command(run: Callable[..., Any], debug: bool) -> Callable[..., Any]:
         except BaseException as error:
             if type(error).__module__.startswith(("click", "typer")):
                 raise  # a fault in the words of the command: typer says it with the usage
-            text, code = describe_error(error)
-            if isinstance(error, OSError):
-                discard_output(sys.stdout)  # it may be what could not be written
-            with suppress(OSError):  # a terminal that was closed
-                if debug:
-                    traceback.print_exc()
-                print(visible_text(text), file=sys.stderr)
-            raise SystemExit(code) from None
+            _end_with(error, debug)
 
     return command
+
+
+def _end_with(error: BaseException, debug: bool) -> NoReturn:
+    text, code = describe_error(error)
+    if isinstance(error, OSError):
+        discard_output(sys.stdout)  # it may be what could not be written
+    with suppress(OSError):  # a terminal that was closed
+        if debug:
+            traceback.print_exc()
+        print(visible_text(text), file=sys.stderr)
+    raise SystemExit(code) from None
 
 
 def sort_words(*words: str) -> tuple[list[str], dict[str, Any]]:

@@ -111,7 +111,7 @@ def root_cause(error: BaseException) -> BaseException:
     found = leaf_errors(error)
     for wanted in (
         lambda e: isinstance(e, Stopped) or not isinstance(e, Exception),
-        _ends_the_run,
+        ends_the_run,
         lambda e: isinstance(e, RondelError),
     ):
         if first := next(filter(wanted, found), None):
@@ -119,8 +119,17 @@ def root_cause(error: BaseException) -> BaseException:
     return found[0]
 
 
-def _ends_the_run(error: BaseException) -> bool:
-    return isinstance(error, RondelError) and not isinstance(error, EnvError | RewardError)
+def ends_the_run(error: BaseException) -> bool:
+    """Whether it is more than one episode's: environments, rewards and boxes break, and that is data."""
+    return isinstance(error, RondelError) and not isinstance(error, EnvError | RewardError | SandboxError)
+
+
+def error_text(error: BaseException) -> str:
+    """Its kind and words, also where it cannot say them: "ValueError: no such page"."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as other:  # raised by the error itself
+        return f"{type(error).__name__}, whose text cannot be read ({type(other).__name__})"
 
 
 @contextmanager

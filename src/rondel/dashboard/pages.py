@@ -175,9 +175,9 @@ async def _run_handler(handler: Callable[[Request], Any], request: Request) -> R
         body, status = await run_in_threadpool(lambda: _dump_json(handler(request))), 200
     except RondelError as error:
         body, status = _dump_json({"error": " ".join(str(error).split())}), 400
-    except OverflowError:
+    except (OverflowError, ValueError):
         body = _dump_json(
-            {"error": "a number that was asked with, or that the run holds, is too large to compute with"}
+            {"error": "a number that was asked with, or that the run holds, is too large to compute with, or is none"}
         )
         status = 400
     except Exception as error:

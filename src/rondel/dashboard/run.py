@@ -19,7 +19,7 @@ from rondel.core.errors import CheckpointError, UserError
 from rondel.dashboard.columns import MetricColumns, MetricRow
 from rondel.dashboard.sample import READ, read_sampled_columns
 from rondel.dashboard.tail import FileTail, kind_of
-from rondel.runtime.journal.log import FILE, decode, read_recipe
+from rondel.runtime.journal.log import FILE, parse_event, read_recipe
 from rondel.runtime.telemetry.accounts import CONTROLLER
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import EVALUATED, RECENT, Step, Story, event_of, is_locked
@@ -107,7 +107,7 @@ class DashboardRun:
         if kind == "Admitted":  # half of all lines, and in none of the numbers
             return
         try:
-            told = decode(line.decode("utf-8", "replace"))
+            told = parse_event(line.decode("utf-8", "replace"))
             self._apply_event(kind, told)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             self.damaged += 1
@@ -280,10 +280,10 @@ class DashboardRun:
         out = []
         for line in lines[first:]:
             try:
-                out.append(decode(line.decode("utf-8", "replace")))
+                out.append(parse_event(line.decode("utf-8", "replace")))
             except ValueError:
                 continue
-        return [e for e in out if isinstance(e, dict) and {"t", "kind"} <= e.keys()]
+        return out
 
 
 def _read_job(folder: Path) -> dict[str, Any]:

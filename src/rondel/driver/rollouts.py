@@ -18,7 +18,7 @@ from rondel.assemble.refusals import (
     refuse_without_support,
 )
 from rondel.core.config.job import Job
-from rondel.core.errors import ConfigError, DataError, EnvError, RondelError, error_boundary
+from rondel.core.errors import ConfigError, DataError, ends_the_run, error_boundary, error_text
 from rondel.core.registry import find_registered, refuse_uncallable
 from rondel.core.types import (
     DATA,
@@ -106,10 +106,10 @@ class GroupRollouts:
                 for trajectory in episode:
                     refuse_miscast(trajectory, self.parts.job.agent_policies)
                 return episode
-            except Exception as error:
-                if isinstance(error, RondelError) and not isinstance(error, EnvError):
+            except (Exception, SystemExit) as error:
+                if ends_the_run(error):
                     raise
-                reason = valid_unicode(f"{type(error).__name__}: {error}")
+                reason = valid_unicode(error_text(error))
         return [Trajectory(outcome=EnvFault(reason))]
 
     def open_chat(

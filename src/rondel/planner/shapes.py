@@ -333,6 +333,8 @@ def refuse_sizes(kind: str, given: Mapping[str, Any]) -> None:
             f"a {kind} of num_attention_heads = {heads} and num_key_value_heads = {shared} cannot be made: the first "
             f"must be a multiple of the second"
         )
+    if isinstance(head := given.get("head_dim"), int) and head % 2:
+        raise ModelError(f"a {kind} of head_dim = {head} cannot be made: a head of rotary positions has an even width")
     if (layers := given.get("num_hidden_layers") or 0) > DEEPEST:
         raise ModelError(f"a {kind} of num_hidden_layers = {layers} cannot be made: at most {DEEPEST}")
 

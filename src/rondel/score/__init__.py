@@ -98,6 +98,10 @@ def build_reward(spec: Spec, lent: Lent | None = None) -> Callable[..., Any]:
             f"reward {spec!r} has no 'kind'. Known: {', '.join(sorted(REWARDS))}; or your own as 'module:name'"
         )
     factory = find_registered("reward", kind, REWARDS)
+    if kind in REWARDS and (own := sorted(settings.keys() & {"sandbox", "deadline"})):
+        raise ConfigError(
+            f"reward '{kind}' has no setting '{own[0]}': task.reward.timeout is its deadline, and the run makes its boxes"
+        )
     settings |= _lent_arguments(factory, lent or {}, settings)
     try:
         if kind in REWARDS or isinstance(factory, type):

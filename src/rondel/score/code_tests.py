@@ -49,6 +49,8 @@ def read_tests(task: Task) -> list[Any]:
             raise DataError(f"test {number} of {task.id} {wrong}")
     if all(isinstance(test, dict) and "input" in test and not str(test["output"]).strip() for test in tests):
         raise DataError(f"no test of {task.id} expects any output: a program that does nothing would pass")
+    if all(isinstance(test, dict) and "call" in test and test["expected"] is None for test in tests):
+        raise DataError(f"no test of {task.id} expects anything but null: a function that does nothing would pass")
     return list(tests)
 
 

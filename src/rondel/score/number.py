@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from rondel.core.errors import ConfigError
 from rondel.core.types import Task, Trajectory
 
 # A minus is a sign unless something to subtract from stands right before it: "5-3" ends in 3, "= -3" in -3.
@@ -40,6 +41,8 @@ class Number:
     """
 
     def __init__(self, *, tolerance: float = 0.0) -> None:
+        if not 0 <= tolerance < float("inf"):
+            raise ConfigError(f"reward 'number': tolerance = {tolerance}; it must be a number of at least 0")
         self.tolerance = Fraction(str(tolerance))
 
     def __call__(self, trajectory: Trajectory, task: Task) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from rondel.core.errors import ConfigError
 from rondel.core.types import Task, Trajectory
+from rondel.score.answer_time import AnswerTooSlow, limit_answer_time
 from rondel.score.number import NUMBER
 
 
@@ -35,9 +36,13 @@ EXTRACT: dict[str, Callable[[str], str | None]] = {
 
 
 class ReasoningGym:
-    """Scores in [0, 1]; the data set gives part of it for part of an answer. Needs tasks of kind "reasoning_gym"."""
+    """Scores in [0, 1]; the data set gives part of it for part of an answer. Needs tasks of kind "reasoning_gym".
 
-    def __init__(self, *, extract: str = "raw") -> None:
+    An answer at which the data set's scorer raises or computes for half of the deadline is worth 0, as long as the
+    scorer can read the data set's own answer.
+    """
+
+    def __init__(self, *, extract: str = "raw", deadline: float = 10.0) -> None:
         try:
             from reasoning_gym import get_score_answer_fn
         except ImportError as error:
@@ -45,11 +50,20 @@ class ReasoningGym:
         if extract not in EXTRACT:
             raise ConfigError(f"reward 'reasoning_gym': extract = {extract!r}; it must be one of {', '.join(EXTRACT)}")
         self.extract, self.scorer = EXTRACT[extract], get_score_answer_fn
-        self.scorers: dict[str, Callable] = {}
+        self.deadline = deadline
+        self.scorers: dict[str, Callable[..., float]] = {}
 
     def __call__(self, trajectory: Trajectory, task: Task) -> float:
         entry = task.data["entry"]
         name = entry["metadata"]["source_dataset"]
         if name not in self.scorers:
             self.scorers[name] = self.scorer(name)
-        return self.scorers[name](answer=self.extract(trajectory.text), entry=entry)
+        score = self.scorers[name]
+        try:
+            with limit_answer_time(self.deadline):
+                return score(answer=self.extract(trajectory.text), entry=entry)
+        except AnswerTooSlow:
+            return 0.0
+        except Exception:
+            score(answer=str(entry["answer"]), entry=entry)  # if it can be read, what was raised is the answer's
+            return 0.0

@@ -110,5 +110,5 @@ def step_of(checkpoint: Path) -> int | None:
     """The step that a checkpoint says it is of; None where it cannot say."""
     try:
         return int(json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None

@@ -5,6 +5,7 @@ not know every character: a run outlives that.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TextIO
@@ -54,3 +55,17 @@ def replace_unencodable(stream: TextIO) -> None:
     """A character that the terminal does not know is shown as "?"."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")
+
+
+def reopen_closed_streams() -> None:
+    """A standard stream that was closed before this process began (`rondel train RUN.toml >&-`) leads nowhere. Else the
+    next file that is opened would have its number, and be written by whatever prints.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            with suppress(OSError):
+                nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+                os.set_inheritable(nowhere, True)
+                if nowhere > number:  # it was free for nobody
+                    os.close(nowhere)
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115

@@ -318,7 +318,7 @@ def find_flaw(folder: Path) -> str | None:
     try:
         files = json.loads((folder / "manifest.json").read_text())["files"]
         expected = {name: (row["bytes"], row["crc32"]) for name, row in files.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return f"its manifest cannot be read ({type(error).__name__}: {error})"
     for name in expected.keys() | {
         "state.json",

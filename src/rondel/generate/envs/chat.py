@@ -106,7 +106,10 @@ class TokenChat:
             self.trajectory.extend(tokens, media=media)
             self._record_messages(messages)
             return
-        plain, sources = self._split_images(messages)
+        try:
+            plain, sources = self._split_images(messages)
+        except DataError as error:  # what came in the middle of an episode is its world's, and no fault of the data
+            raise EnvError(str(error)) from error
         self._append_tokens(self.template.render_after_turn(self._last, plain), sources)
         if not self._full:
             self._record_messages(messages)

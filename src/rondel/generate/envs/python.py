@@ -87,6 +87,7 @@ def python_tool(sandbox: Callable[[], SandboxFactory]) -> type:
         def __init__(self, task: Task) -> None:
             self._turn, self._closed, self._task = threading.Lock(), False, task
             self._open: SandboxInterpreter | None = None
+            self.is_busy = False
 
         def python(self, code: str) -> str:
             """Run Python code and read what it prints; the value of a last expression is shown. Variables and files are
@@ -99,7 +100,11 @@ def python_tool(sandbox: Callable[[], SandboxFactory]) -> type:
                     self._open = self._open or SandboxInterpreter(sandbox())
                 except SandboxError as error:
                     raise EnvError(f"no box for the code of {self._task.id}: {error}") from error
-                text = None if self._closed else self._open.run_code(code)
+                self.is_busy = True
+                try:
+                    text = None if self._closed else self._open.run_code(code)
+                finally:
+                    self.is_busy = False
                 if text is None:  # and a box that was opened for an episode that is over ends too
                     how, self._open = self._open.end_process(), None
                     return f"error: the interpreter ended ({how}); its variables and files are lost"

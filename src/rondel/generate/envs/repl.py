@@ -13,7 +13,10 @@ import signal
 import sys
 import tempfile
 import traceback
+from contextlib import suppress
 from typing import Any
+
+LATE = "it took too long and was stopped; its variables are kept"
 
 
 def execute_code(text: str, space: dict[str, Any]) -> None:
@@ -34,7 +37,7 @@ def execute_code(text: str, space: dict[str, Any]) -> None:
 
 
 def raise_timeout(*_: Any) -> None:
-    raise TimeoutError("it took too long and was stopped; its variables are kept")
+    raise TimeoutError(LATE)
 
 
 def middle_out(file: int, most: int) -> str:
@@ -84,8 +87,9 @@ def serve(seconds: float, most: int) -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             execute_code(json.loads(line)["code"], main.__dict__)
-        except TimeoutError:
-            pass
+        except TimeoutError:  # while its traceback was written
+            with suppress(OSError):
+                os.write(2, f"TimeoutError: {LATE}\n".encode())
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         lost = flush_streams()

@@ -5,14 +5,15 @@
                            └<── give(results) ──'      at most `turns` replies; a call in the last one is not carried out
 
 What the policy gets wrong (a call that cannot be read, an unknown tool, arguments that do
-not fit, a tool that raises) comes back to it as an error to read. What the world gets
-wrong (a tool that hangs or loses its
-connection) is a fault of the environment: the episode is tried again and never scored.
+not fit, a tool that raises, a file that is not there) comes back to it as an error to read. What
+the world gets wrong (a tool that hangs or loses its connection) is a fault of the environment:
+the episode is tried again and never scored.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import json
 import threading
@@ -24,7 +25,7 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, create_model
 
-from rondel.core.errors import ConfigError, EnvError
+from rondel.core.errors import BoxError, ConfigError, EnvError, SandboxError, error_text
 from rondel.core.media import message_text
 from rondel.core.protocols import Chat
 from rondel.core.sandbox_types import BoxFileError
@@ -34,6 +35,12 @@ from rondel.generate.envs.single_turn import opening_messages
 from rondel.generate.envs.template import Messages, Schemas
 from rondel.generate.pictures import tool_image_parts
 from rondel.system.clock import now
+
+# what the system says of a path that a policy chose
+OF_ARGUMENTS = {
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL,
+    errno.EACCES, errno.EPERM, errno.ENXIO,
+}  # fmt: skip
 
 
 class Tool:
@@ -46,6 +53,11 @@ class Tool:
     """
 
     foreign = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether what the policy wrote is running in it now: then it is the policy that takes long."""
+        return bool(getattr(getattr(self.function, "__self__", None), "is_busy", False))
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.name = function, function.__name__
@@ -184,17 +196,22 @@ class Tools:
         try:
             async with asyncio.timeout(self.timeout):
                 result = await self._call_function(tool.function, arguments)
+            if (parts := tool_image_parts(result)) is not None:
+                return parts
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except TimeoutError as error:
-            raise EnvError(f"tool {call.name} did not answer within {self.timeout:g} s (task.env.timeout)") from error
+            late = f"tool {call.name} did not answer within {self.timeout:g} s"
+            if tool.is_busy:
+                return f"error: {late}: it is busy with your other calls"
+            raise EnvError(f"{late} (task.env.timeout)") from error
         except BoxFileError as error:  # the box is the policy's own
             return f"error: {error}"
-        except (OSError, EnvError) as error:
-            raise EnvError(f"tool {call.name}: {type(error).__name__}: {error}") from error
-        except Exception as error:  # what the policy asked for cannot be done
-            return f"error: {type(error).__name__}: {error}"
-        if (parts := tool_image_parts(result)) is not None:
-            return parts
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        except (OSError, EnvError, SandboxError) as error:
+            if isinstance(error, BoxError) or getattr(error, "errno", 0) in OF_ARGUMENTS:
+                return f"error: {error_text(error)}"
+            raise EnvError(f"tool {call.name}: {error_text(error)}") from error
+        except (Exception, SystemExit) as error:  # what the policy asked for cannot be done
+            return f"error: {error_text(error)}"
 
     def _call_function(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Awaitable[Any]:
         return function(**arguments) if inspect.iscoroutinefunction(function) else on_a_thread(function, arguments)
@@ -218,8 +235,10 @@ async def on_a_thread(function: Callable[..., Any], arguments: dict[str, Any]) -
     def call() -> None:
         try:
             answer.set_result((function(**arguments), None))
-        except BaseException as error:  # as a result: nobody may be left to hear of it
+        except Exception as error:  # as a result: nobody may be left to hear of it
             answer.set_result((None, error))
+        except BaseException as error:  # that of a thread is nobody's wish to end the run
+            answer.set_result((None, RuntimeError(error_text(error))))
 
     threading.Thread(target=call, name=function.__name__, daemon=True).start()
     result, error = await asyncio.shield(asyncio.wrap_future(answer))

@@ -108,7 +108,7 @@ def _complete_lines(path: Path) -> tuple[int, int]:
             return 0, 0
         start = data.rfind(b"\n", 0, end - 1) + 1
         try:
-            return _parse_event(data[start:end].decode())["n"] + 1, end
+            return parse_event(data[start:end].decode())["n"] + 1, end
         except ValueError:
             end = start
     raise CheckpointError(f"{path} ends in several lines that are not JSON: it was damaged or edited. {MEND}")
@@ -120,7 +120,8 @@ def _read_regular_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _parse_event(line: str) -> dict[str, Any]:
+def parse_event(line: str) -> dict[str, Any]:
+    """The event that a line tells; ValueError for what is none, and for one whose fields have other types."""
     try:
         event = decode(line)
     except RecursionError as error:
@@ -165,7 +166,7 @@ PLAIN: dict[str, tuple[type, ...]] = {
     "list": (list,),
     "tuple": (list,),
 }
-INNER = re.compile(r"(?:dict\[str, |list\[)(int|float|str)\]")
+INNER = re.compile(r"(?:dict\[str, |list\[)(int|float|str|dict)(?:\[.*\])?\]")
 
 
 def _field_rule(field: Field[Any]) -> FieldRule:
@@ -183,8 +184,8 @@ TOLD: dict[str, tuple[tuple[str, FieldRule], ...]] = {  # kind of event -> what 
     if kind is not GroupsTaken
 } | {
     "GroupsTaken": tuple(
-        (name, FieldRule(True, PLAIN[what], (), what))
-        for name, what in {"step": "int", "version": "int", "numbers": "list", "born": "list"}.items()
+        (name, FieldRule(name != "limit", PLAIN[what], PLAIN["int"] if what == "list" else (), what))
+        for name, what in {"step": "int", "version": "int", "numbers": "list", "born": "list", "limit": "int"}.items()
     )
 }
 
@@ -207,7 +208,7 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
     events = []
     for number, line in enumerate(lines, start=1):
         try:
-            events.append(_parse_event(line))
+            events.append(parse_event(line))
         except ValueError as error:
             if number < len(lines) - 1:
                 raise CheckpointError(

@@ -9,6 +9,7 @@ and what is caught is no failed assertion
      assert False
 except ValueError: ...
 self.assertEqual(...)  when the call returns; so is every function whose name begins with "assert", and pytest.raises
+what always holds      not counted: assert True, assert (x, "a tuple"), a function of the text that cannot fail
 
 This text also runs in boxes, joined with harness.py: standard library only, and no import of ours.
 """
@@ -26,14 +27,18 @@ UNCALLED = "nothing gives {} its arguments, for fixtures and parametrize are not
 
 
 class AssertionCounter(ast.NodeTransformer):
-    """Adds the counts to a tree; `found` says how many."""
+    """Adds the counts to a tree; `found` says how many.
 
-    def __init__(self) -> None:
-        self.found = 0
+    harmless  functions of the text that are called like assertions and cannot fail
+    """
+
+    def __init__(self, harmless: set[str]) -> None:
+        self.found, self.harmless = 0, harmless
 
     def visit_Assert(self, node: ast.Assert) -> Any:
         self.generic_visit(node)
-        return [node] if _is_false(node.test) else [node, self._counting_call(MADE, node)]
+        known = _is_false(node.test) or _always_holds(node.test)
+        return [node] if known else [node, self._counting_call(MADE, node)]
 
     def visit_If(self, node: ast.If) -> Any:
         wrong = any(map(_is_failure, (*node.body, *node.orelse)))
@@ -58,12 +63,24 @@ class AssertionCounter(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)
         name = _function_name(node.func)
-        if name.startswith("assert") or (name in CALLS and isinstance(node.func, ast.Attribute)):
+        asserts = name.startswith("assert") and not self._is_harmless(node)
+        if asserts or (name in CALLS and isinstance(node.func, ast.Attribute)):
             self.found += 1
             node.func = ast.copy_location(
                 ast.Call(ast.copy_location(ast.Name(MAKES, ast.Load()), node), [node.func], []), node
             )
         return node
+
+    def _is_harmless(self, call: ast.Call) -> bool:
+        """Whether a call that looks like an assertion cannot fail."""
+        on = call.func
+        own = isinstance(on, ast.Name) or (
+            isinstance(on, ast.Attribute) and isinstance(on.value, ast.Name) and on.value.id in ("self", "cls")
+        )
+        name = _function_name(on)
+        return (own and name in self.harmless) or (
+            name == "assertTrue" and bool(call.args) and _always_holds(call.args[0])
+        )
 
     def _counting_call(self, name: str, where: ast.AST) -> ast.stmt:
         self.found += 1
@@ -73,12 +90,13 @@ class AssertionCounter(ast.NodeTransformer):
 
 def instrument_test(test: str) -> Any:
     """The test as a tree with counts."""
-    return AssertionCounter().visit(ast.parse(test))
+    tree = ast.parse(test)
+    return AssertionCounter(_harmless_functions(tree)).visit(tree)
 
 
-def has_assertions(*statements: ast.stmt) -> bool:
+def has_assertions(*statements: ast.stmt, harmless: set[str]) -> bool:
     """Whether anything is asserted there. The statements are changed."""
-    counting = AssertionCounter()
+    counting = AssertionCounter(harmless)
     for statement in statements:
         counting.visit(statement)
     return counting.found > 0
@@ -90,6 +108,12 @@ def explain_untested(test: str, entry: str) -> str:
     entry: the name of the function that a `check(candidate)` is called with
     """
     tree = ast.parse(test)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Tuple) and node.test.elts:
+            return (
+                f"line {node.lineno} asserts a tuple, which always holds: write assert x, 'message' without parentheses"
+            )
+    harmless = _harmless_functions(tree)
     loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     run: list[ast.stmt] = []
     for statement in tree.body:
@@ -113,7 +137,7 @@ def explain_untested(test: str, entry: str) -> str:
         run.append(statement)
     return (
         ""
-        if has_assertions(*run)
+        if has_assertions(*run, harmless=harmless)
         else "it asserts nothing that is run: write assert, a method of unittest, or a function test_... with them"
     )
 
@@ -127,6 +151,31 @@ def _required_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int
 
 def _is_false(test: ast.expr) -> bool:
     return isinstance(test, ast.Constant) and not test.value
+
+
+def _always_holds(test: ast.expr) -> bool:
+    """Whether a value is true whatever the candidate does: a constant, a filled tuple or list, a function."""
+    if isinstance(test, ast.Constant):
+        return bool(test.value)
+    if isinstance(test, ast.Tuple | ast.List | ast.Set):
+        return any(not isinstance(one, ast.Starred) for one in test.elts)
+    return isinstance(test, ast.Lambda | ast.GeneratorExp)
+
+
+def _harmless_functions(tree: ast.AST) -> set[str]:
+    """Functions called assert... in which nothing can fail: they say whether, and nobody reads it."""
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, FUNCTION) and node.name.startswith("assert") and not any(map(_may_fail, ast.walk(node)))
+    }
+
+
+def _may_fail(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        name = _function_name(node.func)
+        return name.startswith("assert") or name in (*CALLS, *ENDS)
+    return isinstance(node, ast.Raise | ast.Assert)
 
 
 def _is_failure(statement: ast.AST) -> bool:

@@ -23,6 +23,10 @@ GET_FLAGS = 0x80086601  # of a file: immutable, append only, no dump, ...
 SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}.get(ARCH)
 IOPRIO_GET = {"x86_64": 252, "aarch64": 31}.get(ARCH)
 SHM_INFO, SEM_INFO, MSG_INFO = 14, 19, 12
+SETTINGS = (  # of the kernel for a namespace: bubblewrap shows them, and a plain user's commands could write them
+    *(f"kernel/{name}" for name in ("pid_max", "sem", "shmmax", "shmall", "shmmni", "shm_rmid_forced", "msgmax", "msgmnb", "msgmni", "auto_msgmni")),
+    *(f"fs/mqueue/{name}" for name in ("msg_default", "msg_max", "msgsize_default", "msgsize_max", "queues_max")),
+)  # fmt: skip
 LIMITS = sorted({number for name, number in vars(resource).items() if name.startswith("RLIMIT_")})
 
 
@@ -39,7 +43,7 @@ def initial_condition(home: str) -> tuple[Any, ...]:
 
 def condition(home: str) -> tuple[Any, ...]:
     """Equal for a new box and for one that no command has changed. OSError where a command has closed a place."""
-    return (*map(path_state, (home, *PLACES)), shared_memory(), first_process())
+    return (*map(path_state, (home, *PLACES)), shared_memory(), kernel_settings(), first_process())
 
 
 def path_state(path: str) -> tuple[Any, ...]:
@@ -65,6 +69,15 @@ def shared_memory() -> tuple[bytes, ...]:
         ask(*what, counts)
         told.append(counts.raw)
     return tuple(told)
+
+
+def kernel_settings() -> tuple[bytes, ...]:
+    """Where they are shown."""
+    found = []
+    for name in SETTINGS:
+        with suppress(OSError), open(f"/proc/sys/{name}", "rb") as file:
+            found.append(file.read())
+    return tuple(found)
 
 
 def first_process() -> tuple[Any, ...]:
