@@ -17,8 +17,9 @@ from rondel.core.config.job import Job
 from rondel.runtime.journal.log import read
 
 pytestmark = pytest.mark.slow
-ROWS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"]
-SEEDS = [0, 1, 2]  # grpo is learned from each, every other row from one of them
+# gspo and reinforce_pp are left to `rondel bench rows`: with one update a step they end here where grpo does, to the digit
+ROWS = ["grpo", "dr_grpo", "dapo", "cispo", "rloo"]
+SEEDS = [0, 1]  # grpo is learned from each, every other row from one of them
 BAND = 0.66, 0.97  # mean reward of steps 16 to 20
 COMMON = {"run.sinks": [], "place.threads": 1, "run.checkpoint.every": 0, "task.data.holdout": 10, "task.eval.every": 0}
 
@@ -53,7 +54,7 @@ def start(request, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("start", "kind"),
-    [*((seed, "grpo") for seed in SEEDS), *((SEEDS[i % 3], kind) for i, kind in enumerate(ROWS[1:]))],
+    [*((seed, "grpo") for seed in SEEDS), *((SEEDS[i % 2], kind) for i, kind in enumerate(ROWS[1:]))],
     indirect=["start"],
 )
 def test_a_row_learns(tmp_path, start, kind):

@@ -132,9 +132,11 @@ def test_the_whole_process_group_may_be_asked(tmp_path, cluster):
     def launch() -> Forked | subprocess.Popen:
         if cluster != "torchrun":
             return Forked(words, stderr=subprocess.PIPE, start_new_session=True)
-        main = [sys.executable, "-c", "from rondel.cli import main; main()", *words]
+        main = [sys.executable, "-c", "from rondel.cli import main; main()", *(w for w in words if w != "--quiet")]
         several = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", *main]
-        return subprocess.Popen(several, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        return subprocess.Popen(
+            several, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
 
     with launch() as process:
         while not (folder / "journal.jsonl").is_file() or len(events(folder, "StepDone")) < 5:
@@ -149,8 +151,11 @@ def test_the_whole_process_group_may_be_asked(tmp_path, cluster):
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
     with launch() as process:
-        said = process.communicate(timeout=200)[1]
+        told, said = process.communicate(timeout=200)
     assert process.returncode == 0, said
+    if cluster == "torchrun":  # the ranks that it started follow the first, which alone speaks
+        assert "held-out tasks" in told and told.count("run folder  ") == 1
+        assert "2 of the trainer, 1 of the engine" in json.loads((folder / "card.json").read_text())["facts"]["place"]
     assert [e["step"] for e in events(folder, "Resumed")] == [kept]
     assert [e["step"] for e in events(folder, "StepDone")] == list(range(1, 13))
 

@@ -336,9 +336,8 @@ def near(model, seed: int = 5, share: float = 0.25):
 
 
 SAMPLINGS = [
-    pytest.param(dict(top_k=WORDS), marks=pytest.mark.slow),
     dict(top_k=WORDS, temperature=0.7),
-    pytest.param(dict(top_k=WORDS, temperature=1.6), marks=pytest.mark.slow),
+    dict(top_k=WORDS, temperature=1.6),
     dict(top_p=0.5, top_k=WORDS + 6, temperature=1.3),
 ]
 
