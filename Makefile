@@ -46,7 +46,7 @@ train: install
 
 test: install lint types
 	@echo "tests     all"
-	@$(PYTEST) --maxprocesses 2
+	@OMP_NUM_THREADS=1 $(PYTEST) --maxprocesses 2
 
 check: install lint types
 	@echo "tests     the fast ones"
