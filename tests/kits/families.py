@@ -14,9 +14,9 @@ from kits.engine import SIZE, all_of, ask, engine, idle, prompt, tiny
 from kits.vision import EYES
 from rondel.core.errors import ModelError
 from rondel.models.architectures import RECURRENT_KINDS, REMEDY
-from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.recurrent.mixers import MIXERS
 
 HEAD, EXPERTS, WINDOW = {"head_dim": 16}, {"num_experts_per_tok": 2}, {"sliding_window": 8}

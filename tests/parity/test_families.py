@@ -17,8 +17,8 @@ from kits.families import FAMILIES, PARTS, REFUSED, measure, model, own, refusal
 from kits.families import row as line_of
 from rondel.core.errors import ModelError
 from rondel.models.architectures import refuse_architecture
-from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import _max_context, load_model
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 
 # the others are slow: one of each kind of attention and routing is in the fast tests
 AT_ONCE = {"llama", "lfm2", "gemma3_text", "deepseek_v3", "qwen3_moe", "gpt2"}

@@ -1,5 +1,5 @@
 """models/paged_attention.py and models/cuda_graphs.py, the serving path of a GPU: Triton's interpreter computes what
-the layouts of models/attention.py do, a whole engine on it draws the same tokens, and a
+the layout of models/paged_layout.py does, a whole engine on it draws the same tokens, and a
 recorded step reads nothing but its inputs. On a
 GPU the same tests run on the card."""
 
@@ -18,8 +18,8 @@ from rondel.core.errors import ConfigError
 from rondel.generate.engine.builtin import runner
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
-from rondel.models.attention import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.cuda_graphs import DecodeGraphs, sizes_upto
+from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.score_rule import ScoreRule
 
 pytest.importorskip("triton", reason="pip install triton")

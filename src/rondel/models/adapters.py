@@ -27,7 +27,7 @@ from rondel.core.registry import suggest_name
 from rondel.models import linear, names
 from rondel.models.adapter_files import read_adapter
 from rondel.models.adapter_state import NAME, ModelAdapter
-from rondel.models.attention import PackedLayout, PackedSegment
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel

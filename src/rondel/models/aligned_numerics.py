@@ -27,7 +27,9 @@ from torch import Tensor
 
 from rondel.algos.exponent import select_logprobs
 from rondel.core.errors import ConfigError
-from rondel.models.attention import PackedLayout, PackedSegment, PagedLayout, PoolSlots
+from rondel.models.cache_pools import PoolSlots
+from rondel.models.packed_layout import PackedLayout, PackedSegment
+from rondel.models.paged_layout import PagedLayout
 from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:

@@ -25,8 +25,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rondel.core.errors import ConfigError
 from rondel.models import linear
-from rondel.models.attention import AttentionLayout, PackedLayout, PackedSegment, outside_graph, use_attention_layout
+from rondel.models.attention import AttentionLayout, use_attention_layout
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.score_rule import ScoreRule
+from rondel.models.traced_attention import outside_graph
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel

@@ -10,9 +10,10 @@ import torch
 from rondel.core.errors import LawError, ModelError
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, rope_positions
 from rondel.models import vision
-from rondel.models.attention import NAME, PackedLayout, PackedSegment, use_attention_layout
+from rondel.models.attention import NAME, use_attention_layout
 from rondel.models.head import LMHead, decoder_of
 from rondel.models.key_choice import IndexedTokens
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.recurrent.state_count import StateCount
 from rondel.models.routing_tape import RoutingTape, use_tape
 from rondel.models.score_rule import ScoreRule

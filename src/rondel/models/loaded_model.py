@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,7 +89,9 @@ class LoadedModel:
         """Last hidden states of packed tokens: [T], [T] or [3,T] -> [T, D]. On `tape` routers
         record their choice, or repeat a recorded one.
         """
-        switches = adapter_state.adapter_mode(self.adapter, off=self.bare, exact=self.aligned)
+        switches: AbstractContextManager[None] = nullcontext()
+        if self.adapter is not None:
+            switches = adapter_state.adapter_mode(self.adapter, off=self.bare, exact=self.aligned)
         with (
             use_attention_layout(self.align(layout) if self.aligned and self.align else layout),
             use_tape(tape),

@@ -11,7 +11,7 @@
     split 2                                 |-----|  (Flash-Decoding):  o = sum_s exp(lse_s - lse) o_s
 
 Prefill and decoding are the same program: a decoding request is a feed of one new token.
-The tests compare it with the layouts of models/attention.py through Triton's
+The tests compare it with the layout of models/paged_layout.py through Triton's
 interpreter, and compile it for sm_80, sm_86 and
 sm_90, all on machines without a GPU.
 """
@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rondel.models.attention import CachePool, PagedLayout
+from rondel.models.cache_pools import CachePool, StepCache
 from rondel.models.score_rule import ScoreRule
 
 # of a context where few tokens are new: work for a whole GPU at a batch of one, and the same sums at every batch
@@ -115,11 +115,11 @@ class KernelShape(NamedTuple):
         return cls(queries, _next_power(queries * repeats), 64 if width <= 256 else 32)
 
 
-class FedLayout(PagedLayout):
+class FedLayout(StepCache):
     """One engine step on a GPU: `parts` are feeds with the rows of q that they cover, in order."""
 
     def __init__(self, keys: CachePool, values: CachePool, write: Tensor, parts: list[tuple[int, LaunchBatch]]) -> None:
-        super().__init__(keys, values, write, [])
+        super().__init__(keys, values, write)
         self.parts = parts
 
     @property

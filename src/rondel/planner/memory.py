@@ -35,7 +35,7 @@ LIBRARIES = 0.55 * GB  # resident of a process with torch and transformers befor
 # of a CPU's largest phase: gradients of activations in a backward pass, and freed memory
 # that the allocator keeps (runtime/devices.py)
 KEPT = 0.15
-DENSE = 1 << 24  # scores of one call that are written out on a CPU (models/attention.py)
+DENSE = 1 << 24  # scores of one call that are written out on a CPU (models/dense_attention.py)
 LOGITS = 1 << 25  # entries of a chunk of logits in fp32 (train/logprobs.py); three of that size are alive at once
 
 
