@@ -343,7 +343,7 @@ NOTES = {  # a key of its config -> what it brings
     "attention_chunk_size": "chunked attention",
     "attn_logit_softcapping": "softcapped scores and logits",
     "index_topk": "indexers choose the keys",
-    "kv_lora_rank": "latent attention: keys and values are cached expanded",
+    "kv_lora_rank": "latent attention, cached as latents",
     "num_kv_shared_layers": "the last layers reuse keys and values",
     "per_layer_config": "head sizes differ by layer",
     "no_rope_layers": "some layers without positions",

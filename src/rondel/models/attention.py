@@ -31,6 +31,24 @@ class AttentionLayout(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         """q [T,H,D], k and v [T,K,D] -> [T,H,D]."""
 
+    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
+        """q [T,H,N+E] over latents [T,R+E] (models/latent_attention.py) -> [T,H,V]."""
+
+
+class LatentProjection(Protocol):
+    """What makes keys and values of latents, or attends without them (models/latent_attention.py)."""
+
+    rank: int
+    value: int
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def absorb_queries(self, q: Tensor) -> Tensor: ...
+
+    def project_values(self, out: Tensor) -> Tensor: ...
+
+    def expansion_pays(self, new: int) -> bool: ...
+
 
 _here = threading.local()
 
@@ -88,7 +106,8 @@ def rondel_attention(
         kwargs.get("alibi_slopes"),
         _chosen_keys(kwargs.get("indices")),
     )
-    out = layout.attend(layer, q, k, v, rule)
+    up = getattr(module, "up_projection", None)
+    out = layout.attend(layer, q, k, v, rule) if up is None else layout.attend_latents(layer, q, k[:, 0], up, rule)
     return out.contiguous().unsqueeze(0), None
 
 

@@ -51,6 +51,14 @@ class PoolSlots:
         return self._rows[heads]
 
 
+def read_kv(slots: PoolSlots, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots [B,C] of both pools -> [K*B,C,D] each. Values that are the first numbers of their keys (latents) are read
+    with them.
+    """
+    k = slots.read(keys)
+    return k, k[..., : values.shape[2]] if values.data_ptr() == keys.data_ptr() else slots.read(values)
+
+
 class StepCache:
     """The caches of one engine step. write [T]: slot of every new token."""
 
@@ -65,3 +73,9 @@ class StepCache:
         self._into.write(keys, k)
         self._into.write(values, v)
         return keys, values
+
+    def store_latents(self, layer: int, latents: Tensor) -> Tensor:
+        """The new tokens' latents [T,R+E] into the layer's pool -> the pool [1,pages,R+E]."""
+        pool = self.keys.layer_pool(layer, latents[:, None])
+        self._into.write(pool, latents[:, None])
+        return pool

@@ -27,17 +27,19 @@ def sdpa(
     distance: Tensor | None = None,
     widened: bool = False,
     train: bool = False,
+    dense: bool = False,
 ) -> Tensor:
     """q [B,H,Lq,D], k and v [B,K,Lk,D]; `mask` True where a query may look, None for all before it; `distance` from
     a query to a key, which slopes need, both [B or 1, 1, Lq, Lk]; `widened` where products of the dtype are computed
-    in fp32 (models/processor.py); `train` for packed training. -> [B,H,Lq,D].
+    in fp32 (models/processor.py); `train` for packed training; `dense` to write the scores out. -> [B,H,Lq,D].
     """
     small = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= DENSE
-    dense, causal = rule.softcap is not None or (train and q.device.type == "cpu" and small), mask is None
+    dense = dense or rule.softcap is not None or (train and q.device.type == "cpu" and small)
+    causal = mask is None
     if mask is None and (dense or rule.sinks is not None or rule.slopes is not None):
         mask, causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(), False
     if dense:
-        return _dense_attention(q, k, v, rule, mask, distance, widened)
+        return dense_attention(q, k, v, rule, mask, distance, widened)
     if mask is not None and rule.slopes is not None:
         mask = (
             rule.with_slopes(torch.zeros((), device=q.device), distance, 1, -1, 1, 1)
@@ -68,7 +70,7 @@ def _with_sink_key(
     return q, k, F.pad(v, (0, 0, 1, 0)), F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
 
 
-def _dense_attention(
+def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, mask: Tensor | None, distance: Tensor | None, widened: bool
 ) -> Tensor:
     """The scores written out. Training on a CPU takes it: torch's fused backward pass is 8

@@ -28,7 +28,9 @@ class LoadedModel:
     name: str
     stop_ids: frozenset[int]
     max_context: int
-    cached: int = 0  # bytes of keys and values of one token in all layers, as the model hands them to its attention
+    cached: int = (
+        0  # bytes of keys and values (or latents) of one token in all layers, as the model hands them to its attention
+    )
     routers: int = 0  # MoE layers whose choice of experts can be recorded and replayed
     aligned: bool = False  # numerics: bits that do not depend on the batch (models/aligned_numerics.py)
     align: Callable[[Any], Any] | None = None  # a layout as those numerics compute it

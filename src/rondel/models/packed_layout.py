@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from rondel.models.key_choice import IndexedTokens, choose_in_pack, is_chosen
 from rondel.models.processor import is_widened
 from rondel.models.recurrent.layout import SegmentStates
 from rondel.models.score_rule import ScoreRule
+
+if TYPE_CHECKING:
+    from rondel.models.attention import LatentProjection
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,9 @@ class PackedLayout:
             parts.append(out.reshape(-1, size))
             a, b = q_end, k_end
         return self._collect_rows(heads)(torch.cat(parts)).view(-1, heads, size)
+
+    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
+        return self.attend(layer, q, *up.expand(latents), rule)
 
     def choose_keys(self, layer: int, tokens: IndexedTokens) -> Tensor:
         """Positions [T,k] of the keys that an indexer chooses."""

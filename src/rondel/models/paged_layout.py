@@ -6,16 +6,20 @@ T tokens · H query heads · K key/value heads · D head size · C keys of one c
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rondel.models.cache_pools import CachePool, PoolSlots, StepCache
+from rondel.models.cache_pools import CachePool, PoolSlots, StepCache, read_kv
 from rondel.models.dense_attention import sdpa
 from rondel.models.key_choice import ALL, IndexedTokens, choose_over_pages, is_chosen
 from rondel.models.processor import is_widened
 from rondel.models.score_rule import ScoreRule
+
+if TYPE_CHECKING:
+    from rondel.models.attention import LatentProjection
 
 
 @dataclass(slots=True)
@@ -29,6 +33,31 @@ class PrefillChunk:
 
     def __post_init__(self) -> None:
         self.slots = PoolSlots(self.context[None])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, *, dense: bool = False) -> Tensor:
+        """q [length,H,D] over the context's keys and values [1,K,C,D] -> [length,H,D]."""
+        new, context = self.length, len(self.context)
+        mask = distance = None
+        if new < context or not rule.sees_all(context) or rule.slopes is not None:
+            at = torch.arange(context - new, context, device=q.device)[:, None]
+            of = torch.arange(context, device=q.device)
+            distance = at - of
+            mask = rule.visible(at, distance)
+            if rule.chosen is not None:
+                mask = mask & is_chosen(rule.chosen[None, self.start : self.start + new], of[None])[0]
+        by_head, widened = q.transpose(0, 1)[None], is_widened(q.dtype)
+        out = sdpa(by_head, k, v, rule, mask=mask, distance=distance, widened=widened, dense=dense)
+        return out[0].transpose(0, 1)
+
+    def attend_latents(self, q: Tensor, pool: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
+        """q [length,H,N+E] over the context's latents in a pool [1,pages,R+E] -> [length,H,V]."""
+        latents = self.slots.read(pool)
+        if up.expansion_pays(self.length):
+            k, v = (side.transpose(0, 1)[None] for side in up.expand(latents[0]))
+            return self.attend(q, k, v, rule)
+        shared = latents[None]
+        out = self.attend(up.absorb_queries(q), shared, shared[..., : up.rank], rule, dense=True)
+        return up.project_values(out)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,10 +93,10 @@ class DecodeBatch:
         rows, heads, size = len(q), len(keys), values.shape[-1]
         folded = q.view(rows, heads, -1, q.shape[-1]).transpose(0, 1).flatten(0, 1)  # [K*B,R,D]
         repeats = folded.shape[1]
-        k, v = self.near.read(keys), self.near.read(values)
+        k, v = read_kv(self.near, keys, values)
         scores = torch.bmm(folded, k.transpose(1, 2))  # [K*B,R,C]
         if self.above is not None:
-            above_k, above_v = self.above.read(keys), self.above.read(values)
+            above_k, above_v = read_kv(self.above, keys, values)
             scores = torch.cat(
                 [self._by_row(torch.bmm(self._by_family(folded, heads), above_k.transpose(1, 2)), heads), scores], -1
             )
@@ -158,10 +187,23 @@ class PagedLayout(StepCache):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         keys, values = self.store_kv(layer, k, v)
-        parts = [self._attend_prefill(chunk, q, keys, values, rule) for chunk in self.chunks]
+        parts = []
+        for chunk in self.chunks:
+            k, v = (chunk.slots.read(pool)[None] for pool in (keys, values))
+            parts.append(chunk.attend(q[chunk.start : chunk.start + chunk.length], k, v, rule))
         if self.decoding is not None:
             last = q[len(q) - len(self.decoding.own) :]
             parts.append(self.decoding.attend(last, keys, values, rule))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
+        pool = self.store_latents(layer, latents)
+        parts = [
+            chunk.attend_latents(q[chunk.start : chunk.start + chunk.length], pool, up, rule) for chunk in self.chunks
+        ]
+        if self.decoding is not None:
+            last = up.absorb_queries(q[len(q) - len(self.decoding.own) :])
+            parts.append(up.project_values(self.decoding.attend(last, pool, pool[..., : up.rank], rule)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def choose_keys(self, layer: int, tokens: IndexedTokens) -> Tensor:
@@ -169,17 +211,3 @@ class PagedLayout(StepCache):
         pool = self.keys.layer_pool(-1 - layer, tokens.k[:, None])
         self._into.write(pool, tokens.k[:, None])
         return choose_over_pages(self.chunks, self.decoding, pool, tokens)
-
-    def _attend_prefill(self, chunk: PrefillChunk, q: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule) -> Tensor:
-        new, context = chunk.length, len(chunk.context)
-        k, v = (chunk.slots.read(pool).unsqueeze(0) for pool in (keys, values))
-        mine = q[chunk.start : chunk.start + new].transpose(0, 1).unsqueeze(0)
-        mask = distance = None
-        if new < context or not rule.sees_all(context) or rule.slopes is not None:
-            at = torch.arange(context - new, context, device=q.device)[:, None]
-            distance = at - torch.arange(context, device=q.device)
-            mask = rule.visible(at, distance)
-            if rule.chosen is not None:
-                of = torch.arange(context, device=q.device)[None]
-                mask = mask & is_chosen(rule.chosen[None, chunk.start : chunk.start + new], of)[0]
-        return sdpa(mine, k, v, rule, mask=mask, distance=distance, widened=is_widened(q.dtype))[0].transpose(0, 1)

@@ -34,8 +34,8 @@ from rondel.models.vocabulary import same_words
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.request import StepPlan
+    from rondel.models.fed_layout import FedLayout
     from rondel.models.loaded_model import LoadedModel
-    from rondel.models.paged_attention import FedLayout
     from rondel.models.paged_layout import PagedLayout
 
 GUESS, COIN, AGAIN = 1, 2, 3  # the numbers of a token, beside 0

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from rondel.generate.engine.builtin.draft import DraftModel
     from rondel.models.compilation import CompiledModel
     from rondel.models.cuda_graphs import DecodeGraphs
+    from rondel.models.fed_layout import BlockTable, FedLayout
     from rondel.models.loaded_model import LoadedModel
-    from rondel.models.paged_attention import BlockTable, FedLayout, TokenRun
+    from rondel.models.paged_attention import TokenRun
 
 # of the keys that whole contexts would read; beyond it the bookkeeping of families costs more than it saves
 SHARE = 0.7
@@ -301,7 +302,7 @@ def lines_of(loaded: LoadedModel, rows: int, pages: int) -> BlockTable | None:
     """
     if not has_kernel(loaded):
         return None
-    from rondel.models.paged_attention import BlockTable
+    from rondel.models.fed_layout import BlockTable
 
     return BlockTable(rows, min(loaded.max_context, pages), loaded.device)
 
