@@ -398,6 +398,8 @@ def settings_of(
         critic_warmup=t.critic.warmup,
         mismatch_bound=mismatch_bound,
         recompute=t.memory.recompute,
+        activations=t.memory.activations,
+        folder=str(job.run.folder),
     )
 
 

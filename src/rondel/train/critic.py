@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from rondel.models.activation_offload import activation_store
 from rondel.models.head import LMHead
 from rondel.models.recompute import install_recompute
 from rondel.train.optim import MasterWeights
@@ -47,7 +48,8 @@ class Critic:
         nn.init.zeros_(value.weight)
         nn.init.zeros_(value.bias)
         model.set_output_embeddings(value)
-        install_recompute(model, settings.recompute, backbone.adapter)
+        keep = activation_store(settings.activations, loaded.device, settings.folder)
+        install_recompute(model, settings.recompute, backbone.adapter, keep)
         self.loaded = ranks.shard_model(replace(backbone, head=LMHead(value.weight, value.bias), compute=loaded.dtype))
         self.weights = ranks.make_masters(model, **settings.optimizer_options)
         self.follows, self.ranks = follows, ranks

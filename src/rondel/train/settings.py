@@ -28,6 +28,8 @@ class TrainSettings:
     recompute: str = (
         "none"  # activations that the backward pass computes again: "mlp" or "layers" (models/recompute.py)
     )
+    activations: str = "device"  # where the inputs of layers wait for it: "host" or "disk" (models/activation_offload.py)
+    folder: str = ""  # of that file; empty, the system's for temporary files
     share_prompts: bool = True
     max_bad_steps: int = 3
     replay_routes: bool = False

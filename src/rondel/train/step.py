@@ -27,6 +27,7 @@ from rondel.core.events import Warned, emit
 from rondel.core.time_account import TimeAccount
 from rondel.core.types import Manifest, Route, StepStats
 from rondel.models import linear
+from rondel.models.activation_offload import activation_store
 from rondel.models.recompute import install_recompute
 from rondel.system.process_memory import release_freed_memory
 from rondel.train import annotate as notes
@@ -105,7 +106,8 @@ class LocalTrainer:
         self.teachers = TeacherEnsemble(
             [replace(t, loaded=ranks.shard_model(t.loaded)) if t.loaded else t for t in teachers]
         )
-        install_recompute(loaded.model, settings.recompute, loaded.adapter)
+        keep = activation_store(settings.activations, loaded.device, settings.folder)
+        install_recompute(loaded.model, settings.recompute, loaded.adapter, keep)
         self.loaded = ranks.shard_model(loaded)
         self.publisher = WeightPublisher(self.loaded, ranks, transport)
         self.weights = ranks.make_masters(self.loaded.model, **settings.optimizer_options)
