@@ -125,13 +125,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())
 
 
-def activation_store(kind: str, device: torch.device, folder: str) -> ActivationStore | None:
+def activation_store(kind: str, folder: str) -> ActivationStore | None:
     """What `trainer.memory.activations` names; None where they stay on the device. `folder` is for the file."""
     if kind == "disk":
         return DiskActivations(folder or tempfile.gettempdir())
-    if kind == "host" and device.type == "cpu":
-        raise ModelError(
-            'trainer.memory.activations = "host", but the model is on a CPU, whose activations are in host memory '
-            'already: take "disk", which writes them to a file in the folder of the run, or leave it out'
-        )
     return HostActivations() if kind == "host" else None

@@ -48,7 +48,7 @@ class Critic:
         nn.init.zeros_(value.weight)
         nn.init.zeros_(value.bias)
         model.set_output_embeddings(value)
-        keep = activation_store(settings.activations, loaded.device, settings.folder)
+        keep = activation_store(settings.activations, settings.folder)
         install_recompute(model, settings.recompute, backbone.adapter, keep)
         self.loaded = ranks.shard_model(replace(backbone, head=LMHead(value.weight, value.bias), compute=loaded.dtype))
         self.weights = ranks.make_masters(model, **settings.optimizer_options)

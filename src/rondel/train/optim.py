@@ -3,6 +3,11 @@
 The module's parameters are the compute copy that the engine reads; the masters are
 what the optimizer moves (train/optimizers.py). In float32 they are the same tensors. The step writes the compute copy in
 place, so an engine that shares it needs 0 bytes moved.
+
+With `host` masters, accumulators and moments lie in host memory and the step is taken there (arXiv:2101.06840):
+
+    device   gradient of a weight, as soon as it is known ──►│        ◄── rounded weights, a piece at a time
+    host                                        accumulator += ; step  │
 """
 
 from __future__ import annotations
@@ -21,11 +26,18 @@ PIECE = 1 << 20  # weights spread or rounded at a time: temporary tensors of 4 M
 
 
 class MasterWeights:
-    """Masters, their gradients and their optimizers for one module."""
+    """Masters, their gradients and their optimizers for one module; with `host` all of them in host memory."""
 
     def __init__(
-        self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float, optimizer: str = "adamw"
+        self,
+        model: nn.Module,
+        *,
+        betas: tuple[float, float],
+        weight_decay: float,
+        optimizer: str = "adamw",
+        host: bool = False,
     ) -> None:
+        self.on_host = host
         self.names, self.compute = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
         self.masters = self._make_masters()
         hidden = is_hidden(model)
@@ -44,13 +56,15 @@ class MasterWeights:
         self._install_gradient_hooks()
 
     def _make_masters(self) -> list[Tensor]:
-        return [
-            p if p.dtype == torch.float32 else spread_within_rounding(name, p)
-            for name, p in zip(self.names, self.compute)
-        ]
+        def make_master(name: str, parameter: Tensor) -> Tensor:
+            if parameter.dtype == torch.float32:
+                return parameter.detach().to("cpu", copy=True) if self.on_host else parameter
+            return spread_within_rounding(name, parameter.detach().cpu() if self.on_host else parameter)
+
+        return [make_master(name, p) for name, p in zip(self.names, self.compute)]
 
     def _install_gradient_hooks(self) -> None:
-        """In bf16 every gradient moves into its master's fp32 accumulator as soon as autograd is done with it."""
+        """Below fp32, or with masters elsewhere, every gradient moves into its master's fp32 accumulator as soon as autograd is done with it."""
 
         def moves_to(master: Tensor) -> Callable[[Tensor], None]:
             def accumulate_gradient(parameter: Tensor) -> None:
@@ -58,9 +72,9 @@ class MasterWeights:
                 if fresh is None:  # it was added to the master's already (rondel.models.main_grad)
                     return
                 if master.grad is None:
-                    master.grad = fresh.float()
+                    master.grad = fresh.to(master.device, torch.float32)
                 else:
-                    master.grad.add_(fresh)
+                    master.grad.add_(fresh.to(master.device))
                 parameter.grad = None
 
             return accumulate_gradient
@@ -96,10 +110,11 @@ class MasterWeights:
         with torch.no_grad():
             for parameter, master in zip(self.compute, self.masters):
                 if parameter is not master:
-                    total += parameter.numel()
+                    rounds = parameter.dtype != master.dtype
+                    total += parameter.numel() * rounds
                     for held, moved in zip(parameter.view(-1).split(PIECE), master.view(-1).split(PIECE)):
-                        fresh = moved.to(held.dtype)
-                        changed += int((fresh != held).sum())
+                        fresh = moved.to(held.dtype).to(held.device)
+                        changed += int((fresh != held).sum()) if rounds else 0
                         held.copy_(fresh)
         return changed / total if total else 1.0
 

@@ -20,6 +20,7 @@ class TrainSettings:
     first_step: int = 0  # where the schedule starts counting
     clip: float = 1.0
     optimizer: str = "adamw"  # train/optimizers.py
+    optimizer_on_host: bool = False  # masters, gradients and moments in host memory, the step on the CPU (train/optim.py)
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.99)
     micro_tokens: int = 4096
@@ -41,7 +42,12 @@ class TrainSettings:
     @property
     def optimizer_options(self) -> dict[str, Any]:
         """Of `MasterWeights`."""
-        return {"optimizer": self.optimizer, "betas": self.betas, "weight_decay": self.weight_decay}
+        return {
+            "optimizer": self.optimizer,
+            "betas": self.betas,
+            "weight_decay": self.weight_decay,
+            "host": self.optimizer_on_host,
+        }
 
     def learning_rate(self, lr: float, step: int) -> float:
         """`lr` under the schedule, at a step that counts from 0."""

@@ -106,7 +106,7 @@ class LocalTrainer:
         self.teachers = TeacherEnsemble(
             [replace(t, loaded=ranks.shard_model(t.loaded)) if t.loaded else t for t in teachers]
         )
-        keep = activation_store(settings.activations, loaded.device, settings.folder)
+        keep = activation_store(settings.activations, settings.folder)
         install_recompute(loaded.model, settings.recompute, loaded.adapter, keep)
         self.loaded = ranks.shard_model(loaded)
         self.publisher = WeightPublisher(self.loaded, ranks, transport)

@@ -49,6 +49,11 @@ class MemoryConfig(SettingsTable):
         description='where the inputs of layers wait for the backward pass under recompute = "layers": on the device, in '
         "host memory beside a GPU, or in a file in the folder of the run",
     )
+    optimizer: Literal["device", "host"] = Field(
+        "device",
+        description="where masters, gradients and moments lie and the step is taken: on the GPU, or in host memory by the "
+        "CPU (arXiv:2101.06840); 2 bytes of a number stay on the GPU in bfloat16, and gradients and weights travel",
+    )
     offload: bool = Field(
         False,
         description="shared device: while the engine writes, optimizer, critic, reference and teacher lie in host "
@@ -81,6 +86,6 @@ class TrainerConfig(ConfigSection):
     routing_replay: bool | Literal["auto"] = Field(
         "auto", description="a MoE's tokens go to the experts that the engine chose; auto: if it has any"
     )
-    memory: MemoryConfig = Field(MemoryConfig(), description="what costs time and saves memory: recompute, activations, offload")
+    memory: MemoryConfig = Field(MemoryConfig(), description="what costs time and saves memory: recompute, activations, optimizer, offload")
     critic: CriticConfig = Field(CriticConfig(), description="of a row that needs values")
     max_bad_steps: int = Field(3, ge=1, description="stop after so many steps in a row that a finite-check refused")
