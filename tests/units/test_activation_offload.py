@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from rondel.core.errors import ConfigError, ModelError
 from rondel.models.activation_offload import DiskActivations, HostActivations, activation_store
 from rondel.models.adapters import add_adapter
 from rondel.models.recompute import install_recompute
+from rondel.planner.advice import suggest_changes
+from rondel.planner.host_memory import bytes_beside
+from rondel.planner.memory import memory_bills, micro_batch_tokens
+from rondel.planner.workload import what_if
 
 STORES = {"host": lambda _: HostActivations(), "disk": DiskActivations}
 
@@ -101,3 +106,25 @@ def test_a_run_with_its_activations_on_disk_is_the_run_without(tmp_path):
         run(folder, loop__steps=2, loop__warmup__steps=0, trainer__memory={"recompute": "layers", "activations": where})
         curves.append(sorted((folder / "checkpoints").glob("*/model.safetensors"))[-1].read_bytes())
     assert curves[0] == curves[1]
+
+
+def test_the_plan_counts_what_waits_and_where(tmp_path):
+    words = ["model=7b", "hardware=h100", "recompute=layers", "micro=32k", "output=16k"]
+    here, there = (what_if([*words, f"activations={where}"]) for where in ("device", "host"))
+    (full,), (less,) = memory_bills(here), memory_bills(there)
+    inputs, layers = bytes_beside(there)["host"]["layer inputs"], here.shape.layers
+    saved = full.rows["activations"]["train"] - less.rows["activations"]["train"]
+    assert bytes_beside(here) == {} and saved == pytest.approx(inputs * (layers - 2) / layers)
+    assert any('memory.activations = "host"' in words for words, _ in suggest_changes(here))
+    with pytest.raises(ConfigError, match="add recompute=layers"):
+        what_if(["model=7b", "activations=disk"])
+    store, t = DiskActivations(tmp_path), trainer(model())
+    install_recompute(t.loaded.model, "layers", None, store)
+    gradient(t, batch(awkward_groups(), row("grpo")), row("grpo"))
+    config = t.loaded.model.config
+    planned = what_if(["model=0.5b", "hardware=cpu", "recompute=layers", "activations=disk", "prompts=1", "group=1"])
+    shape = replace(planned.shape, layers=config.num_hidden_layers, hidden=config.hidden_size)
+    tokens = micro_batch_tokens(planned)
+    packed = store.size / (4 * config.num_hidden_layers * config.hidden_size)
+    each = bytes_beside(replace(planned, shape=shape, width=4))["disk"]["layer inputs"] / tokens
+    assert each * packed == store.size

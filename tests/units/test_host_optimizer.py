@@ -9,6 +9,11 @@ from kits.runs import run
 from kits.train import awkward_groups, batch, bits, gradient, inline, model, row, step, trainer
 from rondel.core.errors import ConfigError
 from rondel.models.adapters import add_adapter
+from rondel.planner.advice import bill_sentences
+from rondel.planner.cost import train_seconds
+from rondel.planner.host_memory import bytes_beside
+from rondel.planner.memory import memory_bills
+from rondel.planner.workload import what_if
 from rondel.train.checkpoint import load_trainer, save_trainer
 from rondel.train.critic import Critic
 from rondel.train.settings import TrainSettings
@@ -103,3 +108,28 @@ def test_where_it_saves_nothing_it_is_refused(tmp_path):
         run(tmp_path, trainer__memory={"optimizer": "host"})
     with pytest.raises(ConfigError, match=r'"host" with place.ranks = 2: each rank keeps a shard'):
         run(tmp_path, trainer__memory={"optimizer": "host"}, place__kind="split", place__ranks=2)
+
+
+def test_the_plan_counts_both_sides():
+    plain, host = (what_if(["model=7b", "hardware=h100", f"host_optimizer={h}"]) for h in ("no", "yes"))
+    n = plain.trained_parameters
+    (here,), (there,) = memory_bills(plain), memory_bills(host)
+    beside = bytes_beside(host)["host"]
+    assert bytes_beside(plain) == {}
+    assert beside == {"masters": 4 * n, "gradients": 4 * n, "moments": 8 * n}
+    for name, size in beside.items():
+        assert here.rows[name]["train"] == size and name not in there.rows
+    assert train_seconds(host) > train_seconds(plain)
+    assert any(f"host memory beside the devices: {16 * n / 1e9:.2f} GB" in line for line in bill_sentences(host))
+    with pytest.raises(ConfigError, match="is for one device that trains, and these are 8"):
+        what_if(["model=7b", "gpus=8", "host_optimizer=yes"])
+    with pytest.raises(ConfigError, match="cpu is a CPU"):
+        what_if(["model=0.5b", "hardware=cpu", "host_optimizer=yes"])
+
+
+def test_what_is_planned_beside_is_what_a_trainer_holds_there():
+    t = trainer(model(dtype="bfloat16"), optimizer_on_host=True)
+    step(t, batch(awkward_groups(), row("grpo")), row("grpo"))
+    held = {name: sum(x.nbytes for x in tensors) for name, tensors in t.weights.state_tensors().items()}
+    n = sum(p.numel() for p in t.weights.compute)
+    assert held == {"masters": 4 * n, "gradients": 4 * n, "moments": 8 * n}

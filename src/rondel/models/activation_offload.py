@@ -122,7 +122,7 @@ class DiskActivations:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def activation_store(kind: str, folder: str) -> ActivationStore | None:

@@ -86,6 +86,8 @@ class TrainerConfig(ConfigSection):
     routing_replay: bool | Literal["auto"] = Field(
         "auto", description="a MoE's tokens go to the experts that the engine chose; auto: if it has any"
     )
-    memory: MemoryConfig = Field(MemoryConfig(), description="what costs time and saves memory: recompute, activations, optimizer, offload")
+    memory: MemoryConfig = Field(
+        MemoryConfig(), description="what costs time and saves memory: recompute, activations, optimizer, offload"
+    )
     critic: CriticConfig = Field(CriticConfig(), description="of a row that needs values")
     max_bad_steps: int = Field(3, ge=1, description="stop after so many steps in a row that a finite-check refused")
