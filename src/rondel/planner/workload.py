@@ -148,7 +148,8 @@ def of_job(job: Job, device: str = "") -> Workload:
     model = of_recipe(job.model.path, hub_cache())
     where = find_hardware(device or ("h100" if job.place.device.startswith("cuda") else "cpu"))
     on_cpu = not where.on_gpu
-    width = {"float32": 4, "bfloat16": 2, "auto": 2 if not on_cpu or _has_bf16() else 4}[job.model.dtype]
+    half = job.model.dtype == "float16"  # no CPU has products of it here
+    width = {"float32": 4, "auto": 2 if not on_cpu or _has_bf16() else 4}.get(job.model.dtype, 2)
     adapter, row, split = job.model.adapter, job.algo.kind, job.place.kind == "split"
     image = 0
     if model.tower is not None:
@@ -192,7 +193,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         updates=job.loop.updates_per_step,
         epochs=job.loop.epochs,
         width=width,
-        packed_width=width if not on_cpu or _has_bf16() else 4,
+        packed_width=width if not on_cpu or (_has_bf16() and not half) else 4,
         rank=adapter.rank if adapter.kind != "off" else 0,
         four_bits=adapter.kind == "qlora",
         targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),

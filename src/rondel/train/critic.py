@@ -102,7 +102,7 @@ class Critic:
             known = batch.tokens(packed.samples, self.loaded.device)
             assert known.values is not None and known.returns is not None
             loss_T, clipped_T = row.value(self.predict_values(packed), known.values, known.returns)
-            (weight_N[packed.sample] * loss_T).sum().mul(not packed.idle).backward()
+            self.weights.backward((weight_N[packed.sample] * loss_T).sum().mul(not packed.idle))
             if packed.idle:
                 continue
             sums.add_terms(torch.zeros(()), {"value": loss_T.detach(), "value_clipped": clipped_T})

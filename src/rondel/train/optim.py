@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rondel.models.main_grad import own_parameter, weights_changed
+from rondel.train.loss_scale import LossScale
 from rondel.train.optimizers import TABLES, build_optimizers, bytes_each, is_hidden
 
 PIECE = 1 << 20  # weights spread or rounded at a time: temporary tensors of 4 MB
@@ -36,8 +37,10 @@ class MasterWeights:
         weight_decay: float,
         optimizer: str = "adamw",
         host: bool = False,
+        loss_scale: LossScale | None = None,
     ) -> None:
-        self.on_host = host
+        """`loss_scale`: of a model that computes in float16."""
+        self.on_host, self.loss_scale = host, loss_scale
         self.names, self.compute = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
         self.masters = self._make_masters()
         hidden = is_hidden(model)
@@ -84,10 +87,25 @@ class MasterWeights:
             if parameter is not master:
                 parameter.register_post_accumulate_grad_hook(moves_to(master))
 
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a micro-batch to the accumulators, in float16 under the loss scale."""
+        (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()
+
+    @property
+    def _gradient_scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
     def gradient_norm(self) -> Tensor:
         """Global 2-norm of the accumulated gradient, in fp32."""
         grads = [m.grad for m in self.masters if m.grad is not None]
-        return torch.stack(torch._foreach_norm(grads)).norm() if grads else torch.zeros(())
+        return torch.stack(torch._foreach_norm(grads)).norm() / self._gradient_scale if grads else torch.zeros(())
+
+    def overflowed(self, norm: Tensor) -> bool:
+        """Whether a gradient of this norm outgrew float16 under the loss scale, which then halves; the step is not taken."""
+        if math.isfinite(float(norm)) or self.loss_scale is None or not self.loss_scale.can_shrink:
+            return False
+        self.loss_scale.update(overflowed=True)
+        return True
 
     def step(self, *, lr: float, clip: float, norm: Tensor) -> float:
         """Clip by the global norm, move the masters, write the compute copy. -> share of
@@ -96,8 +114,10 @@ class MasterWeights:
         In float32 there is no cast that could swallow an update, so nothing is counted: 1 if lr > 0.
         """
         grads = [m.grad for m in self.masters if m.grad is not None]
-        if (scale := clip / (float(norm) + 1e-6)) < 1:
+        if (scale := min(1.0, clip / (float(norm) + 1e-6)) / self._gradient_scale) < 1:
             torch._foreach_mul_(grads, scale)
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflowed=False)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
