@@ -45,8 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"head_dim": 24, "num_hidden_layers": 3}
     | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "gpt_oss": PLAIN
-    | EXPERTS
-    | {"head_dim": 24, "num_hidden_layers": 3, "num_local_experts": 8, "sliding_window": 8}
+    | {"head_dim": 24, "num_hidden_layers": 3, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8}
     | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "lfm2": PLAIN | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "nemotron_h": PLAIN

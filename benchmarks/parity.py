@@ -2,7 +2,8 @@
 eager attention, batch of one, no cache).
 
     rondel bench parity --model FOLDER --dtype float32 --json
-Beside it the same model's own disagreement: transformers' cached decoding against its
+Beside it the training path over the same answers (K3: mean of w - 1 - log w, w = pi_trainer / pi_engine of a token),
+and the same model's own disagreement: transformers' cached decoding against its
 full forward pass, the floor of rounding.
 """
 
@@ -21,7 +22,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="rondel bench parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dtype", default="float32", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--dtype", default="float32", choices=["auto", "bfloat16", "float16", "float32"])
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--new", type=int, default=24)
@@ -32,6 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     from _work import SUFFIX
 
     import rondel
+    from rondel.train.annotate import logprobs_of
 
     engine = rondel.Engine.load(a.model, dtype=a.dtype, device="cpu")
     tokenizer, model = engine.tokenizer, engine.loaded.model
@@ -39,6 +41,13 @@ def main(argv: list[str] | None = None) -> None:
     prompts = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in asked]
     outs = engine.generate(prompts, rondel.Sampling(n=a.samples, max_tokens=a.new))
     engine.close()
+    trained = [
+        torch.tensor(logprobs_of(engine.loaded, prompt + out.tokens)[len(prompt) :], dtype=torch.float64)
+        - torch.tensor(out.logprobs, dtype=torch.float64)
+        for prompt, samples in zip(prompts, outs)
+        for out in samples
+    ]
+    x = torch.cat(trained)
     model.set_attn_implementation("eager")
     gaps, floor = [], []
     with torch.inference_mode():
@@ -62,6 +71,8 @@ def main(argv: list[str] | None = None) -> None:
                 cached = torch.stack(own[:-1]).gather(1, target)[:, 0]
                 floor.append(float((plain - cached).abs().max()))
     out = {"bench": "parity", "dtype": str(engine.loaded.dtype).removeprefix("torch."), "answers": len(gaps), "largest_gap": max(gaps),
+           "trainer_gap_mean": float(x.abs().mean()), "trainer_gap_max": float(x.abs().max()),
+           "trainer_k3": float((x.exp() - 1 - x).mean()), "tokens": len(x),
            "transformers_own_gap": max(floor)}  # fmt: skip
     print(json.dumps(out))
 

@@ -14,7 +14,7 @@ from kits.runs import run
 
 HERE = Path(__file__).parents[2] / "benchmarks"
 SMALL = {
-    "activations": "--model {model} --tokens 32 --recompute layers --json",
+    "activations": "--model {model} --tokens 32 --recompute layers --activations device disk --json",
     "controller": "--rollouts 200 --hours 1",
     "dashboard": "--events 4000 --repeat 1",
     "decode": "--model {model} --running 1,2 --new 4 --rounds 1 --profile 0",

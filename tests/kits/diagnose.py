@@ -189,6 +189,13 @@ FAULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
         dict(note=lambda s: "gradient: its norm is inf over group 3" if s in (9, 10) else ""),
         {"steps_skipped"},
     ),
+    "float16 overflows": (
+        dict(
+            metrics=lambda s, rng: {"train/overflows": float(s % 4 == 0), "train/loss_scale": 1024.0},
+            note=lambda s: "overflow: 1 of 1 updates had a gradient beyond float16" if s % 4 == 0 else "",
+        ),
+        {"loss_scale_overflows"},
+    ),
     "lr is 0": (dict(metrics=lambda s, rng: {"train/lr": 0.0, "train/weights_changed": 0.0}), {"weights_still"}),
     "lr is below the resolution": (
         dict(metrics=lambda s, rng: {"train/lr": 1e-9, "train/weights_changed": 1e-5}),

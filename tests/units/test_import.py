@@ -154,6 +154,23 @@ def test_a_bare_config_is_written_with_their_defaults(name):
 # -- what a key means ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "peer, config, wanted",
+    [
+        ("trl", {"fp16": True}, "float16"),
+        ("trl", {"fp16": True, "bf16": False}, "float16"),
+        ("trl", {"bf16": True}, "bfloat16"),
+        ("trl", {}, "bfloat16"),
+        ("trl", {"bf16": False}, "float32"),
+        ("verl", {"actor_rollout_ref.actor.fsdp_config.dtype": "float16"}, "float16"),
+        ("openrlhf", {"ds.param_dtype": "fp16"}, "float16"),
+        ("openrlhf", {}, "bfloat16"),
+    ],
+)
+def test_precisions_are_those_of_the_peer(peer, config, wanted):
+    assert said(peer, **config)["model.dtype"] == wanted
+
+
 def test_the_batches_of_trl():
     """8 a device, 4 processes, 6 moves accumulate 2: 192 completions are 24 groups of 8, in 3 moves."""
     batch = {

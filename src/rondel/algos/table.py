@@ -5,6 +5,7 @@ with some knobs turned.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from rondel.algos.advantage import (
@@ -145,7 +146,7 @@ class Algorithm:
     def parts(self) -> dict[str, Any]:
         return {family: getattr(self, family) for family in FAMILIES}
 
-    @property
+    @cached_property
     def needs(self) -> frozenset[str]:
         """What must be known of each token beside its logprob; all that the loop asks of an algorithm."""
         own = frozenset() if "advantage" in self.idle else frozenset({"advantages"})
@@ -161,7 +162,7 @@ class Algorithm:
         """Whether tokens that an older policy drew are weighed, masked or dropped for it."""
         return self.uses_behavior_ratio or "behavior_logprobs" in self.correction.needs
 
-    @property
+    @cached_property
     def idle(self) -> dict[str, str]:
         """What cannot reach the loss as the row stands, and why: {"advantage": ..., "kl.kind": ...}."""
         reads = self.surrogate.reads

@@ -83,7 +83,9 @@ def bytes_sent(job: Job) -> int:
     if job.model.adapter.kind != "off":
         return 0
     try:
-        return of_recipe(job.model.path, hub_cache()).parameter_count * (2 if job.model.dtype == "bfloat16" else 4)
+        return of_recipe(job.model.path, hub_cache()).parameter_count * (
+            2 if job.model.dtype in ("bfloat16", "float16") else 4
+        )
     except UserError:
         return 0
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rondel.core.config.job import Job
 from rondel.core.config.section import split_kind
 from rondel.core.config.task import EvaluationConfig
-from rondel.core.config.trainer import CriticConfig
+from rondel.core.config.trainer import CriticConfig, MemoryConfig
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.protocols import Env, NamedAgentsEnv
 from rondel.core.registry import suggest_name
@@ -53,6 +53,16 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             f'trainer.optimizer.kind = "{job.trainer.optimizer.kind}" with place.ranks = {job.place.ranks}: it needs each '
             'tensor whole. Use "adamw", or one rank'
         )
+    if job.trainer.memory.optimizer == "host" and job.place.ranks > 1:
+        raise ConfigError(
+            f'trainer.memory.optimizer = "host" with place.ranks = {job.place.ranks}: each rank keeps a shard of the optimizer '
+            "on its own device. Remove it, or use one rank"
+        )
+    if job.model.dtype == "float16" and job.place.ranks > 1:
+        raise ConfigError(
+            f'model.dtype = "float16" with place.ranks = {job.place.ranks}: its loss scale is kept for one rank. Use '
+            '"bfloat16", or one rank'
+        )
     guess = job.engine.speculative
     if job.place.kind == "split" and guess.kind == "draft" and guess.lr > 0:
         raise ConfigError(
@@ -80,6 +90,20 @@ def refuse_shown_tasks(job: Job, held_out: list[Task]) -> None:
         raise ConfigError(
             f"task.env.examples has the question of held-out task {shown[0]}: its evaluation would only read. Use another example"
         )
+
+
+def refuse_idle_memory(memory: MemoryConfig, device: str) -> None:
+    """Settings that move what is in host memory already."""
+    instead = {
+        "activations": 'take "disk", which writes them to a file in the folder of the run, or remove the key',
+        "optimizer": "remove the key",
+    }
+    for name, remedy in instead.items():
+        if getattr(memory, name) == "host" and not device.startswith("cuda"):
+            raise ConfigError(
+                f'trainer.memory.{name} = "host" saves memory of a GPU, and this trainer works on {device}, where all is in '
+                f"host memory already: {remedy}"
+            )
 
 
 def refuse_untrainable(sampling: Sampling) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from rondel.algos.mixture import Mixture
@@ -69,7 +70,7 @@ class Components:
     def trainer(self) -> Any:
         return self.placed.trainer
 
-    @property
+    @cached_property
     def replays_routing(self) -> bool:
         """Whether the trainer replays the engine's choice of experts."""
         return replays_routing(self.job, self.model_info)

@@ -17,7 +17,7 @@ import torch
 
 from rondel.algos.tokens import TokenBatch
 from rondel.assemble.model_info import ModelInfo
-from rondel.assemble.refusals import refuse_without_routes
+from rondel.assemble.refusals import refuse_idle_memory, refuse_without_routes
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
 from rondel.core.media import ImageProcessorConfig
@@ -112,6 +112,7 @@ def trainer_of(
     claim: MemoryClaim | None = None,
 ) -> tuple[LocalTrainer, dict[str, str]]:
     """-> the trainer, and what was resolved for it."""
+    refuse_idle_memory(job.trainer.memory, device.name)
     micro = planner.micro_tokens(job.trainer.micro_tokens, on_gpu=device.name.startswith("cuda"))
     settings = settings_of(
         job,
@@ -388,6 +389,7 @@ def settings_of(
         weight_decay=t.optimizer.weight_decay,
         betas=t.optimizer.betas,
         optimizer=t.optimizer.kind,
+        optimizer_on_host=t.memory.optimizer == "host",
         micro_tokens=micro_tokens,
         updates_per_step=job.loop.updates_per_step,
         epochs=job.loop.epochs,
@@ -398,6 +400,8 @@ def settings_of(
         critic_warmup=t.critic.warmup,
         mismatch_bound=mismatch_bound,
         recompute=t.memory.recompute,
+        activations=t.memory.activations,
+        folder=str(job.run.folder),
     )
 
 

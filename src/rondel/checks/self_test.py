@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 STEPS = 3
 SMALL = 500_000_000  # weights; a larger model is stepped only when asked, since it needs the optimizer's memory
-GAP = {4: 1e-4, 2: 0.1}  # bytes of the compute dtype -> mean |trainer - engine| in nats a token
+GAP = {"torch.float32": 1e-4, "torch.float16": 0.02, "torch.bfloat16": 0.1}  # mean |trainer - engine| in nats a token
+OVERFLOWS = 16  # of float16, each of which halves the loss scale (train/loss_scale.py), before a step is a fault
 
 WATCHED = ("train/ratio_max_deviation", "train/clip_fraction", "train/grad_norm", "train/gap_mean", "train/mismatch_k3")
 
@@ -45,9 +46,12 @@ async def self_test(
         trainer.main = trainer.main.at_rest()
     before, seen = [_weights_digest(trainer) for trainer in trainers.values()], list[dict[str, float]]()
     for _ in range(STEPS):
-        batch = await prepare(scored)
-        async with parts.placed.devices.parked(), parts.placed.devices.training():
-            stats = await parts.trainer.step(batch, parts.algo)
+        for _ in range(1 + OVERFLOWS):
+            batch = await prepare(scored)
+            async with parts.placed.devices.parked(), parts.placed.devices.training():
+                stats = await parts.trainer.step(batch, parts.algo)
+            if not stats.note.startswith("overflow"):
+                break
         if not stats.stepped:
             return [
                 CheckFinding(
@@ -67,9 +71,7 @@ async def self_test(
     }
     worst = {watched: max(values) for watched, values in told.items() if values}
     return list(
-        _list_findings(
-            worst, changed=changed, gap=GAP[parts.model_info.dtype.itemsize], most=trainers[POLICY].alarm.most
-        )
+        _list_findings(worst, changed=changed, gap=GAP[str(parts.model_info.dtype)], most=trainers[POLICY].alarm.most)
     )
 
 

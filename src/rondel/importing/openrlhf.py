@@ -75,10 +75,8 @@ REASONS = {
 def _translate_model(s: PeerSettings) -> Iterator[Part]:
     key = "actor.model_name_or_path"
     yield RecipeLine("model.path", s[key] or "MODEL", (key,), ask="" if s[key] else "the flags name no model")
-    if s["ds.param_dtype"] == "bf16":
-        yield RecipeLine("model.dtype", "bfloat16", ("ds.param_dtype",), "master weights are float32 here")
-    else:
-        yield MissingKeys(("ds.param_dtype",), "float16 needs a loss scale; bfloat16 or float32 here")
+    if compute := s.translate_choice("ds.param_dtype", {"bf16": "bfloat16", "fp16": "float16"}):
+        yield RecipeLine("model.dtype", compute, ("ds.param_dtype",), "master weights are float32 here")
     if s.require_number("ds.lora.rank"):
         yield from translate_adapter(
             s,

@@ -83,10 +83,9 @@ def _translate_model(s: PeerSettings) -> Iterator[Part]:
         yield RecipeLine(
             "model.path", "MODEL", ("model_name_or_path",), ask="the config names no model: it is given in Python there"
         )
-    compute = {True: "bfloat16", False: "float32"}[bool(not s["fp16"] if s["bf16"] is None else s["bf16"])]
+    mixed = bool(not s["fp16"] if s["bf16"] is None else s["bf16"])
+    compute = "bfloat16" if mixed else "float16" if s["fp16"] else "float32"
     yield RecipeLine("model.dtype", compute, ("bf16", "fp16"), "master weights are float32 here")
-    if s["fp16"]:
-        yield MissingKeys(("fp16",), "float16 needs a loss scale; bfloat16 or float32 here")
     if s["dtype"] in ("float32", "auto", None):
         yield SameKeys(("dtype",), "master weights are float32")
     if s["use_peft"]:

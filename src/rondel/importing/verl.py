@@ -138,6 +138,7 @@ REASONS = {
 def _translate_model(s: PeerSettings) -> Iterator[Part]:
     yield RecipeLine("model.path", _expand_user(s["actor_rollout_ref.model.path"]), ("actor_rollout_ref.model.path",))
     dtypes = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+    dtypes |= {"float16": "float16", "fp16": "float16"}
     key = f"{ACTOR}.fsdp_config.dtype"
     if found := s.translate_choice(key, dtypes):
         yield RecipeLine("model.dtype", found, (key,), "master weights are float32 here")

@@ -40,6 +40,9 @@ def sdpa(
         mask, causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(), False
     if dense:
         return dense_attention(q, k, v, rule, mask, distance, widened)
+    dtype = q.dtype
+    if widened and q.device.type == "cpu":
+        q, k, v = q.float(), k.float(), v.float()
     if mask is not None and rule.slopes is not None:
         mask = (
             rule.with_slopes(torch.zeros((), device=q.device), distance, 1, -1, 1, 1)
@@ -48,9 +51,10 @@ def sdpa(
         )
     if mask is not None and rule.sinks is not None:
         q, k, v, mask = _with_sink_key(q, k, v, rule, mask)
-    return F.scaled_dot_product_attention(
+    out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
+    return out.to(dtype)
 
 
 def _with_sink_key(

@@ -337,7 +337,7 @@ def _is_packable(weight: Tensor) -> bool:
 @functools.cache
 def _available(dtype: torch.dtype) -> bool:
     """Whether this build and this processor have oneDNN products of the dtype, asked by making one."""
-    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16) or not torch.backends.mkldnn.is_available():
         return False
     if is_widened(dtype):
         return _available(torch.float32)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rondel.models.dense_attention import sdpa
 from rondel.models.key_choice import IndexedTokens, choose_in_pack, is_chosen
@@ -23,6 +24,8 @@ from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection
+
+LONG = 1 << 22  # pairs of a query and a key (of a head, where each has its own) in one mask of packed training
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +251,39 @@ class AttentionCall:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         causal = self.keys.shape[1] == self.queries.shape[1] and rule.sees_all(self.queries.shape[1])
+        per_head = rule.softcap is not None or rule.slopes is not None
+        row = len(q) * self.keys.shape[1] * (q.shape[1] if per_head else 1)
+        if row * q.shape[2] > LONG and (per_head or rule.sinks is not None or not causal):
+            return self._attend_blocks(q, k, v, rule, max(1, LONG // row))
         distance = None if rule.slopes is None else self.distance()
         mask = None if causal else self.attention_mask(rule)
         if mask is not None and rule.chosen is not None:
             mask = mask & is_chosen(rule.chosen[self.queries.to(q.device)], self.of)[:, None]
         return sdpa(q, k, v, rule, mask=mask, distance=distance, widened=is_widened(q.dtype), train=True)
+
+    def _attend_blocks(self, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, size: int) -> Tensor:
+        """The same, `size` queries at a time, each block under a mask of its own over the keys up to its last query.
+
+        Kernels keep their mask for the backward pass. Here a block is computed again in it, so that what is kept grows
+        with the length of a sample and not with its square.
+        """
+        context, length, widened = self.keys.shape[1] - self.queries.shape[1], q.shape[2], is_widened(q.dtype)
+
+        def attend_block(first: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            at, of = self.at[:, first : first + q.shape[2]], self.of[:, : k.shape[2]]
+            distance = (at[:, :, None] - of[:, None])[:, None]
+            mask = rule.visible(at[:, None, :, None], distance) & (of >= 0)[:, None, None]
+            if rule.chosen is not None:
+                places = self.queries[:, first : first + q.shape[2]].to(q.device)
+                mask = mask & is_chosen(rule.chosen[places], of)[:, None]
+            return sdpa(q, k, v, rule, mask=mask, distance=distance, widened=widened, train=True)
+
+        blocks = []
+        for first in range(0, length, size):
+            last = min(first + size, length)
+            rows = q[:, :, first:last], k[:, :, : context + last], v[:, :, : context + last]
+            if torch.is_grad_enabled():
+                blocks.append(checkpoint(attend_block, first, *rows, use_reentrant=False, preserve_rng_state=False))
+            else:
+                blocks.append(attend_block(first, *rows))
+        return torch.cat(blocks, 2)

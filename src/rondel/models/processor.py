@@ -22,7 +22,7 @@ def has_bf16_products() -> bool:
 @functools.cache
 def is_widened(dtype: torch.dtype) -> bool:
     """Whether products of this dtype on a CPU are computed in fp32 and rounded."""
-    return dtype == torch.bfloat16 and not has_bf16_products()
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and not has_bf16_products())
 
 
 @functools.cache

@@ -15,10 +15,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from rondel.core.errors import ModelError
+from rondel.models.activation_offload import ActivationStore
 from rondel.models.adapter_state import ModelAdapter, adapter_mode
 from rondel.models.attention import attention_layout, use_attention_layout
 from rondel.models.head import decoder_of
@@ -34,8 +36,10 @@ def model_blocks(model: Any) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in blocks and module is not model]
 
 
-def install_recompute(model: Any, parts: str, adapter: ModelAdapter | None = None) -> None:
-    """Let the `parts` "mlp" or "layers" of a model recompute; "none" changes nothing.
+def install_recompute(
+    model: Any, parts: str, adapter: ModelAdapter | None = None, store: ActivationStore | None = None
+) -> None:
+    """Let the `parts` "mlp" or "layers" of a model recompute; "none" changes nothing. `store`: what keeps their inputs.
 
     Raises ModelError where no such part is found.
     """
@@ -57,20 +61,30 @@ def install_recompute(model: Any, parts: str, adapter: ModelAdapter | None = Non
             f"'{model.config.model_type}'; {instead}"
         )
     for module in chosen:
-        setattr(module, "forward", functools.partial(_run_twice, module.forward, adapter))  # noqa: B010
+        setattr(module, "forward", functools.partial(_run_twice, module.forward, adapter, store))  # noqa: B010
 
 
-def _run_twice(forward: Callable[..., Any], adapter: ModelAdapter | None, *args: Any, **kwargs: Any) -> Any:
+def _run_twice(
+    forward: Callable[..., Any], adapter: ModelAdapter | None, store: ActivationStore | None, *args: Any, **kwargs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(
-        forward,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=False,  # nothing here is drawn: dropout is 0
-        context_fn=functools.partial(_contexts, adapter),
-        **kwargs,
-    )
+    # an input that is passed by name waits beside the others: torch keeps positional ones alone as saved tensors
+    names = [name for name, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad]
+    own = [kwargs.pop(name) for name in names]
+
+    def run(*inputs: Any) -> Any:
+        return forward(*inputs[: len(args)], **dict(zip(names, inputs[len(args) :])), **kwargs)
+
+    with nullcontext() if store is None else saved_tensors_hooks(store.pack, store.unpack):
+        return checkpoint(
+            run,
+            *args,
+            *own,
+            use_reentrant=False,
+            preserve_rng_state=False,  # nothing here is drawn: dropout is 0
+            context_fn=functools.partial(_contexts, adapter),
+        )
 
 
 def _contexts(adapter: ModelAdapter | None) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

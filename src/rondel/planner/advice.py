@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rondel.planner.hardware import GB
+from rondel.planner.host_memory import sentences_beside
 from rondel.planner.memory import memory_bills, staged_bytes
 from rondel.planner.workload import Workload
 
@@ -20,6 +21,17 @@ def suggest_changes(setting: Workload) -> Iterator[tuple[str, Workload]]:
         yield (
             'trainer.memory.recompute = "layers": a third more arithmetic in training, the same result',
             replace(setting, recompute="layers"),
+        )
+    elif setting.recompute == "layers" and setting.activations == "device":
+        where = "host" if on_gpu else "disk"
+        yield (
+            f'trainer.memory.activations = "{where}": inputs of layers wait there for the backward pass, the same result',
+            replace(setting, activations=where),
+        )
+    if on_gpu and not setting.host_optimizer and not setting.rank and setting.train_devices == 1:
+        yield (
+            'trainer.memory.optimizer = "host": masters, gradients and moments in host memory, the same step by the CPU',
+            replace(setting, host_optimizer=True),
         )
     if not setting.split and not setting.offload and on_gpu:
         yield (
@@ -102,6 +114,7 @@ def bill_sentences(setting: Workload) -> list[str]:
             f"{bill.pool}: most in {phase}, {peak / GB:.2f} of {bill.memory / GB:.0f} GB, {fits}; {bill.largest_tenant} is "
             f"{bill.largest_share:.0%} of it"
         )
+    told += sentences_beside(setting)
     if least_room(setting) < 0:
         for change, saved, enough in rank_changes(setting)[:3]:
             told.append(

@@ -137,6 +137,10 @@ def generation_time(setting: Workload) -> GenerationTime:
     return GenerationTime(setting.new_tokens / seconds, seconds, alone, requests, work)
 
 
+HOST_LINK = 25e9  # bytes a second between a GPU and its host: what PCIe 4.0 x16 reaches, an assumption
+HOST_STREAM = 100e9  # of the host's memory, an assumption
+
+
 # -- training ----------------------------------------------------------------------------------------
 
 
@@ -153,7 +157,7 @@ def recomputed_flops(shape: ModelShape, context: float, recompute: str) -> float
 
 def train_seconds(setting: Workload) -> float:
     return tokens_seconds(setting) + setting.epochs * (
-        calls_seconds(setting) + setting.updates * update_seconds(setting)
+        calls_seconds(setting) + setting.updates * update_seconds(setting) + host_traffic_seconds(setting)
     )
 
 
@@ -203,14 +207,25 @@ def calls_seconds(setting: Workload) -> float:
 
 
 def update_seconds(setting: Workload) -> float:
-    """AdamW is bound by memory: masters, gradients, moments and the compute copy, in and out."""
-    return (
-        2
-        * bytes_per_number(setting).persistent_bytes
-        * setting.trained_parameters
-        / setting.train_devices
-        / setting.hardware.bandwidth
-    )
+    """AdamW is bound by memory: masters, gradients, moments and the compute copy, in and out.
+
+    On the host by its own; what travels: `host_traffic_seconds`.
+    """
+    state, on_host = bytes_per_number(setting), setting.host_optimizer
+    each = 4 + state.gradient + state.moments if on_host else state.persistent_bytes
+    bandwidth = HOST_STREAM if on_host else setting.hardware.bandwidth
+    return 2 * each * setting.trained_parameters / setting.train_devices / bandwidth
+
+
+def host_traffic_seconds(setting: Workload) -> float:
+    """Of an epoch with the optimizer on the host: from each micro-batch a gradient of each number, which is added there,
+    and from each update a weight back. Inputs of layers travel beside the arithmetic and are not counted.
+    """
+    if not setting.host_optimizer:
+        return 0.0
+    passes, numbers = ceil(setting.packed_tokens / setting.micro), setting.trained_parameters
+    width = 4 if setting.rank else setting.width
+    return numbers * (width * (passes + setting.updates) / HOST_LINK + 2 * 4 * passes / HOST_STREAM)
 
 
 # -- sync --------------------------------------------------------------------------------------------

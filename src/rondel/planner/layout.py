@@ -116,7 +116,7 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int)
     update = mine / setting.updates
     micro = max(1, min(setting.micro * cp, update))
     m = ceil(update / micro)  # micro-batches of an update
-    each = kept_bytes(s, width, s.activation_bytes(width), setting.recompute)
+    each = kept_bytes(s, width, s.activation_bytes(width), setting.recompute, setting.activations)
     alive = min(pp, m)  # micro-batches whose activations the first stage keeps
     gathered = width * 2 * (s.body_parameters / s.layers) / tp if dp * cp > 1 else 0
     memory = state.persistent_bytes * s.parameter_count / devices + gathered + each * micro * alive / (tp * pp * cp)

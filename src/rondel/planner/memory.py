@@ -228,11 +228,12 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
     weights = (stored + (trained * 4 if setting.rank else 0)) / ranks
     if setting.four_bits and ranks > 1:  # what is packed lies whole on every rank, like the adapter
         weights = s.nf4_bytes(0) + (stored - s.nf4_bytes(0)) / ranks + trained * 4
+    here = 0 if setting.host_optimizer else 1  # of the optimizer; what is on the host: planner/host_memory.py
     rows = {
         "policy weights": _scale_phases(always, weights),
-        "masters": _scale_phases(training, trained * (0 if setting.rank else state.master) / ranks),
-        "gradients": _scale_phases(training, trained * state.gradient / ranks),
-        "moments": _scale_phases(training, trained * state.moments / ranks),
+        "masters": _scale_phases(training, here * trained * (0 if setting.rank else state.master) / ranks),
+        "gradients": _scale_phases(training, here * trained * state.gradient / ranks),
+        "moments": _scale_phases(training, here * trained * state.moments / ranks),
         "reference": _scale_phases(frozen, _weight_bytes(setting.reference, setting) / ranks),
         "starting weights": _scale_phases(
             frozen, 0 if setting.rank or setting.reference == s else setting.weight_bytes / ranks
@@ -241,22 +242,22 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
         "teacher": _scale_phases(frozen, _weight_bytes(setting.teacher, setting) / ranks),
         "critic": _scale_phases(
             training,
-            (setting.critic.body_parameters + setting.critic.embedding_parameters) * state.persistent_bytes / ranks
+            (setting.critic.body_parameters + setting.critic.embedding_parameters)
+            * (state.persistent_bytes if here else state.compute)
+            / ranks
             if setting.critic
             else 0,
         ),
     }
     if setting.rank:  # a base under an adapter has neither master nor gradient; the adapter lies whole on every rank
         for name, each in (("gradients", state.gradient), ("moments", state.moments)):
-            rows[name] = _scale_phases(training, trained * each)
+            rows[name] = _scale_phases(training, here * trained * each)
     whole = 0.0
     if ranks > 1:  # embedding and head stay gathered through a pass, a layer and the next one come and go
         largest: float = 0 if setting.four_bits else max(1, s.body_parameters / s.layers)
         whole = setting.width * (s.embedding_parameters * (1 if s.tied else 2) + 2 * largest)
-    # tokens of a step whose answers all reach their limit
-    longest = setting.samples * setting.output + setting.prompts * setting.prompt
-    tokens = max(min(setting.micro, longest / ranks), setting.prompt + setting.output)  # one sample is never divided
-    kept = kept_bytes(s, setting.width, activation_bytes(setting, tokens), setting.recompute)
+    tokens = micro_batch_tokens(setting)
+    kept = kept_bytes(s, setting.width, activation_bytes(setting, tokens), setting.recompute, setting.activations)
     chunk = 3 * 4 * min(tokens * s.vocab, LOGITS)
     rows["gathered layers"] = {phase: whole if phase in ("logprob", "train") else 0.0 for phase in PHASES}
     if setting.four_bits:
@@ -271,6 +272,12 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
         rows["images"] = {"train": own[0], "logprob": own[1]}
     rows["logits chunk"] = {"train": chunk, "logprob": chunk}
     return rows
+
+
+def micro_batch_tokens(setting: Workload) -> float:
+    """Of the largest micro-batch of a step whose answers all reach their limit; one sample is never divided."""
+    longest = setting.samples * setting.output + setting.prompts * setting.prompt
+    return max(min(setting.micro, longest / setting.train_devices), setting.prompt + setting.output)
 
 
 def activation_bytes(setting: Workload, tokens: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rondel.planner import advice, cost, split
+from rondel.planner.host_memory import bytes_beside
 from rondel.planner.layout import parallel_layouts
 from rondel.planner.memory import PHASES, memory_bills
 from rondel.planner.overlap import StepTimes, longest_answer_bound, stages_overlap
@@ -82,6 +83,7 @@ def make_plan(setting: Workload) -> dict[str, Any]:
             }
             for bill in memory_bills(setting)
         ],
+        "beside": bytes_beside(setting),
         "fits": advice.least_room(setting) >= 0,
         "generate": {
             "seconds": generated.seconds,
@@ -114,10 +116,14 @@ def make_plan(setting: Workload) -> dict[str, Any]:
 
 def list_assumptions(setting: Workload) -> list[str]:
     on = setting.hardware
+    host = [
+        f"host memory at {cost.HOST_STREAM / 1e9:.0f} GB/s, {cost.HOST_LINK / 1e9:.0f} GB/s between it and a device"
+    ]
     return [
         f"{on.name}: {on.flops / 1e12:.3g} TFLOP/s, of which training reaches {on.efficiency:.0%} and decoding {on.decode_efficiency:.0%}; "
         f"memory at {on.bandwidth / 1e9:.0f} GB/s, of which decoding reaches {on.stream:.0%} ({on.source})",
         f"a step takes at least its longest answer{f' / {setting.staleness + 1}' if setting.staleness else ''}; what other unequal answers cost is for "
         "`rondel simulate`",
         "prompts are computed once for their group, in the engine and in training",
+        *(host if setting.host_optimizer else []),
     ]

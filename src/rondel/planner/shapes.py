@@ -249,14 +249,17 @@ class ModelShape:
         return 4 * (self.dense_layers * self.intermediate + sparse)
 
 
-def kept_bytes(shape: ModelShape, bytes_each: float, everything: float, recompute: str) -> float:
+def kept_bytes(
+    shape: ModelShape, bytes_each: float, everything: float, recompute: str, activations: str = "device"
+) -> float:
     """Activations of a token for the backward pass, in bytes: of `everything`, what `trainer.memory.recompute` keeps.
 
-    layers   the input of each layer, and one layer's own at a time
+    layers   the input of each layer (where it waits elsewhere, of two layers), and one layer's own at a time
     mlp      all but what the feed-forward parts keep, and one layer's at a time
     """
     if recompute == "layers":
-        return bytes_each * shape.layers * shape.hidden + everything / shape.layers
+        inputs = shape.layers if activations == "device" else min(2, shape.layers)
+        return bytes_each * inputs * shape.hidden + everything / shape.layers
     if recompute == "mlp":
         return everything - bytes_each * shape.feed_forward_size * (1 - 1 / shape.layers)
     return everything

@@ -44,6 +44,7 @@ class Workload:
               no bf16 products
     policies  those beside the main one, each with an engine and a trainer of its own
     rank      of an adapter, 0 for none;  four_bits: its base lies as NF4, and is decoded layer by layer for every pass
+    activations  where inputs of layers wait;  host_optimizer: masters, gradients and moments lie in host memory
     prefill   tokens of prompts that an engine reads in one step;  sync: sync.kind of the recipe
     image     tokens of the one image of a prompt, which are among its `prompt`, where the model
               sees;  tower: whether its eye learns, too
@@ -73,6 +74,8 @@ class Workload:
     targets: str | tuple[str, ...] = "all-linear"
     offload: bool = False
     recompute: str = "none"
+    activations: str = "device"
+    host_optimizer: bool = False
     optimizer: str = "adamw"
     reference: ModelShape | None = None
     reward: ModelShape | None = None
@@ -145,7 +148,8 @@ def of_job(job: Job, device: str = "") -> Workload:
     model = of_recipe(job.model.path, hub_cache())
     where = find_hardware(device or ("h100" if job.place.device.startswith("cuda") else "cpu"))
     on_cpu = not where.on_gpu
-    width = {"float32": 4, "bfloat16": 2, "auto": 2 if not on_cpu or _has_bf16() else 4}[job.model.dtype]
+    half = job.model.dtype == "float16"  # no CPU has products of it here
+    width = {"float32": 4, "auto": 2 if not on_cpu or _has_bf16() else 4}.get(job.model.dtype, 2)
     adapter, row, split = job.model.adapter, job.algo.kind, job.place.kind == "split"
     image = 0
     if model.tower is not None:
@@ -189,12 +193,14 @@ def of_job(job: Job, device: str = "") -> Workload:
         updates=job.loop.updates_per_step,
         epochs=job.loop.epochs,
         width=width,
-        packed_width=width if not on_cpu or _has_bf16() else 4,
+        packed_width=width if not on_cpu or (_has_bf16() and not half) else 4,
         rank=adapter.rank if adapter.kind != "off" else 0,
         four_bits=adapter.kind == "qlora",
         targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),
         offload=job.trainer.memory.offload,
         recompute=job.trainer.memory.recompute,
+        activations=job.trainer.memory.activations,
+        host_optimizer=job.trainer.memory.optimizer == "host",
         optimizer=job.trainer.optimizer.kind,
         reference=model if wants_reference and adapter.kind == "off" else None,
         teacher=max(
@@ -257,6 +263,12 @@ def _parse_recompute(text: str) -> str:
     return text
 
 
+def _parse_activations(text: str) -> str:
+    if text not in ("device", "host", "disk"):
+        raise ValueError("it is device, host or disk")
+    return text
+
+
 def _parse_optimizer(text: str) -> str:
     if text not in ("adamw", "adamw_8bit", "muon"):
         raise ValueError("it is adamw, adamw_8bit or muon")
@@ -294,7 +306,9 @@ QUESTIONS: dict[str, tuple[str, Any]] = {  # --what-if NAME=VALUE -> the field, 
     "nf4": ("four_bits", _parse_bool),
     "offload": ("offload", _parse_bool),
     "recompute": ("recompute", _parse_recompute),
+    "activations": ("activations", _parse_activations),
     "optimizer": ("optimizer", _parse_optimizer),
+    "host_optimizer": ("host_optimizer", _parse_bool),
     "reference": ("reference", _parse_model),
     "image": ("image", _parse_count),
     "tower": ("tower", _parse_bool),
@@ -374,6 +388,14 @@ def fill_defaults(given: dict[str, Any], start: Workload | None) -> Workload:
             raise ConfigError("place = split needs at least 2 devices: gpus=2")
         setting = replace(setting, trainers=max(1, setting.gpus // 4))
         assumed.append(f"{setting.trainers} of {setting.gpus} devices train (trainers=...)")
+    if setting.activations != "device" and setting.recompute != "layers":
+        raise ConfigError(f"activations = {setting.activations} moves the inputs of layers: add recompute=layers")
+    if "host" in (setting.activations, "host" if setting.host_optimizer else "") and not setting.hardware.on_gpu:
+        raise ConfigError(
+            f"activations = host and host_optimizer = yes save memory of a GPU, and {setting.hardware.name} is a CPU"
+        )
+    if setting.host_optimizer and setting.train_devices > 1:
+        raise ConfigError(f"host_optimizer = yes is for one device that trains, and these are {setting.train_devices}")
     if setting.tensor > setting.engine_devices:
         raise ConfigError(f"tensor = {setting.tensor}, but only {setting.engine_devices} devices serve")
     if "tensor" not in given and (tensor := _min_tensor_parallel(setting)) > setting.tensor:

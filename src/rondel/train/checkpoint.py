@@ -125,6 +125,11 @@ def _stored_names(path: Path, sent: dict[str, Tensor]) -> set[str]:
     return plain
 
 
+def _loss_scale(weights: MasterWeights) -> dict[str, Tensor]:
+    """Of a model in float16, beside its moments."""
+    return {} if weights.loss_scale is None else {"loss_scale": weights.loss_scale.state()}
+
+
 def _master_tensors(weights: MasterWeights) -> dict[str, Tensor]:
     return {
         f"master.{name}": weights.gather_full(i, master.detach()).cpu()
@@ -133,16 +138,18 @@ def _master_tensors(weights: MasterWeights) -> dict[str, Tensor]:
 
 
 def _moments(weights: MasterWeights) -> dict[str, Tensor]:
-    """The optimizer's state as `key.name`."""
+    """The optimizer's state as `key.name`, and the loss scale."""
     return {
         f"{key}.{name}": value.cpu()
         for i, name in enumerate(weights.names)
         for key, value in weights.moments(i).items()
-    }
+    } | _loss_scale(weights)
 
 
 def _load_moments(weights: MasterWeights, saved: dict[str, Tensor]) -> None:
     found: dict[str, dict[str, Tensor]] = {}
+    if weights.loss_scale is not None and "loss_scale" in saved:
+        weights.loss_scale.load(saved["loss_scale"])
     for name, value in saved.items():
         key, _, of = name.partition(".")
         if key != "master":

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from rondel.models.activation_offload import activation_store
 from rondel.models.head import LMHead
 from rondel.models.recompute import install_recompute
 from rondel.train.optim import MasterWeights
@@ -47,7 +48,8 @@ class Critic:
         nn.init.zeros_(value.weight)
         nn.init.zeros_(value.bias)
         model.set_output_embeddings(value)
-        install_recompute(model, settings.recompute, backbone.adapter)
+        keep = activation_store(settings.activations, settings.folder)
+        install_recompute(model, settings.recompute, backbone.adapter, keep)
         self.loaded = ranks.shard_model(replace(backbone, head=LMHead(value.weight, value.bias), compute=loaded.dtype))
         self.weights = ranks.make_masters(model, **settings.optimizer_options)
         self.follows, self.ranks = follows, ranks
@@ -100,7 +102,7 @@ class Critic:
             known = batch.tokens(packed.samples, self.loaded.device)
             assert known.values is not None and known.returns is not None
             loss_T, clipped_T = row.value(self.predict_values(packed), known.values, known.returns)
-            (weight_N[packed.sample] * loss_T).sum().mul(not packed.idle).backward()
+            self.weights.backward((weight_N[packed.sample] * loss_T).sum().mul(not packed.idle))
             if packed.idle:
                 continue
             sums.add_terms(torch.zeros(()), {"value": loss_T.detach(), "value_clipped": clipped_T})

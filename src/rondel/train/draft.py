@@ -15,6 +15,7 @@ import torch
 
 from rondel.core.events import Warned, emit
 from rondel.train import annotate as notes
+from rondel.train.loss_scale import loss_scale_of
 from rondel.train.optim import MasterWeights
 from rondel.train.pack import TrainBatch, micro_batches
 
@@ -28,7 +29,9 @@ class DraftTrainer:
 
     def __init__(self, loaded: LoadedModel, *, lr: float) -> None:
         self.loaded, self.lr = loaded, lr
-        self.weights = MasterWeights(loaded.model, betas=(0.9, 0.99), weight_decay=0.0)
+        self.weights = MasterWeights(
+            loaded.model, betas=(0.9, 0.99), weight_decay=0.0, loss_scale=loss_scale_of(loaded.model)
+        )
 
     def step(self, batch: TrainBatch, policy: TrainSettings) -> dict[str, float]:
         """One move on a batch of the policy, at the temperature of its samples; on the device's thread."""
@@ -39,15 +42,16 @@ class DraftTrainer:
         for packed in micro_batches(batch, policy.micro_tokens, share=policy.share_prompts, device=self.loaded.device):
             logprobs, _ = notes.forward(self.loaded, packed, temperature=policy.temperature)
             part = -logprobs.sum() / batch.total_tokens
-            part.backward()
+            self.weights.backward(part)
             loss += float(part.detach())
         norm = self.weights.gradient_norm()
         if not math.isfinite(float(norm)) or not math.isfinite(loss):
+            scaled = "; the loss scale halves" if self.weights.overflowed(norm) else ""
             self.weights.zero_grad()
             emit(
                 Warned(
                     f"the draft was not trained in this step: its loss is {loss}, the norm of its gradient "
-                    f"{float(norm)}"
+                    f"{float(norm)}{scaled}"
                 )
             )
             return {"train/draft_loss": loss}

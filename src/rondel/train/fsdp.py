@@ -142,6 +142,11 @@ class FsdpRank(SingleRank):
             raise ConfigError(
                 f'trainer.optimizer.kind = "{kind}" is for one rank, and this trainer has {self.size}: use "adamw"'
             )
+        if how.get("host"):
+            raise ConfigError(
+                f'trainer.memory.optimizer = "host" is for one rank, and this trainer has {self.size}, which keep a shard '
+                "each: leave it out"
+            )
         kept = (
             ShardedWeights
             if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad)

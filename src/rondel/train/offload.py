@@ -61,7 +61,7 @@ class Offload:
         seen: set[int] = set()
         models = {name: self._own_tensors(model) for name, model in self.beside.items()}
         optimizers = {
-            name: [t for owner in self.owners for t in owner.state_tensors()[name]]
+            name: [t for owner in self.owners if not owner.on_host for t in owner.state_tensors()[name]]
             for name in self.owners[0].state_tensors()
         }
         what = {"weights": _module_tensors(self.policy), **models, **optimizers}
@@ -114,9 +114,15 @@ class Offload:
             raise TrainError(f"{verb} of a trainer that is asleep: its optimizer lies in host memory; wake it first")
 
     def _step_state(self) -> list[Tensor]:
-        """What a step needs and nobody else reads."""
+        """What a step needs and nobody else reads, of the device; an optimizer on the host never leaves it."""
         return [
-            *(t for owner in self.owners for tensors in owner.state_tensors().values() for t in tensors),
+            *(
+                t
+                for owner in self.owners
+                if not owner.on_host
+                for tensors in owner.state_tensors().values()
+                for t in tensors
+            ),
             *self._own_tensors(self.beside["critic"]),
         ]
 

@@ -3,6 +3,11 @@
 The module's parameters are the compute copy that the engine reads; the masters are
 what the optimizer moves (train/optimizers.py). In float32 they are the same tensors. The step writes the compute copy in
 place, so an engine that shares it needs 0 bytes moved.
+
+With `host` masters, accumulators and moments lie in host memory and the step is taken there (arXiv:2101.06840):
+
+    device   gradient of a weight, as soon as it is known ──►│        ◄── rounded weights, a piece at a time
+    host                                        accumulator += ; step  │
 """
 
 from __future__ import annotations
@@ -15,17 +20,27 @@ import torch
 from torch import Tensor, nn
 
 from rondel.models.main_grad import own_parameter, weights_changed
+from rondel.train.loss_scale import LossScale
 from rondel.train.optimizers import TABLES, build_optimizers, bytes_each, is_hidden
 
 PIECE = 1 << 20  # weights spread or rounded at a time: temporary tensors of 4 MB
 
 
 class MasterWeights:
-    """Masters, their gradients and their optimizers for one module."""
+    """Masters, their gradients and their optimizers for one module; with `host` all of them in host memory."""
 
     def __init__(
-        self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float, optimizer: str = "adamw"
+        self,
+        model: nn.Module,
+        *,
+        betas: tuple[float, float],
+        weight_decay: float,
+        optimizer: str = "adamw",
+        host: bool = False,
+        loss_scale: LossScale | None = None,
     ) -> None:
+        """`loss_scale`: of a model that computes in float16."""
+        self.on_host, self.loss_scale = host, loss_scale
         self.names, self.compute = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
         self.masters = self._make_masters()
         hidden = is_hidden(model)
@@ -44,13 +59,15 @@ class MasterWeights:
         self._install_gradient_hooks()
 
     def _make_masters(self) -> list[Tensor]:
-        return [
-            p if p.dtype == torch.float32 else spread_within_rounding(name, p)
-            for name, p in zip(self.names, self.compute)
-        ]
+        def make_master(name: str, parameter: Tensor) -> Tensor:
+            if parameter.dtype == torch.float32:
+                return parameter.detach().to("cpu", copy=True) if self.on_host else parameter
+            return spread_within_rounding(name, parameter.detach().cpu() if self.on_host else parameter)
+
+        return [make_master(name, p) for name, p in zip(self.names, self.compute)]
 
     def _install_gradient_hooks(self) -> None:
-        """In bf16 every gradient moves into its master's fp32 accumulator as soon as autograd is done with it."""
+        """Below fp32, or with masters elsewhere, every gradient moves into its master's fp32 accumulator as soon as autograd is done with it."""
 
         def moves_to(master: Tensor) -> Callable[[Tensor], None]:
             def accumulate_gradient(parameter: Tensor) -> None:
@@ -58,9 +75,9 @@ class MasterWeights:
                 if fresh is None:  # it was added to the master's already (rondel.models.main_grad)
                     return
                 if master.grad is None:
-                    master.grad = fresh.float()
+                    master.grad = fresh.to(master.device, torch.float32)
                 else:
-                    master.grad.add_(fresh)
+                    master.grad.add_(fresh.to(master.device))
                 parameter.grad = None
 
             return accumulate_gradient
@@ -70,10 +87,25 @@ class MasterWeights:
             if parameter is not master:
                 parameter.register_post_accumulate_grad_hook(moves_to(master))
 
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a micro-batch to the accumulators, in float16 under the loss scale."""
+        (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()
+
+    @property
+    def _gradient_scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
     def gradient_norm(self) -> Tensor:
         """Global 2-norm of the accumulated gradient, in fp32."""
         grads = [m.grad for m in self.masters if m.grad is not None]
-        return torch.stack(torch._foreach_norm(grads)).norm() if grads else torch.zeros(())
+        return torch.stack(torch._foreach_norm(grads)).norm() / self._gradient_scale if grads else torch.zeros(())
+
+    def overflowed(self, norm: Tensor) -> bool:
+        """Whether a gradient of this norm outgrew float16 under the loss scale, which then halves; the step is not taken."""
+        if math.isfinite(float(norm)) or self.loss_scale is None or not self.loss_scale.can_shrink:
+            return False
+        self.loss_scale.update(overflowed=True)
+        return True
 
     def step(self, *, lr: float, clip: float, norm: Tensor) -> float:
         """Clip by the global norm, move the masters, write the compute copy. -> share of
@@ -82,8 +114,10 @@ class MasterWeights:
         In float32 there is no cast that could swallow an update, so nothing is counted: 1 if lr > 0.
         """
         grads = [m.grad for m in self.masters if m.grad is not None]
-        if (scale := clip / (float(norm) + 1e-6)) < 1:
+        if (scale := min(1.0, clip / (float(norm) + 1e-6)) / self._gradient_scale) < 1:
             torch._foreach_mul_(grads, scale)
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflowed=False)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -96,10 +130,11 @@ class MasterWeights:
         with torch.no_grad():
             for parameter, master in zip(self.compute, self.masters):
                 if parameter is not master:
-                    total += parameter.numel()
+                    rounds = parameter.dtype != master.dtype
+                    total += parameter.numel() * rounds
                     for held, moved in zip(parameter.view(-1).split(PIECE), master.view(-1).split(PIECE)):
-                        fresh = moved.to(held.dtype)
-                        changed += int((fresh != held).sum())
+                        fresh = moved.to(held.dtype).to(held.device)
+                        changed += int((fresh != held).sum()) if rounds else 0
                         held.copy_(fresh)
         return changed / total if total else 1.0
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from rondel.models import names
+from rondel.train.loss_scale import loss_scale_of
 from rondel.train.optim import MasterWeights
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class SingleRank:
 
     def make_masters(self, model: nn.Module, **how: Any) -> MasterWeights:
         """Masters and optimizers of what this rank keeps of a model; `how` as `MasterWeights` has it."""
-        return MasterWeights(model, **how)
+        return MasterWeights(model, loss_scale=loss_scale_of(model), **how)
 
     def full_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor in the compute dtype) of everything a receiver needs."""

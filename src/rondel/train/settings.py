@@ -20,6 +20,9 @@ class TrainSettings:
     first_step: int = 0  # where the schedule starts counting
     clip: float = 1.0
     optimizer: str = "adamw"  # train/optimizers.py
+    optimizer_on_host: bool = (
+        False  # masters, gradients and moments in host memory, the step on the CPU (train/optim.py)
+    )
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.99)
     micro_tokens: int = 4096
@@ -28,6 +31,10 @@ class TrainSettings:
     recompute: str = (
         "none"  # activations that the backward pass computes again: "mlp" or "layers" (models/recompute.py)
     )
+    activations: str = (
+        "device"  # where the inputs of layers wait for it: "host" or "disk" (models/activation_offload.py)
+    )
+    folder: str = ""  # of that file; empty, the system's for temporary files
     share_prompts: bool = True
     max_bad_steps: int = 3
     replay_routes: bool = False
@@ -39,7 +46,12 @@ class TrainSettings:
     @property
     def optimizer_options(self) -> dict[str, Any]:
         """Of `MasterWeights`."""
-        return {"optimizer": self.optimizer, "betas": self.betas, "weight_decay": self.weight_decay}
+        return {
+            "optimizer": self.optimizer,
+            "betas": self.betas,
+            "weight_decay": self.weight_decay,
+            "host": self.optimizer_on_host,
+        }
 
     def learning_rate(self, lr: float, step: int) -> float:
         """`lr` under the schedule, at a step that counts from 0."""

@@ -27,6 +27,7 @@ from rondel.core.events import Warned, emit
 from rondel.core.time_account import TimeAccount
 from rondel.core.types import Manifest, Route, StepStats
 from rondel.models import linear
+from rondel.models.activation_offload import activation_store
 from rondel.models.recompute import install_recompute
 from rondel.system.process_memory import release_freed_memory
 from rondel.train import annotate as notes
@@ -105,7 +106,8 @@ class LocalTrainer:
         self.teachers = TeacherEnsemble(
             [replace(t, loaded=ranks.shard_model(t.loaded)) if t.loaded else t for t in teachers]
         )
-        install_recompute(loaded.model, settings.recompute, loaded.adapter)
+        keep = activation_store(settings.activations, settings.folder)
+        install_recompute(loaded.model, settings.recompute, loaded.adapter, keep)
         self.loaded = ranks.shard_model(loaded)
         self.publisher = WeightPublisher(self.loaded, ranks, transport)
         self.weights = ranks.make_masters(self.loaded.model, **settings.optimizer_options)
@@ -253,20 +255,25 @@ class LocalTrainer:
         moves = updates * settings.epochs
         more = ({"proximal_logprobs"} if len(moves) > 1 else set()) | ({"trained_logprobs"} if frozen else set())
         known: dict[str, float] = {}
-        stepped, note, self.moved, taken = True, "", False, 0
+        stepped, note, self.moved, taken, overflows = True, "", False, 0, 0
         try:
             with _timed_phase(seconds, "annotate"):
                 known = self._precompute_update(batch, algo, updates, more)
             for update in moves:
                 changed = self._optimizer_step(update, algo, sums, seconds, more=more, critic=critic, frozen=frozen)
-                taken, self.moved = taken + 1, self.moved or changed > 0
-            self.bad_steps = 0
+                if changed is None:
+                    overflows += 1
+                else:
+                    taken, self.moved = taken + 1, self.moved or changed > 0
+            stepped, self.bad_steps = taken > 0, 0 if taken else self.bad_steps
         except NotFinite as fault:
             self.weights.zero_grad()
             stepped = False
             note = f"{fault} (update {taken + 1} of {len(moves)}, {taken} were taken)" if taken else str(fault)
             self.bad_steps += 1
             _warn_bad_step(self.step_number + 1, self.whose, note, self.bad_steps, self.settings.max_bad_steps)
+        if overflows:
+            note = self._report_overflows(overflows, len(moves), note)
         for sample in batch.samples:
             sample.hidden.clear()
         sums.gather_ranks(self.ranks)
@@ -282,6 +289,8 @@ class LocalTrainer:
             len(share.samples) - len(share.trainable_samples(row).samples) for row, _, share in batch.split_by_row(algo)
         ):
             metrics["train/truncated_masked"] = float(masked)
+        if (scale := self.weights.loss_scale) is not None:
+            metrics |= {"train/loss_scale": scale.value, "train/overflows": float(overflows)}
         if critic is not None:
             metrics["train/critic_lr"] = self.settings.learning_rate(settings.critic_lr, self.step_number)
             critic.steps += 1
@@ -300,6 +309,16 @@ class LocalTrainer:
         self.step_number += 1
         self.version += 1
         return StepStats(stepped, metrics, note)
+
+    def _report_overflows(self, overflows: int, updates: int, note: str) -> str:
+        """Updates that float16 did not hold. -> the note of a step in which none was taken, else `note`."""
+        assert self.weights.loss_scale is not None
+        self.weights.zero_grad()
+        told = f"{overflows} of {updates} updates had a gradient beyond float16; the loss scale is {self.weights.loss_scale.value:g}"
+        if overflows == updates:
+            return f"overflow: {told}"
+        emit(Warned(f"step {self.step_number + 1}{self.whose}: {told}"))
+        return note
 
     def _skip_step(self) -> StepStats:
         """A step in which there was nothing of this policy: its weights stay, its version and its schedule go on."""
@@ -338,8 +357,10 @@ class LocalTrainer:
         more: set[str],
         critic: Critic | None,
         frozen: bool,
-    ) -> float:
-        """One gradient over all rows, one step of each optimizer. -> the share of weights that it changed."""
+    ) -> float | None:
+        """One gradient over all rows, one step of each optimizer. -> the share of weights that it changed, or None where
+        float16 overflowed and no step was taken.
+        """
         main = algo.main if isinstance(algo, Mixture) else algo
         with _timed_phase(seconds, "forward_backward"):
             self.weights.zero_grad()
@@ -361,7 +382,12 @@ class LocalTrainer:
                 if critic is not None and row is main:
                     critic_norm = critic.accumulate_gradients(own, row, self.settings, sums, weight=scale)
             norm = self.weights.gradient_norm()
-            for whose, size in (("", norm), (" of the critic", critic_norm)):
+            sizes = [("", self.weights, norm)]
+            if critic is not None:
+                sizes.append((" of the critic", critic.weights, critic_norm))
+            if any([owner.overflowed(size) for _, owner, size in sizes]):
+                return None
+            for whose, _, size in sizes:
                 if not math.isfinite(float(size)):
                     raise NotFinite(
                         f"gradient{whose}: its norm is {float(size)} over {_name_samples(update, range(len(update.samples)))}"
@@ -427,7 +453,7 @@ class LocalTrainer:
                 demonstration=guided_N[packed.sample],
             )
             loss, terms = objective(algo, tokens, weight_N[packed.sample] * (not packed.idle))
-            loss.backward()
+            self.weights.backward(loss)
             # the one time that the host waits for this micro-batch
             trained = logprobs.detach() if tokens.proximal is None else tokens.proximal
             found = _to_host(

@@ -81,8 +81,10 @@ class ModelConfig(ConfigSection):
     teacher: str | dict[str, Any] | list[TeacherConfig] | None = Field(
         None, description="whom algo.distill learns from: as model.path, with the same tokenizer"
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="compute dtype; master weights are always float32"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="compute dtype; master weights are always float32; float16 trains under a dynamic loss scale "
+        "(arXiv:1710.03740)",
     )
     adapter: AdapterConfig = Field(
         AdapterConfig(), description="few new weights beside the model's own, which alone are trained"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rondel.core.config.section import ConfigSection, Count, SettingsTable
 
@@ -44,11 +44,31 @@ class MemoryConfig(SettingsTable):
         description="activations that are not kept for the backward pass but computed again in it: none, those of "
         "feed-forward parts, or all but the input of each layer (arXiv:1604.06174)",
     )
+    activations: Literal["device", "host", "disk"] = Field(
+        "device",
+        description='where the inputs of layers wait for the backward pass under recompute = "layers": on the device, in '
+        "host memory beside a GPU, or in a file in the folder of the run",
+    )
+    optimizer: Literal["device", "host"] = Field(
+        "device",
+        description="where masters, gradients and moments lie and the step is taken: on the GPU, or in host memory by the "
+        "CPU (arXiv:2101.06840); 2 bytes of a number stay on the GPU in bfloat16, and gradients and weights travel",
+    )
     offload: bool = Field(
         False,
         description="shared device: while the engine writes, optimizer, critic, reference and teacher lie in host "
         "memory, while the trainer works there is no KV cache; reference and teacher are on the device for their own pass only",
     )
+
+    @model_validator(mode="after")
+    def _require_recompute(self) -> MemoryConfig:
+        kept, parts = self.__dict__["activations"], self.__dict__["recompute"]
+        if kept != "device" and parts != "layers":
+            raise ValueError(
+                f'activations = "{kept}" moves the inputs of layers, and recompute = "{parts}" keeps more than these: '
+                'set recompute = "layers", or remove it'
+            )
+        return self
 
 
 class TrainerConfig(ConfigSection):
@@ -66,6 +86,8 @@ class TrainerConfig(ConfigSection):
     routing_replay: bool | Literal["auto"] = Field(
         "auto", description="a MoE's tokens go to the experts that the engine chose; auto: if it has any"
     )
-    memory: MemoryConfig = Field(MemoryConfig(), description="what costs time and saves memory: recompute, offload")
+    memory: MemoryConfig = Field(
+        MemoryConfig(), description="what costs time and saves memory: recompute, activations, optimizer, offload"
+    )
     critic: CriticConfig = Field(CriticConfig(), description="of a row that needs values")
     max_bad_steps: int = Field(3, ge=1, description="stop after so many steps in a row that a finite-check refused")

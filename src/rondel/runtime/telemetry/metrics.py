@@ -88,6 +88,14 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
         "answers that gave no gradient because the token limit cut them off: algo.mask_truncated",
     ),
     "train/grad_norm": ("norm", "global norm of the gradient before clipping"),
+    "train/loss_scale": (
+        "number",
+        "what the loss is multiplied by before its backward pass in float16; doubles and halves",
+    ),
+    "train/overflows": (
+        "updates",
+        "updates of the step that float16 could not hold at that scale, and that were not taken",
+    ),
     "train/lr": ("rate", "learning rate of this step"),
     "train/tokens": ("tokens", "trainable tokens of the batch"),
     "train/weights_changed": ("share", "weights the update changed; 0 means that nothing was learned"),

@@ -15,6 +15,7 @@ BLOWN = 10.0  # times the usual norm of a gradient
 CLIPPED = 0.3  # share of tokens
 EARLY = 6  # steps after the first in which a run diverges
 TIGHT = 5.0  # times trainer.clip that every gradient is
+FINDING_SCALE = 8  # first steps, in which the loss scale of float16 comes down to where gradients fit
 
 
 def find_divergence(story: Story) -> Iterator[Finding]:
@@ -110,11 +111,27 @@ def kl_runaway(story: Story) -> Iterator[Finding]:
         return
 
 
+def loss_scale_overflows(story: Story) -> Iterator[Finding]:
+    """Float16 under a loss scale: the first steps find the scale, later ones should rarely lose an update."""
+    lost = [s.number for s in story.steps if s.row.get("train/overflows", 0.0) > 0]
+    late = [number for number in lost if number > FINDING_SCALE]
+    if len(late) < 3 or len(late) < 0.05 * len(story.steps):
+        return
+    yield Finding(
+        "loss_scale_overflows",
+        "warning",
+        f"{len(lost)} of {len(story.steps)} steps lost an update to float16: {', '.join(map(str, late[:5]))}"
+        f"{' …' * (len(late) > 5)}",
+        "Gradients of these steps were beyond 65504 at the loss scale, so their answers taught nothing.",
+        "model.dtype = 'bfloat16', which has the range of float32; a lower trainer.lr if the norm grows",
+    )
+
+
 def gradient_explosion(story: Story) -> Iterator[Finding]:
     series = story.series("train/grad_norm")
-    skipped = [s.number for s in story.steps if s.note]
-    if skipped:
-        note = next(s.note for s in story.steps if s.note)
+    refused = [s for s in story.steps if s.note and not s.note.startswith("overflow")]
+    if skipped := [s.number for s in refused]:
+        note = refused[0].note
         yield Finding(
             "steps_skipped",
             "error" if len(skipped) >= 3 else "warning",
@@ -201,6 +218,7 @@ RULES = (
     entropy_collapse,
     entropy_explosion,
     kl_runaway,
+    loss_scale_overflows,
     gradient_explosion,
     clipped_always,
     weights_still,
