@@ -16,7 +16,7 @@ from rondel.core.errors import ModelError
 from rondel.models.attention import NAME, attention_layout, current_layout
 from rondel.models.recurrent.gated_delta import forward_gated_delta
 from rondel.models.recurrent.kimi_delta import forward_kimi_delta
-from rondel.models.recurrent.lightning import forward_lightning
+from rondel.models.recurrent.lightning_attention import forward_lightning
 from rondel.models.recurrent.mamba import forward_mamba, forward_mamba_heads
 from rondel.models.recurrent.mamba2 import forward_mamba2
 from rondel.models.recurrent.rg_lru import forward_rg_lru
