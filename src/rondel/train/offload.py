@@ -60,9 +60,10 @@ class Offload:
         """Bytes on the device by what they are, each storage once."""
         seen: set[int] = set()
         models = {name: self._own_tensors(model) for name, model in self.beside.items()}
+        states = {owner: owner.state_tensors() for owner in self.owners}
         optimizers = {
-            name: [t for owner in self.owners if not owner.on_host for t in owner.state_tensors()[name]]
-            for name in self.owners[0].state_tensors()
+            name: [t for owner, state in states.items() if not owner.on_host for t in state[name]]
+            for name in states[self.owners[0]]
         }
         what = {"weights": _module_tensors(self.policy), **models, **optimizers}
         return {name: self.host.resident_bytes(tensors, seen) for name, tensors in what.items()}
@@ -128,8 +129,10 @@ class Offload:
 
     def _own_tensors(self, model: LoadedModel | None) -> list[Tensor]:
         """What a model has for itself: the base under an adapter is the policy's."""
+        if model is None:
+            return []
         policy = {id(t) for t in _module_tensors(self.policy)}
-        return [t for t in _module_tensors(model) if id(t) not in policy] if model is not None else []
+        return [t for t in _module_tensors(model) if id(t) not in policy]
 
 
 def _module_tensors(loaded: LoadedModel) -> list[Tensor]:
