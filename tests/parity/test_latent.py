@@ -83,6 +83,36 @@ def test_prompts_may_be_expanded_or_absorbed(kind, expands, monkeypatch):
     assert gap_to_trainer(loaded, asked, answers(e, asked)) <= 1e-4
 
 
+@pytest.mark.parametrize("kind", SOME_AT_ONCE)
+def test_training_is_that_of_keys_and_values_bit_for_bit(kind):
+    """Under a packed layout with latents, and with the modules as transformers has them: hidden states and gradients."""
+    loaded, tokens, grads = model(kind), torch.tensor(prompt(5, 40)), []
+    at = torch.cat([torch.arange(10), torch.arange(10, 25), torch.arange(10, 25)])
+    for which in (loaded, without_latents(loaded)):
+        layout = PackedLayout([PackedSegment(0, 10), PackedSegment(10, 15, 0), PackedSegment(25, 15, 0)])
+        named = [p for p in which.model.parameters() if p.requires_grad]
+        with torch.enable_grad():
+            hidden = which.hidden_states(tokens, at, layout)
+            weighted = (hidden * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))).sum()
+            grads.append([hidden, *torch.autograd.grad(weighted, named, allow_unused=True)])
+    for a, b in zip(*grads, strict=True):
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+
+
+def without_latents(loaded):
+    other = copy.deepcopy(loaded)
+    for m in other.model.modules():
+        if hasattr(m, "up_projection"):
+            del m.up_projection, m.expand_kv
+    return other
+
+
+def test_a_text_is_scored_as_the_trainer_scores_it():
+    loaded, tokens = model("deepseek_v3"), prompt(3, 40)
+    scored = asyncio.run(engine(loaded).score(ask(tokens))).logprobs
+    assert float((packed_logprobs(loaded, tokens[:1], tokens[1:]) - torch.tensor(scored[1:])).abs().max()) <= 1e-5
+
+
 def test_expansion_pays_where_it_saves_multiplications():
     sizes = dict(kv_lora_rank=512, qk_nope_head_dim=128, v_head_dim=128)
     up = UpProjection(SimpleNamespace(**sizes))

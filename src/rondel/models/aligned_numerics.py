@@ -105,8 +105,10 @@ class AlignedPacked:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         return _Attend.apply(q, k, v, rule.sinks, self, layer, rule)
 
-    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
-        return self.attend(layer, q, *up.expand(latents), rule)
+    def attend_latents(
+        self, layer: int, q: Tensor, c: Tensor, r: Tensor, up: LatentProjection, rule: ScoreRule
+    ) -> Tensor:
+        return self.attend(layer, q, *up.expand(c, r), rule)
 
     def weigh_values(self, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         """The packed tokens are the pool: a token's context are the places above it and its own up to itself."""
@@ -159,16 +161,19 @@ class AlignedPaged:
             parts.append(attend(q[len(q) - len(d.own) :], keys, values, d.own, d.lengths, rule))
         return torch.cat(parts)
 
-    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
+    def attend_latents(
+        self, layer: int, q: Tensor, c: Tensor, r: Tensor, up: LatentProjection, rule: ScoreRule
+    ) -> Tensor:
         """Expanded, context by context: keys and values then have the bits that they have in the trainer."""
-        pool = self.fast.store_latents(layer, latents)[0]
-        contexts = [(c.start, c.length, c.context) for c in self.fast.chunks]
+        pool = self.fast.store_latents(layer, c, r)[0]
+        contexts = [(chunk.start, chunk.length, chunk.context) for chunk in self.fast.chunks]
         if (d := self.fast.decoding) is not None:
             first = len(q) - len(d.own)
             contexts += [(first + i, 1, own[:n]) for i, (own, n) in enumerate(zip(d.own, d.lengths.tolist()))]
         parts = []
         for start, new, slots in contexts:
-            keys, values = (side.transpose(0, 1) for side in up.expand(pool[slots]))
+            known = pool[slots]
+            keys, values = (x.transpose(0, 1) for x in up.expand(known[:, : up.rank], known[:, up.rank :]))
             places = torch.arange(len(slots), device=q.device)
             lengths = places[len(slots) - new :] + 1
             parts.append(attend(q[start : start + new], keys, values, places.expand(new, -1), lengths, rule))

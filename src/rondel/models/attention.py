@@ -31,8 +31,10 @@ class AttentionLayout(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         """q [T,H,D], k and v [T,K,D] -> [T,H,D]."""
 
-    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
-        """q [T,H,N+E] over latents [T,R+E] (models/latent_attention.py) -> [T,H,V]."""
+    def attend_latents(
+        self, layer: int, q: Tensor, c: Tensor, r: Tensor, up: LatentProjection, rule: ScoreRule
+    ) -> Tensor:
+        """q [T,H,N+E] over latents c [T,R] and rotary keys r [T,E] (models/latent_attention.py) -> [T,H,V]."""
 
 
 class LatentProjection(Protocol):
@@ -41,7 +43,7 @@ class LatentProjection(Protocol):
     rank: int
     value: int
 
-    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]: ...
+    def expand(self, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def absorb_queries(self, q: Tensor) -> Tensor: ...
 
@@ -106,8 +108,10 @@ def rondel_attention(
         kwargs.get("alibi_slopes"),
         _chosen_keys(kwargs.get("indices")),
     )
-    up = getattr(module, "up_projection", None)
-    out = layout.attend(layer, q, k, v, rule) if up is None else layout.attend_latents(layer, q, k[:, 0], up, rule)
+    if (up := getattr(module, "up_projection", None)) is None:
+        out = layout.attend(layer, q, k, v, rule)
+    else:
+        out = layout.attend_latents(layer, q, v[:, 0], k[:, 0], up, rule)
     return out.contiguous().unsqueeze(0), None
 
 

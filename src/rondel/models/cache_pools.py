@@ -74,8 +74,9 @@ class StepCache:
         self._into.write(values, v)
         return keys, values
 
-    def store_latents(self, layer: int, latents: Tensor) -> Tensor:
-        """The new tokens' latents [T,R+E] into the layer's pool -> the pool [1,pages,R+E]."""
-        pool = self.keys.layer_pool(layer, latents[:, None])
-        self._into.write(pool, latents[:, None])
+    def store_latents(self, layer: int, c: Tensor, r: Tensor) -> Tensor:
+        """The new tokens' latents [T,R] and rotary keys [T,E] into the layer's pool -> the pool [1,pages,R+E]."""
+        latents = torch.cat([c, r], -1)[:, None]
+        pool = self.keys.layer_pool(layer, latents)
+        self._into.write(pool, latents)
         return pool

@@ -160,5 +160,7 @@ class _Twice:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         return self.layout.attend(layer, q[:1], k[:1], v[:1], rule).repeat(2, 1, 1)
 
-    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
-        return self.layout.attend_latents(layer, q[:1], latents[:1], up, rule).repeat(2, 1, 1)
+    def attend_latents(
+        self, layer: int, q: Tensor, c: Tensor, r: Tensor, up: LatentProjection, rule: ScoreRule
+    ) -> Tensor:
+        return self.layout.attend_latents(layer, q[:1], c[:1], r[:1], up, rule).repeat(2, 1, 1)

@@ -34,8 +34,10 @@ class FedLayout(StepCache):
         out = [feeds.attend(mine, keys, values, rule) for mine, (_, feeds) in zip(rows, self.parts)]
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
-        pool = self.store_latents(layer, latents)
+    def attend_latents(
+        self, layer: int, q: Tensor, c: Tensor, r: Tensor, up: LatentProjection, rule: ScoreRule
+    ) -> Tensor:
+        pool = self.store_latents(layer, c, r)
         rows = q.split([rows for rows, _ in self.parts])
         out = [feeds.attend_latents(mine, pool, up, rule) for mine, (_, feeds) in zip(rows, self.parts)]
         return out[0] if len(out) == 1 else torch.cat(out)

@@ -37,10 +37,9 @@ class UpProjection:
         self.module, self.rank = module, module.kv_lora_rank
         self.nope, self.value = module.qk_nope_head_dim, module.v_head_dim
 
-    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """[C,R+E] -> keys [C,H,N+E] and values [C,H,V], by the module's own code."""
-        c, r = latents[None, None].split([self.rank, latents.shape[1] - self.rank], -1)
-        keys, values = type(self.module).expand_kv(self.module, c, r)
+    def expand(self, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """[C,R], [C,E] -> keys [C,H,N+E] and values [C,H,V], by the module's own code."""
+        keys, values = type(self.module).expand_kv(self.module, c[None, None], r[None, None])
         return keys[0].transpose(0, 1), values[0].transpose(0, 1)
 
     def absorb_queries(self, q: Tensor) -> Tensor:
@@ -98,10 +97,8 @@ def install_latent_attention(model: Any) -> list[UpProjection]:
 
 
 def _leave_latents(module: Any, own: Any, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """c [1,1,T,R], r [1,1,T,E] -> the latents [1,1,T,R+E] in place of keys, and c in place of values."""
-    if attention_layout() is None:
-        return own(module, c, r)
-    return torch.cat([c, r], -1), c
+    """c [1,1,T,R] and r [1,1,T,E] -> r in place of keys, c in place of values, where a layout asks for them."""
+    return own(module, c, r) if attention_layout() is None else (r, c)
 
 
 @torch.no_grad()
@@ -109,12 +106,15 @@ def check_up_projections(model: Any, name: str, projections: list[UpProjection])
     """Absorbed products must be those of the module's own keys and values: its matrix may have another order."""
     for up in projections:
         noise = functools.partial(torch.randn, generator=torch.Generator().manual_seed(5))
-        latents = noise(5, up.rank + up.module.qk_rope_head_dim).to(model.device, model.dtype)
-        keys, values = up.expand(latents)
+        c, r = (noise(5, size).to(model.device, model.dtype) for size in (up.rank, up.module.qk_rope_head_dim))
+        keys, values = up.expand(c, r)
         q = noise(3, *keys.shape[1:]).to(model.device, model.dtype)
         pairs = (
-            (torch.einsum("thd,chd->htc", q, keys), torch.einsum("thr,cr->htc", up.absorb_queries(q), latents)),
-            (values, up.project_values(latents[:, None, : up.rank].expand(-1, keys.shape[1], -1))),
+            (
+                torch.einsum("thd,chd->htc", q, keys),
+                torch.einsum("thr,cr->htc", up.absorb_queries(q), torch.cat([c, r], 1)),
+            ),
+            (values, up.project_values(c[:, None].expand(-1, keys.shape[1], -1))),
         )
         for theirs, ours in pairs:
             gap, most = float((theirs - ours).abs().max()), float(theirs.abs().max())

@@ -10,7 +10,7 @@ import torch
 from rondel.core.errors import LawError, ModelError
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, rope_positions
 from rondel.models import vision
-from rondel.models.attention import NAME, use_attention_layout
+from rondel.models.attention import NAME, LatentProjection, use_attention_layout
 from rondel.models.head import LMHead, decoder_of
 from rondel.models.key_choice import IndexedTokens
 from rondel.models.packed_layout import PackedLayout, PackedSegment
@@ -123,10 +123,12 @@ class _Counting(PackedLayout):
         self.cached += (k.nbytes + v.nbytes) // len(k)
         return super().attend(layer, q, k, v, rule)
 
-    def attend_latents(self, layer: int, q: Any, latents: torch.Tensor, up: Any, rule: ScoreRule) -> torch.Tensor:
+    def attend_latents(
+        self, layer: int, q: torch.Tensor, c: torch.Tensor, r: torch.Tensor, up: LatentProjection, rule: ScoreRule
+    ) -> torch.Tensor:
         self.layers.append(layer)
-        self.cached += latents.nbytes // len(latents)
-        k, v = up.expand(latents)
+        self.cached += (c.nbytes + r.nbytes) // len(c)
+        k, v = up.expand(c, r)
         return super().attend(layer, q, k, v, rule)
 
     def choose_keys(self, layer: int, tokens: IndexedTokens) -> torch.Tensor:

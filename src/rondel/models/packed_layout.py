@@ -87,8 +87,10 @@ class PackedLayout:
             a, b = q_end, k_end
         return self._collect_rows(heads)(torch.cat(parts)).view(-1, heads, size)
 
-    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
-        return self.attend(layer, q, *up.expand(latents), rule)
+    def attend_latents(
+        self, layer: int, q: Tensor, c: Tensor, r: Tensor, up: LatentProjection, rule: ScoreRule
+    ) -> Tensor:
+        return self.attend(layer, q, *up.expand(c, r), rule)
 
     def choose_keys(self, layer: int, tokens: IndexedTokens) -> Tensor:
         """Positions [T,k] of the keys that an indexer chooses."""

@@ -105,7 +105,8 @@ class LaunchBatch:
             return up.project_values(self.attend(up.absorb_queries(q), groups, groups[..., : up.rank], rule))
         out = []
         for line, row, new, context in self.runs:
-            keys, values = (side.transpose(0, 1) for side in up.expand(pool[0, self.table[line, :context].long()]))
+            latents = pool[0, self.table[line, :context].long()]
+            keys, values = (x.transpose(0, 1) for x in up.expand(latents[:, : up.rank], latents[:, up.rank :]))
             places = torch.arange(context, dtype=torch.int32, device=q.device)[None]
             whole = LaunchBatch.from_runs(places, [TokenRun(0, 0, new, context)])
             out.append(whole.attend(q[row : row + new], keys, values, rule))

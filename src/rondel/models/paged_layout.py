@@ -53,7 +53,7 @@ class PrefillChunk:
         """q [length,H,N+E] over the context's latents in a pool [1,pages,R+E] -> [length,H,V]."""
         latents = self.slots.read(pool)
         if up.expansion_pays(self.length):
-            k, v = (side.transpose(0, 1)[None] for side in up.expand(latents[0]))
+            k, v = (x.transpose(0, 1)[None] for x in up.expand(latents[0, :, : up.rank], latents[0, :, up.rank :]))
             return self.attend(q, k, v, rule)
         shared = latents[None]
         out = self.attend(up.absorb_queries(q), shared, shared[..., : up.rank], rule, dense=True)
@@ -196,14 +196,17 @@ class PagedLayout(StepCache):
             parts.append(self.decoding.attend(last, keys, values, rule))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
-        pool = self.store_latents(layer, latents)
+    def attend_latents(
+        self, layer: int, q: Tensor, c: Tensor, r: Tensor, up: LatentProjection, rule: ScoreRule
+    ) -> Tensor:
+        pool = self.store_latents(layer, c, r)
         parts = [
             chunk.attend_latents(q[chunk.start : chunk.start + chunk.length], pool, up, rule) for chunk in self.chunks
         ]
         if self.decoding is not None:
             last = up.absorb_queries(q[len(q) - len(self.decoding.own) :])
-            parts.append(up.project_values(self.decoding.attend(last, pool, pool[..., : up.rank], rule)))
+            out = self.decoding.attend(last, pool, pool[..., : up.rank], rule)
+            parts.append(up.project_values(out))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def choose_keys(self, layer: int, tokens: IndexedTokens) -> Tensor:

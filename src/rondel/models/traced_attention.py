@@ -26,12 +26,15 @@ class TracedLayout:
             q, k, v, layer, rule.scale, rule.window, rule.softcap, rule.chunk, rule.sinks, rule.slopes
         )
 
-    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
+    def attend_latents(
+        self, layer: int, q: Tensor, c: Tensor, r: Tensor, up: LatentProjection, rule: ScoreRule
+    ) -> Tensor:
         number = next(_numbers)
         _traced[number] = up
         return torch.ops.rondel.attend_latents(
             q,
-            latents,
+            c,
+            r,
             layer,
             number,
             up.value,
@@ -53,8 +56,8 @@ def _attend_now(q: Tensor, k: Tensor, v: Tensor, layer: int, *rule: Any) -> Tens
     return current_layout().attend(layer, q, k, v, ScoreRule(*rule)).contiguous()
 
 
-def _attend_latents_now(q: Tensor, latents: Tensor, layer: int, up: int, value: int, *rule: Any) -> Tensor:
-    return current_layout().attend_latents(layer, q, latents, _traced[up], ScoreRule(*rule)).contiguous()
+def _attend_latents_now(q: Tensor, c: Tensor, r: Tensor, layer: int, up: int, value: int, *rule: Any) -> Tensor:
+    return current_layout().attend_latents(layer, q, c, r, _traced[up], ScoreRule(*rule)).contiguous()
 
 
 _numbers = itertools.count()
@@ -66,10 +69,10 @@ LIBRARY.define(
 LIBRARY.impl("attend", _attend_now, "CPU")
 torch.library.register_fake("rondel::attend", lambda q, k, v, *how: q.new_empty(*q.shape[:2], v.shape[2]), lib=LIBRARY)
 LIBRARY.define(
-    "attend_latents(Tensor q, Tensor latents, int layer, int up, int value, float scale, int? window, float? softcap, "
+    "attend_latents(Tensor q, Tensor c, Tensor r, int layer, int up, int value, float scale, int? window, float? softcap, "
     "int? chunk, Tensor? sinks, Tensor? slopes) -> Tensor"
 )
 LIBRARY.impl("attend_latents", _attend_latents_now, "CPU")
 torch.library.register_fake(
-    "rondel::attend_latents", lambda q, latents, layer, up, value, *how: q.new_empty(*q.shape[:2], value), lib=LIBRARY
+    "rondel::attend_latents", lambda q, c, r, layer, up, value, *how: q.new_empty(*q.shape[:2], value), lib=LIBRARY
 )
