@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+SHORT = 64  # tokens of the first step
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -31,7 +32,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="of the sample")
     parser.add_argument("--recompute", nargs="+", default=["none", "mlp", "layers"], choices=["none", "mlp", "layers"])
     parser.add_argument("--activations", nargs="+", default=["device"], choices=["device", "disk"])
-    parser.add_argument("--steps", type=int, default=2, help="the last one is timed")
     parser.add_argument("--optimizer", nargs="+", default=["adamw"], choices=["adamw", "adamw_8bit", "muon"])
     parser.add_argument("--threads", type=int, default=0, help="0 is all cores")
     parser.add_argument("--json", action="store_true")
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     a = parser.parse_args(argv)
     if a.case:
         case = (a.tokens[0], a.recompute[0], a.activations[0], a.optimizer[0])
-        print(json.dumps(measure(a.model, a.dtype, *case, steps=a.steps, threads=a.threads)))
+        print(json.dumps(measure(a.model, a.dtype, *case, threads=a.threads)))
         return
     rows = []
     for case in itertools.product(a.tokens, a.recompute, a.activations, a.optimizer):
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
             continue
         command = [sys.executable, __file__, "--case", "--model", a.model, "--dtype", a.dtype, "--optimizer", optimizer]
         command += ["--tokens", str(tokens), "--recompute", recompute, "--activations", activations]
-        command += ["--steps", str(a.steps), "--threads", str(a.threads)]
+        command += ["--threads", str(a.threads)]
         told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         rows.append(json.loads(told.splitlines()[-1]))
         if not a.json:
@@ -59,9 +59,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(
-    model: str, dtype: str, tokens: int, recompute: str, activations: str, optimizer: str, *, steps: int, threads: int
+    model: str, dtype: str, tokens: int, recompute: str, activations: str, optimizer: str, *, threads: int
 ) -> dict[str, object]:
-    """Some steps in this process; the last is timed."""
+    """A short step, which makes the moments, then the one that is timed, in this process."""
     import torch
 
     from rondel.algos.table import resolve_algorithm
@@ -80,23 +80,23 @@ def measure(
     )
     trainer = device.call(lambda: LocalTrainer(loaded, settings, run=device.run))
 
-    def sample(seed: int, reward: float) -> Trajectory:
+    def sample(seed: int, tokens: int) -> Trajectory:
         ids = torch.randint(5, vocabulary, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
         written, half = Trajectory(), tokens // 2
         written.extend(ids[:half])
         written.extend(ids[half:], logprobs=[-10.0] * (tokens - half), versions=[0] * (tokens - half))
-        written.score = Score(reward)
+        written.score = Score(1.0)
         return written
 
-    def seconds_of_a_step(number: int) -> float:
-        group = Group(number, Task("t", "bench", {}), [sample(number, 1.0)], 0)
+    def seconds_of_a_step(number: int, length: int) -> float:
+        group = Group(number, Task("t", "bench", {}), [sample(number, length)], 0)
         batch = batch_of([group])
         began = time.perf_counter()
         asyncio.run(trainer.step(batch, algo))
         return time.perf_counter() - began
 
     before = resident_gb()
-    seconds = [seconds_of_a_step(number) for number in range(steps)][-1]
+    seconds = [seconds_of_a_step(number, length) for number, length in enumerate((SHORT, tokens))][-1]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     moments = sum(tensor.nbytes for tensor in trainer.weights.state_tensors()["moments"]) / 1e9
     return {"tokens": tokens, "recompute": recompute, "activations": activations, "optimizer": optimizer,

@@ -65,9 +65,9 @@ def test_packed_and_paged_equal_the_plain_forward(kind):
     assert max(gap(a, b) for a, b in zip(packed, beside)) <= 1e-5, "the stranger in front is seen"
     again = asyncio.run(e.generate(ask(shared, key=0, n=25)))
     assert again.cached_tokens >= len(shared) - 1 and again.tokens == tails[0]
-    # each of the two may be off by what fp32 costs this family; one rounding of a logprob of 8 to 16 is 1e-6
-    limit = 2 * rounding_noise(kind, shared + tails[0], 25) + 1e-6
-    assert gap(again.logprobs, done[0].logprobs) <= limit, "a cached prefix answers like a computed one"
+    off = gap(again.logprobs, done[0].logprobs)
+    # or what fp32 costs the two of a family with large logits; one rounding of a logprob of 8 to 16 is 1e-6
+    assert off <= 1e-5 or off <= 2 * rounding_noise(kind, shared + tails[0], 25) + 1e-6, "a cached prefix answers alike"
     worst = max(gap(a, b) for a, b in zip(packed, plain)), max(gap(c.logprobs, b) for c, b in zip(done, plain))
     print(f"GAP {kind}: packed {worst[0]:.1e}, paged {worst[1]:.1e}")
     assert max(worst) <= 1e-4
