@@ -8,7 +8,7 @@ import torch
 
 from kits.engine import all_of, ask, engine
 from rondel.core.types import Group, Score, Task, Trajectory
-from rondel.models.attention import PackedLayout, PackedSegment
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.train.pack import TrainBatch
 
 

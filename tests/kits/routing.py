@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from kits.engine import SIZE
-from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.routing_tape import RoutingTape
 
 EXPERTS = {"num_experts_per_tok": 2}

@@ -13,12 +13,12 @@ import torch
 from transformers import AutoConfig
 
 from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt
-from kits.families import FAMILIES, PARTS, REFUSED, measure, model, own, refusal
+from kits.families import FAMILIES, PARTS, REFUSED, measure, model, own, refusal, rounding_noise
 from kits.families import row as line_of
 from rondel.core.errors import ModelError
 from rondel.models.architectures import refuse_architecture
-from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import _max_context, load_model
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 
 # the others are slow: one of each kind of attention and routing is in the fast tests
 AT_ONCE = {"llama", "lfm2", "gemma3_text", "deepseek_v3", "qwen3_moe", "gpt2"}
@@ -65,7 +65,9 @@ def test_packed_and_paged_equal_the_plain_forward(kind):
     assert max(gap(a, b) for a, b in zip(packed, beside)) <= 1e-5, "the stranger in front is seen"
     again = asyncio.run(e.generate(ask(shared, key=0, n=25)))
     assert again.cached_tokens >= len(shared) - 1 and again.tokens == tails[0]
-    assert gap(again.logprobs, done[0].logprobs) <= 1e-5, "a cached prefix answers like a computed one"
+    # each of the two may be off by what fp32 costs this family; one rounding of a logprob of 8 to 16 is 1e-6
+    limit = 2 * rounding_noise(kind, shared + tails[0], 25) + 1e-6
+    assert gap(again.logprobs, done[0].logprobs) <= limit, "a cached prefix answers like a computed one"
     worst = max(gap(a, b) for a, b in zip(packed, plain)), max(gap(c.logprobs, b) for c, b in zip(done, plain))
     print(f"GAP {kind}: packed {worst[0]:.1e}, paged {worst[1]:.1e}")
     assert max(worst) <= 1e-4

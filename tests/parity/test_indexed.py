@@ -24,11 +24,11 @@ from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models.adapters import add_adapter
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.architectures import INDEXED_KINDS
-from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.compilation import CompiledModel
 from rondel.models.indexer import ROTATION, check_indexers
 from rondel.models.key_choice import ALL, choose_keys, is_chosen
 from rondel.models.load import load_model
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.train import annotate
 from rondel.train.pack import batch_of, micro_batches
 

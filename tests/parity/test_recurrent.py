@@ -21,9 +21,9 @@ from kits.train import apart, awkward_groups, batch, gradient, row, trainer
 from rondel.core.errors import ConfigError, ModelError
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models.aligned_numerics import align_numerics
-from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.compilation import CompiledModel
 from rondel.models.load import load_model
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.planner.resolve import state_slots
 from rondel.planner.shapes import model_shape
 

@@ -14,8 +14,8 @@ from rondel.core.errors import ConfigError
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models.aligned_numerics import align_numerics
-from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import load_model
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.train.annotate import annotate_logprobs
 
 

@@ -12,9 +12,9 @@ import torch
 from kits.engine import LLAMA, SIZE, ask, engine, idle, plain_logprobs, prompt, tiny
 from rondel.core.errors import ConfigError
 from rondel.models import compilation as module
-from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.compilation import CompiledModel
 from rondel.models.load import load_model
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 
 pytestmark = pytest.mark.slow
 KINDS = {"llama": SIZE, "gemma2": SIZE, "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}}

@@ -152,7 +152,7 @@ def test_traffic_of_shards_is_what_fsdp_sends():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from kits.engine import tiny
-    from rondel.models.attention import PackedLayout, PackedSegment
+    from rondel.models.packed_layout import PackedLayout, PackedSegment
     from rondel.planner.shapes import of_config
     from rondel.train.fsdp import FsdpRank
     from rondel.train.logprobs import logprob_and_entropy

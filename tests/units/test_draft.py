@@ -19,7 +19,7 @@ from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
 from rondel.core.events import Speculated, subscribe
 from rondel.core.types import Group, Score, Task, Trajectory
-from rondel.models.attention import PackedLayout, PackedSegment
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.runtime.journal import store
 from rondel.runtime.telemetry.metrics import from_guesses
 from rondel.train.checkpoint import bytes_needed, load_trainer, save_trainer

@@ -19,7 +19,7 @@ from rondel.core.errors import ConfigError
 from rondel.core.types import DATA, GREEDY, Failed, Group, Score, Slot, Task, Trajectory
 from rondel.driver.rollouts import rollouts_of
 from rondel.filter.complete import Complete
-from rondel.models.attention import PackedLayout, PackedSegment
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.runtime.journal import store
 from rondel.train.pack import batch_of
 

@@ -14,9 +14,9 @@ from torch import nn
 from kits.engine import prompt, tiny
 from kits.train import awkward_groups, batch, model, row, trainer
 from rondel.models import linear, processor
-from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.linear import PackedLinear, install_cpu_linear, matmul, product
 from rondel.models.main_grad import weights_changed
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -209,8 +209,8 @@ def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width):
     import torch
 
     from kits.engine import LLAMA
-    from rondel.models.attention import PackedLayout, PackedSegment
     from rondel.models.load import load_model
+    from rondel.models.packed_layout import PackedLayout, PackedSegment
     from rondel.models.processor import is_widened
 
     loaded = load_model({**LLAMA, "hidden_size": 128, "intermediate_size": 384}, dtype=dtype)

@@ -1,11 +1,12 @@
 """models/paged_attention.py and models/cuda_graphs.py, the serving path of a GPU: Triton's interpreter computes what
-the layouts of models/attention.py do, a whole engine on it draws the same tokens, and a
+the layout of models/paged_layout.py does, a whole engine on it draws the same tokens, and a
 recorded step reads nothing but its inputs. On a
 GPU the same tests run on the card."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import subprocess
 import sys
@@ -14,12 +15,13 @@ import pytest
 import torch
 
 from kits.engine import ask, engine, idle, plain_logprobs, prompt, tiny
+from kits.families import model
 from rondel.core.errors import ConfigError
 from rondel.generate.engine.builtin import runner
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
-from rondel.models.attention import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.cuda_graphs import DecodeGraphs, sizes_upto
+from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.score_rule import ScoreRule
 
 pytest.importorskip("triton", reason="pip install triton")
@@ -82,10 +84,29 @@ def test_the_kernel_computes_what_the_layouts_do(heads, shared, size, wide, how)
         torch.zeros(0, dtype=torch.int64),
         [PrefillChunk(f.row, f.new, table[f.line, : f.context].long()) for f in fed],
     )
-    wanted = torch.cat([plain._attend_prefill(chunk, q, keys, values, rule) for chunk in plain.chunks])
+    context = [[chunk.slots.read(pool)[None] for pool in (keys, values)] for chunk in plain.chunks]
+    wanted = [c.attend(q[c.start : c.start + c.length], *kv, rule) for c, kv in zip(plain.chunks, context)]
     torch.testing.assert_close(
-        LaunchBatch.from_runs(table, fed).attend(q, keys, values, rule), wanted, atol=2e-6, rtol=1e-5
+        LaunchBatch.from_runs(table, fed).attend(q, keys, values, rule), torch.cat(wanted), atol=2e-6, rtol=1e-5
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [4, 24])
+@pytest.mark.parametrize("how", [{}, {"window": 9, "sinks": True}])
+def test_values_that_are_part_of_their_keys_are_read_with_them(heads, how):
+    """Latents: 20 numbers that are key and value, and 6 of the key alone, one for all heads."""
+    torch.manual_seed(0)
+    lengths = [70, 33, 1, 50]
+    rule = ScoreRule(0.3, **({**how, "sinks": torch.rand(heads, device=DEVICE)} if "sinks" in how else how))
+    table, pool = laid(lengths), torch.randn(1, 160, 26, device=DEVICE)
+    q = torch.randn(4, heads, 26, device=DEVICE)
+    feeds = LaunchBatch.from_runs(table, [TokenRun(i, i, 1, n) for i, n in enumerate(lengths)])
+    batch = DecodeBatch(table[:, :70].long(), torch.tensor(lengths, device=DEVICE))
+    wanted = batch.attend(q, pool, pool[..., :20].contiguous(), rule)
+    torch.testing.assert_close(batch.attend(q, pool, pool[..., :20], rule), wanted, atol=2e-6, rtol=1e-5)
+    groups = pool.expand(paged_attention._head_groups(heads), -1, -1)
+    torch.testing.assert_close(feeds.attend(q, groups, groups[..., :20], rule), wanted, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -128,10 +149,10 @@ REQUESTS = [ask(prompt(g, 4 + 8 * g), key=10 * g + s, n=2 + 2 * s) for g in rang
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "youtu", "deepseek_v3"])
 def test_an_engine_on_the_kernel_draws_what_the_other_one_draws(on_gpu, kind):
     """Siblings, prefix hits, prompts in chunks, a batch that shrinks to one, pages that are used again."""
-    loaded = tiny(kind)
+    loaded = model(kind)
     e = engine(loaded, prefill_tokens=16, kv_pages=64)
     assert e.runner.lines is not None
     for request, got in zip(REQUESTS, answers(e, REQUESTS), strict=True):
@@ -166,8 +187,10 @@ class Again:
 
 
 @pytest.mark.slow
-def test_a_recorded_step_reads_only_its_inputs_and_notices_what_has_moved(on_gpu):
-    loaded = tiny("llama")
+@pytest.mark.parametrize("kind", ["llama", "youtu"])
+def test_a_recorded_step_reads_only_its_inputs_and_notices_what_has_moved(on_gpu, kind):
+    loaded = copy.deepcopy(model(kind))
+    Again.made = 0
     graphs = DecodeGraphs(loaded, 4, **({} if DEVICE == "cuda" else {"record": Again}))
     e = engine(loaded, compiled=graphs, max_running=4)
     requests = [ask(prompt(g, 4), key=g, n=2 + 2 * g) for g in range(3)]
@@ -229,16 +252,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 from rondel.models import paged_attention
-cases = ("bf16", 2, 128, 6, 1, 8), ("bf16", 2, 128, 6, 512, 1), ("fp32", 4, 256, 2, 512, 1)
-for capability, those in ((80, cases[:1]), (86, cases), (90, cases[:2])):
-    for dtype, element, size, repeats, new, splits in those:
+cases = ("bf16", 2, 128, 6, 1, 8, 0), ("bf16", 2, 128, 6, 512, 1, 0), ("bf16", 2, 512, 16, 1, 8, 64), ("fp32", 4, 256, 2, 512, 1, 0)
+for capability, those in ((80, cases[:1]), (86, cases), (90, cases[:3])):
+    for dtype, element, size, repeats, new, splits, tail in those:
         names = paged_attention._attention_kernel.arg_names
         kinds = dict.fromkeys(("q", "keys", "values"), "*" + dtype) | dict.fromkeys(("table", "feeds", "tiles"), "*i32")
         kinds |= dict.fromkeys(("out", "lse", "slopes"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
         signature = {name: "constexpr" if name.isupper() else kinds.get(name, "i32") for name in names}
         shape, power = paged_attention.KernelShape.for_sizes(repeats, new, size, size, element), paged_attention._next_power(size)
         fixed = dict(REPEATS=repeats, QUERIES=shape.queries, ROWS=shape.rows, BLOCK=shape.block, SIZE=size, WIDE=size)
-        fixed |= dict(SIZE_P=power, WIDE_P=power, SPLITS=splits, SLOPES=new == 1)
+        fixed |= dict(SIZE_P=power, WIDE_P=power, SPLITS=splits, SLOPES=new == 1, TAIL=tail, TAIL_P=paged_attention._next_power(tail))
         made = triton.compile(ASTSource(paged_attention._attention_kernel, signature, fixed), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4, num_stages=2))
         assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 * 1024, (capability, dtype, made.metadata.shared)
         assert dtype != "bf16" or "mma" in made.asm["ptx"]

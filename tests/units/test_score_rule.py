@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rondel.models import attention
+from rondel.models import dense_attention
 from rondel.models.aligned_numerics import AlignedPacked
-from rondel.models.attention import PackedLayout, PackedSegment
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.score_rule import ScoreRule
 
 # a stranger, a prompt, two answers to it: (first token, tokens before it in its sequence)
@@ -47,7 +47,7 @@ def test_every_path_computes_the_formula_and_its_gradient(heads, reach, monkeypa
     exact = [own, *torch.autograd.grad((own * up).sum(), wanted)]
     layout = PackedLayout(SEGMENTS)
     for path, most in ((layout, 1 << 24), (layout, 0), (AlignedPacked(layout), 1 << 24)):
-        monkeypatch.setattr(attention, "DENSE", most)
+        monkeypatch.setattr(dense_attention, "DENSE", most)
         out = path.attend(0, q, k, v, rule)
         for ours, theirs in zip([out, *torch.autograd.grad((out * up).sum(), wanted)], exact, strict=True):
             assert float((ours - theirs).detach().abs().max()) <= 5e-6

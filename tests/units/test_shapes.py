@@ -177,22 +177,23 @@ def test_sizes_of_cards_are_met_within_three_percent(name, billions):
 
 
 def test_the_cache_is_as_large_as_the_model_writes():
-    """Grouped heads: what transformers' own cache holds. Latent attention: compressed;
-    the built-in engine keeps it expanded.
-    """
+    """What transformers' own cache holds: keys and values, or latents."""
     import torch
 
     for kind in ("llama", "gemma3_text", "deepseek_v3"):
         _, model = built(kind)
         cache = model(torch.zeros(1, 7, dtype=torch.long), use_cache=True).past_key_values
         held = sum(t.numel() for layer in cache.layers for t in (layer.keys, layer.values))
-        assert of_config({"model_type": kind, **(SMALL | TINY[kind])}).kv_bytes(1, expanded=False) * 7 == held
-    assert model_shape("deepseek-v3").kv_bytes(expanded=False) == 61 * (512 + 64) * 2
+        assert of_config({"model_type": kind, **(SMALL | TINY[kind])}).kv_bytes(1) * 7 == held
+    v3, llama = model_shape("deepseek-v3"), model_shape("llama3-8b")
+    assert v3.kv_bytes() == v3.kv_bytes(tensor=8) == 61 * (512 + 64) * 2, "every device has all of the latents"
+    assert v3.trained_kv_bytes() == 61 * 128 * (192 + 128) * 2
+    assert llama.kv_bytes() == llama.trained_kv_bytes() == 8 * llama.kv_bytes(tensor=8)
 
 
 def test_the_cache_is_as_large_as_the_engine_keeps():
-    """Bytes of the pools after a request, a page: grouped heads, one head for each query, latent
-    attention (kept expanded), a sliding window (all kept).
+    """Bytes of the pools after a request, a page: grouped heads, one head for each query, latents, a
+    sliding window (all kept).
     """
     import asyncio
 

@@ -43,11 +43,8 @@ class ModelAdapter:
 
 
 @contextmanager
-def adapter_mode(adapter: ModelAdapter | None, *, off: bool, exact: bool) -> Iterator[None]:
+def adapter_mode(adapter: ModelAdapter, *, off: bool, exact: bool) -> Iterator[None]:
     """For one forward pass."""
-    if adapter is None:
-        yield
-        return
     before = adapter.off, adapter.exact
     adapter.off, adapter.exact = off, exact
     try:

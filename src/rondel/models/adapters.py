@@ -27,7 +27,7 @@ from rondel.core.registry import suggest_name
 from rondel.models import linear, names
 from rondel.models.adapter_files import read_adapter
 from rondel.models.adapter_state import NAME, ModelAdapter
-from rondel.models.attention import PackedLayout, PackedSegment
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
@@ -142,7 +142,7 @@ def _inject_adapter(loaded: LoadedModel, config: Any, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # on the CPU whatever the device, so the start is the same everywhere
         inject_adapter_in_model(config, model, NAME)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
     adapter = ModelAdapter(config, layers)
     for name, layer in layers.items():
         if getattr(layer, "lora_variant", None) or not hasattr(layer.get_base_layer(), "weight") or not layer.lora_A:
@@ -151,6 +151,7 @@ def _inject_adapter(loaded: LoadedModel, config: Any, seed: int) -> None:
             )
         for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
             part.float().requires_grad_(True)
+        layer.model_adapter = adapter
         setattr(layer, "forward", functools.partial(_adapted_forward, adapter, layer))  # noqa: B010  # as linear.adopt does
     loaded.adapter = adapter
     _check_adapter(loaded)

@@ -27,10 +27,13 @@ from torch import Tensor
 
 from rondel.algos.exponent import select_logprobs
 from rondel.core.errors import ConfigError
-from rondel.models.attention import PackedLayout, PackedSegment, PagedLayout, PoolSlots
+from rondel.models.cache_pools import PoolSlots
+from rondel.models.packed_layout import PackedLayout, PackedSegment
+from rondel.models.paged_layout import PagedLayout
 from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:
+    from rondel.models.attention import LatentProjection
     from rondel.models.loaded_model import LoadedModel
 
 BLOCK = 64
@@ -102,6 +105,9 @@ class AlignedPacked:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         return _Attend.apply(q, k, v, rule.sinks, self, layer, rule)
 
+    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
+        return self.attend(layer, q, *up.expand(latents), rule)
+
     def weigh_values(self, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         """The packed tokens are the pool: a token's context are the places above it and its own up to itself."""
         keys, values = k.transpose(0, 1), v.transpose(0, 1)
@@ -151,6 +157,21 @@ class AlignedPaged:
             parts.append(attend(mine, keys, values, c.context.expand(c.length, -1), lengths, rule))
         if (d := self.fast.decoding) is not None:
             parts.append(attend(q[len(q) - len(d.own) :], keys, values, d.own, d.lengths, rule))
+        return torch.cat(parts)
+
+    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
+        """Expanded, context by context: keys and values then have the bits that they have in the trainer."""
+        pool = self.fast.store_latents(layer, latents)[0]
+        contexts = [(c.start, c.length, c.context) for c in self.fast.chunks]
+        if (d := self.fast.decoding) is not None:
+            first = len(q) - len(d.own)
+            contexts += [(first + i, 1, own[:n]) for i, (own, n) in enumerate(zip(d.own, d.lengths.tolist()))]
+        parts = []
+        for start, new, slots in contexts:
+            keys, values = (side.transpose(0, 1) for side in up.expand(pool[slots]))
+            places = torch.arange(len(slots), device=q.device)
+            lengths = places[len(slots) - new :] + 1
+            parts.append(attend(q[start : start + new], keys, values, places.expand(new, -1), lengths, rule))
         return torch.cat(parts)
 
 

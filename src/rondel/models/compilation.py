@@ -25,8 +25,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rondel.core.errors import ConfigError
 from rondel.models import linear
-from rondel.models.attention import AttentionLayout, PackedLayout, PackedSegment, outside_graph, use_attention_layout
+from rondel.models.attention import AttentionLayout, LatentProjection, use_attention_layout
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.score_rule import ScoreRule
+from rondel.models.traced_attention import outside_graph
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
@@ -157,3 +159,6 @@ class _Twice:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         return self.layout.attend(layer, q[:1], k[:1], v[:1], rule).repeat(2, 1, 1)
+
+    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
+        return self.layout.attend_latents(layer, q[:1], latents[:1], up, rule).repeat(2, 1, 1)

@@ -24,8 +24,8 @@ from rondel.models.attention import AttentionLayout
 from rondel.models.compilation import REMEDY, TOLERANCE, CompiledModel, refuse_compilation
 
 if TYPE_CHECKING:
+    from rondel.models.fed_layout import FedLayout
     from rondel.models.loaded_model import LoadedModel
-    from rondel.models.paged_attention import FedLayout
 
 
 class GraphRecording(Protocol):
@@ -79,7 +79,7 @@ class DecodeGraphs:
     @torch.no_grad()
     def hidden_states(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
         """[T], [T] -> [T, D], which the next call overwrites."""
-        from rondel.models.paged_attention import FedLayout
+        from rondel.models.fed_layout import FedLayout
 
         n = len(tokens)
         if not isinstance(layout, FedLayout) or not layout.is_decode or n > self.sizes[-1]:
@@ -109,7 +109,8 @@ class DecodeGraphs:
 
     def _record_graph(self, size: int, layout: FedLayout) -> Tensor:
         """Record this size, and compare its first answer with the plain pass over the same inputs."""
-        from rondel.models.paged_attention import FedLayout, LaunchBatch
+        from rondel.models.fed_layout import FedLayout
+        from rondel.models.paged_attention import LaunchBatch
 
         loaded, table = self._loaded, layout.parts[0][1].table
         self.feeds[:, 1] = torch.arange(len(self.feeds), dtype=torch.int32, device=loaded.device)

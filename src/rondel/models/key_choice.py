@@ -62,7 +62,7 @@ def is_chosen(chosen: Tensor, positions: Tensor) -> Tensor:
 
 
 def choose_in_pack(calls: Sequence[Any], tokens: IndexedTokens) -> Tensor:
-    """Of a packed row, call by call (models/attention.py: AttentionCall) -> [T, k]."""
+    """Of a packed row, call by call (models/packed_layout.py: AttentionCall) -> [T, k]."""
     out = tokens.no_choice()
     for call in calls:
         if call.keys.shape[1] <= tokens.count:

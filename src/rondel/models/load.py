@@ -25,6 +25,7 @@ from rondel.models.differential import install_differential
 from rondel.models.embedding_lookup import adopt_embedding
 from rondel.models.head import LMHead
 from rondel.models.indexer import check_indexers, install_indexers
+from rondel.models.latent_attention import check_up_projections, install_latent_attention
 from rondel.models.load_check import PARITY, check_attention
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.model_folder import model_folder
@@ -92,6 +93,7 @@ def load_model(
     install_cache_slots(model)
     install_differential(model)
     keep_unscaled(model)
+    check_up_projections(model, name, install_latent_attention(model))
     routers = install_routing_tape(model)
     indexers = install_indexers(model)
     width = indexers[0].index_topk if indexers else 0

@@ -10,9 +10,10 @@ import torch
 from rondel.core.errors import LawError, ModelError
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, rope_positions
 from rondel.models import vision
-from rondel.models.attention import NAME, PackedLayout, PackedSegment, use_attention_layout
+from rondel.models.attention import NAME, use_attention_layout
 from rondel.models.head import LMHead, decoder_of
 from rondel.models.key_choice import IndexedTokens
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.recurrent.state_count import StateCount
 from rondel.models.routing_tape import RoutingTape, use_tape
 from rondel.models.score_rule import ScoreRule
@@ -112,12 +113,20 @@ class _Counting(PackedLayout):
     def __init__(self, segments: list[PackedSegment], device: torch.device) -> None:
         super().__init__(segments, device)
         self.layers: list[int] = []
-        self.cached = 0  # bytes of one token's keys and values, and of indexers' keys, in the layers that have asked
+        self.cached = (
+            0  # bytes of one token's keys and values or latents, and of indexers' keys, in the layers that have asked
+        )
         self.states = self.counted = StateCount(segments, device)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
         self.layers.append(layer)
         self.cached += (k.nbytes + v.nbytes) // len(k)
+        return super().attend(layer, q, k, v, rule)
+
+    def attend_latents(self, layer: int, q: Any, latents: torch.Tensor, up: Any, rule: ScoreRule) -> torch.Tensor:
+        self.layers.append(layer)
+        self.cached += latents.nbytes // len(latents)
+        k, v = up.expand(latents)
         return super().attend(layer, q, k, v, rule)
 
     def choose_keys(self, layer: int, tokens: IndexedTokens) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,9 @@ class LoadedModel:
     name: str
     stop_ids: frozenset[int]
     max_context: int
-    cached: int = 0  # bytes of keys and values of one token in all layers, as the model hands them to its attention
+    cached: int = (
+        0  # bytes of keys and values (or latents) of one token in all layers, as the model hands them to its attention
+    )
     routers: int = 0  # MoE layers whose choice of experts can be recorded and replayed
     aligned: bool = False  # numerics: bits that do not depend on the batch (models/aligned_numerics.py)
     align: Callable[[Any], Any] | None = None  # a layout as those numerics compute it
@@ -89,7 +91,9 @@ class LoadedModel:
         """Last hidden states of packed tokens: [T], [T] or [3,T] -> [T, D]. On `tape` routers
         record their choice, or repeat a recorded one.
         """
-        switches = adapter_state.adapter_mode(self.adapter, off=self.bare, exact=self.aligned)
+        switches: AbstractContextManager[None] = nullcontext()
+        if self.adapter is not None:
+            switches = adapter_state.adapter_mode(self.adapter, off=self.bare, exact=self.aligned)
         with (
             use_attention_layout(self.align(layout) if self.aligned and self.align else layout),
             use_tape(tape),

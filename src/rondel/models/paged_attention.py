@@ -10,8 +10,11 @@
     split 1                  |--------------|        softmax block by block, splits merged by their log-sum-exp
     split 2                                 |-----|  (Flash-Decoding):  o = sum_s exp(lse_s - lse) o_s
 
-Prefill and decoding are the same program: a decoding request is a feed of one new token.
-The tests compare it with the layouts of models/attention.py through Triton's
+Prefill and decoding are the same program: a decoding request is a feed of one new token. Latents
+(models/latent_attention.py) are keys whose first numbers are the value, and are read once; all query heads share
+them, so the heads of a program are some of these.
+
+The tests compare it with the layout of models/paged_layout.py through Triton's
 interpreter, and compile it for sm_80, sm_86 and
 sm_90, all on machines without a GPU.
 """
@@ -20,15 +23,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rondel.models.attention import CachePool, PagedLayout
-from rondel.models.score_rule import ScoreRule
+if TYPE_CHECKING:
+    from rondel.models.attention import LatentProjection
+    from rondel.models.score_rule import ScoreRule
 
 # of a context where few tokens are new: work for a whole GPU at a batch of one, and the same sums at every batch
 SPLITS = 8
@@ -56,21 +60,23 @@ class LaunchBatch:
     feeds: Tensor  # [N, 4] int32
     new: Sequence[int]
     splits: int
+    runs: Sequence[TokenRun] = ()
     _tiles: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def from_runs(cls, table: Tensor, fed: Sequence[TokenRun]) -> LaunchBatch:
         new = [f.new for f in fed]
-        return cls(table, torch.tensor(fed, dtype=torch.int32).to(table.device), new, SPLITS if max(new) <= FEW else 1)
+        feeds = torch.tensor(fed, dtype=torch.int32).to(table.device)
+        return cls(table, feeds, new, SPLITS if max(new) <= FEW else 1, fed)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule) -> Tensor:
         """q [T,H,D], pools [K,pages,D] and [K,pages,V] -> [T,H,V] in q's dtype."""
         tokens, heads, size = q.shape
         shared, wide = keys.shape[0], values.shape[2]
-        repeats, shape = (
-            heads // shared,
-            KernelShape.for_sizes(heads // shared, max(self.new), size, wide, q.element_size()),
-        )
+        repeats = heads // shared
+        tail = size - wide if values.data_ptr() == keys.data_ptr() else 0
+        size -= tail
+        shape = KernelShape.for_sizes(repeats, max(self.new), size, wide, q.element_size())
         q = q if q.stride(2) == 1 else q.contiguous()
         out = q.new_zeros(self.splits, tokens, heads, wide, dtype=torch.float32)
         lse = torch.full((self.splits, tokens, heads), NEGATIVE.value, dtype=torch.float32, device=q.device)
@@ -80,7 +86,7 @@ class LaunchBatch:
             rule.scale, rule.softcap or 0.0, rule.window or 0, rule.chunk or 0, self.table.stride(0),
             q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), tokens, heads,
             REPEATS=repeats, QUERIES=shape.queries, ROWS=shape.rows, BLOCK=shape.block, SIZE=size, WIDE=wide,
-            SIZE_P=_next_power(size), WIDE_P=_next_power(wide), SPLITS=self.splits,
+            TAIL=tail, TAIL_P=_next_power(tail), SIZE_P=_next_power(size), WIDE_P=_next_power(wide), SPLITS=self.splits,
             SLOPES=rule.slopes is not None, num_warps=4, num_stages=2,
         )  # fmt: skip
         merged, whole = out[0], lse[0]
@@ -91,6 +97,19 @@ class LaunchBatch:
             whole = whole if self.splits == 1 else lse.logsumexp(0)
             merged = merged * rule.sink_share(whole).unsqueeze(-1)
         return merged.to(q.dtype)
+
+    def attend_latents(self, q: Tensor, pool: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
+        """q [T,H,N+E], a pool of latents [1,pages,R+E] -> [T,H,V]: a few new tokens absorbed, prompts expanded."""
+        if self.splits > 1:
+            groups = pool.expand(_head_groups(q.shape[1]), -1, -1)
+            return up.project_values(self.attend(up.absorb_queries(q), groups, groups[..., : up.rank], rule))
+        out = []
+        for line, row, new, context in self.runs:
+            keys, values = (side.transpose(0, 1) for side in up.expand(pool[0, self.table[line, :context].long()]))
+            places = torch.arange(context, dtype=torch.int32, device=q.device)[None]
+            whole = LaunchBatch.from_runs(places, [TokenRun(0, 0, new, context)])
+            out.append(whole.attend(q[row : row + new], keys, values, rule))
+        return torch.cat(out)
 
     def query_tiles(self, queries: int) -> Tensor:
         if queries not in self._tiles:
@@ -115,56 +134,9 @@ class KernelShape(NamedTuple):
         return cls(queries, _next_power(queries * repeats), 64 if width <= 256 else 32)
 
 
-class FedLayout(PagedLayout):
-    """One engine step on a GPU: `parts` are feeds with the rows of q that they cover, in order."""
-
-    def __init__(self, keys: CachePool, values: CachePool, write: Tensor, parts: list[tuple[int, LaunchBatch]]) -> None:
-        super().__init__(keys, values, write, [])
-        self.parts = parts
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether everyone feeds one token."""
-        return len(self.parts) == 1 and max(self.parts[0][1].new) == 1
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
-        keys, values = self.store_kv(layer, k, v)
-        out, first = [], 0
-        for rows, feeds in self.parts:
-            mine = q[first : first + rows]
-            out.append(feeds.attend(mine, keys, values, rule))
-            first += rows
-        return out[0] if len(out) == 1 else torch.cat(out)
-
-
-class BlockTable:
-    """The table of an engine. A step uploads the slots that are new, not the contexts:
-    one for each request that decodes.
-    """
-
-    def __init__(self, rows: int, width: int, device: torch.device) -> None:
-        self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
-        self._new: list[tuple[int, int, int]] = []  # (line, column, slot)
-
-    def record_slots(self, line: int, first: int, slots: Sequence[int]) -> None:
-        self._new += [(line, first + i, slot) for i, slot in enumerate(slots)]
-
-    def fed_layout(
-        self, keys: CachePool, values: CachePool, write: Tensor, launches: Sequence[Sequence[TokenRun]]
-    ) -> FedLayout:
-        """`launches`: feeds in the order of their tokens, those of prompts apart from those
-        of a few; each counts its rows from 0.
-        """
-        if self._new:
-            lines, columns, slots = torch.tensor(self._new, dtype=torch.int64).t().contiguous().to(self.table.device)
-            self.table[lines, columns] = slots.to(torch.int32)
-            self._new.clear()
-        return FedLayout(
-            keys,
-            values,
-            write,
-            [(sum(f.new for f in fed), LaunchBatch.from_runs(self.table, fed)) for fed in launches if fed],
-        )
+def _head_groups(heads: int) -> int:
+    """Groups of equal size, of at most 16 query heads: what one program takes."""
+    return next(groups for groups in range(1, heads + 1) if heads % groups == 0 and heads // groups <= 16)
 
 
 def _next_power(n: int) -> int:
@@ -202,6 +174,8 @@ def _attention_kernel(
     BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
     WIDE: tl.constexpr,
+    TAIL: tl.constexpr,
+    TAIL_P: tl.constexpr,
     SIZE_P: tl.constexpr,
     WIDE_P: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -225,6 +199,14 @@ def _attention_kernel(
         other=0.0,
     )
 
+    if TAIL > 0:  # numbers of a key behind those that are its value too
+        tail = tl.arange(0, TAIL_P)
+        ask_tail = tl.load(
+            q + token[:, None] * q_token + head[:, None] * q_head + SIZE + tail[None, :],
+            mask=mine[:, None] & (tail[None, :] < TAIL),
+            other=0.0,
+        )
+
     last = length - new + tl.minimum(first + QUERIES, new)  # keys end before
     begin = tl.where(window > 0, tl.maximum(length - new + first - window + 1, 0), 0)
     spans = tl.where(chunk > 0, chunk, 1 << 30)  # a chunk of all positions is no chunk
@@ -247,7 +229,15 @@ def _attention_kernel(
             mask=real[:, None] & (size[None, :] < SIZE),
             other=0.0,
         )
-        scores = tl.dot(ask, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.dot(ask, tl.trans(key), input_precision="ieee")
+        if TAIL > 0:
+            key_tail = tl.load(
+                keys + shared * k_head + slot[:, None] * k_page + SIZE + tail[None, :],
+                mask=real[:, None] & (tail[None, :] < TAIL),
+                other=0.0,
+            )
+            scores += tl.dot(ask_tail, tl.trans(key_tail), input_precision="ieee")
+        scores *= scale
         if softcap > 0.0:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
         if SLOPES:
@@ -259,11 +249,14 @@ def _attention_kernel(
         higher = tl.maximum(best, tl.max(scores, 1))
         weight = tl.where(sees, tl.exp(scores - higher[:, None]), 0.0)
         fade = tl.exp(best - higher)
-        value = tl.load(
-            values + shared * v_head + slot[:, None] * v_page + wide[None, :],
-            mask=real[:, None] & (wide[None, :] < WIDE),
-            other=0.0,
-        )
+        if TAIL > 0:
+            value = key
+        else:
+            value = tl.load(
+                values + shared * v_head + slot[:, None] * v_page + wide[None, :],
+                mask=real[:, None] & (wide[None, :] < WIDE),
+                other=0.0,
+            )
         sums = sums * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         total = total * fade + tl.sum(weight, 1)
         best = higher

@@ -68,7 +68,8 @@ def decode_seconds(
     )
     if four_bits:
         weights += decode_pass_bytes(shape, width) / bandwidth
-    return on.overhead * shape.layers + weights + requests * context * shape.kv_bytes(width) / bandwidth
+    cache = requests * context * tensor * shape.kv_bytes(width, tensor=tensor)
+    return on.overhead * shape.layers + weights + cache / bandwidth
 
 
 def decode_pass_bytes(shape: ModelShape, width: float) -> float:
@@ -93,7 +94,7 @@ def _cache_tokens(setting: Workload) -> float:
     bill = memory_bills(setting)[-1]
     cache = bill.rows.get("KV cache", {}).get("generate", 0.0)
     free = bill.memory * (1 - SPARE) - bill.phase_bytes("generate") + cache
-    each = setting.shape.kv_bytes(setting.width) / setting.tensor
+    each = setting.shape.kv_bytes(setting.width, tensor=setting.tensor)
     return max(setting.prompt + setting.mean, min(free, cache) / each)
 
 

@@ -129,7 +129,7 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int)
             3 * (s.layers - s.dense_layers) / pp * expert_traffic(ep, mine / cp * ep * s.hidden * width, s.per_token)
         )
     if cp > 1:
-        inside += 3 * context_traffic(cp, mine * s.kv_bytes(width) / (tp * pp))
+        inside += 3 * context_traffic(cp, mine * s.trained_kv_bytes(width) / (tp * pp))
     root = s.embedding_parameters * (1 if s.tied else 2) / (tp * pp)
     layers = (s.body_parameters - s.expert_parameters * (1 - 1 / ep)) / (tp * pp)
     over = sharded_traffic(layers, root, ranks=dp * cp, micro_batches=m * setting.updates, width=width)

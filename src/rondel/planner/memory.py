@@ -35,7 +35,7 @@ LIBRARIES = 0.55 * GB  # resident of a process with torch and transformers befor
 # of a CPU's largest phase: gradients of activations in a backward pass, and freed memory
 # that the allocator keeps (runtime/devices.py)
 KEPT = 0.15
-DENSE = 1 << 24  # scores of one call that are written out on a CPU (models/attention.py)
+DENSE = 1 << 24  # scores of one call that are written out on a CPU (models/dense_attention.py)
 LOGITS = 1 << 25  # entries of a chunk of logits in fp32 (train/logprobs.py); three of that size are alive at once
 
 
@@ -303,7 +303,7 @@ def engine_memory(setting: Workload) -> dict[str, dict[str, float]]:
     """What an engine has on one of its devices. On shared devices of one rank it reads the
     trainer's weights, so they are counted there.
     """
-    held = kv_tokens(setting) * setting.shape.kv_bytes(setting.width) / setting.tensor
+    held = kv_tokens(setting) * setting.shape.kv_bytes(setting.width, tensor=setting.tensor)
     asleep = ("train", "logprob", "sync") if setting.offload and not setting.split else ()
     return _engine_without_cache(setting) | {"KV cache": {phase: 0.0 if phase in asleep else held for phase in PHASES}}
 
@@ -373,7 +373,7 @@ def kv_tokens(setting: Workload) -> int:
         setting.pages or "auto",
         max_running=setting.running,
         longest=setting.prompt + setting.output,
-        page_bytes=max(1, s.kv_bytes(setting.width) // setting.tensor),
+        page_bytes=max(1, s.kv_bytes(setting.width, tensor=setting.tensor)),
         free_bytes=max(0, int(left)),
         reserve_bytes=reserve,
     ).value

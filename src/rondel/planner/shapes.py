@@ -163,14 +163,22 @@ class ModelShape:
         """What expert parallelism divides."""
         return (self.layers - self.dense_layers) * self.experts * 3 * self.hidden * self.expert
 
-    def kv_bytes(self, bytes_each: float = 2, *, expanded: bool = True) -> int:
-        """Cache of one token in all layers: 2·L·K·d·bytes, and the keys of indexers. Latent attention: what it
-        compresses to, unless the engine keeps it `expanded`.
+    def kv_bytes(self, bytes_each: float = 2, *, tensor: int = 1) -> int:
+        """Cache of one token in all layers, on each of `tensor` devices that share the heads: 2·L·K·d·bytes between
+        them. Latents and the keys of indexers are read by all heads, so every device has all of them.
         """
-        each = 2 * self.kv_heads * self.head
+        heads, every = 2 * self.kv_heads * self.head, 0
         if (m := self.latent) is not None:
-            each = self.heads * (m.nope + m.rope + m.value) if expanded else m.kv + m.rope
-        return int((self.attention_layers * each + self.indexer.layers * self.indexer.key) * bytes_each)
+            heads, every = 0, m.kv + m.rope
+        shared = self.attention_layers * every + self.indexer.layers * self.indexer.key
+        return int((self.attention_layers * heads / tensor + shared) * bytes_each)
+
+    def trained_kv_bytes(self, bytes_each: float = 2) -> int:
+        """Keys and values of one token in all layers, as training makes them: of latents, too."""
+        m, each = self.latent, 2 * self.kv_heads * self.head
+        if m is not None:
+            each = self.heads * (m.nope + m.rope + m.value)
+        return int(self.attention_layers * each * bytes_each)
 
     def state_bytes(self, bytes_each: float = 2) -> int:
         """Recurrent states of one sequence in all layers."""

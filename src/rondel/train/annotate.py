@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rondel.core.errors import TrainError
-from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.head import LMHead
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.routing_tape import RoutingTape
 from rondel.train.logprobs import logprob_and_entropy, logprob_entropy_and_kl
 from rondel.train.pack import PackedBatch, TrainBatch, micro_batches

@@ -34,8 +34,9 @@ from rondel.models.vocabulary import same_words
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.request import StepPlan
-    from rondel.models.attention import PagedLayout
+    from rondel.models.fed_layout import FedLayout
     from rondel.models.loaded_model import LoadedModel
+    from rondel.models.paged_layout import PagedLayout
 
 GUESS, COIN, AGAIN = 1, 2, 3  # the numbers of a token, beside 0
 FEW = 8  # tokens of one request up to which they are fed row by row, not as a prompt's chunk
@@ -48,7 +49,7 @@ class PassBuilder(Protocol):
 
     def pack_feeds(
         self, chunks: list[TokenFeed], single: list[TokenFeed], keys: LayerPools, values: LayerPools
-    ) -> tuple[Tensor, Tensor, PagedLayout, list[int]]: ...
+    ) -> tuple[Tensor, Tensor, PagedLayout | FedLayout, list[int]]: ...
 
 
 class DraftModel:

@@ -131,7 +131,7 @@ class BuiltinEngine:
             list(request.tokens),
             len(request.tokens),
             heard=on_token,
-            gaze=RequestImages.from_request(request),
+            gaze=RequestImages.from_request(request) if request.media else None,
         )
         await self._prepare_sampling(live)
         if reason := self._sequence_log.restore_tokens(live):
@@ -175,7 +175,7 @@ class BuiltinEngine:
         version = self.version
         self.serving.account.switch_to("score" if self.serving.has_stopped else "generate")
         try:
-            images = RequestImages.from_request(request)
+            images = RequestImages.from_request(request) if request.media else None
             return TokenScores(await self.serving.run(self.runner.score, request.tokens, images), version)
         finally:
             self.serving.update_account()
@@ -203,7 +203,7 @@ class BuiltinEngine:
             ),
             root=self.arrivals.root,
             bytes_copied=self.arrivals.bytes_copied,
-            memory={"kv_cache": self.runner.cache_bytes, **self.resting.memory_bytes},
+            memory={"kv_cache": self.runner.cache_bytes, **(self.resting.memory_bytes if self.resting.owns else {})},
         )
 
     async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:

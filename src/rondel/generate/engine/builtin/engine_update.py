@@ -62,7 +62,8 @@ class EngineUpdate:
             # other weights under a name that was used: nothing computed so far may be matched
             scheduler.drop_cache(self.lifecycle.version)
         weights_changed()
-        runner.eyes.forget_features()
+        if runner.loaded.sight is not None:
+            runner.eyes.forget_features()
         before, self.lifecycle.version = self.lifecycle.version, commit.version
         scheduler.new_version(commit.version, before)
         self.serving.log.record_version(commit.version, commit.root)

@@ -47,8 +47,6 @@ class MemoryRelease:
 
     @property
     def memory_bytes(self) -> dict[str, int]:
-        """On the device; of a shared module the trainer tells."""
-        if not self.owns:
-            return {}
+        """On the device, where the engine owns the weights; of a shared module the trainer tells."""
         packed = sum(stack.packed_bytes for stack in linear.packed_linears(self.loaded.model))
         return {"weights": self.host.resident_bytes(self.tensors, set()), "packed": packed}

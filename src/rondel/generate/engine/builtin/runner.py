@@ -24,16 +24,17 @@ from rondel.generate.engine.builtin.request import SequenceState, StepPlan
 from rondel.generate.engine.builtin.sampler import draw_uniform, sample_tokens, sampling_weights
 from rondel.generate.engine.builtin.states import SequenceStates, StateMemory
 from rondel.generate.engine.builtin.vision_encoder import RequestImages, VisionEncoderCache
-from rondel.models.attention import DecodeBatch, PagedLayout, PrefillChunk
-from rondel.models.compilation import CompiledModel
+from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.recurrent.layout import SlotStates
 from rondel.models.routing_tape import RoutingTape
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.draft import DraftModel
+    from rondel.models.compilation import CompiledModel
     from rondel.models.cuda_graphs import DecodeGraphs
+    from rondel.models.fed_layout import BlockTable, FedLayout
     from rondel.models.loaded_model import LoadedModel
-    from rondel.models.paged_attention import BlockTable, TokenRun
+    from rondel.models.paged_attention import TokenRun
 
 # of the keys that whole contexts would read; beyond it the bookkeeping of families costs more than it saves
 SHARE = 0.7
@@ -201,7 +202,7 @@ class ModelRunner:
         self,
         ids: Tensor,
         at: Tensor,
-        layout: PagedLayout,
+        layout: PagedLayout | FedLayout,
         fed: Sequence[tuple[int, int, RequestImages | None]],
         tape: RoutingTape | None = None,
     ) -> Tensor:
@@ -214,7 +215,7 @@ class ModelRunner:
 
     def pack_feeds(
         self, chunks: list[TokenFeed], single: list[TokenFeed], keys: LayerPools, values: LayerPools
-    ) -> tuple[Tensor, Tensor, PagedLayout, list[int]]:
+    ) -> tuple[Tensor, Tensor, PagedLayout | FedLayout, list[int]]:
         """Packed tokens, their positions, who sees whom, and where each feed ends. The tokens
         of `single` feeds look back row by row.
         """
@@ -301,7 +302,7 @@ def lines_of(loaded: LoadedModel, rows: int, pages: int) -> BlockTable | None:
     """
     if not has_kernel(loaded):
         return None
-    from rondel.models.paged_attention import BlockTable
+    from rondel.models.fed_layout import BlockTable
 
     return BlockTable(rows, min(loaded.max_context, pages), loaded.device)
 
@@ -340,10 +341,11 @@ def _accepted_rows(
     """
     at = 0
     for live in lives:
-        n = 1 + matching_prefix_length(tokens[at : at + len(live.guess)], live.guess)
+        guessed = len(live.guess)
+        n = 1 + (matching_prefix_length(tokens[at : at + guessed], live.guess) if guessed else 0)
         for row in range(at, at + n):
             yield live, tokens[row], logprobs[row]
-        at += 1 + len(live.guess)
+        at += 1 + guessed
 
 
 def _slice_joined(known: list[int], more: list[int], first: int, end: int) -> list[int]:

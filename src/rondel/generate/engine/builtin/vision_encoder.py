@@ -39,13 +39,9 @@ class RequestImages:
     shift: int
 
     @classmethod
-    def from_request(cls, request: Request) -> RequestImages | None:
+    def from_request(cls, request: Request) -> RequestImages:
         tokens, media = request.tokens, request.media
-        return (
-            cls(media, content_keys(tokens, media), rope_positions(len(tokens), media), position_shift(media))
-            if media
-            else None
-        )
+        return cls(media, content_keys(tokens, media), rope_positions(len(tokens), media), position_shift(media))
 
     def position_ids(self, first: int, end: int) -> np.ndarray:
         """[3, end - first]"""

@@ -1,0 +1,90 @@
+"""Attention of a padded batch: torch's kernels where they carry the rule, the scores written out where they do not.
+
+B rows · H query heads · K key/value heads · Lq queries · Lk keys · D head size
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rondel.models.score_rule import ScoreRule
+
+DENSE = 1 << 24  # largest number of scores that are written out at once
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: ScoreRule,
+    *,
+    mask: Tensor | None = None,
+    distance: Tensor | None = None,
+    widened: bool = False,
+    train: bool = False,
+    dense: bool = False,
+) -> Tensor:
+    """q [B,H,Lq,D], k and v [B,K,Lk,D]; `mask` True where a query may look, None for all before it; `distance` from
+    a query to a key, which slopes need, both [B or 1, 1, Lq, Lk]; `widened` where products of the dtype are computed
+    in fp32 (models/processor.py); `train` for packed training; `dense` to write the scores out. -> [B,H,Lq,D].
+    """
+    small = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= DENSE
+    dense = dense or rule.softcap is not None or (train and q.device.type == "cpu" and small)
+    causal = mask is None
+    if mask is None and (dense or rule.sinks is not None or rule.slopes is not None):
+        mask, causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(), False
+    if dense:
+        return dense_attention(q, k, v, rule, mask, distance, widened)
+    if mask is not None and rule.slopes is not None:
+        mask = (
+            rule.with_slopes(torch.zeros((), device=q.device), distance, 1, -1, 1, 1)
+            .to(q.dtype)
+            .masked_fill(~mask, float("-inf"))
+        )
+    if mask is not None and rule.sinks is not None:
+        q, k, v, mask = _with_sink_key(q, k, v, rule, mask)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _with_sink_key(
+    q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sinks for kernels that know none: a first key whose score is the sink and whose value is zero.
+
+    q' = [q, sink_h / scale, 0 ...]   k' = [k, 0 ...]   k'_sink = [0, 1, 0 ...]   v_sink = 0
+
+    Eight columns more, because kernels want sizes that are multiples of eight.
+    """
+    assert rule.sinks is not None
+    sink = (rule.sinks / rule.scale).to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
+    key = k.new_zeros(*k.shape[:2], 1, k.shape[3] + 8)
+    key[..., k.shape[3]] = 1
+    q, k = torch.cat([q, F.pad(sink, (0, 7))], -1), torch.cat([key, F.pad(k, (0, 8))], 2)
+    return q, k, F.pad(v, (0, 0, 1, 0)), F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, mask: Tensor | None, distance: Tensor | None, widened: bool
+) -> Tensor:
+    """The scores written out. Training on a CPU takes it: torch's fused backward pass is 8
+    times slower there in bf16 (docs/LOG.md).
+    """
+    dtype = q.dtype
+    if widened:
+        q, k, v = q.float(), k.float(), v.float()
+    batch, heads, length, size = q.shape
+    # the query heads of one key head become its queries: no copy of the keys
+    folded = q.reshape(batch, k.shape[1], -1, size)
+    scores = torch.matmul(folded, k.transpose(-1, -2)).float().view(batch, heads, length, -1) * rule.scale
+    scores = rule.with_slopes(rule.capped(scores), distance, 1, -1, 1, 1)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    weights = rule.softmax(scores, 1, -1, 1, 1).to(v.dtype).reshape(batch, k.shape[1], -1, k.shape[2])
+    return torch.matmul(weights, v).view(batch, heads, length, v.shape[-1]).to(dtype)

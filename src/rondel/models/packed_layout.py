@@ -1,0 +1,255 @@
+"""Attention in training: packed segments, of which each sees its ancestors whole and itself causally.
+
+T tokens · H query heads · K key/value heads · D head size · S segments of one call ·
+L the longest · P most tokens above one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rondel.models.dense_attention import sdpa
+from rondel.models.key_choice import IndexedTokens, choose_in_pack, is_chosen
+from rondel.models.processor import is_widened
+from rondel.models.recurrent.layout import SegmentStates
+from rondel.models.score_rule import ScoreRule
+
+if TYPE_CHECKING:
+    from rondel.models.attention import LatentProjection
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSegment:
+    """A run of packed tokens: `PackedSegment(start=0, length=55, parent=None)` is a prompt,
+    its completions name it as parent.
+    """
+
+    start: int
+    length: int
+    parent: int | None = None
+
+
+class PackedLayout:
+    """Who sees whom in a packed row: each segment sees its ancestors whole and itself causally.
+
+        tokens   | prompt P | c1 ... | c2 .. | c3 ....... | next prompt ...
+        keys     |<- once ->|  one call for segments of similar size: [those above, padded to P][own, padded to L]
+
+    Tokens are gathered into all calls' padded grids at once, head by head, and
+    collected at once. Padding exists only in between: padded queries are thrown away, padded keys are masked.
+    """
+
+    def __init__(self, segments: list[PackedSegment], device: torch.device | str = "cpu") -> None:
+        self.total, self.device = sum(s.length for s in segments), device
+        above: list[np.ndarray] = []  # of each segment: the places of its ancestors' tokens, from the root down
+        for segment in segments:
+            up = segment.parent
+            above.append(
+                np.empty(0, np.int64) if up is None else np.concatenate([above[up], _segment_positions(segments[up])])
+            )
+        self.segments, self._above = segments, above
+        self.calls = [
+            AttentionCall([segments[i] for i in row], [above[i] for i in row], device)
+            for row in _group_segments(segments, above)
+        ]
+        self._made: dict[tuple[str, int], _Rows] = {}  # by what and the number of heads
+
+    @cached_property
+    def states(self) -> SegmentStates:
+        """States of recurrent layers: a segment continues its parent."""
+        return SegmentStates(self.segments, self.device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        heads, shared, size = q.shape[1], k.shape[1], v.shape[2]
+        queries, keys, values = self._query_rows(heads)(q), self._context_rows(shared)(k), self._context_rows(shared)(v)
+        parts, a, b = [], 0, 0
+        for call in self.calls:
+            rows, width = call.queries.shape
+            held = call.keys.shape[1]
+            q_end, k_end = a + rows * heads * width, b + rows * shared * held
+            out = call.attend(
+                queries[a:q_end].view(rows, heads, width, -1),
+                keys[b:k_end].view(rows, shared, held, -1),
+                values[b:k_end].view(rows, shared, held, -1),
+                rule,
+            )
+            parts.append(out.reshape(-1, size))
+            a, b = q_end, k_end
+        return self._collect_rows(heads)(torch.cat(parts)).view(-1, heads, size)
+
+    def attend_latents(self, layer: int, q: Tensor, latents: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
+        return self.attend(layer, q, *up.expand(latents), rule)
+
+    def choose_keys(self, layer: int, tokens: IndexedTokens) -> Tensor:
+        """Positions [T,k] of the keys that an indexer chooses."""
+        return choose_in_pack(self.calls, tokens)
+
+    @property
+    def segment_contexts(self) -> list[tuple[PackedSegment, Tensor]]:
+        """Each segment with the places of its ancestors' tokens and its own."""
+        return [
+            (s, torch.from_numpy(np.concatenate([over, _segment_positions(s)])))
+            for s, over in zip(self.segments, self._above)
+        ]
+
+    def _query_rows(self, heads: int) -> _Rows:
+        """Tokens to the calls' queries: rows of [T*heads, D]."""
+        return self._cached_rows("queries", heads, lambda: self._rows_of("queries", "real", heads))
+
+    def _context_rows(self, heads: int) -> _Rows:
+        """Tokens to the calls' keys."""
+        return self._cached_rows("keys", heads, lambda: self._rows_of("keys", "used", heads))
+
+    def _collect_rows(self, heads: int) -> _Rows:
+        """The calls' queries back to tokens."""
+
+        def build_rows() -> _Rows:
+            spread = self._query_rows(heads)
+            place = torch.empty(self.total * heads, dtype=torch.int64)
+            place[spread.taken] = spread.users
+            return _Rows(place, torch.ones(len(place), dtype=torch.bool), spread.length, self.device)
+
+        return self._cached_rows("back", heads, build_rows)
+
+    def _rows_of(self, places: str, real: str, heads: int) -> _Rows:
+        index, counts = (
+            torch.cat([_by_head(getattr(call, name), heads) for call in self.calls]) for name in (places, real)
+        )
+        return _Rows(index, counts >= 0, self.total * heads, self.device)
+
+    def _cached_rows(self, what: str, heads: int, make: Callable[[], _Rows]) -> _Rows:
+        if (what, heads) not in self._made:
+            self._made[what, heads] = make()
+        return self._made[what, heads]
+
+
+def _segment_positions(segment: PackedSegment) -> np.ndarray:
+    return np.arange(segment.start, segment.start + segment.length)
+
+
+def _by_head(places: Tensor, heads: int) -> Tensor:
+    """[S,N] places of tokens, -1 for none -> [S*heads*N] rows of [T*heads, D]."""
+    rows = places[:, None, :] * heads + torch.arange(heads)[:, None]
+    return torch.where(places[:, None, :] < 0, -1, rows).flatten()
+
+
+class _Rows:
+    """`rows(x)` selects rows of x [T,H,D]; its backward pass is made of gathers too,
+    because who uses a row is known before.
+
+    A row that several siblings use sums their gradients in a fixed order, so the result is the same on every run.
+    """
+
+    def __init__(self, index: Tensor, counts: Tensor, total: int, device: torch.device | str) -> None:
+        """`index` [N] the rows taken, `counts` [N] False where the taken row is only padding."""
+        self.users, self.taken = counts.nonzero()[:, 0], index[counts]  # on the host
+        users = self.users[self.taken.argsort(stable=True)]
+        uses = self.taken.bincount(minlength=total)
+        first = uses.cumsum(0) - uses
+        self.index, self.length, self.total = index.to(device), len(index), total
+        self.adjoint: list[tuple[int, Tensor, Tensor]] = []  # (how often used, rows, their users)
+        for n in uses.unique().tolist():
+            rows = (uses == n).nonzero()[:, 0]
+            self.adjoint.append(
+                (n, rows.to(device), users[(first[rows][:, None] + torch.arange(n)).flatten()].to(device))
+            )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _Select.apply(x.reshape(self.total, x.shape[-1]), self)
+
+
+class _Select(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, rows: _Rows):
+        ctx.rows = rows
+        return x.index_select(0, rows.index)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        out = grad.new_empty(ctx.rows.total, grad.shape[1])
+        for n, rows, users in ctx.rows.adjoint:
+            if n == 0:
+                out.index_fill_(0, rows, 0)
+            else:
+                gathered = grad.index_select(0, users)
+                out.index_copy_(0, rows, gathered if n == 1 else gathered.view(len(rows), n, -1).sum(1))
+        return out, None
+
+
+SCORES = 1 << 20  # scores of one head that a call may have before more segments join it
+
+
+def _group_segments(segments: list[PackedSegment], above: list[np.ndarray]) -> list[list[int]]:
+    """Which segments go into one call: those of similar length under contexts of
+    similar length, so that little is padded.
+    """
+    ordered = sorted(range(len(segments)), key=lambda i: (len(above[i]).bit_length(), -segments[i].length))
+    calls: list[list[int]] = []
+    deepest = 0  # of the last call's contexts
+    for i in ordered:
+        context, length = len(above[i]), segments[i].length
+        if calls:
+            first, most = calls[-1][0], max(deepest, context)
+            longest = segments[first].length
+            alike = context.bit_length() == len(above[first]).bit_length() and length >= 0.5 * longest
+            if alike and (len(calls[-1]) + 1) * longest * (most + longest) <= SCORES:
+                calls[-1].append(i)
+                deepest = most
+                continue
+        calls.append([i])
+        deepest = context
+    return calls
+
+
+class AttentionCall:
+    """One attention call: S segments padded to L, each after the tokens above it, padded to P.
+
+    queries  [S,L]    places of the segments' tokens; a padded query repeats the last one
+    keys     [S,P+L]  places of the tokens above, then of the own ones; a padded key repeats some token
+    real, used        the same with -1 for what is only padding
+    """
+
+    def __init__(self, segments: list[PackedSegment], above: list[np.ndarray], device: torch.device | str) -> None:
+        length = torch.tensor([s.length for s in segments])[:, None]
+        depth = torch.tensor([len(places) for places in above])[:, None]
+        start = torch.tensor([s.start for s in segments])[:, None]
+        own, over = torch.arange(int(length.max())), torch.arange(int(depth.max()))
+        context = torch.full((len(segments), len(over)), -1)
+        for row, places in enumerate(above):
+            context[row, : len(places)] = torch.from_numpy(places)
+        self.queries = start + torch.minimum(own, length - 1)
+        self.real = torch.where(own < length, self.queries, -1)
+        self.keys = torch.cat([context.clamp_min(0), self.queries], 1)
+        self.used = torch.cat([context, self.real], 1)
+        self.at = (depth + own).to(device)  # [S,L] position of each query in its own sequence
+        # [S,P+L] of each key, -1 for none
+        self.of = torch.cat([torch.where(over < depth, over, -1), depth + own], 1).to(device)
+        if bool((depth == depth[0]).all()):  # one mask for all rows
+            self.at, self.of = self.at[:1], self.of[:1]
+        self._masks: dict[tuple[int | None, int | None], Tensor] = {}
+
+    def distance(self) -> Tensor:
+        """[S or 1, 1, L, P+L] from a query back to a key."""
+        return (self.at[:, :, None] - self.of[:, None])[:, None]
+
+    def attention_mask(self, rule: ScoreRule) -> Tensor:
+        """[S or 1, 1, L, P+L]: True where a query may look. A padded own key lies after every real query."""
+        if rule.reach not in self._masks:
+            seen = rule.visible(self.at[:, None, :, None], self.distance())
+            self._masks[rule.reach] = seen & (self.of >= 0)[:, None, None]
+        return self._masks[rule.reach]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        causal = self.keys.shape[1] == self.queries.shape[1] and rule.sees_all(self.queries.shape[1])
+        distance = None if rule.slopes is None else self.distance()
+        mask = None if causal else self.attention_mask(rule)
+        if mask is not None and rule.chosen is not None:
+            mask = mask & is_chosen(rule.chosen[self.queries.to(q.device)], self.of)[:, None]
+        return sdpa(q, k, v, rule, mask=mask, distance=distance, widened=is_widened(q.dtype), train=True)
