@@ -295,7 +295,7 @@ def test_a_micro_batch_joins_pixels_once_and_holds_each_picture_once(monkeypatch
     m = model()
     batch = batch_of(groups_with_images(m))
     packed = pack_samples(batch, list(range(len(batch.samples))))
-    assert len(packed.looks.images) == 3 and packed.positions.shape == (3, len(packed.tokens))
+    assert len(packed.looks.images) == 3 and packed.positions.shape == (4, len(packed.tokens))
     assert len(packed.looks.rows) == 4 + (4 + 4) + 6 + 2 * (6 + 4), (
         "siblings share the picture that they were given together"
     )

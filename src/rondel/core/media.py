@@ -32,6 +32,8 @@ class ImageProcessorConfig:
     temporal      frames of a patch; a picture repeats itself
     least, most   pixels of a picture, which is scaled to lie between
     mean, std     of the three colours, in [0, 1]
+    form          how pixels are laid out for the tower (models/vision_families.py)
+    side          pixels a side of every image where all are made squares; None: their proportions are kept
     """
 
     placeholder: int
@@ -42,6 +44,14 @@ class ImageProcessorConfig:
     most: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    form: str = "patches"
+    side: int | None = None
+
+    def normalized(self, pixels: np.ndarray) -> np.ndarray:
+        """[H, W, 3] uint8 -> fp32 of mean 0 and deviation 1 as the tower has learned them."""
+        return (pixels.astype(np.float32) * np.float32(1 / 255) - np.asarray(self.mean, np.float32)) / np.asarray(
+            self.std, np.float32
+        )
 
     @property
     def token_pixels(self) -> int:
@@ -182,6 +192,11 @@ def content_keys(tokens: Iterable[int], media: Sequence[ImagePlaceholder]) -> li
     for place in media:
         keys[place.start : place.end] = [-1 - int(place.image.digest[:15], 16)] * place.image.tokens
     return keys
+
+
+def position_rows(n: int, media: Sequence[ImagePlaceholder]) -> np.ndarray:
+    """[4, n] index of each token, and its time, row and column: a model takes the first, or the other three."""
+    return np.concatenate([np.arange(n)[None], rope_positions(n, media)])
 
 
 def rope_positions(n: int, media: Sequence[ImagePlaceholder]) -> np.ndarray:

@@ -10,8 +10,9 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedTokenizerFast
 
 from rondel.core.errors import ModelError, error_boundary
-from rondel.models import vision
+from rondel.models import random_vision
 from rondel.models.routing_tape import expert_count
+from rondel.models.vision_families import FAMILIES
 from rondel.planner.shapes import refuse_sizes
 
 CHAT = (
@@ -32,14 +33,14 @@ def character_tokenizer(beside: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([*special, *beside])
-    template = vision.CHAT if beside else CHAT
+    template = random_vision.CHAT if beside else CHAT
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>", chat_template=template
     )
 
 
 def random_tokenizer(recipe: dict[str, Any]) -> PreTrainedTokenizerFast:
-    return character_tokenizer(vision.MARKS if recipe.get("random") in vision.FAMILIES else ())
+    return character_tokenizer(random_vision.MARKS if recipe.get("random") in FAMILIES else ())
 
 
 def random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
@@ -59,8 +60,8 @@ def random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
     refuse_sizes(f"random '{kind}'", recipe)
     with error_boundary(ModelError, f"making a random '{kind}'"):
         given = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, **recipe}
-        if kind in vision.FAMILIES:
-            config, fields = vision.random_config(kind, given, tokenizer)
+        if kind in FAMILIES:
+            config, fields = random_vision.random_vision_config(kind, given, tokenizer)
         else:
             config = AutoConfig.for_model(kind, **given)
             fields = {*type(config)().to_dict(), *config.attribute_map, "head_dim"}

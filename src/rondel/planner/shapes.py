@@ -270,7 +270,7 @@ def model_shape(model: str | dict[str, Any]) -> ModelShape:
     if isinstance(model, dict):
         kind = model.get("random", model.get("model_type"))
         numbers = {k: v for k, v in model.items() if k not in ("random", "seed")}
-        # as models/vision.py makes it: the eye says what the language model reads
+        # as models/random_vision.py makes it: the eye says what the language model reads
         if "random" in model and kind in tower.DEFAULTS:
             reads = {
                 "hidden_size" if kind == "qwen2_vl" else "out_hidden_size": numbers.get(

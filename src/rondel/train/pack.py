@@ -23,8 +23,8 @@ from rondel.algos.tokens import TokenBatch
 from rondel.core import media
 from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import GREEDY, POLICY, Group, Score, Trajectory
+from rondel.models.image_features import VisionFeatures
 from rondel.models.packed_layout import PackedLayout, PackedSegment
-from rondel.models.vision import VisionFeatures
 from rondel.train.balance import PromptFamilies, balance_micro_batches, in_order
 from rondel.train.sampling_mask import SupportMask
 
@@ -220,7 +220,7 @@ def batch_of(groups: list[Group]) -> TrainBatch:
 class PackedBatch:
     """One micro-batch, ready for a forward pass.
 
-    tokens, positions  [T]   the packed row; positions are [3,T] where a picture is seen
+    tokens, positions  [T]   the packed row; positions are [4,T] where a picture is seen
     source             [M]   the packed position whose hidden state predicts the token: siblings
                        share the prompt's last one
     target             [M]   the token
@@ -325,7 +325,7 @@ def pack_samples(
         segments.append(PackedSegment(at, len(piece), above.segment))
         tokens.append(piece)
         positions.append(
-            media.rope_positions(end, sample.media)[:, first:] if pictured else np.arange(first, first + len(piece))
+            media.position_rows(end, sample.media)[:, first:] if pictured else np.arange(first, first + len(piece))
         )
         for place in sample.media:
             begin, stop = max(place.start, first), min(place.end, first + len(piece))

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from rondel.core.errors import UserError
-from rondel.core.media import Image, ImagePlaceholder, content_keys, position_shift, rope_positions
-from rondel.models.vision import ImageFeatures, VisionFeatures
+from rondel.core.media import Image, ImagePlaceholder, content_keys, position_rows, position_shift
+from rondel.models.image_features import ImageFeatures, VisionFeatures
 
 if TYPE_CHECKING:
     from rondel.core.types import Request
@@ -30,7 +30,7 @@ class RequestImages:
     """Of one request with pictures.
 
     keys       [P]    what its prompt is known by in the prefix cache
-    positions  [3,P]  of its prompt; a token behind it stands at its index + shift
+    positions  [4,P]  of its prompt; a token behind it stands at its index, and there at its index + shift
     """
 
     media: Sequence[ImagePlaceholder]
@@ -41,12 +41,12 @@ class RequestImages:
     @classmethod
     def from_request(cls, request: Request) -> RequestImages:
         tokens, media = request.tokens, request.media
-        return cls(media, content_keys(tokens, media), rope_positions(len(tokens), media), position_shift(media))
+        return cls(media, content_keys(tokens, media), position_rows(len(tokens), media), position_shift(media))
 
     def position_ids(self, first: int, end: int) -> np.ndarray:
-        """[3, end - first]"""
+        """[4, end - first]"""
         n = self.positions.shape[1]
-        behind = np.broadcast_to(np.arange(max(first, n), max(end, n)) + self.shift, (3, max(0, end - max(first, n))))
+        behind = np.arange(max(first, n), max(end, n)) + np.array([[0], *[[self.shift]] * 3])
         return np.concatenate([self.positions[:, first:end], behind], 1)
 
 
