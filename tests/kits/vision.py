@@ -18,25 +18,36 @@ from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 
 torch.set_num_threads(1)
+_QWEN3 = dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=64, num_position_embeddings=64)
 EYES = {
     "qwen2_vl": dict(depth=2, embed_dim=32, num_heads=2, mlp_ratio=2),
     "qwen2_5_vl": dict(
         depth=2, hidden_size=32, num_heads=2, intermediate_size=64, fullatt_block_indexes=[1], window_size=56
     ),
-    "qwen3_vl": dict(
-        depth=2,
-        hidden_size=32,
-        num_heads=2,
-        intermediate_size=64,
-        deepstack_visual_indexes=[0],
-        num_position_embeddings=64,
-    ),
+    "qwen3_vl": _QWEN3 | {"deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": _QWEN3 | {"deepstack_visual_indexes": [0]},
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
 }
-MORE = {"qwen3_vl": {"head_dim": 16}}
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+_LINEAR = dict(
+    head_dim=32, num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=16,
+    linear_conv_kernel_dim=4,
+)  # fmt: skip
+MORE = {
+    "qwen3_vl": {"head_dim": 16},
+    "qwen3_vl_moe": {"head_dim": 16, **_EXPERTS},
+    "qwen3_5": _LINEAR,
+    "qwen3_5_moe": {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 32},
+}
 
 
 def recipe(kind: str = "qwen2_5_vl", **more) -> dict:
-    return {"random": kind, **SIZE, **MORE.get(kind, {}), "vision_config": EYES[kind], **more}
+    sizes = SIZE | MORE.get(kind, {})
+    if kind == "qwen3_5_moe":  # every layer has experts alone
+        sizes.pop("intermediate_size")
+    return {"random": kind, **sizes, "vision_config": EYES[kind], **more}
 
 
 @cache

@@ -28,6 +28,7 @@ from rondel.train.step_metrics import StepMetricSums
 
 KINDS = sorted(EYES)
 LIMIT = 1e-4
+KEYS = {"qwen3_vl_moe": 51}  # of the first request: under 31 its policy draws a placeholder
 
 
 def streams(m):
@@ -41,7 +42,7 @@ def test_engine_trainer_and_transformers_agree(kind):
     m = model(kind)
     given = streams(m)
     e = watched(engine(m, prefill_tokens=7))  # chunks that cut pictures
-    done = asyncio.run(all_of(e, [ask(*g, key=i + 31) for i, g in enumerate(given)]))
+    done = asyncio.run(all_of(e, [ask(*g, key=i + KEYS.get(kind, 31)) for i, g in enumerate(given)]))
     idle(e)
     assert e.runner.eyes.looked == 2, "two different pictures in three prompts"
     assert not any(m.sight.placeholder in d.tokens for d in done), "transformers could not judge it"
@@ -128,6 +129,24 @@ def test_patches_are_those_of_the_processor_of_transformers():
 
 
 # -- the prefix cache ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "qwen2_5_vl"])
+def test_each_family_finds_its_image_cached_and_takes_no_other(kind):
+    """The same tokens under two images: a hit answers like a cold start, a swapped image is computed anew."""
+    m = model(kind)
+    a, b = image(m, 1), image(m, 2)
+    prompts = [stream(m, 4, picture, 20, seed=5) for picture in (a, b, a)]
+    e = watched(engine(m))
+    first, other, again = (asyncio.run(e.generate(ask(*prompt))) for prompt in prompts)
+    assert first.cached_tokens == 0 and again.cached_tokens == len(prompts[0][0]) - 1 and e.runner.eyes.looked == 2
+    assert other.cached_tokens == (0 if m.state_bytes else 4), "what stands before the image, where no state is kept"
+    assert again.tokens == first.tokens and again.logprobs == pytest.approx(first.logprobs, abs=1e-5)
+    assert other.logprobs != pytest.approx(first.logprobs, abs=1e-3)
+    cold = asyncio.run(engine(m).generate(ask(*prompts[1])))
+    assert other.tokens == cold.tokens and other.logprobs == pytest.approx(cold.logprobs, abs=1e-5)
+    idle(e)
 
 
 def test_another_picture_is_another_prefix_and_the_same_one_is_shared():
@@ -272,7 +291,10 @@ def gradient(t, batch: TrainBatch, *, budget: int = 10**6, share: bool = True) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "trained"), [("qwen2_5_vl", False), ("qwen3_vl", True)])
+@pytest.mark.parametrize(
+    ("kind", "trained"),
+    [("qwen2_5_vl", False), ("qwen3_vl", True), ("qwen3_vl_moe", False), ("qwen3_5", True), ("qwen3_5_moe", False)],
+)
 def test_the_gradient_does_not_depend_on_the_cut(kind, trained):
     """Law 3 with pictures, the tower frozen or not: against one sample at a time with nothing shared."""
     m = model(kind)
@@ -284,11 +306,12 @@ def test_the_gradient_does_not_depend_on_the_cut(kind, trained):
     assert t.weights.gradient_norm() > 0 and len(exact) == sum(p.numel() for p in m.model.parameters()) - (
         0 if trained else eye
     )
+    limit = 1e-5 if m.state_bytes else 1e-6  # a recurrence adds up in another order
     for budget, share in ((10**6, True), (40, True), (25, False)):
         got = gradient(t, batch_of(groups), budget=budget, share=share)
-        assert (got - exact).norm() <= 1e-6 * exact.norm()
+        assert (got - exact).norm() <= limit * exact.norm()
     got = gradient(t, batch_of(groups[::-1]))
-    assert (got - exact).norm() <= 1e-6 * exact.norm()
+    assert (got - exact).norm() <= limit * exact.norm()
 
 
 def test_a_micro_batch_joins_pixels_once_and_holds_each_picture_once(monkeypatch):

@@ -34,6 +34,8 @@ RECURRENT_KINDS = frozenset(
         "minimax",
         "nemotron_h",
         "olmo_hybrid",
+        "qwen3_5",
+        "qwen3_5_moe",
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_next",
@@ -99,9 +101,6 @@ REMEDY = (
     "equal in docs/families.md."
 )
 ODD = {
-    **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_moe"), "its recurrent layers are carried for models of text alone (qwen3_5_text)"
-    ),
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"), "its indexer chooses blocks of averaged keys, and some layers embed n-grams"
     ),

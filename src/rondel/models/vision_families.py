@@ -41,5 +41,8 @@ FAMILIES: dict[str, VisionFamily] = {
     "qwen2_vl": replace(_QWEN2, width="hidden_size"),
     "qwen2_5_vl": _QWEN2,
     "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
 }
 FORMS: dict[str, ImageForm] = {family.form.name: family.form for family in FAMILIES.values()}

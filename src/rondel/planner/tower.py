@@ -10,6 +10,14 @@ from typing import Any
 
 # What transformers' configs leave unsaid, beside three facts that stand in none: what its
 # norms and its patches have, and its feed-forward.
+_QWEN3 = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "out_hidden_size": 3584,
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "hidden_size": 3584, "patch_size": 14},
     "qwen2_5_vl": {
@@ -19,15 +27,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "out_hidden_size": 3584,
         "patch_size": 14,
     },
-    "qwen3_vl": {
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "out_hidden_size": 3584,
-        "patch_size": 16,
-        "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": (8, 16, 24),
-    },
+    "qwen3_vl": {**_QWEN3, "deepstack_visual_indexes": (8, 16, 24)},
+    "qwen3_vl_moe": {**_QWEN3, "deepstack_visual_indexes": (8, 16, 24)},
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
 }
 
 
