@@ -34,6 +34,9 @@ class ImageProcessorConfig:
     mean, std     of the three colours, in [0, 1]
     form          how pixels are laid out for the tower (models/vision_families.py)
     side          pixels a side of every image where all are made squares; None: their proportions are kept
+    resample      how an image is scaled, as Pillow names it
+    frame         tokens around an image where the chat template writes the first of them alone
+    mutual        the tokens of an image attend to each other, also to those behind them
     """
 
     placeholder: int
@@ -46,12 +49,22 @@ class ImageProcessorConfig:
     std: tuple[float, ...]
     form: str = "patches"
     side: int | None = None
+    resample: str = "bicubic"
+    frame: tuple[int, int] | None = None
+    mutual: bool = False
 
     def normalized(self, pixels: np.ndarray) -> np.ndarray:
         """[H, W, 3] uint8 -> fp32 of mean 0 and deviation 1 as the tower has learned them."""
         return (pixels.astype(np.float32) * np.float32(1 / 255) - np.asarray(self.mean, np.float32)) / np.asarray(
             self.std, np.float32
         )
+
+    def frame_images(self, text: str, tokenizer: Any) -> str:
+        """What a chat template writes, each image as the family's processor writes it: one placeholder in its frame."""
+        if self.frame is None:
+            return text
+        begin, slot, end = tokenizer.convert_ids_to_tokens([self.frame[0], self.placeholder, self.frame[1]])
+        return text.replace(begin, f"\n\n{begin}{slot}{end}\n\n")
 
     @property
     def token_pixels(self) -> int:
@@ -62,6 +75,8 @@ class ImageProcessorConfig:
         """(width, height) at which a picture is seen: whole cells, its proportions kept as
         far as they go, between least and most.
         """
+        if self.side is not None:
+            return self.side, self.side
         if max(width, height) > LONGEST * min(width, height):
             raise ValueError(
                 f"an image of {width}x{height} pixels is more than {LONGEST} times as long as wide; cut it"

@@ -105,6 +105,7 @@ def rondel_attention(
         kwargs.get("s_aux"),
         kwargs.get("alibi_slopes"),
         _chosen_keys(kwargs.get("indices")),
+        kwargs.get("image_of_token"),
     )
     up = getattr(module, "up_projection", None)
     out = layout.attend(layer, q, k, v, rule) if up is None else layout.attend_latents(layer, q, k[:, 0], up, rule)

@@ -36,7 +36,13 @@ class ImageFeatures:
 
 @dataclass(slots=True)
 class VisionFeatures:
-    """Features and the packed rows, ascending, that they belong to."""
+    """Features and the packed rows, ascending, that they belong to, and which image each row is of; None: all of one."""
 
     rows: Tensor  # [n]
     features: ImageFeatures
+    images: Tensor | None = None  # [n] a number for each image and place
+
+    def image_numbers(self, total: int) -> Tensor:
+        """[T] the image of each packed token, -1 for text."""
+        numbers = torch.full((total,), -1, dtype=torch.int64, device=self.rows.device)
+        return numbers.index_copy(0, self.rows, torch.zeros_like(self.rows) if self.images is None else self.images)

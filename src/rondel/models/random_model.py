@@ -21,7 +21,7 @@ CHAT = (
 )
 
 
-def character_tokenizer(beside: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+def character_tokenizer(beside: Sequence[str] = (), template: str | None = None) -> PreTrainedTokenizerFast:
     """One token a printable character, four for the roles and one for the end; `beside`
     what stands for pictures, behind them all.
     """
@@ -33,14 +33,19 @@ def character_tokenizer(beside: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([*special, *beside])
-    template = random_vision.CHAT if beside else CHAT
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>", chat_template=template
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        unk_token="<unk>",
+        chat_template=template or (random_vision.CHAT if beside else CHAT),
     )
 
 
 def random_tokenizer(recipe: dict[str, Any]) -> PreTrainedTokenizerFast:
-    return character_tokenizer(random_vision.MARKS if recipe.get("random") in FAMILIES else ())
+    kind = recipe.get("random")
+    if kind not in FAMILIES:
+        return character_tokenizer()
+    return character_tokenizer(random_vision.MARKS, random_vision.chat_template(kind))
 
 
 def random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:

@@ -19,6 +19,11 @@ CHAT = (
 )
 
 
+def chat_template(kind: Any) -> str:
+    """A processor writes the frame of an image where the template does not."""
+    return CHAT if FAMILIES[kind].mrope else CHAT.replace("<|vision_start|><|image_pad|><|vision_end|>", MARKS[0])
+
+
 def random_vision_config(kind: str, given: dict[str, Any], tokenizer: Any) -> tuple[Any, set[str]]:
     """Keys of the language model as for any family, those of the tower in `vision_config`.
     -> the config, and the keys that it has.
@@ -35,18 +40,18 @@ def random_vision_config(kind: str, given: dict[str, Any], tokenizer: Any) -> tu
         text.setdefault("rope_parameters", _rope_parameters(plain.text_config, text))
     if family.width is not None:
         tower.setdefault(family.width, text.get("hidden_size", plain.text_config.hidden_size))
-    start, end, image, video = tokenizer.convert_tokens_to_ids(list(MARKS))
+    outer = plain.to_dict().keys() - known  # of the model as a whole
+    begin, end, image, video = tokenizer.convert_tokens_to_ids(list(MARKS))
     config = AutoConfig.for_model(
         kind,
         text_config={k: v for k, v in text.items() if k in known},
         vision_config=tower,
         tie_word_embeddings=bool(text.get("tie_word_embeddings", False)),
-        image_token_id=image,
-        video_token_id=video,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
+        **dict(zip(family.marks, (begin, end, image))),
+        **({"video_token_id": video} if "video_token_id" in outer else {}),
+        **{k: v for k, v in text.items() if k in outer},
     )
-    return config, known
+    return config, known | outer
 
 
 def _rope_parameters(plain: Any, text: dict[str, Any]) -> dict[str, Any]:

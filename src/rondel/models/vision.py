@@ -29,6 +29,13 @@ def vision_tower(model: Any) -> nn.Module:
     return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
 
 
+def fill_projections(model: Any) -> None:
+    """Random numbers where a tower's projection starts at zero: a random model would see nothing."""
+    for parameter in vision_tower(model).parameters():
+        if parameter.ndim == 2 and not parameter.any():
+            nn.init.normal_(parameter, std=parameter.shape[0] ** -0.5)
+
+
 def encode_images(model: Any, sight: ImageProcessorConfig, images: Sequence[Image]) -> ImageFeatures:
     """The cells of all images behind each other; their pixels are joined once."""
     parameter = next(vision_tower(model).parameters())
@@ -45,7 +52,8 @@ def image_patches(image: Image, sight: ImageProcessorConfig) -> np.ndarray:
 
 def hidden_states(model: Any, tokens: Tensor, positions: Tensor, seen: VisionFeatures | None) -> Tensor:
     """Last hidden states of packed tokens: [T], [T] or [4,T] (core/media.py: position_rows) -> [T, D]."""
-    inner, more, family = model.base_model, {}, FAMILIES[model.config.model_type]
+    inner, family = model.base_model, FAMILIES[model.config.model_type]
+    more: dict[str, Any] = {}
     embedded = inner.get_input_embeddings()(tokens)
     if seen is not None:
         embedded = embedded.index_copy(0, seen.rows, seen.features.main.to(embedded.dtype))
@@ -53,6 +61,8 @@ def hidden_states(model: Any, tokens: Tensor, positions: Tensor, seen: VisionFea
             mask = torch.zeros(1, len(tokens), dtype=torch.bool, device=tokens.device)
             mask[0, seen.rows] = True
             more = {"visual_pos_masks": mask, "deepstack_visual_embeds": list(seen.features.deep)}
+        if family.mutual:
+            more["image_of_token"] = seen.image_numbers(len(tokens))
     rows = positions if positions.ndim == 2 else positions.expand(4, -1)
     at = rows[1:, None] if family.mrope else rows[:1]
     return (
@@ -73,6 +83,7 @@ def sight_of(config: Any, folder: str | Path | None = None) -> ImageProcessorCon
         mean=tuple(given.get("image_mean") or family.pixels.mean),
         std=tuple(given.get("image_std") or family.pixels.std),
         form=family.form.name,
+        mutual=family.mutual,
     )
 
 

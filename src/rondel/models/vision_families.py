@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from rondel.models.image_form import ImageForm, PixelDefaults
 from rondel.models.patch_grids import PatchGrids
+from rondel.models.square_images import SquareImages
 
 HALF = PixelDefaults()
 CLIP = PixelDefaults((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), 56 * 56, 28 * 28 * 1280)
@@ -24,6 +25,8 @@ class VisionFamily:
     width   key of the vision config that is the width of the features; None where a projector sees to it
     pixels  what holds of images where the model's folder does not say
     mrope   a token's position is a time, a row and a column (M-RoPE); else it is its index
+    mutual  the tokens of an image attend to each other, also to those behind them
+    marks   keys of the config, each the id of a token: begin and end of an image, its placeholder
     """
 
     form: ImageForm
@@ -32,6 +35,8 @@ class VisionFamily:
     width: str | None = "out_hidden_size"
     pixels: PixelDefaults = HALF
     mrope: bool = True
+    mutual: bool = False
+    marks: tuple[str, str, str] = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
 
 
 _QWEN3 = VisionFamily(PatchGrids())
@@ -44,5 +49,13 @@ FAMILIES: dict[str, VisionFamily] = {
     "qwen3_vl_moe": _QWEN3,
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
+    "gemma3": VisionFamily(
+        SquareImages(),
+        tower=("vision_tower", "multi_modal_projector"),
+        width=None,
+        mrope=False,
+        mutual=True,
+        marks=("boi_token_index", "eoi_token_index", "image_token_index"),
+    ),
 }
 FORMS: dict[str, ImageForm] = {family.form.name: family.form for family in FAMILIES.values()}

@@ -115,6 +115,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {**_QWEN2_VL, "qkv_bias": True},
     "qwen3_vl": {**_QWEN, "own_head_dim": 128, "qk_norm": True},
     "gemma2": _GEMMA,
+    "gemma3": {**_GEMMA, "vocab_size": 262208, "qk_norm": True},
     "gemma3_text": {**_GEMMA, "vocab_size": 262208, "qk_norm": True},
     "phi3": {**_LLAMA, "hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32064},
     "gpt_oss": {

@@ -244,7 +244,11 @@ class PackedBatch:
         return (
             None
             if self.looks is None
-            else VisionFeatures(self.looks.rows, loaded.encode_images(self.looks.images).select_rows(self.looks.cells))
+            else VisionFeatures(
+                self.looks.rows,
+                loaded.encode_images(self.looks.images).select_rows(self.looks.cells),
+                self.looks.numbers,
+            )
         )
 
 
@@ -257,6 +261,7 @@ class ImageLookups:
     images: list[Image]
     rows: Tensor  # [n] ascending
     cells: Tensor  # [n]
+    numbers: Tensor  # [n] of the image and its place
 
 
 def micro_batches(
@@ -380,7 +385,9 @@ def _image_lookups(looked: list[tuple[int, ImagePlaceholder, int, int]], device:
     begins = {digest: end - image.tokens for (digest, image), end in zip(images.items(), ends)}
     rows = [np.arange(row, row + end - begin) for row, _, begin, end in looked]
     cells = [np.arange(begin, end) + begins[place.image.digest] for _, place, begin, end in looked]
-    return ImageLookups(list(images.values()), _concat_tensor(rows, device), _concat_tensor(cells, device))
+    numbers = [np.full(end - begin, i) for i, (_, _, begin, end) in enumerate(looked)]
+    at_rows, at_cells, of_images = (_concat_tensor(pieces, device) for pieces in (rows, cells, numbers))
+    return ImageLookups(list(images.values()), at_rows, at_cells, of_images)
 
 
 def _checked_support(trajectory: Trajectory, trainable: np.ndarray, name: str) -> list[np.ndarray | None]:
