@@ -12,6 +12,7 @@ import torch
 
 from kits.engine import SIZE, all_of, ask, engine, idle, prompt, tiny
 from kits.vision import EYES
+from kits.vision import recipe as seeing
 from rondel.core.errors import ModelError
 from rondel.models.architectures import RECURRENT_KINDS, REMEDY
 from rondel.models.load import load_model
@@ -254,9 +255,8 @@ FAMILIES = {
     "phi3": SIZE | WINDOW,
     "phimoe": SIZE | EXPERTS | {"num_local_experts": 4},
     "qwen2": SIZE,
-    "qwen2_5_vl": SIZE | {"vision_config": EYES["qwen2_5_vl"]},
+    **{kind: {k: v for k, v in seeing(kind).items() if k != "random"} for kind in EYES},
     "qwen2_moe": SIZE | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
-    "qwen2_vl": SIZE | {"vision_config": EYES["qwen2_vl"]},
     "qwen3": SIZE | HEAD,
     "qwen3_5_moe_text": {k: v for k, v in MIXING.items() if k != "intermediate_size"}
     | LINEAR
@@ -267,7 +267,6 @@ FAMILIES = {
     "qwen3_5_text": MIXING | LINEAR | HEAD,
     "qwen3_moe": SIZE | HEAD | EXPERTS | FEW,
     "qwen3_next": MIXING | LINEAR | HEAD | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
-    "qwen3_vl": SIZE | HEAD | {"vision_config": EYES["qwen3_vl"]},
     "recurrent_gemma": {k: v for k, v in SIZE.items() if k != "max_position_embeddings"}
     | WINDOW
     | {"num_hidden_layers": 3, "num_key_value_heads": 1, "block_types": ["recurrent", "attention", "recurrent"]},
@@ -322,7 +321,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "llava": ({}, "looks at images in a way of its own"),
     "modernbert-decoder": ({"pad_token_id": 0}, "head"),
     "openai-gpt": ({}, INTERFACE),
-    "qwen3_5": ({}, "for models of text alone"),
     "qwen4_exp_text": ({}, "blocks of averaged keys"),
     "roberta": ({}, "an encoder"),
     "t5": ({}, "encoder-decoder"),

@@ -18,25 +18,52 @@ from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 
 torch.set_num_threads(1)
+_QWEN3 = dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=64, num_position_embeddings=64)
 EYES = {
     "qwen2_vl": dict(depth=2, embed_dim=32, num_heads=2, mlp_ratio=2),
     "qwen2_5_vl": dict(
         depth=2, hidden_size=32, num_heads=2, intermediate_size=64, fullatt_block_indexes=[1], window_size=56
     ),
-    "qwen3_vl": dict(
-        depth=2,
+    "qwen3_vl": _QWEN3 | {"deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": _QWEN3 | {"deepstack_visual_indexes": [0]},
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
+    "gemma3": dict(
         hidden_size=32,
-        num_heads=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
         intermediate_size=64,
-        deepstack_visual_indexes=[0],
-        num_position_embeddings=64,
+        image_size=48,
+        patch_size=8,
+        vision_use_head=False,
     ),
 }
-MORE = {"qwen3_vl": {"head_dim": 16}}
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+_LINEAR = dict(
+    head_dim=32, num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=16,
+    linear_conv_kernel_dim=4,
+)  # fmt: skip
+MORE = {
+    "qwen3_vl": {"head_dim": 16},
+    "qwen3_vl_moe": {"head_dim": 16, **_EXPERTS},
+    "qwen3_5": _LINEAR,
+    "gemma3": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mm_tokens_per_image": 9,
+    },
+    "qwen3_5_moe": {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 32},
+}
 
 
 def recipe(kind: str = "qwen2_5_vl", **more) -> dict:
-    return {"random": kind, **SIZE, **MORE.get(kind, {}), "vision_config": EYES[kind], **more}
+    sizes = SIZE | MORE.get(kind, {})
+    if kind == "qwen3_5_moe":  # every layer has experts alone
+        sizes.pop("intermediate_size")
+    return {"random": kind, **sizes, "vision_config": EYES[kind], **more}
 
 
 @cache
@@ -58,7 +85,10 @@ def model(kind: str = "qwen2_5_vl") -> LoadedModel:
 
 
 def image(loaded: LoadedModel, seed: int, rows: int = 2, columns: int = 2) -> Image:
+    """Random pixels; where all images are made squares, of that size."""
     cell = loaded.sight.token_pixels
+    if loaded.sight.side is not None:
+        rows = columns = loaded.sight.side // cell
     return Image.from_pixels(
         np.random.default_rng(seed).integers(0, 256, (rows * cell, columns * cell, 3), dtype=np.uint8), cell
     )
@@ -98,23 +128,22 @@ def own_logprobs(loaded: LoadedModel, rows: list[tuple[list[int], list[ImagePlac
     padded batch, positions its own affair.
     """
     width = max(len(tokens) for tokens, _ in rows)
-    ids, mask, kinds = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(3))
-    pixels, grids = [], []
+    ids, mask = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(2))
+    more: dict[str, list[torch.Tensor]] = {}
+    pictured = any(media for _, media in rows)
+    kinds = "mm_token_type_ids" if loaded.sight.side is None else "token_type_ids"
     for i, (tokens, media) in enumerate(rows):
         ids[i, : len(tokens)], mask[i, : len(tokens)] = torch.tensor(tokens), 1
-        if media:
-            given = vision.as_given(loaded.sight, tokens, media)
-            kinds[i, : len(tokens)] = given["mm_token_type_ids"][0]
-            pixels.append(given["pixel_values"])
-            grids.append(given["image_grid_thw"])
-    more = (
-        {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids), "mm_token_type_ids": kinds}
-        if pixels
-        else {}
-    )
+        given = vision.as_given(loaded.sight, tokens, media) if media else {}
+        if pictured:
+            own = given.pop(kinds, torch.zeros(1, len(tokens), dtype=torch.int64))
+            more.setdefault(kinds, []).append(torch.nn.functional.pad(own, (0, width - len(tokens))))
+        for name, value in given.items():
+            more.setdefault(name, []).append(value)
     other = copy.deepcopy(loaded.model)
     other.set_attn_implementation("eager")
-    logits = other(ids, attention_mask=mask, use_cache=False, **more).logits.double().log_softmax(-1)
+    joined = {name: torch.cat(values) for name, values in more.items()}
+    logits = other(ids, attention_mask=mask, use_cache=False, **joined).logits.double().log_softmax(-1)
     return [
         logits[i, : len(tokens) - 1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
         for i, (tokens, _) in enumerate(rows)

@@ -89,7 +89,7 @@ def test_the_window_matters_here(kind, key):
     """
     loaded = model(kind)
     row = prompt(7, 40)
-    config, text = loaded.model.config, plain_logits(loaded, row)
+    config, text = loaded.model.config.get_text_config(), plain_logits(loaded, row)
     was = getattr(config, key)
     owners = [config, *(m for m in loaded.model.modules() if getattr(m, key, None))]
     for owner in owners:

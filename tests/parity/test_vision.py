@@ -13,13 +13,14 @@ from PIL import Image as Pillow
 from kits.engine import all_of, engine, idle, watched
 from kits.train import row, trainer
 from kits.vision import EYES, ask, groups_with_images, image, model, own_logprobs, recipe, stream, trajectory
-from rondel.core.errors import ModelError, UserError
+from rondel.core.errors import ConfigError, ModelError, UserError
 from rondel.core.media import rope_positions
 from rondel.core.types import Group, Sampling, Score, Task
 from rondel.generate.envs.chat import TokenChat
 from rondel.models import vision
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.load import load_model
+from rondel.models.vision_families import FAMILIES
 from rondel.train import annotate as notes
 from rondel.train import pack as packing
 from rondel.train.advantages import compute_advantages
@@ -28,6 +29,7 @@ from rondel.train.step_metrics import StepMetricSums
 
 KINDS = sorted(EYES)
 LIMIT = 1e-4
+KEYS = {"qwen3_vl_moe": 51}  # of the first request: under 31 its policy draws a placeholder
 
 
 def streams(m):
@@ -41,7 +43,7 @@ def test_engine_trainer_and_transformers_agree(kind):
     m = model(kind)
     given = streams(m)
     e = watched(engine(m, prefill_tokens=7))  # chunks that cut pictures
-    done = asyncio.run(all_of(e, [ask(*g, key=i + 31) for i, g in enumerate(given)]))
+    done = asyncio.run(all_of(e, [ask(*g, key=i + KEYS.get(kind, 31)) for i, g in enumerate(given)]))
     idle(e)
     assert e.runner.eyes.looked == 2, "two different pictures in three prompts"
     assert not any(m.sight.placeholder in d.tokens for d in done), "transformers could not judge it"
@@ -97,7 +99,7 @@ def test_positions_and_pictures_are_what_makes_them_agree():
     assert max(abs(np.subtract(plain.tolist(), right))) > 0.01
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if FAMILIES[kind].mrope])
 def test_positions_are_those_of_transformers(kind):
     m = model(kind)
     for tokens, media in streams(m)[:2]:
@@ -127,7 +129,70 @@ def test_patches_are_those_of_the_processor_of_transformers():
         assert np.abs(vision.image_patches(ours, sight) - given["pixel_values"]).max() < 1e-5
 
 
+@pytest.mark.slow
+def test_squares_are_those_of_the_processor_of_transformers():
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    from rondel.generate.pictures import seen_as
+
+    sight = model("gemma3").sight
+    theirs = Gemma3ImageProcessorPil(size={"height": sight.side, "width": sight.side})
+    for width, height in ((48, 48), (100, 37), (613, 801), (20, 9)):
+        raw = Pillow.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
+        ours = vision.image_patches(seen_as(raw, sight), sight)
+        assert np.abs(ours - theirs(raw, return_tensors="np")["pixel_values"]).max() < 1e-5
+
+
+def test_an_image_stands_in_the_frame_that_the_processor_writes():
+    """The template writes one mark, the processor of the family two breaks, the mark, the placeholders and the end."""
+    m = model("gemma3")
+    chat = TokenChat(m.tokenizer, engine(m).generate, sampling=Sampling(), key=int, max_context=512, sight=m.sight)
+    raw = np.random.default_rng(1).integers(0, 256, (30, 70, 3), dtype=np.uint8)
+    chat.give([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "image": raw}]}])
+    begin, slot, end = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+    text = f"<user>a\n\n{begin}{slot * 9}{end}\n\n<assistant>"
+    assert chat.trajectory.tokens == m.tokenizer.encode(text, add_special_tokens=False)
+    [place] = chat.trajectory.media
+    assert chat.trajectory.tokens[place.start : place.end] == [m.sight.placeholder] * 9
+
+
+def test_image_tokens_that_attend_both_ways_are_noticed():
+    """Without those behind a token in its image the logprobs differ, in the trainer's pass and in the engine's."""
+    m = model("gemma3")
+    tokens, media = stream(m, 3, image(m, 1), 6)
+    [right] = own_logprobs(m, [(tokens, media)])
+    ids, place = torch.tensor(tokens), media[0]
+    features = m.encode_images([place.image])
+    for images, agrees in ((None, True), (torch.arange(place.image.tokens), False)):
+        seen = vision.VisionFeatures(torch.arange(place.start, place.end), features, images)
+        layout = packing.PackedLayout([packing.PackedSegment(0, len(ids))])
+        with torch.no_grad():
+            hidden = m.hidden_states(ids, torch.arange(len(ids)), layout, seen=seen)
+            ours = m.head.logits(hidden).log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+        assert (max(abs(np.subtract(ours.tolist(), right))) < LIMIT) == agrees
+    with pytest.raises(ConfigError, match=r"engine.numerics = 'aligned': the image tokens of .* behind them"):
+        align_numerics(m)
+
+
 # -- the prefix cache ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "qwen2_5_vl"])
+def test_each_family_finds_its_image_cached_and_takes_no_other(kind):
+    """The same tokens under two images: a hit answers like a cold start, a swapped image is computed anew."""
+    m = model(kind)
+    a, b = image(m, 1), image(m, 2)
+    prompts = [stream(m, 4, picture, 20, seed=5) for picture in (a, b, a)]
+    e = watched(engine(m))
+    first, other, again = (asyncio.run(e.generate(ask(*prompt))) for prompt in prompts)
+    assert first.cached_tokens == 0 and again.cached_tokens == len(prompts[0][0]) - 1 and e.runner.eyes.looked == 2
+    assert other.cached_tokens == (0 if m.state_bytes else 4), "what stands before the image, where no state is kept"
+    assert again.tokens == first.tokens and again.logprobs == pytest.approx(first.logprobs, abs=1e-5)
+    assert other.logprobs != pytest.approx(first.logprobs, abs=1e-3)
+    cold = asyncio.run(engine(m).generate(ask(*prompts[1])))
+    assert other.tokens == cold.tokens and other.logprobs == pytest.approx(cold.logprobs, abs=1e-5)
+    idle(e)
 
 
 def test_another_picture_is_another_prefix_and_the_same_one_is_shared():
@@ -272,7 +337,17 @@ def gradient(t, batch: TrainBatch, *, budget: int = 10**6, share: bool = True) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "trained"), [("qwen2_5_vl", False), ("qwen3_vl", True)])
+@pytest.mark.parametrize(
+    ("kind", "trained"),
+    [
+        ("qwen2_5_vl", False),
+        ("qwen3_vl", True),
+        ("qwen3_vl_moe", False),
+        ("qwen3_5", True),
+        ("qwen3_5_moe", False),
+        ("gemma3", True),
+    ],
+)
 def test_the_gradient_does_not_depend_on_the_cut(kind, trained):
     """Law 3 with pictures, the tower frozen or not: against one sample at a time with nothing shared."""
     m = model(kind)
@@ -284,18 +359,19 @@ def test_the_gradient_does_not_depend_on_the_cut(kind, trained):
     assert t.weights.gradient_norm() > 0 and len(exact) == sum(p.numel() for p in m.model.parameters()) - (
         0 if trained else eye
     )
+    limit = 1e-5 if m.state_bytes else 1e-6  # a recurrence adds up in another order
     for budget, share in ((10**6, True), (40, True), (25, False)):
         got = gradient(t, batch_of(groups), budget=budget, share=share)
-        assert (got - exact).norm() <= 1e-6 * exact.norm()
+        assert (got - exact).norm() <= limit * exact.norm()
     got = gradient(t, batch_of(groups[::-1]))
-    assert (got - exact).norm() <= 1e-6 * exact.norm()
+    assert (got - exact).norm() <= limit * exact.norm()
 
 
 def test_a_micro_batch_joins_pixels_once_and_holds_each_picture_once(monkeypatch):
     m = model()
     batch = batch_of(groups_with_images(m))
     packed = pack_samples(batch, list(range(len(batch.samples))))
-    assert len(packed.looks.images) == 3 and packed.positions.shape == (3, len(packed.tokens))
+    assert len(packed.looks.images) == 3 and packed.positions.shape == (4, len(packed.tokens))
     assert len(packed.looks.rows) == 4 + (4 + 4) + 6 + 2 * (6 + 4), (
         "siblings share the picture that they were given together"
     )
@@ -348,10 +424,11 @@ def test_who_cannot_look_says_so():
         t.extend(tokens[:6], media=media)
 
 
-def test_a_saved_model_is_loaded_as_it_was(tmp_path):
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_a_saved_model_is_loaded_as_it_was(kind, tmp_path):
     from rondel.models.save import save_model
 
-    m = model("qwen3_vl")
+    m = model(kind)
     save_model(m, tmp_path)
     again = load_model(str(tmp_path), dtype="float32")
     tokens, media = stream(m, 3, image(m, 1), 4)

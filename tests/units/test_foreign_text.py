@@ -39,7 +39,7 @@ from rondel.generate.envs.sources import load_tasks
 from rondel.generate.envs.template import Template
 from rondel.generate.envs.tools import Tools
 from rondel.models.random_model import character_tokenizer
-from rondel.models.vision import MARKS
+from rondel.models.random_vision import MARKS
 from rondel.score.judge import Judge
 from rondel.score.remote import RemoteReward
 from rondel.score.result import read_score

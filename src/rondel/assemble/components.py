@@ -32,6 +32,7 @@ from rondel.core.config.section import SettingsFault, read_settings, split_kind
 from rondel.core.config.validation_messages import explain_settings
 from rondel.core.errors import ConfigError, DataError, SandboxError, TemplateError, error_boundary
 from rondel.core.events import Warned, emit
+from rondel.core.media import ImageProcessorConfig
 from rondel.core.protocols import Env, Filter, MultiTurnEnv, PromptedEnv
 from rondel.core.registry import (
     find_registered,
@@ -65,7 +66,6 @@ from rondel.generate.envs.tools import Tools
 from rondel.generate.envs.verifiers import agent_of_verifiers
 from rondel.models import adapters, nf4
 from rondel.models.load import tokenizer_of
-from rondel.models.vision import ImageProcessorConfig
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.probe import find_isolation
 from rondel.score import examine_task

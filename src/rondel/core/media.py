@@ -32,6 +32,11 @@ class ImageProcessorConfig:
     temporal      frames of a patch; a picture repeats itself
     least, most   pixels of a picture, which is scaled to lie between
     mean, std     of the three colours, in [0, 1]
+    form          how pixels are laid out for the tower (models/vision_families.py)
+    side          pixels a side of every image where all are made squares; None: their proportions are kept
+    resample      how an image is scaled, as Pillow names it
+    frame         tokens around an image where the chat template writes the first of them alone
+    mutual        the tokens of an image attend to each other, also to those behind them
     """
 
     placeholder: int
@@ -42,6 +47,24 @@ class ImageProcessorConfig:
     most: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    form: str = "patches"
+    side: int | None = None
+    resample: str = "bicubic"
+    frame: tuple[int, int] | None = None
+    mutual: bool = False
+
+    def normalized(self, pixels: np.ndarray) -> np.ndarray:
+        """[H, W, 3] uint8 -> fp32 of mean 0 and deviation 1 as the tower has learned them."""
+        return (pixels.astype(np.float32) * np.float32(1 / 255) - np.asarray(self.mean, np.float32)) / np.asarray(
+            self.std, np.float32
+        )
+
+    def frame_images(self, text: str, tokenizer: Any) -> str:
+        """What a chat template writes, each image as the family's processor writes it: one placeholder in its frame."""
+        if self.frame is None:
+            return text
+        begin, slot, end = tokenizer.convert_ids_to_tokens([self.frame[0], self.placeholder, self.frame[1]])
+        return text.replace(begin, f"\n\n{begin}{slot}{end}\n\n")
 
     @property
     def token_pixels(self) -> int:
@@ -52,6 +75,8 @@ class ImageProcessorConfig:
         """(width, height) at which a picture is seen: whole cells, its proportions kept as
         far as they go, between least and most.
         """
+        if self.side is not None:
+            return self.side, self.side
         if max(width, height) > LONGEST * min(width, height):
             raise ValueError(
                 f"an image of {width}x{height} pixels is more than {LONGEST} times as long as wide; cut it"
@@ -182,6 +207,11 @@ def content_keys(tokens: Iterable[int], media: Sequence[ImagePlaceholder]) -> li
     for place in media:
         keys[place.start : place.end] = [-1 - int(place.image.digest[:15], 16)] * place.image.tokens
     return keys
+
+
+def position_rows(n: int, media: Sequence[ImagePlaceholder]) -> np.ndarray:
+    """[4, n] index of each token, and its time, row and column: a model takes the first, or the other three."""
+    return np.concatenate([np.arange(n)[None], rope_positions(n, media)])
 
 
 def rope_positions(n: int, media: Sequence[ImagePlaceholder]) -> np.ndarray:

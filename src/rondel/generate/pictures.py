@@ -216,7 +216,7 @@ def seen_as(picture: Any, sight: ImageProcessorConfig) -> Image:
 
     size, picture = _fitted_size(sight, picture.size), _coloured(picture)
     if size != picture.size:
-        picture = picture.resize(size, Pillow.Resampling.BICUBIC)
+        picture = picture.resize(size, Pillow.Resampling[sight.resample.upper()])
     return Image.from_pixels(np.asarray(picture), sight.token_pixels)
 
 

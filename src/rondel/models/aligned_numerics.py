@@ -194,6 +194,11 @@ def align_numerics(loaded: LoadedModel) -> None:
             f"on how many tokens it "
             "gets; use numerics = 'fast' with routing replay"
         )
+    if loaded.sight is not None and loaded.sight.mutual:
+        raise ConfigError(
+            f"engine.numerics = 'aligned': the image tokens of '{loaded.name}' attend to those behind them, and the "
+            f"aligned attention reads contexts that end with the query; use numerics = 'fast'"
+        )
     if loaded.indexers:
         raise ConfigError(
             f"engine.numerics = 'aligned': '{loaded.name}' has indexers that choose keys, and the aligned attention reads "

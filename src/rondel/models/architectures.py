@@ -12,7 +12,8 @@ from transformers import (
 )
 
 from rondel.core.errors import ModelError
-from rondel.models import alibi, vision
+from rondel.models import alibi
+from rondel.models.vision_families import FAMILIES
 from rondel.planner.shapes import SIZES, refuse_sizes
 
 # families whose recurrent layers are all carried
@@ -33,6 +34,8 @@ RECURRENT_KINDS = frozenset(
         "minimax",
         "nemotron_h",
         "olmo_hybrid",
+        "qwen3_5",
+        "qwen3_5_moe",
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_next",
@@ -48,7 +51,7 @@ INDEXED_KINDS = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_d
 
 
 def auto_class(config: Any) -> Any:
-    return AutoModelForCausalLM if vision.sight_of(config) is None else AutoModelForImageTextToText
+    return AutoModelForCausalLM if config.model_type not in FAMILIES else AutoModelForImageTextToText
 
 
 def refuse_architecture(config: Any) -> None:
@@ -85,7 +88,7 @@ def refuse_architecture(config: Any) -> None:
             "it uses ALiBi, which is carried for bloom and mpt alone",
         ),
         (not _shares_attention(config), "its attention does not go through transformers' attention interface"),
-        (_looks_otherwise(config), f"it looks at images in a way of its own; {', '.join(vision.FAMILIES)} are carried"),
+        (_looks_otherwise(config), f"it looks at images in a way of its own; {', '.join(FAMILIES)} are carried"),
         (_is_encoder(config), "it is an encoder, whose tokens see those behind them; only decoders are carried"),
     ]
     for holds, why in reasons:
@@ -98,9 +101,6 @@ REMEDY = (
     "equal in docs/families.md."
 )
 ODD = {
-    **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_moe"), "its recurrent layers are carried for models of text alone (qwen3_5_text)"
-    ),
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"), "its indexer chooses blocks of averaged keys, and some layers embed n-grams"
     ),
@@ -127,7 +127,7 @@ def _looks_otherwise(config: Any) -> bool:
     return (
         type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-        and (config.model_type not in vision.FAMILIES)
+        and (config.model_type not in FAMILIES)
     )
 
 

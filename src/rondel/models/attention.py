@@ -107,6 +107,7 @@ def rondel_attention(
         kwargs.get("s_aux"),
         kwargs.get("alibi_slopes"),
         _chosen_keys(kwargs.get("indices")),
+        kwargs.get("image_of_token"),
     )
     if (up := getattr(module, "up_projection", None)) is None:
         out = layout.attend(layer, q, k, v, rule)

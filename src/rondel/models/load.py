@@ -34,6 +34,7 @@ from rondel.models.random_model import random_config, random_tokenizer
 from rondel.models.recurrent.mixers import install_recurrent
 from rondel.models.recurrent.wkv import keep_unscaled
 from rondel.models.routing_tape import RoutingTape, expert_count, install_routing_tape
+from rondel.models.vision_families import FAMILIES
 
 
 def load_model(
@@ -151,6 +152,8 @@ def _random_model(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any,
     with error_boundary(ModelError, f"making a random '{kind}'"):
         torch.manual_seed(recipe.get("seed", 0))
         model = auto_class(config).from_config(config, attn_implementation="eager")
+        if kind in FAMILIES:
+            vision.fill_projections(model)
     return model.to(dtype), tokenizer, f"random-{kind}"
 
 

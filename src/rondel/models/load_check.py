@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from rondel.core.errors import LawError, ModelError
-from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, rope_positions
+from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, position_rows
 from rondel.models import vision
 from rondel.models.attention import NAME, LatentProjection, use_attention_layout
 from rondel.models.head import LMHead, decoder_of
+from rondel.models.image_features import VisionFeatures
 from rondel.models.key_choice import IndexedTokens
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.recurrent.state_count import StateCount
@@ -48,7 +49,7 @@ def check_attention(
                 NAME if sight is None else {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
             )
             tokens = torch.cat(rows, 1)[0]
-            places = [rope_positions(len(probe[0]), media), rope_positions(len(probe[1]), [])]
+            places = [position_rows(len(probe[0]), media), position_rows(len(probe[1]), [])]
             where = torch.from_numpy(np.concatenate(places, 1)).to(device)
             layout = _Counting([PackedSegment(0, len(probe[0])), PackedSegment(len(probe[0]), len(probe[1]))], device)
             with use_attention_layout(layout), use_tape(tape):
@@ -57,7 +58,7 @@ def check_attention(
                         input_ids=tokens[None], position_ids=where[:1], use_cache=False
                     ).last_hidden_state[0]
                 else:
-                    seen = vision.VisionFeatures(
+                    seen = VisionFeatures(
                         torch.arange(3, media[0].end, device=device),
                         vision.encode_images(model, sight, [media[0].image]),
                     )

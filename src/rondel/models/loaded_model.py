@@ -15,7 +15,9 @@ from rondel.core.media import Image, ImageProcessorConfig
 from rondel.models import adapter_state, nf4, vision
 from rondel.models.attention import use_attention_layout
 from rondel.models.head import LMHead, decoder_of
+from rondel.models.image_features import ImageFeatures, VisionFeatures
 from rondel.models.routing_tape import RoutingTape, use_tape
+from rondel.models.vision_families import FAMILIES
 
 
 @dataclass(slots=True)
@@ -86,9 +88,9 @@ class LoadedModel:
         positions: torch.Tensor,
         layout: Any,
         tape: RoutingTape | None = None,
-        seen: vision.VisionFeatures | None = None,
+        seen: VisionFeatures | None = None,
     ) -> torch.Tensor:
-        """Last hidden states of packed tokens: [T], [T] or [3,T] -> [T, D]. On `tape` routers
+        """Last hidden states of packed tokens: [T], [T] or [4,T] -> [T, D]. On `tape` routers
         record their choice, or repeat a recorded one.
         """
         switches: AbstractContextManager[None] = nullcontext()
@@ -104,12 +106,18 @@ class LoadedModel:
             out = self.decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         return out.last_hidden_state[0].to(self.dtype)  # Mamba's residual stream is fp32
 
-    def encode_images(self, images: list[Image]) -> vision.ImageFeatures:
+    @property
+    def preprocessor_config(self) -> dict[str, Any]:
+        """How it looks, as a `preprocessor_config.json`."""
+        assert self.sight is not None, f"'{self.name}' reads text alone"
+        return vision.preprocessor_config(self.sight)
+
+    def encode_images(self, images: list[Image]) -> ImageFeatures:
         """What it sees in the cells of these pictures. A frozen tower makes no graph."""
         if self.sight is None:
             raise ModelError(
                 f"'{self.name}' reads text alone and cannot look at an image: take a vision-language model "
-                f"({', '.join(vision.FAMILIES)})"
+                f"({', '.join(FAMILIES)})"
             )
         with torch.set_grad_enabled(
             torch.is_grad_enabled() and any(p.requires_grad for p in vision.vision_tower(self.model).parameters())

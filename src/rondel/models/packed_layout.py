@@ -251,6 +251,12 @@ class AttentionCall:
             self._masks[rule.reach] = seen & (self.of >= 0)[:, None, None]
         return self._masks[rule.reach]
 
+    def same_image(self, images: Tensor) -> Tensor:
+        """[S, L, P+L]: True where a key lies behind a query in the same image."""
+        real = torch.where(self.used < 0, -1, images.cpu()[self.keys]).to(images.device)
+        own = images[self.queries.to(images.device)][:, :, None]
+        return (own >= 0) & (own == real[:, None]) & (self.distance()[:, 0] < 0)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         causal = self.keys.shape[1] == self.queries.shape[1] and rule.sees_all(self.queries.shape[1])
         per_head = rule.softcap is not None or rule.slopes is not None
@@ -261,6 +267,8 @@ class AttentionCall:
         mask = None if causal else self.attention_mask(rule)
         if mask is not None and rule.chosen is not None:
             mask = mask & is_chosen(rule.chosen[self.queries.to(q.device)], self.of)[:, None]
+        if mask is not None and rule.images is not None:
+            mask = mask | self.same_image(rule.images)[:, None]
         return sdpa(q, k, v, rule, mask=mask, distance=distance, widened=is_widened(q.dtype), train=True)
 
     def _attend_blocks(self, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, size: int) -> Tensor:

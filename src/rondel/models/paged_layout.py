@@ -45,6 +45,10 @@ class PrefillChunk:
             mask = rule.visible(at, distance)
             if rule.chosen is not None:
                 mask = mask & is_chosen(rule.chosen[None, self.start : self.start + new], of[None])[0]
+            if rule.images is not None:  # an image is fed whole, so what lies behind a token is fed, too
+                own = rule.images[self.start : self.start + new]
+                same = (own[:, None] == own) & (own[:, None] >= 0) & (distance[:, context - new :] < 0)
+                mask = mask | F.pad(same, (context - new, 0))
         by_head, widened = q.transpose(0, 1)[None], is_widened(q.dtype)
         out = sdpa(by_head, k, v, rule, mask=mask, distance=distance, widened=widened, dense=dense)
         return out[0].transpose(0, 1)

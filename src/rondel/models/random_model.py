@@ -10,8 +10,9 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedTokenizerFast
 
 from rondel.core.errors import ModelError, error_boundary
-from rondel.models import vision
+from rondel.models import random_vision
 from rondel.models.routing_tape import expert_count
+from rondel.models.vision_families import FAMILIES
 from rondel.planner.shapes import refuse_sizes
 
 CHAT = (
@@ -20,7 +21,7 @@ CHAT = (
 )
 
 
-def character_tokenizer(beside: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+def character_tokenizer(beside: Sequence[str] = (), template: str | None = None) -> PreTrainedTokenizerFast:
     """One token a printable character, four for the roles and one for the end; `beside`
     what stands for pictures, behind them all.
     """
@@ -32,14 +33,19 @@ def character_tokenizer(beside: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([*special, *beside])
-    template = vision.CHAT if beside else CHAT
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>", chat_template=template
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        unk_token="<unk>",
+        chat_template=template or (random_vision.CHAT if beside else CHAT),
     )
 
 
 def random_tokenizer(recipe: dict[str, Any]) -> PreTrainedTokenizerFast:
-    return character_tokenizer(vision.MARKS if recipe.get("random") in vision.FAMILIES else ())
+    kind = recipe.get("random")
+    if kind not in FAMILIES:
+        return character_tokenizer()
+    return character_tokenizer(random_vision.MARKS, random_vision.chat_template(kind))
 
 
 def random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
@@ -59,8 +65,8 @@ def random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
     refuse_sizes(f"random '{kind}'", recipe)
     with error_boundary(ModelError, f"making a random '{kind}'"):
         given = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, **recipe}
-        if kind in vision.FAMILIES:
-            config, fields = vision.random_config(kind, given, tokenizer)
+        if kind in FAMILIES:
+            config, fields = random_vision.random_vision_config(kind, given, tokenizer)
         else:
             config = AutoConfig.for_model(kind, **given)
             fields = {*type(config)().to_dict(), *config.attribute_map, "head_dim"}

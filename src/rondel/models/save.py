@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rondel.models import vision
-
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
 
@@ -27,7 +25,7 @@ def save_model(loaded: LoadedModel, folder: Path, weights: dict[str, torch.Tenso
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     if loaded.sight is not None:
-        (folder / "preprocessor_config.json").write_text(json.dumps(vision.preprocessor_config(loaded.sight), indent=2))
+        (folder / "preprocessor_config.json").write_text(json.dumps(loaded.preprocessor_config, indent=2))
     make_readable(folder)
 
 

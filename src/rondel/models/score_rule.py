@@ -3,6 +3,7 @@
     score   s_ij = softcap * tanh(scale * q_i k_j / softcap) - slope_h * (i - j)      i, j: positions of one sequence
     sight   i sees j if 0 <= i - j < window and both lie in the same chunk of positions
     choice  i sees j only if an indexer chose j for it (models/key_choice.py)
+    image   i also sees the j > i of its own image, within the window, in families whose image tokens attend both ways
     sink    weights_i = softmax([s_i0 ... s_ii, sink_h]), the last column dropped: it only takes weight away
 
 Sinks: arXiv:2309.17453, gpt-oss. Slopes: ALiBi, arXiv:2108.12409. Chunks: Llama 4.
@@ -27,6 +28,7 @@ class ScoreRule:
     sinks: Tensor | None = None  # [H] one more logit a head
     slopes: Tensor | None = None  # [H]
     chosen: Tensor | None = None  # [T,k] positions of the keys that each query of the pass may see
+    images: Tensor | None = None  # [T] the image of each token of the pass, -1 for text
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
@@ -35,7 +37,11 @@ class ScoreRule:
 
     def sees_all(self, length: int) -> bool:
         """Whether every query of `length` positions sees all before it."""
-        return self.chosen is None and all(limit is None or limit >= length for limit in self.reach)
+        return (
+            self.chosen is None
+            and self.images is None
+            and all(limit is None or limit >= length for limit in self.reach)
+        )
 
     def visible(self, at: Tensor, distance: Tensor) -> Tensor:
         """Positions of queries `at` and their distances to keys, in shapes that broadcast -> True where a key is seen."""

@@ -58,6 +58,18 @@ _QWEN3_5 = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+_QWEN3_5_DENSE = {**_QWEN3_5, "intermediate_size": 12288}
+_QWEN3_5_MOE = {
+    **_QWEN3_5,
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "shared_expert_gate": True,
+}
 _DEEPSEEK = {
     "hidden_size": 7168,
     "num_hidden_layers": 61,
@@ -103,6 +115,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {**_QWEN2_VL, "qkv_bias": True},
     "qwen3_vl": {**_QWEN, "own_head_dim": 128, "qk_norm": True},
     "gemma2": _GEMMA,
+    "gemma3": {**_GEMMA, "vocab_size": 262208, "qk_norm": True},
     "gemma3_text": {**_GEMMA, "vocab_size": 262208, "qk_norm": True},
     "phi3": {**_LLAMA, "hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32064},
     "gpt_oss": {
@@ -136,18 +149,24 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "o_bias": False,
     },
-    "qwen3_5_text": {**_QWEN3_5, "intermediate_size": 12288},
-    "qwen3_5_moe_text": {
-        **_QWEN3_5,
+    "qwen3_vl_moe": {
         "hidden_size": 2048,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 2,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "shared_expert_gate": True,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 5632,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "decoder_sparse_step": 1,
+        "qk_norm": True,
     },
+    "qwen3_5_text": _QWEN3_5_DENSE,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
+    "qwen3_5": _QWEN3_5_DENSE,
+    "qwen3_5_moe": _QWEN3_5_MOE,
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": {**_DEEPSEEK, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64},
     "glm_moe_dsa": {

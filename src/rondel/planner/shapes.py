@@ -273,13 +273,11 @@ def model_shape(model: str | dict[str, Any]) -> ModelShape:
     if isinstance(model, dict):
         kind = model.get("random", model.get("model_type"))
         numbers = {k: v for k, v in model.items() if k not in ("random", "seed")}
-        # as models/vision.py makes it: the eye says what the language model reads
+        # as models/random_vision.py makes it: the eye says what the language model reads
         if "random" in model and kind in tower.DEFAULTS:
-            reads = {
-                "hidden_size" if kind == "qwen2_vl" else "out_hidden_size": numbers.get(
-                    "hidden_size", DEFAULTS[kind]["hidden_size"]
-                )
-            }
+            numbers.setdefault("tie_word_embeddings", False)
+            wide = numbers.get("hidden_size", DEFAULTS[kind]["hidden_size"])
+            reads = {"hidden_size": wide} if kind == "qwen2_vl" else {"out_hidden_size": wide}
             numbers["vision_config"] = {**reads, **(numbers.get("vision_config") or {})}
         vocabulary = 109 if kind in tower.DEFAULTS else 105  # with the marks of images
         return of_config(
@@ -353,7 +351,7 @@ def refuse_sizes(kind: str, given: Mapping[str, Any]) -> None:
 def of_config(config: dict[str, Any], *, name: str = "model") -> ModelShape:
     """What a config.json says; what it leaves out is as transformers has it."""
     kind = config.get("model_type")
-    eye = tower.of_config(kind, config.get("vision_config") or {}) if kind in tower.DEFAULTS else None
+    eye = tower.of_config(kind, config) if kind in tower.DEFAULTS else None
     outer, config = config, config.get("text_config") or config
     if eye is None:
         kind = config.get("model_type")

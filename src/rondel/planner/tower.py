@@ -5,11 +5,20 @@ E width  F feed-forward  L layers  m cells: m^2 patches become one token  p patc
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 # What transformers' configs leave unsaid, beside three facts that stand in none: what its
 # norms and its patches have, and its feed-forward.
+_QWEN3 = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "out_hidden_size": 3584,
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "hidden_size": 3584, "patch_size": 14},
     "qwen2_5_vl": {
@@ -19,14 +28,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "out_hidden_size": 3584,
         "patch_size": 14,
     },
-    "qwen3_vl": {
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "out_hidden_size": 3584,
+    "qwen3_vl": {**_QWEN3, "deepstack_visual_indexes": (8, 16, 24)},
+    "qwen3_vl_moe": {**_QWEN3, "deepstack_visual_indexes": (8, 16, 24)},
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
+    "gemma3": {
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "image_size": 224,
         "patch_size": 16,
-        "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": (8, 16, 24),
+        "vision_use_head": True,
     },
 }
 
@@ -36,6 +48,7 @@ class VisionTower:
     """
     out     width of the language model
     gated   a feed-forward of three matrices, and norms without biases; else two, with
+    pooled  a projector averages cells behind one more norm; head: a pooling head that no image passes
     places  learned positions;  deep: layers whose features go to the language model's first layers, too
     """
 
@@ -47,6 +60,8 @@ class VisionTower:
     merge: int
     temporal: int
     gated: bool = False
+    pooled: bool = False
+    head: bool = False
     places: int = 0
     deep: int = 0
 
@@ -57,6 +72,8 @@ class VisionTower:
 
     @property
     def _merger_parameters(self) -> int:
+        if self.pooled:
+            return self.width * self.out
         wide = self.width * self.merge**2
         return wide**2 + wide * self.out
 
@@ -65,6 +82,10 @@ class VisionTower:
         e, wide, norm = self.width, self.width * self.merge**2, 1 if self.gated else 2
         patches = 3 * self.temporal * self.patch**2 * e + (e if self.places else 0)
         biases = 5 * e + (2 if self.gated else 1) * self.feed  # 3E + E of the attention, E and F of the feed-forward
+        if self.pooled:
+            layer = self._layer_parameters + biases + 4 * e
+            head = self.head * (layer - 2 * e + e)  # a probe, and one norm of the two
+            return patches + self.places * e + self.layers * layer + 2 * e + head + self._merger_parameters + e
         mergers = (1 + self.deep) * (self._merger_parameters + wide + self.out) + norm * (e + self.deep * wide)
         return patches + self.places * e + self.layers * (self._layer_parameters + biases + 2 * norm * e) + mergers
 
@@ -92,9 +113,12 @@ class VisionTower:
         return bytes_each * (p * (pixels + layer * (self.layers if trained else 1)) + said)
 
 
-def of_config(kind: str, config: dict[str, Any]) -> VisionTower:
-    """What `vision_config` of a model of this kind says."""
+def of_config(kind: str, outer: dict[str, Any]) -> VisionTower:
+    """What the config of a model of this kind says of its tower."""
+    config = outer.get("vision_config") or {}
     numbers: dict[str, Any] = {**DEFAULTS[kind], **{k: v for k, v in config.items() if v is not None}}
+    if "image_size" in numbers:
+        return _square_tower(numbers, outer)
     width = numbers["embed_dim"] if kind == "qwen2_vl" else numbers["hidden_size"]
     return VisionTower(
         width=width,
@@ -107,4 +131,22 @@ def of_config(kind: str, config: dict[str, Any]) -> VisionTower:
         gated=kind == "qwen2_5_vl",
         places=numbers.get("num_position_embeddings", 0),
         deep=len(numbers.get("deepstack_visual_indexes", ())),
+    )
+
+
+def _square_tower(numbers: dict[str, Any], outer: dict[str, Any]) -> VisionTower:
+    """SigLIP, whose projector makes `mm_tokens_per_image` tokens of the language model's width."""
+    side = numbers["image_size"] // numbers["patch_size"]
+    text = outer.get("text_config") or outer
+    return VisionTower(
+        width=numbers["hidden_size"],
+        layers=numbers["num_hidden_layers"],
+        feed=numbers["intermediate_size"],
+        out=text.get("hidden_size") or 2304,
+        patch=numbers["patch_size"],
+        merge=side // math.isqrt(outer.get("mm_tokens_per_image") or 256),
+        temporal=1,
+        pooled=True,
+        head=bool(numbers["vision_use_head"]),
+        places=side**2,
     )

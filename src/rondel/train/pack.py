@@ -23,8 +23,8 @@ from rondel.algos.tokens import TokenBatch
 from rondel.core import media
 from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import GREEDY, POLICY, Group, Score, Trajectory
+from rondel.models.image_features import VisionFeatures
 from rondel.models.packed_layout import PackedLayout, PackedSegment
-from rondel.models.vision import VisionFeatures
 from rondel.train.balance import PromptFamilies, balance_micro_batches, in_order
 from rondel.train.sampling_mask import SupportMask
 
@@ -220,7 +220,7 @@ def batch_of(groups: list[Group]) -> TrainBatch:
 class PackedBatch:
     """One micro-batch, ready for a forward pass.
 
-    tokens, positions  [T]   the packed row; positions are [3,T] where a picture is seen
+    tokens, positions  [T]   the packed row; positions are [4,T] where a picture is seen
     source             [M]   the packed position whose hidden state predicts the token: siblings
                        share the prompt's last one
     target             [M]   the token
@@ -244,7 +244,11 @@ class PackedBatch:
         return (
             None
             if self.looks is None
-            else VisionFeatures(self.looks.rows, loaded.encode_images(self.looks.images).select_rows(self.looks.cells))
+            else VisionFeatures(
+                self.looks.rows,
+                loaded.encode_images(self.looks.images).select_rows(self.looks.cells),
+                self.looks.numbers,
+            )
         )
 
 
@@ -257,6 +261,7 @@ class ImageLookups:
     images: list[Image]
     rows: Tensor  # [n] ascending
     cells: Tensor  # [n]
+    numbers: Tensor  # [n] of the image and its place
 
 
 def micro_batches(
@@ -325,7 +330,7 @@ def pack_samples(
         segments.append(PackedSegment(at, len(piece), above.segment))
         tokens.append(piece)
         positions.append(
-            media.rope_positions(end, sample.media)[:, first:] if pictured else np.arange(first, first + len(piece))
+            media.position_rows(end, sample.media)[:, first:] if pictured else np.arange(first, first + len(piece))
         )
         for place in sample.media:
             begin, stop = max(place.start, first), min(place.end, first + len(piece))
@@ -380,7 +385,9 @@ def _image_lookups(looked: list[tuple[int, ImagePlaceholder, int, int]], device:
     begins = {digest: end - image.tokens for (digest, image), end in zip(images.items(), ends)}
     rows = [np.arange(row, row + end - begin) for row, _, begin, end in looked]
     cells = [np.arange(begin, end) + begins[place.image.digest] for _, place, begin, end in looked]
-    return ImageLookups(list(images.values()), _concat_tensor(rows, device), _concat_tensor(cells, device))
+    numbers = [np.full(end - begin, i) for i, (_, _, begin, end) in enumerate(looked)]
+    at_rows, at_cells, of_images = (_concat_tensor(pieces, device) for pieces in (rows, cells, numbers))
+    return ImageLookups(list(images.values()), at_rows, at_cells, of_images)
 
 
 def _checked_support(trajectory: Trajectory, trainable: np.ndarray, name: str) -> list[np.ndarray | None]:

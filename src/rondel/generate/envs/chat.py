@@ -76,7 +76,7 @@ class TokenChat:
         sight: ImageProcessorConfig | None = None,
         cast: Mapping[str, str] | None = None,
     ) -> None:
-        self.tokenizer, self.template, self.generate = tokenizer, Template(tokenizer), generate
+        self.tokenizer, self.template, self.generate = tokenizer, Template(tokenizer, sight), generate
         self.sampling, self.key, self.max_context, self.system = sampling, key, max_context, system
         self.sight, self.cast = sight, cast or {}
         self.trajectory = Trajectory(policy=policy)

@@ -23,6 +23,7 @@ from itertools import groupby, takewhile
 from typing import Any
 
 from rondel.core.errors import DataError, RondelError, TemplateError
+from rondel.core.media import ImageProcessorConfig
 from rondel.generate.envs.calls import HERMES, PROBE, TOLD, CallFormat, read_off
 from rondel.text.special_tokens import special_tokens
 
@@ -50,8 +51,8 @@ class Template:
     ...]. No template: the bare contents.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.special = tokenizer, special_tokens(tokenizer)
+    def __init__(self, tokenizer: Any, sight: ImageProcessorConfig | None = None) -> None:
+        self.tokenizer, self.special, self.sight = tokenizer, special_tokens(tokenizer), sight
         self.plain = not getattr(tokenizer, "chat_template", None)
 
     def render_opening(self, messages: Messages, tools: Schemas = ()) -> list[int]:
@@ -182,11 +183,12 @@ class Template:
     def _render_tokens(
         self, messages: Sequence[dict[str, Any]], *, prompt: bool = True, tools: Schemas = ()
     ) -> list[int]:
-        return list(_render_cached(self.tokenizer, json.dumps(messages), prompt, json.dumps(tools)))
+        return list(_render_cached(self.tokenizer, self.sight, json.dumps(messages), prompt, json.dumps(tools)))
 
     def _render_text(self, messages: Messages, tools: Schemas, *, prompt: bool = False) -> str:
         more = {"tools": list(tools)} if tools or not prompt else {}
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **more))
+        text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **more))
+        return text if self.sight is None else self.sight.frame_images(text, self.tokenizer)
 
     def _encode_text(self, text: str) -> list[int]:
         return self.special.encode(text)
@@ -277,8 +279,10 @@ def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4096)
-def _render_cached(tokenizer: Any, messages: str, prompt: bool, tools: str) -> tuple[int, ...]:
+def _render_cached(
+    tokenizer: Any, sight: ImageProcessorConfig | None, messages: str, prompt: bool, tools: str
+) -> tuple[int, ...]:
     """Siblings ask for the same opening; a template is slow enough to render it once."""
     more = {"tools": offered} if (offered := json.loads(tools)) else {}
     text = tokenizer.apply_chat_template(json.loads(messages), tokenize=False, add_generation_prompt=prompt, **more)
-    return tuple(special_tokens(tokenizer).encode(text))
+    return tuple(special_tokens(tokenizer).encode(text if sight is None else sight.frame_images(text, tokenizer)))

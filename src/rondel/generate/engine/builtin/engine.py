@@ -131,7 +131,7 @@ class BuiltinEngine:
             list(request.tokens),
             len(request.tokens),
             heard=on_token,
-            gaze=RequestImages.from_request(request) if request.media else None,
+            gaze=RequestImages.from_request(request, self.loaded.sight) if request.media else None,
         )
         await self._prepare_sampling(live)
         if reason := self._sequence_log.restore_tokens(live):
@@ -175,7 +175,7 @@ class BuiltinEngine:
         version = self.version
         self.serving.account.switch_to("score" if self.serving.has_stopped else "generate")
         try:
-            images = RequestImages.from_request(request) if request.media else None
+            images = RequestImages.from_request(request, self.loaded.sight) if request.media else None
             return TokenScores(await self.serving.run(self.runner.score, request.tokens, images), version)
         finally:
             self.serving.update_account()

@@ -23,10 +23,10 @@ class TokenFeed:
 
     @property
     def position_ids(self) -> np.ndarray:
-        """[3, n] positions, in a step in which someone sees a picture."""
+        """[4, n] positions, in a step in which someone sees a picture."""
         end = self.first + self.n
         return (
-            np.broadcast_to(np.arange(self.first, end), (3, self.n))
+            np.broadcast_to(np.arange(self.first, end), (4, self.n))
             if self.live.gaze is None
             else self.live.gaze.position_ids(self.first, end)
         )

@@ -76,6 +76,10 @@ class SequenceState:
         """What its tokens are known by in the prefix cache."""
         return self.tokens if self.gaze is None else self.gaze.keys + self.tokens[self.prompt :]
 
+    def chunk_size(self, first: int, n: int) -> int:
+        """How many tokens a chunk of n from `first` takes, so that it cuts no image that must be computed whole."""
+        return n if self.gaze is None or not n else self.gaze.chunk_size(first, n)
+
     @property
     def leads_prefill(self) -> bool:
         """Whether it is computing more of its prompt than the last token, which every request

@@ -308,7 +308,9 @@ def lines_of(loaded: LoadedModel, rows: int, pages: int) -> BlockTable | None:
 
 
 def has_kernel(loaded: LoadedModel) -> bool:
-    fits = not loaded.aligned and not loaded.indexers  # the kernel reads whole contexts
+    mutual = loaded.sight is not None and loaded.sight.mutual
+    # the kernel reads whole contexts, none of them beyond its query
+    fits = not loaded.aligned and not loaded.indexers and not mutual
     return loaded.device.type == "cuda" and fits and importlib.util.find_spec("triton") is not None
 
 

@@ -62,10 +62,10 @@ class Scheduler:
         for live in self.running:
             left = 0 if self.replay.holds(live, version) else self._chunk_end(live, live.computed_tokens)
             left = max(0, left - live.computed_tokens)
-            n = min(budget, left)
+            n = live.chunk_size(live.computed_tokens, min(budget, left))
             if n and self.sequence_pages.reserve(live, n):
                 chunks.append((live, n))
-                budget -= n
+                budget = max(0, budget - n)
         leaders = [r for r in self.running if r.leads_prefill and not self.replay.holds(r, version)]
         for live in self._waiting_order(version, budget):
             if not budget or len(self.running) >= self.limit:
@@ -82,7 +82,7 @@ class Scheduler:
             if not n:
                 break
             chunks.append((live, n))
-            budget -= n
+            budget = max(0, budget - n)
             if live.leads_prefill:
                 leaders.append(live)
         return StepPlan(chunks, decoding)
@@ -113,7 +113,7 @@ class Scheduler:
         """
         reach = self.replay.computable_tokens(live)
         node, known = self.tree.match_reusable(root, live.cache_keys[: reach - 1])  # the last token must be fed
-        n = min(budget, self._chunk_end(live, len(known)) - len(known))
+        n = live.chunk_size(len(known), min(budget, self._chunk_end(live, len(known)) - len(known)))
         self.tree.lock(node)
         if not self.sequence_pages.make_room(n + ahead):
             self.tree.unlock(node)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from rondel.core.errors import UserError
-from rondel.core.media import Image, ImagePlaceholder, content_keys, position_shift, rope_positions
-from rondel.models.vision import ImageFeatures, VisionFeatures
+from rondel.core.media import Image, ImagePlaceholder, ImageProcessorConfig, content_keys, position_rows, position_shift
+from rondel.models.image_features import ImageFeatures, VisionFeatures
 
 if TYPE_CHECKING:
     from rondel.core.types import Request
@@ -30,23 +30,35 @@ class RequestImages:
     """Of one request with pictures.
 
     keys       [P]    what its prompt is known by in the prefix cache
-    positions  [3,P]  of its prompt; a token behind it stands at its index + shift
+    positions  [4,P]  of its prompt; a token behind it stands at its index, and there at its index + shift
+    mutual     no chunk may cut an image, whose tokens see those behind them
     """
 
     media: Sequence[ImagePlaceholder]
     keys: list[int]
     positions: np.ndarray
     shift: int
+    mutual: bool
 
     @classmethod
-    def from_request(cls, request: Request) -> RequestImages:
+    def from_request(cls, request: Request, sight: ImageProcessorConfig | None) -> RequestImages:
         tokens, media = request.tokens, request.media
-        return cls(media, content_keys(tokens, media), rope_positions(len(tokens), media), position_shift(media))
+        keys, rows = content_keys(tokens, media), position_rows(len(tokens), media)
+        return cls(media, keys, rows, position_shift(media), sight is not None and sight.mutual)
+
+    def chunk_size(self, first: int, n: int) -> int:
+        """How many tokens from `first` a chunk of about n takes, if it must not cut an image: fewer, or the first
+        image whole.
+        """
+        for place in self.media if self.mutual else ():
+            if place.start < first + n < place.end:
+                return place.start - first if place.start > first else place.end - first
+        return n
 
     def position_ids(self, first: int, end: int) -> np.ndarray:
-        """[3, end - first]"""
+        """[4, end - first]"""
         n = self.positions.shape[1]
-        behind = np.broadcast_to(np.arange(max(first, n), max(end, n)) + self.shift, (3, max(0, end - max(first, n))))
+        behind = np.arange(max(first, n), max(end, n)) + np.array([[0], *[[self.shift]] * 3])
         return np.concatenate([self.positions[:, first:end], behind], 1)
 
 
@@ -88,6 +100,7 @@ class VisionEncoderCache:
         of the packed row. On the device's thread.
         """
         rows: list[np.ndarray] = []
+        numbers: list[np.ndarray] = []
         cells: list[tuple[Image, int, int]] = []
         at = 0
         for first, n, gaze in fed:
@@ -95,6 +108,7 @@ class VisionEncoderCache:
                 begin, end = max(place.start, first), min(place.end, first + n)
                 if begin < end:
                     rows.append(np.arange(at + begin - first, at + end - first))
+                    numbers.append(np.full(end - begin, len(numbers)))
                     cells.append((place.image, begin - place.start, end - place.start))
             at += n
         if not rows:
@@ -104,9 +118,8 @@ class VisionEncoderCache:
             features[image.digest].select_rows(torch.arange(begin, end, device=self.loaded.device))
             for image, begin, end in cells
         ]
-        return VisionFeatures(
-            torch.from_numpy(np.concatenate(rows)).to(self.loaded.device), ImageFeatures.concat_features(parts)
-        )
+        at_rows, images = (torch.from_numpy(np.concatenate(x)).to(self.loaded.device) for x in (rows, numbers))
+        return VisionFeatures(at_rows, ImageFeatures.concat_features(parts), images)
 
     def _encode_images(self, wanted: dict[str, Image]) -> dict[str, ImageFeatures]:
         """The features of these pictures; those that nobody has asked for in a while go when there is no room."""

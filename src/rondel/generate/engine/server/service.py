@@ -259,7 +259,8 @@ class GenerationService:
                 f"messages of {size} characters; {self.max_context_tokens} tokens cannot hold them",
                 code="context_length_exceeded",
             )
-        return self.special.encode(text)
+        sight = self.image_config
+        return self.special.encode(text if sight is None else sight.frame_images(text, self.tokenizer))
 
 
 def _place_images(tokens: list[int], images: list[Image], sight: ImageProcessorConfig) -> tuple[ImagePlaceholder, ...]:

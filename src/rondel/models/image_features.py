@@ -1,0 +1,48 @@
+"""What a vision tower makes of images, and which packed tokens read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class ImageFeatures:
+    """Features of n cells: for the embeddings, and for the first layers of a language model that reads more of
+    them there (DeepStack, arXiv:2406.04334).
+    """
+
+    main: Tensor  # [n, D]
+    deep: tuple[Tensor, ...] = ()  # each [n, D]
+
+    def select_rows(self, index: Tensor) -> ImageFeatures:
+        return ImageFeatures(self.main.index_select(0, index), tuple(d.index_select(0, index) for d in self.deep))
+
+    @classmethod
+    def concat_features(cls, parts: Sequence[ImageFeatures]) -> ImageFeatures:
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            torch.cat([p.main for p in parts]), tuple(torch.cat(layer) for layer in zip(*(p.deep for p in parts)))
+        )
+
+    @property
+    def feature_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.main, *self.deep))
+
+
+@dataclass(slots=True)
+class VisionFeatures:
+    """Features and the packed rows, ascending, that they belong to, and which image each row is of; None: all of one."""
+
+    rows: Tensor  # [n]
+    features: ImageFeatures
+    images: Tensor | None = None  # [n] a number for each image and place
+
+    def image_numbers(self, total: int) -> Tensor:
+        """[T] the image of each packed token, -1 for text."""
+        numbers = torch.full((total,), -1, dtype=torch.int64, device=self.rows.device)
+        return numbers.index_copy(0, self.rows, torch.zeros_like(self.rows) if self.images is None else self.images)

@@ -1,0 +1,61 @@
+"""What differs between families of vision-language models, as one value each.
+
+A family of a known form is a row of FAMILIES, its sizes in planner/tower.py and planner/families.py, and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rondel.models.image_form import ImageForm, PixelDefaults
+from rondel.models.patch_grids import PatchGrids
+from rondel.models.square_images import SquareImages
+
+HALF = PixelDefaults()
+CLIP = PixelDefaults((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), 56 * 56, 28 * 28 * 1280)
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    """How the models of one family look: `FAMILIES["qwen3_vl"]`.
+
+    form    layout of pixels and call of the tower
+    tower   modules of the base model that make features of pixels: frozen, or trained, together
+    text    module of the base model that is the language model
+    width   key of the vision config that is the width of the features; None where a projector sees to it
+    pixels  what holds of images where the model's folder does not say
+    mrope   a token's position is a time, a row and a column (M-RoPE); else it is its index
+    mutual  the tokens of an image attend to each other, also to those behind them
+    marks   keys of the config, each the id of a token: begin and end of an image, its placeholder
+    """
+
+    form: ImageForm
+    tower: tuple[str, ...] = ("visual",)
+    text: str = "language_model"
+    width: str | None = "out_hidden_size"
+    pixels: PixelDefaults = HALF
+    mrope: bool = True
+    mutual: bool = False
+    marks: tuple[str, str, str] = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
+
+
+_QWEN3 = VisionFamily(PatchGrids())
+_QWEN2 = replace(_QWEN3, pixels=CLIP)
+
+FAMILIES: dict[str, VisionFamily] = {
+    "qwen2_vl": replace(_QWEN2, width="hidden_size"),
+    "qwen2_5_vl": _QWEN2,
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
+    "gemma3": VisionFamily(
+        SquareImages(),
+        tower=("vision_tower", "multi_modal_projector"),
+        width=None,
+        mrope=False,
+        mutual=True,
+        marks=("boi_token_index", "eoi_token_index", "image_token_index"),
+    ),
+}
+FORMS: dict[str, ImageForm] = {family.form.name: family.form for family in FAMILIES.values()}
