@@ -93,6 +93,42 @@ LEARNS = {
 }  # fmt: skip
 
 
+TEXT = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+SQUARES = {
+    **TEXT, "random": "gemma3", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "mm_tokens_per_image": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "vision_config": {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 32, "patch_size": 8,
+        "vision_use_head": False,
+    },
+}  # fmt: skip
+RECURRENT = {
+    **TEXT, "random": "qwen3_5", "head_dim": 32, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "num_position_embeddings": 64},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [SQUARES, RECURRENT], ids=["gemma3", "qwen3_5"])
+def test_other_families_run_and_are_replayed(model, tmp_path):
+    """Rollouts with images, steps and syncs; a step is trained again from its store with the same numbers."""
+    run(tmp_path, model__path=model)
+    again, done = replay(tmp_path, 5), events(tmp_path, "StepDone")[4]["metrics"]
+    for name in ("train/loss", "train/grad_norm", "train/entropy"):
+        assert again[name] == done[name]
+    gaps = [
+        metrics["train/gap_max"] for e in events(tmp_path, "StepDone") if "train/gap_max" in (metrics := e["metrics"])
+    ]
+    assert len(gaps) >= 3 and max(gaps) < 1e-4, "engine and trainer, under the same weights"
+    if model is SQUARES:
+        with pytest.raises(ConfigError, match=r"image_tokens = 16: 'random-gemma3' makes 4 tokens of every image"):
+            run(tmp_path / "other", model__path=model, model__vision__image_tokens=16)
+
+
 @pytest.mark.slow
 def test_a_recipe_is_refused_before_it_costs_anything(tmp_path):
     plain = {"random": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

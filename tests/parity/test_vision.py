@@ -17,7 +17,8 @@ from rondel.core.errors import ConfigError, ModelError, UserError
 from rondel.core.media import rope_positions
 from rondel.core.types import Group, Sampling, Score, Task
 from rondel.generate.envs.chat import TokenChat
-from rondel.models import vision
+from rondel.models import nf4, vision
+from rondel.models.adapters import add_adapter
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.load import load_model
 from rondel.models.vision_families import FAMILIES
@@ -172,6 +173,43 @@ def test_image_tokens_that_attend_both_ways_are_noticed():
         assert (max(abs(np.subtract(ours.tolist(), right))) < LIMIT) == agrees
     with pytest.raises(ConfigError, match=r"engine.numerics = 'aligned': the image tokens of .* behind them"):
         align_numerics(m)
+
+
+@pytest.mark.slow
+def test_an_image_that_ends_a_prompt_is_cached_but_for_its_last_token():
+    """A hit within an image: what is cached of it has seen all of it, and so does the token that is fed again."""
+    m = model("gemma3")
+    a, b = image(m, 1), image(m, 2)
+    given = stream(m, 3, b, 2, a, seed=4)
+    e = watched(engine(m, prefill_tokens=7))
+    first, again = (asyncio.run(e.generate(ask(*given, key=5))) for _ in range(2))
+    assert again.cached_tokens == len(given[0]) - 1 and again.tokens == first.tokens
+    assert again.logprobs == pytest.approx(first.logprobs, abs=1e-5)
+    whole = given[0] + first.tokens
+    [own] = own_logprobs(m, [(whole, given[1])])
+    assert max(abs(np.subtract(first.logprobs, own[-len(first.tokens) :]))) < LIMIT
+    idle(e)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_experts_of_image_tokens_are_recorded_and_replayed(kind):
+    """The trainer sends each token, of an image too, where the engine sent it."""
+    m = model(kind)
+    given = stream(m, 3, image(m, 1), 6)
+    done = asyncio.run(engine(m, routes=True).generate(ask(*given, wants=frozenset({"experts"}))))
+    ids, media = torch.tensor(given[0] + done.tokens), given[1]
+    n, routes = len(done.experts), torch.from_numpy(np.asarray(done.experts)).long()
+    seen = vision.VisionFeatures(torch.arange(3, media[0].end), m.encode_images([media[0].image]))
+    at = torch.from_numpy(packing.media.position_rows(n, media))
+    gaps = []
+    for step in (0, 1):
+        layout = packing.PackedLayout([packing.PackedSegment(0, n)])
+        with torch.no_grad():
+            hidden = m.hidden_states(ids[:n], at, layout, m.routing_tape((routes + step) % 4), seen)
+            ours = m.head.logits(hidden).log_softmax(-1).gather(1, ids[1 : n + 1, None])[-len(done.tokens) :, 0]
+        gaps.append(max(abs(np.subtract(ours.tolist(), done.logprobs))))
+    assert gaps[0] < LIMIT and gaps[1] > 1e-3, "and another choice gives another answer"
 
 
 # -- the prefix cache ------------------------------------------------------------------------------
@@ -365,6 +403,20 @@ def test_the_gradient_does_not_depend_on_the_cut(kind, trained):
         assert (got - exact).norm() <= limit * exact.norm()
     got = gradient(t, batch_of(groups[::-1]))
     assert (got - exact).norm() <= limit * exact.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5", "qwen3_vl"])
+def test_an_adapter_and_four_bits_leave_the_tower_alone(kind):
+    """What makes features of pixels keeps its weights: cached features stay true, and no image is seen in 4 bits."""
+    m = model(kind)
+    add_adapter(m, rank=2, alpha=4)
+    tower = {id(p) for p in vision.vision_tower(m.model).parameters()}
+    trained = [p for p in m.model.parameters() if p.requires_grad]
+    assert trained and not any(id(p) in tower for p in trained)
+    packed = load_model(recipe(kind), dtype="float32", four_bits=True)
+    inside = set(vision.vision_tower(packed.model).modules())
+    assert nf4.nf4_layers(packed.model) and not inside & set(nf4.nf4_layers(packed.model))
 
 
 def test_a_micro_batch_joins_pixels_once_and_holds_each_picture_once(monkeypatch):

@@ -28,6 +28,7 @@ from rondel.models import linear, names
 from rondel.models.adapter_files import read_adapter
 from rondel.models.adapter_state import NAME, ModelAdapter
 from rondel.models.packed_layout import PackedLayout, PackedSegment
+from rondel.models.vision_families import tower_parts
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
@@ -92,13 +93,15 @@ def _find_layers(loaded: LoadedModel, targets: str | Iterable[str]) -> dict[str,
     """{full name: layer} of what shall be adapted; every target must mean at least one layer."""
     model = loaded.model
     head = model.get_output_embeddings()
+    tower = {module for part in tower_parts(model) for module in part.modules()}
     choosing = [n for n, m in model.named_modules() if type(m).__name__.lower().endswith(("router", "indexer"))]
     layers = {
         name: module
         for name, module in model.named_modules()
         if (isinstance(module, nn.Linear | Conv1D) or hasattr(module, "lora_A"))
         and module is not head
-        and not any(part in name for part in (".base_layer", ".lora_A.", ".lora_B.", ".visual."))
+        and not any(part in name for part in (".base_layer", ".lora_A.", ".lora_B."))
+        and module not in tower
         and not any(name.startswith(f"{module}.") for module in choosing)
     }
     if targets == ALL:

@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rondel.core.errors import ConfigError, ModelError
 from rondel.models import linear
+from rondel.models.vision_families import tower_parts
 
 BLOCK, OUTER = 64, 256  # weights of one scale, scales of one float32
 EXTRA = "pip install 'rondel[qlora]'"
@@ -211,7 +212,7 @@ def quantize_model(model: Any, device: str) -> None:
     `device`, where a copy in 16 bits is never whole.
     """
     check_decoding(torch.device(device))
-    but = {model.get_output_embeddings(), *getattr(model.base_model, "visual", nn.Module()).modules()}
+    but = {model.get_output_embeddings(), *(m for part in tower_parts(model) for m in part.modules())}
     for parent in [module for module in model.modules() if module not in but]:
         for name, module in list(parent.named_children()):
             if isinstance(module, nn.Linear | Conv1D) and module not in but:

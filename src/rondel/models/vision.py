@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from rondel.core.media import Image, ImagePlaceholder, ImageProcessorConfig
 from rondel.models.image_features import ImageFeatures, VisionFeatures
-from rondel.models.vision_families import FAMILIES, FORMS
+from rondel.models.vision_families import FAMILIES, FORMS, tower_parts
 
 
 def vision_tower(model: Any) -> nn.Module:
     """The modules that make features of pixels."""
-    modules = [model.base_model.get_submodule(name) for name in FAMILIES[model.config.model_type].tower]
+    modules = tower_parts(model)
     return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
 
 

@@ -6,6 +6,7 @@ A family of a known form is a row of FAMILIES, its sizes in planner/tower.py and
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rondel.models.image_form import ImageForm, PixelDefaults
 from rondel.models.patch_grids import PatchGrids
@@ -59,3 +60,9 @@ FAMILIES: dict[str, VisionFamily] = {
     ),
 }
 FORMS: dict[str, ImageForm] = {family.form.name: family.form for family in FAMILIES.values()}
+
+
+def tower_parts(model: Any) -> list[Any]:
+    """The modules that make features of pixels; of a model that reads text alone none."""
+    family = FAMILIES.get(model.config.model_type)
+    return [] if family is None else [model.base_model.get_submodule(name) for name in family.tower]
