@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from rondel.core.config.trainer import MemoryConfig
 from rondel.core.errors import ConfigError, ModelError
 from rondel.models.activation_offload import DiskActivations, HostActivations, activation_store
 from rondel.models.adapters import add_adapter
+from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.recompute import install_recompute
 from rondel.planner.advice import suggest_changes
 from rondel.planner.host_memory import bytes_beside
@@ -46,6 +48,20 @@ def test_the_gradient_has_the_same_bits_and_all_inputs_went_out(tmp_path, kind, 
     wide = [shape for shape in packed if shape[-1] == hidden]
     layers = plain.loaded.model.config.get_text_config().num_hidden_layers
     assert len(wide) >= 2 * layers and len(came) == len(packed), "several micro-batches, each layer's input once"
+
+
+@pytest.mark.parametrize("where", STORES)
+def test_nobody_else_holds_an_input_that_went_out(tmp_path, where):
+    """Between forward and backward pass no input of a layer is in memory any more, where torch alone keeps them all."""
+    alive = {}
+    for name, store in (("kept", None), (where, STORES[where](tmp_path))):
+        t, seen = stored(model(), store), []
+        for layer in t.loaded.model.model.layers[1:]:  # the first one's is no result of autograd alone
+            layer.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(weakref.ref(args[0])))
+        hidden = t.loaded.hidden_states(torch.arange(30), torch.arange(30), PackedLayout([PackedSegment(0, 30)]))
+        alive[name] = sum(reference() is not None for reference in seen)
+        assert seen and hidden.requires_grad
+    assert alive["kept"] > 0 == alive[where]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

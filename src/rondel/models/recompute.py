@@ -71,10 +71,10 @@ def _run_twice(
         return forward(*args, **kwargs)
     # an input that is passed by name waits beside the others: torch keeps positional ones alone as saved tensors
     names = [name for name, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad]
-    own = [kwargs.pop(name) for name in names]
+    own, given = [kwargs.pop(name) for name in names], len(args)
 
-    def run(*inputs: Any) -> Any:
-        return forward(*inputs[: len(args)], **dict(zip(names, inputs[len(args) :])), **kwargs)
+    def run(*inputs: Any) -> Any:  # it lives until the backward pass, and must hold none of the inputs itself
+        return forward(*inputs[:given], **dict(zip(names, inputs[given:])), **kwargs)
 
     with nullcontext() if store is None else saved_tensors_hooks(store.pack, store.unpack):
         return checkpoint(
