@@ -401,9 +401,9 @@ def test_groups_that_were_given_up_are_given_up_again(tmp_path, late):
     that is asked instead.
     """
     changes = {"loop__oversample": 3, "loop__late": late, **SPLIT}
-    for attempt in range(3):  # on a busy machine all may be in time
+    for attempt in range(8):  # under some delays all are in time
         folder = tmp_path / f"run {attempt}"
-        record(folder, 2, **changes)
+        record(folder, 2 + attempt, **changes)
         if any(e["reason"] == "late" for e in events(folder, "GroupFinished")):
             break
     else:

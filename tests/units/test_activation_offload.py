@@ -16,7 +16,7 @@ from rondel.core.config.trainer import MemoryConfig
 from rondel.core.errors import ConfigError, ModelError
 from rondel.models.activation_offload import DiskActivations, HostActivations, activation_store
 from rondel.models.adapters import add_adapter
-from rondel.models.attention import PackedLayout, PackedSegment
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.recompute import install_recompute
 from rondel.planner.advice import suggest_changes
 from rondel.planner.host_memory import bytes_beside

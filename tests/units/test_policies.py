@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import rondel
-from kits.engine import ask, engine, plain_logprobs, prompt, twin
+from kits.engine import SIZE, ask, engine, plain_logprobs, prompt, twin
 from kits.engine import tiny as tiny_model
 from kits.runs import balances, check, events, run, run_and_die, steps, tiny
 from kits.sync import Publisher
@@ -288,7 +288,7 @@ def test_when_one_policy_fails_nothing_is_mixed(tmp_path, at):
     """
     mine = {
         "policy": tiny_model(),
-        "critic": tiny_model(seed=4, **{k: v for k, v in dict(hidden_size=32, num_hidden_layers=2).items()}),
+        "critic": tiny_model(**SIZE | {"seed": 4, "hidden_size": 32}),
     }
     engines = {name: engine(loaded, transports={"disk": FromDisk(tmp_path / name)}) for name, loaded in mine.items()}
     critic = Balking(engines["critic"])
