@@ -52,7 +52,7 @@ import ctypes, os, resource
 libc = ctypes.CDLL(None)
 for path in ('/box', '/tmp', '/dev/shm'):
     s = os.stat(path)
-    print(os.listdir(path), oct(s.st_mode), s.st_nlink, s.st_mtime_ns == s.st_atime_ns - 10**9, os.listxattr(path), os.statvfs(path)[3:8])
+    print(os.listdir(path), oct(s.st_mode), s.st_nlink, s.st_mtime_ns == s.st_atime_ns - 61 * 10**9, os.listxattr(path), os.statvfs(path)[3:8])
 print(sum(name.isdigit() for name in os.listdir('/proc')) if os.path.exists('/proc') else '')
 print(os.getpriority(0, 0), os.sched_getaffinity(0), os.sched_getscheduler(0), libc.syscall(252, 1, 0), os.umask(0), sorted(os.environ))
 print([(what, resource.getrlimit(getattr(resource, what))) for what in dir(resource) if what.startswith('RLIMIT')])

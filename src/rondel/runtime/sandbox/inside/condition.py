@@ -31,13 +31,13 @@ LIMITS = sorted({number for name, number in vars(resource).items() if name.start
 
 
 def initial_condition(home: str) -> tuple[Any, ...]:
-    """The condition of a new box. Reading a folder changes its access time only where that is
-    older than the last change: it is put after.
+    """The condition of a new box. Reading a folder changes its access time only where that is older than the last
+    change, and this call is one: the access time is put a minute ahead, or a busy machine would change some boxes.
     """
     now = time.time_ns()
     for path in (home, *PLACES):
         with suppress(OSError):
-            os.utime(path, ns=(now, now - 10**9))
+            os.utime(path, ns=(now + 60 * 10**9, now - 10**9))
     return condition(home)
 
 
