@@ -6,11 +6,13 @@ import asyncio
 import copy
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kits.engine import SIZE, all_of, ask, engine, idle, prompt, tiny
+from kits.runs import balances, events, run
 from kits.vision import EYES
 from kits.vision import recipe as seeing
 from rondel.core.errors import ModelError
@@ -486,3 +488,18 @@ def row(kind: str) -> str:
         ]
     )
     return f"| `{kind}` | {'equal' if m.greedy else 'differs'} | {'≤ 1e-4' if m.gap <= 1e-4 else f'{m.gap:.0e}'} | {replay} | {notes} |"
+
+
+def run_tiny_recipe(kind: str, folder: Path) -> None:
+    """A supervised step and two steps of RL of a random model, asynchronous; the ledger balances."""
+    config = {f"model.path.{key}": value for key, value in FAMILIES[kind].items()}
+    short = {
+        "loop.steps": 2,
+        "loop.warmup.steps": 1,
+        "loop.max_staleness": 1,
+        "algo.correction.kind": "importance",
+        "model.path.max_position_embeddings": 64,
+    }
+    done = run(folder, **{"model.path.random": kind, **config, **short})
+    assert done and len(events(folder, "StepDone")) == 3
+    assert balances(events(folder, "StepDone")[-1]["ledger"])

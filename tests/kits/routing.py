@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from kits.engine import SIZE
+from rondel.core.types import Completion, Group, Score, Task, Trajectory
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.routing_tape import RoutingTape
@@ -34,3 +37,14 @@ def own_routes(loaded: LoadedModel, tokens: list[int]) -> np.ndarray:
     tape = RoutingTape(loaded.routers)
     forward(loaded, tokens, tape)
     return tape.recorded_routes.sort(-1).values.numpy()
+
+
+def group_of(prompt_tokens: list[int], outs: Sequence[Completion]) -> Group:
+    """Answers with their records, scored 0 and 1 in turn."""
+    members = []
+    for i, out in enumerate(outs):
+        t = Trajectory(score=Score(float(i % 2)), experts=out.experts)
+        t.extend(prompt_tokens)
+        t.extend(out.tokens, logprobs=out.logprobs, versions=out.versions)
+        members.append(t)
+    return Group(0, Task("0", "single_turn", {}), members, 0)

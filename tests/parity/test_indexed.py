@@ -14,12 +14,11 @@ import pytest
 import torch
 
 from kits.engine import all_of, ask, engine, idle, plain_logits, prompt, watched
-from kits.families import FAMILIES, model, own
-from kits.runs import balances, events, run
+from kits.families import FAMILIES, model, own, run_tiny_recipe
+from kits.routing import group_of
 from kits.token_log import dies, serving
 from kits.train import apart, awkward_groups, batch, gradient, row, trainer
 from rondel.core.errors import ConfigError, LawError, ModelError, UserError
-from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models.adapters import add_adapter
 from rondel.models.aligned_numerics import align_numerics
@@ -172,13 +171,7 @@ def test_a_batch_brings_its_choices_to_the_trainer():
     """Through trajectories, groups and packing, with a prompt that siblings share."""
     loaded, moved = model("deepseek_v32"), other("deepseek_v32")
     given, done = rollout(loaded)
-    members = []
-    for i, c in enumerate(done):
-        t = Trajectory(score=Score(float(i % 2)), experts=c.experts)
-        t.extend(given)
-        t.extend(c.tokens, logprobs=c.logprobs, versions=c.versions)
-        members.append(t)
-    b = batch_of([Group(0, Task("0", "single_turn", {}), members, 0)])
+    b = batch_of([group_of(given, done)])
     for share in (True, False):
         for packed in micro_batches(b, 1000, share=share):
             with torch.no_grad():
@@ -309,14 +302,4 @@ def test_logits_are_those_of_transformers_far_beyond_a_choice():
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
 def test_the_tiny_recipe_runs(kind, tmp_path):
     """Supervised phase and two steps of RL, asynchronous, with the choices replayed."""
-    config = {f"model.path.{key}": value for key, value in FAMILIES[kind].items()}
-    short = {
-        "loop.steps": 2,
-        "loop.warmup.steps": 1,
-        "loop.max_staleness": 1,
-        "algo.correction.kind": "importance",
-        "model.path.max_position_embeddings": 64,
-    }
-    done = run(tmp_path, **{"model.path.random": kind, **config, **short})
-    assert done and len(events(tmp_path, "StepDone")) == 3
-    assert balances(events(tmp_path, "StepDone")[-1]["ledger"])
+    run_tiny_recipe(kind, tmp_path)

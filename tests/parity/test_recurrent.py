@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from kits.engine import all_of, ask, engine, idle, prompt, watched
-from kits.families import FAMILIES, RECURRENT_FAMILIES, model
-from kits.runs import balances, events, run
+from kits.families import FAMILIES, RECURRENT_FAMILIES, model, run_tiny_recipe
 from kits.sync import Publisher, updater, wrote
 from kits.token_log import asked, dies, serving
 from kits.train import apart, awkward_groups, batch, gradient, row, trainer
@@ -295,14 +294,4 @@ def test_new_weights_in_the_middle_keep_or_recompute_the_states(kind, dropped):
 )
 def test_the_tiny_recipe_runs(kind, tmp_path):
     """Supervised phase and two steps of RL, asynchronous, with the ratio of trainer and engine at one."""
-    config = {f"model.path.{key}": value for key, value in FAMILIES[kind].items()}
-    short = {
-        "loop.steps": 2,
-        "loop.warmup.steps": 1,
-        "loop.max_staleness": 1,
-        "algo.correction.kind": "importance",
-        "model.path.max_position_embeddings": 64,
-    }
-    done = run(tmp_path, **{"model.path.random": kind, **config, **short})
-    assert done and len(events(tmp_path, "StepDone")) == 3
-    assert balances(events(tmp_path, "StepDone")[-1]["ledger"])
+    run_tiny_recipe(kind, tmp_path)

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from kits.engine import SIZE, all_of, ask, engine, idle, prompt, tiny
-from kits.routing import MOES, forward, own_routes
+from kits.routing import MOES, forward, group_of, own_routes
 from rondel.core.errors import LawError, ModelError, TrainError, UserError
-from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.models.head import LMHead
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
@@ -28,16 +27,6 @@ from rondel.train.pack import batch_of, micro_batches
 @cache
 def model(kind: str) -> LoadedModel:
     return tiny(kind, **MOES[kind])
-
-
-def group_of(prompt_tokens: list[int], outs) -> Group:
-    members = []
-    for i, out in enumerate(outs):
-        t = Trajectory(score=Score(float(i % 2)), experts=out.experts)
-        t.extend(prompt_tokens)
-        t.extend(out.tokens, logprobs=out.logprobs, versions=out.versions)
-        members.append(t)
-    return Group(0, Task("0", "single_turn", {}), members, 0)
 
 
 def rollout(loaded: LoadedModel, n: int = 6, **settings):
