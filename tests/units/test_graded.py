@@ -4,6 +4,7 @@ computed is never right.
 
 import asyncio
 import math
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from kits.graded_answers import HOSTILE, KNOWN, MATH, NUMBER, REFUSED
 from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score import build_reward
 from rondel.score.answer_text import extract_answer, is_too_expensive, plain_number
+from rondel.score.answer_time import AnswerTooSlow, limit_answer_time
 from rondel.score.pool import RewardPool
 from rondel.score.result import read_score
 
@@ -133,3 +135,19 @@ def test_what_is_no_number_never_becomes_one(returned):
 def test_a_sum_beyond_all_numbers_is_a_failure():
     assert isinstance(read_score({"a": 1.5e308, "b": 1.5e308}), Failed)
     assert isinstance(read_score([(0, 1.5e308), (1, 1.5e308)]), Failed)
+
+
+def test_an_alarm_that_rings_while_it_is_put_off_is_not_left_running(monkeypatch):
+    """Else it would ring in the next answer, or in the reward's process itself."""
+    before, late, plain = signal.getsignal(signal.SIGALRM), [True], signal.setitimer
+
+    def ring_once(which, seconds, interval=0.0):
+        if not seconds and late:
+            late.clear()
+            raise AnswerTooSlow
+        return plain(which, seconds, interval)
+
+    monkeypatch.setattr(signal, "setitimer", ring_once)
+    with limit_answer_time(60.0):
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 1
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0 and signal.getsignal(signal.SIGALRM) == before
