@@ -9,7 +9,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -158,10 +158,15 @@ class FullDisk:
         self.filler = at.parent / "filler" if at.is_file() else at / "filler"
 
     def strike(self, rng: random.Random) -> None:
-        free = os.statvfs(self.filler.parent)
-        left = free.f_bavail - rng.randint(0, 8)  # pages that stay free
+        spared = rng.randint(0, 8)  # pages that stay free
         with self.filler.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, left) * free.f_bsize)
+            for _ in range(100):  # a thread of the run may take what was free a moment ago
+                free = os.statvfs(self.filler.parent)
+                if not free.f_bavail:
+                    return  # and the disk is as full as it can be
+                with suppress(OSError):
+                    return os.posix_fallocate(file.fileno(), 0, max(1, free.f_bavail - spared) * free.f_bsize)
+            raise AssertionError("the small disk could not be filled")
 
     def mend(self) -> None:
         self.filler.unlink(missing_ok=True)
