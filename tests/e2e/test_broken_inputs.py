@@ -257,7 +257,7 @@ CASES: dict[str, tuple[Words, str]] = {
     "agents with a setting too many": (recipe("--task.env=agents", "--task.env.agents=[{ x = 1 }]"), "task.env.agents[1] has no setting 'x'"),
     "traces to nowhere": (recipe("--run.sinks=[{ kind = 'opentelemetry', url = 'not a url' }]"), "is not an address of OTLP"),
     "a server at no address": (recipe("--engine.kind=vllm", "--engine.url='not a url'", "--place.kind=split"), "engine.url: 'not a url' is no address; it is one like http://"),
-    "a cluster at no address": (recipe("--place.kind=split", "--place.cluster=ray", "--place.address='nope'"), 'address = "nope" is none of Ray'),
+    "a cluster at no address": (recipe("--place.kind=split", "--place.cluster=ray:nope"), '"ray:nope" names no Ray'),
     "torchrun without torchrun": (recipe("--place.kind=split", "--place.cluster=torchrun"), "torchrun --nproc-per-node"),
     "a critic that is not there": (recipe("--trainer.critic.path=/nowhere/x", "--algo.kind=ppo"), "no model folder at /nowhere/x"),
     "a draft that is not there": (recipe("--engine.speculative={ kind = 'draft', model = '/nowhere/x' }"), "no model folder at /nowhere/x"),

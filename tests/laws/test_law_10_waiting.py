@@ -25,6 +25,7 @@ from rondel.assemble.remote_workers import RemoteTrainer
 from rondel.buffer import Buffer
 from rondel.core.errors import SilentError, StalledError, WorkerError
 from rondel.core.events import subscribe
+from rondel.core.mesh import Mesh
 from rondel.core.types import Task
 from rondel.runtime.cluster.forkserver import NEVER_BORN, ForkedProcess
 from rondel.runtime.cluster.process import ProcessCluster
@@ -41,7 +42,9 @@ class Rank:
         return self.meeting.address
 
     def join(self, rank: int, address: tuple[str, int], patience: float) -> None:
-        self.ranks = FsdpRank(rank, 2, self.meeting if rank == 0 else Rendezvous.connect_to(address), patience=patience)
+        self.ranks = FsdpRank(
+            rank, Mesh(shards=2), self.meeting if rank == 0 else Rendezvous.connect_to(address), patience=patience
+        )
 
     async def total(self, absent: int | None = None) -> float:
         with self.ranks.collective_section("total"):

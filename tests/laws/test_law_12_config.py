@@ -113,7 +113,6 @@ def torch_has_no_family(kind: str) -> bool:
 
 
 IDLE = {  # set, and read by nothing in a run like this one; or refused because of another key
-    "place.address": ({"place__address": "auto"}, "place.address"),
     "place.patience": ({"place__patience": 5.0}, "place.patience"),
     "loop.late": ({"loop__late": "retry"}, "late"),
     "policies.critic": ({"policies__critic": {}}, "policies.critic"),

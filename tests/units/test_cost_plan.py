@@ -152,6 +152,7 @@ def test_traffic_of_shards_is_what_fsdp_sends():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from kits.engine import tiny
+    from rondel.core.mesh import Mesh
     from rondel.models.packed_layout import PackedLayout, PackedSegment
     from rondel.planner.shapes import of_config
     from rondel.train.fsdp import FsdpRank
@@ -171,7 +172,7 @@ def test_traffic_of_shards_is_what_fsdp_sends():
     ids = torch.arange(12)
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
-        held = FsdpRank(0, 4, None).shard_model(tiny("llama"))
+        held = FsdpRank(0, Mesh(shards=4), None).shard_model(tiny("llama"))
 
         def work(head):
             return logprob_and_entropy(held.hidden_states(ids, ids, PackedLayout([PackedSegment(0, 12)])), ids, head)[0]

@@ -43,7 +43,7 @@ def trained(text: str) -> Job:
     """The recipe that the file's command means, of the words that a shell would hand over."""
     line = next(line for line in text.replace("\\\n", " ").splitlines() if " train " in line)
     words = shlex.split(line.partition("rondel train ")[2])
-    words = [w for w in words if w.startswith("--") and not w.startswith("--place.address")]
+    words = [w for w in words if w.startswith("--")]
     return read_job(str(RECIPE), *words)[0]
 
 
@@ -60,7 +60,12 @@ def test_a_batch_script_is_good_shell_and_fills_the_cluster(tmp_path, way, nodes
     assert (asked["nodes"], asked["gpus-per-node"], asked["ntasks-per-node"]) == (str(nodes), str(gpus), "1")
     assert text.index("#SBATCH --output") < text.index("set -euo"), "sbatch reads no directive behind the first command"
     job = trained(text)
-    assert (job.place.kind, job.place.cluster, job.place.engines, job.loop.steps) == ("split", way, 1, 7)
+    assert (job.place.kind, job.place.cluster.partition(":")[0], job.place.engines, job.loop.steps) == (
+        "split",
+        way,
+        1,
+        7,
+    )
     if way == "ray":
         assert job.place.ranks + job.place.engines == nodes * gpus and text.count("ray start") == 2
     else:
@@ -110,7 +115,7 @@ def test_a_batch_script_starts_what_it_should_where_it_should(tmp_path, way):
         last = calls[-1] if "rondel train" in calls[-1] else next(c for c in calls if "rondel train" in c)
         token = re.search(r" token ([0-9a-f]{64})$", last)
         assert token and all(c.endswith(token[0]) for c in started), "who has no token runs no code on the nodes"
-        assert last.startswith("n0 rondel train") and "--place.ranks=10" in last and "--place.address=auto" in last
+        assert last.startswith("n0 rondel train") and "--place.ranks=10" in last and "--place.cluster=ray:auto" in last
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
@@ -146,7 +151,11 @@ def test_a_ray_job_has_what_its_definition_requires_and_nothing_else(nodes):
     words = shlex.split(spec["entrypoint"])
     assert words[:3] == ["rondel", "train", "/recipe/quickstart.toml"]
     told_job = read_job(str(RECIPE), *words[3:])[0]
-    assert (told_job.place.cluster, told_job.place.address, told_job.run.folder) == ("ray", "auto", "/runs/quickstart")
+    assert (told_job.place.on_ray, told_job.place.ray_address, told_job.run.folder) == (
+        True,
+        "auto",
+        "/runs/quickstart",
+    )
     assert told_job.place.ranks + told_job.place.engines == 8 * nodes
 
 
@@ -173,7 +182,7 @@ def test_the_command_prints_the_file(capsys):
     assert not end.value.code and len(list(yaml.safe_load_all(capsys.readouterr().out))) == 2
 
 
-def test_recipes_for_a_machine_and_for_a_ray_cluster_differ_by_four_lines():
+def test_recipes_for_a_machine_and_for_a_ray_cluster_differ_by_three_lines():
     """The pair that docs/place.md shows."""
     text = (ROOT / "docs" / "place.md").read_text()
     one, two = re.findall(r"```toml\n(# (?:one machine|a Ray cluster).*?)```", text, re.DOTALL)
@@ -181,11 +190,11 @@ def test_recipes_for_a_machine_and_for_a_ray_cluster_differ_by_four_lines():
         {line.strip() for line in block.splitlines() if line.strip() and not line.startswith("#")}
         for block in (one, two)
     ]
-    assert len(lines[1] - lines[0]) == 4 and not lines[0] - lines[1]
+    assert len(lines[1] - lines[0]) == 3 and not lines[0] - lines[1]
     jobs = [Job.parse(over_tiny(block), "docs/place.md") for block in (one, two)]
     trees = [job.to_dict() for job in jobs]
     places = [tree.pop("place") for tree in trees]
-    assert trees[0] == trees[1] and places[0]["cluster"] == "local" and places[1]["cluster"] == "ray"
+    assert trees[0] == trees[1] and places[0]["cluster"] == "local" and places[1]["cluster"] == "ray:auto"
 
 
 def over_tiny(block: str) -> dict:

@@ -58,9 +58,11 @@ def test_the_table_says_what_dominates(capsys):
 def test_layouts_that_rondel_does_not_have_are_marked(capsys):
     words = ["model=70b", "gpus=64", "recompute=layers"]
     rows = make_plan(what_if(words))["layouts"]
-    assert rows[0]["name"] == "dp64" and [row["exists"] for row in rows] == [True] + [False] * 4
+    assert [row["exists"] for row in rows] == [True] * 3 + [False] * 2
+    assert all(("pp" in row["name"] or "ep" in row["name"]) != row["exists"] for row in rows)
     lines = [line for line in ask(capsys, "--what-if", " ".join(words))[1].splitlines() if line.startswith("layout")]
-    assert ["(not in Rondel yet)" in line for line in lines] == [False, True, True]
+    assert ["(not in Rondel yet)" in line for line in lines] == [False] * 3 + [True] * 2
+    assert "(place.mesh = { shards = " in lines[0]
 
 
 def test_a_policy_is_printed_once(capsys):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rondel.core.errors import SyncError
-from rondel.sync.reshard import ShardCut, join_shards, split_shards
+from rondel.models.shard_cut import ShardCut, join_shards, split_shards
 
 H, K, D, E, F, V = 8, 2, 3, 10, 12, 101  # query heads, key heads, head size, inputs, feed-forward, vocabulary
 QKV = ShardCut(parts=((H * D, ShardCut(heads=H)), (K * D, ShardCut(heads=K)), (K * D, ShardCut(heads=K))))

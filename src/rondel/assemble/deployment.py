@@ -127,7 +127,9 @@ class DeploymentPlan:
             )
         self.threads = None if where.threads == "auto" else where.threads
         of: dict[str, planner.Apart] = {"local": "device", "ray": "machine"}
-        apart: planner.Apart = "module" if where.kind == "shared" else of.get(where.cluster, "process")
+        apart: planner.Apart = (
+            "module" if where.kind == "shared" else of.get("ray" if where.on_ray else where.cluster, "process")
+        )
         if self.job.engine.kind != "builtin":
             apart = "server"
         # those of a GPU are read where they lie
@@ -144,19 +146,19 @@ class DeploymentPlan:
     def make_cluster(self, workers: int, threads: int | None) -> Cluster:
         """What starts the workers."""
         where = self.job.place
-        if where.cluster != "ray":
+        if not where.on_ray:
             return ProcessCluster(self.folder / "logs" if self.folder else None, patience=where.patience)
         try:
             from rondel.runtime.cluster.ray import RayCluster
         except ImportError as error:
             raise ConfigError('place.cluster = "ray" needs Ray: pip install "rondel[cluster]"') from error
         return RayCluster(
-            workers, cpus=threads or 1, gpus=self.device != "cpu", address=where.address, patience=where.patience
+            workers, cpus=threads or 1, gpus=self.device != "cpu", address=where.ray_address, patience=where.patience
         )
 
     def worker_devices(self, workers: int) -> list[str]:
         """The device of each worker; a Ray actor sees only its own."""
-        if self.job.place.cluster == "ray":
+        if self.job.place.on_ray:
             return [self.device.partition(":")[0]] * workers
         return _device_names(self.device, self.before + workers)[self.before :]
 

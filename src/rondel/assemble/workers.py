@@ -233,7 +233,9 @@ class TrainerHost:
             meeting = None if address is None else self.meeting if rank == 0 else Rendezvous.connect_to(address)
             patience = collective_patience(self.job)
             self.ranks = self.device.call(
-                lambda: FsdpRank(rank, size, meeting, device=self.device.name, patience=patience)
+                lambda: FsdpRank(
+                    rank, self.job.place.mesh.to_mesh(size), meeting, device=self.device.name, patience=patience
+                )
             )
         self.trainer, resolved = trainer_of(
             self.job, self.needs, self.sampling, self.loaded, self.device, ranks=self.ranks, transport=self.transport

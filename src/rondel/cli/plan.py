@@ -113,9 +113,10 @@ def print_plan(told: dict[str, Any]) -> None:
     console.print(f"step      {_format_seconds(told['step_seconds'])}; {told['split']['text']}")
     if devices["count"] > 1:
         console.print(f"place     {told['placement']}")
-        for row in told["layouts"][:3]:
+        for row in told["layouts"]:
+            known = f" (place.mesh = {row['mesh']})" if row["exists"] else " (not in Rondel yet)"
             console.print(
-                f"layout    {row['name']}{'' if row['exists'] else ' (not in Rondel yet)'}: {row['memory'] / 1e9:.1f} "
+                f"layout    {row['name']}{known}: {row['memory'] / 1e9:.1f} "
                 f"GB{'' if row['fits'] else ', too much'}, training {_format_seconds(row['seconds'])}, "
                 f"{row['bubble']:.0%} bubble, {row['traffic'] / 1e9:.3g} GB of traffic a device",
             )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rondel.models.linear import PackedLinear, product
+from rondel.models.vocabulary_part import VocabularyPart
 
 
 def decoder_of(model: Any) -> Any:
@@ -27,6 +28,7 @@ class LMHead:
     scale: float = 1.0
     softcap: float | None = None
     stack: PackedLinear = field(default_factory=PackedLinear, repr=False)
+    part: VocabularyPart | None = None  # of the rows, where others have the rest
 
     @classmethod
     def from_model(cls, model: Any) -> LMHead:
@@ -42,7 +44,7 @@ class LMHead:
         return cls(linear.weight, getattr(linear, "bias", None), scale, next(filter(None, caps), None))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[C, D] -> [C, V] in fp32."""
+        """[C, D] -> [C, V] in fp32; of this rank's part of the vocabulary where it is cut."""
         if self.stack.can_pack(hidden, [self.weight], [] if self.bias is None else [self.bias]):
             out = self.stack(hidden)[0].float()
         else:

@@ -67,11 +67,11 @@ def choose_in_pack(calls: Sequence[Any], tokens: IndexedTokens) -> Tensor:
     for call in calls:
         if call.keys.shape[1] <= tokens.count:
             continue
-        queries = call.queries.to(out.device)
+        queries = call.asked.to(out.device)
         keys = tokens.k[call.keys.to(out.device)]
         chosen = choose_keys(tokens.q[queries], keys, tokens.weights[queries], call.at, call.of, tokens.count)
-        real = call.real >= 0
-        out[call.real[real].to(out.device)] = chosen[real.to(out.device)]
+        real = (call.real >= 0).to(out.device)
+        out[queries[real]] = chosen[real]
     return out
 
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from rondel.models.head import LMHead, decoder_of
 from rondel.models.image_features import ImageFeatures, VisionFeatures
 from rondel.models.routing_tape import RoutingTape, use_tape
 from rondel.models.vision_families import FAMILIES
+
+if TYPE_CHECKING:
+    from rondel.models.context_parallel import ContextRanks
 
 
 @dataclass(slots=True)
@@ -46,6 +49,7 @@ class LoadedModel:
     sight: ImageProcessorConfig | None = None  # how it looks at pictures; None for a model that reads text alone
     indexers: int = 0  # layers that choose the keys they attend to
     index_width: int = 0  # keys that one of them chooses
+    context: ContextRanks | None = None  # who shares its packed rows
     state_bytes: int = 0  # of the recurrent states of one sequence, in all layers; 0: it has no recurrent layer
 
     @property

@@ -6,7 +6,7 @@ L the longest · P most tokens above one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -49,8 +49,14 @@ class PackedLayout:
     collected at once. Padding exists only in between: padded queries are thrown away, padded keys are masked.
     """
 
-    def __init__(self, segments: list[PackedSegment], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, segments: list[PackedSegment], device: torch.device | str = "cpu", own: Sequence[int] | None = None
+    ) -> None:
+        """`own`: the segments whose queries are asked for here, one behind the other; all, if not given."""
         self.total, self.device = sum(s.length for s in segments), device
+        own = range(len(segments)) if own is None else own
+        self.first = segments[own[0]].start if len(own) else 0
+        self.rows = sum(segments[i].length for i in own)
         above: list[np.ndarray] = []  # of each segment: the places of its ancestors' tokens, from the root down
         for segment in segments:
             up = segment.parent
@@ -59,8 +65,8 @@ class PackedLayout:
             )
         self.segments, self._above = segments, above
         self.calls = [
-            AttentionCall([segments[i] for i in row], [above[i] for i in row], device)
-            for row in _group_segments(segments, above)
+            AttentionCall([segments[i] for i in row], [above[i] for i in row], device, self.first)
+            for row in _group_segments(segments, above, own)
         ]
         self._made: dict[tuple[str, int], _Rows] = {}  # by what and the number of heads
 
@@ -106,28 +112,30 @@ class PackedLayout:
 
     def _query_rows(self, heads: int) -> _Rows:
         """Tokens to the calls' queries: rows of [T*heads, D]."""
-        return self._cached_rows("queries", heads, lambda: self._rows_of("queries", "real", heads))
+        return self._cached_rows(
+            "queries", heads, lambda: self._rows_of("queries", "real", heads, self.rows, self.first)
+        )
 
     def _context_rows(self, heads: int) -> _Rows:
         """Tokens to the calls' keys."""
-        return self._cached_rows("keys", heads, lambda: self._rows_of("keys", "used", heads))
+        return self._cached_rows("keys", heads, lambda: self._rows_of("keys", "used", heads, self.total, 0))
 
     def _collect_rows(self, heads: int) -> _Rows:
         """The calls' queries back to tokens."""
 
         def build_rows() -> _Rows:
             spread = self._query_rows(heads)
-            place = torch.empty(self.total * heads, dtype=torch.int64)
+            place = torch.empty(self.rows * heads, dtype=torch.int64)
             place[spread.taken] = spread.users
             return _Rows(place, torch.ones(len(place), dtype=torch.bool), spread.length, self.device)
 
         return self._cached_rows("back", heads, build_rows)
 
-    def _rows_of(self, places: str, real: str, heads: int) -> _Rows:
+    def _rows_of(self, places: str, real: str, heads: int, rows: int, first: int) -> _Rows:
         index, counts = (
             torch.cat([_by_head(getattr(call, name), heads) for call in self.calls]) for name in (places, real)
         )
-        return _Rows(index, counts >= 0, self.total * heads, self.device)
+        return _Rows(index - first * heads, counts >= 0, rows * heads, self.device)
 
     def _cached_rows(self, what: str, heads: int, make: Callable[[], _Rows]) -> _Rows:
         if (what, heads) not in self._made:
@@ -191,11 +199,11 @@ class _Select(torch.autograd.Function):
 SCORES = 1 << 20  # scores of one head that a call may have before more segments join it
 
 
-def _group_segments(segments: list[PackedSegment], above: list[np.ndarray]) -> list[list[int]]:
-    """Which segments go into one call: those of similar length under contexts of
+def _group_segments(segments: list[PackedSegment], above: list[np.ndarray], own: Sequence[int]) -> list[list[int]]:
+    """Which of the `own` segments go into one call: those of similar length under contexts of
     similar length, so that little is padded.
     """
-    ordered = sorted(range(len(segments)), key=lambda i: (len(above[i]).bit_length(), -segments[i].length))
+    ordered = sorted(own, key=lambda i: (len(above[i]).bit_length(), -segments[i].length))
     calls: list[list[int]] = []
     deepest = 0  # of the last call's contexts
     for i in ordered:
@@ -219,9 +227,12 @@ class AttentionCall:
     queries  [S,L]    places of the segments' tokens; a padded query repeats the last one
     keys     [S,P+L]  places of the tokens above, then of the own ones; a padded key repeats some token
     real, used        the same with -1 for what is only padding
+    asked    [S,L]    the queries' places among those that are here: `first` is the place of the first one
     """
 
-    def __init__(self, segments: list[PackedSegment], above: list[np.ndarray], device: torch.device | str) -> None:
+    def __init__(
+        self, segments: list[PackedSegment], above: list[np.ndarray], device: torch.device | str, first: int = 0
+    ) -> None:
         length = torch.tensor([s.length for s in segments])[:, None]
         depth = torch.tensor([len(places) for places in above])[:, None]
         start = torch.tensor([s.start for s in segments])[:, None]
@@ -230,6 +241,7 @@ class AttentionCall:
         for row, places in enumerate(above):
             context[row, : len(places)] = torch.from_numpy(places)
         self.queries = start + torch.minimum(own, length - 1)
+        self.asked = self.queries - first
         self.real = torch.where(own < length, self.queries, -1)
         self.keys = torch.cat([context.clamp_min(0), self.queries], 1)
         self.used = torch.cat([context, self.real], 1)
@@ -266,7 +278,7 @@ class AttentionCall:
         distance = None if rule.slopes is None else self.distance()
         mask = None if causal else self.attention_mask(rule)
         if mask is not None and rule.chosen is not None:
-            mask = mask & is_chosen(rule.chosen[self.queries.to(q.device)], self.of)[:, None]
+            mask = mask & is_chosen(rule.chosen[self.asked.to(q.device)], self.of)[:, None]
         if mask is not None and rule.images is not None:
             mask = mask | self.same_image(rule.images)[:, None]
         return sdpa(q, k, v, rule, mask=mask, distance=distance, widened=is_widened(q.dtype), train=True)
@@ -284,7 +296,7 @@ class AttentionCall:
             distance = (at[:, :, None] - of[:, None])[:, None]
             mask = rule.visible(at[:, None, :, None], distance) & (of >= 0)[:, None, None]
             if rule.chosen is not None:
-                places = self.queries[:, first : first + q.shape[2]].to(q.device)
+                places = self.asked[:, first : first + q.shape[2]].to(q.device)
                 mask = mask & is_chosen(rule.chosen[places], of)[:, None]
             return sdpa(q, k, v, rule, mask=mask, distance=distance, widened=widened, train=True)
 

@@ -23,17 +23,12 @@ from rondel.core.errors import ModelError
 from rondel.models.activation_offload import ActivationStore
 from rondel.models.adapter_state import ModelAdapter, adapter_mode
 from rondel.models.attention import attention_layout, use_attention_layout
+from rondel.models.blocks import model_blocks
 from rondel.models.head import decoder_of
 from rondel.models.routing_tape import repeated_tape
 
 # under which families keep the feed-forward part of a layer
 FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "mixer_mlp", "ffn", "moe", "shared_mlp")
-
-
-def model_blocks(model: Any) -> list[nn.Module]:
-    """The layers: blocks that transformers never splits over devices."""
-    blocks = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in blocks and module is not model]
 
 
 def install_recompute(

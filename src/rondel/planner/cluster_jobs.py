@@ -42,7 +42,7 @@ class ClusterLayout:
     def ranks(self) -> int:
         return (
             self.job.place.ranks
-            if "ranks" in self.job.place.model_fields_set
+            if "ranks" in self.job.place.model_fields_set or self.job.place.mesh.shards != "auto"
             else self.nodes * self.gpus - self.engine_count
         )
 
@@ -77,7 +77,7 @@ class ClusterLayout:
         return self
 
     def train_command(self, recipe: str, cluster: str, *more: str) -> str:
-        ranks = [f"--place.ranks={self.ranks}"] if cluster == "ray" else []
+        ranks = [f"--place.ranks={self.ranks}"] if cluster != "torchrun" else []
         words = [
             "--place.kind=split",
             f"--place.cluster={cluster}",
@@ -149,7 +149,7 @@ for node in "${{nodes[@]:1}}"; do
     on "$node" ray start --address="$head" --num-gpus={layout.gpus} --block &
 done
 
-on "$first" {layout.train_command(str(layout.recipe), "ray", "--place.address=auto")}
+on "$first" {layout.train_command(str(layout.recipe), "ray:auto")}
 """
 
 
@@ -180,9 +180,7 @@ def kuberay(layout: ClusterLayout, *, image: str, claim: str) -> str:
         }
         return {"spec": {"containers": [container], "volumes": volumes}}
 
-    command = layout.train_command(
-        f"/recipe/{recipe}", "ray", "--place.address=auto", f"--run.folder={SHARED}/{layout.name}"
-    )
+    command = layout.train_command(f"/recipe/{recipe}", "ray:auto", f"--run.folder={SHARED}/{layout.name}")
     workers = {
         "groupName": "gpus",
         "replicas": layout.nodes - 1,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
+from rondel.core.mesh import Mesh
 from rondel.planner.cost import forward_flops, recomputed_flops
 from rondel.planner.memory import bytes_per_number
 from rondel.planner.resolve import SPARE
@@ -71,8 +72,13 @@ class ParallelLayout:
 
     @property
     def is_supported(self) -> bool:
-        """Whether Rondel trains in it: data-parallel in shards, and nothing else yet."""
-        return self.tp == self.pp == self.cp == self.ep == 1
+        """Whether Rondel trains in it: shards, tensor and context parallel; no pipeline and no expert parallel yet."""
+        return self.pp == self.ep == 1
+
+    @property
+    def mesh(self) -> Mesh:
+        """The same for `place.mesh`."""
+        return Mesh(pp=self.pp, shards=self.dp, cp=self.cp, tp=self.tp, ep=self.ep)
 
     @property
     def name(self) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rondel.planner import advice, cost, split
 from rondel.planner.host_memory import bytes_beside
-from rondel.planner.layout import parallel_layouts
+from rondel.planner.layout import ParallelLayout, parallel_layouts
 from rondel.planner.memory import PHASES, memory_bills
 from rondel.planner.overlap import StepTimes, longest_answer_bound, stages_overlap
 from rondel.planner.workload import Workload
@@ -101,17 +101,24 @@ def make_plan(setting: Workload) -> dict[str, Any]:
             {
                 "name": row.name,
                 "exists": row.is_supported,
+                "mesh": str(row.mesh),
                 "memory": row.memory,
                 "fits": row.fits,
                 "bubble": row.bubble,
                 "traffic": row.traffic,
                 "seconds": row.seconds,
             }
-            for row in sorted(parallel_layouts(setting), key=lambda row: not row.is_supported)[:5]
+            for row in _listed_layouts(setting)
         ],
         "advice": advice.bill_sentences(setting),
         "assumed": [*setting.assumed, *list_assumptions(setting)],
     }
+
+
+def _listed_layouts(setting: Workload) -> list[ParallelLayout]:
+    """The three best that Rondel runs, and the two best that it does not."""
+    found = parallel_layouts(setting)
+    return [row for row in found if row.is_supported][:3] + [row for row in found if not row.is_supported][:2]
 
 
 def list_assumptions(setting: Workload) -> list[str]:

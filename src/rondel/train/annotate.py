@@ -14,7 +14,7 @@ from rondel.models.routing_tape import RoutingTape
 from rondel.train.logprobs import logprob_and_entropy, logprob_entropy_and_kl
 from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
-from rondel.train.sampling_mask import SupportMask
+from rondel.train.row_share import own_routes, own_share
 from rondel.train.teacher_distributions import TeacherDistribution
 
 if TYPE_CHECKING:
@@ -27,21 +27,22 @@ def forward(
     *,
     temperature: float,
     tape: RoutingTape | None = None,
-    kept: SupportMask | None = None,
+    drawn: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch, of what
-    `kept` left of their distributions.
+    """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch; of the distributions that they were `drawn`
+    from, which top-k and top-p may have cut, or of whole ones.
     """
 
+    own = own_share(packed, loaded.context, kept=drawn)
+
     def compute_logprobs(head: LMHead) -> tuple[Tensor, Tensor]:
-        hidden = loaded.hidden_states(
-            packed.tokens, packed.positions, packed.layout, tape, packed.encode_images(loaded)
-        )
+        hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, tape, packed.encode_images(loaded))
         return logprob_and_entropy(
-            hidden.index_select(0, packed.source), packed.target, head, temperature=temperature, kept=kept
+            hidden.index_select(0, own.source), own.target, head, temperature=temperature, kept=own.kept
         )
 
-    return loaded.run_with_head(compute_logprobs)
+    logprobs, entropy = loaded.run_with_head(compute_logprobs)
+    return own.join(logprobs), own.join(entropy)
 
 
 def forward_taught(
@@ -101,11 +102,11 @@ def annotate_logprobs(
               log pi_ref is that of the cut policy
     """
     done: list[int] = []
-    for packed in micro_batches(batch, budget, share=share, device=loaded.device, rank=ranks.rank, ranks=ranks.size):
+    for packed in micro_batches(
+        batch, budget, share=share, device=loaded.device, rank=ranks.data_rank, ranks=ranks.data_size
+    ):
         tape = replay_tape(loaded, packed) if replay else None
-        logprobs, entropy = forward(
-            loaded, packed, temperature=temperature, tape=tape, kept=packed.kept if drawn else None
-        )
+        logprobs, entropy = forward(loaded, packed, temperature=temperature, tape=tape, drawn=drawn)
         if packed.idle:
             continue
         done += packed.samples
@@ -144,4 +145,4 @@ def replay_tape(loaded: LoadedModel, packed: PackedBatch) -> RoutingTape:
             "Completion.experts; "
             "or set trainer.routing_replay = false"
         )
-    return loaded.routing_tape(packed.routes)
+    return loaded.routing_tape(own_routes(loaded, packed))

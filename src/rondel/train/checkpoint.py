@@ -88,6 +88,12 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
         f"{name}_coef": torch.tensor(coef, dtype=torch.float64) for name, coef in trainer.coefs.values.items()
     }
     masters, moments = _master_tensors(weights), _moments(weights)
+    beside = {}  # every rank gives its shards of each
+    if trainer.draft is not None:
+        beside["draft"] = _master_tensors(trainer.draft.weights) | _moments(trainer.draft.weights)
+    if trainer.critic is not None:
+        beside["critic"] = _master_tensors(trainer.critic.weights) | _moments(trainer.critic.weights)
+        beside["critic"]["steps"] = torch.tensor(trainer.critic.steps)
     if not trainer.ranks.is_leader:  # it gave its shards to the one that writes
         return
     with guard_write(folder, bytes_needed(trainer)):
@@ -100,14 +106,8 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
             if rounded or names.published_name(name) not in plain
         }
         save_file(optimizer | moments, folder / "optimizer.safetensors")
-        if trainer.draft is not None:
-            save_file(
-                _master_tensors(trainer.draft.weights) | _moments(trainer.draft.weights),
-                folder / "draft.safetensors",
-            )
-        if trainer.critic is not None:
-            learned = _master_tensors(trainer.critic.weights) | _moments(trainer.critic.weights)
-            save_file(learned | {"steps": torch.tensor(trainer.critic.steps)}, folder / "critic.safetensors")
+        for name, tensors in beside.items():
+            save_file(tensors, folder / f"{name}.safetensors")
 
 
 def _stored_names(path: Path, sent: dict[str, Tensor]) -> set[str]:

@@ -23,6 +23,7 @@ from rondel.models.recompute import install_recompute
 from rondel.train.optim import MasterWeights
 from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
+from rondel.train.row_share import own_share
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
@@ -71,13 +72,15 @@ class Critic:
     def predict_values(self, packed: PackedBatch) -> Tensor:
         """V of the states in which the trainable tokens of one micro-batch are chosen.  -> [M] in fp32."""
 
+        own = own_share(packed, self.loaded.context)
+
         def compute_values(head: LMHead) -> Tensor:
             hidden = self.loaded.hidden_states(
-                packed.tokens, packed.positions, packed.layout, seen=packed.encode_images(self.loaded)
+                own.tokens, own.positions, own.layout, seen=packed.encode_images(self.loaded)
             )
-            return self.loaded.model.get_output_embeddings()(hidden.index_select(0, packed.source).float())[:, 0]
+            return self.loaded.model.get_output_embeddings()(hidden.index_select(0, own.source).float())[:, 0]
 
-        return self.loaded.run_with_head(compute_values)
+        return own.join(self.loaded.run_with_head(compute_values))
 
     @torch.no_grad()
     def annotate_values(self, batch: TrainBatch, settings: TrainSettings) -> None:
@@ -119,6 +122,6 @@ class Critic:
             settings.micro_tokens,
             share=settings.share_prompts,
             device=self.loaded.device,
-            rank=self.ranks.rank,
-            ranks=self.ranks.size,
+            rank=self.ranks.data_rank,
+            ranks=self.ranks.data_size,
         )

@@ -12,30 +12,41 @@ adapter  fp32, whole on every rank: 1-2 % of the numbers. The base under it lies
 from __future__ import annotations
 
 import datetime
+import functools
 import os
+import statistics
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from rondel.core.errors import ConfigError, StalledError
+from rondel.core.errors import ConfigError, ModelError, StalledError
+from rondel.core.mesh import Mesh
 from rondel.models import linear, names, vision
+from rondel.models.blocks import model_blocks
+from rondel.models.collectives import RankGroup
+from rondel.models.context_parallel import PRODUCTS, ContextRanks
 from rondel.models.head import LMHead
+from rondel.models.load_check import PARITY
 from rondel.models.loaded_model import LoadedModel
-from rondel.models.recompute import model_blocks
+from rondel.models.tensor_cuts import TensorCuts
+from rondel.models.tensor_parallel import cut_model
 from rondel.system import sockets
+from rondel.train.annotate import logprobs_of
 from rondel.train.optim import MasterWeights, spread_within_rounding
 from rondel.train.optimizers import ONE_RANK
 from rondel.train.parallel import SingleRank
+from rondel.train.rank_masters import ReplicatedWeights, ShardedWeights, computes_in
 
 
 class Rendezvous:
@@ -54,15 +65,17 @@ class Rendezvous:
 
 
 class FsdpRank(SingleRank):
-    """One of `size` ranks that meet there; without a meeting, in the group that a launcher has made already.
+    """One rank of a mesh, all of which meet there; without a meeting, in the group that a launcher has made already.
 
     patience  seconds that one rank waits for another in a collective
     """
 
     def __init__(
-        self, rank: int, size: int, meeting: Rendezvous | None, *, device: str = "cpu", patience: float = 600.0
+        self, rank: int, mesh: Mesh, meeting: Rendezvous | None, *, device: str = "cpu", patience: float = 600.0
     ) -> None:
-        self.rank, self.size, self.patience = rank, size, patience
+        self.rank, self.size, self.patience, self.mesh = rank, mesh.world, patience, mesh
+        self.data_rank, self.data_size = mesh.data_index(rank), mesh.data
+        self._cuts: WeakKeyDictionary[nn.Module, TensorCuts] = WeakKeyDictionary()
         if meeting is not None:
             if sockets.is_loopback(
                 meeting.address[0]
@@ -70,17 +83,38 @@ class FsdpRank(SingleRank):
                 for library in ("GLOO", "NCCL"):
                     os.environ.setdefault(f"{library}_SOCKET_IFNAME", sockets.loopback_interface())
             backend, wait = "gloo" if device == "cpu" else "nccl", datetime.timedelta(seconds=patience)
-            dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=size, timeout=wait)
-        self.mesh = init_device_mesh(device.partition(":")[0], (size,))
+            dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=mesh.world, timeout=wait)
+        make = functools.partial(init_device_mesh, device.partition(":")[0])
+        sharing = mesh.shards * mesh.cp  # who has different shards: of other samples, or of other parts of a row
+        whole = make((mesh.pp, mesh.replicas, sharing, mesh.tp), mesh_dim_names=("pp", "replicas", "shards", "tp"))
+        self.fsdp_mesh = whole["replicas", "shards"] if mesh.replicas > 1 else whole["shards"]
+        self.shard_group = whole["shards"].get_group()
+        self.sum_group: Any = dist.group.WORLD
+        self.data_group: Any = dist.group.WORLD
+        self.tensor = RankGroup.of(whole["tp"].get_group()) if mesh.tp > 1 else None
+        self.context = None
+        if mesh.tp * mesh.cp > 1:
+            sizes, axes = (mesh.pp, mesh.data, mesh.cp, mesh.tp), ("pp", "data", "cp", "tp")
+            apart = make(sizes, mesh_dim_names=axes)
+            self.data_group = apart["data"].get_group()
+            self.context = RankGroup.of(apart["cp"].get_group()) if mesh.cp > 1 else None
+            summed = make((mesh.pp, mesh.data * mesh.cp, mesh.tp), mesh_dim_names=("pp", "summed", "tp"))
+            self.sum_group = summed["summed"].get_group()
 
     def shard_model(self, loaded: LoadedModel) -> LoadedModel:
         """Each layer is gathered when its pass begins and let go when it ends; embedding, last
         norm and head stay for the whole pass.
         """
         model, dtype = loaded.model, loaded.dtype
+        probe = [(7 * i + 3) % loaded.head.weight.shape[0] for i in range(11)]
+        expected: list[float] = []
         if not isinstance(model, FSDPModule):  # a reference that is the policy without its adapter is held already
+            self._refuse_mesh(loaded)
+            if self.tensor is not None and len(loaded.head.weight) > 1:  # a critic says one number and no logprobs
+                expected = logprobs_of(loaded, probe)
             self._shard_model(loaded)
-        head = LMHead.from_model(model)
+        cuts = self._cuts.get(model)
+        head = replace(LMHead.from_model(model), part=cuts.vocabulary if cuts else None)
 
         def enter_with_head(work: Callable[[LMHead], Any]) -> Any:
             return model.enter(
@@ -94,7 +128,24 @@ class FsdpRank(SingleRank):
             )
 
         head.stack = linear.UnpackedLinear()
-        return replace(loaded, model=model, head=head, enter=enter_with_head, compute=dtype)
+        context = None if self.context is None else ContextRanks(self.context, PRODUCTS * head.weight.shape[1])
+        held = replace(loaded, model=model, head=head, enter=enter_with_head, compute=dtype, context=context)
+        if expected:
+            _check_cut(held, probe, expected, self.mesh)
+        return held
+
+    def _refuse_mesh(self, loaded: LoadedModel) -> None:
+        """What a model cannot do yet where several ranks compute one sample."""
+        if self.mesh.tp * self.mesh.cp == 1:
+            return
+        for found, what in (
+            (self.mesh.tp > 1 and loaded.adapter is not None, "an adapter cannot be cut by tp"),
+            (loaded.sight is not None, "a model with images needs whole rows and matrices"),
+            (loaded.aligned, 'numerics = "aligned" is proved for whole rows and matrices'),
+            (self.mesh.tp > 1 and loaded.indexers > 0, "an indexer cannot be cut by tp"),
+        ):
+            if found:
+                raise ConfigError(f"place.mesh = {self.mesh}: {what}. Use shards or replicas instead")
 
     def _shard_model(self, loaded: LoadedModel) -> None:
         model, dtype = loaded.model, loaded.dtype
@@ -113,6 +164,9 @@ class FsdpRank(SingleRank):
                 if parameter.requires_grad and parameter.dtype == dtype != torch.float32:
                     parameter.data = spread_within_rounding(name, parameter)
             model.float()
+        if self.tensor is not None:
+            names.checkpoint_pieces(model)  # of whole tensors, asked for before they are cut
+            self._cuts[model] = cut_model(model, self.tensor, sequence=self.mesh.sp)
         eye = set(vision.vision_tower(model).modules()) if loaded.sight is not None else set()
         # whole on every rank, and frozen: no rank waits in a tower that another has no picture for
         if loaded.sight is not None:
@@ -123,13 +177,13 @@ class FsdpRank(SingleRank):
         if head.weight.shape[0] == 1 and head.weight not in whole:
             fully_shard(
                 head,
-                mesh=self.mesh,
+                mesh=self.fsdp_mesh,
                 mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32),
                 reshard_after_forward=False,
             )
         for layer in [block for block in model_blocks(model) if block not in eye]:
-            fully_shard(layer, mesh=self.mesh, mp_policy=policy, ignored_params=whole)
-        fully_shard(model, mesh=self.mesh, mp_policy=policy, ignored_params=whole)
+            fully_shard(layer, mesh=self.fsdp_mesh, mp_policy=policy, ignored_params=whole)
+        fully_shard(model, mesh=self.fsdp_mesh, mp_policy=policy, ignored_params=whole)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -147,29 +201,28 @@ class FsdpRank(SingleRank):
                 f'trainer.memory.optimizer = "host" is for one rank, and this trainer has {self.size}, which keep a shard '
                 "each: leave it out"
             )
-        kept = (
-            ShardedWeights
-            if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad)
-            else ReplicatedWeights
-        )
-        return kept(model, self.mesh, **how)
+        if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad):
+            return ShardedWeights(model, self.shard_group, self._cuts.get(model), **how)
+        return ReplicatedWeights(model, self.sum_group, **how)
 
     def full_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        dtype = _computes_in(model)
+        dtype, cuts = computes_in(model), self._cuts.get(model)
         for name, parameter in names.named_weights(model):
-            yield name, parameter.full_tensor().to(dtype) if isinstance(parameter, DTensor) else parameter
+            whole = parameter.full_tensor().to(dtype) if isinstance(parameter, DTensor) else parameter
+            yield name, whole if cuts is None else cuts.join(name, whole)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        told: list[Any] = [None] * self.size
-        dist.all_gather_object(told, value)
-        return told
+        return _gather_objects(value, dist.group.WORLD)
+
+    def gather_data_ranks(self, value: Any) -> list[Any]:
+        return _gather_objects(value, self.data_group)
 
     @contextmanager
     def collective_section(self, verb: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            if "timed out" not in (said := str(error).lower()) and "timeout" not in said:
+            if not _is_timeout(error):
                 raise
             raise StalledError(
                 f"rank {self.rank} of {self.size} waits for another one since {self.patience:g} s, {_failed_operation(error)}, "
@@ -180,95 +233,34 @@ class FsdpRank(SingleRank):
         dist.destroy_process_group()
 
 
-class ReplicatedWeights(MasterWeights):
-    """What lies whole on every rank: an adapter, and the head of a critic that has one. Equal sums move equal bits."""
-
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, **how: Any) -> None:
-        self.mesh, self._summed = mesh, False
-        super().__init__(model, **how)
-
-    def gradient_norm(self) -> Tensor:
-        """Each rank has the gradient of its own tokens until it is asked; then all have the sum."""
-        grads = [m.grad for m in self.masters if m.grad is not None]
-        if grads and not self._summed:
-            flat = torch.cat([g.flatten() for g in grads])
-            dist.all_reduce(flat, group=self.mesh.get_group())
-            for grad, piece in zip(grads, flat.split([g.numel() for g in grads])):
-                grad.copy_(piece.view_as(grad))
-            self._summed = True
-        return super().gradient_norm()
-
-    def zero_grad(self) -> None:
-        self._summed = False
-        super().zero_grad()
+def _check_cut(held: LoadedModel, probe: list[int], expected: list[float], mesh: Mesh) -> None:
+    """Cut over the ranks, a model must give the logprobs that it gave whole."""
+    name = f"'{held.name}' ({held.model.config.model_type}): cut over tp = {mesh.tp} ranks,"
+    remedy = "some part of it cannot be cut that way. Use place.mesh with shards or cp instead"
+    if mesh.sp:
+        remedy += ", or try sp = false"
+    try:
+        gap = statistics.fmean(abs(a - b) for a, b in zip(logprobs_of(held, probe), expected))
+    except (RuntimeError, ValueError, IndexError) as error:
+        if _is_timeout(error):
+            raise
+        raise ModelError(f"{name} it does not run ({type(error).__name__}: {error}): {remedy}") from error
+    held.model.reshard()  # what lies at the root waits for a backward pass
+    if not gap <= PARITY[held.dtype]:
+        raise ModelError(
+            f"{name} its logprobs differ by {gap:.3g} from those of the whole model (limit {PARITY[held.dtype]}): {remedy}"
+        )
 
 
-class ShardedWeights(MasterWeights):
-    """The shards of one rank. The module's parameters are the masters; a rounded copy of the
-    shard says whether a step moved any bits.
-    """
+def _is_timeout(error: BaseException) -> bool:
+    """Whether a collective waited for a rank that did not come."""
+    return "timed out" in (said := str(error).lower()) or "timeout" in said
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, **how: Any) -> None:
-        self.mesh = mesh
-        self.dtype = _computes_in(model)
-        super().__init__(model, **how)
-        self._rounded = [m.to(self.dtype, copy=True) for m in self.masters] if self.dtype != torch.float32 else []
 
-    def _make_masters(self) -> list[Tensor]:
-        return [p.detach().to_local() for p in self.compute]
-
-    def _install_gradient_hooks(self) -> None:
-        """FSDP sums gradients in fp32 itself."""
-
-    def gradient_norm(self) -> Tensor:
-        for parameter, master in zip(self.compute, self.masters):
-            master.grad = None if parameter.grad is None else parameter.grad.to_local()
-        square = super().gradient_norm() ** 2
-        dist.all_reduce(square, group=self.mesh.get_group())
-        return square.sqrt()
-
-    def _changed_share(self) -> float:
-        if not self._rounded:
-            return 1.0
-        counts = torch.zeros(2, dtype=torch.float64)
-        for master, rounded in zip(self.masters, self._rounded):
-            fresh = master.to(self.dtype)
-            counts += torch.tensor([int((fresh != rounded).sum()), fresh.numel()], dtype=torch.float64)
-            rounded.copy_(fresh)
-        dist.all_reduce(counts, group=self.mesh.get_group())
-        return float(counts[0] / counts[1])
-
-    def zero_grad(self) -> None:
-        for parameter, master in zip(self.compute, self.masters):
-            parameter.grad = master.grad = None
-
-    def clear_grads(self) -> None:
-        self.zero_grad()
-
-    def gather_full(self, i: int, piece: Tensor) -> Tensor:
-        """The whole of a tensor that lies in shards like parameter `i`; every rank asks."""
-        like = self.compute[i]
-        if piece.shape != self.masters[i].shape:
-            return piece  # AdamW's count of steps
-        return DTensor.from_local(
-            piece.contiguous(), self.mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        ).full_tensor()
-
-    def local_shard(self, i: int, full: Tensor) -> Tensor:
-        """This rank's part of a whole tensor: dimension 0 in equal pieces, the last ones shorter or empty."""
-        like = self.compute[i]
-        if full.shape != like.shape:
-            return full
-        pieces = full.chunk(self.mesh.size(), 0)
-        rank = self.mesh.get_local_rank()
-        return pieces[rank] if rank < len(pieces) else full[:0]
-
-    def load_masters(self, weights: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            for i, (name, master) in enumerate(zip(self.names, self.masters)):
-                master.copy_(self.local_shard(i, weights[name]))
-            for master, rounded in zip(self.masters, self._rounded):
-                rounded.copy_(master)
+def _gather_objects(value: Any, group: Any) -> list[Any]:
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, value, group=group)
+    return told
 
 
 def _failed_operation(error: BaseException) -> str:
@@ -285,10 +277,3 @@ def _forward_root(model: nn.Module, work: Callable[[], Any]) -> Any:
 
 def _output_embeddings(model: Any) -> Any:
     return model.get_output_embeddings()
-
-
-def _computes_in(model: nn.Module) -> torch.dtype:
-    """FSDP has no public word for it."""
-    dtype = next(m for m in model.modules() if isinstance(m, FSDPModule))._get_fsdp_state()._mp_policy.param_dtype
-    assert dtype is not None, "hold() names one"
-    return dtype

@@ -55,6 +55,9 @@ class _Chunked(torch.autograd.Function):
         ctx.set_materialize_grads(
             False
         )  # what the loss does not use comes back as None: no host asks a device for zeros
+        part = head.part
+        if part is not None and kept is not None:
+            kept = kept.of_vocabulary(part.first, part.size)
         ctx.head, ctx.temperature, ctx.kept, ctx.taught = head, temperature, kept, taught
         logprobs, entropies, apart = [], [], []
         chunks = _row_chunks(len(hidden), len(weight))
@@ -66,9 +69,10 @@ class _Chunked(torch.autograd.Function):
                 z.div_(temperature)
             if kept is not None:
                 z = kept.mask_logits(z, rows)
-            logprob, shifted, e, total = select_logprobs(z, target[rows])
+            logprob, shifted, e, total = (part.select_logprobs if part else select_logprobs)(z, target[rows])
             logprobs.append(logprob)
-            entropies.append((total.log() - shifted.mul_(e).sum(-1, keepdim=True) / total)[:, 0])
+            mean = shifted.mul_(e).sum(-1, keepdim=True)
+            entropies.append((total.log() - (part.sum(mean) if part else mean) / total)[:, 0])
             if taught is not None:
                 apart.append(-entropies[-1] - (taught.log_q(rows).mul_(e).sum(-1, keepdim=True) / total)[:, 0])
             if keeps:
@@ -98,7 +102,9 @@ class _Chunked(torch.autograd.Function):
                 bent = None if head.softcap is None else 1 - (logits / head.softcap) ** 2
                 if temperature != 1.0:
                     logits.div_(temperature)
-                p = torch.softmax(logits if ctx.kept is None else ctx.kept.mask_logits(logits, rows), -1)
+                masked = logits if ctx.kept is None else ctx.kept.mask_logits(logits, rows)
+                p = torch.softmax(masked, -1) if head.part is None else head.part.softmax(masked)
+                del masked
                 del logits  # here a step needs most memory: two arrays of a chunk are held at a time, not four
             pull: Tensor | None = None
             if ctx.taught is not None and grad_kl is not None:
@@ -116,7 +122,11 @@ class _Chunked(torch.autograd.Function):
             else:
                 grad = p.mul_(-grad_logprob[rows, None])
             del p
-            grad.scatter_add_(-1, target[rows, None], grad_logprob[rows, None])
+            column, share = target[rows], grad_logprob[rows]
+            if head.part is not None:
+                column, mine = head.part.own_ids(column)
+                share = share * mine
+            grad.scatter_add_(-1, column[:, None], share[:, None])
             if pull is not None:
                 grad += pull
             if temperature != 1.0:
@@ -134,6 +144,8 @@ class _Chunked(torch.autograd.Function):
             elif ctx.needs_input_grad[1]:  # not under an adapter
                 piece = matmul(grad.t(), h)
                 grad_weight = piece if grad_weight is None else grad_weight.float().add_(piece)
+        if head.part is not None:
+            head.part.sum(grad_hidden)
         if ctx.needs_input_grad[1] and main is None:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         return (

@@ -25,9 +25,14 @@ if TYPE_CHECKING:
 
 
 class SingleRank:
-    """One rank: everything is its own."""
+    """One rank: everything is its own.
+
+    rank, size             among all processes of the trainer
+    data_rank, data_size   among those that take different samples; the others of a data rank compute the same together
+    """
 
     rank, size = 0, 1
+    data_rank, data_size = 0, 1
 
     @property
     def is_leader(self) -> bool:
@@ -50,12 +55,16 @@ class SingleRank:
         """What each rank says, in their order."""
         return [value]
 
+    def gather_data_ranks(self, value: Any) -> list[Any]:
+        """What each data rank says: once, where several ranks compute the same."""
+        return [value]
+
     def exchange_tokens(self, batch: TrainBatch, mine: Iterable[int], *names: str) -> None:
         """Give the others what this rank found out about the tokens of its samples: the named fields of TokenBatch."""
-        if self.size == 1:
+        if self.data_size == 1:
             return
         found = {i: {name: getattr(batch.samples[i].known, name) for name in names} for i in set(mine)}
-        for theirs in self.all_gather_object(found):
+        for theirs in self.gather_data_ranks(found):
             for i, told in theirs.items():
                 for name, values in told.items():
                     setattr(batch.samples[i].known, name, values)

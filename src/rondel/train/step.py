@@ -429,8 +429,8 @@ class LocalTrainer:
             self.settings.micro_tokens,
             share=self.settings.share_prompts,
             device=device,
-            rank=self.ranks.rank,
-            ranks=self.ranks.size,
+            rank=self.ranks.data_rank,
+            ranks=self.ranks.data_size,
         ):
             tape = notes.replay_tape(self.loaded, packed) if self.settings.replay_routes else None
             full_kl: Tensor | None = None
@@ -441,7 +441,7 @@ class LocalTrainer:
                 )
             else:
                 logprobs, entropy = notes.forward(
-                    self.loaded, packed, temperature=self.settings.temperature, tape=tape, kept=packed.kept
+                    self.loaded, packed, temperature=self.settings.temperature, tape=tape, drawn=True
                 )
             known = _visible_tokens(batch.tokens(packed.samples, device), algo, decides=proximal_noted)
             tokens = known.with_fields(

@@ -29,7 +29,7 @@ class StepMetricSums:
 
     def gather_ranks(self, ranks: SingleRank) -> None:
         """All that the ranks have summed."""
-        told = ranks.all_gather_object(
+        told = ranks.gather_data_ranks(
             (self.loss, self.packed, {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces})
         )
         self.loss, self.packed = sum(loss for loss, _, _ in told), sum(packed for _, packed, _ in told)

@@ -5,26 +5,56 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from rondel.core.config.section import LONGEST, ConfigSection
+from rondel.core.config.section import LONGEST, ConfigSection, Count, SettingsTable
+from rondel.core.mesh import Mesh
+
+CLUSTERS = ("auto", "local", "process", "torchrun", "ray")
+
+
+class MeshConfig(SettingsTable):
+    replicas: Count = Field(
+        1, description="copies of all shards: weights are gathered within one, gradients summed over all"
+    )
+    shards: Count | Literal["auto"] = Field(
+        "auto",
+        description="parts of weights, gradients and moments (FSDP2); auto: what the other axes leave of place.ranks",
+    )
+    cp: Count = Field(1, description="ranks that share each packed row, for long contexts (context parallel)")
+    tp: Count = Field(1, description="ranks that share each matrix (tensor parallel)")
+    sp: bool = Field(True, description="with tp, rows between the parts of a layer lie apart, too (sequence parallel)")
+
+    def to_mesh(self, ranks: int) -> Mesh:
+        """Over so many processes; 1 stands for as many as the axes need."""
+        mine = self.__dict__
+        rest = mine["replicas"] * mine["cp"] * mine["tp"]
+        shards = max(1, ranks // rest) if mine["shards"] == "auto" else mine["shards"]
+        mesh = Mesh(replicas=self.replicas, shards=shards, cp=self.cp, tp=self.tp, sp=self.sp)
+        _ = self.shards  # read
+        if ranks not in (1, mesh.world):
+            raise ValueError(
+                f"mesh = {mesh} has {mesh.world} ranks, and ranks = {ranks}: leave one of them out, or let them agree"
+            )
+        return mesh
 
 
 class PlaceConfig(ConfigSection):
     kind: Literal["shared", "split"] = Field(
         "shared", description="engine and trainer on one device, or on devices of their own"
     )
-    cluster: Literal["auto", "local", "process", "torchrun", "ray"] = Field(
+    cluster: str = Field(
         "auto",
-        description="where they run: in this process, in processes of their own, as Ray actors; auto: local if shared, "
-        "process if split",
+        description='where they run: "local" in this process, "process" in processes of their own, "torchrun" in the ranks '
+        'that it started, "ray" as actors of a Ray that the run starts, "ray:ADDRESS" of one that runs ("ray:auto", '
+        '"ray:host:6379", "ray://host:10001"); "auto": local if shared, process if split',
     )
     engines: int = Field(1, ge=1, le=4096, description="engines of a split run")
     ranks: int = Field(
         1, ge=1, le=4096, description="processes among which the trainer's weights lie in shards (FSDP2)"
     )
-    address: str | None = Field(
-        None, description='of a running Ray cluster: "auto", "ray://host:10001"; unset, one is started'
+    mesh: MeshConfig = Field(
+        MeshConfig(), description="how the ranks are arranged: `{ tp = 2, cp = 2 }`; the others are shards"
     )
     patience: float = Field(
         60.0,
@@ -37,15 +67,31 @@ class PlaceConfig(ConfigSection):
         "auto", description='CPU threads; "auto" is all that this process may use'
     )
 
+    @field_validator("cluster")
+    @classmethod
+    def _check_cluster(cls, given: str) -> str:
+        kind, _, address = given.partition(":")
+        if (kind not in CLUSTERS) or (address and kind != "ray"):
+            raise ValueError(f'"{given}" is none of {", ".join(CLUSTERS)}, ray:ADDRESS')
+        if ":" in given and not re.fullmatch(r"auto|local|(//)?(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", address):
+            raise ValueError(f'"{given}" names no Ray: it is "ray:auto", "ray:host:6379" or "ray://host:10001"')
+        return given
+
+    @property
+    def on_ray(self) -> bool:
+        """Whether its workers are Ray actors."""
+        return self.cluster.partition(":")[0] == "ray"
+
+    @property
+    def ray_address(self) -> str | None:
+        """Of a Ray that runs already, as `ray.init` takes it; None: the run starts one."""
+        address = self.cluster.partition(":")[2]
+        return f"ray:{address}" if address.startswith("//") else address or None
+
     @model_validator(mode="after")
     def _check_together(self) -> PlaceConfig:
         mine = self.__dict__
-        if mine["address"] is not None and not re.fullmatch(
-            r"auto|local|(ray://)?(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", mine["address"]
-        ):
-            raise ValueError(
-                f'address = "{mine["address"]}" is none of Ray: it is "auto", "host:6379" or "ray://host:10001"'
-            )
+        object.__setattr__(self, "ranks", mine["mesh"].to_mesh(mine["ranks"]).world)
         if mine["cluster"] == "auto":
             object.__setattr__(self, "cluster", "process" if mine["kind"] == "split" else "local")
         if mine["kind"] == "shared" and mine["cluster"] != "local":

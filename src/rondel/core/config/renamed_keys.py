@@ -67,5 +67,6 @@ MOVED_KEYS = {  # a key of earlier versions -> what says it now
     "trainer.warmup_steps": "trainer.optimizer = { warmup_steps = ... }",
     "trainer.weight_decay": "trainer.optimizer = { weight_decay = ... }",
     "trainer.betas": "trainer.optimizer = { betas = [...] }",
+    "place.address": 'place.cluster = "ray:ADDRESS"',
     "trainer.kind": "nothing: there is one trainer (FSDP2), over place.ranks",
 }

@@ -1,5 +1,5 @@
-"""Tensor-parallel shards of one weight: TP ranks of a trainer to TP' ranks of an engine,
-through the whole tensor. Pure functions.
+"""How one weight lies over tensor-parallel ranks: of a trainer, of an engine, and from TP to TP' ranks through the
+whole tensor. Pure functions.
 
     columns  [O, I]      rank r has O/tp rows of W, because y = x W^T is cut along its
              outputs        q, gate, up, embedding
@@ -8,6 +8,7 @@ through the whole tensor. Pure functions.
              ranks hold the same head     k, v
     stacked  [..., I]    several such weights below each other in every shard: [q_r; k_r; v_r], [gate_r; up_r]
     padded   [V', I]     a vocabulary with empty rows at its end, so that every rank has as many
+    uneven   [V, I]      or without them: ranks whose parts differ by a row
 
 `join(split(w, how, tp), how) == w` bit for bit, for any tp that the sizes allow; TP x TP' is a join and a split.
 """
@@ -31,6 +32,7 @@ class ShardCut:
              where there are fewer than ranks
     rows     0, or the true length of the dimension, which is padded to a multiple of `multiple` x tp
     parts    what is stacked in it: `ShardCut`s with their sizes in the whole tensor, in order
+    uneven   whether parts may differ by one
     """
 
     dim: int | None = 0
@@ -38,12 +40,20 @@ class ShardCut:
     rows: int = 0
     multiple: int = 1
     parts: tuple[tuple[int, ShardCut], ...] = field(default=())
+    uneven: bool = False
+
+
+def even_runs(total: int, n: int) -> list[int]:
+    """Lengths of n runs that differ by at most one."""
+    return [total // n + (i < total % n) for i in range(n)]
 
 
 def split_shards(whole: Tensor, cut: ShardCut, tp: int) -> list[Tensor]:
     """The shard of every rank."""
     if cut.dim is None:
         return [whole] * tp
+    if cut.uneven:
+        return list(whole.split(even_runs(whole.shape[cut.dim], tp), cut.dim))
     if cut.parts:
         pieces = [
             split_shards(part, how, tp)

@@ -1,0 +1,72 @@
+"""How the processes of a trainer are arranged.
+
+    world = pp · replicas · shards · cp · tp, outermost to innermost: neighbours in rank speak most
+
+    pp        stages of layers, one behind the other
+    replicas  copies of all shards (HSDP): gradients are summed over them, weights are gathered within each
+    shards    of parameters, gradients and moments (FSDP2)
+    cp        parts of one packed row: contexts longer than a device holds (context parallel)
+    tp        parts of every matrix (tensor parallel), and of the rows between them (sequence parallel)
+    ep        experts lie apart over so many of the shards · cp · tp ranks of a replica (expert parallel)
+
+Ranks that differ in `replicas` or `shards` take different samples; those that differ in pp, cp or tp compute the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+AXES = ("pp", "replicas", "shards", "cp", "tp")
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The size of every axis; 1 where there is none."""
+
+    pp: int = 1
+    replicas: int = 1
+    shards: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    sp: bool = True  # rows between the parts of a layer lie apart over tp
+
+    def __post_init__(self) -> None:
+        if any(getattr(self, axis) < 1 for axis in (*AXES, "ep")):
+            raise ValueError(f"{self}: every axis is 1 or more")
+        if self.shards * self.cp * self.tp % self.ep:
+            raise ValueError(
+                f"ep = {self.ep} does not divide the {self.shards * self.cp * self.tp} ranks of a replica "
+                f"(shards · cp · tp = {self.shards} · {self.cp} · {self.tp})"
+            )
+
+    @property
+    def world(self) -> int:
+        """Processes."""
+        return prod(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes in the order of AXES."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def data(self) -> int:
+        """Ranks that take different samples."""
+        return self.replicas * self.shards
+
+    def coordinate(self, axis: str, rank: int) -> int:
+        """Where a rank lies along an axis."""
+        inner = prod(self.shape[AXES.index(axis) + 1 :])
+        return rank // inner % getattr(self, axis)
+
+    def data_index(self, rank: int) -> int:
+        """Which of the `data` shares of the samples is this rank's."""
+        return self.coordinate("replicas", rank) * self.shards + self.coordinate("shards", rank)
+
+    def __str__(self) -> str:
+        """As a recipe says it: "{ shards = 2, tp = 4 }"."""
+        told = [f"{axis} = {n}" for axis in (*AXES, "ep") if (n := getattr(self, axis)) > 1]
+        told += [] if self.sp or self.tp == 1 else ["sp = false"]
+        return f"{{ {', '.join(told)} }}" if told else "{}"

@@ -1,0 +1,143 @@
+"""Collectives with gradients, over the ranks of one group, and how rows lie over them.
+
+    forward            backward           where
+    identity           sum                into matrices that are cut: each rank has the gradient of its own part
+    sum                identity           out of them: each rank has a part of every sum
+    gather rows        sum, own rows      into them, where rows lie apart (sequence parallel), and keys and values of others
+    sum, own rows      gather rows        out of them
+    own rows           gather rows        from rows that all have alike to rows that lie apart
+    gather rows        own rows           back, where everyone computes the same from there
+
+T rows · n ranks. Rows lie in runs, one a rank, in the order of the ranks; a run may be empty. No row is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """Ranks that work on the same tensors, and which of them this one is."""
+
+    group: dist.ProcessGroup
+    index: int
+    size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> RankGroup:
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """In place, over all ranks. -> x."""
+        dist.all_reduce(x, op, self.group)
+        return x
+
+
+def gather_runs(x: Tensor, lengths: Sequence[int], ranks: RankGroup) -> Tensor:
+    """This rank's run [t, ...] -> all rows [T, ...], not differentiable."""
+    x = x.contiguous()
+    out = x.new_empty(sum(lengths), *x.shape[1:])
+    if len(set(lengths)) == 1:
+        dist.all_gather_into_tensor(out, x, ranks.group)
+        return out
+    runs = list(out.split(list(lengths)))
+    runs[ranks.index].copy_(x)
+    for i, run in enumerate(runs):
+        if len(run):
+            dist.broadcast(run, group=ranks.group, group_src=i)
+    return out
+
+
+def reduce_runs(x: Tensor, lengths: Sequence[int], ranks: RankGroup) -> Tensor:
+    """All rows [T, ...] of every rank -> this rank's run of their sum, not differentiable."""
+    x = x.contiguous()
+    if len(set(lengths)) == 1:
+        out = x.new_empty(lengths[ranks.index], *x.shape[1:])
+        dist.reduce_scatter_tensor(out, x, group=ranks.group)
+        return out
+    runs = [run.clone() for run in x.split(list(lengths))]
+    for i, run in enumerate(runs):
+        if len(run):
+            dist.reduce(run, group=ranks.group, group_dst=i)
+    return runs[ranks.index]
+
+
+def own_run(x: Tensor, lengths: Sequence[int], ranks: RankGroup) -> Tensor:
+    """All rows -> this rank's, as a view."""
+    first = [0, *accumulate(lengths)][ranks.index]
+    return x[first : first + lengths[ranks.index]]
+
+
+class _EnterCut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, ranks: RankGroup):
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return ctx.ranks.all_reduce(grad.contiguous().clone()), None
+
+
+class _LeaveCut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, ranks: RankGroup):
+        return ranks.all_reduce(x.contiguous().clone())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, lengths: Sequence[int], ranks: RankGroup, summed: bool):
+        ctx.lengths, ctx.ranks, ctx.summed = lengths, ranks, summed
+        return gather_runs(x, lengths, ranks)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        take = reduce_runs if ctx.summed else own_run
+        return take(grad, ctx.lengths, ctx.ranks), None, None, None
+
+
+class _KeepRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, lengths: Sequence[int], ranks: RankGroup, summed: bool):
+        ctx.lengths, ctx.ranks = lengths, ranks
+        return reduce_runs(x, lengths, ranks) if summed else own_run(x, lengths, ranks).clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return gather_runs(grad, ctx.lengths, ctx.ranks), None, None, None
+
+
+def enter_cut(x: Tensor, ranks: RankGroup) -> Tensor:
+    """What all ranks have alike, on its way into their parts: the same; backward the sum of their gradients."""
+    return _EnterCut.apply(x, ranks)
+
+
+def leave_cut(x: Tensor, ranks: RankGroup) -> Tensor:
+    """Parts of a sum -> the sum, on every rank; backward the same gradient for all."""
+    return _LeaveCut.apply(x, ranks)
+
+
+def gather_rows(x: Tensor, lengths: Sequence[int], ranks: RankGroup, *, summed: bool) -> Tensor:
+    """This rank's rows [t, ...] -> all [T, ...].
+
+    summed  the ranks compute different things from there, so their gradients are summed; else all have the same one
+    """
+    return _GatherRows.apply(x, lengths, ranks, summed)
+
+
+def keep_rows(x: Tensor, lengths: Sequence[int], ranks: RankGroup, *, summed: bool) -> Tensor:
+    """All rows [T, ...] -> this rank's [t, ...], of the sum over the ranks (`summed`) or of what all have alike."""
+    return _KeepRows.apply(x, lengths, ranks, summed)

@@ -1,0 +1,152 @@
+"""Masters of one rank among several: whole on each, or its shards; what it takes to sum, measure and gather them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from rondel.models.tensor_cuts import TensorCuts
+from rondel.train.optim import MasterWeights
+
+
+class ReplicatedWeights(MasterWeights):
+    """What lies whole on every rank: an adapter, and the head of a critic that has one. Equal sums move equal bits."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, **how: Any) -> None:
+        """`group`: who sums."""
+        self.group, self._summed = group, False
+        super().__init__(model, **how)
+
+    def gradient_norm(self) -> Tensor:
+        """Each rank has the gradient of its own tokens until it is asked; then all have the sum."""
+        grads = [m.grad for m in self.masters if m.grad is not None]
+        if grads and not self._summed:
+            _all_reduce_together(grads, self.group)
+            self._summed = True
+        return super().gradient_norm()
+
+    def zero_grad(self) -> None:
+        self._summed = False
+        super().zero_grad()
+
+
+class ShardedWeights(MasterWeights):
+    """The shards of one rank. The module's parameters are the masters; a rounded copy of the
+    shard says whether a step moved any bits.
+
+    Where matrices are cut by tp, too, a shard is one of this rank's part. What a layer's part keeps whole has a part of
+    its gradient on each of the tp ranks: summed once an update, when the norm is asked for.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, cuts: TensorCuts | None = None, **how: Any) -> None:
+        """`group`: who has the other shards."""
+        self.group, self.cuts, self._summed = group, cuts, False
+        self.dtype = computes_in(model)
+        super().__init__(model, **how)
+        self._rounded = [m.to(self.dtype, copy=True) for m in self.masters] if self.dtype != torch.float32 else []
+
+    def _make_masters(self) -> list[Tensor]:
+        return [p.detach().to_local() for p in self.compute]
+
+    def _install_gradient_hooks(self) -> None:
+        """FSDP sums gradients in fp32 itself."""
+
+    def gradient_norm(self) -> Tensor:
+        for parameter, master in zip(self.compute, self.masters):
+            master.grad = None if parameter.grad is None else parameter.grad.to_local()
+        if self.cuts is None:
+            square = super().gradient_norm() ** 2
+        else:
+            if not self._summed:
+                partial = [m.grad for n, m in zip(self.names, self.masters) if n in self.cuts.partial]
+                _all_reduce_together([g for g in partial if g is not None], self.cuts.ranks.group)
+                self._summed = True
+            square = self.cuts.ranks.all_reduce(self._squares(True)) + self._squares(False)
+        dist.all_reduce(square, group=self.group)
+        return square.sqrt()
+
+    def _squares(self, cut: bool) -> Tensor:
+        """Of the gradients that are cut by tp, or of the others."""
+        assert self.cuts is not None
+        grads = [
+            m.grad for n, m in zip(self.names, self.masters) if (n in self.cuts.cuts) == cut and m.grad is not None
+        ]
+        return torch.stack(torch._foreach_norm(grads)).norm() ** 2 if grads else torch.zeros(())
+
+    def _changed_share(self) -> float:
+        if not self._rounded:
+            return 1.0
+        counts = torch.zeros(2, dtype=torch.float64)
+        for name, master, rounded in zip(self.names, self.masters, self._rounded):
+            fresh = master.to(self.dtype)
+            if self.cuts is None or name in self.cuts.cuts or self.cuts.ranks.index == 0:  # each number once
+                counts += torch.tensor([int((fresh != rounded).sum()), fresh.numel()], dtype=torch.float64)
+            rounded.copy_(fresh)
+        dist.all_reduce(counts, group=self.group)
+        if self.cuts is not None:
+            self.cuts.ranks.all_reduce(counts)
+        return float(counts[0] / counts[1])
+
+    def zero_grad(self) -> None:
+        self._summed = False
+        for parameter, master in zip(self.compute, self.masters):
+            parameter.grad = master.grad = None
+
+    def clear_grads(self) -> None:
+        self.zero_grad()
+
+    def gather_full(self, i: int, piece: Tensor) -> Tensor:
+        """The whole of a tensor that lies in shards like parameter `i`; every rank asks."""
+        like = self.compute[i]
+        if piece.shape != self.masters[i].shape:
+            return piece  # AdamW's count of steps
+        full = DTensor.from_local(
+            piece.contiguous(),
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        ).full_tensor()
+        return full if self.cuts is None else self.cuts.join(self.names[i], full)
+
+    def local_shard(self, i: int, full: Tensor) -> Tensor:
+        """This rank's part of a whole tensor: of its own columns or rows, dimension 0 in equal pieces, the last ones
+        shorter or empty. What is a part already stays as it is.
+        """
+        if full.ndim == 0 or full.shape == self.masters[i].shape:
+            return full
+        if self.cuts is not None:
+            full = self.cuts.split(self.names[i], full)
+        pieces = full.chunk(dist.get_world_size(self.group), 0)
+        rank = dist.get_rank(self.group)
+        return pieces[rank] if rank < len(pieces) else full[:0]
+
+    def load_masters(self, weights: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for i, (name, master) in enumerate(zip(self.names, self.masters)):
+                master.copy_(self.local_shard(i, weights[name]))
+            for master, rounded in zip(self.masters, self._rounded):
+                rounded.copy_(master)
+
+
+def _all_reduce_together(grads: list[Tensor], group: dist.ProcessGroup) -> None:
+    """One sum for all of them, in place."""
+    if not grads:
+        return
+    flat = torch.cat([g.flatten() for g in grads])
+    dist.all_reduce(flat, group=group)
+    for grad, piece in zip(grads, flat.split([g.numel() for g in grads])):
+        grad.copy_(piece.view_as(grad))
+
+
+def computes_in(model: nn.Module) -> torch.dtype:
+    """FSDP has no public word for it."""
+    dtype = next(m for m in model.modules() if isinstance(m, FSDPModule))._get_fsdp_state()._mp_policy.param_dtype
+    assert dtype is not None, "shard_model() names one"
+    return dtype

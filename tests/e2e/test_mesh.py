@@ -1,0 +1,177 @@
+"""Any mesh is one rank (law 3): matrices cut (tp), rows between them (sp), one packed row shared (cp), shards, replicas and
+compositions have its gradient, end where it ends, publish its weights and exchange checkpoints with it, over gloo.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from kits.algos import lively
+from kits.ranks import Rank, apart, meet
+from kits.train import awkward_groups, batch, row
+from rondel.algos.table import TABLE
+from rondel.core.errors import RondelError
+from rondel.core.mesh import Mesh
+from rondel.core.types import Score
+from rondel.runtime.cluster.process import ProcessCluster
+from rondel.train.advantages import compute_advantages
+from rondel.train.pack import batch_of
+
+TP, PLAIN_TP, CP = Mesh(tp=2), Mesh(tp=2, sp=False), Mesh(cp=2)
+PAIRS = [
+    Mesh(cp=2, tp=2),
+    Mesh(shards=2, tp=2),
+    Mesh(shards=2, cp=2),
+    Mesh(replicas=2, shards=2),
+    Mesh(replicas=2, tp=2),
+]
+FAMILIES = ("llama", "tied", "qwen3", "gemma2", "qwen3_5_text", "lfm2", "mixtral", "deepseek_v3", "gpt_oss")
+CASES = [  # what each axis changes: all of them through tp; through cp who sees whom, and who keeps a state
+    *((TP, kind) for kind in FAMILIES),
+    *((CP, kind) for kind in ("llama", "gemma2", "qwen3_5_text", "mixtral", "deepseek_v3")),
+    *((PLAIN_TP, kind) for kind in ("tied", "mixtral", "lfm2")),
+]
+ROWS = ("grpo", "gspo", "ppo", "dapo", "reinforce_pp")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """All ranks of a mesh, made once."""
+    clusters, made = [], {}
+
+    def of(mesh: Mesh):
+        if mesh not in made:
+            clusters.append(ProcessCluster(tmp_path_factory.mktemp("ranks")))
+            made[mesh] = meet(clusters[-1], mesh)
+        return made[mesh]
+
+    yield of
+    for cluster in clusters:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def one():
+    """The gradient of one rank, of a family and a row."""
+    known: dict[str, tuple] = {}
+
+    def of(kind: str):
+        if kind not in known:
+            algo = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
+            alone, b = Rank(0), batch(awkward_groups(), algo)
+            alone.make(kind, algo=algo)
+            known[kind] = algo, b, alone.gradient(copy.deepcopy(b), algo)
+        return known[kind]
+
+    return of
+
+
+def _same_gradient(every, kind, algo, b, whole, near):
+    every.make(kind, algo=algo)
+    for micro_tokens in (2, 10**6):  # rows of fewer tokens than ranks, too
+        for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= near
+
+
+@pytest.mark.parametrize(("mesh", "kind"), CASES, ids=str)
+def test_any_mesh_has_the_gradient_of_one_rank(ranks, one, mesh, kind):
+    algo, b, whole = one(kind)
+    assert np.linalg.norm(whole) > 1e-3
+    _same_gradient(ranks(mesh), kind, algo, b, whole, 2e-6 if kind == "qwen3_5_text" else 1e-6)
+
+
+@pytest.mark.parametrize("mesh", PAIRS, ids=str)
+def test_two_axes_together_have_it_too(ranks, one, mesh):
+    for kind in ("lfm2", "mixtral") if mesh.cp > 1 else ("mixtral",):
+        _same_gradient(ranks(mesh), kind, *one(kind), 1e-6)
+
+
+def test_more_ranks_than_key_heads_share_them(ranks, one):
+    _same_gradient(ranks(Mesh(tp=4)), "llama", *one("llama"), 1e-6)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_kind_of_row_has_it(ranks, name):
+    """A stale batch with demonstrations: ratios of whole samples, a critic, a reference."""
+    algo, rng = lively(TABLE[name]), np.random.default_rng(0)
+    groups = awkward_groups()
+    for x in (x for g in groups for x in g.trajectories):
+        x.score = Score(x.reward + 0.7, {"right": float(rng.integers(2))})
+    alone, b = Rank(0), batch_of(groups)
+    alone.make("llama", algo=algo)
+    alone.trainer._annotate(b, algo.needs | {"proximal_logprobs"})
+    compute_advantages(b, algo)
+    for s in b.samples:
+        own = s.known.proximal.numpy()
+        s.known.behavior = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
+        s.known.proximal = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
+        s.guided = bool(rng.integers(2))
+    whole = alone.gradient(copy.deepcopy(b), algo, noted=True)
+    for every in (ranks(TP), ranks(CP)):
+        every.make("llama", algo=algo)
+        for got in every.gradient(copy.deepcopy(b), algo, noted=True, micro_tokens=40):
+            assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.parametrize("mesh", [TP, CP, Mesh(shards=2, tp=2)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
+    """Metrics, masters, and what is published; a checkpoint of the mesh resumes on one rank, and the reverse."""
+    algo = row("ppo", kl={"coef": 0.05}) if dtype == "float32" else row("grpo")
+    alone, every = Rank(0), ranks(mesh)
+    how = {"lr": 1e-3, "micro_tokens": 40, "updates_per_step": 2, "start_probe": 8}
+    near = 2e-4 if dtype == "float32" else 0.1
+    alone.make("tied", dtype, algo, **how)
+    every.make("tied", dtype, algo, **how)
+    for number in range(3):
+        ours = alone.step(batch(awkward_groups(number), algo), algo)
+        theirs = every.step(batch(awkward_groups(number), algo), algo)
+        timed = {k for k in ours[1] if k.endswith("_s")} | {"train/packed_tokens", "train/weights_changed"}
+        assert theirs[0][0] and theirs[0][1].keys() == ours[1].keys()
+        for name in ours[1].keys() - timed:
+            assert theirs[0][1][name] == pytest.approx(ours[1][name], rel=near, abs=near), name
+            assert all(told[1][name] == theirs[0][1][name] for told in theirs), name
+    for masters in every.masters():
+        assert apart(masters, alone.masters()) <= (1e-5 if dtype == "float32" else 2e-3)
+    every.save(tmp_path / "mesh")
+    alone.load(tmp_path / "mesh")
+    np.testing.assert_array_equal(alone.masters(), every.masters()[0])
+    assert every.published() == [alone.published()] + [None] * (mesh.world - 1)
+    alone.step(batch(awkward_groups(7), algo), algo)
+    alone.save(tmp_path / "one")
+    every.load(tmp_path / "one")
+    for masters in every.masters():
+        np.testing.assert_array_equal(masters, alone.masters())
+
+
+def test_each_rank_holds_its_share(ranks):
+    """Numbers of weights: matrices and vocabulary over tp, all of it over shards."""
+    alone = Rank(0)
+    alone.make("llama")
+    whole = alone.resident()["trained"]
+    for mesh, share in ((TP, 0.52), (Mesh(shards=2, tp=2), 0.27), (CP, 0.51)):
+        every = ranks(mesh)
+        every.make("llama")
+        held = [rank["trained"] for rank in every.resident()]
+        assert max(held) <= share * whole
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "said"),
+    [
+        (TP, "mamba", "no plan for tensor parallelism"),
+        (TP, "bitnet", "cannot be cut that way"),
+        (TP, "qwen2_5_vl", "images"),
+        (TP, "llama + fresh", "adapter"),
+        (Mesh(tp=4), "deepseek_v32", "indexer"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(ranks, mesh, kind, said):
+    with pytest.raises(RondelError, match=said):
+        ranks(mesh).make(kind)

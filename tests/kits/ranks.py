@@ -1,0 +1,173 @@
+"""Trainers among their ranks, in processes of their own, and the same question to all of them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields, replace
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from kits.families import model as family
+from kits.train import KINDS, inline, model
+from kits.vision import EYES
+from kits.vision import model as looking
+from rondel.algos.tokens import TokenBatch
+from rondel.core.mesh import Mesh
+from rondel.core.types import Route
+from rondel.models import adapters, names
+from rondel.models.loaded_model import LoadedModel
+from rondel.runtime.cluster.process import ProcessCluster
+from rondel.sync.from_tensor import FromTensor
+from rondel.train.advantages import compute_advantages
+from rondel.train.critic import Critic
+from rondel.train.fsdp import FsdpRank, Rendezvous
+from rondel.train.parallel import ALONE
+from rondel.train.settings import TrainSettings
+from rondel.train.step import LocalTrainer
+from rondel.train.step_metrics import StepMetricSums
+from rondel.train.teachers import Teacher
+
+
+def made(kind: str, dtype: str) -> LoadedModel:
+    """A kind of kits.train or a family of kits.families; "llama + fresh" with an adapter that changes nothing yet, "llama + used" with one that does."""
+    kind, _, adapter = kind.partition(" + ")
+    if kind in EYES:
+        loaded = looking(kind)
+    else:
+        loaded = model(kind, dtype) if kind in KINDS else copy.deepcopy(family(kind))
+    if adapter:
+        adapters.add_adapter(loaded, rank=4, alpha=8)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for layer in loaded.adapter.layers.values() if adapter == "used" else ():
+                layer.lora_B["default"].weight.copy_(
+                    0.1 * torch.randn(layer.lora_B["default"].weight.shape, generator=generator)
+                )
+    return loaded
+
+
+def _numpy_fields(known: TokenBatch) -> dict[str, np.ndarray]:
+    """What is known of the tokens of a sample, by name."""
+    found = {f.name: getattr(known, f.name) for f in fields(known) if f.name not in ("sample", "teachers")}
+    return {name: x.numpy() for name, x in found.items() if x is not None}
+
+
+class Rank:
+    """A trainer among its ranks, in a process of its own."""
+
+    def __init__(self, rank: int) -> None:
+        torch.set_num_threads(1)
+        self.rank, self.ranks = rank, ALONE  # type: int, Alone
+
+    def meet(self) -> tuple[str, int]:
+        self.meeting = Rendezvous("127.0.0.1")
+        return self.meeting.address
+
+    def join(self, address: tuple[str, int], mesh: Mesh) -> None:
+        meeting = self.meeting if self.rank == 0 else Rendezvous.connect_to(address)
+        self.ranks = FsdpRank(self.rank, mesh, meeting, patience=60)
+
+    def make(self, kind: str, dtype: str = "float32", algo=None, *, teacher: bool = False, **settings) -> None:
+        loaded, chosen = (
+            made(kind, dtype),
+            TrainSettings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings}),
+        )
+        needs = algo.needs if algo else frozenset()
+        critic = Critic(copy.deepcopy(loaded), chosen, ranks=self.ranks) if "values" in needs else None
+        self.trainer = LocalTrainer(
+            loaded,
+            chosen,
+            run=inline,
+            needs=needs,
+            critic=critic,
+            teachers=[Teacher(model("tied"))] if teacher else [],
+            ranks=self.ranks,
+            transport=FromTensor(),
+        )
+
+    def gradient(self, b, algo, *, micro_tokens: int = 10**6, noted: bool = False) -> np.ndarray:
+        """Of one update, whole, in one vector."""
+        t = self.trainer
+        t.main = replace(t.main, micro_tokens=micro_tokens)
+        t.weights.zero_grad()
+        if not noted:
+            t._annotate(b, algo.needs)
+            compute_advantages(b, algo)
+        t._accumulate_gradients(b, algo, StepMetricSums(), proximal_noted=noted)
+        t.weights.gradient_norm()
+        return self._whole(t.weights)
+
+    def _whole(self, w) -> np.ndarray:
+        grads = [torch.zeros_like(m) if m.grad is None else m.grad for m in w.masters]
+        return torch.cat([w.gather_full(i, g).flatten() for i, g in enumerate(grads)]).double().numpy()
+
+    def step(self, b, algo) -> tuple[bool, dict[str, float], str, list[dict[str, np.ndarray]]]:
+        done = _now(self.trainer.step(b, algo))
+        return done.stepped, done.metrics, done.note, [_numpy_fields(s.known) for s in b.samples]
+
+    def resident(self) -> dict[str, int]:
+        """Numbers of this rank, by who is trained."""
+        held = {"frozen": 0, "trained": 0}
+        for p in self.trainer.loaded.model.parameters():
+            held["trained" if p.requires_grad else "frozen"] += (p.to_local() if isinstance(p, DTensor) else p).numel()
+        return held
+
+    def reference(self, b) -> list[np.ndarray]:
+        self.trainer._annotate(b, frozenset({"ref_logprobs"}))
+        return [s.known.reference.numpy() for s in b.samples]
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {name: t.float().numpy().copy() for name, t in self.ranks.full_weights(self.trainer.loaded.model)}
+
+    def masters(self) -> np.ndarray:
+        w = self.trainer.weights
+        return torch.cat([w.gather_full(i, m.detach()).flatten() for i, m in enumerate(w.masters)]).double().numpy()
+
+    def save(self, path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        _now(self.trainer.save(path))
+
+    def load(self, path) -> None:
+        _now(self.trainer.load(path))
+
+    def published(self) -> tuple[tuple[str, str], dict[str, str]] | None:
+        if (told := _now(self.trainer.publish(Route("tensor")))) is None:
+            return None  # it gave its shards to the first
+        manifest, route = told
+        return (manifest.root, manifest.base), {name: names.tensor_digest(t) for name, t in route.data.items()}
+
+
+def _now(coroutine):
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it waited")
+
+
+class EveryRank:
+    """The same call on all ranks."""
+
+    def __init__(self, ranks) -> None:
+        self.ranks = ranks
+
+    def __getattr__(self, verb):
+        def call(*args, **how):
+            asked = [rank.ask(verb, *args, **how) for rank in self.ranks]
+            return [answer.result(120) for answer in asked]
+
+        return call
+
+
+def meet(cluster: ProcessCluster, mesh: Mesh) -> EveryRank:
+    """All ranks of a mesh, in processes of their own that have found each other."""
+    name = str(mesh)
+    every = EveryRank([cluster.spawn(f"rank-{r} of {name}", Rank, r) for r in range(mesh.world)])
+    every.join(every.ranks[0].now("meet"), mesh)
+    return every
+
+
+def apart(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
