@@ -1,0 +1,148 @@
+"""A trainer among its ranks, in a process of its own, that gives its gradient and counts the bytes of its collectives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+# `single` as of torch 2.13
+COLLECTIVES = (
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_reduce",
+    "broadcast",
+    "reduce",
+)
+
+
+def synthetic_groups(seed: int, *, groups: int, samples: int, prompt: int, new: int) -> list[Any]:
+    """Groups of random tokens: answers of different lengths to a prompt that their group shares."""
+    from rondel.core.types import Group, Score, Task, Trajectory
+
+    rng = np.random.default_rng(seed)
+
+    def answer(asked: list[int]) -> Any:
+        t, n = Trajectory(), int(rng.integers(max(1, new // 2), new + 1))
+        t.extend(asked)
+        t.extend(rng.integers(5, 90, n).tolist(), logprobs=(-rng.uniform(2.0, 7.0, n)).tolist(), versions=[0] * n)
+        t.score = Score(float(rng.normal()))
+        return t
+
+    prompts = [rng.integers(5, 90, prompt).tolist() for _ in range(groups)]
+    return [Group(i, Task(f"t{i}", "none", {}), [answer(p) for _ in range(samples)], 0) for i, p in enumerate(prompts)]
+
+
+def lively_model(spec: dict[str, Any]) -> Any:
+    """A random model whose weights are far from the flat start, where mistakes would cancel."""
+    import torch
+
+    from rondel.models.load import load_model
+
+    torch.set_num_threads(1)
+    loaded = load_model(spec, dtype="float32")
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(3.0)
+    return loaded
+
+
+class RankTrainer:
+    """`RankTrainer(0)` is one of several after `join`, and the only one without."""
+
+    def __init__(self, rank: int) -> None:
+        from rondel.train.parallel import ALONE
+
+        self.rank, self.ranks = rank, ALONE
+
+    def meet(self) -> tuple[str, int]:
+        from rondel.train.fsdp import Rendezvous
+
+        self.meeting = Rendezvous("127.0.0.1")
+        return self.meeting.address
+
+    def join(self, address: tuple[str, int], mesh: Any) -> None:
+        from rondel.train.fsdp import FsdpRank, Rendezvous
+
+        meeting = self.meeting if self.rank == 0 else Rendezvous.connect_to(address)
+        self.ranks = FsdpRank(self.rank, mesh, meeting, patience=120)
+
+    def make(self, spec: dict[str, Any], algo: Any) -> None:
+        from rondel.train.critic import Critic
+        from rondel.train.settings import TrainSettings
+        from rondel.train.step import LocalTrainer
+
+        async def here(function: Callable[..., Any], *args: Any) -> Any:
+            return function(*args)
+
+        loaded, chosen = lively_model(spec), TrainSettings(lr=1e-3, start_probe=0)
+        critic = Critic(copy.deepcopy(loaded), chosen, ranks=self.ranks) if "values" in algo.needs else None
+        self.trainer = LocalTrainer(loaded, chosen, run=here, needs=algo.needs, critic=critic, ranks=self.ranks)
+
+    def held_bytes(self) -> int:
+        """Of weights, gradients and both moments of the policy, in fp32, on this rank."""
+        return 16 * sum(m.numel() for m in self.trainer.weights.masters)
+
+    def gradient(self, batch: Any, algo: Any, micro_tokens: int) -> tuple[np.ndarray, dict[str, int], int]:
+        """Of one update, whole, in one vector; the bytes that this rank moved for it; the packed tokens that it saw."""
+        import torch
+
+        from rondel.train.advantages import compute_advantages
+        from rondel.train.step_metrics import StepMetricSums
+
+        t, sums = self.trainer, StepMetricSums()
+        t.main = replace(t.main, micro_tokens=micro_tokens)
+        t.weights.zero_grad()
+        t._annotate(batch, algo.needs)
+        compute_advantages(batch, algo)
+        with counted_collectives() as moved:
+            t._accumulate_gradients(batch, algo, sums, proximal_noted=False)
+        t.weights.gradient_norm()
+        w = t.weights
+        grads = [torch.zeros_like(m) if m.grad is None else m.grad for m in w.masters]
+        whole = torch.cat([w.gather_full(i, g).flatten() for i, g in enumerate(grads)]).double().numpy()
+        return whole, moved, sums.packed
+
+
+@contextmanager
+def counted_collectives() -> Iterator[dict[str, int]]:
+    """Bytes that this rank receives, by operation: of S bytes over n ranks (n-1)/n S in a gather, a reduce-scatter
+    or a broadcast of one's part, and twice that in an all-reduce.
+    """
+    import torch.distributed as dist
+
+    moved: dict[str, int] = {}
+
+    def larger(args: tuple[Any, ...], how: dict[str, Any]) -> int:
+        return max(x.nbytes for x in (*args, *how.values()) if hasattr(x, "nbytes"))
+
+    def group_of(args: tuple[Any, ...], how: dict[str, Any]) -> Any:
+        return how.get("group") or next((x for x in args if isinstance(x, dist.ProcessGroup)), None)
+
+    def counting(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **how: Any) -> Any:
+            group, bytes_ = group_of(args, how), larger(args, how)
+            if name in ("broadcast", "reduce"):
+                share = float(dist.get_rank(group) != max(how.get("group_src", -1), how.get("group_dst", -1)))
+            else:
+                share = (1 - 1 / dist.get_world_size(group)) * (2 if name == "all_reduce" else 1)
+            moved[name] = moved.get(name, 0) + round(share * bytes_)
+            return own(*args, **how)
+
+        return call
+
+    known = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
+    try:
+        for name, own in known.items():
+            setattr(dist, name, counting(name, own))
+        yield moved
+    finally:
+        for name, own in known.items():
+            setattr(dist, name, own)

@@ -1,0 +1,156 @@
+"""The trainer on meshes of ranks against one rank: the difference of the gradient, and the bytes that a rank holds and moves.
+
+    rondel bench mesh --json
+    rondel bench mesh --meshes tp=2 cp=2 shards=2,tp=2 --families llama qwen3_moe --rows grpo ppo
+
+difference   |g - g1| / |g1| of the update's whole gradient, fp32, the largest over ranks and sizes of micro-batch
+held         bytes of weights, gradients and both moments on the fullest rank, and of one rank / (shards · cp · tp)
+moved        bytes that a rank sends or receives in one update, mean over the ranks, and by formula for a single axis:
+             shards   m (3 P) 4 (n-1)/n                 gather for the forward and the backward pass, scatter of gradients
+                      (what lies at the root is gathered once: 2 P)
+             tp, sp   ((8 L + 2) T + 2 T + 2 M) D 4 (n-1)/n     L layers of two parts, T packed tokens, M targets
+             cp       6 L T 2 K d 4 (n-1)/n with its shards' P   K, V gathered twice and scattered once
+All ranks are processes of this machine over gloo: their speed is not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZE |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "head_dim": 16}
+EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 32}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": SIZE,
+    "tied": SIZE | {"random": "llama", "tie_word_embeddings": True},
+    "qwen3": SIZE,
+    "gemma2": SIZE | {"sliding_window": 8, "query_pre_attn_scalar": 16},
+    "qwen3_5_text": SIZE
+    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    | {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4},
+    "qwen3_moe": SIZE | EXPERTS,
+}
+MESHES = [
+    "shards=2",
+    "tp=2",
+    "tp=2,sp=0",
+    "cp=2",
+    "replicas=2,shards=2",
+    "shards=2,tp=2",
+    "shards=2,cp=2",
+    "cp=2,tp=2",
+    "tp=4",
+]
+ROWS = ["grpo", "gspo", "ppo", "dapo", "reinforce_pp"]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="rondel bench mesh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--meshes", nargs="+", default=MESHES, metavar="AXIS=N,...")
+    parser.add_argument("--families", nargs="+", default=list(MODELS))
+    parser.add_argument("--rows", nargs="+", default=ROWS)
+    parser.add_argument("--groups", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--json", action="store_true")
+    a = parser.parse_args(argv)
+
+    from _work import report
+
+    from rondel.core.mesh import Mesh
+
+    told: dict[str, Any] = {}
+    alone = _alone(a)
+    for words in a.meshes:
+        sizes = {key: int(n) for key, _, n in (word.partition("=") for word in words.split(","))}
+        mesh = Mesh(**{**sizes, "sp": bool(sizes.get("sp", 1))})
+        told[words] = on_mesh(mesh, alone, a)
+    worst = max(cell["difference"] for rows in told.values() for cell in rows.values())
+    report({"worst_difference": worst, **told}, only_json=a.json)
+
+
+def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, int]]:
+    """Of a family and a row: the row, its batch, the gradient of one rank, and the bytes that it holds."""
+    from _ranks import RankTrainer, synthetic_groups
+
+    from rondel.algos.table import resolve_algorithm
+    from rondel.train.pack import batch_of
+
+    found = {}
+    for family in a.families:
+        for name in a.rows:
+            algo = resolve_algorithm({"kind": name}).bounded(8)
+            batch = batch_of(synthetic_groups(0, groups=a.groups, samples=a.samples, prompt=11, new=24))
+            one = RankTrainer(0)
+            one.make(_spec(family), algo)
+            found[family, name] = algo, batch, one.gradient(copy.deepcopy(batch), algo, 10**6)[0], one.held_bytes()
+    return found
+
+
+def _spec(family: str) -> dict[str, Any]:
+    return {"random": family, "seed": 3, **MODELS[family]}
+
+
+def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace) -> dict[str, Any]:
+    from _ranks import RankTrainer
+
+    from rondel.runtime.cluster.process import ProcessCluster
+
+    def every(verb: str, *args: Any) -> list[Any]:
+        asked = [rank.ask(verb, *args) for rank in ranks]
+        return [answer.result(300) for answer in asked]
+
+    cells: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        cluster = ProcessCluster(Path(scratch))
+        try:
+            ranks = [cluster.spawn(f"rank-{r}", RankTrainer, r) for r in range(mesh.world)]
+            every("join", ranks[0].now("meet"), mesh)
+            for (family, name), (algo, batch, whole, held) in alone.items():
+                every("make", _spec(family), algo)
+                differences, moved, tokens = [], 0.0, 0
+                for micro_tokens in (60, 10**6):
+                    for got, bytes_moved, packed in every("gradient", copy.deepcopy(batch), algo, micro_tokens):
+                        differences.append(float(((got - whole) ** 2).sum() ** 0.5 / (whole**2).sum() ** 0.5))
+                        if micro_tokens == 10**6:
+                            moved, tokens = moved + sum(bytes_moved.values()) / mesh.world, max(tokens, packed)
+                cell: dict[str, Any] = {
+                    "difference": max(differences),
+                    "held": max(every("held_bytes")),
+                    "planned": round(held / (mesh.shards * mesh.cp * mesh.tp)),
+                    "moved": round(moved),
+                }
+                if (
+                    formula := _formula(mesh, MODELS[family], batch, tokens, held // 16)
+                ) is not None and family == "llama":
+                    cell["formula"] = round(formula)
+                cells[f"{family} {name}"] = cell
+                print(f"{mesh!s:<28} {family:<13} {name:<13} {cell}", file=sys.stderr, flush=True)
+        finally:
+            cluster.close()
+    return cells
+
+
+def _formula(mesh: Any, size: dict[str, Any], batch: Any, tokens: int, parameters: int) -> float | None:
+    """Bytes of one rank in an update of one micro-batch; None where axes are composed."""
+    layers, hidden, n = size["num_hidden_layers"], size["hidden_size"], mesh.world
+    share, targets = (n - 1) / n, batch.total_tokens
+    root = 2 * 100 * hidden + hidden  # embedding, head, last norm
+    sharded = 4 * share * (3 * (parameters - root) + 2 * root)
+    if mesh.tp == n and mesh.sp:
+        return 4 * share * hidden * ((8 * layers + 2) * tokens + 2 * tokens + 2 * targets)
+    if mesh.cp == n:
+        return sharded + 4 * share * 6 * layers * tokens * size["num_key_value_heads"] * size["head_dim"]
+    return sharded if mesh.shards == n else None
+
+
+if __name__ == "__main__":
+    main()
