@@ -4,6 +4,7 @@
     rondel bench mesh --meshes tp=2 cp=2 shards=2,tp=2 --families llama qwen3_moe --rows grpo ppo
 
 difference   |g - g1| / |g1| of the update's whole gradient, fp32, the largest over ranks and sizes of micro-batch
+of_one_rank  the same of one rank that computes in smaller micro-batches: what rounding alone makes of this model
 held         bytes of weights, gradients and both moments on the fullest rank, and of one rank / (shards · cp · tp)
 moved        bytes that a rank sends or receives in one update, mean over the ranks, and by formula for a single axis:
              shards   m (3 P) 4 (n-1)/n                 gather for the forward and the backward pass, scatter of gradients
@@ -77,8 +78,14 @@ def main(argv: list[str] | None = None) -> None:
     report({"worst_difference": worst, **told}, only_json=a.json)
 
 
-def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, int]]:
-    """Of a family and a row: the row, its batch, the gradient of one rank, and the bytes that it holds."""
+def _difference(got: Any, whole: Any) -> float:
+    return float(((got - whole) ** 2).sum() ** 0.5 / (whole**2).sum() ** 0.5)
+
+
+def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, int, float]]:
+    """Of a family and a row: the row, its batch, the gradient of one rank, the bytes that it holds, and how far its own
+    gradient moves when the same rank computes it in smaller micro-batches.
+    """
     from _ranks import RankTrainer, synthetic_groups
 
     from rondel.algos.table import resolve_algorithm
@@ -91,7 +98,9 @@ def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, 
             batch = batch_of(synthetic_groups(0, groups=a.groups, samples=a.samples, prompt=11, new=24))
             one = RankTrainer(0)
             one.make(_spec(family), algo)
-            found[family, name] = algo, batch, one.gradient(copy.deepcopy(batch), algo, 10**6)[0], one.held_bytes()
+            whole = one.gradient(copy.deepcopy(batch), algo, 10**6)[0]
+            split = _difference(one.gradient(copy.deepcopy(batch), algo, 60)[0], whole)
+            found[family, name] = algo, batch, whole, one.held_bytes(), split
     return found
 
 
@@ -114,16 +123,17 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
         try:
             ranks = [cluster.spawn(f"rank-{r}", RankTrainer, r) for r in range(mesh.world)]
             every("join", ranks[0].now("meet"), mesh)
-            for (family, name), (algo, batch, whole, held) in alone.items():
+            for (family, name), (algo, batch, whole, held, split) in alone.items():
                 every("make", _spec(family), algo)
                 differences, moved, tokens = [], 0.0, 0
                 for micro_tokens in (60, 10**6):
                     for got, bytes_moved, packed in every("gradient", copy.deepcopy(batch), algo, micro_tokens):
-                        differences.append(float(((got - whole) ** 2).sum() ** 0.5 / (whole**2).sum() ** 0.5))
+                        differences.append(_difference(got, whole))
                         if micro_tokens == 10**6:
                             moved, tokens = moved + sum(bytes_moved.values()) / mesh.world, max(tokens, packed)
                 cell: dict[str, Any] = {
                     "difference": max(differences),
+                    "of_one_rank": split,
                     "held": max(every("held_bytes")),
                     "planned": round(held / (mesh.shards * mesh.cp * mesh.tp)),
                     "moved": round(moved),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from dataclasses import fields, replace
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kits.families import model as family
 from kits.train import KINDS, inline, model
@@ -17,6 +19,7 @@ from rondel.algos.tokens import TokenBatch
 from rondel.core.mesh import Mesh
 from rondel.core.types import Route
 from rondel.models import adapters, names
+from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.sync.from_tensor import FromTensor
@@ -30,9 +33,13 @@ from rondel.train.step_metrics import StepMetricSums
 from rondel.train.teachers import Teacher
 
 
-def made(kind: str, dtype: str) -> LoadedModel:
-    """A kind of kits.train or a family of kits.families; "llama + fresh" with an adapter that changes nothing yet, "llama + used" with one that does."""
+def made(kind: str, dtype: str, *, deferred: bool = False) -> LoadedModel:
+    """A kind of kits.train or a family of kits.families; "llama + fresh" with an adapter that changes nothing yet, "llama + used" with one that does;
+    "from FOLDER" a stored one.
+    """
     kind, _, adapter = kind.partition(" + ")
+    if kind.startswith("from "):
+        return load_model(kind.removeprefix("from "), dtype=dtype, deferred=deferred)
     if kind in EYES:
         loaded = looking(kind)
     else:
@@ -71,11 +78,12 @@ class Rank:
 
     def make(self, kind: str, dtype: str = "float32", algo=None, *, teacher: bool = False, **settings) -> None:
         loaded, chosen = (
-            made(kind, dtype),
+            made(kind, dtype, deferred=self.ranks.size > 1),
             TrainSettings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings}),
         )
         needs = algo.needs if algo else frozenset()
-        critic = Critic(copy.deepcopy(loaded), chosen, ranks=self.ranks) if "values" in needs else None
+        own = loaded if loaded.weights is not None else copy.deepcopy(loaded)
+        critic = Critic(own, chosen, ranks=self.ranks) if "values" in needs else None
         self.trainer = LocalTrainer(
             loaded,
             chosen,
@@ -86,6 +94,13 @@ class Rank:
             ranks=self.ranks,
             transport=FromTensor(),
         )
+
+    def load_counted(self, folder: str) -> tuple[int, int]:
+        """Load a policy in shards. -> bytes of its weights here, and the most bytes of tensors alive at once."""
+        with AliveBytes() as counted:
+            held = self.ranks.shard_model(load_model(folder, dtype="float32", deferred=True))
+        own = [p.to_local() for p in held.model.parameters()]
+        return sum(p.nbytes for p in own), counted.most
 
     def gradient(self, b, algo, *, micro_tokens: int = 10**6, noted: bool = False) -> np.ndarray:
         """Of one update, whole, in one vector."""
@@ -145,6 +160,30 @@ def _now(coroutine):
     except StopIteration as done:
         return done.value
     raise AssertionError("it waited")
+
+
+class AliveBytes(TorchDispatchMode):
+    """The most bytes of storage, made by operations inside, that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor) and not x.is_meta}
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor) and x.device.type == "cpu" and type(x) is not DTensor:
+                storage = x.untyped_storage()
+                if storage._cdata not in given and not hasattr(storage, "_counted"):
+                    storage._counted = True
+                    self.alive += storage.nbytes()
+                    self.most = max(self.most, self.alive)
+                    weakref.finalize(storage, self._gone, storage.nbytes())
+        return out
+
+    def _gone(self, size: int) -> None:
+        self.alive -= size
 
 
 class EveryRank:

@@ -205,7 +205,8 @@ class TrainerHost:
         transport: Transport,
     ) -> None:
         self.device, self.ranks = Device(device, threads), ALONE
-        self.loaded = self.device.call(policy_of, job, device)
+        several = (torchrun.rank_and_size()[1] if job.place.cluster == "torchrun" else job.place.ranks) > 1
+        self.loaded = self.device.call(lambda: policy_of(job, device, deferred=several))
         self.job, self.needs, self.sampling, self.transport = job, needs, sampling, transport
 
     def read_keys(self) -> list[str]:
@@ -281,10 +282,16 @@ def collective_patience(job: Job) -> float:
 # -- what they are made of -------------------------------------------------------------------------
 
 
-def policy_of(job: Job, device: str) -> LoadedModel:
-    """As the recipe wants it: adapted, aligned."""
+def policy_of(job: Job, device: str, *, deferred: bool = False) -> LoadedModel:
+    """As the recipe wants it: adapted, aligned. `deferred`: for a rank that will hold shards of it."""
     wanted = job.model.adapter
-    loaded = load_model(job.model.path, dtype=job.model.dtype, device=device, four_bits=wanted.kind == "qlora")
+    loaded = load_model(
+        job.model.path,
+        dtype=job.model.dtype,
+        device=device,
+        four_bits=wanted.kind == "qlora",
+        deferred=deferred and wanted.kind == "off" and job.engine.numerics != "aligned",
+    )
     loaded.sight = sight_within(job, loaded.sight, loaded.name)
     if loaded.sight is not None and job.model.vision.tower == "frozen":
         vision.vision_tower(loaded.model).requires_grad_(False)
@@ -434,7 +441,7 @@ def critic_of(job: Job, loaded: LoadedModel, settings: TrainSettings, ranks: Sin
     path = job.trainer.critic.path
     if path is None:
         return Critic(loaded, settings, ranks=ranks)
-    other = load_model(path, dtype=job.model.dtype, device=str(loaded.device))
+    other = load_model(path, dtype=job.model.dtype, device=str(loaded.device), deferred=loaded.weights is not None)
     same_words(
         loaded,
         other,
@@ -450,7 +457,9 @@ def teachers_of(job: Job, loaded: LoadedModel, *, full: bool) -> list[Teacher]:
     """
 
     def load_teacher(path: str | dict[str, Any]) -> LoadedModel:
-        teacher = load_model(path, dtype=job.model.dtype, device=str(loaded.device))
+        teacher = load_model(
+            path, dtype=job.model.dtype, device=str(loaded.device), deferred=loaded.weights is not None and not full
+        )
         remedy = "It cannot say how likely the policy's tokens are: take a teacher of the same family"
         same_words(loaded, teacher, who=f"model.teacher = {path!r}", remedy=remedy)
         if full and (ours := len(loaded.head.weight)) != (theirs := len(teacher.head.weight)):

@@ -261,7 +261,9 @@ def lost_worker(error: BaseException) -> WorkerError | StalledError | None:
 
 
 def _same_recipe(job: Job, folder: Path) -> None:
-    """A folder is continued only by the recipe that began it; otherwise every difference is shown."""
+    """A folder is continued only by the recipe that began it; otherwise every difference is shown. The trainer's ranks may
+    be others, or arranged otherwise: a checkpoint holds whole tensors, and the gradient is the same to rounding.
+    """
     path = folder / "job.toml"
     if not path.is_file():
         return
@@ -271,6 +273,12 @@ def _same_recipe(job: Job, folder: Path) -> None:
         for k in sorted(old.keys() | new.keys())
         if old.get(k) != new.get(k) and not k.startswith("run.") and k != "loop.steps"
     ]
+    if moved := [k for k in differ if k == "place.ranks" or k.startswith("place.mesh.")]:
+        told = ", ".join(f"{k} {old.get(k)} -> {new.get(k)}" for k in moved)
+        emit(
+            Warned(f"the trainer goes on with other ranks ({told}): equal to rounding, not bit for bit, and no replay")
+        )
+        differ = [k for k in differ if k not in moved]
     if differ:
         rows = "; ".join(f"{k}: {old.get(k, 'not set')!r} -> {new.get(k, 'not set')!r}" for k in differ)
         raise ConfigError(

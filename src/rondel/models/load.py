@@ -20,7 +20,9 @@ from rondel.core.errors import ModelError, error_boundary
 from rondel.core.media import ImageProcessorConfig
 from rondel.models import adapter_files, adapters, alibi, linear, nf4, processor, vision
 from rondel.models.architectures import auto_class, refuse_architecture
+from rondel.models.attention import NAME
 from rondel.models.cache_slots import install_cache_slots
+from rondel.models.deferred_weights import DeferredWeights, keep_in_full_precision, parameters_on_meta
 from rondel.models.differential import install_differential
 from rondel.models.embedding_lookup import adopt_embedding
 from rondel.models.head import LMHead
@@ -44,12 +46,16 @@ def load_model(
     device: str = "cpu",
     four_bits: bool = False,
     trust_remote_code: bool = False,
+    deferred: bool = False,
 ) -> LoadedModel:
     """Load and prove: the packed attention must give the logprobs of the model's own
     attention on a probe, or loading fails.
 
-    `four_bits`: the linear layers as NF4 (models/nf4.py), frozen. An adapter that was
-    trained over such a base gets one unasked.
+    four_bits  the linear layers as NF4 (models/nf4.py), frozen. An adapter that was trained over such a base gets one
+               unasked
+    deferred   leave the weights where they are, to be read in shards (models/deferred_weights.py), where the checkpoint
+               allows it: safetensors of a model of text under its family's own names. What computes with them proves
+               it then: the probe of every update (sync.probe) compares trainer and engine
     """
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
@@ -59,6 +65,10 @@ def load_model(
         adapters.attach_adapter(loaded, path)
         return replace(loaded, name=path)
     wanted = pick_dtype(dtype, device)
+    if deferred and isinstance(path, str) and not four_bits:
+        empty = _load_deferred(path, wanted, device, trust_remote_code)
+        if empty is not None:
+            return empty
     if isinstance(path, dict):
         model, tokenizer, name = _random_model(path, wanted)
         sight = vision.sight_of(model.config)
@@ -87,21 +97,13 @@ def load_model(
             'train an adapter over it with model.adapter.kind = "qlora" if it is nf4 of bitsandbytes, or take the model in 16 bits'
         )
     model = model.to(device).eval()
-    linear.install_cpu_linear(model)
-    adopt_embedding(model)
-    alibi.install_alibi(model)
-    install_query_scale(model)
-    install_cache_slots(model)
-    install_differential(model)
-    keep_unscaled(model)
-    check_up_projections(model, name, install_latent_attention(model))
-    routers = install_routing_tape(model)
-    indexers = install_indexers(model)
+    projections, routers, indexers, recurrent = _install(model)
+    check_up_projections(model, name, projections)
     width = indexers[0].index_topk if indexers else 0
     if indexers:
         check_indexers(model, name, indexers, torch.arange(5, 17, device=device)[None])
     tape = RoutingTape(routers, indexers=len(indexers), width=width) if routers else None
-    cached, states = check_attention(model, name, sight, tape, install_recurrent(model))
+    cached, states = check_attention(model, name, sight, tape, recurrent)
     context, stops = _max_context(model.config.get_text_config()), _stop_ids(model, tokenizer)
     return LoadedModel(
         model,
@@ -117,6 +119,64 @@ def load_model(
         indexers=len(indexers),
         index_width=width,
         state_bytes=states,
+    )
+
+
+def _install(model: Any) -> tuple[list[Any], int, list[Any], list[int]]:
+    """What this system adds to a model's modules. -> up-projections of latents, how many routers, indexers, and the
+    layers with a recurrent mixer."""
+    linear.install_cpu_linear(model)
+    adopt_embedding(model)
+    alibi.install_alibi(model)
+    install_query_scale(model)
+    install_cache_slots(model)
+    install_differential(model)
+    keep_unscaled(model)
+    return (
+        install_latent_attention(model),
+        install_routing_tape(model),
+        install_indexers(model),
+        install_recurrent(model),
+    )
+
+
+def _load_deferred(path: str, dtype: torch.dtype, device: str, trust_remote_code: bool) -> LoadedModel | None:
+    """Everything but the weights; None where they can only be loaded whole."""
+    folder = model_folder(path)
+    with error_boundary(ModelError, f"loading the model '{path}'"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        refuse_architecture(config)
+        if vision.sight_of(config, _image_settings_folder(folder)) is not None or hasattr(
+            config, "quantization_config"
+        ):
+            return None
+        with parameters_on_meta():
+            model = auto_class(config).from_config(
+                config, dtype=dtype, attn_implementation=NAME, trust_remote_code=trust_remote_code
+            )
+        keep_in_full_precision(model, dtype)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    try:
+        weights = DeferredWeights(folder, model, torch.device(device))
+    except ModelError:
+        return None
+    for module in model.modules():
+        module._buffers.update({n: b if b is None else b.to(device) for n, b in module._buffers.items()})
+    weights.fill_buffers(model.eval())
+    _, routers, indexers, _ = _install(model)
+    local = Path(path).expanduser()
+    return LoadedModel(
+        model,
+        tokenizer,
+        LMHead.from_model(model),
+        str(path),
+        _stop_ids(model, tokenizer),
+        _max_context(model.config.get_text_config()),
+        routers=routers,
+        path=str(local.resolve()) if local.exists() else path,
+        indexers=len(indexers),
+        index_width=indexers[0].index_topk if indexers else 0,
+        weights=weights,
     )
 
 

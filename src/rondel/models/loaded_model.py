@@ -21,6 +21,7 @@ from rondel.models.vision_families import FAMILIES
 
 if TYPE_CHECKING:
     from rondel.models.context_parallel import ContextRanks
+    from rondel.models.deferred_weights import DeferredWeights
 
 
 @dataclass(slots=True)
@@ -49,12 +50,13 @@ class LoadedModel:
     sight: ImageProcessorConfig | None = None  # how it looks at pictures; None for a model that reads text alone
     indexers: int = 0  # layers that choose the keys they attend to
     index_width: int = 0  # keys that one of them chooses
+    weights: DeferredWeights | None = None  # still in the checkpoint, and on "meta" here
     context: ContextRanks | None = None  # who shares its packed rows
     state_bytes: int = 0  # of the recurrent states of one sequence, in all layers; 0: it has no recurrent layer
 
     @property
     def device(self) -> torch.device:
-        return self.head.weight.device
+        return self.head.weight.device if self.weights is None else self.weights.device
 
     @property
     def dtype(self) -> torch.dtype:

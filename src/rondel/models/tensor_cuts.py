@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,6 +22,7 @@ class TensorCuts:
     ranks: RankGroup
     sequence: bool
     cuts: dict[str, ShardCut] = field(default_factory=dict)  # of those that are cut
+    shapes: dict[str, torch.Size] = field(default_factory=dict)  # of the same, whole
     partial: set[str] = field(default_factory=set)  # whole ones, of whose gradient each rank has a part
     vocabulary: VocabularyPart | None = None
 
@@ -33,6 +35,10 @@ class TensorCuts:
         flat = gather_runs(part.flatten(), [math.prod(size) for size in sizes], self.ranks)
         parts = flat.split([math.prod(size) for size in sizes])
         return join_shards([piece.view(size) for piece, size in zip(parts, sizes)], cut)
+
+    def whole_shape(self, name: str, part: torch.Size) -> torch.Size:
+        """Of the tensor that a parameter of shape `part` is a part of."""
+        return self.shapes.get(name, part)
 
     def split(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor that lies over the ranks like this parameter."""

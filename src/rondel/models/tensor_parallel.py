@@ -58,6 +58,7 @@ def cut_model(model: Any, ranks: RankGroup, *, sequence: bool = True) -> TensorC
     Raises ModelError where heads and ranks do not divide, or nothing could be cut.
     """
     decoder, found = decoder_of(model), TensorCuts(ranks, sequence)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     above = next(name for name, module in model.named_modules() if module is decoder)
     prefix = f"{above}." if above else ""
     blocks = [block for block in model_blocks(model) if any(block is module for module in decoder.modules())]
@@ -86,6 +87,7 @@ def cut_model(model: Any, ranks: RankGroup, *, sequence: bool = True) -> TensorC
         blocks[0].register_forward_pre_hook(functools.partial(_keep_own_rows, ranks), with_kwargs=True)
         blocks[-1].register_forward_hook(functools.partial(_gather_all_rows, ranks))
     _cut_vocabulary(model, found)
+    found.shapes = {name: shapes[name] for name in found.cuts}
     return found
 
 

@@ -36,6 +36,7 @@ from rondel.models import linear, names, vision
 from rondel.models.blocks import model_blocks
 from rondel.models.collectives import RankGroup
 from rondel.models.context_parallel import PRODUCTS, ContextRanks
+from rondel.models.deferred_weights import fill_parameters
 from rondel.models.head import LMHead
 from rondel.models.load_check import PARITY
 from rondel.models.loaded_model import LoadedModel
@@ -110,7 +111,8 @@ class FsdpRank(SingleRank):
         expected: list[float] = []
         if not isinstance(model, FSDPModule):  # a reference that is the policy without its adapter is held already
             self._refuse_mesh(loaded)
-            if self.tensor is not None and len(loaded.head.weight) > 1:  # a critic says one number and no logprobs
+            # a critic says one number and no logprobs, and what is not here yet says none
+            if self.tensor is not None and len(loaded.head.weight) > 1 and loaded.weights is None:
                 expected = logprobs_of(loaded, probe)
             self._shard_model(loaded)
         cuts = self._cuts.get(model)
@@ -129,7 +131,9 @@ class FsdpRank(SingleRank):
 
         head.stack = linear.UnpackedLinear()
         context = None if self.context is None else ContextRanks(self.context, PRODUCTS * head.weight.shape[1])
-        held = replace(loaded, model=model, head=head, enter=enter_with_head, compute=dtype, context=context)
+        held = replace(
+            loaded, model=model, head=head, enter=enter_with_head, compute=dtype, context=context, weights=None
+        )
         if expected:
             _check_cut(held, probe, expected, self.mesh)
         return held
@@ -161,7 +165,7 @@ class FsdpRank(SingleRank):
         elif any(p.requires_grad for p in model.parameters()):
             names.remember_dtypes(model)
             for name, parameter in model.named_parameters():
-                if parameter.requires_grad and parameter.dtype == dtype != torch.float32:
+                if parameter.requires_grad and parameter.dtype == dtype != torch.float32 and not parameter.is_meta:
                     parameter.data = spread_within_rounding(name, parameter)
             model.float()
         if self.tensor is not None:
@@ -182,7 +186,9 @@ class FsdpRank(SingleRank):
                 reshard_after_forward=False,
             )
         for layer in [block for block in model_blocks(model) if block not in eye]:
+            self._fill(loaded, layer, dtype)
             fully_shard(layer, mesh=self.fsdp_mesh, mp_policy=policy, ignored_params=whole)
+        self._fill(loaded, model, dtype)
         fully_shard(model, mesh=self.fsdp_mesh, mp_policy=policy, ignored_params=whole)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -190,6 +196,24 @@ class FsdpRank(SingleRank):
                 module.set_force_sum_reduction_for_comms(True)
         model.enter = MethodType(_forward_root, model)
         register_fsdp_forward_method(model, "enter")
+
+    def _fill(self, loaded: LoadedModel, part: nn.Module, dtype: torch.dtype) -> None:
+        """Read the weights of a part of a model whose weights are still in its checkpoint, each as it lies here: spread
+        within its rounding to `dtype` where it is trained, cut by tp.
+        """
+        if (weights := loaded.weights) is None:
+            return
+        cuts = self._cuts.get(loaded.model)
+
+        def read(name: str, like: nn.Parameter) -> Tensor:
+            shape = like.shape if cuts is None else cuts.whole_shape(name, like.shape)
+            whole = weights.read(name, shape, dtype if like.requires_grad else like.dtype)
+            if like.requires_grad and dtype != torch.float32:
+                whole = spread_within_rounding(name, whole)
+            mine = whole if cuts is None else cuts.split(name, whole)
+            return mine.to(like.dtype, copy=mine is not whole)
+
+        fill_parameters(loaded.model, part, read)
 
     def make_masters(self, model: nn.Module, **how: Any) -> MasterWeights:
         if (kind := how.get("optimizer")) in ONE_RANK:

@@ -1,0 +1,121 @@
+"""A model without its weights, which are read later, one tensor at a time: what several ranks load.
+
+    load_model(path, deferred=True)   module with all its parameters on "meta", tokenizer, head: no weight is read
+    weights.fill(part, ...)           the parameters of a part of it, from the checkpoint: a rank asks for a layer, keeps
+                                      its shards of it, and asks for the next one
+
+So a rank holds at most its shards and one layer (or embedding and head), whatever the size of the model. Files are
+mapped into memory, and ranks of one machine read the same pages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.utils import cached_file
+
+from rondel.core.errors import ModelError
+from rondel.models import names
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules made inside have parameters without memory; their buffers are real."""
+    own = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        own(module, name, parameter)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = own  # type: ignore[method-assign]
+
+
+class DeferredWeights:
+    """The checkpoint's tensors, as the module has them: joined where a mixture's experts are joined there."""
+
+    def __init__(self, folder: str, model: nn.Module, device: torch.device) -> None:
+        """Raises ModelError where the files do not hold every tensor under the name that the family stores it under."""
+        self.device = device
+        self._pieces = dict(names.checkpoint_pieces(model))
+        self._files = _files_of(folder)
+        wanted = {piece.name for held in self._pieces.values() for piece in held}
+        if missing := sorted(wanted - self._files.keys()):
+            raise ModelError(f"{folder} holds no tensor {missing[0]} ({len(missing)} of {len(wanted)} are missing)")
+
+    def read(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """One whole tensor of the module, on its device."""
+        pieces = self._pieces[name]
+        if len(pieces) == 1 and pieces[0].all:
+            return self._stored(pieces[0].name).to(self.device, dtype, copy=True).view(shape)
+        whole = torch.empty(shape, dtype=dtype, device=self.device)
+        for piece in pieces:
+            piece.view(whole).copy_(self._stored(piece.name))
+        return whole
+
+    def _stored(self, name: str) -> Tensor:
+        with safe_open(self._files[name], "pt") as file:
+            return file.get_tensor(name)
+
+    def fill_buffers(self, model: nn.Module) -> None:
+        """Persistent buffers, in place."""
+        for name, buffer in model.named_buffers():
+            if name in self._pieces:
+                buffer.copy_(self.read(name, buffer.shape, buffer.dtype))
+
+
+def fill_parameters(model: nn.Module, part: nn.Module, read: Callable[[str, nn.Parameter], Tensor]) -> None:
+    """Give the parameters of `part` that lie on "meta" what `read` makes of their name in `model`; tied ones stay tied."""
+    named = {id(p): n for n, p in model.named_parameters()}
+    made: dict[int, nn.Parameter] = {}
+    for module in part.modules():
+        for own, parameter in module._parameters.items():
+            if parameter is None or parameter.device.type != "meta":
+                continue
+            if id(parameter) not in made:
+                with torch.no_grad():
+                    tensor = read(named[id(parameter)], parameter)
+                made[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+            module._parameters[own] = made[id(parameter)]
+
+
+def keep_in_full_precision(model: Any, dtype: torch.dtype) -> None:
+    """Parameters that a family keeps in fp32 whatever it computes in, as `from_pretrained` does."""
+    wanted = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        wanted |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in model.named_parameters():
+        if dtype != torch.float32 and any(part in name.split(".") or part in name for part in wanted):
+            parameter.data = parameter.data.float()
+
+
+def _files_of(folder: str) -> dict[str, str]:
+    """Of each stored tensor, its file."""
+
+    def find(file: str) -> str | None:
+        if Path(folder).is_dir():
+            found = Path(folder) / file
+            return str(found) if found.is_file() else None
+        return cached_file(folder, file, _raise_exceptions_for_missing_entries=False)
+
+    if (index := find(INDEX)) is not None:
+        placed = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        files = {file: find(file) for file in set(placed.values())}
+        return {name: file for name, of in placed.items() if (file := files[of]) is not None}
+    if (single := find(SINGLE)) is None:
+        return {}
+    with safe_open(single, "pt") as file:
+        return dict.fromkeys(file.keys(), single)

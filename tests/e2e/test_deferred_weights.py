@@ -1,0 +1,108 @@
+"""Ranks read their shards from the checkpoint, a layer at a time: the same bits as loading whole, in the memory of a share."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from kits.families import model as family
+from kits.ranks import Rank, apart, meet
+from kits.train import awkward_groups, batch, row
+from rondel.core.mesh import Mesh
+from rondel.models.deferred_weights import DeferredWeights
+from rondel.models.load import load_model
+from rondel.models.save import save_model
+from rondel.runtime.cluster.process import ProcessCluster
+
+pytestmark = pytest.mark.slow
+KINDS = ("llama", "gemma2", "mixtral", "qwen3_5_text", "gpt_oss", "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A folder with a tiny model of a family."""
+    made = {}
+
+    def of(kind: str):
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            loaded = family(kind)
+            state = {n: p.detach() for n, p in loaded.model.state_dict().items()}
+            save_model(loaded, made[kind], state)
+        return made[kind]
+
+    return of
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_read_later_is_what_is_loaded_whole(stored, kind, dtype):
+    whole, empty = (load_model(str(stored(kind)), dtype=dtype, deferred=later) for later in (False, True))
+    assert empty.weights is not None and all(p.is_meta for p in empty.model.parameters())
+    ours = dict(empty.model.named_parameters())
+    for name, parameter in whole.model.named_parameters():
+        assert ours[name].dtype == parameter.dtype, name
+        assert torch.equal(empty.weights.read(name, parameter.shape, parameter.dtype), parameter), name
+    for (name, mine), (_, theirs) in zip(empty.model.named_buffers(), whole.model.named_buffers(), strict=True):
+        assert torch.equal(mine, theirs), name
+    assert (empty.routers, empty.max_context, empty.stop_ids) == (whole.routers, whole.max_context, whole.stop_ids)
+
+
+def test_a_model_that_is_stored_otherwise_is_loaded_whole(stored, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "renamed"
+    folder.mkdir()
+    for file in stored("llama").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n.removeprefix("model."): t for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    assert load_model(str(folder), dtype="float32", deferred=True).weights is None
+
+
+@pytest.mark.parametrize("mesh", [Mesh(shards=2), Mesh(shards=2, tp=2)], ids=str)
+def test_ranks_that_read_their_shards_train_as_one_rank(stored, tmp_path, mesh):
+    """Masters are those of one rank bit for bit, gradients to 1e-6, with a reference and a critic beside the policy."""
+    cluster = ProcessCluster(tmp_path / "logs")
+    every = meet(cluster, mesh)
+    try:
+        for kind, dtype in (("mixtral", "float32"), ("llama", "bfloat16")):
+            algo, alone = row("ppo", kl={"coef": 0.1}), Rank(0)
+            b = batch(awkward_groups(), algo)
+            alone.make(f"from {stored(kind)}", dtype, algo)
+            every.make(f"from {stored(kind)}", dtype, algo)
+            for masters in every.masters():
+                np.testing.assert_array_equal(masters, alone.masters())
+            whole = alone.gradient(copy.deepcopy(b), algo)
+            for got in every.gradient(copy.deepcopy(b), algo):
+                assert apart(got, whole) <= (1e-6 if dtype == "float32" else 0.05)
+    finally:
+        cluster.close()
+
+
+def test_a_rank_never_holds_more_than_its_share_and_a_layer(stored, tmp_path):
+    """Bytes of tensors that are alive at once, counted at every operation while a rank loads."""
+    cluster = ProcessCluster(tmp_path / "logs")
+    try:
+        for mesh in (Mesh(shards=2), Mesh(shards=4)):
+            every = meet(cluster, mesh)
+            sizes = every.load_counted(str(stored("llama")))
+            loaded = family("llama")
+            whole = sum(4 * p.numel() for p in loaded.model.parameters())
+            blocks = [sum(4 * p.numel() for p in block.parameters()) for block in loaded.model.model.layers]
+            root = whole - sum(blocks)
+            for held, most in sizes:
+                assert held <= 1.05 * whole / mesh.world
+                assert most <= held + max(*blocks, root)
+    finally:
+        cluster.close()
+
+
+def test_the_reader_names_what_is_missing(stored, tmp_path):
+    loaded = load_model(str(stored("llama")), dtype="float32", deferred=True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(Exception, match="holds no tensor"):
+        DeferredWeights(str(tmp_path / "empty"), loaded.model, torch.device("cpu"))

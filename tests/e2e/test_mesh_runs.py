@@ -1,0 +1,53 @@
+"""Whole runs on meshes: they end where one rank ends, go on bit for bit after kill -9, and on another mesh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kits.runs import final, run, run_and_die
+
+pytestmark = pytest.mark.slow
+STEPS = {"loop__warmup__steps": 3, "loop__steps": 2, "run__checkpoint__every": 2, "place__kind": "split"}
+MESHES = {"tp": {"tp": 2}, "cp": {"cp": 2}}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The folder of an uninterrupted run of five steps, by mesh."""
+    made = {}
+
+    def of(name: str):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            run(made[name], **STEPS, **({"place__mesh": MESHES[name]} if name in MESHES else {}))
+        return made[name]
+
+    return of
+
+
+def apart(a: dict, b: dict) -> float:
+    """The largest relative distance of a tensor, where weights and masters are compared."""
+    names = [n for n in a if "optimizer" not in n or "/master." in n]
+    assert names and a.keys() == b.keys()
+    return max(float((a[n] - b[n]).double().norm() / b[n].double().norm().clamp_min(1e-9)) for n in names)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_five_steps_on_a_mesh_end_where_one_rank_ends(ended, name):
+    assert apart(final(ended(name)), final(ended("one"))) <= 1e-5
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_killed_run_on_a_mesh_ends_with_the_same_bits(ended, tmp_path, name):
+    how = STEPS | {"place__mesh": MESHES[name]}
+    assert run_and_die(tmp_path, ("StepDone", 3), **how) == -9
+    run(tmp_path, **how)
+    mine, whole = final(tmp_path), final(ended(name))
+    assert mine.keys() == whole.keys() and all(torch.equal(mine[n], whole[n]) for n in whole)
+
+
+def test_a_run_goes_on_on_another_mesh(ended, tmp_path):
+    assert run_and_die(tmp_path, ("StepDone", 4), **STEPS, place__mesh={"tp": 2}) == -9
+    run(tmp_path, **STEPS, place__mesh={"cp": 2})
+    assert apart(final(tmp_path), final(ended("one"))) <= 1e-5
