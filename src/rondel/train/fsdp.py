@@ -34,7 +34,7 @@ from rondel.core.errors import ConfigError, ModelError, StalledError
 from rondel.core.mesh import Mesh
 from rondel.models import linear, names, vision
 from rondel.models.blocks import model_blocks
-from rondel.models.collectives import RankGroup
+from rondel.models.collectives import RankGroup, gather_runs
 from rondel.models.context_parallel import PRODUCTS, ContextRanks
 from rondel.models.deferred_weights import fill_parameters
 from rondel.models.head import LMHead
@@ -240,6 +240,14 @@ class FsdpRank(SingleRank):
 
     def gather_data_ranks(self, value: Any) -> list[Any]:
         return _gather_objects(value, self.data_group)
+
+    def gather_arrays(self, values: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        sizes = self.gather_data_ranks({name: len(x) for name, x in values.items()})
+        own = torch.cat([torch.zeros(0), *(x.float() for x in values.values())])
+        lengths = [sum(told.values()) for told in sizes]
+        ranks = RankGroup.of(self.data_group)
+        runs = gather_runs(own.to(self.fsdp_mesh.device_type), lengths, ranks).cpu().split(lengths)
+        return [dict(zip(told, run.split(list(told.values())))) for told, run in zip(sizes, runs)]
 
     @contextmanager
     def collective_section(self, verb: str) -> Iterator[None]:

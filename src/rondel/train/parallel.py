@@ -59,15 +59,29 @@ class SingleRank:
         """What each data rank says: once, where several ranks compute the same."""
         return [value]
 
+    def gather_arrays(self, values: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """What each data rank measured, [n] in fp32 on the host under any names: travels as one array a rank."""
+        return [values]
+
     def exchange_tokens(self, batch: TrainBatch, mine: Iterable[int], *names: str) -> None:
         """Give the others what this rank found out about the tokens of its samples: the named fields of TokenBatch."""
         if self.data_size == 1:
             return
-        found = {i: {name: getattr(batch.samples[i].known, name) for name in names} for i in set(mine)}
-        for theirs in self.gather_data_ranks(found):
-            for i, told in theirs.items():
-                for name, values in told.items():
-                    setattr(batch.samples[i].known, name, values)
+        known = {i: batch.samples[i].known for i in sorted(set(mine))}
+        found: dict[str, Tensor] = {}
+        for i, tokens in known.items():
+            for name in names:
+                value = getattr(tokens, name)
+                parts = value if name == "teachers" else {"": value}
+                found |= {f"{i} {name} {number}": part for number, part in parts.items()}
+        for theirs in self.gather_arrays(found):
+            for key, values in theirs.items():
+                i, name, number = key.split(" ")
+                tokens = batch.samples[int(i)].known
+                if number:
+                    tokens.teachers[int(number)] = values
+                else:
+                    setattr(tokens, name, values)
 
     @contextmanager
     def collective_section(self, verb: str) -> Iterator[None]:

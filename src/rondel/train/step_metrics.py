@@ -29,13 +29,12 @@ class StepMetricSums:
 
     def gather_ranks(self, ranks: SingleRank) -> None:
         """All that the ranks have summed."""
-        told = ranks.gather_data_ranks(
-            (self.loss, self.packed, {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces})
-        )
-        self.loss, self.packed = sum(loss for loss, _, _ in told), sum(packed for _, packed, _ in told)
+        own = {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces}
+        counts = ranks.gather_data_ranks((self.loss, self.packed))
+        told = ranks.gather_arrays(own)
+        self.loss, self.packed = sum(loss for loss, _ in counts), sum(packed for _, packed in counts)
         self.terms = {
-            name: [terms[name] for _, _, terms in told if name in terms]
-            for name in {n: 0 for _, _, t in told for n in t}
+            name: [terms[name] for terms in told if name in terms] for name in dict.fromkeys(n for t in told for n in t)
         }
 
     def put(self, name: str, value: float) -> None:
