@@ -6,7 +6,8 @@
 difference   |g - g1| / |g1| of the update's whole gradient, fp32, the largest over ranks and sizes of micro-batch
 of_one_rank  the same of one rank that computes in smaller micro-batches: what rounding alone makes of this model
 held         bytes of weights, gradients and both moments on the fullest rank, and of one rank / (shards · cp · tp)
-moved        bytes that a rank sends or receives in one update, mean over the ranks, and by formula for a single axis:
+moved        bytes that a rank receives in one update, mean over the ranks, of one micro-batch (`in_parts`: of several, of
+             at most 60 tokens), and of the one by formula for a single axis:
              shards   m (3 P) 4 (n-1)/n                 gather for the forward and the backward pass, scatter of gradients
                       (what lies at the root is gathered once: 2 P)
              tp, sp   ((8 L + 2) T + 2 T + 2 M) D 4 (n-1)/n     L layers of two parts, T packed tokens, M targets
@@ -41,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
 MESHES = [
     "shards=2",
     "tp=2",
-    "tp=2,sp=0",
+    "tp=2,sp=false",
     "cp=2",
     "replicas=2,shards=2",
     "shards=2,tp=2",
@@ -71,11 +72,14 @@ def main(argv: list[str] | None = None) -> None:
     told: dict[str, Any] = {}
     alone = _alone(a)
     for words in a.meshes:
-        sizes = {key: int(n) for key, _, n in (word.partition("=") for word in words.split(","))}
-        mesh = Mesh(**{**sizes, "sp": bool(sizes.get("sp", 1))})
+        mesh = Mesh(**{key: _value(text) for key, _, text in (word.partition("=") for word in words.split(","))})
         told[words] = on_mesh(mesh, alone, a)
     worst = max(cell["difference"] for rows in told.values() for cell in rows.values())
     report({"worst_difference": worst, **told}, only_json=a.json)
+
+
+def _value(text: str) -> int | bool | str:
+    return {"true": True, "false": False}[text] if text in ("true", "false") else int(text) if text.isdigit() else text
 
 
 def _difference(got: Any, whole: Any) -> float:
@@ -125,18 +129,19 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
             every("join", ranks[0].now("meet"), mesh)
             for (family, name), (algo, batch, whole, held, split) in alone.items():
                 every("make", _spec(family), algo)
-                differences, moved, tokens = [], 0.0, 0
+                differences, moved, tokens = [], dict.fromkeys((60, 10**6), 0.0), 0
                 for micro_tokens in (60, 10**6):
                     for got, bytes_moved, packed in every("gradient", copy.deepcopy(batch), algo, micro_tokens):
                         differences.append(_difference(got, whole))
-                        if micro_tokens == 10**6:
-                            moved, tokens = moved + sum(bytes_moved.values()) / mesh.world, max(tokens, packed)
+                        moved[micro_tokens] += sum(bytes_moved.values()) / mesh.world
+                        tokens = packed if micro_tokens == 10**6 else 0
                 cell: dict[str, Any] = {
                     "difference": max(differences),
                     "of_one_rank": split,
                     "held": max(every("held_bytes")),
                     "planned": round(held / (mesh.shards * mesh.cp * mesh.tp)),
-                    "moved": round(moved),
+                    "moved": round(moved[10**6]),
+                    "moved_in_parts": round(moved[60]),
                 }
                 if (
                     formula := _formula(mesh, MODELS[family], batch, tokens, held // 16)

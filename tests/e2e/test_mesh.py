@@ -92,6 +92,25 @@ def test_two_axes_together_have_it_too(ranks, one, mesh):
         _same_gradient(ranks(mesh), kind, *one(kind), 1e-6)
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(shards=2, reduce="update", reshard="update", prefetch=1),
+        Mesh(cp=2, reduce="update"),
+        Mesh(tp=2, prefetch=2),
+    ],
+    ids=str,
+)
+def test_when_shards_travel_does_not_matter(ranks, one, mesh):
+    """Sums once an update, weights kept until its end, layers gathered ahead; two updates, so that what one leaves is seen."""
+    algo, b, whole = one("mixtral")
+    every = ranks(mesh)
+    every.make("mixtral", algo=algo)
+    for _ in range(2):
+        for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=20):
+            assert apart(got, whole) <= 1e-6
+
+
 def test_more_ranks_than_key_heads_share_them(ranks, one):
     _same_gradient(ranks(Mesh(tp=4)), "llama", *one("llama"), 1e-6)
 

@@ -31,6 +31,10 @@ class Mesh:
     tp: int = 1
     ep: int = 1
     sp: bool = True  # rows between the parts of a layer lie apart over tp
+    # when shards travel; none of these changes the gradient
+    prefetch: int = 0  # layers that are gathered ahead of the one that computes
+    reduce: str = "micro_batch"  # gradients are summed after each "micro_batch", or once an "update"
+    reshard: str = "layer"  # gathered weights go after each "layer", or stay until the end of an "update"
 
     def __post_init__(self) -> None:
         if any(getattr(self, axis) < 1 for axis in (*AXES, "ep")):
@@ -69,4 +73,6 @@ class Mesh:
         """As a recipe says it: "{ shards = 2, tp = 4 }"."""
         told = [f"{axis} = {n}" for axis in (*AXES, "ep") if (n := getattr(self, axis)) > 1]
         told += [] if self.sp or self.tp == 1 else ["sp = false"]
+        told += [f"prefetch = {self.prefetch}"] if self.prefetch else []
+        told += [f'{key} = "update"' for key in ("reduce", "reshard") if getattr(self, key) == "update"]
         return f"{{ {', '.join(told)} }}" if told else "{}"

@@ -194,6 +194,7 @@ class FsdpRank(SingleRank):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        _prefetch([block for block in model_blocks(model) if isinstance(block, FSDPModule)], self.mesh.prefetch)
         model.enter = MethodType(_forward_root, model)
         register_fsdp_forward_method(model, "enter")
 
@@ -234,6 +235,15 @@ class FsdpRank(SingleRank):
         for name, parameter in names.named_weights(model):
             whole = parameter.full_tensor().to(dtype) if isinstance(parameter, DTensor) else parameter
             yield name, whole if cuts is None else cuts.join(name, whole)
+
+    def begin_micro_batch(self, model: nn.Module, *, last: bool) -> None:
+        if not isinstance(model, FSDPModule):
+            return
+        if self.mesh.reduce == "update":
+            model.set_requires_gradient_sync(last)
+        if self.mesh.reshard == "update":
+            model.set_reshard_after_forward(last)
+            model.set_reshard_after_backward(last)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return _gather_objects(value, dist.group.WORLD)
@@ -282,6 +292,13 @@ def _check_cut(held: LoadedModel, probe: list[int], expected: list[float], mesh:
         raise ModelError(
             f"{name} its logprobs differ by {gap:.3g} from those of the whole model (limit {PARITY[held.dtype]}): {remedy}"
         )
+
+
+def _prefetch(blocks: list[Any], ahead: int) -> None:
+    """Gather so many layers while the one before them computes, in either direction."""
+    for i, block in enumerate(blocks if ahead else ()):
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
+        block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
 
 
 def _is_timeout(error: BaseException) -> bool:

@@ -281,6 +281,17 @@ def micro_batches(
         yield packed
 
 
+def mark_last(packed: Iterator[PackedBatch]) -> Iterator[tuple[PackedBatch, bool]]:
+    """Each with whether it is the last one."""
+    before: PackedBatch | None = None
+    for one in packed:
+        if before is not None:
+            yield before, False
+        before = one
+    if before is not None:
+        yield before, True
+
+
 def _split_batch(batch: TrainBatch, budget: int, *, share: bool, ranks: int) -> list[list[int]]:
     """Samples of each micro-batch, by a token budget that cannot change the result. Siblings
     stay together, to share their prompt, while they fit, and groups whose prompts begin

@@ -51,6 +51,9 @@ class SingleRank:
         """(HF name, tensor in the compute dtype) of everything a receiver needs."""
         return names.named_weights(model)
 
+    def begin_micro_batch(self, model: nn.Module, *, last: bool) -> None:
+        """Before a forward pass with a gradient; `last`: of the update."""
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """What each rank says, in their order."""
         return [value]
@@ -76,8 +79,8 @@ class SingleRank:
                 found |= {f"{i} {name} {number}": part for number, part in parts.items()}
         for theirs in self.gather_arrays(found):
             for key, values in theirs.items():
-                i, name, number = key.split(" ")
-                tokens = batch.samples[int(i)].known
+                at, name, number = key.split(" ")
+                tokens = batch.samples[int(at)].known
                 if number:
                     tokens.teachers[int(number)] = values
                 else:

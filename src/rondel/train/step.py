@@ -36,7 +36,7 @@ from rondel.train.adaptive_coefs import AdaptiveCoefs
 from rondel.train.advantages import compute_advantages
 from rondel.train.mismatch import MismatchAlarm
 from rondel.train.offload import Offload
-from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, micro_batches
+from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, mark_last, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.settings import TrainSettings
 from rondel.train.step_metrics import StepMetricSums
@@ -370,14 +370,18 @@ class LocalTrainer:
                     stack.drop_packed()
             release_freed_memory()
             critic_norm = torch.zeros(())
-            for row, weight, share in update.split_by_row(algo):
-                own = share.trainable_samples(row)
-                if not own.samples:  # all of them were cut off
-                    continue
+            shares = [(*found, found[2].trainable_samples(found[0])) for found in update.split_by_row(algo)]
+            shares = [found for found in shares if found[3].samples]  # not all of them were cut off
+            for number, (row, weight, share, own) in enumerate(shares, 1):
                 scale = masked_scale(row.aggregate, own.lengths_N, share.lengths_N)
                 if not frozen:
                     self._accumulate_gradients(
-                        own, row, sums, weight=weight * scale, proximal_noted="proximal_logprobs" in row.needs | more
+                        own,
+                        row,
+                        sums,
+                        weight=weight * scale,
+                        proximal_noted="proximal_logprobs" in row.needs | more,
+                        last=number == len(shares),
                     )
                 if critic is not None and row is main:
                     critic_norm = critic.accumulate_gradients(own, row, self.settings, sums, weight=scale)
@@ -413,9 +417,18 @@ class LocalTrainer:
         return changed
 
     def _accumulate_gradients(
-        self, batch: TrainBatch, algo: Algorithm, sums: StepMetricSums, *, proximal_noted: bool, weight: float = 1.0
+        self,
+        batch: TrainBatch,
+        algo: Algorithm,
+        sums: StepMetricSums,
+        *,
+        proximal_noted: bool,
+        weight: float = 1.0,
+        last: bool = True,
     ) -> None:
-        """Forward and backward over micro-batches; every weight is fixed before the first of them (law 3)."""
+        """Forward and backward over micro-batches; every weight is fixed before the first of them (law 3). `last`: no
+        other row of the update follows.
+        """
         device = self.loaded.device
         decided = _decide_masks(batch, algo) if proximal_noted else None
         counted_N = counted_tokens(batch.lengths_N, decided.counts if decided is not None else None)
@@ -424,14 +437,17 @@ class LocalTrainer:
         guided_N = torch.tensor([s.guided for s in batch.samples], dtype=torch.bool, device=device)
         faults: list[str] = []
         done: list[int] = []
-        for packed in micro_batches(
-            batch,
-            self.settings.micro_tokens,
-            share=self.settings.share_prompts,
-            device=device,
-            rank=self.ranks.data_rank,
-            ranks=self.ranks.data_size,
+        for packed, is_last in mark_last(
+            micro_batches(
+                batch,
+                self.settings.micro_tokens,
+                share=self.settings.share_prompts,
+                device=device,
+                rank=self.ranks.data_rank,
+                ranks=self.ranks.data_size,
+            )
         ):
+            self.ranks.begin_micro_batch(self.loaded.model, last=last and is_last)
             tape = notes.replay_tape(self.loaded, packed) if self.settings.replay_routes else None
             full_kl: Tensor | None = None
             if "teacher_hidden" in algo.needs:

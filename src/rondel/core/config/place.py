@@ -25,12 +25,35 @@ class MeshConfig(SettingsTable):
     tp: Count = Field(1, description="ranks that share each matrix (tensor parallel)")
     sp: bool = Field(True, description="with tp, rows between the parts of a layer lie apart, too (sequence parallel)")
 
+    prefetch: Annotated[int, Field(ge=0, le=64)] = Field(
+        0, description="layers whose weights are gathered while the ones before them compute"
+    )
+    reduce: Literal["micro_batch", "update"] = Field(
+        "micro_batch",
+        description="gradients are summed over the ranks after each micro-batch, or once an update: less traffic, and 4 "
+        "bytes of each weight on every rank",
+    )
+    reshard: Literal["layer", "update"] = Field(
+        "layer",
+        description="gathered weights are let go after each layer, or kept until the end of an update: less traffic, and "
+        "the whole model on every rank",
+    )
+
     def to_mesh(self, ranks: int) -> Mesh:
         """Over so many processes; 1 stands for as many as the axes need."""
         mine = self.__dict__
         rest = mine["replicas"] * mine["cp"] * mine["tp"]
         shards = max(1, ranks // rest) if mine["shards"] == "auto" else mine["shards"]
-        mesh = Mesh(replicas=self.replicas, shards=shards, cp=self.cp, tp=self.tp, sp=self.sp)
+        mesh = Mesh(
+            replicas=self.replicas,
+            shards=shards,
+            cp=self.cp,
+            tp=self.tp,
+            sp=self.sp,
+            prefetch=self.prefetch,
+            reduce=self.reduce,
+            reshard=self.reshard,
+        )
         _ = self.shards  # read
         if ranks not in (1, mesh.world):
             raise ValueError(
