@@ -16,6 +16,9 @@ from rondel.core.types import Group, Request, Sampling, Score, Task, Trajectory
 from rondel.models import vision
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
+from rondel.train.advantages import compute_advantages
+from rondel.train.pack import TrainBatch
+from rondel.train.step_metrics import StepMetricSums
 
 torch.set_num_threads(1)
 _QWEN3 = dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=64, num_position_embeddings=64)
@@ -84,14 +87,13 @@ def model(kind: str = "qwen2_5_vl") -> LoadedModel:
     return loaded
 
 
-def image(loaded: LoadedModel, seed: int, rows: int = 2, columns: int = 2) -> Image:
-    """Random pixels; where all images are made squares, of that size."""
+def image(loaded: LoadedModel, seed: int, rows: int = 2, columns: int = 2, frames: int = 1) -> Image:
+    """Random pixels; where all images are made squares, of that size. Of several frames: a step of a video."""
     cell = loaded.sight.token_pixels
     if loaded.sight.side is not None:
         rows = columns = loaded.sight.side // cell
-    return Image.from_pixels(
-        np.random.default_rng(seed).integers(0, 256, (rows * cell, columns * cell, 3), dtype=np.uint8), cell
-    )
+    pixels = np.random.default_rng(seed).integers(0, 256, (frames * rows * cell, columns * cell, 3), dtype=np.uint8)
+    return Image.from_pixels(pixels, cell, frames)
 
 
 def stream(loaded: LoadedModel, *pieces: int | Image, seed: int = 0) -> tuple[list[int], list[ImagePlaceholder]]:
@@ -100,7 +102,7 @@ def stream(loaded: LoadedModel, *pieces: int | Image, seed: int = 0) -> tuple[li
     for piece in pieces:
         if isinstance(piece, Image):
             media.append(ImagePlaceholder(len(tokens), piece))
-            tokens += [loaded.sight.placeholder] * piece.tokens
+            tokens += [loaded.sight.placeholder_of(piece)] * piece.tokens
         else:
             tokens += rng.integers(5, 100, piece).tolist()
     return tokens, media
@@ -150,9 +152,9 @@ def own_logprobs(loaded: LoadedModel, rows: list[tuple[list[int], list[ImagePlac
     ]
 
 
-def groups_with_images(m, *, seed: int = 0) -> list[Group]:
+def groups_with_images(m, *, seed: int = 0, frames: int = 1) -> list[Group]:
     """Siblings over one picture, over two pictures under the same tokens, a text group, and a
-    picture that comes later.
+    picture that comes later. Of several frames: steps of videos in place of the pictures, but for one.
     """
     rng = np.random.default_rng(seed)
 
@@ -168,7 +170,7 @@ def groups_with_images(m, *, seed: int = 0) -> list[Group]:
         t.score = Score(float(rng.normal()))
         return t
 
-    a, b, c = image(m, 1), image(m, 2), image(m, 3, 2, 3)
+    a, b, c = image(m, 1, frames=frames), image(m, 2, frames=frames), image(m, 3, 2, 3)
     shared, other = stream(m, 4, a, 5, seed=1), stream(m, 4, b, 5, seed=1)
     later = [stream(m, 2, picture, 2, seed=4) for picture in (c, a)]
     rows = [
@@ -178,3 +180,26 @@ def groups_with_images(m, *, seed: int = 0) -> list[Group]:
         [member(stream(m, 3, c, 2, seed=3), later[i % 2]) for i in range(4)],
     ]
     return [Group(i, Task(f"t{i}", "x", {}), ts, 0) for i, ts in enumerate(rows)]
+
+
+def lit_videos(size: int = 24, seed: int = 0):
+    """Rows of a data set: five frames of four dark quarters, of which one is light in the last two."""
+    rng = np.random.default_rng(seed)
+    for number in range(size):
+        frames, quarter = rng.integers(0, 60, (5, 64, 64, 3), dtype=np.uint8), number % 4
+        y, x = 32 * (quarter // 2), 32 * (quarter % 2)
+        frames[3:, y : y + 32, x : x + 32] += 180
+        yield {"prompt": "<video>?", "answer": str(quarter + 1), "clip": {"video": list(frames), "fps": 2}}
+
+
+def gradient(t, algo, batch: TrainBatch, *, budget: int = 10**6, share: bool = True) -> torch.Tensor:
+    """Of all trained weights, in micro-batches of `budget` tokens."""
+    object.__setattr__(t.settings, "micro_tokens", budget)
+    object.__setattr__(t.settings, "share_prompts", share)
+    t.weights.zero_grad()
+    t._annotate(batch, algo.needs)
+    compute_advantages(batch, algo)
+    t._accumulate_gradients(batch, algo, StepMetricSums(), proximal_noted=False)
+    return torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in t.weights.masters]
+    ).double()

@@ -12,7 +12,7 @@ from PIL import Image as Pillow
 
 from kits.engine import all_of, engine, idle, watched
 from kits.train import row, trainer
-from kits.vision import EYES, ask, groups_with_images, image, model, own_logprobs, recipe, stream, trajectory
+from kits.vision import EYES, ask, gradient, groups_with_images, image, model, own_logprobs, recipe, stream, trajectory
 from rondel.core.errors import ConfigError, ModelError, UserError
 from rondel.core.media import rope_positions
 from rondel.core.types import Group, Sampling, Score, Task
@@ -24,9 +24,7 @@ from rondel.models.load import load_model
 from rondel.models.vision_families import FAMILIES
 from rondel.train import annotate as notes
 from rondel.train import pack as packing
-from rondel.train.advantages import compute_advantages
-from rondel.train.pack import TrainBatch, batch_of, pack_samples
-from rondel.train.step_metrics import StepMetricSums
+from rondel.train.pack import batch_of, pack_samples
 
 KINDS = sorted(EYES)
 LIMIT = 1e-4
@@ -361,19 +359,6 @@ def test_a_placeholder_that_the_policy_draws_is_a_token_like_any_other():
 ROW = row("grpo", kl={"coef": 0.1})
 
 
-def gradient(t, batch: TrainBatch, *, budget: int = 10**6, share: bool = True) -> torch.Tensor:
-    algo = ROW
-    object.__setattr__(t.settings, "micro_tokens", budget)
-    object.__setattr__(t.settings, "share_prompts", share)
-    t.weights.zero_grad()
-    t._annotate(batch, algo.needs)
-    compute_advantages(batch, algo)
-    t._accumulate_gradients(batch, algo, StepMetricSums(), proximal_noted=False)
-    return torch.cat(
-        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in t.weights.masters]
-    ).double()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "trained"),
@@ -392,16 +377,16 @@ def test_the_gradient_does_not_depend_on_the_cut(kind, trained):
     vision.vision_tower(m.model).requires_grad_(trained)
     t = trainer(m, ROW)
     groups = groups_with_images(m)
-    exact = gradient(t, batch_of(groups), budget=1, share=False)
+    exact = gradient(t, ROW, batch_of(groups), budget=1, share=False)
     eye = sum(p.numel() for p in vision.vision_tower(m.model).parameters())
     assert t.weights.gradient_norm() > 0 and len(exact) == sum(p.numel() for p in m.model.parameters()) - (
         0 if trained else eye
     )
     limit = 1e-5 if m.state_bytes else 1e-6  # a recurrence adds up in another order
     for budget, share in ((10**6, True), (40, True), (25, False)):
-        got = gradient(t, batch_of(groups), budget=budget, share=share)
+        got = gradient(t, ROW, batch_of(groups), budget=budget, share=share)
         assert (got - exact).norm() <= limit * exact.norm()
-    got = gradient(t, batch_of(groups[::-1]))
+    got = gradient(t, ROW, batch_of(groups[::-1]))
     assert (got - exact).norm() <= limit * exact.norm()
 
 

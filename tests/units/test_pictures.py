@@ -140,7 +140,7 @@ def test_what_stands_for_an_image_must_have_one():
     m.tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
     with pytest.raises(DataError, match="the chat template shows no place for an image"):
         chat(m).give([said({"type": "image", "image": raw()})])
-    with pytest.raises(DataError, match=r"a part of type 'input_audio'.*audio, video and files are not"):
+    with pytest.raises(DataError, match=r"a part of type 'input_audio'.*audio and files are not"):
         chat(m).give([said({"type": "input_audio", "input_audio": {}})])
 
 

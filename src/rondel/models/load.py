@@ -161,7 +161,10 @@ def _image_settings_folder(folder: str) -> Path | None:
     """Where a model's settings of pixels lie: its folder, or what the hub's cache has of it."""
     if Path(folder).is_dir():
         return Path(folder)
-    found = cached_file(folder, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)
+    found, _ = (
+        cached_file(folder, name, _raise_exceptions_for_missing_entries=False)
+        for name in ("preprocessor_config.json", "video_preprocessor_config.json")
+    )
     return None if found is None else Path(found).parent
 
 

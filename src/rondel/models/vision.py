@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from rondel.core.media import Image, ImagePlaceholder, ImageProcessorConfig
+from rondel.core.video import VideoProcessorConfig
 from rondel.models.image_features import ImageFeatures, VisionFeatures
-from rondel.models.vision_families import FAMILIES, FORMS, tower_parts
+from rondel.models.vision_families import FAMILIES, FORMS, VIDEO_PIXELS, VisionFamily, tower_parts
 
 
 def vision_tower(model: Any) -> nn.Module:
@@ -76,9 +77,9 @@ def sight_of(config: Any, folder: str | Path | None = None) -> ImageProcessorCon
     """How a model of this config looks, with what its folder says of pixels; None for a model that does not."""
     if (family := FAMILIES.get(config.model_type)) is None:
         return None
-    file = None if folder is None else Path(folder) / "preprocessor_config.json"
-    given: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
+    given = _read_settings(folder, "preprocessor_config.json")
     return ImageProcessorConfig(
+        video=_video_config(config, family, folder) if family.video else None,
         **family.form.sight_fields(config, family.pixels, given, random=folder is None),
         mean=tuple(given.get("image_mean") or family.pixels.mean),
         std=tuple(given.get("image_std") or family.pixels.std),
@@ -87,9 +88,39 @@ def sight_of(config: Any, folder: str | Path | None = None) -> ImageProcessorCon
     )
 
 
-def preprocessor_config(sight: ImageProcessorConfig) -> dict[str, Any]:
-    """The same as a `preprocessor_config.json`."""
-    return FORMS[sight.form].processor_config(sight)
+def _video_config(config: Any, family: VisionFamily, folder: str | Path | None) -> VideoProcessorConfig:
+    """The same of videos; a random model has no least size but a few cells."""
+    tower, size = config.vision_config, _read_settings(folder, "video_preprocessor_config.json").get("size") or {}
+    least = 4 * (tower.patch_size * tower.spatial_merge_size) ** 2 if folder is None else VIDEO_PIXELS[0]
+    begin, end, _ = (getattr(config, mark) for mark in family.marks)
+    return VideoProcessorConfig(
+        placeholder=config.video_token_id,
+        frame=(begin, end),
+        step=tower.temporal_patch_size,
+        least=int(size.get("shortest_edge") or least),
+        most=int(size.get("longest_edge") or VIDEO_PIXELS[1]),
+    )
+
+
+def _read_settings(folder: str | Path | None, name: str) -> dict[str, Any]:
+    """A file of settings beside the weights; {} where there is none."""
+    file = None if folder is None else Path(folder) / name
+    return json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
+
+
+def preprocessor_config(sight: ImageProcessorConfig) -> dict[str, dict[str, Any]]:
+    """The same as files: `preprocessor_config.json`, and where steps of videos are read `video_preprocessor_config.json`."""
+    images = FORMS[sight.form].processor_config(sight)
+    files = {"preprocessor_config.json": images}
+    if sight.video is not None:
+        plain = {key: value for key, value in images.items() if key != "image_processor_type"}
+        size = {"shortest_edge": sight.video.least, "longest_edge": sight.video.most}
+        files["video_preprocessor_config.json"] = {
+            **plain,
+            "video_processor_type": "Qwen3VLVideoProcessor",
+            "size": size,
+        }
+    return files
 
 
 # -- the model's own way, to be compared with ------------------------------------------------------
@@ -114,7 +145,7 @@ def as_given(
     """What transformers' own forward pass of one row wants beside its tokens."""
     kinds = torch.zeros(1, len(tokens), dtype=torch.int64)
     for place in media:
-        kinds[0, place.start : place.end] = 1
+        kinds[0, place.start : place.end] = 1 if place.image.frames == 1 else 2
     pixels = torch.from_numpy(np.concatenate([image_patches(place.image, sight) for place in media]))
     given = FORMS[sight.form].own_inputs(sight, kinds, pixels, media)
     return {name: value.to(device) for name, value in given.items()}

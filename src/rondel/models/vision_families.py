@@ -14,6 +14,10 @@ from rondel.models.square_images import SquareImages
 
 HALF = PixelDefaults()
 CLIP = PixelDefaults((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), 56 * 56, 28 * 28 * 1280)
+VIDEO_PIXELS = (
+    128 * 32 * 32,
+    768 * 32 * 32,
+)  # least and most of all frames together, as Qwen3VLVideoProcessor has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class VisionFamily:
     pixels  what holds of images where the model's folder does not say
     mrope   a token's position is a time, a row and a column (M-RoPE); else it is its index
     mutual  the tokens of an image attend to each other, also to those behind them
+    video   steps of a video stand apart in the text, each behind its time; else its frames are images
     marks   keys of the config, each the id of a token: begin and end of an image, its placeholder
     """
 
@@ -37,11 +42,12 @@ class VisionFamily:
     pixels: PixelDefaults = HALF
     mrope: bool = True
     mutual: bool = False
+    video: bool = False
     marks: tuple[str, str, str] = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
 
 
-_QWEN3 = VisionFamily(PatchGrids())
-_QWEN2 = replace(_QWEN3, pixels=CLIP)
+_QWEN3 = VisionFamily(PatchGrids(), video=True)
+_QWEN2 = VisionFamily(PatchGrids(), pixels=CLIP)
 
 FAMILIES: dict[str, VisionFamily] = {
     "qwen2_vl": replace(_QWEN2, width="hidden_size"),

@@ -260,7 +260,7 @@ class GenerationService:
                 code="context_length_exceeded",
             )
         sight = self.image_config
-        return self.special.encode(text if sight is None else sight.frame_images(text, self.tokenizer))
+        return self.special.encode(text if sight is None else sight.write_media(text, messages, self.tokenizer))
 
 
 def _place_images(tokens: list[int], images: list[Image], sight: ImageProcessorConfig) -> tuple[ImagePlaceholder, ...]:
