@@ -111,9 +111,16 @@ RECURRENT = {
     "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "num_position_embeddings": 64},
 }  # fmt: skip
 
+TILES = {
+    **TEXT, "random": "smolvlm", "max_position_embeddings": 160, "scale_factor": 2,
+    "vision_config": {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 32, "patch_size": 8,
+    },
+}  # fmt: skip
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [SQUARES, RECURRENT], ids=["gemma3", "qwen3_5"])
+@pytest.mark.parametrize("model", [SQUARES, RECURRENT, TILES], ids=["gemma3", "qwen3_5", "smolvlm"])
 def test_other_families_run_and_are_replayed(model, tmp_path):
     """Rollouts with images, steps and syncs; a step is trained again from its store with the same numbers."""
     run(tmp_path, model__path=model)
@@ -124,6 +131,8 @@ def test_other_families_run_and_are_replayed(model, tmp_path):
         metrics["train/gap_max"] for e in events(tmp_path, "StepDone") if "train/gap_max" in (metrics := e["metrics"])
     ]
     assert len(gaps) >= 3 and max(gaps) < 1e-4, "engine and trainer, under the same weights"
+    if model is TILES:
+        assert {len(row["media"]) for row in store.read_step(tmp_path, 5)} == {5}, "two by two tiles, and the whole"
     if model is SQUARES:
         with pytest.raises(ConfigError, match=r"image_tokens = 16: 'random-gemma3' makes 4 tokens of every image"):
             run(tmp_path / "other", model__path=model, model__vision__image_tokens=16)

@@ -22,6 +22,9 @@ from rondel.train.step_metrics import StepMetricSums
 
 torch.set_num_threads(1)
 _QWEN3 = dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=64, num_position_embeddings=64)
+_TILES = dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8
+)
 EYES = {
     "qwen2_vl": dict(depth=2, embed_dim=32, num_heads=2, mlp_ratio=2),
     "qwen2_5_vl": dict(
@@ -40,6 +43,8 @@ EYES = {
         patch_size=8,
         vision_use_head=False,
     ),
+    "idefics3": _TILES,
+    "smolvlm": _TILES,
 }
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 _LINEAR = dict(
@@ -132,16 +137,20 @@ def own_logprobs(loaded: LoadedModel, rows: list[tuple[list[int], list[ImagePlac
     width = max(len(tokens) for tokens, _ in rows)
     ids, mask = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(2))
     more: dict[str, list[torch.Tensor]] = {}
-    pictured = any(media for _, media in rows)
-    kinds = "mm_token_type_ids" if loaded.sight.side is None else "token_type_ids"
+    kinds = next((name for name in ("mm_token_type_ids", "token_type_ids") if name in _given(loaded, rows)), None)
     for i, (tokens, media) in enumerate(rows):
         ids[i, : len(tokens)], mask[i, : len(tokens)] = torch.tensor(tokens), 1
         given = vision.as_given(loaded.sight, tokens, media) if media else {}
-        if pictured:
+        if kinds is not None:
             own = given.pop(kinds, torch.zeros(1, len(tokens), dtype=torch.int64))
             more.setdefault(kinds, []).append(torch.nn.functional.pad(own, (0, width - len(tokens))))
         for name, value in given.items():
             more.setdefault(name, []).append(value)
+    if loaded.sight.tiles is not None and more:  # rows of tiles, of which as many must be zeros
+        most = max(value.shape[1] for value in more["pixel_values"])
+        more["pixel_values"] = [
+            torch.nn.functional.pad(value, (0,) * 7 + (most - value.shape[1],)) for value in more["pixel_values"]
+        ]
     other = copy.deepcopy(loaded.model)
     other.set_attn_implementation("eager")
     joined = {name: torch.cat(values) for name, values in more.items()}
@@ -150,6 +159,12 @@ def own_logprobs(loaded: LoadedModel, rows: list[tuple[list[int], list[ImagePlac
         logits[i, : len(tokens) - 1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
         for i, (tokens, _) in enumerate(rows)
     ]
+
+
+def _given(loaded: LoadedModel, rows: list[tuple[list[int], list[ImagePlaceholder]]]) -> dict[str, torch.Tensor]:
+    """What transformers' pass of the first row with images wants."""
+    found = next(((tokens, media) for tokens, media in rows if media), None)
+    return {} if found is None else vision.as_given(loaded.sight, *found)
 
 
 def groups_with_images(m, *, seed: int = 0, frames: int = 1) -> list[Group]:

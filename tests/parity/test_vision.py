@@ -369,6 +369,8 @@ ROW = row("grpo", kl={"coef": 0.1})
         ("qwen3_5", True),
         ("qwen3_5_moe", False),
         ("gemma3", True),
+        ("smolvlm", True),
+        ("idefics3", False),
     ],
 )
 def test_the_gradient_does_not_depend_on_the_cut(kind, trained):
@@ -391,7 +393,7 @@ def test_the_gradient_does_not_depend_on_the_cut(kind, trained):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5", "qwen3_vl", "smolvlm"])
 def test_an_adapter_and_four_bits_leave_the_tower_alone(kind):
     """What makes features of pixels keeps its weights: cached features stay true, and no image is seen in 4 bits."""
     m = model(kind)

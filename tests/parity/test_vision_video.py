@@ -26,7 +26,7 @@ from rondel.train import annotate as notes
 from rondel.train.pack import batch_of
 
 STEPS = sorted(kind for kind in EYES if FAMILIES[kind].video)
-IMAGES = sorted(kind for kind in EYES if not FAMILIES[kind].video)
+IMAGES = sorted(kind for kind in EYES if not FAMILIES[kind].video and FAMILIES[kind].form.name != "tiles")
 LIMIT = 1e-4
 KEYS = {"qwen3_vl_moe": 51}  # of the request: under others its policy draws a placeholder
 ROW = row("grpo", kl={"coef": 0.1})

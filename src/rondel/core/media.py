@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from rondel.core.tiles import TileConfig
     from rondel.core.video import VideoProcessorConfig
 
 LONGEST = 200  # times as long as wide: the limit of the families that are carried
@@ -41,6 +42,7 @@ class ImageProcessorConfig:
     resample      how an image is scaled, as Pillow names it
     frame         tokens around an image where the chat template writes the first of them alone
     mutual        the tokens of an image attend to each other, also to those behind them
+    tiles         how an image is cut into several, each of `side`; None: it is one
     video         how it reads videos; None: each frame is an image
     """
 
@@ -57,6 +59,7 @@ class ImageProcessorConfig:
     resample: str = "bicubic"
     frame: tuple[int, int] | None = None
     mutual: bool = False
+    tiles: TileConfig | None = None
     video: VideoProcessorConfig | None = None
 
     def normalized(self, pixels: np.ndarray) -> np.ndarray:
@@ -71,7 +74,7 @@ class ImageProcessorConfig:
         """
         lists = [m["content"] for m in messages if isinstance(m.get("content"), list)]
         parts = [part for content in lists for part in content if part.get("type") in ("image", "video")]
-        if self.frame is None and not any(part["type"] == "video" for part in parts):
+        if self.frame is None and self.tiles is None and not any(part["type"] == "video" for part in parts):
             return text
         slot, *frame = tokenizer.convert_ids_to_tokens([self.placeholder, *(self.frame or ())])
         marks = {frame[0] if frame else slot: "image"}
@@ -85,6 +88,8 @@ class ImageProcessorConfig:
                 return found[0]
             if part["type"] == "video" and self.video is not None:
                 return self.video.written(part["times"], tokenizer)
+            if self.tiles is not None:
+                return self.tiles.written(*part.get("tiles", (0, 0)), slot)
             return f"\n\n{frame[0]}{slot}{frame[1]}\n\n" if frame else slot
 
         return re.sub("|".join(map(re.escape, marks)), write_one, text)
@@ -203,6 +208,15 @@ class Image:
         """For readers: `[image 56x56 3f2a91]`, of a video `[2 frames 56x56 3f2a91]`."""
         what = "image" if self.frames == 1 else f"{self.frames} frames"
         return f"[{what} {self.pixels.shape[1]}x{self.pixels.shape[0] // self.frames} {self.digest[:6]}]"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTiles:
+    """An image as its tiles, row by row, and behind them the whole of it; no rows for one that is a single tile."""
+
+    images: tuple[Image, ...]
+    rows: int
+    columns: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from rondel.core.errors import DataError
-from rondel.core.media import Image, ImagePlaceholder, ImageProcessorConfig
+from rondel.core.media import Image, ImagePlaceholder, ImageProcessorConfig, ImageTiles
 
 Messages = list[dict[str, Any]]
 PIXELS = 1 << 26  # of a picture before it is scaled: 64 megapixels; a small file may hold more than any memory
@@ -77,13 +77,14 @@ def split_images(messages: Messages) -> tuple[Messages, list[Any]]:
             continue
         found = [source_of(part) if is_image(part) else None for part in parts]
         sources += [source for source in found if source is not None]
-        plain.append(
-            {
-                **message,
-                "content": [part if source is None else {"type": "image"} for part, source in zip(parts, found)],
-            }
-        )
+        bare = [part if source is None else bare_part(source) for part, source in zip(parts, found)]
+        plain.append({**message, "content": bare})
     return plain, sources
+
+
+def bare_part(source: Any) -> dict[str, Any]:
+    """What a template is given of an image: of one that was cut, how."""
+    return {"type": "image"} | ({"tiles": [source.rows, source.columns]} if isinstance(source, ImageTiles) else {})
 
 
 def place_images(
@@ -156,7 +157,8 @@ async def load_message_images(messages: Messages, sight: ImageProcessorConfig | 
     """The same messages, each image as it is seen. What is no image, and what `room` tokens cannot hold, is refused."""
     if sight is None or not any(parts_of(message) for message in messages):
         return messages
-    images = iter(await all_seen(split_images(messages)[1], sight, room))
+    sources = split_images(messages)[1]
+    images = iter(await run_on_image_thread(_process_within, sources, sight, room) if sources else [])
     return [
         {**message, "content": [{"type": "image", "image": next(images)} if is_image(part) else part for part in parts]}
         if (parts := parts_of(message))
@@ -167,7 +169,14 @@ async def load_message_images(messages: Messages, sight: ImageProcessorConfig | 
 
 async def all_seen(sources: Sequence[Any], sight: ImageProcessorConfig, room: int) -> list[Image]:
     """What a model sees of them, read on a thread, so that nobody else waits."""
-    return await run_on_image_thread(_process_within, sources, sight, room) if sources else []
+    if not sources:
+        return []
+    return images_of(await run_on_image_thread(_process_within, sources, sight, room))
+
+
+def images_of(seen: Sequence[Image | ImageTiles]) -> list[Image]:
+    """Each tile an image."""
+    return [image for one in seen for image in (one.images if isinstance(one, ImageTiles) else [one])]
 
 
 async def run_on_image_thread(function: Callable[..., Any], *args: Any) -> Any:
@@ -181,22 +190,33 @@ def _image_thread() -> ThreadPoolExecutor:
 
 
 def count_image_tokens(sources: Sequence[Any], sight: ImageProcessorConfig) -> list[int]:
-    """Tokens that each will take, by its head alone."""
-    sizes = [open_image_head(source).size for source in sources]
+    """Tokens that each will take, by its head alone; of one that is cut, those of its tiles."""
+    sizes = [open_image_head(source).size for source in sources if not isinstance(source, ImageTiles)]
     if (pixels := sum(map(math.prod, sizes))) > ALL:
         raise TooLarge(
             f"{len(sizes)} images of {pixels >> 20} megapixels together; at most {ALL >> 20}: scale them down"
         )
-    return [math.prod(_fitted_size(sight, size)) // sight.token_pixels**2 for size in sizes]
+    left = iter(sizes)
+    return [
+        sum(image.tokens for image in source.images)
+        if isinstance(source, ImageTiles)
+        else _image_tokens(sight, next(left))
+        for source in sources
+    ]
 
 
-def _process_within(sources: Sequence[Any], sight: ImageProcessorConfig, room: int) -> list[Image]:
+def _image_tokens(sight: ImageProcessorConfig, size: tuple[int, int]) -> int:
+    each = math.prod(_fitted_size(sight, size)) // sight.token_pixels**2
+    return each if sight.tiles is None else each * sight.tiles.tile_count(*size)
+
+
+def _process_within(sources: Sequence[Any], sight: ImageProcessorConfig, room: int) -> list[Image | ImageTiles]:
     """Their heads are read first: what will not fit is not opened."""
     if (wanted := sum(count_image_tokens(sources, sight))) > room:
         raise TooLarge(
             f"{len(sources)} images of {wanted} tokens together; there is room for {room}: send fewer, or smaller ones"
         )
-    return [process_image(source, sight) for source in sources]
+    return [process_image(source, sight) if sight.tiles is None else process_tiles(source, sight) for source in sources]
 
 
 # -- from what people have -------------------------------------------------------------------------
@@ -207,6 +227,41 @@ def process_image(source: Any, sight: ImageProcessorConfig) -> Image:
     if isinstance(source, Image):
         return source
     return _process_image_cached(source, sight) if isinstance(source, str) else _read_image(source, sight)
+
+
+def process_tiles(source: Any, sight: ImageProcessorConfig) -> ImageTiles:
+    """What a model sees that cuts images into tiles. Equal paths and URLs are read once."""
+    if isinstance(source, ImageTiles):
+        return source
+    return _process_tiles_cached(source, sight) if isinstance(source, str) else _read_tiles(source, sight)
+
+
+@lru_cache(maxsize=KEPT)
+def _process_tiles_cached(source: str, sight: ImageProcessorConfig) -> ImageTiles:
+    return _read_tiles(source, sight)
+
+
+def _read_tiles(source: Any, sight: ImageProcessorConfig) -> ImageTiles:
+    """Scaled, then to whole tiles, cut; and the whole, scaled once more: as transformers' processors do."""
+    from PIL import Image as Pillow
+
+    assert sight.tiles is not None, "a model that cuts images into tiles"
+    head, side = open_image_head(source), sight.tiles.side
+    rows, columns = sight.tiles.tile_grid(*head.size)
+    whole = head
+    if sight.tiles.longest is not None:
+        size = sight.tiles.scaled_size(*head.size)
+        whole = Pillow.fromarray(scaled_pixels(whole, size, sight))
+        whole = Pillow.fromarray(scaled_pixels(whole, sight.tiles.cut_size(*size), sight))
+    pixels = np.asarray(whole) if rows else None
+    tiles = [
+        Image.from_pixels(pixels[y * side : (y + 1) * side, x * side : (x + 1) * side], sight.token_pixels)
+        for y in range(rows)
+        for x in range(columns)
+        if pixels is not None
+    ]
+    tiles.append(Image.from_pixels(scaled_pixels(whole, (side, side), sight), sight.token_pixels))
+    return ImageTiles(tuple(tiles), rows, columns)
 
 
 def open_image(source: Any) -> Any:

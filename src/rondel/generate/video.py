@@ -22,16 +22,19 @@ from typing import Any
 import numpy as np
 
 from rondel.core.errors import DataError
-from rondel.core.media import Image, ImageProcessorConfig
+from rondel.core.media import Image, ImageProcessorConfig, ImageTiles
 from rondel.generate.pictures import (
     ALL,
     Messages,
+    bare_part,
     image_part,
+    images_of,
     is_image,
     is_opened_image,
     open_image_head,
     parts_of,
     process_image,
+    process_tiles,
     scaled_pixels,
     source_of,
 )
@@ -81,21 +84,24 @@ def _bare_parts(
             sources += video.frames
             yield from ({"type": "image"} for _ in video.frames)
     elif is_image(part):
-        sources.append(source_of(part))
-        yield {"type": "image"}
+        source = source_of(part)
+        if sight is not None and sight.tiles is not None:
+            source = process_tiles(source, sight)
+        sources.append(source)
+        yield bare_part(source)
     else:
         yield part
 
 
 def process_media(sources: Sequence[Any], sight: ImageProcessorConfig) -> list[Image]:
     """What a model of this sight sees of them, in order."""
-    return [
-        image
-        for source in sources
-        for image in (
-            process_video(source, sight) if isinstance(source, VideoFrames) else [process_image(source, sight)]
-        )
-    ]
+    seen: list[Image | ImageTiles] = []
+    for source in sources:
+        if isinstance(source, VideoFrames):
+            seen += process_video(source, sight)
+        else:
+            seen.append(source if isinstance(source, ImageTiles) else process_image(source, sight))
+    return images_of(seen)
 
 
 # -- what a part says --------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class ImageForm(Protocol):
         self, config: Any, pixels: PixelDefaults, given: dict[str, Any], *, random: bool
     ) -> dict[str, Any]:
         """Of an ImageProcessorConfig. `given`: the model's preprocessor_config.json. A random model has no least size
-        but a few cells.
+        but a few cells. "tiles" are the fields of a TileConfig.
         """
 
     def pixel_values(self, image: Image, sight: ImageProcessorConfig) -> np.ndarray:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rondel.core.media import Image, ImagePlaceholder, ImageProcessorConfig
+from rondel.core.tiles import TileConfig
 from rondel.core.video import VideoProcessorConfig
 from rondel.models.image_features import ImageFeatures, VisionFeatures
 from rondel.models.vision_families import FAMILIES, FORMS, VIDEO_PIXELS, VisionFamily, tower_parts
@@ -78,9 +79,12 @@ def sight_of(config: Any, folder: str | Path | None = None) -> ImageProcessorCon
     if (family := FAMILIES.get(config.model_type)) is None:
         return None
     given = _read_settings(folder, "preprocessor_config.json")
+    fields = family.form.sight_fields(config, family.pixels, given, random=folder is None)
+    if "tiles" in fields:
+        fields["tiles"] = TileConfig(*fields["tiles"])
     return ImageProcessorConfig(
         video=_video_config(config, family, folder) if family.video else None,
-        **family.form.sight_fields(config, family.pixels, given, random=folder is None),
+        **fields,
         mean=tuple(given.get("image_mean") or family.pixels.mean),
         std=tuple(given.get("image_std") or family.pixels.std),
         form=family.form.name,

@@ -11,6 +11,7 @@ from typing import Any
 from rondel.models.image_form import ImageForm, PixelDefaults
 from rondel.models.patch_grids import PatchGrids
 from rondel.models.square_images import SquareImages
+from rondel.models.tiled_images import TiledImages
 
 HALF = PixelDefaults()
 CLIP = PixelDefaults((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), 56 * 56, 28 * 28 * 1280)
@@ -32,7 +33,7 @@ class VisionFamily:
     mrope   a token's position is a time, a row and a column (M-RoPE); else it is its index
     mutual  the tokens of an image attend to each other, also to those behind them
     video   steps of a video stand apart in the text, each behind its time; else its frames are images
-    marks   keys of the config, each the id of a token: begin and end of an image, its placeholder
+    marks   keys of the config, each the id of a token: begin and end of an image, its placeholder; "" for none
     """
 
     form: ImageForm
@@ -49,6 +50,15 @@ class VisionFamily:
 _QWEN3 = VisionFamily(PatchGrids(), video=True)
 _QWEN2 = VisionFamily(PatchGrids(), pixels=CLIP)
 
+_IDEFICS3 = VisionFamily(
+    TiledImages(),
+    tower=("vision_model", "connector"),
+    text="text_model",
+    width=None,
+    mrope=False,
+    marks=("", "", "image_token_id"),
+)
+
 FAMILIES: dict[str, VisionFamily] = {
     "qwen2_vl": replace(_QWEN2, width="hidden_size"),
     "qwen2_5_vl": _QWEN2,
@@ -64,6 +74,8 @@ FAMILIES: dict[str, VisionFamily] = {
         mutual=True,
         marks=("boi_token_index", "eoi_token_index", "image_token_index"),
     ),
+    "idefics3": _IDEFICS3,
+    "smolvlm": _IDEFICS3,
 }
 FORMS: dict[str, ImageForm] = {family.form.name: family.form for family in FAMILIES.values()}
 
