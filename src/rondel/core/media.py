@@ -83,13 +83,14 @@ class ImageProcessorConfig:
         left = iter(parts)
 
         def write_one(found: re.Match[str]) -> str:
-            part = next(left, {})
-            if part.get("type") != marks[found[0]]:
+            part = next(left, None)
+            if part is None or part["type"] != marks[found[0]]:
                 return found[0]
             if part["type"] == "video" and self.video is not None:
                 return self.video.written(part["times"], tokenizer)
             if self.tiles is not None:
-                return self.tiles.written(*part.get("tiles", (0, 0)), slot)
+                rows, columns = part.get("tiles", (0, 0))
+                return self.tiles.written(rows, columns, slot)
             return f"\n\n{frame[0]}{slot}{frame[1]}\n\n" if frame else slot
 
         return re.sub("|".join(map(re.escape, marks)), write_one, text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rondel.core.errors import DataError
@@ -12,7 +12,7 @@ Messages = list[dict[str, Any]]
 MARK = re.compile(r"<(image|video)>")  # in a text, where one of its row's images or videos stands
 
 
-def interleave_media(asked: Any, given: dict[str, Sequence[dict[str, Any]]]) -> Messages:
+def interleave_media(asked: Any, given: Mapping[str, Sequence[dict[str, Any]]]) -> Messages:
     """A question with its images and videos as messages: each in place of an "<image>" or "<video>" of the text, or
     all of a kind before the last user's words. `given`: parts by kind, "image" and "video".
     """

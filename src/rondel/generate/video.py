@@ -166,7 +166,8 @@ def _process(video: VideoFrames, sight: ImageProcessorConfig) -> list[Image]:
     if odd := next((i for i, head in enumerate(heads) if head.size != heads[0].size), None):
         raise _unequal(odd, heads[odd].size, heads[0].size)
     try:
-        size = sight.frame_size(*heads[0].size, len(heads))
+        width, height = heads[0].size
+        size = sight.frame_size(width, height, len(heads))
     except ValueError as error:
         raise DataError(str(error)) from error
     seen = [scaled_pixels(head, size, sight) for head in heads]
