@@ -111,6 +111,14 @@ RECURRENT = {
     "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "num_position_embeddings": 64},
 }  # fmt: skip
 
+POSITIONED = {
+    **TEXT, "random": "gemma4", "head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 109, "pad_token_id": 0,
+    "vision_config": {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 64, "patch_size": 8, "pooling_kernel_size": 2, "position_embedding_size": 16,
+    },
+}  # fmt: skip
 TILES = {
     **TEXT, "random": "smolvlm", "max_position_embeddings": 160, "scale_factor": 2,
     "vision_config": {
@@ -120,7 +128,9 @@ TILES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [SQUARES, RECURRENT, TILES], ids=["gemma3", "qwen3_5", "smolvlm"])
+@pytest.mark.parametrize(
+    "model", [SQUARES, RECURRENT, TILES, POSITIONED], ids=["gemma3", "qwen3_5", "smolvlm", "gemma4"]
+)
 def test_other_families_run_and_are_replayed(model, tmp_path):
     """Rollouts with images, steps and syncs; a step is trained again from its store with the same numbers."""
     run(tmp_path, model__path=model)

@@ -35,12 +35,13 @@ class ImageProcessorConfig:
     placeholder   the token that stands where a picture is seen
     patch, merge  pixels a side of what its tower reads, and how many of these a side become one token
     temporal      frames of a patch; a picture repeats itself, a step of a video has as many
-    least, most   pixels of a picture, which is scaled to lie between
+    least, most   pixels of a picture, which is scaled to lie between; where they are equal it has as many as it can
     mean, std     of the three colours, in [0, 1]
     form          how pixels are laid out for the tower (models/vision_families.py)
     side          pixels a side of every image where all are made squares; None: their proportions are kept
     resample      how an image is scaled, as Pillow names it
-    frame         tokens around an image where the chat template writes the first of them alone
+    frame         tokens around an image where the chat template writes one token for it
+    frame_mark    that token; None: the first of the frame, and line breaks are around what the processor writes
     mutual        the tokens of an image attend to each other, also to those behind them
     tiles         how an image is cut into several, each of `side`; None: it is one
     video         how it reads videos; None: each frame is an image
@@ -58,6 +59,7 @@ class ImageProcessorConfig:
     side: int | None = None
     resample: str = "bicubic"
     frame: tuple[int, int] | None = None
+    frame_mark: int | None = None
     mutual: bool = False
     tiles: TileConfig | None = None
     video: VideoProcessorConfig | None = None
@@ -77,7 +79,7 @@ class ImageProcessorConfig:
         if self.frame is None and self.tiles is None and not any(part["type"] == "video" for part in parts):
             return text
         slot, *frame = tokenizer.convert_ids_to_tokens([self.placeholder, *(self.frame or ())])
-        marks = {frame[0] if frame else slot: "image"}
+        marks = {frame[0] if frame and self.frame_mark is None else slot: "image"}
         if self.video is not None:
             marks[tokenizer.convert_ids_to_tokens(self.video.placeholder)] = "video"
         left = iter(parts)
@@ -91,7 +93,8 @@ class ImageProcessorConfig:
             if self.tiles is not None:
                 rows, columns = part.get("tiles", (0, 0))
                 return self.tiles.written(rows, columns, slot)
-            return f"\n\n{frame[0]}{slot}{frame[1]}\n\n" if frame else slot
+            breaks = "\n\n" if self.frame_mark is None else ""
+            return f"{breaks}{frame[0]}{slot}{frame[1]}{breaks}" if frame else slot
 
         return re.sub("|".join(map(re.escape, marks)), write_one, text)
 
@@ -123,6 +126,8 @@ class ImageProcessorConfig:
         """
         if self.side is not None:
             return self.side, self.side
+        if self.least == self.most:
+            return _filling_size(width, height, self.token_pixels, self.most)
         _check_proportions("an image", width, height)
         sides = [round(side / self.token_pixels) * self.token_pixels for side in (width, height)]
         if math.prod(sides) > self.most:
@@ -135,6 +140,19 @@ class ImageProcessorConfig:
             scale = math.sqrt(self.least / (width * height))
             sides = [math.ceil(side * scale / self.token_pixels) * self.token_pixels for side in (width, height)]
         return sides[0], sides[1]
+
+
+def _filling_size(width: int, height: int, cell: int, most: int) -> tuple[int, int]:
+    """(width, height) in whole cells, of as many pixels as there may be, and never more."""
+    factor = math.sqrt(most / (height * width))
+    wide, high = (math.floor(factor * side / cell) * cell for side in (width, height))
+    if not wide and not high:
+        raise ValueError(f"an image of {width}x{height} pixels has no room in {most} pixels; raise image_tokens")
+    if not high:
+        return min(width // height * cell, most // cell), cell
+    if not wide:
+        return cell, min(height // width * cell, most // cell)
+    return wide, high
 
 
 def _check_proportions(what: str, width: int, height: int) -> None:

@@ -24,7 +24,7 @@ CHAT = (
 
 def chat_template(kind: Any) -> str:
     """A processor writes the frame of an image, or its tiles, where the template does not."""
-    mark = TILE_MARKS[2] if FAMILIES[kind].form.name == "tiles" else MARKS[0]
+    mark = {"tiles": TILE_MARKS[2], "positions": MARKS[2]}.get(FAMILIES[kind].form.name, MARKS[0])
     return CHAT if FAMILIES[kind].mrope else CHAT.replace("<|vision_start|><|image_pad|><|vision_end|>", mark)
 
 
@@ -40,6 +40,8 @@ def random_vision_config(kind: str, given: dict[str, Any], tokenizer: Any) -> tu
     text, tower, family = dict(given), dict(given.get("vision_config") or {}), FAMILIES[kind]
     text.pop("vision_config", None)
     plain = AutoConfig.for_model(kind)
+    if plain.vision_config is None:  # a family that may come without a tower
+        plain = AutoConfig.for_model(kind, vision_config={})
     known = {*type(plain.text_config)().to_dict(), *plain.text_config.attribute_map, "head_dim", "vision_config"}
     if odd := [
         k for k in tower if k not in {*type(plain.vision_config)().to_dict(), *plain.vision_config.attribute_map}

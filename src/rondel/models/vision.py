@@ -56,13 +56,17 @@ def hidden_states(model: Any, tokens: Tensor, positions: Tensor, seen: VisionFea
     """Last hidden states of packed tokens: [T], [T] or [4,T] (core/media.py: position_rows) -> [T, D]."""
     inner, family = model.base_model, FAMILIES[model.config.model_type]
     more: dict[str, Any] = {}
+    if family.other_ids:
+        tokens = _without_placeholders(model.config, family, tokens)
     embedded = inner.get_input_embeddings()(tokens)
+    if getattr(inner.get_submodule(family.text), "hidden_size_per_layer_input", None):
+        more["per_layer_inputs"] = inner.get_submodule(family.text).get_per_layer_inputs(tokens[None], embedded[None])
     if seen is not None:
         embedded = embedded.index_copy(0, seen.rows, seen.features.main.to(embedded.dtype))
         if seen.features.deep:
             mask = torch.zeros(1, len(tokens), dtype=torch.bool, device=tokens.device)
             mask[0, seen.rows] = True
-            more = {"visual_pos_masks": mask, "deepstack_visual_embeds": list(seen.features.deep)}
+            more |= {"visual_pos_masks": mask, "deepstack_visual_embeds": list(seen.features.deep)}
         if family.mutual:
             more["image_of_token"] = seen.image_numbers(len(tokens))
     rows = positions if positions.ndim == 2 else positions.expand(4, -1)
@@ -74,9 +78,15 @@ def hidden_states(model: Any, tokens: Tensor, positions: Tensor, seen: VisionFea
     )
 
 
+def _without_placeholders(config: Any, family: VisionFamily, tokens: Tensor) -> Tensor:
+    """[T] the tokens, padding where a placeholder stands, whoever wrote it: as the model's own pass embeds them."""
+    ids = torch.tensor([getattr(config, key) for key in (family.marks[2], *family.other_ids)], device=tokens.device)
+    return torch.where(torch.isin(tokens, ids), config.get_text_config().pad_token_id, tokens)
+
+
 def sight_of(config: Any, folder: str | Path | None = None) -> ImageProcessorConfig | None:
     """How a model of this config looks, with what its folder says of pixels; None for a model that does not."""
-    if (family := FAMILIES.get(config.model_type)) is None:
+    if (family := FAMILIES.get(config.model_type)) is None or not family.reads(config):
         return None
     given = _read_settings(folder, "preprocessor_config.json")
     fields = family.form.sight_fields(config, family.pixels, given, random=folder is None)

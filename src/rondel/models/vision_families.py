@@ -5,11 +5,13 @@ A family of a known form is a row of FAMILIES, its sizes in planner/tower.py and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rondel.models.image_form import ImageForm, PixelDefaults
 from rondel.models.patch_grids import PatchGrids
+from rondel.models.positioned_patches import PositionedPatches
 from rondel.models.square_images import SquareImages
 from rondel.models.tiled_images import TiledImages
 
@@ -19,6 +21,17 @@ VIDEO_PIXELS = (
     128 * 32 * 32,
     768 * 32 * 32,
 )  # least and most of all frames together, as Qwen3VLVideoProcessor has them
+
+
+def _has_tower(config: Any) -> bool:
+    return config.vision_config is not None
+
+
+def _is_causal(config: Any) -> bool:
+    """Gemma 4 where the tokens of an image attend to those before them alone: its larger models let them see each
+    other, in sliding layers and not in the others, which the packed attention does not carry.
+    """
+    return _has_tower(config) and config.get_text_config().use_bidirectional_attention != "vision"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +46,9 @@ class VisionFamily:
     mrope   a token's position is a time, a row and a column (M-RoPE); else it is its index
     mutual  the tokens of an image attend to each other, also to those behind them
     video   steps of a video stand apart in the text, each behind its time; else its frames are images
+    reads   whether a model with this config looks at images here; else it reads text alone
+    other_ids  keys of the config, each the id of a token that is embedded as padding, as the placeholder is; where
+            layers have embeddings of their own (Gemma 4)
     marks   keys of the config, each the id of a token: begin and end of an image, its placeholder; "" for none
     """
 
@@ -44,6 +60,8 @@ class VisionFamily:
     mrope: bool = True
     mutual: bool = False
     video: bool = False
+    reads: Callable[[Any], bool] = _has_tower
+    other_ids: tuple[str, ...] = ()
     marks: tuple[str, str, str] = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
 
 
@@ -74,6 +92,16 @@ FAMILIES: dict[str, VisionFamily] = {
         mutual=True,
         marks=("boi_token_index", "eoi_token_index", "image_token_index"),
     ),
+    "gemma4": VisionFamily(
+        PositionedPatches(),
+        tower=("vision_tower", "embed_vision"),
+        width=None,
+        pixels=PixelDefaults((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+        mrope=False,
+        marks=("boi_token_id", "eoi_token_id", "image_token_id"),
+        reads=_is_causal,
+        other_ids=("video_token_id", "audio_token_id"),
+    ),
     "idefics3": _IDEFICS3,
     "smolvlm": _IDEFICS3,
 }
@@ -83,4 +111,5 @@ FORMS: dict[str, ImageForm] = {family.form.name: family.form for family in FAMIL
 def tower_parts(model: Any) -> list[Any]:
     """The modules that make features of pixels; of a model that reads text alone none."""
     family = FAMILIES.get(model.config.model_type)
-    return [] if family is None else [model.base_model.get_submodule(name) for name in family.tower]
+    found = [] if family is None else [getattr(model.base_model, name, None) for name in family.tower]
+    return [module for module in found if module is not None]
