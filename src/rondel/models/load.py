@@ -161,9 +161,12 @@ def _image_settings_folder(folder: str) -> Path | None:
     """Where a model's settings of pixels lie: its folder, or what the hub's cache has of it."""
     if Path(folder).is_dir():
         return Path(folder)
-    found, _ = (
-        cached_file(folder, name, _raise_exceptions_for_missing_entries=False)
-        for name in ("preprocessor_config.json", "video_preprocessor_config.json")
+    found = cached_file(folder, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)
+    cached_file(  # into the same folder; most models have none
+        folder,
+        "video_preprocessor_config.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
     )
     return None if found is None else Path(found).parent
 
