@@ -30,7 +30,7 @@ def run(folder: Path, **changes) -> None:
     )
 
 
-def _dies(folder: Path, kind: str, n: int) -> None:
+def _dies(folder: Path, kind: str, n: int, **changes) -> None:
     import os
     import signal
 
@@ -45,7 +45,7 @@ def _dies(folder: Path, kind: str, n: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     subscribe(tick)
-    run(folder)
+    run(folder, **changes)
 
 
 @pytest.mark.slow
@@ -111,9 +111,26 @@ RECURRENT = {
     "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "num_position_embeddings": 64},
 }  # fmt: skip
 
+POSITIONED = {
+    **TEXT, "random": "gemma4", "head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 109, "pad_token_id": 0,
+    "vision_config": {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 64, "patch_size": 8, "pooling_kernel_size": 2, "position_embedding_size": 16,
+    },
+}  # fmt: skip
+TILES = {
+    **TEXT, "random": "smolvlm", "max_position_embeddings": 160, "scale_factor": 2,
+    "vision_config": {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 32, "patch_size": 8,
+    },
+}  # fmt: skip
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [SQUARES, RECURRENT], ids=["gemma3", "qwen3_5"])
+@pytest.mark.parametrize(
+    "model", [SQUARES, RECURRENT, TILES, POSITIONED], ids=["gemma3", "qwen3_5", "smolvlm", "gemma4"]
+)
 def test_other_families_run_and_are_replayed(model, tmp_path):
     """Rollouts with images, steps and syncs; a step is trained again from its store with the same numbers."""
     run(tmp_path, model__path=model)
@@ -124,9 +141,50 @@ def test_other_families_run_and_are_replayed(model, tmp_path):
         metrics["train/gap_max"] for e in events(tmp_path, "StepDone") if "train/gap_max" in (metrics := e["metrics"])
     ]
     assert len(gaps) >= 3 and max(gaps) < 1e-4, "engine and trainer, under the same weights"
+    if model is TILES:
+        assert {len(row["media"]) for row in store.read_step(tmp_path, 5)} == {5}, "two by two tiles, and the whole"
     if model is SQUARES:
         with pytest.raises(ConfigError, match=r"image_tokens = 16: 'random-gemma3' makes 4 tokens of every image"):
             run(tmp_path / "other", model__path=model, model__vision__image_tokens=16)
+
+
+VIDEOS = {
+    "model__path": {
+        **TEXT, "random": "qwen3_vl", "head_dim": 16, "max_position_embeddings": 96,
+        "vision_config": {
+            "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        },
+    },
+    "task__data": {"kind": "kits.vision:lit_videos", "video": "clip", "size": 24, "holdout": 4},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_over_videos_survives_a_kill_and_is_replayed(tmp_path):
+    """Five frames are three steps of two; after a kill -9 the same weights, and a step trained again from its store."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run(whole, **VIDEOS)
+    child = context.Process(target=_dies, args=(broken, "GroupsTaken", 4), kwargs=VIDEOS)
+    child.start()
+    child.join(120)
+    assert child.exitcode == -9
+    run(broken, **VIDEOS)
+    ours, theirs = final(broken), final(whole)
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == [] and ours.keys() == theirs.keys()
+    for n in store.stored_steps(whole):
+        for mine, other in zip(store.read_step(broken, n), store.read_step(whole, n), strict=True):
+            assert (mine["tokens"], mine["media"], mine["task_data"]) == (
+                other["tokens"],
+                other["media"],
+                other["task_data"],
+            )
+            assert [place.image.frames for place in mine["media"]] == [2, 2, 2]
+    again, done = replay(whole, 5), events(whole, "StepDone")[4]["metrics"]
+    for name in ("train/loss", "train/grad_norm", "train/entropy"):
+        assert again[name] == done[name]
+    gaps = [metrics["train/gap_max"] for e in events(whole, "StepDone") if "train/gap_max" in (metrics := e["metrics"])]
+    assert len(gaps) >= 3 and max(gaps) < 1e-4, "engine and trainer, under the same weights"
 
 
 @pytest.mark.slow
@@ -149,6 +207,12 @@ def test_a_recipe_is_refused_before_it_costs_anything(tmp_path):
         ConfigError, match=r"model.vision.tower = 'trained' beside model.adapter, which alone is trained"
     ):
         run(tmp_path / "both", model__vision__tower="trained", model__adapter__kind="lora")
+    with pytest.raises(DataError, match=r"task.data.rows\[1\]: .*ffmpeg -i there.mp4"):
+        rows = [{"prompt": "what?", "answer": "1", "clip": "there.mp4"}]
+        run(tmp_path / "codec", task__data={"kind": "list", "rows": rows, "video": "clip"})
+    with pytest.raises(DataError, match=r"the prompt of task .* exceeds the model's context of 40: leave out"):
+        tiny = {**VIDEOS["model__path"], "max_position_embeddings": 40}
+        run(tmp_path / "long", **{**VIDEOS, "model__path": tiny})
     with pytest.raises(DataError, match=r"task.data.rows\[1\]: no image at .*/there.png"):
         rows = [{"prompt": "what?", "answer": "1", "image": "there.png"}]
         run(tmp_path / "gone", task__data={"kind": "list", "rows": rows, "image": "image"})

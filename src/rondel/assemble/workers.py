@@ -323,9 +323,10 @@ def sight_within(job: Job, sight: ImageProcessorConfig | None, name: str) -> Ima
     if m.image_tokens < 1:
         raise ConfigError(f"model.vision.image_tokens = {m.image_tokens}; an image takes at least 1 token")
     if sight.side is not None:
+        of = "every image" if sight.tiles is None else "every tile of an image, which it cuts by its own settings"
         raise ConfigError(
             f"model.vision.image_tokens = {m.image_tokens}: '{name}' makes {(sight.side // sight.token_pixels) ** 2} "
-            f"tokens of every image; leave it out"
+            f"tokens of {of}; leave it out"
         )
     most = m.image_tokens * sight.token_pixels**2
     return replace(sight, most=most, least=min(sight.least, most))

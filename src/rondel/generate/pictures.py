@@ -1,11 +1,12 @@
-"""Pictures on their way into a conversation: from what people have to what a model sees.
+"""Pictures on their way into a conversation: from what people have to what a model sees. Videos are in
+generate/video.py.
 
 part      {"type": "image", "image": path, data: URL, bytes, array or PIL image}, or OpenAI's {"type": "image_url", ...}
 stored    the same, JSON-shaped, for task.data: a path or a data: URL, and a name made of its bytes
 sent      what a client of a server sends: whole, as a data: URL; nothing is fetched, and no
           file is read that somebody else names
-seen      an Image: RGB, scaled to whole cells of the model's sight
 placed    tokens in which each single placeholder of the template has become as many as its image has cells
+seen      an Image: RGB, scaled to whole cells of the model's sight
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import asyncio
 import base64
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from hashlib import blake2b
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from rondel.core.errors import DataError
-from rondel.core.media import Image, ImagePlaceholder, ImageProcessorConfig
+from rondel.core.media import Image, ImagePlaceholder, ImageProcessorConfig, ImageTiles
 
 Messages = list[dict[str, Any]]
 PIXELS = 1 << 26  # of a picture before it is scaled: 64 megapixels; a small file may hold more than any memory
@@ -48,8 +49,8 @@ def is_image(part: dict[str, Any]) -> bool:
         return True
     if kind != "text":
         raise DataError(
-            f"a part of type {kind!r} in a message: text and images are carried, audio, video and files are not. Use "
-            f"'text' and 'image'"
+            f"a part of type {kind!r} in a message: text, images and videos as frames are carried, audio and files are "
+            f"not. Use 'text', 'image' and 'video'"
         )
     return False
 
@@ -76,39 +77,42 @@ def split_images(messages: Messages) -> tuple[Messages, list[Any]]:
             continue
         found = [source_of(part) if is_image(part) else None for part in parts]
         sources += [source for source in found if source is not None]
-        plain.append(
-            {
-                **message,
-                "content": [part if source is None else {"type": "image"} for part, source in zip(parts, found)],
-            }
-        )
+        bare = [part if source is None else bare_part(source) for part, source in zip(parts, found)]
+        plain.append({**message, "content": bare})
     return plain, sources
+
+
+def bare_part(source: Any) -> dict[str, Any]:
+    """What a template is given of an image: of one that was cut, how."""
+    return {"type": "image"} | ({"tiles": [source.rows, source.columns]} if isinstance(source, ImageTiles) else {})
 
 
 def place_images(
     tokens: list[int], images: Sequence[Image], sight: ImageProcessorConfig
 ) -> tuple[list[int], list[ImagePlaceholder]]:
     """One placeholder an image -> one a cell, and where each image then is."""
-    n = tokens.count(sight.placeholder)
-    if n != len(images):
+    at = [i for i, token in enumerate(tokens) if token in sight.placeholders]
+    if len(at) != len(images):
+        what = "images" if sight.video is None else "images and steps of videos"
         raise DataError(
-            f"{n} image placeholders for {len(images)} images: "
+            f"{len(at)} image placeholders for {len(images)} {what}: "
             + (
                 "a text contains the placeholder itself; remove it"
-                if n > len(images)
+                if len(at) > len(images)
                 else "the chat template shows no place for an image"
             )
         )
     out: list[int] = []
     media: list[ImagePlaceholder] = []
-    at = 0
-    for image in images:
-        end = tokens.index(sight.placeholder, at)
-        out += tokens[at:end]
+    done = 0
+    for i, image in zip(at, images):
+        if tokens[i] != sight.placeholder_of(image):
+            raise DataError("the chat template shows images and videos in another order than the messages have them")
+        out += tokens[done:i]
         media.append(ImagePlaceholder(len(out), image))
-        out += [sight.placeholder] * image.tokens
-        at = end + 1
-    return out + tokens[at:], media
+        out += [tokens[i]] * image.tokens
+        done = i + 1
+    return out + tokens[done:], media
 
 
 def tool_image_parts(result: Any) -> list[dict[str, Any]] | None:
@@ -116,15 +120,16 @@ def tool_image_parts(result: Any) -> list[dict[str, Any]] | None:
     pixels, alone or in a list with texts.
     """
     pieces = result if isinstance(result, list | tuple) else [result]
-    if not any(_is_opened(piece) for piece in pieces):
+    if not any(is_opened_image(piece) for piece in pieces):
         return None
     return [
-        {"type": "image", "image": piece} if _is_opened(piece) else {"type": "text", "text": str(piece)}
+        {"type": "image", "image": piece} if is_opened_image(piece) else {"type": "text", "text": str(piece)}
         for piece in pieces
     ]
 
 
-def _is_opened(value: Any) -> bool:
+def is_opened_image(value: Any) -> bool:
+    """Whether it is an array of pixels or a PIL image."""
     return (isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3) or hasattr(value, "convert")
 
 
@@ -152,7 +157,8 @@ async def load_message_images(messages: Messages, sight: ImageProcessorConfig | 
     """The same messages, each image as it is seen. What is no image, and what `room` tokens cannot hold, is refused."""
     if sight is None or not any(parts_of(message) for message in messages):
         return messages
-    images = iter(await all_seen(split_images(messages)[1], sight, room))
+    sources = split_images(messages)[1]
+    images = iter(await run_on_image_thread(_process_within, sources, sight, room) if sources else [])
     return [
         {**message, "content": [{"type": "image", "image": next(images)} if is_image(part) else part for part in parts]}
         if (parts := parts_of(message))
@@ -163,7 +169,14 @@ async def load_message_images(messages: Messages, sight: ImageProcessorConfig | 
 
 async def all_seen(sources: Sequence[Any], sight: ImageProcessorConfig, room: int) -> list[Image]:
     """What a model sees of them, read on a thread, so that nobody else waits."""
-    return await run_on_image_thread(_process_within, sources, sight, room) if sources else []
+    if not sources:
+        return []
+    return images_of(await run_on_image_thread(_process_within, sources, sight, room))
+
+
+def images_of(seen: Sequence[Image | ImageTiles]) -> list[Image]:
+    """Each tile an image."""
+    return [image for one in seen for image in (one.images if isinstance(one, ImageTiles) else [one])]
 
 
 async def run_on_image_thread(function: Callable[..., Any], *args: Any) -> Any:
@@ -177,22 +190,33 @@ def _image_thread() -> ThreadPoolExecutor:
 
 
 def count_image_tokens(sources: Sequence[Any], sight: ImageProcessorConfig) -> list[int]:
-    """Tokens that each will take, by its head alone."""
-    sizes = [_open_image(source).size for source in sources]
+    """Tokens that each will take, by its head alone; of one that is cut, those of its tiles."""
+    sizes = [open_image_head(source).size for source in sources if not isinstance(source, ImageTiles)]
     if (pixels := sum(map(math.prod, sizes))) > ALL:
         raise TooLarge(
             f"{len(sizes)} images of {pixels >> 20} megapixels together; at most {ALL >> 20}: scale them down"
         )
-    return [math.prod(_fitted_size(sight, size)) // sight.token_pixels**2 for size in sizes]
+    left = iter(sizes)
+    return [
+        sum(image.tokens for image in source.images)
+        if isinstance(source, ImageTiles)
+        else _image_tokens(sight, next(left))
+        for source in sources
+    ]
 
 
-def _process_within(sources: Sequence[Any], sight: ImageProcessorConfig, room: int) -> list[Image]:
+def _image_tokens(sight: ImageProcessorConfig, size: tuple[int, int]) -> int:
+    each = math.prod(_fitted_size(sight, size)) // sight.token_pixels**2
+    return each if sight.tiles is None else each * sight.tiles.tile_count(*size)
+
+
+def _process_within(sources: Sequence[Any], sight: ImageProcessorConfig, room: int) -> list[Image | ImageTiles]:
     """Their heads are read first: what will not fit is not opened."""
     if (wanted := sum(count_image_tokens(sources, sight))) > room:
         raise TooLarge(
             f"{len(sources)} images of {wanted} tokens together; there is room for {room}: send fewer, or smaller ones"
         )
-    return [process_image(source, sight) for source in sources]
+    return [process_image(source, sight) if sight.tiles is None else process_tiles(source, sight) for source in sources]
 
 
 # -- from what people have -------------------------------------------------------------------------
@@ -205,19 +229,59 @@ def process_image(source: Any, sight: ImageProcessorConfig) -> Image:
     return _process_image_cached(source, sight) if isinstance(source, str) else _read_image(source, sight)
 
 
+def process_tiles(source: Any, sight: ImageProcessorConfig) -> ImageTiles:
+    """What a model sees that cuts images into tiles. Equal paths and URLs are read once."""
+    if isinstance(source, ImageTiles):
+        return source
+    return _process_tiles_cached(source, sight) if isinstance(source, str) else _read_tiles(source, sight)
+
+
+@lru_cache(maxsize=KEPT)
+def _process_tiles_cached(source: str, sight: ImageProcessorConfig) -> ImageTiles:
+    return _read_tiles(source, sight)
+
+
+def _read_tiles(source: Any, sight: ImageProcessorConfig) -> ImageTiles:
+    """Scaled, then to whole tiles, cut; and the whole, scaled once more: as transformers' processors do."""
+    from PIL import Image as Pillow
+
+    assert sight.tiles is not None, "a model that cuts images into tiles"
+    head, side = open_image_head(source), sight.tiles.side
+    rows, columns = sight.tiles.tile_grid(*head.size)
+    whole = head
+    if sight.tiles.longest is not None:
+        size = sight.tiles.scaled_size(*head.size)
+        whole = Pillow.fromarray(scaled_pixels(whole, size, sight))
+        whole = Pillow.fromarray(scaled_pixels(whole, sight.tiles.cut_size(*size), sight))
+    pixels = np.asarray(whole) if rows else None
+    tiles = [
+        Image.from_pixels(pixels[y * side : (y + 1) * side, x * side : (x + 1) * side], sight.token_pixels)
+        for y in range(rows)
+        for x in range(columns)
+        if pixels is not None
+    ]
+    tiles.append(Image.from_pixels(scaled_pixels(whole, (side, side), sight), sight.token_pixels))
+    return ImageTiles(tuple(tiles), rows, columns)
+
+
 def open_image(source: Any) -> Any:
     """As a PIL image whose pixels have been read."""
-    return _coloured(_open_image(source))
+    return _coloured(open_image_head(source))
 
 
 def seen_as(picture: Any, sight: ImageProcessorConfig) -> Image:
     """An opened PIL image, scaled as transformers' processors do."""
+    return Image.from_pixels(scaled_pixels(picture, _fitted_size(sight, picture.size), sight), sight.token_pixels)
+
+
+def scaled_pixels(picture: Any, size: tuple[int, int], sight: ImageProcessorConfig) -> np.ndarray:
+    """[H, W, 3] of a PIL image at this (width, height)."""
     from PIL import Image as Pillow
 
-    size, picture = _fitted_size(sight, picture.size), _coloured(picture)
-    if size != picture.size:
-        picture = picture.resize(size, Pillow.Resampling[sight.resample.upper()])
-    return Image.from_pixels(np.asarray(picture), sight.token_pixels)
+    picture = _coloured(picture)
+    return np.asarray(
+        picture if size == picture.size else picture.resize(size, Pillow.Resampling[sight.resample.upper()])
+    )
 
 
 @lru_cache(maxsize=KEPT)
@@ -226,7 +290,7 @@ def _process_image_cached(source: str, sight: ImageProcessorConfig) -> Image:
 
 
 def _read_image(source: Any, sight: ImageProcessorConfig) -> Image:
-    return seen_as(_open_image(source), sight)
+    return seen_as(open_image_head(source), sight)
 
 
 def _coloured(picture: Any) -> Any:
@@ -249,7 +313,7 @@ def _fitted_size(sight: ImageProcessorConfig, size: tuple[int, int]) -> tuple[in
 def url_of(image: Image) -> str:
     """What a model sees as a data: URL, without loss: a model of the same sight sees it again."""
     out = io.BytesIO()
-    _open_image(image.pixels).save(out, "PNG", compress_level=1)
+    open_image_head(image.pixels).save(out, "PNG", compress_level=1)
     return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
@@ -260,8 +324,8 @@ def image_part(source: Any, folder: Path | None = None) -> dict[str, Any]:
         source = source.get("bytes") or source.get("path")
     if isinstance(source, str) and not source.startswith(("data:", "http:", "https:")):
         source = str((folder or Path()).joinpath(source).resolve())
-    raw = _image_bytes(source)
-    picture = _open_image(raw)
+    raw = image_bytes(source)
+    picture = open_image_head(raw)
     size = picture.size
     if not isinstance(source, str):
         kind = next((kind for head, kind in HEADS.items() if raw.startswith(head)), "png")
@@ -284,7 +348,7 @@ def _content_hash(raw: bytes) -> str:
     return blake2b(raw, digest_size=8).hexdigest()
 
 
-def _image_bytes(source: Any) -> bytes:
+def image_bytes(source: Any) -> bytes:
     """The bytes of a picture's file; arrays and opened pictures become PNG."""
     if isinstance(source, bytes):
         raw = source
@@ -307,14 +371,14 @@ def _image_bytes(source: Any) -> bytes:
             raise DataError(f"no image at {source}: {error.strerror}") from error
     else:
         out = io.BytesIO()
-        _open_image(source).save(out, "PNG")
+        open_image_head(source).save(out, "PNG")
         raw = out.getvalue()
     if len(raw) > BYTES:
         raise DataError(f"an image of {len(raw) >> 20} MB; at most {BYTES >> 20} MB: scale it down")
     return raw
 
 
-def _open_image(source: Any) -> Any:
+def open_image_head(source: Any) -> Any:
     """A PIL image whose head is read, and nothing else of it."""
     try:
         from PIL import Image as Pillow
@@ -329,7 +393,7 @@ def _open_image(source: Any) -> Any:
         picture = source
     elif isinstance(source, bytes | str):
         try:
-            picture = Pillow.open(io.BytesIO(_image_bytes(source)), formats=FORMATS)
+            picture = Pillow.open(io.BytesIO(image_bytes(source)), formats=FORMATS)
         except DataError:
             raise
         except Exception as error:  # as above
@@ -343,33 +407,3 @@ def _open_image(source: Any) -> Any:
             f"an image of {picture.size[0]}x{picture.size[1]} pixels; at most {PIXELS >> 20} megapixels: scale it down"
         )
     return picture
-
-
-# -- in the rows of a data set ---------------------------------------------------------------------
-
-
-def interleave_images(asked: Any, images: Sequence[dict[str, Any]]) -> Messages:
-    """A question with its images as messages: each in place of an "<image>" of the text,
-    or all before the last user's words.
-    """
-    messages: Messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(m) for m in asked]
-    marks = sum(str(m["content"]).count("<image>") for m in messages if isinstance(m.get("content"), str))
-    if marks and marks != len(images):
-        raise DataError(f"{marks} times <image> in the question, and {len(images)} images: one for each")
-    left = iter(images)
-    for message in messages:
-        if marks and isinstance(message.get("content"), str) and "<image>" in message["content"]:
-            message["content"] = list(_interleave_images(message["content"], left))
-    if not marks and images:
-        last = next((m for m in reversed(messages) if m.get("role") == "user"), messages[-1])
-        own = last["content"]
-        last["content"] = [*images, *([{"type": "text", "text": own}] if isinstance(own, str) else own)]
-    return messages
-
-
-def _interleave_images(text: str, images: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for number, piece in enumerate(text.split("<image>")):
-        if number:
-            yield next(images)
-        if piece:
-            yield {"type": "text", "text": piece}

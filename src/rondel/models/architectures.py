@@ -102,10 +102,6 @@ REMEDY = (
 )
 ODD = {
     **dict.fromkeys(
-        ("smolvlm", "idefics3"),
-        "it cuts an image into tiles with tokens of their own between them, and an image is one run of tokens here",
-    ),
-    **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"), "its indexer chooses blocks of averaged keys, and some layers embed n-grams"
     ),
     **dict.fromkeys(

@@ -33,7 +33,7 @@ class ImageForm(Protocol):
         self, config: Any, pixels: PixelDefaults, given: dict[str, Any], *, random: bool
     ) -> dict[str, Any]:
         """Of an ImageProcessorConfig. `given`: the model's preprocessor_config.json. A random model has no least size
-        but a few cells.
+        but a few cells. "tiles" are the fields of a TileConfig.
         """
 
     def pixel_values(self, image: Image, sight: ImageProcessorConfig) -> np.ndarray:
@@ -47,7 +47,9 @@ class ImageForm(Protocol):
     def own_inputs(
         self, sight: ImageProcessorConfig, kinds: Tensor, pixels: Tensor, media: Sequence[ImagePlaceholder]
     ) -> dict[str, Tensor]:
-        """What transformers' own forward pass wants beside the tokens; `kinds` [1, T] is 1 at placeholders."""
+        """What transformers' own forward pass wants beside the tokens; `kinds` [1, T] is 1 at placeholders of images,
+        2 at those of videos.
+        """
 
     def processor_config(self, sight: ImageProcessorConfig) -> dict[str, Any]:
         """The same as a `preprocessor_config.json`, which transformers and the foreign engines read."""

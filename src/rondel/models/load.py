@@ -222,6 +222,12 @@ def _image_settings_folder(folder: str) -> Path | None:
     if Path(folder).is_dir():
         return Path(folder)
     found = cached_file(folder, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)
+    cached_file(  # into the same folder; most models have none
+        folder,
+        "video_preprocessor_config.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
     return None if found is None else Path(found).parent
 
 

@@ -35,7 +35,7 @@ def check_attention(
     probe = [[(7 * i + 3) % vocab for i in range(9)], [(5 * i + 1) % vocab for i in range(6)]]
     media: list[ImagePlaceholder] = []
     if sight is not None:
-        probe = [[t if t != sight.placeholder else 0 for t in row] for row in probe]
+        probe = [[0 if t in sight.placeholders else t for t in row] for row in probe]
         media = [ImagePlaceholder(3, vision.checkered_image(sight))]
         probe[0][3:3] = [sight.placeholder] * media[0].image.tokens
     device = next(model.parameters()).device

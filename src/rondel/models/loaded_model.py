@@ -114,7 +114,7 @@ class LoadedModel:
 
     @property
     def preprocessor_config(self) -> dict[str, Any]:
-        """How it looks, as a `preprocessor_config.json`."""
+        """How it looks, as the files that processors read: `preprocessor_config.json`, and one for videos."""
         assert self.sight is not None, f"'{self.name}' reads text alone"
         return vision.preprocessor_config(self.sight)
 

@@ -2,7 +2,7 @@
 
     pixels [H, W, 3] ──> patches [p, 3·t·s·s], those of one cell behind each other ──tower──> features [p / m², D]
 
-s pixels a side of a patch · m patches a side of a cell · t frames of a patch
+s pixels a side of a patch · m patches a side of a cell · t frames of a patch · F frames of an image: 1, or t of a video
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class PatchGrids:
     def pixel_values(self, image: Image, sight: ImageProcessorConfig) -> np.ndarray:
         """[p, 3*t*s*s]"""
         s, m = sight.patch, sight.merge
-        scaled = sight.normalized(image.pixels)
-        cells = scaled.transpose(2, 0, 1).reshape(3, image.rows, m, s, image.columns, m, s)
-        cells = cells.transpose(1, 4, 2, 5, 0, 3, 6)
-        cells = np.broadcast_to(cells[:, :, :, :, :, None], (*cells.shape[:5], sight.temporal, s, s))
+        frames = sight.normalized(image.pixels).reshape(image.frames, image.rows, m, s, image.columns, m, s, 3)
+        cells = frames.transpose(1, 4, 2, 5, 7, 0, 3, 6)  # [rows, columns, m, m, 3, F, s, s]
+        if image.frames == 1:
+            cells = np.broadcast_to(cells, (*cells.shape[:5], sight.temporal, s, s))
         return cells.reshape(image.tokens * m * m, -1)
 
     def encode(
@@ -57,8 +57,16 @@ class PatchGrids:
     def own_inputs(
         self, sight: ImageProcessorConfig, kinds: Tensor, pixels: Tensor, media: Sequence[ImagePlaceholder]
     ) -> dict[str, Tensor]:
-        grids = _grid_sizes(sight, [place.image for place in media])
-        return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+        given, of_videos = {"mm_token_type_ids": kinds}, [place.image.frames > 1 for place in media]
+        rows = pixels.split([place.image.tokens * sight.merge**2 for place in media])
+        for video, values, grids in (
+            (False, "pixel_values", "image_grid_thw"),
+            (True, "pixel_values_videos", "video_grid_thw"),
+        ):
+            if video in of_videos:
+                given[values] = torch.cat([part for part, own in zip(rows, of_videos) if own == video])
+                given[grids] = _grid_sizes(sight, [p.image for p in media if (p.image.frames > 1) == video])
+        return given
 
     def processor_config(self, sight: ImageProcessorConfig) -> dict[str, Any]:
         return {
@@ -73,5 +81,5 @@ class PatchGrids:
 
 
 def _grid_sizes(sight: ImageProcessorConfig, images: Sequence[Image]) -> Tensor:
-    """[images, 3] times, rows and columns of patches."""
+    """[images, 3] times, rows and columns of patches. A tower attends within a time, so steps of a video are images."""
     return torch.tensor([[1, image.rows * sight.merge, image.columns * sight.merge] for image in images])

@@ -45,7 +45,7 @@ def random_tokenizer(recipe: dict[str, Any]) -> PreTrainedTokenizerFast:
     kind = recipe.get("random")
     if kind not in FAMILIES:
         return character_tokenizer()
-    return character_tokenizer(random_vision.MARKS, random_vision.chat_template(kind))
+    return character_tokenizer(random_vision.special_tokens(kind), random_vision.chat_template(kind))
 
 
 def random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:

@@ -25,7 +25,8 @@ def save_model(loaded: LoadedModel, folder: Path, weights: dict[str, torch.Tenso
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     if loaded.sight is not None:
-        (folder / "preprocessor_config.json").write_text(json.dumps(loaded.preprocessor_config, indent=2))
+        for name, settings in loaded.preprocessor_config.items():
+            (folder / name).write_text(json.dumps(settings, indent=2))
     make_readable(folder)
 
 

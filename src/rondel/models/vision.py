@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from rondel.core.media import Image, ImagePlaceholder, ImageProcessorConfig
+from rondel.core.tiles import TileConfig
+from rondel.core.video import VideoProcessorConfig
 from rondel.models.image_features import ImageFeatures, VisionFeatures
-from rondel.models.vision_families import FAMILIES, FORMS, tower_parts
+from rondel.models.vision_families import FAMILIES, FORMS, VIDEO_PIXELS, VisionFamily, tower_parts
 
 
 def vision_tower(model: Any) -> nn.Module:
@@ -54,13 +56,17 @@ def hidden_states(model: Any, tokens: Tensor, positions: Tensor, seen: VisionFea
     """Last hidden states of packed tokens: [T], [T] or [4,T] (core/media.py: position_rows) -> [T, D]."""
     inner, family = model.base_model, FAMILIES[model.config.model_type]
     more: dict[str, Any] = {}
+    if family.other_ids:
+        tokens = _without_placeholders(model.config, family, tokens)
     embedded = inner.get_input_embeddings()(tokens)
+    if getattr(inner.get_submodule(family.text), "hidden_size_per_layer_input", None):
+        more["per_layer_inputs"] = inner.get_submodule(family.text).get_per_layer_inputs(tokens[None], embedded[None])
     if seen is not None:
         embedded = embedded.index_copy(0, seen.rows, seen.features.main.to(embedded.dtype))
         if seen.features.deep:
             mask = torch.zeros(1, len(tokens), dtype=torch.bool, device=tokens.device)
             mask[0, seen.rows] = True
-            more = {"visual_pos_masks": mask, "deepstack_visual_embeds": list(seen.features.deep)}
+            more |= {"visual_pos_masks": mask, "deepstack_visual_embeds": list(seen.features.deep)}
         if family.mutual:
             more["image_of_token"] = seen.image_numbers(len(tokens))
     rows = positions if positions.ndim == 2 else positions.expand(4, -1)
@@ -72,14 +78,23 @@ def hidden_states(model: Any, tokens: Tensor, positions: Tensor, seen: VisionFea
     )
 
 
+def _without_placeholders(config: Any, family: VisionFamily, tokens: Tensor) -> Tensor:
+    """[T] the tokens, padding where a placeholder stands, whoever wrote it: as the model's own pass embeds them."""
+    ids = torch.tensor([getattr(config, key) for key in (family.marks[2], *family.other_ids)], device=tokens.device)
+    return torch.where(torch.isin(tokens, ids), config.get_text_config().pad_token_id, tokens)
+
+
 def sight_of(config: Any, folder: str | Path | None = None) -> ImageProcessorConfig | None:
     """How a model of this config looks, with what its folder says of pixels; None for a model that does not."""
-    if (family := FAMILIES.get(config.model_type)) is None:
+    if (family := FAMILIES.get(config.model_type)) is None or not family.reads(config):
         return None
-    file = None if folder is None else Path(folder) / "preprocessor_config.json"
-    given: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
+    given = _read_settings(folder, "preprocessor_config.json")
+    fields = family.form.sight_fields(config, family.pixels, given, random=folder is None)
+    if "tiles" in fields:
+        fields["tiles"] = TileConfig(*fields["tiles"])
     return ImageProcessorConfig(
-        **family.form.sight_fields(config, family.pixels, given, random=folder is None),
+        video=_video_config(config, family, folder) if family.video else None,
+        **fields,
         mean=tuple(given.get("image_mean") or family.pixels.mean),
         std=tuple(given.get("image_std") or family.pixels.std),
         form=family.form.name,
@@ -87,9 +102,39 @@ def sight_of(config: Any, folder: str | Path | None = None) -> ImageProcessorCon
     )
 
 
-def preprocessor_config(sight: ImageProcessorConfig) -> dict[str, Any]:
-    """The same as a `preprocessor_config.json`."""
-    return FORMS[sight.form].processor_config(sight)
+def _video_config(config: Any, family: VisionFamily, folder: str | Path | None) -> VideoProcessorConfig:
+    """The same of videos; a random model has no least size but a few cells."""
+    tower, size = config.vision_config, _read_settings(folder, "video_preprocessor_config.json").get("size") or {}
+    least = 4 * (tower.patch_size * tower.spatial_merge_size) ** 2 if folder is None else VIDEO_PIXELS[0]
+    begin, end, _ = (getattr(config, mark) for mark in family.marks)
+    return VideoProcessorConfig(
+        placeholder=config.video_token_id,
+        frame=(begin, end),
+        step=tower.temporal_patch_size,
+        least=int(size.get("shortest_edge") or least),
+        most=int(size.get("longest_edge") or VIDEO_PIXELS[1]),
+    )
+
+
+def _read_settings(folder: str | Path | None, name: str) -> dict[str, Any]:
+    """A file of settings beside the weights; {} where there is none."""
+    file = None if folder is None else Path(folder) / name
+    return json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
+
+
+def preprocessor_config(sight: ImageProcessorConfig) -> dict[str, dict[str, Any]]:
+    """The same as files: `preprocessor_config.json`, and where steps of videos are read `video_preprocessor_config.json`."""
+    images = FORMS[sight.form].processor_config(sight)
+    files = {"preprocessor_config.json": images}
+    if sight.video is not None:
+        plain = {key: value for key, value in images.items() if key != "image_processor_type"}
+        size = {"shortest_edge": sight.video.least, "longest_edge": sight.video.most}
+        files["video_preprocessor_config.json"] = {
+            **plain,
+            "video_processor_type": "Qwen3VLVideoProcessor",
+            "size": size,
+        }
+    return files
 
 
 # -- the model's own way, to be compared with ------------------------------------------------------
@@ -114,7 +159,7 @@ def as_given(
     """What transformers' own forward pass of one row wants beside its tokens."""
     kinds = torch.zeros(1, len(tokens), dtype=torch.int64)
     for place in media:
-        kinds[0, place.start : place.end] = 1
+        kinds[0, place.start : place.end] = 1 if place.image.frames == 1 else 2
     pixels = torch.from_numpy(np.concatenate([image_patches(place.image, sight) for place in media]))
     given = FORMS[sight.form].own_inputs(sight, kinds, pixels, media)
     return {name: value.to(device) for name, value in given.items()}

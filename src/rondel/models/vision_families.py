@@ -5,15 +5,33 @@ A family of a known form is a row of FAMILIES, its sizes in planner/tower.py and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rondel.models.image_form import ImageForm, PixelDefaults
 from rondel.models.patch_grids import PatchGrids
+from rondel.models.positioned_patches import PositionedPatches
 from rondel.models.square_images import SquareImages
+from rondel.models.tiled_images import TiledImages
 
 HALF = PixelDefaults()
 CLIP = PixelDefaults((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), 56 * 56, 28 * 28 * 1280)
+VIDEO_PIXELS = (
+    128 * 32 * 32,
+    768 * 32 * 32,
+)  # least and most of all frames together, as Qwen3VLVideoProcessor has them
+
+
+def _has_tower(config: Any) -> bool:
+    return config.vision_config is not None
+
+
+def _is_causal(config: Any) -> bool:
+    """Gemma 4 where the tokens of an image attend to those before them alone: its larger models let them see each
+    other, in sliding layers and not in the others, which the packed attention does not carry.
+    """
+    return _has_tower(config) and config.get_text_config().use_bidirectional_attention != "vision"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +45,11 @@ class VisionFamily:
     pixels  what holds of images where the model's folder does not say
     mrope   a token's position is a time, a row and a column (M-RoPE); else it is its index
     mutual  the tokens of an image attend to each other, also to those behind them
-    marks   keys of the config, each the id of a token: begin and end of an image, its placeholder
+    video   steps of a video stand apart in the text, each behind its time; else its frames are images
+    reads   whether a model with this config looks at images here; else it reads text alone
+    other_ids  keys of the config, each the id of a token that is embedded as padding, as the placeholder is; where
+            layers have embeddings of their own (Gemma 4)
+    marks   keys of the config, each the id of a token: begin and end of an image, its placeholder; "" for none
     """
 
     form: ImageForm
@@ -37,11 +59,23 @@ class VisionFamily:
     pixels: PixelDefaults = HALF
     mrope: bool = True
     mutual: bool = False
+    video: bool = False
+    reads: Callable[[Any], bool] = _has_tower
+    other_ids: tuple[str, ...] = ()
     marks: tuple[str, str, str] = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
 
 
-_QWEN3 = VisionFamily(PatchGrids())
-_QWEN2 = replace(_QWEN3, pixels=CLIP)
+_QWEN3 = VisionFamily(PatchGrids(), video=True)
+_QWEN2 = VisionFamily(PatchGrids(), pixels=CLIP)
+
+_IDEFICS3 = VisionFamily(
+    TiledImages(),
+    tower=("vision_model", "connector"),
+    text="text_model",
+    width=None,
+    mrope=False,
+    marks=("", "", "image_token_id"),
+)
 
 FAMILIES: dict[str, VisionFamily] = {
     "qwen2_vl": replace(_QWEN2, width="hidden_size"),
@@ -58,6 +92,18 @@ FAMILIES: dict[str, VisionFamily] = {
         mutual=True,
         marks=("boi_token_index", "eoi_token_index", "image_token_index"),
     ),
+    "gemma4": VisionFamily(
+        PositionedPatches(),
+        tower=("vision_tower", "embed_vision"),
+        width=None,
+        pixels=PixelDefaults((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+        mrope=False,
+        marks=("boi_token_id", "eoi_token_id", "image_token_id"),
+        reads=_is_causal,
+        other_ids=("video_token_id", "audio_token_id"),
+    ),
+    "idefics3": _IDEFICS3,
+    "smolvlm": _IDEFICS3,
 }
 FORMS: dict[str, ImageForm] = {family.form.name: family.form for family in FAMILIES.values()}
 
@@ -65,4 +111,5 @@ FORMS: dict[str, ImageForm] = {family.form.name: family.form for family in FAMIL
 def tower_parts(model: Any) -> list[Any]:
     """The modules that make features of pixels; of a model that reads text alone none."""
     family = FAMILIES.get(model.config.model_type)
-    return [] if family is None else [model.base_model.get_submodule(name) for name in family.tower]
+    found = [] if family is None else [getattr(model.base_model, name, None) for name in family.tower]
+    return [module for module in found if module is not None]

@@ -114,6 +114,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {**_QWEN2_VL, "qkv_bias": True},
     "qwen2_5_vl": {**_QWEN2_VL, "qkv_bias": True},
     "qwen3_vl": {**_QWEN, "own_head_dim": 128, "qk_norm": True},
+    **dict.fromkeys(("idefics3", "smolvlm"), _LLAMA),
     "gemma2": _GEMMA,
     "gemma3": {**_GEMMA, "vocab_size": 262208, "qk_norm": True},
     "gemma3_text": {**_GEMMA, "vocab_size": 262208, "qk_norm": True},

@@ -19,6 +19,14 @@ _QWEN3 = {
     "patch_size": 16,
     "num_position_embeddings": 2304,
 }
+_SIGLIP = {
+    "num_hidden_layers": 12,
+    "hidden_size": 1152,
+    "intermediate_size": 3072,
+    "image_size": 224,
+    "patch_size": 32,
+    "vision_use_head": False,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "hidden_size": 3584, "patch_size": 14},
     "qwen2_5_vl": {
@@ -40,6 +48,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "patch_size": 16,
         "vision_use_head": True,
     },
+    "idefics3": _SIGLIP,
+    "smolvlm": _SIGLIP,
 }
 
 
@@ -49,6 +59,7 @@ class VisionTower:
     out     width of the language model
     gated   a feed-forward of three matrices, and norms without biases; else two, with
     pooled  a projector averages cells behind one more norm; head: a pooling head that no image passes
+    joined  a projector is one matrix of the joined patches of a cell (pixel shuffle)
     places  learned positions;  deep: layers whose features go to the language model's first layers, too
     """
 
@@ -61,6 +72,7 @@ class VisionTower:
     temporal: int
     gated: bool = False
     pooled: bool = False
+    joined: bool = False
     head: bool = False
     places: int = 0
     deep: int = 0
@@ -75,17 +87,25 @@ class VisionTower:
         if self.pooled:
             return self.width * self.out
         wide = self.width * self.merge**2
-        return wide**2 + wide * self.out
+        return wide * self.out if self.joined else wide**2 + wide * self.out
 
     @property
     def parameter_count(self) -> int:
         e, wide, norm = self.width, self.width * self.merge**2, 1 if self.gated else 2
         patches = 3 * self.temporal * self.patch**2 * e + (e if self.places else 0)
         biases = 5 * e + (2 if self.gated else 1) * self.feed  # 3E + E of the attention, E and F of the feed-forward
-        if self.pooled:
+        if self.pooled or self.joined:
             layer = self._layer_parameters + biases + 4 * e
             head = self.head * (layer - 2 * e + e)  # a probe, and one norm of the two
-            return patches + self.places * e + self.layers * layer + 2 * e + head + self._merger_parameters + e
+            return (
+                patches
+                + self.places * e
+                + self.layers * layer
+                + 2 * e
+                + head
+                + self._merger_parameters
+                + e * self.pooled
+            )
         mergers = (1 + self.deep) * (self._merger_parameters + wide + self.out) + norm * (e + self.deep * wide)
         return patches + self.places * e + self.layers * (self._layer_parameters + biases + 2 * norm * e) + mergers
 
@@ -118,7 +138,7 @@ def of_config(kind: str, outer: dict[str, Any]) -> VisionTower:
     config = outer.get("vision_config") or {}
     numbers: dict[str, Any] = {**DEFAULTS[kind], **{k: v for k, v in config.items() if v is not None}}
     if "image_size" in numbers:
-        return _square_tower(numbers, outer)
+        return _square_tower(numbers, outer, joined=kind in ("idefics3", "smolvlm"))
     width = numbers["embed_dim"] if kind == "qwen2_vl" else numbers["hidden_size"]
     return VisionTower(
         width=width,
@@ -134,8 +154,10 @@ def of_config(kind: str, outer: dict[str, Any]) -> VisionTower:
     )
 
 
-def _square_tower(numbers: dict[str, Any], outer: dict[str, Any]) -> VisionTower:
-    """SigLIP, whose projector makes `mm_tokens_per_image` tokens of the language model's width."""
+def _square_tower(numbers: dict[str, Any], outer: dict[str, Any], *, joined: bool) -> VisionTower:
+    """SigLIP, whose projector makes `mm_tokens_per_image` tokens of the language model's width, or one of each cell of
+    `scale_factor` patches a side.
+    """
     side = numbers["image_size"] // numbers["patch_size"]
     text = outer.get("text_config") or outer
     return VisionTower(
@@ -144,9 +166,10 @@ def _square_tower(numbers: dict[str, Any], outer: dict[str, Any]) -> VisionTower
         feed=numbers["intermediate_size"],
         out=text.get("hidden_size") or 2304,
         patch=numbers["patch_size"],
-        merge=side // math.isqrt(outer.get("mm_tokens_per_image") or 256),
+        merge=outer.get("scale_factor") or 2 if joined else side // math.isqrt(outer.get("mm_tokens_per_image") or 256),
         temporal=1,
-        pooled=True,
+        pooled=not joined,
+        joined=joined,
         head=bool(numbers["vision_use_head"]),
         places=side**2,
     )

@@ -70,7 +70,7 @@ class VisionConfig(SettingsTable):
     )
     image_tokens: Count | Literal["auto"] = Field(
         "auto",
-        description="most tokens of one image, which is scaled down to it; auto: what the model's own settings say",
+        description="most tokens of one image or step of a video, scaled down to it; auto: what the model's own settings say",
     )
 
 

@@ -29,7 +29,7 @@ class TaskConfig(ConfigSection):
         'settings: { kind = "tools", tools = ["calculator"] }',
     )
     data: dict[str, Any] = Field(
-        description="where tasks come from: `kind` and its settings, `prompt`, `answer`, `image`, `holdout`, "
+        description="where tasks come from: `kind` and its settings, `prompt`, `answer`, `image`, `video`, `holdout`, "
         "`eval_<key>`, `seed`, `split_special_tokens`; see generate.md"
     )
     curriculum: dict[str, Any] = Field({}, description='{ kind = "shuffle" }, "easy_first", "priority" or "band"')

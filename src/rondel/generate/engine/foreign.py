@@ -190,6 +190,11 @@ class ForeignEngine:
             raise UserError(
                 f'{self.server.name} is sent no images: {self.server.blind}. engine.kind = "builtin" and "sglang" see them'
             )
+        if any(place.image.frames > 1 for place in request.media):
+            raise UserError(
+                f'{self.server.name} is sent no videos, whose frames are merged in steps: take engine.kind = "builtin", '
+                "or give the frames as images"
+            )
         try:
             ImagePlaceholder.check_placeholders(request.tokens, request.media)
         except ValueError as error:

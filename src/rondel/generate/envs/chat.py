@@ -20,7 +20,8 @@ from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, message_te
 from rondel.core.types import POLICY, Completion, FinishReason, Request, Sampling, Trajectory, Turn
 from rondel.generate.envs.calls import ToolCall
 from rondel.generate.envs.template import Messages, Schemas, Template
-from rondel.generate.pictures import place_images, process_image, split_images
+from rondel.generate.pictures import place_images
+from rondel.generate.video import process_media, split_media
 from rondel.system.clock import now
 from rondel.text.unicode import valid_unicode
 
@@ -115,7 +116,7 @@ class TokenChat:
             self._record_messages(messages)
 
     def _split_images(self, messages: Messages) -> tuple[Messages, list[Any]]:
-        plain, sources = split_images(messages)
+        plain, sources = split_media(messages, self.sight)
         if sources and self.sight is None:
             raise DataError(
                 f"{len(sources)} images in a conversation with a model that reads text alone: take a vision-language "
@@ -127,7 +128,7 @@ class TokenChat:
         if self.sight is None:
             return tokens, []
         sight = self.sight
-        return place_images(tokens, [process_image(source, sight) for source in sources], sight)
+        return place_images(tokens, process_media(sources, sight), sight)
 
     def give_tokens(self, tokens: list[int]) -> None:
         """The same for what is text alone, without roles and without a template."""

@@ -22,7 +22,9 @@ from rondel.core.registry import find_registered, locate_path, suggest_name
 from rondel.core.types import Task
 from rondel.generate.envs.holdout import GRAM, content_key, hold_out, overlapping_tasks
 from rondel.generate.envs.rows import KINDS, DatasetRow
-from rondel.generate.pictures import image_part, interleave_images, is_image, is_picture, source_of
+from rondel.generate.interleave import interleave_media
+from rondel.generate.pictures import image_part, is_image, is_picture, source_of
+from rondel.generate.video import is_video, video_part
 from rondel.text.special_tokens import SPLIT, SpecialTokens
 from rondel.text.unicode import valid_unicode
 
@@ -37,6 +39,7 @@ class DatasetColumns:
     prompt: str | None
     answer: str | None
     image: str | None
+    video: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
     image           which field holds the picture of a question, or a list of them: a path (from the
                     data's own folder), bytes, an opened picture; they stand where the question
                     says <image>, or before its words
+    video           the same of its video, or a list of them, where it says <video>: a list of frames, each what an
+                    image is, a folder of them, an animated GIF or WebP, or a table {video, fps}
     holdout         how many tasks to hold out: a number, or a fraction below 1; whole contents, so a few more may come
     eval_<key>      evaluation data from elsewhere: the same kind with <key> changed, as in eval_path or eval_split
     ngram           a training task that shares so many words in a row with evaluation data from
@@ -84,7 +89,7 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
     kind = settings.pop("kind", None)
     holdout = settings.pop("holdout", 0)
     gram = _checked_int(settings.pop("ngram", GRAM), "ngram")
-    columns = DatasetColumns(*(_column_name(settings, name) for name in ("prompt", "answer", "image")))
+    columns = DatasetColumns(*(_column_name(settings, name) for name in ("prompt", "answer", "image", "video")))
     _checked_int(settings.get("seed", 0), "seed")
     split = settings.pop(SPLIT, True)
     if not isinstance(split, bool):
@@ -286,24 +291,24 @@ def _check_settings(source: Callable[..., Any], settings: dict[str, Any]) -> Non
 
 def _task_from_row(row: DatasetRow, env: str, folder: Path, columns: DatasetColumns) -> tuple[str, Task]:
     """(content, task) of one row; all other fields of the row stay in task.data."""
-    prompt, answer, image = columns.prompt, "answer" if columns.answer is None else columns.answer, columns.image or ""
+    prompt, answer = columns.prompt, "answer" if columns.answer is None else columns.answer
+    shown = {"image": columns.image or "", "video": columns.video or ""}
     if not isinstance(row.fields, dict):
         raise DataError(f"{row.where}: a {type(row.fields).__name__}; a task is an object with named fields")
     # the recipe's to say, and not the data's
     fields = {name: value for name, value in valid_unicode(row.fields).items() if name != SPLIT}
     prompt = prompt or ("messages" if "messages" in fields and "prompt" not in fields else "prompt")
-    for column, key in ((prompt, "prompt"), (answer, "answer"), (image, "image")):
+    for column, key in ((prompt, "prompt"), (answer, "answer"), *((shown[key], key) for key in shown)):
         if column and _nested_field(fields, column) is None:
             raise _missing_column(row, column, key)
-    if columns.image is None:
-        _refuse_unseen(row, fields)
+    _refuse_unseen(row, fields, [key for key in shown if getattr(columns, key) is None])
     asked, gold = _nested_field(fields, prompt), _nested_field(fields, answer)
     if isinstance(gold, float) and not math.isfinite(gold):
         raise DataError(
             f"{row.where}: '{answer}' is {gold}, which no answer can be equal to: give the row a number or drop it"
         )
     fields.pop(prompt, None)
-    asked = _with_images(row, asked, fields, folder, image)
+    asked = _with_media(row, asked, fields, folder, shown)
     question = _question(row, asked)
     fields["prompt" if isinstance(asked, str) else "messages"] = asked
     if answer:
@@ -313,42 +318,64 @@ def _task_from_row(row: DatasetRow, env: str, folder: Path, columns: DatasetColu
     return content_key(row.content or question), Task(f"{row.name}/{digest}", env, fields)
 
 
-def _refuse_unseen(row: DatasetRow, fields: dict[str, Any]) -> None:
+def _refuse_unseen(row: DatasetRow, fields: dict[str, Any], unsaid: list[str]) -> None:
     """A picture that a recipe says nothing of would be left out of the question without a word."""
-    if name := next((name for name in ("image", "images") if fields.get(name)), None):
-        raise DataError(
-            f"{row.where}: the field '{name}' is said to hold pictures, and the recipe does not say what becomes of "
-            f"them: set image = '{name}' "
-            "in task.data to show them, or image = '' to leave them out"
-        )
+    for kind in unsaid:
+        if name := next((name for name in (kind, f"{kind}s") if fields.get(name)), None):
+            what = "pictures" if kind == "image" else "videos"
+            raise DataError(
+                f"{row.where}: the field '{name}' is said to hold {what}, and the recipe does not say what becomes of "
+                f"them: set {kind} = '{name}' "
+                f"in task.data to show them, or {kind} = '' to leave them out"
+            )
 
 
-def _with_images(row: DatasetRow, asked: Any, fields: dict[str, Any], folder: Path, column: str) -> Any:
-    """The question with the images of its row, and those that its messages name, as task.data can hold them."""
+def _with_media(row: DatasetRow, asked: Any, fields: dict[str, Any], folder: Path, columns: dict[str, str]) -> Any:
+    """The question with the images and videos of its row, and those that its messages name, as task.data can hold
+    them.
+    """
     if isinstance(asked, list) and not all(map(_is_message, asked)):
         return asked
-    if not column and (held := [name for name, value in fields.items() if is_picture(value)]):
-        raise DataError(f"{row.where}: the field '{held[0]}' holds an image; say image = '{held[0]}' in task.data")
+    given: dict[str, list[dict[str, Any]]] = {}
     try:
-        if column:
+        for kind, column in columns.items():
+            if not column:
+                continue
             found = _nested_field(fields, column)
             fields.pop(column, None)
-            asked = interleave_images(
-                asked, [image_part(one, folder) for one in (found if isinstance(found, list) else [found])]
+            given[kind] = (
+                [image_part(one, folder) for one in (found if isinstance(found, list) else [found])]
+                if kind == "image"
+                else [video_part(one, folder) for one in (found if _is_several_videos(found) else [found])]
             )
-        return [_store_images(m, folder) for m in asked] if isinstance(asked, list) else asked
+        if not columns["image"] and (held := [name for name, value in fields.items() if is_picture(value)]):
+            raise DataError(f"the field '{held[0]}' holds an image; say image = '{held[0]}' in task.data")
+        if given:
+            asked = interleave_media(asked, given)
+        return [_store_media(m, folder) for m in asked] if isinstance(asked, list) else asked
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from error
 
 
-def _store_images(message: Any, folder: Path) -> Any:
+def _is_several_videos(found: Any) -> bool:
+    """A list of videos, and not the frames of one: its items are lists or tables with one."""
+    return (
+        isinstance(found, list)
+        and bool(found)
+        and all(isinstance(one, list) or (isinstance(one, dict) and "video" in one) for one in found)
+    )
+
+
+def _store_media(message: Any, folder: Path) -> Any:
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
-    parts = [
-        image_part(source_of(part), folder) if is_image(part) and "name" not in part else part
-        for part in message["content"]
-    ]
-    return {**message, "content": parts}
+    return {**message, "content": [_store_part(part, folder) for part in message["content"]]}
+
+
+def _store_part(part: dict[str, Any], folder: Path) -> dict[str, Any]:
+    if is_video(part):
+        return part if "name" in part else video_part(part, folder)
+    return image_part(source_of(part), folder) if is_image(part) and "name" not in part else part
 
 
 def _nested_field(fields: dict[str, Any], column: str) -> Any:

@@ -188,7 +188,7 @@ class Template:
     def _render_text(self, messages: Messages, tools: Schemas, *, prompt: bool = False) -> str:
         more = {"tools": list(tools)} if tools or not prompt else {}
         text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **more))
-        return text if self.sight is None else self.sight.frame_images(text, self.tokenizer)
+        return text if self.sight is None else self.sight.write_media(text, messages, self.tokenizer)
 
     def _encode_text(self, text: str) -> list[int]:
         return self.special.encode(text)
@@ -284,5 +284,6 @@ def _render_cached(
 ) -> tuple[int, ...]:
     """Siblings ask for the same opening; a template is slow enough to render it once."""
     more = {"tools": offered} if (offered := json.loads(tools)) else {}
-    text = tokenizer.apply_chat_template(json.loads(messages), tokenize=False, add_generation_prompt=prompt, **more)
-    return tuple(special_tokens(tokenizer).encode(text if sight is None else sight.frame_images(text, tokenizer)))
+    plain = json.loads(messages)
+    text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=prompt, **more)
+    return tuple(special_tokens(tokenizer).encode(text if sight is None else sight.write_media(text, plain, tokenizer)))

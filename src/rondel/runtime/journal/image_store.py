@@ -1,6 +1,6 @@
 """The pictures of a run, each once whoever saw it: PNG files that anyone can open, named by their digest.
 
-rollouts/media/3f2a….png     as the model saw it; and the file of a task's picture, where the task has it as a data: URL
+rollouts/media/3f2a….png     as the model saw it, frames of a video that it merges below each other; and the file of a task's picture, where the task has it as a data: URL
 """
 
 from __future__ import annotations
@@ -29,16 +29,20 @@ class ImageStore:
         self._known: dict[str, Image] = {}
 
     def store_images(self, media: list[ImagePlaceholder]) -> list[list[Any]]:
-        """-> [start, digest, cell] of each; `load_images` is the inverse."""
+        """-> [start, digest, cell] of each, and of a step of a video its frames; `load_images` is the inverse."""
         for place in media:
             if not (path := self._image_path(place.image.digest)).exists():
                 out = io.BytesIO()
                 _import_pillow().fromarray(place.image.pixels).save(out, "PNG")
                 self._write_file(path, out.getvalue())
-        return [[place.start, place.image.digest, place.image.cell] for place in media]
+        return [
+            [place.start, image.digest, image.cell, *([image.frames] if image.frames > 1 else [])]
+            for place in media
+            for image in [place.image]
+        ]
 
     def load_images(self, rows: list[list[Any]]) -> list[ImagePlaceholder]:
-        return [ImagePlaceholder(start, self._load_image(digest, cell)) for start, digest, cell in rows]
+        return [ImagePlaceholder(start, self._load_image(*stored)) for start, *stored in rows]
 
     def replace_data_urls(self, data: Any) -> Any:
         """A task's data with the names of files instead of data: URLs; `restore_data_urls` is the inverse."""
@@ -47,10 +51,10 @@ class ImageStore:
     def restore_data_urls(self, data: Any) -> Any:
         return _map_images(data, self._load_data_url)
 
-    def _load_image(self, digest: str, cell: int) -> Image:
+    def _load_image(self, digest: str, cell: int, frames: int = 1) -> Image:
         if digest not in self._known:
             image = Image.from_pixels(
-                np.asarray(_import_pillow().open(io.BytesIO(self._read_file(self._image_path(digest))))), cell
+                np.asarray(_import_pillow().open(io.BytesIO(self._read_file(self._image_path(digest))))), cell, frames
             )
             if image.digest != digest:
                 raise CheckpointError(
@@ -90,13 +94,17 @@ class ImageStore:
 
 
 def _map_images(data: Any, change: Callable[[str], str]) -> Any:
-    """`change` for the source of every image part."""
+    """`change` for the source of every image part, and for the frames of every video part."""
     if isinstance(data, list):
         return [_map_images(inner, change) for inner in data]
     if not isinstance(data, dict):
         return data
-    own = isinstance(data.get("image"), str) and data.get("type") == "image"
-    return {key: change(inner) if own and key == "image" else _map_images(inner, change) for key, inner in data.items()}
+    kind, out = data.get("type"), {key: _map_images(inner, change) for key, inner in data.items()}
+    if kind == "image" and isinstance(data.get("image"), str):
+        out["image"] = change(data["image"])
+    elif kind == "video" and isinstance(data.get("video"), list):
+        out["video"] = [change(frame) if isinstance(frame, str) else frame for frame in data["video"]]
+    return out
 
 
 def _import_pillow() -> Any:

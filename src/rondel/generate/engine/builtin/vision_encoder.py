@@ -82,8 +82,13 @@ class VisionEncoderCache:
             if (
                 place.image.cell != sight.token_pixels
                 or place.start < at
-                or own != [sight.placeholder] * place.image.tokens
+                or own != [sight.placeholder_of(place.image)] * place.image.tokens
             ):
+                if sight.placeholder_of(place.image) is None:
+                    raise UserError(
+                        f"a step of {place.image.frames} frames for '{self.loaded.name}', which does not read videos in "
+                        f"such steps: send each frame as an image"
+                    )
                 raise UserError(
                     f"an image of {place.image.tokens} tokens at token {place.start}, where the prompt has no such run "
                     f"of this model's "

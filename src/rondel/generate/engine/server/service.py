@@ -19,7 +19,7 @@ from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.builtin.text import IncrementalDetokenizer, split_stops
 from rondel.generate.engine.server.answers import RequestSamples, SampleAnswer
 from rondel.generate.engine.server.metrics import ServerMetrics
-from rondel.generate.pictures import TooLarge, all_seen, place_images, split_images
+from rondel.generate.pictures import TooLarge, all_seen, load_message_images, place_images, split_images
 from rondel.system.http.response import RequestRefusal
 from rondel.text.special_tokens import special_tokens
 
@@ -147,7 +147,10 @@ class GenerationService:
                 for tokens, own in zip(given, sources, strict=True)
             ]
         else:
-            plain, shown = split_images(asked.messages)
+            messages = asked.messages
+            if self.image_config is not None and self.image_config.tiles is not None:  # the text says how they are cut
+                messages = await self._cut_images(messages)
+            plain, shown = split_images(messages)
             tokens = await self._off_loop(self._render_chat, plain, asked.tools)
             prompts = [await self._prepare_images(tokens, shown) if self.image_config or shown else (tokens, ())]
         wants = asked.wants | ({f"top_logprobs:{asked.top}"} if asked.top else set())
@@ -195,8 +198,13 @@ class GenerationService:
             whole, media = place_images(tokens, images, sight)
             return whole, tuple(media)
         except DataError as error:
-            code = "context_length_exceeded" if isinstance(error, TooLarge) else "invalid_image"
-            raise RequestRefusal(400, str(error), param="image", code=code) from None
+            raise _image_refusal(error) from None
+
+    async def _cut_images(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        try:
+            return await load_message_images(messages, self.image_config, self.max_context_tokens)
+        except DataError as error:
+            raise _image_refusal(error) from None
 
     def _max_tokens(self, prompt: int, wanted: int | None) -> int:
         left = self.max_context_tokens - prompt
@@ -260,7 +268,7 @@ class GenerationService:
                 code="context_length_exceeded",
             )
         sight = self.image_config
-        return self.special.encode(text if sight is None else sight.frame_images(text, self.tokenizer))
+        return self.special.encode(text if sight is None else sight.write_media(text, messages, self.tokenizer))
 
 
 def _place_images(tokens: list[int], images: list[Image], sight: ImageProcessorConfig) -> tuple[ImagePlaceholder, ...]:
@@ -273,6 +281,11 @@ def _place_images(tokens: list[int], images: list[Image], sight: ImageProcessorC
     except ValueError as error:
         raise DataError(str(error)) from error
     return tuple(media)
+
+
+def _image_refusal(error: DataError) -> RequestRefusal:
+    code = "context_length_exceeded" if isinstance(error, TooLarge) else "invalid_image"
+    return RequestRefusal(400, str(error), param="image", code=code)
 
 
 def _is_untransformed(s: Sampling) -> bool:

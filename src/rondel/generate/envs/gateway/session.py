@@ -61,14 +61,16 @@ class GatewaySession:
 
     async def count_tokens(self, messages: Messages, tools: list[dict[str, Any]]) -> int:
         """Tokens of a conversation that begins with these."""
-        plain, sources = split_images(canonical_messages(messages))
+        messages, sight = canonical_messages(messages), self.chat.sight
         with _encoding_errors():
-            seen = (
-                await run_on_image_thread(count_image_tokens, sources, self.chat.sight)
-                if sources and self.chat.sight
-                else []
-            )
-            return len(self.chat.template.render_opening(plain, tools)) + sum(seen) - len(seen)
+            if sight is not None and sight.tiles is not None:  # the text says how they are cut
+                messages = await load_message_images(messages, sight, self.chat.max_context)
+            plain, sources = split_images(messages)
+            tokens = self.chat.template.render_opening(plain, tools)
+            if sight is None or not sources:
+                return len(tokens)
+            shown = sum(token in sight.placeholders for token in tokens)
+            return len(tokens) + sum(await run_on_image_thread(count_image_tokens, sources, sight)) - shown
 
     async def close(self) -> None:
         """Whatever is still asked for is given up."""

@@ -1,0 +1,169 @@
+"""Videos: the tokens, pixels and positions of transformers' processor, its forward pass, and shares that are no errors."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
+
+from kits.engine import engine, idle, watched
+from kits.train import row, trainer
+from kits.vision import EYES, ask, gradient, groups_with_images, image, model, own_logprobs, stream, trajectory
+from rondel.core.media import rope_positions
+from rondel.core.types import Group, Sampling, Score, Task
+from rondel.generate.envs.chat import TokenChat
+from rondel.models import vision
+from rondel.models.load import load_model
+from rondel.models.save import save_model
+from rondel.models.vision_families import FAMILIES
+from rondel.train import annotate as notes
+from rondel.train.pack import batch_of
+
+STEPS = sorted(kind for kind in EYES if FAMILIES[kind].video)
+IMAGES = sorted(kind for kind in EYES if not FAMILIES[kind].video and FAMILIES[kind].form.name != "tiles")
+LIMIT = 1e-4
+KEYS = {"qwen3_vl_moe": 51}  # of the request: under others its policy draws a placeholder
+ROW = row("grpo", kl={"coef": 0.1})
+
+
+def frames(n: int, height: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (n, height, width, 3), dtype=np.uint8)
+
+
+def conversation(m, *content):
+    chat = TokenChat(m.tokenizer, None, sampling=Sampling(), key=int, max_context=512, sight=m.sight)
+    chat.give(
+        [{"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in content]}]
+    )
+    return chat.trajectory
+
+
+def processed(m, text: str, video: np.ndarray, fps: float):
+    """What transformers' processor makes of a text with one video: its tokens and the inputs of its forward pass. The
+    processor itself wants torchvision; its methods do not.
+    """
+    sight, tok = m.sight, m.tokenizer
+    mean, std = (torch.tensor(x)[:, None, None] for x in (sight.mean, sight.std))
+    scaled = (torch.from_numpy(video).permute(0, 3, 1, 2) / 255 - mean) / std
+    pixels, *grid = Qwen3VLVideoProcessor.patchify(None, scaled[None], sight.patch, sight.merge, sight.temporal)
+    p = object.__new__(Qwen3VLProcessor)
+    p.image_token, p.video_token = "<|image_pad|>", "<|video_pad|>"
+    p.vision_start_token, p.vision_end_token = "<|vision_start|>", "<|vision_end|>"
+    p.video_processor = SimpleNamespace(merge_size=sight.merge, temporal_patch_size=sight.temporal)
+    metadata = SimpleNamespace(fps=fps, frames_indices=list(range(len(video))))
+    grids = torch.tensor([grid])
+    written = p.replace_video_token({"video_grid_thw": grids, "video_metadata": [metadata]}, 0)
+    tokens = tok.encode(text.replace(p.video_token, written), add_special_tokens=False)
+    kinds = 2 * (torch.tensor([tokens]) == sight.video.placeholder).long()
+    return tokens, {"pixel_values_videos": pixels[0], "video_grid_thw": grids, "mm_token_type_ids": kinds}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_video_is_read_as_transformers_reads_it(kind):
+    """Five frames in three steps: tokens, pixels, positions, greedy tokens, logprobs of engine and trainer."""
+    m = model(kind)
+    cell, video = m.sight.token_pixels, frames(5, 2 * m.sight.token_pixels, 3 * m.sight.token_pixels)
+    seen = conversation(m, "a ", {"type": "video", "video": list(video), "fps": 3.0}, " what?")
+    text = "<user>a <|vision_start|><|video_pad|><|vision_end|> what?<assistant>"
+    tokens, given = processed(m, text, video, 3.0)
+    assert seen.tokens == tokens and "<0.2 seconds>" in m.tokenizer.decode(tokens), "frames 0 and 1, at 3 a second"
+    assert [(p.image.frames, p.image.rows, p.image.columns, p.image.cell) for p in seen.media] == [(2, 2, 3, cell)] * 3
+    ours = vision.as_given(m.sight, seen.tokens, seen.media)
+    assert (ours["pixel_values_videos"] - given["pixel_values_videos"]).abs().max() < 1e-6
+    assert torch.equal(ours["mm_token_type_ids"], given["mm_token_type_ids"])
+    theirs = m.model.model.get_rope_index(
+        torch.tensor([tokens]), given["mm_token_type_ids"], video_grid_thw=given["video_grid_thw"]
+    )[0]
+    assert np.array_equal(rope_positions(len(tokens), seen.media), theirs[:, 0].numpy())
+
+    other = copy.deepcopy(m.model)
+    other.set_attn_implementation("eager")
+    greedy = other.generate(torch.tensor([tokens]), **given, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    e = watched(engine(m, prefill_tokens=7))
+    mine = asyncio.run(e.generate(ask(tokens, seen.media, n=6, temperature=0.0)))
+    assert mine.tokens == greedy[0, len(tokens) :].tolist()
+    done = asyncio.run(e.generate(ask(tokens, seen.media, key=KEYS.get(kind, 31))))
+    idle(e)
+    assert e.runner.eyes.looked == 3 and not m.sight.placeholders & set(done.tokens)
+    ids = torch.tensor([tokens + done.tokens])
+    kinds = torch.nn.functional.pad(given["mm_token_type_ids"], (0, len(done.tokens)))
+    with torch.no_grad():
+        whole = other(ids, use_cache=False, **{**given, "mm_token_type_ids": kinds}).logits.double().log_softmax(-1)
+    own = whole[0, :-1].gather(1, ids[0, 1:, None])[-len(done.tokens) :, 0].tolist()
+    assert max(abs(np.subtract(done.logprobs, own))) < LIMIT, "engine"
+    t = trajectory(m, (tokens, seen.media), done.tokens, done.logprobs)
+    t.score = Score(1.0)
+    batch = notes.annotate_logprobs(
+        m, batch_of([Group(0, Task("t", "x", {}), [t], 0)]), "proximal", budget=10**6, temperature=1.0
+    )
+    assert np.abs(batch.samples[0].known.proximal.numpy() - own).max() < LIMIT, "trainer"
+
+
+def test_frames_are_as_large_as_transformers_makes_them():
+    video, cell = model("qwen3_vl").sight.video, model("qwen3_vl").sight.token_pixels
+    for height, width, n in ((64, 96, 4), (613, 801, 5), (1900, 1400, 16), (20, 9, 2), (480, 640, 64), (33, 31, 7)):
+        theirs = smart_resize(n, height, width, video.step, cell, video.least, video.most)
+        assert video.target_size(width, height, n, cell=cell, image_most=1 << 40) == theirs[::-1]
+    assert video.target_size(640, 480, 8, cell=cell, image_most=6 * cell**2) == (2 * cell, 2 * cell), "image_tokens = 6"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_step_is_found_cached_and_takes_no_other(kind):
+    """The same tokens over other frames, and over the same frames as pictures: what differs is computed anew."""
+    m = model(kind)
+    a, b = image(m, 1, frames=2), image(m, 2, frames=2)
+    prompts = [stream(m, 4, a, 3, step, 9, seed=5) for step in (a, b, a)]
+    e = watched(engine(m))
+    first, other, again = (asyncio.run(e.generate(ask(*prompt))) for prompt in prompts)
+    assert e.runner.eyes.looked == 2 and again.cached_tokens == len(prompts[0][0]) - 1
+    assert other.cached_tokens == (0 if m.state_bytes else 4 + a.tokens + 3)
+    assert again.tokens == first.tokens and again.logprobs == pytest.approx(first.logprobs, abs=1e-5)
+    cold = asyncio.run(engine(m).generate(ask(*prompts[1])))
+    assert other.tokens == cold.tokens and other.logprobs == pytest.approx(cold.logprobs, abs=1e-5)
+    assert other.logprobs != pytest.approx(first.logprobs, abs=1e-3)
+    idle(e)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STEPS)
+def test_the_gradient_over_videos_does_not_depend_on_the_cut(kind):
+    """Packed behind shared prompts against one sample at a time."""
+    m = model(kind)
+    t = trainer(m, ROW)
+    groups = groups_with_images(m, frames=2)
+    exact = gradient(t, ROW, batch_of(groups), budget=1, share=False)
+    assert exact.norm() > 0
+    for budget, share in ((10**6, True), (40, True), (25, False)):
+        got = gradient(t, ROW, batch_of(groups), budget=budget, share=share)
+        assert (got - exact).norm() <= 1e-5 * exact.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STEPS)
+def test_pictures_and_steps_stand_in_one_prompt(kind):
+    m = model(kind)
+    given = stream(m, 3, image(m, 1), 2, image(m, 2, 2, 3, frames=2), 4, image(m, 3, frames=2), 3)
+    scored = asyncio.run(engine(m, prefill_tokens=7).score(ask(*given))).logprobs
+    assert max(abs(np.subtract(scored[1:], own_logprobs(m, [given])[0]))) < LIMIT
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_elsewhere_each_frame_is_an_image(kind):
+    m, video = model(kind), frames(3, 48, 96)
+    as_video = conversation(m, "a", {"type": "video", "video": video, "fps": 1}, "b")
+    as_images = conversation(m, "a", *({"type": "image", "image": frame} for frame in video), "b")
+    assert as_video.tokens == as_images.tokens and as_video.media == as_images.media and len(as_video.media) == 3
+
+
+def test_how_videos_are_read_is_saved(tmp_path):
+    m = model("qwen3_vl")
+    save_model(m, tmp_path)
+    assert load_model(str(tmp_path), dtype="float32").sight == m.sight
