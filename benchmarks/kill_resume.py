@@ -2,27 +2,32 @@
 then every bit against an uninterrupted run.
 
 rondel bench kill_resume --kills 20        one JSON object on the last line, exit code 0 only if the runs are equal
+rondel bench kill_resume --loop.groups_per_step=8        settings of the run
+
+Every command is forked from a server that has imported everything: no moment is lost to the start of an interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
-COMMAND = [sys.executable, "-c", "from rondel.cli import main; main()", "train", str(RECIPE), "--quiet"]
 SMALLER = [
     "--run.checkpoint.every=5",
     "--place.threads=1",
     "--task.eval.every=0",
 ]
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["rondel.driver.controller"])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -33,17 +38,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--folder", type=Path, default=None, help="where the runs live; a temporary folder unless given"
     )
-    args = parser.parse_args(argv)
+    args, settings = parser.parse_known_args(argv)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="kill_resume-"))
+    folder.mkdir(parents=True, exist_ok=True)
     whole, killed = folder / "whole", folder / "killed"
     began = time.perf_counter()
-    finish(whole, args.steps)
+    finish(whole, args.steps, settings)
     length = time.perf_counter() - began
     draw, after, kills = random.Random(args.seed), [], 0
     reached: list[int] = []
     while kills < args.kills:
         seconds = draw.uniform(0.0, length / 2)
-        if interrupted(killed, args.steps, seconds):
+        if interrupted(killed, args.steps, settings, seconds):
             kills += 1
             after.append(round(seconds, 2))
             reached.append(steps_done(killed))
@@ -51,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
         else:  # it was complete before the kill: begin another one
             check(whole, killed)
             shutil.rmtree(killed)
-    finish(killed, args.steps)
+    finish(killed, args.steps, settings)
     print(
         json.dumps(
             {
@@ -68,28 +74,41 @@ def main(argv: list[str] | None = None) -> None:
         shutil.rmtree(folder)
 
 
-def command(folder: Path, steps: int) -> list[str]:
+def start(folder: Path, steps: int, settings: list[str]) -> multiprocessing.process.BaseProcess:
+    """`rondel train` in a process of its own; what it says goes to a file beside its folder."""
     phases = [f"--loop.warmup.steps={steps // 3}", f"--loop.steps={steps - steps // 3}"]
-    return [*COMMAND, *SMALLER, *phases, f"--run.folder={folder}"]
+    words = ["train", str(RECIPE), "--quiet", *SMALLER, *phases, *settings, f"--run.folder={folder}"]
+    process = context.Process(target=_command, args=(words, f"{folder}.log"))
+    process.start()
+    return process
 
 
-def finish(folder: Path, steps: int) -> None:
-    done = subprocess.run(command(folder, steps), capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"the run did not complete ({done.returncode}): {done.stderr[-2000:]}")
+def _command(words: list[str], log: str) -> None:
+    into = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(into, 1)
+    os.dup2(into, 2)
+    from rondel.cli import main
+
+    main(words)
 
 
-def interrupted(folder: Path, steps: int, seconds: float) -> bool:
+def finish(folder: Path, steps: int, settings: list[str]) -> None:
+    process = start(folder, steps, settings)
+    process.join()
+    if process.exitcode:
+        sys.exit(f"the run did not complete ({process.exitcode}): {Path(f'{folder}.log').read_text()[-2000:]}")
+
+
+def interrupted(folder: Path, steps: int, settings: list[str], seconds: float) -> bool:
     """Start the command and kill it. -> whether there was something to kill."""
-    process = subprocess.Popen(command(folder, steps), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        _, said = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
+    process = start(folder, steps, settings)
+    process.join(seconds)
+    if process.exitcode is None:
         process.kill()
-        process.communicate()
+        process.join()
         return True
-    if process.returncode:
-        sys.exit(f"the run broke instead of going on: {said.decode()[-2000:]}")
+    if process.exitcode:
+        sys.exit(f"the run broke instead of going on: {Path(f'{folder}.log').read_text()[-2000:]}")
     return False
 
 

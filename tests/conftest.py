@@ -5,7 +5,9 @@ the one it waits for: two processes of two threads each took 110 s on two cores 
 they do in 3 s when they sleep (docs/LOG.md).
 """
 
+import gc
 import os
+import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -16,6 +18,30 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 pytest.register_assert_rewrite("kits")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """What is imported and collected stays until the end: no garbage collection looks through it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _import_path():
+    """The search path as it was: a run adds the folder of its recipe, which every later import and worker would search."""
+    before = sys.path[:]
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture

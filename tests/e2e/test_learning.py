@@ -1,5 +1,5 @@
-"""Rows learn the tiny task: from one supervised start a seed, twenty steps, into a band around what was measured
-from these starts (0.74 to 0.81). `rondel bench rows` has every row, from a longer start.
+"""Rows learn the tiny task: from one supervised start, twenty steps, into a band around what was measured from there
+(0.71 to 0.77; 0.49 with lr = 1e-9). `rondel bench rows` has every row, from several longer starts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from rondel.runtime.journal.log import read
 pytestmark = pytest.mark.slow
 # gspo and reinforce_pp are left to `rondel bench rows`: with one update a step they end here where grpo does, to the digit
 ROWS = ["grpo", "dr_grpo", "dapo", "cispo", "rloo"]
-SEEDS = [0, 1]  # grpo is learned from each, every other row from one of them
+SEEDS = [0, 1]  # of what follows the start, for grpo; every other row has one of them
 BAND = 0.66, 0.97  # mean reward of steps 16 to 20
+SHORT = {"loop.steps": 20, "loop.warmup.steps": 0, "algo.group_size": 8}
 COMMON = {"run.sinks": [], "place.threads": 1, "run.checkpoint.every": 0, "task.data.holdout": 10, "task.eval.every": 0}
 
 
@@ -40,55 +41,43 @@ def learn(folder, changes, recipe=RECIPE) -> list[float]:
 
 
 @pytest.fixture
-def start(request, tmp_path_factory):
-    """(seed, folder of a model that is right about half the time), made once for all workers."""
-    seed = request.param
+def start(tmp_path_factory):
+    """The folder of a model that is right about half the time, made once for all workers."""
     base = tmp_path_factory.getbasetemp()  # without workers, what is above it holds what older sessions left
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"learning-start-{seed}"
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "learning-start"
     with FileLock(f"{folder}.lock"):
         if not (folder / "done").exists():
-            learn(folder, {"loop.seed": seed, "loop.steps": 0, "loop.warmup.steps": 160})
+            learn(folder, {"loop.seed": 0, "loop.steps": 0, "loop.warmup.steps": 160})
             (folder / "done").touch()
-    return seed, max((folder / "checkpoints").glob("step-*"))
+    return max((folder / "checkpoints").glob("step-*"))
 
 
 @pytest.mark.parametrize(
-    ("start", "kind"),
-    [*((seed, "grpo") for seed in SEEDS), *((SEEDS[i % 2], kind) for i, kind in enumerate(ROWS[1:]))],
-    indirect=["start"],
+    ("seed", "kind"), [*((seed, "grpo") for seed in SEEDS), *((SEEDS[i % 2], kind) for i, kind in enumerate(ROWS[1:]))]
 )
-def test_a_row_learns(tmp_path, start, kind):
-    seed, model = start
+def test_a_row_learns(tmp_path, start, seed, kind):
     recipe = RECIPE if kind == "grpo" else RECIPE.with_name(f"{kind}.toml")
-    curve = learn(
-        tmp_path, {"loop.seed": seed, "loop.steps": 20, "loop.warmup.steps": 0, "model.path": str(model)}, recipe
-    )
+    curve = learn(tmp_path, SHORT | {"loop.seed": seed, "model.path": str(start)}, recipe)
     end = sum(curve[-5:]) / 5
     print(f"CURVE {kind}, seed {seed}: {curve[0]:.2f} -> {end:.3f}")
     assert curve[0] + 0.03 < end and BAND[0] <= end <= BAND[1]
 
 
-@pytest.mark.parametrize("start", [0], indirect=True)
 def test_ppo_learns(tmp_path, start):
     """One answer a prompt and a critic that begins at nothing: the policy waits for it during the first five steps."""
-    seed, model = start
-    changes = {"loop.seed": seed, "loop.steps": 30, "loop.warmup.steps": 0, "loop.groups_per_step": 128}
-    curve = learn(tmp_path, changes | {"model.path": str(model)}, RECIPE.with_name("ppo.toml"))
+    changes = {"loop.seed": 0, "loop.steps": 30, "loop.warmup.steps": 0, "loop.groups_per_step": 64}
+    curve = learn(tmp_path, changes | {"model.path": str(start)}, RECIPE.with_name("ppo.toml"))
     begin, end = sum(curve[:5]) / 5, sum(curve[-10:]) / 10
-    print(f"CURVE ppo, seed {seed}: {begin:.2f} -> {end:.3f}")
-    assert begin < 0.65 and 0.7 < end <= BAND[1]
+    print(f"CURVE ppo: {begin:.2f} -> {end:.3f}")
+    assert begin < 0.6 and BAND[0] <= end <= BAND[1]
 
 
-@pytest.mark.parametrize("start", [0], indirect=True)
 def test_an_adapter_over_four_bits_learns(tmp_path, start):
     """From the same start, whose weights lie in 4 bits from then on."""
-    seed, model = start
     adapter = {"model.adapter.kind": "qlora", "model.adapter.rank": 16, "model.adapter.alpha": 16, "trainer.lr": 2e-3}
-    curve = learn(
-        tmp_path, {"loop.seed": seed, "loop.steps": 20, "loop.warmup.steps": 0, "model.path": str(model), **adapter}
-    )
+    curve = learn(tmp_path, SHORT | {"loop.seed": 0, "model.path": str(start), **adapter})
     end = sum(curve[-5:]) / 5
-    print(f"CURVE qlora, seed {seed}: {curve[0]:.2f} -> {end:.3f}")
+    print(f"CURVE qlora: {curve[0]:.2f} -> {end:.3f}")
     assert curve[0] + 0.03 < end and BAND[0] <= end <= BAND[1]
 
 

@@ -81,15 +81,15 @@ def test_the_policy_learns_to_look(tmp_path):
     run(tmp_path, **LEARNS)
     rewards = [r for event in events(tmp_path, "GroupFinished") for r in event["rewards"]]
     phase = rewards[LEARNS["loop__warmup__steps"] * 16 :]
-    first, last = sum(phase[:256]) / 256, sum(phase[-1024:]) / 1024
+    first, last = sum(phase[:256]) / 256, sum(phase[-256:]) / 256
     evaluated = [e["score"] for e in events(tmp_path, "Evaluated")]
     print(f"CURVE reward {first:.2f} -> {last:.2f}, held out {evaluated}")
     assert evaluated[0] < 0.4 and evaluated[-1] > 0.9
 
 
 LEARNS = {
-    "task__data__size": 160, "task__data__holdout": 32, "loop__warmup__steps": 80, "loop__warmup__groups_per_step": 16,
-    "loop__steps": 12, "loop__groups_per_step": 16, "algo__group_size": 16, "run__checkpoint__every": 0,
+    "task__data__size": 160, "task__data__holdout": 32, "loop__warmup__steps": 60, "loop__warmup__groups_per_step": 16,
+    "loop__steps": 6, "loop__groups_per_step": 16, "algo__group_size": 8, "run__checkpoint__every": 0,
 }  # fmt: skip
 
 

@@ -45,7 +45,7 @@ class Raises(Good):
 
 class Blocks(Good):
     def worth(self, said, gold):
-        time.sleep(0.02 if said == gold else 0.5)
+        time.sleep(0.02 if said == gold else 0.4)
         return super().worth(said, gold)
 
 

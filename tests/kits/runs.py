@@ -27,7 +27,7 @@ FAST = {
     "run.checkpoint.every": 3, "run.checkpoint.keep": 2, "run.sinks": [], "task.data.holdout": 10, "task.eval.every": 0,
 }  # fmt: skip
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["rondel.driver.controller", "kits.runs"])
+context.set_forkserver_preload(["kits.preloaded"])
 
 
 def tiny(folder: Path, **changes: Any) -> Job:

@@ -190,6 +190,8 @@ def test_uniform_is_philox():
         for t in (0, 1, 7, 100_000):
             random = np.random.Generator(np.random.Philox(key=key, counter=t)).random()
             assert draw_uniform(key, t) == random and 0 <= random < 1
+            block = np.random.Philox(key=key, counter=t).random_raw(4)
+            assert [draw_uniform(key, t, word) for word in range(4)] == [(int(raw) >> 11) * 2.0**-53 for raw in block]
     many = np.array([draw_uniform(sample_key(0, 0, i), t) for i in range(100) for t in range(100)])
     assert abs(many.mean() - 0.5) < 0.01 and abs(np.corrcoef(many[:-1], many[1:])[0, 1]) < 0.03
 

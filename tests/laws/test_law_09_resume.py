@@ -333,12 +333,10 @@ def test_a_loaded_trainer_goes_on_bit_for_bit(tmp_path, kind, dtype):
 
 @pytest.mark.slow
 def test_kills_at_random_moments(tmp_path):
-    script = Path(__file__).parent.parent.parent / "benchmarks" / "kill_resume.py"
-    done = subprocess.run(
-        [sys.executable, script, "--kills", "2", "--steps", "40", "--folder", tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=900,
+    """By the benchmark of that name, with small batches and checkpoints that lie closer together."""
+    small = ["--loop.warmup.groups_per_step=8", "--loop.groups_per_step=8", "--algo.group_size=8"]
+    done = forked.run(
+        ["bench", "kill_resume", "--kills=2", "--steps=24", f"--folder={tmp_path}", *small, "--run.checkpoint.every=3"]
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1])["equal"] is True

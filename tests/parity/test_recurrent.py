@@ -139,9 +139,9 @@ def test_a_cached_prompt_answers_as_a_cold_one(kind):
 def test_retraction_parking_and_abort_change_no_answer(kind):
     """Too few pages for all, a pause in the middle, one request taken away: the others write what they write alone."""
     loaded = model(kind)
-    asked = [ask(prompt(60 + i, 20), key=i, n=24) for i in range(5)]
+    asked = [ask(prompt(60 + i, 20), key=i, n=16) for i in range(5)]
     alone_ = [asyncio.run(all_of(engine(loaded), [request]))[0] for request in asked]
-    e = watched(engine(loaded, kv_pages=120, prefill_tokens=16))
+    e = watched(engine(loaded, kv_pages=110, prefill_tokens=16))
 
     async def run():
         tasks = [asyncio.ensure_future(e.generate(r)) for r in asked]

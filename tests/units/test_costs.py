@@ -96,6 +96,22 @@ def test_what_a_journal_was_made_with_comes_back(tmp_path):
     assert (found.pause, found.prompt) == pytest.approx((PAUSE, PROMPT))
 
 
+def test_where_noise_leaves_a_token_no_time_reading_prompts_has_none(tmp_path):
+    """Two steps whose time grows with their prompts alone: the simulator refuses a token of 0 s."""
+    path = journal(tmp_path / "run", 2, steps=4) / "journal.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for n, line in enumerate(line for line in lines if line["kind"] == "WorkerTime"):
+        line["counts"] = {"steps": 4 - n % 2, "requests": 16 - n % 2, "read": 80 + 40 * (n % 2)}
+        line["seconds"]["generate"] = line["counts"]["read"] * READ
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    costs = costs_of([path.parent])
+    assert costs.prefill == 0 and costs.step + costs.request > READ
+    bare = SimulatedWorld(
+        engines=1, places=64, beat=[], prefill=0.0, train=0.0, lengths=lambda draw: 4.0, prompts=2, group=GROUP
+    )
+    assert simulate(costs.with_costs(bare), steps=5)["samples_per_second"] > 0
+
+
 def test_a_simulation_at_these_costs_takes_that_time(tmp_path):
     # the simulator scores whoever ends early while others are written
     folder = journal(tmp_path / "run", 8, steps=60, answer=0.0)

@@ -353,7 +353,7 @@ def test_sequences_have_the_targets_distribution(how):
         model.head.weight.mul_(0.25)
     s = Sampling(max_tokens=5, ignore_eos=True, **how)
     odds = exact(model, given, s, 4)
-    e = drafted(model, near(model), max_running=64)
+    e = drafted(model, near(model), max_running=256)
     done = asyncio.run(all_of(e, [ask(given, key=sample_key(7, 0, i), n=5, **how) for i in range(n)]))
     names = sorted(odds)
     place = {tokens: i for i, tokens in enumerate(names)}
@@ -434,8 +434,8 @@ def test_mean_tokens_of_a_round(k):
     model, draft = constant(MODEL, 1, 1.0), constant(tiny("llama", **LITTLE), 2, 0.5)
     p, q = model.head.bias.softmax(-1), draft.head.bias.softmax(-1)
     alpha = float(torch.minimum(p, q).sum())
-    e = drafted(model, draft, k=k)
-    done = asyncio.run(all_of(e, [ask([5, 6], key=i, n=400) for i in range(16)]))
+    e = drafted(model, draft, k=k, max_running=64)
+    done = asyncio.run(all_of(e, [ask([5, 6], key=i, n=100) for i in range(64)]))
     s = e.speculation
     measured = (s.accepted + s.rounds) / s.rounds
     print(

@@ -1,7 +1,7 @@
 """What a run's own timers say that things cost: the simulator's world from journals instead of the planner's tables.
 
 engine      seconds of generation = a · steps + b · requests decoded + c · prompt tokens read, by
-            the account that it tells at every version
+            the account that it tells at every version; where noise leaves neither a nor b, c = 0
 trainer     seconds of a step = fixed + d · packed tokens;  host: what the controller does between two steps
 answer      seconds of the controller an answer: what a synchronous step waits beyond what its engines generate
 sync, pause as they were on average.  Averages and not medians: they add up to the time that the run took.
@@ -19,6 +19,7 @@ import numpy as np
 
 from rondel.core.errors import DataError
 from rondel.runtime.journal.log import read
+from rondel.simulate.pool import QUICKEST
 from rondel.simulate.run import SimulatedWorld
 
 FIRST = 2  # steps of a run that are not counted: everything is touched for the first time
@@ -62,6 +63,8 @@ def costs_of(folders: list[str] | list[Path], *, first: int = FIRST) -> Costs:
         np.array([row for run in seen for row in getattr(run, name)]) for name in ("generated", "trained")
     )
     step, request, prefill = fit_nonnegative(generated[:, 1:], generated[:, 0])
+    if step + request < QUICKEST:  # few steps and much noise: as if reading prompts took all the time, and writing none
+        step, request, prefill = *fit_nonnegative(generated[:, 1:3], generated[:, 0]), 0.0
     fixed, train = fit_nonnegative(trained[:, 1:], trained[:, 0])
 
     def mean_seconds(name: str) -> float:
