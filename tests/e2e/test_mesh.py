@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from kits.algos import lively
-from kits.ranks import Rank, apart, meet
+from kits.ranks import Rank, apart, meshes
 from kits.train import awkward_groups, batch, row
 from rondel.algos.table import TABLE
 from rondel.core.errors import RondelError
 from rondel.core.mesh import Mesh
 from rondel.core.types import Score
-from rondel.runtime.cluster.process import ProcessCluster
 from rondel.train.advantages import compute_advantages
 from rondel.train.pack import batch_of
 
@@ -42,18 +41,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """All ranks of a mesh, made once."""
-    clusters, made = [], {}
-
-    def of(mesh: Mesh):
-        if mesh not in made:
-            clusters.append(ProcessCluster(tmp_path_factory.mktemp("ranks")))
-            made[mesh] = meet(clusters[-1], mesh)
-        return made[mesh]
-
-    yield of
-    for cluster in clusters:
-        cluster.close()
+    with meshes(tmp_path_factory.mktemp("ranks")) as of:
+        yield of
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -206,6 +209,23 @@ def meet(cluster: ProcessCluster, mesh: Mesh) -> EveryRank:
     every = EveryRank([cluster.spawn(f"rank-{r} of {name}", Rank, r) for r in range(mesh.world)])
     every.join(every.ranks[0].now("meet"), mesh)
     return every
+
+
+@contextmanager
+def meshes(folder: Path) -> Iterator[Callable[[Mesh], EveryRank]]:
+    """All ranks of a mesh, made once."""
+    clusters: list[ProcessCluster] = []
+    made: dict[Mesh, EveryRank] = {}
+
+    def of(mesh: Mesh) -> EveryRank:
+        if mesh not in made:
+            clusters.append(ProcessCluster(folder / str(len(made))))
+            made[mesh] = meet(clusters[-1], mesh)
+        return made[mesh]
+
+    yield of
+    for cluster in clusters:
+        cluster.close()
 
 
 def apart(a: np.ndarray, b: np.ndarray) -> float:

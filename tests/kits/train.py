@@ -38,6 +38,7 @@ KINDS = {
     "llama": {},
     "tied": {"random": "llama", "tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
+    "mixture": {"random": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma3_text": {
         "head_dim": 16,
         "sliding_window": 6,

@@ -18,11 +18,13 @@ import rondel
 from kits.runs import RECIPE
 from rondel.cli import main
 from rondel.core.config.job import Job
+from rondel.core.config.place import MeshConfig
 from rondel.core.config.renamed_keys import MOVED_KEYS
 from rondel.core.config.section import ConfigSection
 from rondel.core.config.toml_reader import set_dotted
 from rondel.planner.advice import suggest_changes
 from rondel.planner.hardware import DEVICES, calibration_file, save_calibration, this_machine
+from rondel.planner.layout import parallel_layouts
 from rondel.planner.plan import make_plan
 from rondel.planner.shapes import model_shape
 from rondel.planner.workload import what_if
@@ -59,10 +61,22 @@ def test_layouts_that_rondel_does_not_have_are_marked(capsys):
     words = ["model=70b", "gpus=64", "recompute=layers"]
     rows = make_plan(what_if(words))["layouts"]
     assert [row["exists"] for row in rows] == [True] * 3 + [False] * 2
-    assert all(("pp" in row["name"] or "ep" in row["name"]) != row["exists"] for row in rows)
+    assert all(("pp" in row["name"]) != row["exists"] for row in rows)
     lines = [line for line in ask(capsys, "--what-if", " ".join(words))[1].splitlines() if line.startswith("layout")]
     assert ["(not in Rondel yet)" in line for line in lines] == [False] * 3 + [True] * 2
     assert "(place.mesh = { shards = " in lines[0]
+
+
+def test_a_layout_exists_where_a_recipe_can_ask_for_it():
+    rows = parallel_layouts(what_if(["model=235b-a22b", "gpus=64", "recompute=layers"]))
+    for row in rows:
+        try:
+            asked = MeshConfig(shards=row.dp, cp=row.cp, tp=row.tp, ep=row.ep).to_mesh(row.dp * row.cp * row.tp)
+        except ValueError:
+            assert not row.is_supported, row.name
+        else:
+            assert row.is_supported == (asked == row.mesh) == (row.pp == 1), row.name
+    assert any(row.is_supported and row.ep > 1 for row in rows) and any(row.tp > 1 < row.ep for row in rows)
 
 
 def test_a_policy_is_printed_once(capsys):

@@ -7,6 +7,7 @@
     sum, own rows      gather rows        out of them
     own rows           gather rows        from rows that all have alike to rows that lie apart
     gather rows        own rows           back, where everyone computes the same from there
+    exchange rows      exchange back      to the ranks that hold a token's experts, and from there (expert parallel)
 
 T rows · n ranks. Rows lie in runs, one a rank, in the order of the ranks; a run may be empty. No row is padded.
 """
@@ -120,6 +121,23 @@ class _KeepRows(torch.autograd.Function):
         return gather_runs(grad, ctx.lengths, ctx.ranks), None, None, None
 
 
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, sent: list[int], got: list[int], ranks: RankGroup):
+        ctx.sent, ctx.got, ctx.ranks = sent, got, ranks
+        return _all_to_all(x, sent, got, ranks)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _all_to_all(grad, ctx.got, ctx.sent, ctx.ranks), None, None, None
+
+
+def _all_to_all(x: Tensor, sent: list[int], got: list[int], ranks: RankGroup) -> Tensor:
+    out = x.new_empty(sum(got), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), got, sent, group=ranks.group)
+    return out
+
+
 def enter_cut(x: Tensor, ranks: RankGroup) -> Tensor:
     """What all ranks have alike, on its way into their parts: the same; backward the sum of their gradients."""
     return _EnterCut.apply(x, ranks)
@@ -141,3 +159,8 @@ def gather_rows(x: Tensor, lengths: Sequence[int], ranks: RankGroup, *, summed: 
 def keep_rows(x: Tensor, lengths: Sequence[int], ranks: RankGroup, *, summed: bool) -> Tensor:
     """All rows [T, ...] -> this rank's [t, ...], of the sum over the ranks (`summed`) or of what all have alike."""
     return _KeepRows.apply(x, lengths, ranks, summed)
+
+
+def exchange_rows(x: Tensor, sent: list[int], got: list[int], ranks: RankGroup) -> Tensor:
+    """Rows [sum(sent), ...], in runs for each rank -> rows [sum(got), ...], in runs from each rank; runs may be empty."""
+    return _ExchangeRows.apply(x, sent, got, ranks)

@@ -46,6 +46,7 @@ class RoutingTape:
         self.flips: list[Tensor] = [
             torch.zeros(0)
         ] * layers  # of each layer: share of a token's own choice that the record does not hold [T]
+        self.experts = [0] * layers  # of each layer: among how many its router chose
 
     def repeated(self) -> RoutingTape:
         """The same routes, for a second run."""
@@ -69,6 +70,11 @@ class RoutingTape:
             if chosen is not None
         ]
         return torch.cat([routes, *pieces], 1)
+
+    def expert_counts(self) -> list[Tensor]:
+        """Of each layer, tokens that went to each of its experts: [E] int64."""
+        own = self.recorded_routes if self.routes is None else self.routes
+        return [own[:, layer].flatten().bincount(minlength=n) for layer, n in enumerate(self.experts)]
 
     def select_experts(self, layer: int, own: Tensor) -> Tensor:
         """What layer's topk [T, K] becomes. Every record is used exactly once."""
@@ -221,10 +227,11 @@ def _taped_forward(router: Any, own: Any, layer: int, *args: Any, **kwargs: Any)
     tape = current_tape()
     if tape is None:
         return own(router, *args, **kwargs)
+    tape.experts[layer] = _expert_count_of(router)
     if type(router).__name__ == "PhimoeTopKRouter":
         with _TwoMaxima(tape, layer):
             return own(router, *args, **kwargs)
-    with _Choice(tape, layer, _expert_count_of(router), _experts_per_token(router)):
+    with _Choice(tape, layer, tape.experts[layer], _experts_per_token(router)):
         return own(router, *args, **kwargs)
 
 

@@ -1,8 +1,9 @@
-"""How the parameters of a model lie over tensor-parallel ranks, and back."""
+"""How the parameters of a model lie over tensor- or expert-parallel ranks, and back."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,11 +37,14 @@ class TensorCuts:
         parts = flat.split([math.prod(size) for size in sizes])
         return join_shards([piece.view(size) for piece, size in zip(parts, sizes)], cut)
 
-    def whole_shape(self, name: str, part: torch.Size) -> torch.Size:
-        """Of the tensor that a parameter of shape `part` is a part of."""
-        return self.shapes.get(name, part)
-
     def split(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor that lies over the ranks like this parameter."""
         cut = self.cuts.get(name)
         return whole if cut is None else split_shards(whole, cut, self.ranks.size)[self.ranks.index]
+
+
+def join_cuts(cuts: Iterable[TensorCuts | None], name: str, part: Tensor) -> Tensor:
+    """The whole of a tensor that lies over the ranks of each of these like this parameter."""
+    for cut in cuts:
+        part = part if cut is None else cut.join(name, part)
+    return part

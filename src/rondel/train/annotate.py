@@ -135,6 +135,15 @@ def logprobs_of(loaded: LoadedModel, tokens: list[int]) -> list[float]:
     return [0.0, *loaded.run_with_head(compute_logprobs).tolist()]
 
 
+def expert_tape(loaded: LoadedModel, packed: PackedBatch, *, replay: bool) -> RoutingTape | None:
+    """For one pass of training: the engine's routes to `replay`, or what records the model's own. None where it has no
+    experts, or would have to keep the keys that its indexers choose.
+    """
+    if replay:
+        return replay_tape(loaded, packed)
+    return loaded.routing_tape() if loaded.routers and not loaded.indexers else None
+
+
 def replay_tape(loaded: LoadedModel, packed: PackedBatch) -> RoutingTape:
     """The engine's routes of this micro-batch, ready for one forward pass."""
     if packed.routes is None or len(packed.routes) != len(packed.tokens):

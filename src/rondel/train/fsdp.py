@@ -37,10 +37,11 @@ from rondel.models.blocks import model_blocks
 from rondel.models.collectives import RankGroup, gather_runs
 from rondel.models.context_parallel import PRODUCTS, ContextRanks
 from rondel.models.deferred_weights import fill_parameters
+from rondel.models.expert_parallel import cut_experts, routed_experts
 from rondel.models.head import LMHead
 from rondel.models.load_check import PARITY
 from rondel.models.loaded_model import LoadedModel
-from rondel.models.tensor_cuts import TensorCuts
+from rondel.models.tensor_cuts import TensorCuts, join_cuts
 from rondel.models.tensor_parallel import cut_model
 from rondel.system import sockets
 from rondel.train.annotate import logprobs_of
@@ -77,6 +78,7 @@ class FsdpRank(SingleRank):
         self.rank, self.size, self.patience, self.mesh = rank, mesh.world, patience, mesh
         self.data_rank, self.data_size = mesh.data_index(rank), mesh.data
         self._cuts: WeakKeyDictionary[nn.Module, TensorCuts] = WeakKeyDictionary()
+        self._expert_cuts: WeakKeyDictionary[nn.Module, TensorCuts] = WeakKeyDictionary()
         if meeting is not None:
             if sockets.is_loopback(
                 meeting.address[0]
@@ -101,6 +103,14 @@ class FsdpRank(SingleRank):
             self.context = RankGroup.of(apart["cp"].get_group()) if mesh.cp > 1 else None
             summed = make((mesh.pp, mesh.data * mesh.cp, mesh.tp), mesh_dim_names=("pp", "summed", "tp"))
             self.sum_group = summed["summed"].get_group()
+        self.experts = None
+        if mesh.ep > 1:
+            assert mesh.tp == 1, mesh
+            axes = ("pp", "replicas", "shards", "ep")
+            apart = make((mesh.pp, mesh.replicas, sharing // mesh.ep, mesh.ep), mesh_dim_names=axes)
+            # who holds the same experts: their gradients have the tokens of all others already
+            self.expert_mesh = apart["replicas", "shards"] if mesh.replicas > 1 else apart["shards"]
+            self.experts = RankGroup.of(apart["ep"].get_group())
 
     def shard_model(self, loaded: LoadedModel) -> LoadedModel:
         """Each layer is gathered when its pass begins and let go when it ends; embedding, last
@@ -111,8 +121,9 @@ class FsdpRank(SingleRank):
         expected: list[float] = []
         if not isinstance(model, FSDPModule):  # a reference that is the policy without its adapter is held already
             self._refuse_mesh(loaded)
+            cut = self.tensor is not None or self.experts is not None
             # a critic says one number and no logprobs, and what is not here yet says none
-            if self.tensor is not None and len(loaded.head.weight) > 1 and loaded.weights is None:
+            if cut and len(loaded.head.weight) > 1 and loaded.weights is None:
                 expected = logprobs_of(loaded, probe)
             self._shard_model(loaded)
         cuts = self._cuts.get(model)
@@ -140,11 +151,15 @@ class FsdpRank(SingleRank):
 
     def _refuse_mesh(self, loaded: LoadedModel) -> None:
         """What a model cannot do yet where several ranks compute one sample."""
-        if self.mesh.tp * self.mesh.cp == 1:
+        if self.mesh.tp * self.mesh.cp * self.mesh.ep == 1:
             return
         for found, what in (
             (self.mesh.tp > 1 and loaded.adapter is not None, "an adapter cannot be cut by tp"),
-            (loaded.sight is not None, "a model with images needs whole rows and matrices"),
+            (self.mesh.ep > 1 and loaded.adapter is not None, "experts under an adapter cannot lie apart"),
+            (
+                self.mesh.tp * self.mesh.cp > 1 and loaded.sight is not None,
+                "a model with images needs whole rows and matrices",
+            ),
             (loaded.aligned, 'numerics = "aligned" is proved for whole rows and matrices'),
             (self.mesh.tp > 1 and loaded.indexers > 0, "an indexer cannot be cut by tp"),
         ):
@@ -171,6 +186,9 @@ class FsdpRank(SingleRank):
         if self.tensor is not None:
             names.checkpoint_pieces(model)  # of whole tensors, asked for before they are cut
             self._cuts[model] = cut_model(model, self.tensor, sequence=self.mesh.sp)
+        if self.experts is not None:
+            names.checkpoint_pieces(model)
+            self._expert_cuts[model] = cut_experts(model, self.experts)
         eye = set(vision.vision_tower(model).modules()) if loaded.sight is not None else set()
         # whole on every rank, and frozen: no rank waits in a tower that another has no picture for
         if loaded.sight is not None:
@@ -187,6 +205,8 @@ class FsdpRank(SingleRank):
             )
         for layer in [block for block in model_blocks(model) if block not in eye]:
             self._fill(loaded, layer, dtype)
+            for experts in routed_experts(layer).values() if self.experts is not None else ():
+                fully_shard(experts, mesh=self.expert_mesh, mp_policy=policy)
             fully_shard(layer, mesh=self.fsdp_mesh, mp_policy=policy, ignored_params=whole)
         self._fill(loaded, model, dtype)
         fully_shard(model, mesh=self.fsdp_mesh, mp_policy=policy, ignored_params=whole)
@@ -200,18 +220,20 @@ class FsdpRank(SingleRank):
 
     def _fill(self, loaded: LoadedModel, part: nn.Module, dtype: torch.dtype) -> None:
         """Read the weights of a part of a model whose weights are still in its checkpoint, each as it lies here: spread
-        within its rounding to `dtype` where it is trained, cut by tp.
+        within its rounding to `dtype` where it is trained, cut by tp or ep.
         """
         if (weights := loaded.weights) is None:
             return
-        cuts = self._cuts.get(loaded.model)
+        cuts = [c for c in (self._cuts.get(loaded.model), self._expert_cuts.get(loaded.model)) if c is not None]
 
         def read(name: str, like: nn.Parameter) -> Tensor:
-            shape = like.shape if cuts is None else cuts.whole_shape(name, like.shape)
+            shape = next((c.shapes[name] for c in cuts if name in c.shapes), like.shape)
             whole = weights.read(name, shape, dtype if like.requires_grad else like.dtype)
             if like.requires_grad and dtype != torch.float32:
                 whole = spread_within_rounding(name, whole)
-            mine = whole if cuts is None else cuts.split(name, whole)
+            mine = whole
+            for c in cuts:
+                mine = c.split(name, mine)
             return mine.to(like.dtype, copy=mine is not whole)
 
         fill_parameters(loaded.model, part, read)
@@ -227,14 +249,16 @@ class FsdpRank(SingleRank):
                 "each: leave it out"
             )
         if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad):
-            return ShardedWeights(model, self.shard_group, self._cuts.get(model), **how)
+            return ShardedWeights(
+                model, self.shard_group, self._cuts.get(model), experts=self._expert_cuts.get(model), **how
+            )
         return ReplicatedWeights(model, self.sum_group, **how)
 
     def full_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        dtype, cuts = computes_in(model), self._cuts.get(model)
+        dtype, cuts = computes_in(model), (self._cuts.get(model), self._expert_cuts.get(model))
         for name, parameter in names.named_weights(model):
             whole = parameter.full_tensor().to(dtype) if isinstance(parameter, DTensor) else parameter
-            yield name, whole if cuts is None else cuts.join(name, whole)
+            yield name, join_cuts(cuts, name, whole)
 
     def begin_micro_batch(self, model: nn.Module, *, last: bool) -> None:
         if not isinstance(model, FSDPModule):
@@ -277,9 +301,10 @@ class FsdpRank(SingleRank):
 
 def _check_cut(held: LoadedModel, probe: list[int], expected: list[float], mesh: Mesh) -> None:
     """Cut over the ranks, a model must give the logprobs that it gave whole."""
-    name = f"'{held.name}' ({held.model.config.model_type}): cut over tp = {mesh.tp} ranks,"
+    axis = f"tp = {mesh.tp}" if mesh.tp > 1 else f"ep = {mesh.ep}"
+    name = f"'{held.name}' ({held.model.config.model_type}): cut over {axis} ranks,"
     remedy = "some part of it cannot be cut that way. Use place.mesh with shards or cp instead"
-    if mesh.sp:
+    if mesh.sp and mesh.tp > 1:
         remedy += ", or try sp = false"
     try:
         gap = statistics.fmean(abs(a - b) for a, b in zip(logprobs_of(held, probe), expected))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rondel.models.tensor_cuts import TensorCuts
+from rondel.models.tensor_cuts import TensorCuts, join_cuts
 from rondel.train.optim import MasterWeights
 
 
@@ -43,9 +43,17 @@ class ShardedWeights(MasterWeights):
     its gradient on each of the tp ranks: summed once an update, when the norm is asked for.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, cuts: TensorCuts | None = None, **how: Any) -> None:
-        """`group`: who has the other shards."""
-        self.group, self.cuts, self._summed = group, cuts, False
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        cuts: TensorCuts | None = None,
+        *,
+        experts: TensorCuts | None = None,
+        **how: Any,
+    ) -> None:
+        """`group`: who has the other shards, and the other experts."""
+        self.group, self.cuts, self.experts, self._summed = group, cuts, experts, False
         self.dtype = computes_in(model)
         super().__init__(model, **how)
         self._rounded = [m.to(self.dtype, copy=True) for m in self.masters] if self.dtype != torch.float32 else []
@@ -113,18 +121,18 @@ class ShardedWeights(MasterWeights):
             shape=like.shape,
             stride=like.stride(),
         ).full_tensor()
-        return full if self.cuts is None else self.cuts.join(self.names[i], full)
+        return join_cuts((self.cuts, self.experts), self.names[i], full)
 
     def local_shard(self, i: int, full: Tensor) -> Tensor:
-        """This rank's part of a whole tensor: of its own columns or rows, dimension 0 in equal pieces, the last ones
+        """This rank's part of a whole tensor: of its own columns, rows or experts, dimension 0 in equal pieces, the last ones
         shorter or empty. What is a part already stays as it is.
         """
         if full.ndim == 0 or full.shape == self.masters[i].shape:
             return full
-        if self.cuts is not None:
-            full = self.cuts.split(self.names[i], full)
-        pieces = full.chunk(dist.get_world_size(self.group), 0)
-        rank = dist.get_rank(self.group)
+        for cuts in (self.cuts, self.experts):
+            full = full if cuts is None else cuts.split(self.names[i], full)
+        holders = self.compute[i].device_mesh
+        pieces, rank = full.chunk(holders.size(holders.ndim - 1), 0), holders.get_local_rank(holders.ndim - 1)
         return pieces[rank] if rank < len(pieces) else full[:0]
 
     def load_masters(self, weights: dict[str, Tensor]) -> None:

@@ -448,7 +448,7 @@ class LocalTrainer:
             )
         ):
             self.ranks.begin_micro_batch(self.loaded.model, last=last and is_last)
-            tape = notes.replay_tape(self.loaded, packed) if self.settings.replay_routes else None
+            tape = notes.expert_tape(self.loaded, packed, replay=self.settings.replay_routes)
             full_kl: Tensor | None = None
             if "teacher_hidden" in algo.needs:
                 taught = self.teachers.teacher_distribution(batch, packed, self.settings.temperature)
@@ -490,6 +490,8 @@ class LocalTrainer:
             sums.packed += len(packed.tokens)
             sums.add_terms(found.pop("loss"), found)
             if tape is not None:
+                sums.add_expert_counts(tape.expert_counts())
+            if tape is not None and self.settings.replay_routes:
                 sums.add_routing_flips(tape.flips)
         # no rank leaves a pass that the others wait for
         if told := [fault for found in self.ranks.all_gather_object(faults) for fault in found]:

@@ -16,6 +16,7 @@ class StepMetricSums:
         self.loss, self.packed = 0.0, 0
         self.terms: dict[str, list[Tensor]] = {}
         self.values: dict[str, float] = {}
+        self.expert_counts: list[Tensor] = []  # of each layer, tokens that went to each of its experts [E]
 
     def add_terms(self, loss: Tensor, terms: dict[str, Tensor]) -> None:
         self.loss += float(loss)
@@ -27,6 +28,9 @@ class StepMetricSums:
         for layer, flips in enumerate(flips_L):
             self.terms.setdefault(f"flips_{layer}", []).append(flips.cpu())
 
+    def add_expert_counts(self, counts_LE: list[Tensor]) -> None:
+        self.expert_counts = [a + b for a, b in zip(self.expert_counts, counts_LE)] or counts_LE
+
     def gather_ranks(self, ranks: SingleRank) -> None:
         """All that the ranks have summed."""
         own = {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces}
@@ -36,6 +40,8 @@ class StepMetricSums:
         self.terms = {
             name: [terms[name] for terms in told if name in terms] for name in dict.fromkeys(n for t in told for n in t)
         }
+        counted = ranks.all_gather_object([counts_E.cpu() for counts_E in self.expert_counts])
+        self.expert_counts = [sum(of_layer[1:], of_layer[0]) for of_layer in zip(*filter(None, counted))]
 
     def put(self, name: str, value: float) -> None:
         self.values[name] = max(value, self.values.get(name, value))
@@ -64,6 +70,7 @@ class StepMetricSums:
         if flips:
             out["train/route_flips"] = float(torch.cat(list(flips.values())).mean())
             out |= {f"train/route_{name}": float(values.mean()) for name, values in flips.items()}
+        out |= _expert_load(self.expert_counts)
         if "gap" in terms and terms["gap"].numel():
             gap = terms["gap"].abs()
             out |= {
@@ -74,3 +81,15 @@ class StepMetricSums:
         if "ratio" in terms and terms["ratio"].numel():
             out["train/ratio_max_deviation"] = float((terms["ratio"] - 1).abs().max())
         return out
+
+
+def _expert_load(counts_LE: list[Tensor]) -> dict[str, float]:
+    """How even the load of the experts is: largest by mean, MaxVio + 1 of arXiv:2408.15664."""
+    if not counts_LE:
+        return {}
+    busiest_L = [float(counts_E.max() / counts_E.float().mean()) for counts_E in counts_LE]
+    return {
+        "train/expert_load_imbalance": sum(busiest_L) / len(busiest_L),
+        **{f"train/expert_load_imbalance_{layer}": ratio for layer, ratio in enumerate(busiest_L)},
+        "train/starved_experts": float((torch.cat(counts_LE) == 0).float().mean()),
+    }

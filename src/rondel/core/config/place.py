@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import gcd
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -23,6 +24,11 @@ class MeshConfig(SettingsTable):
     )
     cp: Count = Field(1, description="ranks that share each packed row, for long contexts (context parallel)")
     tp: Count = Field(1, description="ranks that share each matrix (tensor parallel)")
+    ep: Count = Field(
+        1,
+        description="ranks, of the shards · cp of a replica, over which the experts of a mixture lie apart (expert "
+        "parallel); not with tp",
+    )
     sp: bool = Field(True, description="with tp, rows between the parts of a layer lie apart, too (sequence parallel)")
 
     prefetch: Annotated[int, Field(ge=0, le=64)] = Field(
@@ -43,18 +49,22 @@ class MeshConfig(SettingsTable):
         """Over so many processes; 1 stands for as many as the axes need."""
         mine = self.__dict__
         rest = mine["replicas"] * mine["cp"] * mine["tp"]
-        shards = max(1, ranks // rest) if mine["shards"] == "auto" else mine["shards"]
+        least = mine["ep"] // gcd(mine["ep"], mine["cp"])  # shards that ep needs
+        shards = max(least, ranks // rest) if mine["shards"] == "auto" else mine["shards"]
         mesh = Mesh(
             replicas=self.replicas,
             shards=shards,
             cp=self.cp,
             tp=self.tp,
+            ep=self.ep,
             sp=self.sp,
             prefetch=self.prefetch,
             reduce=self.reduce,
             reshard=self.reshard,
         )
         _ = self.shards  # read
+        if mesh.ep > 1 and mesh.tp > 1:
+            raise ValueError(f"mesh = {mesh}: ep together with tp is not supported; leave one of them out")
         if ranks not in (1, mesh.world):
             raise ValueError(
                 f"mesh = {mesh} has {mesh.world} ranks, and ranks = {ranks}: leave one of them out, or let them agree"

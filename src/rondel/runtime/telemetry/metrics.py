@@ -87,6 +87,12 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
         "answers",
         "answers that gave no gradient because the token limit cut them off: algo.mask_truncated",
     ),
+    "train/expert_load_imbalance": (
+        "ratio",
+        "tokens of a layer's busiest expert by the mean of its experts, mean over the layers; 1 is even (MaxVio + 1, "
+        "arXiv:2408.15664)",
+    ),
+    "train/starved_experts": ("share", "experts to which no token of the step went"),
     "train/grad_norm": ("norm", "global norm of the gradient before clipping"),
     "train/loss_scale": (
         "number",
@@ -151,6 +157,7 @@ FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
         "worker: rss, peak, and what it holds",
     ),
     "ledger/": ("groups", "what became of the groups issued so far"),
+    "train/expert_load_imbalance_": ("ratio", "the same of one layer"),
     "train/mismatch_k3_tenth_": ("nats", "the K3 of the first, second, ... tenth of the answers"),
     "train/mismatch_k3_lag_": (
         "nats",

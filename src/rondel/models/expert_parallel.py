@@ -1,0 +1,105 @@
+"""Experts of a mixture over several ranks: each holds E/n of every layer's, and tokens travel to them by all-to-all
+(GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596).
+
+    rank 0   router ─┐ dispatch ┌─ experts 0 ... E/n - 1 ─┐ combine  ┌─ sum of a token's k rows, each by its weight
+    rank 1   router ─┘ [T k, H] └─ experts E/n ... E - 1  ─┘ [T k, H] └─ the same for the tokens of this rank
+
+Routers, shared experts and everything else stay whole on every rank. A replayed route (models/routing_tape.py) is the
+router's, so it is dispatched like any other. No capacity, no dropped token: what an expert gets is what was routed to it.
+
+The gradient of an expert has the tokens of all ranks already, and is summed over the ranks that hold the same one.
+
+T tokens of this rank · k experts of each · S = T k rows that leave · R rows that arrive · H hidden · E experts · n ranks
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rondel.core.errors import ModelError
+from rondel.models.collectives import RankGroup, exchange_rows
+from rondel.models.shard_cut import ShardCut, split_shards
+from rondel.models.tensor_cuts import TensorCuts
+
+
+def routed_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that can be cut, by name: called with hidden states, experts and weights, their tensors joined [E, ...]."""
+    return {name: module for name, module in model.named_modules() if _is_joined(module)}
+
+
+def _is_joined(module: nn.Module) -> bool:
+    count, parameters = getattr(module, "num_experts", 0), [*module.parameters()]
+    return (
+        type(module).__name__.endswith("Experts")
+        and len(inspect.signature(module.forward).parameters) == 3
+        and [*module.parameters(recurse=False)] == parameters != []
+        and all(p.ndim > 1 and len(p) == count for p in parameters)
+    )
+
+
+def cut_experts(model: Any, ranks: RankGroup) -> TensorCuts:
+    """Keep this rank's experts of a whole model, in place.
+
+    Raises ModelError where there are none that can be cut, or ranks do not divide them.
+    """
+    found, kind = TensorCuts(ranks, sequence=False), model.config.model_type
+    mixtures = routed_experts(model)
+    if not mixtures:
+        raise ModelError(
+            f"model type '{kind}' has no experts that ep could lay apart (it has none, or their weights are not joined "
+            "in tensors [experts, ...]): use place.mesh with shards, cp or tp instead of ep"
+        )
+    for name, experts in mixtures.items():
+        count = next(experts.parameters()).shape[0]
+        if count % ranks.size:
+            raise ModelError(
+                f"ep = {ranks.size} does not divide the {count} experts of a layer of model type '{kind}': take an ep "
+                "that does"
+            )
+        cut = ShardCut(0)
+        for own, whole in [*experts.named_parameters(recurse=False)]:
+            with torch.no_grad():
+                part = split_shards(whole.detach(), cut, ranks.size)[ranks.index].clone()
+            setattr(experts, own, nn.Parameter(part, requires_grad=whole.requires_grad))
+            found.cuts[f"{name}.{own}"], found.shapes[f"{name}.{own}"] = cut, whole.shape
+        setattr(experts, "num_experts", count // ranks.size)  # noqa: B010
+        setattr(experts, "forward", functools.partial(_dispatch, experts.forward, ranks, count))  # noqa: B010
+    return found
+
+
+def _dispatch(
+    compute: Callable[..., Tensor], ranks: RankGroup, count: int, hidden: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """The tokens of this rank, each through its k experts wherever they lie: [.., H], [T, k], [T, k] -> [.., H].
+
+    All ranks make this call, those without a token for their experts too. `compute` is the family's own way through
+    the experts of this rank: [R, H], [R, 1] of 0 ... E/n - 1, weights of 1 -> [R, H].
+    """
+    tokens, k = hidden.flatten(0, -2), chosen.shape[-1]
+    expert_S = chosen.flatten()
+    order = expert_S.argsort(stable=True)  # by expert, and with that by rank
+    leave = torch.bincount(expert_S, minlength=count).view(ranks.size, -1)  # [n, E/n]
+    arrive = torch.empty_like(leave)  # [n, E/n], of each rank to each expert here
+    dist.all_to_all_single(arrive, leave, group=ranks.group)
+    sent, got = torch.stack([leave.sum(1), arrive.sum(1)]).tolist()
+    rows = exchange_rows(tokens[order // k], sent, got, ranks)  # [R, H]
+    here = torch.arange(arrive.shape[1], device=rows.device).repeat(ranks.size)
+    expert_R = here.repeat_interleave(arrive.flatten(), output_size=len(rows))
+    out = exchange_rows(_compute_some(compute, rows, expert_R), got, sent, ranks)  # [S, H]
+    out = out[order.argsort()].view(*chosen.shape, -1) * weights[..., None]  # [T, k, H]
+    return out.sum(-2).to(hidden.dtype).view_as(hidden)
+
+
+def _compute_some(compute: Callable[..., Tensor], rows: Tensor, expert_R: Tensor) -> Tensor:
+    """Where nothing arrived, a row of zeros goes through and is left out: every rank has gradients to sum, of zeros."""
+    arrived = len(rows)
+    if not arrived:
+        rows, expert_R = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), expert_R.new_zeros(1)
+    return compute(rows, expert_R[:, None], rows.new_ones(len(rows), 1))[:arrived]

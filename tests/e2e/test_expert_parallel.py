@@ -1,0 +1,185 @@
+"""Experts that lie apart are those of one rank (law 3): the same gradient, with their own routes and with replayed ones
+that starve experts and whole ranks; the same steps, checkpoints and published weights. Over gloo.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from kits.ranks import Rank, apart, meshes
+from kits.train import awkward_groups, batch, row
+from kits.vision import groups_with_images
+from kits.vision import model as looking
+from rondel.core.config.place import PlaceConfig
+from rondel.core.errors import RondelError
+from rondel.core.mesh import Mesh
+
+EP, WIDE = Mesh(shards=2, ep=2), Mesh(shards=4, ep=2)
+SHARED = [Mesh(cp=2, ep=2), Mesh(shards=2, cp=2, ep=4), Mesh(replicas=2, shards=2, ep=2)]
+KINDS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+ROUTES = {  # of a token: its two experts of four, of which a rank holds two or one
+    "skewed": lambda token: (3, 0) if token % 5 == 0 else (0, 1),  # expert 2 has no token
+    "starved": lambda token: (0, 1) if token % 2 else (1, 0),  # ranks behind the first have none
+}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    with meshes(tmp_path_factory.mktemp("ranks")) as of:
+        yield of
+
+
+@pytest.fixture(scope="module")
+def one():
+    """The gradient of one rank, of a family under its own or other routes."""
+    known: dict[tuple[str, str], tuple] = {}
+
+    def of(kind: str, routes: str):
+        if (kind, routes) not in known:
+            algo, alone = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02}), Rank(0)
+            alone.make(kind, algo=algo, replay_routes=routes != "own")
+            b = batch(awkward_groups(), algo)
+            routed(b, alone, routes)
+            known[kind, routes] = algo, b, alone.gradient(copy.deepcopy(b), algo)
+        return known[kind, routes]
+
+    return of
+
+
+def routed(b, rank: Rank, routes: str):
+    """`b` with a record of where its tokens went, in every layer."""
+    for s in b.samples if routes != "own" else ():
+        pairs = torch.tensor([ROUTES[routes](int(token)) for token in s.tokens[:-1]])
+        s.experts = pairs[:, None].repeat(1, rank.trainer.loaded.routers, 1).to(torch.uint8).numpy()
+    return b
+
+
+def same_gradient(every, kind: str, routes: str, algo, b, whole) -> None:
+    every.make(kind, algo=algo, replay_routes=routes != "own")
+    for micro_tokens in (2, 10**6):  # idle micro-batches and rows of fewer tokens than ranks, too
+        for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.parametrize("routes", ["own", *ROUTES])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mesh", [EP, WIDE], ids=str)
+def test_experts_apart_have_the_gradient_of_one_rank(ranks, one, mesh, kind, routes):
+    algo, b, whole = one(kind, routes)
+    assert np.linalg.norm(whole) > 1e-3
+    same_gradient(ranks(mesh), kind, routes, algo, b, whole)
+
+
+@pytest.mark.parametrize("mesh", SHARED, ids=str)
+def test_beside_other_axes_they_have_it_too(ranks, one, mesh):
+    for routes in ("own", "starved"):
+        same_gradient(ranks(mesh), "mixtral", routes, *one("mixtral", routes))
+
+
+def test_a_mixture_that_looks_has_it_too(ranks):
+    algo, alone, every = row("grpo"), Rank(0), ranks(EP)
+    b = batch(groups_with_images(looking("qwen3_vl_moe")), algo)
+    alone.make("qwen3_vl_moe", algo=algo)
+    same_gradient(every, "qwen3_vl_moe", "own", algo, b, alone.gradient(copy.deepcopy(b), algo))
+
+
+@pytest.mark.parametrize("recompute", ["mlp", "layers"])
+def test_what_is_computed_again_is_dispatched_again(ranks, one, recompute):
+    algo, b, whole = one("mixtral", "starved")
+    every = ranks(EP)
+    every.make("mixtral", algo=algo, replay_routes=True, recompute=recompute)
+    for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=40):
+        assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.parametrize("mesh", [EP, WIDE], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
+    """Metrics and masters, clipped; a checkpoint of either resumes on the other; what is published is the same."""
+    algo, alone, every = row("grpo"), Rank(0), ranks(mesh)
+    how = {"lr": 1e-3, "clip": 0.5, "micro_tokens": 40, "start_probe": 8, "replay_routes": dtype == "bfloat16"}
+    near = 2e-4 if dtype == "float32" else 0.1
+    alone.make("mixture", dtype, algo, **how)
+    every.make("mixture", dtype, algo, **how)
+
+    def rollouts(number: int):
+        return routed(batch(awkward_groups(number), algo), alone, "skewed" if how["replay_routes"] else "own")
+
+    for number in range(3):
+        ours, theirs = alone.step(rollouts(number), algo), every.step(rollouts(number), algo)
+        timed = {k for k in ours[1] if k.endswith("_s")} | {"train/packed_tokens", "train/weights_changed"}
+        assert ours[1]["train/grad_norm"] > how["clip"]
+        assert theirs[0][0] and theirs[0][1].keys() == ours[1].keys() >= {"train/expert_load_imbalance"}
+        for name in ours[1].keys() - timed:
+            assert theirs[0][1][name] == pytest.approx(ours[1][name], rel=near, abs=near), name
+            assert all(told[1][name] == theirs[0][1][name] for told in theirs), name
+    for masters in every.masters():
+        assert apart(masters, alone.masters()) <= (1e-5 if dtype == "float32" else 2e-3)
+    every.save(tmp_path / "mesh")
+    alone.load(tmp_path / "mesh")
+    np.testing.assert_array_equal(alone.masters(), every.masters()[0])
+    assert every.published() == [alone.published()] + [None] * (mesh.world - 1)
+    alone.step(rollouts(7), algo)
+    alone.save(tmp_path / "one")
+    every.load(tmp_path / "one")
+    for masters in every.masters():
+        np.testing.assert_array_equal(masters, alone.masters())
+    ours, theirs = alone.step(rollouts(8), algo), every.step(rollouts(8), algo)  # moments, too
+    assert theirs[0][1]["train/grad_norm"] == pytest.approx(ours[1]["train/grad_norm"], rel=near)
+    for masters in every.masters():
+        assert apart(masters, alone.masters()) <= (1e-5 if dtype == "float32" else 2e-3)
+
+
+def test_each_rank_holds_its_share(ranks):
+    alone = Rank(0)
+    alone.make("mixture")
+    whole = alone.resident()["trained"]
+    for mesh, share in ((EP, 0.52), (WIDE, 0.27)):
+        every = ranks(mesh)
+        every.make("mixture")
+        assert max(rank["trained"] for rank in every.resident()) <= share * whole
+
+
+def test_the_load_of_experts_is_counted():
+    """By hand, of replayed routes: what the metric says is the busiest of a layer by its mean."""
+    algo, alone = row("grpo"), Rank(0)
+    alone.make("mixtral", algo=algo, replay_routes=True, share_prompts=False, start_probe=0)
+    b = routed(batch(awkward_groups(), algo), alone, "skewed")
+    went = np.concatenate([s.experts[:, 0].ravel() for s in b.samples])
+    counts = np.bincount(went, minlength=4)
+    metrics = alone.step(b, algo)[1]
+    assert metrics["train/expert_load_imbalance"] == pytest.approx(counts.max() / counts.mean())
+    assert metrics["train/starved_experts"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("llama", "no experts that ep could lay apart"),
+        ("dbrx", "no experts that ep could lay apart"),
+        ("mixture + fresh", "adapter"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(ranks, kind, said):
+    with pytest.raises(RondelError, match=said):
+        ranks(EP).make(kind)
+
+
+def test_ranks_that_do_not_divide_the_experts_are_refused(ranks):
+    with pytest.raises(RondelError, match="ep = 3 does not divide the 4 experts"):
+        ranks(Mesh(shards=3, ep=3)).make("mixtral")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"), [({"ep": 2, "tp": 2}, "ep together with tp"), ({"ep": 3, "shards": 2}, "ep = 3")]
+)
+def test_a_recipe_is_told_which_meshes_there_are(mesh, said):
+    with pytest.raises(ValueError, match=said):
+        PlaceConfig(kind="split", mesh=mesh)
+    assert PlaceConfig(kind="split", mesh={"ep": 4, "cp": 2}).ranks == 4
