@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from kits.families import model as family
 from kits.ranks import Rank, apart, meshes
 from kits.train import awkward_groups, batch, row
 from kits.vision import groups_with_images
@@ -17,6 +18,7 @@ from kits.vision import model as looking
 from rondel.core.config.place import PlaceConfig
 from rondel.core.errors import RondelError
 from rondel.core.mesh import Mesh
+from rondel.models.expert_parallel import _compute_some
 
 EP, WIDE = Mesh(shards=2, ep=2), Mesh(shards=4, ep=2)
 SHARED = [Mesh(cp=2, ep=2), Mesh(shards=2, cp=2, ep=4), Mesh(replicas=2, shards=2, ep=2)]
@@ -101,8 +103,11 @@ def test_what_is_computed_again_is_dispatched_again(ranks, one, recompute):
 @pytest.mark.parametrize("mesh", [EP, WIDE], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
-    """Metrics and masters, clipped; a checkpoint of either resumes on the other; what is published is the same."""
-    algo, alone, every = row("grpo"), Rank(0), ranks(mesh)
+    """Metrics and masters, clipped, with a critic and a reference; a checkpoint of either resumes on the other; what is
+    published is the same.
+    """
+    algo = row("ppo", kl={"coef": 0.05}) if dtype == "float32" else row("grpo")
+    alone, every = Rank(0), ranks(mesh)
     how = {"lr": 1e-3, "clip": 0.5, "micro_tokens": 40, "start_probe": 8, "replay_routes": dtype == "bfloat16"}
     near = 2e-4 if dtype == "float32" else 0.1
     alone.make("mixture", dtype, algo, **how)
@@ -156,6 +161,18 @@ def test_the_load_of_experts_is_counted():
     metrics = alone.step(b, algo)[1]
     assert metrics["train/expert_load_imbalance"] == pytest.approx(counts.max() / counts.mean())
     assert metrics["train/starved_experts"] == 0.25
+
+
+@pytest.mark.parametrize("how", ["eager", "grouped_mm"])
+def test_experts_without_a_token_have_gradients_of_zeros(how):
+    """FSDP sums what has a gradient: on all ranks it must be the same."""
+    experts = copy.deepcopy(family("mixtral").model.model.layers[0].mlp.experts)
+    experts.config._experts_implementation = how
+    none = torch.zeros(0, 64, requires_grad=True)
+    out = _compute_some(experts.requires_grad_().forward, none, torch.zeros(0, dtype=torch.int64))
+    out.sum().backward()
+    assert out.shape == none.grad.shape == none.shape
+    assert all(not p.grad.any() for p in experts.parameters())
 
 
 @pytest.mark.parametrize(
