@@ -54,6 +54,15 @@ def cluster(tmp_path):
     made.close()
 
 
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    """`ranks(Mesh(tp=2))`: trainers in processes of their own, the same processes for every mesh of a session."""
+    from kits.ranks import meshes
+
+    with meshes(tmp_path_factory.mktemp("ranks")) as of:
+        yield of
+
+
 @pytest.fixture
 def theirs(tmp_path, monkeypatch):
     """A folder on the import path with a user's module `theirs`, whose reward runs the answer as code."""

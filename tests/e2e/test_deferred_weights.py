@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from kits.families import model as family
-from kits.ranks import Rank, apart, meet
+from kits.ranks import Rank, apart
 from kits.train import awkward_groups, batch, row
 from rondel.core.mesh import Mesh
 from rondel.models.deferred_weights import DeferredWeights
 from rondel.models.load import load_model
 from rondel.models.save import save_model
-from rondel.runtime.cluster.process import ProcessCluster
 
 pytestmark = pytest.mark.slow
 KINDS = ("llama", "gemma2", "mixtral", "qwen3_5_text", "gpt_oss", "deepseek_v3")
@@ -64,41 +63,30 @@ def test_a_model_that_is_stored_otherwise_is_loaded_whole(stored, tmp_path):
 
 
 @pytest.mark.parametrize("mesh", [Mesh(shards=2), Mesh(shards=2, tp=2), Mesh(shards=2, ep=2)], ids=str)
-def test_ranks_that_read_their_shards_train_as_one_rank(stored, tmp_path, mesh):
+def test_ranks_that_read_their_shards_train_as_one_rank(stored, ranks, mesh):
     """Masters are those of one rank bit for bit, gradients to 1e-6, with a reference and a critic beside the policy."""
-    cluster = ProcessCluster(tmp_path / "logs")
-    every = meet(cluster, mesh)
-    try:
-        for kind, dtype in (("mixtral", "float32"), ("mixtral" if mesh.ep > 1 else "llama", "bfloat16")):
-            algo, alone = row("ppo", kl={"coef": 0.1}), Rank(0)
-            b = batch(awkward_groups(), algo)
-            alone.make(f"from {stored(kind)}", dtype, algo)
-            every.make(f"from {stored(kind)}", dtype, algo)
-            for masters in every.masters():
-                np.testing.assert_array_equal(masters, alone.masters())
-            whole = alone.gradient(copy.deepcopy(b), algo)
-            for got in every.gradient(copy.deepcopy(b), algo):
-                assert apart(got, whole) <= (1e-6 if dtype == "float32" else 0.05)
-    finally:
-        cluster.close()
+    every = ranks(mesh)
+    for kind, dtype in (("mixtral", "float32"), ("mixtral" if mesh.ep > 1 else "llama", "bfloat16")):
+        algo, alone = row("ppo", kl={"coef": 0.1}), Rank(0)
+        b = batch(awkward_groups(), algo)
+        alone.make(f"from {stored(kind)}", dtype, algo)
+        every.make(f"from {stored(kind)}", dtype, algo)
+        for masters in every.masters():
+            np.testing.assert_array_equal(masters, alone.masters())
+        whole = alone.gradient(copy.deepcopy(b), algo)
+        for got in every.gradient(copy.deepcopy(b), algo):
+            assert apart(got, whole) <= (1e-6 if dtype == "float32" else 0.05)
 
 
-def test_a_rank_never_holds_more_than_its_share_and_a_layer(stored, tmp_path):
+def test_a_rank_never_holds_more_than_its_share_and_a_layer(stored, ranks):
     """Bytes of tensors that are alive at once, counted at every operation while a rank loads."""
-    cluster = ProcessCluster(tmp_path / "logs")
-    try:
-        for mesh in (Mesh(shards=2), Mesh(shards=4)):
-            every = meet(cluster, mesh)
-            sizes = every.load_counted(str(stored("llama")))
-            loaded = family("llama")
-            whole = sum(4 * p.numel() for p in loaded.model.parameters())
-            blocks = [sum(4 * p.numel() for p in block.parameters()) for block in loaded.model.model.layers]
-            root = whole - sum(blocks)
-            for held, most in sizes:
-                assert held <= 1.05 * whole / mesh.world
-                assert most <= held + max(*blocks, root)
-    finally:
-        cluster.close()
+    loaded = family("llama")
+    whole = sum(4 * p.numel() for p in loaded.model.parameters())
+    blocks = [sum(4 * p.numel() for p in block.parameters()) for block in loaded.model.model.layers]
+    for mesh in (Mesh(shards=2), Mesh(shards=4)):
+        for held, most in ranks(mesh).load_counted(str(stored("llama"))):
+            assert held <= 1.05 * whole / mesh.world
+            assert most <= held + max(*blocks, whole - sum(blocks))
 
 
 def test_the_reader_names_what_is_missing(stored, tmp_path):

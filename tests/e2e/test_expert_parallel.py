@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kits.families import model as family
-from kits.ranks import Rank, apart, meshes
+from kits.ranks import Rank, apart
 from kits.train import awkward_groups, batch, row
 from kits.vision import groups_with_images
 from kits.vision import model as looking
@@ -29,12 +29,6 @@ ROUTES = {  # of a token: its two experts of four, of which a rank holds two or 
 }
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    with meshes(tmp_path_factory.mktemp("ranks")) as of:
-        yield of
 
 
 @pytest.fixture(scope="module")

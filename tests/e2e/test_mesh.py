@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kits.algos import lively
-from kits.ranks import Rank, apart, meshes
+from kits.ranks import Rank, apart
 from kits.train import awkward_groups, batch, row
 from rondel.algos.table import TABLE
 from rondel.core.errors import RondelError
@@ -37,12 +37,6 @@ CASES = [  # what each axis changes: all of them through tp; through cp who sees
 ROWS = ("grpo", "gspo", "ppo", "dapo", "reinforce_pp")
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    with meshes(tmp_path_factory.mktemp("ranks")) as of:
-        yield of
 
 
 @pytest.fixture(scope="module")

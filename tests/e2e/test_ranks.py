@@ -12,25 +12,21 @@ import pytest
 import torch
 
 from kits.algos import lively
-from kits.ranks import Rank, apart, meet
+from kits.ranks import Rank, apart
 from kits.train import awkward_groups, batch, row
 from kits.vision import groups_with_images
 from kits.vision import model as looking
 from rondel.algos.table import TABLE
 from rondel.core.mesh import Mesh
 from rondel.core.types import Score
-from rondel.runtime.cluster.process import ProcessCluster
 from rondel.train.advantages import compute_advantages
 
 MODELS = ("llama", "tied", "qwen3", "gemma3_text")
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    cluster = ProcessCluster(folder / "logs")
-    yield meet(cluster, Mesh(shards=2))
-    cluster.close()
+@pytest.fixture
+def pair(ranks):
+    return ranks(Mesh(shards=2))
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -76,6 +78,9 @@ class Rank:
         return self.meeting.address
 
     def join(self, address: tuple[str, int], mesh: Mesh) -> None:
+        if dist.is_initialized():  # another mesh before this one
+            self.trainer = None
+            dist.destroy_process_group()
         meeting = self.meeting if self.rank == 0 else Rendezvous.connect_to(address)
         self.ranks = FsdpRank(self.rank, mesh, meeting, patience=60)
 
@@ -203,29 +208,23 @@ class EveryRank:
         return call
 
 
-def meet(cluster: ProcessCluster, mesh: Mesh) -> EveryRank:
-    """All ranks of a mesh, in processes of their own that have found each other."""
-    name = str(mesh)
-    every = EveryRank([cluster.spawn(f"rank-{r} of {name}", Rank, r) for r in range(mesh.world)])
-    every.join(every.ranks[0].now("meet"), mesh)
-    return every
-
-
 @contextmanager
 def meshes(folder: Path) -> Iterator[Callable[[Mesh], EveryRank]]:
-    """All ranks of a mesh, made once."""
-    clusters: list[ProcessCluster] = []
-    made: dict[Mesh, EveryRank] = {}
+    """All ranks of a mesh: processes that are made once, and leave one mesh for the next."""
+    cluster = ProcessCluster(folder)
+    workers: list[Any] = []
+    current: list[tuple[Mesh, EveryRank]] = []
 
     def of(mesh: Mesh) -> EveryRank:
-        if mesh not in made:
-            clusters.append(ProcessCluster(folder / str(len(made))))
-            made[mesh] = meet(clusters[-1], mesh)
-        return made[mesh]
+        if not current or current[0][0] != mesh:
+            workers.extend(cluster.spawn(f"rank-{r}", Rank, r) for r in range(len(workers), mesh.world))
+            every = EveryRank(workers[: mesh.world])
+            every.join(workers[0].now("meet"), mesh)
+            current[:] = [(mesh, every)]
+        return current[0][1]
 
     yield of
-    for cluster in clusters:
-        cluster.close()
+    cluster.close()
 
 
 def apart(a: np.ndarray, b: np.ndarray) -> float:
