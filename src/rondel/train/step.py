@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
     from rondel.train.critic import Critic
     from rondel.train.draft import DraftTrainer
+    from rondel.train.loss_scale import LossScale
 
 
 # functions -> kinds of a time account
@@ -272,8 +273,10 @@ class LocalTrainer:
             note = f"{fault} (update {taken + 1} of {len(moves)}, {taken} were taken)" if taken else str(fault)
             self.bad_steps += 1
             _warn_bad_step(self.step_number + 1, self.whose, note, self.bad_steps, self.settings.max_bad_steps)
-        if overflows:
-            note = self._report_overflows(overflows, len(moves), note)
+        name = f"step {self.step_number + 1}{self.whose}"
+        if overflows and (scale := self.weights.loss_scale) is not None:
+            self.weights.zero_grad()
+            note = _report_overflows(scale, overflows, len(moves), name, note)
         for sample in batch.samples:
             sample.hidden.clear()
         sums.gather_ranks(self.ranks)
@@ -296,7 +299,7 @@ class LocalTrainer:
             critic.steps += 1
         if stepped:
             metrics |= self.coefs.update_coefs(batch, algo, main) | self.alarm.check_step(
-                _drawn_samples(batch, algo), self.version, f"step {self.step_number + 1}{self.whose}"
+                _drawn_samples(batch, algo), self.version, name
             )
         if self.start is not None and stepped and settings.start_probe:
             with _timed_phase(seconds, "annotate"):
@@ -309,16 +312,6 @@ class LocalTrainer:
         self.step_number += 1
         self.version += 1
         return StepStats(stepped, metrics, note)
-
-    def _report_overflows(self, overflows: int, updates: int, note: str) -> str:
-        """Updates that float16 did not hold. -> the note of a step in which none was taken, else `note`."""
-        assert self.weights.loss_scale is not None
-        self.weights.zero_grad()
-        told = f"{overflows} of {updates} updates had a gradient beyond float16; the loss scale is {self.weights.loss_scale.value:g}"
-        if overflows == updates:
-            return f"overflow: {told}"
-        emit(Warned(f"step {self.step_number + 1}{self.whose}: {told}"))
-        return note
 
     def _skip_step(self) -> StepStats:
         """A step in which there was nothing of this policy: its weights stay, its version and its schedule go on."""
@@ -449,16 +442,13 @@ class LocalTrainer:
         ):
             self.ranks.begin_micro_batch(self.loaded.model, last=last and is_last)
             tape = notes.expert_tape(self.loaded, packed, replay=self.settings.replay_routes)
+            how: dict[str, Any] = {"temperature": self.settings.temperature, "tape": tape}
             full_kl: Tensor | None = None
             if "teacher_hidden" in algo.needs:
                 taught = self.teachers.teacher_distribution(batch, packed, self.settings.temperature)
-                logprobs, entropy, full_kl = notes.forward_taught(
-                    self.loaded, packed, taught, temperature=self.settings.temperature, tape=tape
-                )
+                logprobs, entropy, full_kl = notes.forward_taught(self.loaded, packed, taught, **how)
             else:
-                logprobs, entropy = notes.forward(
-                    self.loaded, packed, temperature=self.settings.temperature, tape=tape, drawn=True
-                )
+                logprobs, entropy = notes.forward(self.loaded, packed, drawn=True, **how)
             known = _visible_tokens(batch.tokens(packed.samples, device), algo, decides=proximal_noted)
             tokens = known.with_fields(
                 sample=packed.sample,
@@ -497,6 +487,15 @@ class LocalTrainer:
         if told := [fault for found in self.ranks.all_gather_object(faults) for fault in found]:
             raise NotFinite(told[0])
         self.ranks.exchange_tokens(batch, done, "trained")
+
+
+def _report_overflows(scale: LossScale, overflows: int, updates: int, step: str, note: str) -> str:
+    """Updates that float16 did not hold. -> the note of a step in which none was taken, else `note`."""
+    told = f"{overflows} of {updates} updates had a gradient beyond float16; the loss scale is {scale.value:g}"
+    if overflows == updates:
+        return f"overflow: {told}"
+    emit(Warned(f"{step}: {told}"))
+    return note
 
 
 def _measure_kl_to_start(start: LoadedModel, probe: TrainBatch, **how: Any) -> dict[str, float]:
