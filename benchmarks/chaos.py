@@ -43,6 +43,10 @@ SMALL = {
     "trainer.schedule": "constant", "run.checkpoint.every": 3, "run.sinks": [], "task.eval.every": 0,
 }  # fmt: skip
 STALE = {"loop.max_staleness": 1, "algo.correction": {"kind": "importance"}, "engine.sampling": {"max_tokens": 16}}
+MIXTURE = {
+    "random": "mixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 64,
+}  # fmt: skip
 APART = {"place.kind": "split", "place.patience": PATIENCE}
 MODES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "shared, synchronous": ({}, ["reward", "controller"]),
@@ -63,6 +67,12 @@ MODES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "two engines, stale, hold": ({**APART, **STALE, "place.engines": 2}, ["engine-0", "engine-1", "controller"]),
     "two engines, synchronous": ({**APART, "place.engines": 2}, ["engine-0", "engine-1"]),
     "two ranks, synchronous": ({**APART, "place.ranks": 2}, ["trainer-0", "trainer-1", "engine-0", "controller"]),
+    "a mesh of tp": ({**APART, "place.mesh": {"tp": 2}}, ["trainer-0", "trainer-1"]),
+    "a mesh of cp": ({**APART, "place.mesh": {"cp": 2}}, ["trainer-0", "trainer-1"]),
+    "a mesh of ep": (
+        {**APART, "place.mesh": {"ep": 2}, "model.path": MIXTURE, "trainer.routing_replay": True},
+        ["trainer-0", "trainer-1"],
+    ),
     "ray, synchronous": ({**APART, "place.cluster": "ray"}, ["engine-0", "trainer-0", "reward", "controller"]),
     "ray, stale, hold": (
         {**APART, **STALE, "loop.max_staleness": 2, "place.cluster": "ray"},

@@ -170,9 +170,11 @@ def test_a_stopped_engine_is_named_and_replaced(tmp_path):
     )
 
 
-@pytest.mark.parametrize(("kind", "n"), [("rollout", 22), ("taken", 5)])
-def test_a_killed_rank_goes_on_from_the_last_checkpoint(tmp_path, kind, n):
-    struck(tmp_path, Strike("trainer-1", kind, n), place__ranks=2)
+@pytest.mark.parametrize(
+    ("kind", "n", "place"), [("rollout", 22, {"place__ranks": 2}), ("taken", 5, {"place__mesh": {"tp": 2}})]
+)
+def test_a_killed_rank_goes_on_from_the_last_checkpoint(tmp_path, kind, n, place):
+    struck(tmp_path, Strike("trainer-1", kind, n), **place)
     assert [e["step"] for e in events(tmp_path, "StepDone")] == list(range(1, 9))
     assert any("trainer-1" in e["message"] and "last checkpoint" in e["message"] for e in events(tmp_path, "Warned"))
 

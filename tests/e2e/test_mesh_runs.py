@@ -9,7 +9,17 @@ from kits.runs import final, run, run_and_die
 
 pytestmark = pytest.mark.slow
 STEPS = {"loop__warmup__steps": 3, "loop__steps": 2, "run__checkpoint__every": 2, "place__kind": "split"}
-MESHES = {"tp": {"tp": 2}, "cp": {"cp": 2}}
+MESHES = {"tp": {"tp": 2}, "cp": {"cp": 2}, "ep": {"ep": 2}}
+MIXTURE = {
+    "random": "mixtral",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "max_position_embeddings": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +30,16 @@ def ended(tmp_path_factory):
     def of(name: str):
         if name not in made:
             made[name] = tmp_path_factory.mktemp(name)
-            run(made[name], **STEPS, **({"place__mesh": MESHES[name]} if name in MESHES else {}))
+            run(made[name], **settings(name))
         return made[name]
 
     return of
+
+
+def settings(name: str) -> dict:
+    """ "ep", or "one rank for ep": of the model that the mesh is for."""
+    mesh = {"place__mesh": MESHES[name]} if name in MESHES else {}
+    return STEPS | mesh | ({"model__path": MIXTURE} if name.endswith("ep") else {})
 
 
 def apart(a: dict, b: dict) -> float:
@@ -35,14 +51,14 @@ def apart(a: dict, b: dict) -> float:
 
 @pytest.mark.parametrize("name", MESHES)
 def test_five_steps_on_a_mesh_end_where_one_rank_ends(ended, name):
-    assert apart(final(ended(name)), final(ended("one"))) <= 1e-5
+    one = "one rank for ep" if name == "ep" else "one"
+    assert apart(final(ended(name)), final(ended(one))) <= 1e-5
 
 
 @pytest.mark.parametrize("name", MESHES)
 def test_a_killed_run_on_a_mesh_ends_with_the_same_bits(ended, tmp_path, name):
-    how = STEPS | {"place__mesh": MESHES[name]}
-    assert run_and_die(tmp_path, ("StepDone", 3), **how) == -9
-    run(tmp_path, **how)
+    assert run_and_die(tmp_path, ("StepDone", 3), **settings(name)) == -9
+    run(tmp_path, **settings(name))
     mine, whole = final(tmp_path), final(ended(name))
     assert mine.keys() == whole.keys() and all(torch.equal(mine[n], whole[n]) for n in whole)
 
