@@ -308,7 +308,7 @@ def _check_cut(held: LoadedModel, probe: list[int], expected: list[float], mesh:
         remedy += ", or try sp = false"
     try:
         gap = statistics.fmean(abs(a - b) for a, b in zip(logprobs_of(held, probe), expected))
-    except (RuntimeError, ValueError, IndexError) as error:
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
         if _is_timeout(error):
             raise
         raise ModelError(f"{name} it does not run ({type(error).__name__}: {error}): {remedy}") from error
