@@ -24,6 +24,7 @@ LAYERS = (
     {"models", "generate", "score", "filter", "train", "sync", "runtime", "buffer"},
     {"loop", "driver", "checks", "simulate", "assemble"},
     {"cli", "dashboard"},
+    {"__main__"},
 )
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 SIDEWAYS = {("generate.engine", "models"), ("train", "models")}  # all exceptions

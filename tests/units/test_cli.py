@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -417,3 +418,10 @@ def test_no_message_speaks_of_a_law_by_its_number():
         )
         found += [f"{path.name}:{node.lineno}" for node in texts if re.search(r"\blaws? \d", node.value)]
     assert found == []
+
+
+def test_python_m_rondel_is_rondel(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["rondel", "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("rondel", run_name="__main__")
+    assert not end.value.code and "rondel doctor" in capsys.readouterr().out
