@@ -17,6 +17,7 @@ COLLECTIVES = (
     "reduce_scatter_tensor",
     "reduce_scatter_single",
     "all_reduce",
+    "all_to_all_single",
     "broadcast",
     "reduce",
 )
@@ -129,6 +130,11 @@ def counted_collectives() -> Iterator[dict[str, int]]:
     def counting(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **how: Any) -> Any:
             group, bytes_ = group_of(args, how), larger(args, how)
+            if name == "all_to_all_single" and len(args) > 2:  # received, rows of each rank
+                rows, got = args[0], args[2]
+                bytes_ = rows[:1].nbytes * (sum(got) - got[dist.get_rank(group)]) if len(rows) else 0
+                moved[name] = moved.get(name, 0) + bytes_
+                return own(*args, **how)
             if name in ("broadcast", "reduce"):
                 share = float(dist.get_rank(group) != max(how.get("group_src", -1), how.get("group_dst", -1)))
             else:

@@ -49,6 +49,8 @@ MESHES = [
     "shards=2,cp=2",
     "cp=2,tp=2",
     "tp=4",
+    "shards=2,ep=2",
+    "shards=4,ep=2",
 ]
 ROWS = ["grpo", "gspo", "ppo", "dapo", "reinforce_pp"]
 
@@ -128,6 +130,8 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
             ranks = [cluster.spawn(f"rank-{r}", RankTrainer, r) for r in range(mesh.world)]
             every("join", ranks[0].now("meet"), mesh)
             for (family, name), (algo, batch, whole, held, split) in alone.items():
+                if mesh.ep > 1 and "num_experts" not in MODELS[family]:
+                    continue  # a dense model has nothing that could lie apart
                 every("make", _spec(family), algo)
                 differences, moved, tokens = [], dict.fromkeys((60, 10**6), 0.0), 0
                 for micro_tokens in (60, 10**6):
