@@ -290,7 +290,7 @@ def policy_of(job: Job, device: str, *, deferred: bool = False) -> LoadedModel:
         dtype=job.model.dtype,
         device=device,
         four_bits=wanted.kind == "qlora",
-        deferred=deferred and wanted.kind == "off" and job.engine.numerics != "aligned",
+        deferred=deferred and wanted.kind == "off" and job.engine.numerics != "aligned" and job.sync.probe,
     )
     loaded.sight = sight_within(job, loaded.sight, loaded.name)
     if loaded.sight is not None and job.model.vision.tower == "frozen":
