@@ -54,9 +54,9 @@ def cluster(tmp_path):
     made.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """`ranks(Mesh(tp=2))`: trainers in processes of their own, the same processes for every mesh of a session."""
+    """`ranks(Mesh(tp=2))`: trainers in processes of their own, the same processes for every mesh of a module."""
     from kits.ranks import meshes
 
     with meshes(tmp_path_factory.mktemp("ranks")) as of:

@@ -360,7 +360,7 @@ CASES: dict[str, tuple[Words, str]] = {
     "a message whose role is a number": (data('{"messages": [{"role": 5, "content": "1"}], "answer": "1"}\n'), "with role and content"),
     "a message without content": (data('{"messages": [{"role": "user", "content": null}], "answer": "1"}\n'), "with role and content"),
     "a message of a number": (data('{"messages": [{"role": "user", "content": [5]}], "answer": "1"}\n'), "with role and content"),
-    "a message of a part without a type": (data('{"messages": [{"role": "user", "content": [{"x": 5}]}], "answer": "1"}\n'), "Use 'text' and 'image'"),
+    "a message of a part without a type": (data('{"messages": [{"role": "user", "content": [{"x": 5}]}], "answer": "1"}\n'), "Use 'text', 'image' and 'video'"),
     "an image that is not there": (data('{"messages": [{"role": "user", "content": [{"type": "image", "image": "/nowhere.png"}]}], "answer": "1"}\n'), "tasks.jsonl:1: no image at /nowhere.png"),
     "an image that is a number": (data('{"prompt": "x", "pic": 5, "answer": "1"}\n', ", image = 'pic'"), "tasks.jsonl:1: an image of type int"),
     "an image that is no image": (data('{"prompt": "x", "pic": "data:image/png;base64,AAAA", "answer": "1"}\n', ", image = 'pic'"), "tasks.jsonl:1: an image that cannot be read"),

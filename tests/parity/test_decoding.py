@@ -102,7 +102,7 @@ def answers(loaded, share: float, monkeypatch) -> tuple[list[list[int]], list[fl
 
     async def go():
         requests = [
-            Request(tokens=p, sampling=Sampling(max_tokens=3 + 2 * s, ignore_eos=True), key=str(100 * i + s))
+            Request(tokens=p, sampling=Sampling(max_tokens=3 + 2 * s, ignore_eos=True), key=100 * i + s)
             for i, p in enumerate(prompts)
             for s in range(4)
         ]

@@ -33,16 +33,22 @@ def forward(
     from, which top-k and top-p may have cut, or of whole ones.
     """
 
-    own = own_share(packed, loaded.context, kept=drawn)
+    own = packed if loaded.context is None else own_share(packed, loaded.context)
 
     def compute_logprobs(head: LMHead) -> tuple[Tensor, Tensor]:
         hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, tape, packed.encode_images(loaded))
         return logprob_and_entropy(
-            hidden.index_select(0, own.source), own.target, head, temperature=temperature, kept=own.kept
+            hidden.index_select(0, own.source),
+            own.target,
+            head,
+            temperature=temperature,
+            kept=own.kept if drawn else None,
         )
 
     logprobs, entropy = loaded.run_with_head(compute_logprobs)
-    return own.join(logprobs), own.join(entropy)
+    if tape is not None and tape.routes is not None and not isinstance(own, PackedBatch):
+        tape.flips = [own.join_rows(flips_t) for flips_t in tape.flips]
+    return own.join_targets(logprobs), own.join_targets(entropy)
 
 
 def forward_taught(

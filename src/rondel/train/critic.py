@@ -72,7 +72,7 @@ class Critic:
     def predict_values(self, packed: PackedBatch) -> Tensor:
         """V of the states in which the trainable tokens of one micro-batch are chosen.  -> [M] in fp32."""
 
-        own = own_share(packed, self.loaded.context)
+        own = packed if self.loaded.context is None else own_share(packed, self.loaded.context)
 
         def compute_values(head: LMHead) -> Tensor:
             hidden = self.loaded.hidden_states(
@@ -80,7 +80,7 @@ class Critic:
             )
             return self.loaded.model.get_output_embeddings()(hidden.index_select(0, own.source).float())[:, 0]
 
-        return own.join(self.loaded.run_with_head(compute_values))
+        return own.join_targets(self.loaded.run_with_head(compute_values))
 
     @torch.no_grad()
     def annotate_values(self, batch: TrainBatch, settings: TrainSettings) -> None:

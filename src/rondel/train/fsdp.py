@@ -12,7 +12,6 @@ adapter  fp32, whole on every rank: 1-2 % of the numbers. The base under it lies
 from __future__ import annotations
 
 import datetime
-import functools
 import os
 import statistics
 import traceback
@@ -26,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
@@ -87,29 +86,24 @@ class FsdpRank(SingleRank):
                     os.environ.setdefault(f"{library}_SOCKET_IFNAME", sockets.loopback_interface())
             backend, wait = "gloo" if device == "cpu" else "nccl", datetime.timedelta(seconds=patience)
             dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=mesh.world, timeout=wait)
-        make = functools.partial(init_device_mesh, device.partition(":")[0])
+        kind, both = device.partition(":")[0], ("replicas", "shards") if mesh.replicas > 1 else ("shards",)
         sharing = mesh.shards * mesh.cp  # who has different shards: of other samples, or of other parts of a row
-        whole = make((mesh.pp, mesh.replicas, sharing, mesh.tp), mesh_dim_names=("pp", "replicas", "shards", "tp"))
-        self.fsdp_mesh = whole["replicas", "shards"] if mesh.replicas > 1 else whole["shards"]
+        whole = _arrange(kind, both, replicas=mesh.replicas, shards=sharing, tp=mesh.tp)
+        self.fsdp_mesh = whole[both]
         self.shard_group = whole["shards"].get_group()
-        self.sum_group: Any = dist.group.WORLD
-        self.data_group: Any = dist.group.WORLD
+        self.everyone: Any = dist.group.WORLD
+        self.data_group: Any = self.everyone
         self.tensor = RankGroup.of(whole["tp"].get_group()) if mesh.tp > 1 else None
-        self.context = None
+        self.context = self.experts = None
         if mesh.tp * mesh.cp > 1:
-            sizes, axes = (mesh.pp, mesh.data, mesh.cp, mesh.tp), ("pp", "data", "cp", "tp")
-            apart = make(sizes, mesh_dim_names=axes)
+            apart = _arrange(kind, ("data",), data=mesh.data, cp=mesh.cp, tp=mesh.tp)
             self.data_group = apart["data"].get_group()
             self.context = RankGroup.of(apart["cp"].get_group()) if mesh.cp > 1 else None
-            summed = make((mesh.pp, mesh.data * mesh.cp, mesh.tp), mesh_dim_names=("pp", "summed", "tp"))
-            self.sum_group = summed["summed"].get_group()
-        self.experts = None
         if mesh.ep > 1:
             assert mesh.tp == 1, mesh
-            axes = ("pp", "replicas", "shards", "ep")
-            apart = make((mesh.pp, mesh.replicas, sharing // mesh.ep, mesh.ep), mesh_dim_names=axes)
+            apart = _arrange(kind, both, replicas=mesh.replicas, shards=sharing // mesh.ep, ep=mesh.ep)
             # who holds the same experts: their gradients have the tokens of all others already
-            self.expert_mesh = apart["replicas", "shards"] if mesh.replicas > 1 else apart["shards"]
+            self.expert_mesh = apart[both]
             self.experts = RankGroup.of(apart["ep"].get_group())
 
     def shard_model(self, loaded: LoadedModel) -> LoadedModel:
@@ -252,7 +246,7 @@ class FsdpRank(SingleRank):
             return ShardedWeights(
                 model, self.shard_group, self._cuts.get(model), experts=self._expert_cuts.get(model), **how
             )
-        return ReplicatedWeights(model, self.sum_group, **how)
+        return ReplicatedWeights(model, self.everyone, **how)
 
     def full_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         dtype, cuts = computes_in(model), (self._cuts.get(model), self._expert_cuts.get(model))
@@ -317,6 +311,14 @@ def _check_cut(held: LoadedModel, probe: list[int], expected: list[float], mesh:
         raise ModelError(
             f"{name} its logprobs differ by {gap:.3g} from those of the whole model (limit {PARITY[held.dtype]}): {remedy}"
         )
+
+
+def _arrange(device: str, always: tuple[str, ...], **sizes: int) -> DeviceMesh:
+    """A mesh of the axes that have more than one rank, and of those that are `always` asked for: each is a group, which
+    opens ports.
+    """
+    axes = {name: n for name, n in sizes.items() if n > 1 or name in always}
+    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def _prefetch(blocks: list[Any], ahead: int) -> None:

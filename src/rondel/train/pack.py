@@ -239,6 +239,10 @@ class PackedBatch:
     looks: ImageLookups | None = None
     idle: bool = False  # another rank computes it: only the pass counts
 
+    def join_targets(self, values_M: Tensor) -> Tensor:
+        """What was computed of the targets here -> of all: they are all here (row_share.py: not where ranks share a row)."""
+        return values_M
+
     def encode_images(self, loaded: LoadedModel) -> VisionFeatures | None:
         """What this model sees there."""
         return (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rondel.core.errors import TrainError
-from rondel.models.collectives import gather_rows
+from rondel.models.collectives import RankGroup, gather_rows
 
 if TYPE_CHECKING:
     from rondel.models.context_parallel import ContextRanks
@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
-    """`tokens`, `positions` [t] of the run, `source` [m] in it, `target` [m]; without a `shared` row all of them."""
+    """`tokens`, `positions` [t] of the run, `source` [m] in it, `target` [m]: what a PackedBatch has of the whole row.
+
+    lengths  tokens of each rank's run
+    counts   how many targets each rank has
+    place    [M] where a target lies among those of all ranks, one rank's behind the other's
+    """
 
     tokens: Tensor
     positions: Tensor
@@ -33,34 +38,22 @@ class RowShare:
     target: Tensor
     layout: PackedLayout
     kept: SupportMask | None
-    shared: SharedRow | None = None
-
-    def join(self, values_m: Tensor) -> Tensor:
-        """Of the own targets -> of all [M], on every rank; the gradient of its own goes back to each."""
-        if self.shared is None:
-            return values_m
-        gathered = gather_rows(values_m, self.shared.targets, self.shared.context.ranks, summed=False)
-        return gathered.index_select(0, self.shared.place)
-
-
-@dataclass(frozen=True, slots=True)
-class SharedRow:
-    """lengths  tokens of each rank's run
-    targets  how many targets each rank has
-    place    [M] where a target lies among those of all ranks, one rank's behind the other's
-    """
-
-    context: ContextRanks
+    ranks: RankGroup
     lengths: list[int]
-    targets: list[int]
+    counts: list[int]
     place: Tensor
 
+    def join_targets(self, values_m: Tensor) -> Tensor:
+        """Of the own targets -> of all [M], on every rank; the gradient of its own goes back to each."""
+        return gather_rows(values_m, self.counts, self.ranks, summed=False).index_select(0, self.place)
 
-def own_share(packed: PackedBatch, context: ContextRanks | None, *, kept: bool = False) -> RowShare:
-    """This rank's run of a micro-batch. `kept`: of its targets' distributions, too, what their draws kept."""
-    mask = packed.kept if kept else None
-    if context is None:
-        return RowShare(packed.tokens, packed.positions, packed.source, packed.target, packed.layout, mask)
+    def join_rows(self, values_t: Tensor) -> Tensor:
+        """Of the tokens of the run -> of the whole row [T]."""
+        return values_t if 0 in self.lengths else gather_rows(values_t, self.lengths, self.ranks, summed=False)
+
+
+def own_share(packed: PackedBatch, context: ContextRanks) -> RowShare:
+    """This rank's run of a micro-batch."""
     if packed.looks is not None:
         raise TrainError(
             "a row with images cannot be shared by several ranks yet: use place.mesh without cp for a model that looks"
@@ -78,15 +71,17 @@ def own_share(packed: PackedBatch, context: ContextRanks | None, *, kept: bool =
         rows = slice(first, first + lengths[index])
         layout = context.own_layout(segments, lengths, packed.tokens.device)
     mine = (owner == index).nonzero()[:, 0]
-    shared = SharedRow(context, lengths, owner.bincount(minlength=len(lengths)).tolist(), order.argsort())
     return RowShare(
         packed.tokens[rows],
         packed.positions[..., rows],
         packed.source[mine] - first,
         packed.target[mine],
         layout,
-        None if mask is None else mask.of_tokens(mine),
-        shared,
+        None if packed.kept is None else packed.kept.of_tokens(mine),
+        context.ranks,
+        lengths,
+        owner.bincount(minlength=len(lengths)).tolist(),
+        order.argsort(),
     )
 
 
