@@ -8,11 +8,10 @@ import copy
 
 import numpy as np
 import pytest
-import torch
 
 from kits.algos import lively
-from kits.ranks import Rank, apart
-from kits.train import awkward_groups, batch, row
+from kits.ranks import Rank, apart, end_alike
+from kits.train import awkward_groups, batch, make_stale, row
 from rondel.algos.table import TABLE
 from rondel.core.errors import RondelError
 from rondel.core.mesh import Mesh
@@ -109,11 +108,7 @@ def test_every_kind_of_row_has_it(ranks, name):
     alone.make("llama", algo=algo)
     alone.trainer._annotate(b, algo.needs | {"proximal_logprobs"})
     compute_advantages(b, algo)
-    for s in b.samples:
-        own = s.known.proximal.numpy()
-        s.known.behavior = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
-        s.known.proximal = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
-        s.guided = bool(rng.integers(2))
+    make_stale(b, rng)
     whole = alone.gradient(copy.deepcopy(b), algo, noted=True)
     for every in (ranks(TP), ranks(CP)):
         every.make("llama", algo=algo)
@@ -128,28 +123,9 @@ def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
     algo = row("ppo", kl={"coef": 0.05}) if dtype == "float32" else row("grpo")
     alone, every = Rank(0), ranks(mesh)
     how = {"lr": 1e-3, "micro_tokens": 40, "updates_per_step": 2, "start_probe": 8}
-    near = 2e-4 if dtype == "float32" else 0.1
     alone.make("tied", dtype, algo, **how)
     every.make("tied", dtype, algo, **how)
-    for number in range(3):
-        ours = alone.step(batch(awkward_groups(number), algo), algo)
-        theirs = every.step(batch(awkward_groups(number), algo), algo)
-        timed = {k for k in ours[1] if k.endswith("_s")} | {"train/packed_tokens", "train/weights_changed"}
-        assert theirs[0][0] and theirs[0][1].keys() == ours[1].keys()
-        for name in ours[1].keys() - timed:
-            assert theirs[0][1][name] == pytest.approx(ours[1][name], rel=near, abs=near), name
-            assert all(told[1][name] == theirs[0][1][name] for told in theirs), name
-    for masters in every.masters():
-        assert apart(masters, alone.masters()) <= (1e-5 if dtype == "float32" else 2e-3)
-    every.save(tmp_path / "mesh")
-    alone.load(tmp_path / "mesh")
-    np.testing.assert_array_equal(alone.masters(), every.masters()[0])
-    assert every.published() == [alone.published()] + [None] * (mesh.world - 1)
-    alone.step(batch(awkward_groups(7), algo), algo)
-    alone.save(tmp_path / "one")
-    every.load(tmp_path / "one")
-    for masters in every.masters():
-        np.testing.assert_array_equal(masters, alone.masters())
+    end_alike(alone, every, algo, lambda n: batch(awkward_groups(n), algo), tmp_path, exact=dtype == "float32")
 
 
 def test_each_rank_holds_its_share(ranks):

@@ -13,7 +13,7 @@ import torch
 
 from kits.algos import lively
 from kits.ranks import Rank, apart
-from kits.train import awkward_groups, batch, row
+from kits.train import awkward_groups, batch, make_stale, row
 from kits.vision import groups_with_images
 from kits.vision import model as looking
 from rondel.algos.table import TABLE
@@ -75,11 +75,7 @@ def test_every_row_has_the_same_gradient_on_two_ranks(pair, name):
     alone.make("llama", algo=algo, teacher=True)
     alone.trainer._annotate(b, algo.needs | {"proximal_logprobs"})
     compute_advantages(b, algo)
-    for s in b.samples:
-        own = s.known.proximal.numpy()
-        s.known.behavior = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
-        s.known.proximal = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
-        s.guided = bool(rng.integers(2))
+    make_stale(b, rng)
     pair.make("llama", algo=algo, teacher=True)
     whole = alone.gradient(copy.deepcopy(b), algo, noted=True)
     assert np.linalg.norm(whole) > 1e-3

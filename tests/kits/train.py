@@ -217,6 +217,15 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+def make_stale(b: TrainBatch, rng: np.random.Generator) -> None:
+    """Proximal and behavior elsewhere than the policy that was noted, and some samples demonstrations."""
+    for s in b.samples:
+        own = s.known.proximal.numpy()
+        s.known.behavior = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
+        s.known.proximal = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
+        s.guided = bool(rng.integers(2))
+
+
 def shuffled(b: TrainBatch, seed: int, *, whole_groups: bool) -> TrainBatch:
     rng, samples = random.Random(seed), list(b.samples)
     if not whole_groups:

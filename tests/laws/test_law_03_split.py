@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from kits.algos import AGGREGATES, Ragged, lively, relative_difference, rows
-from kits.train import apart, awkward_groups, batch, gradient, model, row, shuffled, step, trainer
+from kits.train import apart, awkward_groups, batch, gradient, make_stale, model, row, shuffled, step, trainer
 from rondel.algos import aggregate, correction, table
 from rondel.algos.component import Component
 from rondel.algos.table import TABLE
@@ -122,11 +122,7 @@ def test_every_row_is_the_same_for_any_split_of_a_stale_batch(name):
         s.baseline = 0.1 * s.group  # of the greedy answer beside the group
     t._annotate(b, algo.needs | {"proximal_logprobs"})
     compute_advantages(b, algo)
-    for s in b.samples:
-        own = s.known.proximal.numpy()
-        s.known.behavior = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
-        s.known.proximal = torch.as_tensor(own + rng.normal(0, 0.2, len(own)).astype(np.float32))
-        s.guided = bool(rng.integers(2))
+    make_stale(b, rng)
     whole = gradient(t, b, algo, noted=True)
     assert whole.norm() > 1e-3
     for micro_tokens, share in ((1, True), (20, False), (40, True)):

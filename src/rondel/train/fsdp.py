@@ -74,6 +74,8 @@ class FsdpRank(SingleRank):
     def __init__(
         self, rank: int, mesh: Mesh, meeting: Rendezvous | None, *, device: str = "cpu", patience: float = 600.0
     ) -> None:
+        if mesh.pp > 1:
+            raise ConfigError(f"place.mesh = {mesh}: there is no pipeline parallel yet. Use shards, tp or cp instead")
         self.rank, self.size, self.patience, self.mesh = rank, mesh.world, patience, mesh
         self.data_rank, self.data_size = mesh.data_index(rank), mesh.data
         self._cuts: WeakKeyDictionary[nn.Module, TensorCuts] = WeakKeyDictionary()
