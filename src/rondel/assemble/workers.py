@@ -32,6 +32,7 @@ from rondel.models.aligned_numerics import align_numerics
 from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.rendezvous import Rendezvous
 from rondel.models.vocabulary import same_words
 from rondel.planner import resolve as planner
 from rondel.runtime.cluster import torchrun
@@ -42,7 +43,7 @@ from rondel.sync.from_tensor import FromTensor
 from rondel.train.checkpoint import bytes_needed
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
-from rondel.train.fsdp import FsdpRank, Rendezvous
+from rondel.train.fsdp import FsdpRank
 from rondel.train.mismatch import bound_of
 from rondel.train.pack import TrainBatch
 from rondel.train.parallel import ALONE, SingleRank
@@ -507,7 +508,7 @@ def pages_of(
         torch.cuda.mem_get_info(loaded.device) if loaded.device.type == "cuda" else (planner.free_memory(), 0)
     )
     if own:
-        vocab, hidden = loaded.head.weight.shape
+        vocab, hidden = loaded.vocabulary, loaded.head.weight.shape[1]
         version = sum(t.nbytes for _, t in names.named_weights(loaded.model)) if staged else 0
         reserve = planner.engine_reserve(
             memory=memory,

@@ -89,7 +89,7 @@ class ModelRunner:
                 [first + i for live, first in part for i in range(1 + len(live.guess))], device=self.device
             )
             out += self._sample_tokens(
-                [live for live, _ in part], self.loaded.head.logits(hidden.index_select(0, rows))
+                [live for live, _ in part], self.loaded.logits(hidden, rows)
             )
         return out
 
@@ -170,9 +170,9 @@ class ModelRunner:
         hidden = self._forward_pass(ids, at, layout, [(0, n, gaze)])
         out = [0.0]
         for first in range(0, n - 1, ROWS):
-            rows = slice(first, min(first + ROWS, n - 1))
-            logprobs = self.loaded.head.logits(hidden[rows]).log_softmax(-1)
-            out += logprobs.gather(1, ids[rows.start + 1 : rows.stop + 1, None])[:, 0].tolist()
+            rows = where[first : min(first + ROWS, n - 1)]
+            logprobs = self.loaded.logits(hidden, rows).log_softmax(-1)
+            out += logprobs.gather(1, ids[rows + 1][:, None])[:, 0].tolist()
         return out
 
     def _forward_step(self, plan: StepPlan) -> tuple[Tensor, list[tuple[SequenceState, int]]]:
