@@ -5,30 +5,32 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from kits.engine import engine, tiny
-from kits.families import FAMILIES
+from kits.engine import SIZE, engine, tiny
 from kits.families import model as family
 from rondel.assemble.engine_ranks import EngineRanks, RankSettings
 from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.runtime.devices import Device
+from rondel.sync.from_disk import FromDisk
+from rondel.sync.from_ipc import FromIpc
+
+
+KINDS = {  # beside the families of kits.families
+    "one_key": SIZE | {"num_key_value_heads": 1},
+    "untied": SIZE | {"tie_word_embeddings": False, "vocab_size": 53},  # which two ranks cannot share evenly
+    "three_heads": SIZE | {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48},
+}
 
 
 def whole(kind: str, *, deferred: bool = False) -> LoadedModel:
-    """A family of kits.families, or a tiny llama; every process makes the same one."""
-    return copy.deepcopy(family(kind)) if kind in FAMILIES else tiny(kind)
-
-
-class _Load:
-    """What both ranks load."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def __call__(self, *, deferred: bool = False) -> LoadedModel:
-        return whole(self.kind)
+    """Every process makes the same one; `deferred` changes nothing for random weights."""
+    if kind.startswith("from "):
+        return load_model(kind.removeprefix("from "), dtype="float32", deferred=deferred)
+    return tiny("llama", **KINDS[kind]) if kind in KINDS else copy.deepcopy(family(kind))
 
 
 class RankedEngines:
@@ -38,14 +40,16 @@ class RankedEngines:
         self.ended: list[str] = []
         self.device = Device("cpu", 1)
         self.ranks = EngineRanks(
-            RankSettings("engine", ("cpu", "cpu"), threads=1, patience=patience, logs=logs), {}, self.ended.append
+            RankSettings("engine", ("cpu", "cpu"), threads=1, patience=patience, logs=logs),
+            {"ipc": FromIpc(), "disk": FromDisk(logs)},
+            self.ended.append,
         )
 
     def of(self, kind: str, **settings) -> BuiltinEngine:
         if self.ranks.lead is not None:
             lead, self.ranks.lead = self.ranks.lead, None
             self.device.call(lead.close)
-        lead = self.ranks.join(_Load(kind), self.device)
+        lead = self.ranks.join(partial(whole, kind), self.device)
         return self.device.call(
             lambda: engine(lead.model, ranks=lead, **{"run": self.device.run, **settings})
         )

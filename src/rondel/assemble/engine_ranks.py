@@ -147,14 +147,9 @@ class EngineRanks:
             joined = join_ranks(loaded, meeting, 0, s.size, device.name, s.patience, probe_logprobs(loaded))
             return LockStep(*joined, tell=self._tell, fate=self._wait_for_fate, ended=self._ended)
 
-        try:
-            lead = device.call(join_here)
-            for answer in joins:
-                answer.result(s.patience)
-        except BaseException:
-            self.cluster.close()
-            raise
-        self.lead = lead
+        self.lead = lead = device.call(join_here)
+        for answer in joins:
+            answer.result(s.patience)
         for rank, follower in enumerate(self.followers, 1):
             follower.ask("follow").add_done_callback(partial(self._on_end, rank))
         return lead

@@ -26,6 +26,7 @@ from rondel.models.tensor_cuts import TensorCuts
 from rondel.models.tensor_parallel import cut_model
 
 
+INSTEAD = "tp = 1 for this engine, or an engine of another kind"
 TensorShapes = dict[str, tuple[tuple[int, ...], str]]
 
 
@@ -70,7 +71,7 @@ def cut_for_serving(loaded: LoadedModel, ranks: RankGroup, device: str) -> Servi
     model = loaded.model
     module, checkpoint = _shapes_of(names.named_weights(model)), _checkpoint_shapes(model)
     vocabulary, token_count = loaded.vocabulary, loaded.token_count
-    cuts = cut_model(model, ranks, sequence=False)
+    cuts = cut_model(model, ranks, sequence=False, instead=INSTEAD)
     if (weights := loaded.weights) is not None:
 
         def read(name: str, like: nn.Parameter) -> Tensor:
@@ -91,7 +92,7 @@ def check_part(part: ServingPart, expected: Tensor | None) -> None:
     """
     loaded, ranks = part.loaded, part.cuts.ranks
     who = f"'{loaded.name}' ({loaded.model.config.model_type}): cut over tp = {ranks.size} processes of an engine,"
-    remedy = "some part of it cannot be cut that way. Use tp = 1, or an engine of another kind"
+    remedy = f"some part of it cannot be cut that way. Use {INSTEAD}"
     try:
         hidden, layout = _probe_hidden(loaded)
         logits = part.join_logits(loaded.head.logits(hidden))
