@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 
 import pytest
 
 from kits.engine import all_of, ask, engine, idle, inline, prompt, watched
 from kits.engine_ranks import ranked_engines, whole
 from kits.sync import wrote
-from rondel.core.errors import ConfigError, EngineError, ModelError, UserError
+from rondel.core.errors import ConfigError, ModelError
 from rondel.core.types import Request, Sampling
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 

@@ -14,10 +14,10 @@ from rondel.assemble.engine_ranks import EngineRanks, RankSettings
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
+from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.from_ipc import FromIpc
-
 
 KINDS = {  # beside the families of kits.families
     "one_key": SIZE | {"num_key_value_heads": 1},
@@ -39,20 +39,16 @@ class RankedEngines:
     def __init__(self, logs: Path, patience: float = 20.0) -> None:
         self.ended: list[str] = []
         self.device = Device("cpu", 1)
-        self.ranks = EngineRanks(
-            RankSettings("engine", ("cpu", "cpu"), threads=1, patience=patience, logs=logs),
-            {"ipc": FromIpc(), "disk": FromDisk(logs)},
-            self.ended.append,
-        )
+        cluster = partial(ProcessCluster, logs, patience=patience)
+        settings = RankSettings("engine", ("cpu", "cpu"), cluster, threads=1, patience=patience)
+        self.ranks = EngineRanks(settings, self.ended.append, {"ipc": FromIpc(), "disk": FromDisk(logs)})
 
     def of(self, kind: str, **settings) -> BuiltinEngine:
         if self.ranks.lead is not None:
             lead, self.ranks.lead = self.ranks.lead, None
             self.device.call(lead.close)
         lead = self.ranks.join(partial(whole, kind), self.device)
-        return self.device.call(
-            lambda: engine(lead.model, ranks=lead, **{"run": self.device.run, **settings})
-        )
+        return self.device.call(lambda: engine(lead.model, ranks=lead, **{"run": self.device.run, **settings}))
 
 
 @contextmanager

@@ -9,27 +9,24 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from rondel.core.errors import ConfigError
-from rondel.core.protocols import Transport
+from rondel.core.protocols import Cluster, Transport
 from rondel.core.types import Message
 from rondel.generate.engine.builtin.follower import EngineFollower
-from rondel.generate.engine.builtin.lock_step import LockStep
+from rondel.generate.engine.builtin.lead_rank import LeadRank
 from rondel.generate.engine.builtin.rank_channel import CommandChannel
 from rondel.models.collectives import RankGroup
 from rondel.models.load import load_model, pick_dtype
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.rendezvous import Rendezvous
 from rondel.models.serving_part import ServingPart, check_part, cut_for_serving, probe_logprobs
-from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device
 
 HOST = "127.0.0.1"  # all ranks of an engine are on one machine
@@ -43,16 +40,16 @@ class RankSettings:
     name      of the engine
     devices   one a rank; the first is the leader's
     cores     of each follower, on a CPU
+    cluster   makes what starts the followers
     patience  seconds that one rank waits for another
-    logs      a folder for what followers print, or None
     """
 
     name: str
     devices: tuple[str, ...]
+    cluster: Callable[[], Cluster]
     threads: int | None = None
     cores: tuple[tuple[int, ...], ...] = ()
     patience: float = 60.0
-    logs: Path | None = None
 
     @property
     def size(self) -> int:
@@ -117,9 +114,11 @@ def join_ranks(
 class EngineRanks:
     """Followers of this process. `ended(why)` is called once if the engine cannot go on."""
 
-    def __init__(self, settings: RankSettings, transports: Mapping[str, Transport], ended: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: RankSettings, ended: Callable[[str], None], transports: Mapping[str, Transport]
+    ) -> None:
         self.settings, self.transports, self._ended = settings, dict(transports), ended
-        self.cluster = ProcessCluster(settings.logs, patience=settings.patience)
+        self.cluster = settings.cluster()
         s = settings
         self.followers = [
             self.cluster.spawn(
@@ -135,17 +134,22 @@ class EngineRanks:
             )
             for rank in range(1, s.size)
         ]
-        self.lead: LockStep | None = None
+        self.lead: LeadRank | None = None
 
-    def join(self, load: Callable[[], LoadedModel], device: Device) -> LockStep:
+    def load(self, path: str | dict[str, Any], dtype: str, device: Device) -> LoadedModel:
+        """The model of a recipe, as its first rank has it. It is loaded on the host: the parts alone go to devices."""
+        named = str(pick_dtype(dtype, device.name)).removeprefix("torch.")
+        return self.join(partial(load_model, path, dtype=named), device).model
+
+    def join(self, load: Callable[..., LoadedModel], device: Device) -> LeadRank:
         """Load the model everywhere, and keep a part of it on every rank."""
         meeting, s = Rendezvous(HOST), self.settings
         joins = [f.ask("join", meeting.address, partial(load, deferred=True), self.transports) for f in self.followers]
 
-        def join_here() -> LockStep:
+        def join_here() -> LeadRank:
             loaded = load()
             joined = join_ranks(loaded, meeting, 0, s.size, device.name, s.patience, probe_logprobs(loaded))
-            return LockStep(*joined, tell=self._tell, fate=self._wait_for_fate, ended=self._ended)
+            return LeadRank(*joined, tell=self._tell, fate=self._wait_for_fate, ended=self._ended)
 
         self.lead = lead = device.call(join_here)
         for answer in joins:
@@ -181,29 +185,11 @@ class EngineRanks:
         self.cluster.close()
 
 
-def load_for_serving(path: str | dict[str, Any], dtype: str, *, deferred: bool = False) -> LoadedModel:
-    """On the host: the parts alone go to devices. `deferred`: for a rank that never needs the whole."""
-    return load_model(path, dtype=dtype, deferred=deferred)
-
-
-def source_of(path: str | dict[str, Any], dtype: str, device: str) -> Callable[..., LoadedModel]:
-    return partial(load_for_serving, path, str(pick_dtype(dtype, device)).removeprefix("torch."))
-
-
 def end_process(why: str) -> None:
     """An engine without one of its ranks is of no use: who started this process hears it end, and reads why in its log."""
     print(why, file=sys.stderr, flush=True)
     os._exit(1)
 
 
-def spread_cores(cores: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Cores of each rank of an engine that may use these; nothing where there are fewer than ranks."""
-    each = len(cores) // ranks
-    return tuple(tuple(cores[i * each : (i + 1) * each]) for i in range(ranks)) if each else ((),) * ranks
-
-
-def refuse_beside_ranks(tp: int, **found: bool) -> None:
-    """What an engine of several processes does not do, by name."""
-    for what, asked in found.items():
-        if asked:
-            raise ConfigError(f"an engine of tp = {tp} processes has no {what.replace('_', ' ')}: leave it out, or use tp = 1")
+def stay_alive(why: str) -> None:
+    """An engine in a process that does other things, too: it refuses every request, and says why."""

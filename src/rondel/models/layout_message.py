@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rondel.core.errors import LawError
@@ -38,19 +37,5 @@ def rebuild_layout(header: dict[str, Any], tensors: list[Tensor], keys: CachePoo
     left = iter(tensors)
     write = next(left)
     chunks = [PrefillChunk(start, length, next(left)) for start, length in header["chunks"]]
-    decoding = None if header["decodes"] == "nothing" else DecodeBatch(*left)
+    decoding = None if header["decodes"] == "nothing" else DecodeBatch(*left)  # type: ignore[arg-type]  # two tensors, or six
     return PagedLayout(keys, values, write, chunks, decoding)
-
-
-def pack_message(header: bytes, tensors: list[Tensor]) -> Tensor:
-    """[N] uint8 on the host: bytes of a header, padded to words of 8, and int64 tensors behind them."""
-    padded = header + b" " * (-len(header) % 8)
-    words = [torch.frombuffer(bytearray(padded), dtype=torch.int64)]
-    return torch.cat([*words, *(x.reshape(-1).cpu() for x in tensors)]).view(torch.uint8)
-
-
-def unpack_message(packed: Tensor, length: int, shapes: list[list[int]], device: torch.device) -> list[Tensor]:
-    """The tensors of these shapes behind a header of `length` bytes."""
-    words = packed.view(torch.int64)[-(-length // 8) :]
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    return [part.view(shape).to(device) for part, shape in zip(words.split(sizes), shapes)]

@@ -51,7 +51,9 @@ def check_attention(
             tokens = torch.cat(rows, 1)[0]
             places = [position_rows(len(probe[0]), media), position_rows(len(probe[1]), [])]
             where = torch.from_numpy(np.concatenate(places, 1)).to(device)
-            layout = CountingLayout([PackedSegment(0, len(probe[0])), PackedSegment(len(probe[0]), len(probe[1]))], device)
+            layout = CountingLayout(
+                [PackedSegment(0, len(probe[0])), PackedSegment(len(probe[0]), len(probe[1]))], device
+            )
             with use_attention_layout(layout), use_tape(tape):
                 if sight is None:
                     hidden = decoder_of(model)(

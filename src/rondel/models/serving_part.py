@@ -25,7 +25,6 @@ from rondel.models.shard_cut import even_runs
 from rondel.models.tensor_cuts import TensorCuts
 from rondel.models.tensor_parallel import cut_model
 
-
 INSTEAD = "tp = 1 for this engine, or an engine of another kind"
 TensorShapes = dict[str, tuple[tuple[int, ...], str]]
 

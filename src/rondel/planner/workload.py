@@ -177,7 +177,8 @@ def of_job(job: Job, device: str = "") -> Workload:
     return Workload(
         model,
         where,
-        gpus=job.place.ranks + job.place.engines if split else 1,
+        gpus=job.place.ranks + job.place.engine_count * job.place.engine_tp if split else 1,
+        tensor=job.place.engine_tp if split else 1,
         policies=others,
         place=job.place.kind,
         trainers=job.place.ranks if split else 0,

@@ -21,10 +21,8 @@ from rondel.generate.engine.builtin.channels import open_channels
 from rondel.generate.engine.builtin.engine_update import EngineUpdate
 from rondel.generate.engine.builtin.grammar import GrammarCache
 from rondel.generate.engine.builtin.lifecycle import EngineLifecycle
-from rondel.generate.engine.builtin.lock_step import LeadMemoryRelease, LockStep
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
 from rondel.generate.engine.builtin.pages import PageAllocator
-from rondel.generate.engine.builtin.part_receiver import LeadReceiver
 from rondel.generate.engine.builtin.request import Heard, SequenceState
 from rondel.generate.engine.builtin.request_validator import RequestValidator
 from rondel.generate.engine.builtin.runner import ModelRunner
@@ -39,6 +37,7 @@ from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 from rondel.generate.engine.concurrency import ConcurrencyController
 
 if TYPE_CHECKING:
+    from rondel.generate.engine.builtin.lead_rank import LeadRank
     from rondel.models.compilation import CompiledModel
     from rondel.models.cuda_graphs import DecodeGraphs
     from rondel.models.loaded_model import LoadedModel
@@ -66,7 +65,7 @@ class BuiltinEngine:
         log: TokenLog | None = None,
         concurrency: ConcurrencyController | None = None,
         claim: MemoryClaim | None = None,
-        ranks: LockStep | None = None,
+        ranks: LeadRank | None = None,
     ) -> None:
         """`concurrency`: who finds out how many of max_running should work together; without one all may.
 
@@ -75,7 +74,7 @@ class BuiltinEngine:
         """
         self.loaded, self.claim, self.log = loaded, claim, log
         given = transports or {}
-        self.arrivals = WeightReceiver(loaded, given) if ranks is None else LeadReceiver(ranks, given)
+        self.arrivals = WeightReceiver(loaded, given) if ranks is None else ranks.weight_receiver(given)
         self.pages = PageAllocator(kv_pages)
         states = SequenceStates(max_running) if loaded.state_bytes else None
         self.scheduler = Scheduler(self.pages, max_running=max_running, prefill_tokens=prefill_tokens, states=states)
@@ -91,7 +90,7 @@ class BuiltinEngine:
             loaded, self.pages, max_running, records=routes, draft=draft, compiled=compiled, states=states
         )
         owns = bool(transports)
-        self.resting = MemoryRelease(loaded, compiled, owns=owns) if ranks is None else LeadMemoryRelease(ranks, owns)
+        self.resting = MemoryRelease(loaded, compiled, owns=owns) if ranks is None else ranks.memory_release(owns)
         self.grammars = GrammarCache(loaded)
         self.validator = RequestValidator(loaded, self.runner)
         self.lifecycle = EngineLifecycle(version, lambda: self.arrivals.is_overwriting)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from rondel.core.config.section import LONGEST
 from rondel.models.collectives import RankGroup
-from rondel.models.layout_message import pack_message, unpack_message
 
 WORDS = 1000  # bytes of a follower's report that are read
 
@@ -46,3 +45,17 @@ class CommandChannel:
         raw = fault.encode()[:WORDS]
         said[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
         return [bytes(x.tolist()).rstrip(b"\0").decode(errors="replace") for x in self.ranks.gather_first(said)]
+
+
+def pack_message(header: bytes, tensors: list[Tensor]) -> Tensor:
+    """[N] uint8 on the host: bytes of a header, padded to words of 8, and int64 tensors behind them."""
+    padded = header + b" " * (-len(header) % 8)
+    words = [torch.frombuffer(bytearray(padded), dtype=torch.int64)]
+    return torch.cat([*words, *(x.reshape(-1).cpu() for x in tensors)]).view(torch.uint8)
+
+
+def unpack_message(packed: Tensor, length: int, shapes: list[list[int]], device: torch.device) -> list[Tensor]:
+    """The tensors of these shapes behind a header of `length` bytes."""
+    words = packed.view(torch.int64)[-(-length // 8) :]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    return [part.view(shape).to(device) for part, shape in zip(words.split(sizes), shapes)]

@@ -88,9 +88,7 @@ class ModelRunner:
             rows = torch.tensor(
                 [first + i for live, first in part for i in range(1 + len(live.guess))], device=self.device
             )
-            out += self._sample_tokens(
-                [live for live, _ in part], self.loaded.logits(hidden, rows)
-            )
+            out += self._sample_tokens([live for live, _ in part], self.loaded.logits(hidden, rows))
         return out
 
     def _sample_tokens(self, lives: list[SequenceState], logits: Tensor) -> Iterable[tuple[SequenceState, int, float]]:
