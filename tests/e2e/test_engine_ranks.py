@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
+import torch
 
-from kits.engine import all_of, ask, engine, idle, inline, prompt, watched
-from kits.engine_ranks import ranked_engines, whole
-from kits.sync import wrote
-from rondel.core.errors import ConfigError, ModelError
-from rondel.core.types import Request, Sampling
+from kits.engine import all_of, ask, engine, idle, inline, plain_logprobs, prompt, twin, watched
+from kits.engine_ranks import RankedEngines, whole
+from kits.runs import check, events, final, run
+from kits.sync import Publisher, wrote
+from kits.workers import alive
+from rondel.core.errors import ConfigError, EngineError, ModelError, SyncError
+from rondel.core.events import GroupFinished, subscribe
+from rondel.core.types import Begin, Completion, Request, Sampling
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
+from rondel.models import names
+from rondel.sync.delta import Delta
+from rondel.sync.from_disk import FromDisk
+from rondel.sync.from_distributed import FromDistributed
+from rondel.sync.from_ipc import FromIpc
+from rondel.sync.from_tensor import FromTensor
+from rondel.sync.update import WeightUpdate
 
 pytestmark = pytest.mark.slow
 CLOSE = 1e-5
@@ -19,8 +34,9 @@ CLOSE = 1e-5
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
-    with ranked_engines(tmp_path_factory.mktemp("ranks")) as made:
-        yield made
+    made = RankedEngines(tmp_path_factory.mktemp("ranks"))
+    yield made
+    made.close()
     assert made.ended == []
 
 
@@ -69,8 +85,6 @@ def test_every_family_writes_what_one_process_writes(engines, kind):
 
 
 def _scored(logprobs):
-    from rondel.core.types import Completion
-
     return Completion([], logprobs, [], "length")
 
 
@@ -142,3 +156,195 @@ def test_what_cannot_be_cut_is_refused(engines):
         with pytest.raises(error, match=said):
             engines.of(kind)
     assert len(asyncio.run(engines.of("llama").generate(ask(prompt(1, 9, 50)))).tokens) == 16, "the ranks go on"
+
+
+# -- weights -------------------------------------------------------------------------------------
+
+
+class CheckpointPublisher(Publisher):
+    """Under the checkpoint's names where the transport asks for these, as the trainer does it."""
+
+    def _weights(self):
+        named = names.named_weights(self.loaded.model)
+        own = self.transport.names == "checkpoint"
+        return names.published_tensors(self.loaded.model, named) if own else named
+
+    async def publish(self, route):
+        return self.transport.publish(route, self.version, names.describe_tensors(self._weights()))
+
+    async def send(self, route):
+        await asyncio.to_thread(self.transport.send, route, self._weights())
+
+
+def ends(engines, way, folder, kind="llama"):
+    """-> (trainer, engine of two processes, update)."""
+    transports = {
+        "ipc": FromIpc,
+        "disk": lambda: FromDisk(folder / "weights"),
+        "distributed": lambda: FromDistributed(deadline=20.0),
+        "tensor": lambda: FromTensor("begin"),
+    }
+    trainer = CheckpointPublisher(whole(kind), transport=transports[way]())
+    e = engines.of(kind, transports={way: transports[way]()})
+
+    async def score(tokens):
+        return [0.0, *plain_logprobs(trainer.loaded, tokens)]
+
+    return trainer, e, WeightUpdate(trainer.transport, probe=PROBE, score=score, tolerance=1e-4, moved=lambda: True)
+
+
+PROBE = prompt(0, 16, 50)
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [("ipc", "one_key"), ("ipc", "qwen3_moe"), ("disk", "qwen3_moe"), ("distributed", "llama"), ("tensor", "untied")],
+)
+def test_weights_arrive_in_parts(engines, way, kind, tmp_path):
+    trainer, e, update = ends(engines, way, tmp_path, kind)
+
+    async def main():
+        asked = [asyncio.ensure_future(e.generate(ask(prompt(3, 9, 50), key=1, n=60)))]
+        for version in (1, 2):
+            trainer.train()
+            assert await update(trainer, e) == version == e.version and e.state == "serving"
+            one = engine(twin(trainer.loaded))
+            ours, theirs = await all_of(e, mixed(2)), await all_of(one, mixed(2))
+            assert [a.tokens for a in ours] == [b.tokens for b in theirs]
+            assert {v for a in ours for v in a.versions} == {version}
+        assert len((await asyncio.gather(*asked))[0].tokens) == 60, "what ran beside the updates goes on"
+        idle(e)
+
+    asyncio.run(main())
+    trainer.transport.close()
+
+
+@pytest.mark.parametrize("way", ["ipc", "tensor"])
+def test_a_rank_that_reads_other_bits_is_named_and_the_old_version_stays_or_is_refused(engines, way, tmp_path):
+    """The other rank is told another digest of the last tensor."""
+    trainer, e, update = ends(engines, way, tmp_path)
+    lead = e.loaded.lead
+    tell, told = lead.tell, []
+
+    def lie(message):
+        if isinstance(message, Begin) and not told:
+            told.append(True)
+            *rows, last = message.manifest.tensors
+            message = Begin(replace(message.manifest, tensors=(*rows, replace(last, digest="0" * 32))), message.beside)
+        tell(message)
+
+    async def main():
+        before = await e.generate(ask(PROBE, key=1))
+        lead.tell = lie
+        trainer.train()
+        with pytest.raises(SyncError, match="rank 1: 1 tensors arrived with other bits"):
+            await update(trainer, e)
+        if way == "ipc":
+            assert (await e.generate(ask(PROBE, key=1))).tokens == before.tokens and e.version == 0
+        else:
+            with pytest.raises(EngineError, match="refuses"):
+                await e.generate(ask(PROBE))
+        trainer.train()
+        assert await update(trainer, e) == 2
+        one = engine(twin(trainer.loaded))
+        assert (await e.generate(ask(PROBE, key=1))).tokens == (await one.generate(ask(PROBE, key=1))).tokens
+
+    asyncio.run(main())
+
+
+def test_changes_alone_are_refused_by_name(engines, tmp_path):
+    e = engines.of("llama", transports={"delta": Delta(tmp_path)})
+    trainer = CheckpointPublisher(whole("llama"), transport=Delta(tmp_path))
+    update = WeightUpdate(trainer.transport, probe=[], score=None, tolerance=1e-4)
+    with pytest.raises(SyncError, match="'delta', which an engine of 2 processes does not take: use ipc, disk"):
+        asyncio.run(update(trainer, e))
+
+
+# -- a rank that ends ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_ends_or_hangs_is_named(tmp_path, how):
+    made = RankedEngines(tmp_path, patience=3.0)
+    e = made.of("llama")
+    [follower] = made.ranks.followers
+
+    async def main():
+        asked = [asyncio.ensure_future(e.generate(ask(prompt(i, 9, 50), key=i, n=200))) for i in range(2)]
+        await wrote(e, 5)
+        os.kill(follower.pid, how)
+        said = "SIGKILL" if how == signal.SIGKILL else "gives no sign of life"
+        for error in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(error, EngineError) and "worker engine-rank-1" in str(error) and said in str(error)
+        with pytest.raises(EngineError, match="cannot go on"):
+            await e.generate(ask(PROBE))
+        with pytest.raises(EngineError, match="cannot go on"):
+            await e.score(ask(PROBE))
+
+    asyncio.run(main())
+    assert len(made.ended) == 1 and "worker engine-rank-1" in made.ended[0]
+    made.close()
+    assert not alive(follower.pid)
+
+
+# -- whole runs ----------------------------------------------------------------------------------
+
+
+RUN = {"place__kind": "split", "loop__warmup__steps": 0, "loop__steps": 4, "place__patience": 10.0}
+
+
+def followers(folder):
+    """Processes whose output is the log of a follower in this run's folder."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            out = os.readlink(f"/proc/{pid}/fd/1")
+            if out.startswith(str(folder)) and "-rank-" in out:
+                found.append(int(pid))
+    return found
+
+
+def test_a_run_writes_and_learns_what_it_does_with_one_process(tmp_path):
+    run(tmp_path / "one", **RUN)
+    run(tmp_path / "two", **RUN, place__engines={"tp": 2})
+    one, two = (check(tmp_path / name, staleness=0, total=4) for name in ("one", "two"))
+    assert [row["tokens"] for row in one] == [row["tokens"] for row in two]
+    assert all(e["probe_gap"] < 1e-5 for e in events(tmp_path / "two", "Synced"))
+    a, b = (final(tmp_path / name) for name in ("one", "two"))
+    assert all(torch.allclose(a[name], b[name], atol=1e-5) for name in a if name.startswith("model"))
+    assert not followers(tmp_path)
+
+
+def test_a_run_goes_on_when_a_rank_of_its_engine_is_killed(tmp_path):
+    hit = []
+
+    def strike(event):
+        if isinstance(event, GroupFinished) and not hit:
+            hit.extend(followers(tmp_path))
+            for pid in hit:
+                os.kill(pid, signal.SIGKILL)
+
+    stop = subscribe(strike)
+    try:
+        run(tmp_path, **RUN, place__engines={"tp": 2})
+    finally:
+        stop()
+    check(tmp_path, staleness=0, total=4)
+    said = [e["message"] for e in events(tmp_path, "Warned")]
+    assert len(hit) == 1 and any("worker engine-0-rank-1" in text and "started again (1 of" in text for text in said)
+    assert not followers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"place__kind": "shared"}, 'needs devices of its own: set place.kind = "split"'),
+        ({"model__adapter": {"kind": "lora"}}, "cuts whole weights: drop model.adapter"),
+        ({"engine__numerics": "aligned"}, 'set engine.numerics = "fast"'),
+        ({"sync__kind": "delta"}, 'sync.kind = "delta" is none of them'),
+        ({"place__cluster": "ray"}, 'place.cluster = "ray" has them anywhere'),
+    ],
+)
+def test_recipes_that_cannot_be_are_refused_by_name(tmp_path, changes, said):
+    with pytest.raises(ConfigError, match=f"place.engines.tp = 2 .*{said}"):
+        run(tmp_path, **{**RUN, "place__engines": {"tp": 2}, **changes})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -50,10 +48,6 @@ class RankedEngines:
         lead = self.ranks.join(partial(whole, kind), self.device)
         return self.device.call(lambda: engine(lead.model, ranks=lead, **{"run": self.device.run, **settings}))
 
-
-@contextmanager
-def ranked_engines(logs: Path) -> Iterator[RankedEngines]:
-    made = RankedEngines(logs)
-    yield made
-    made.ranks.close(made.device)
-    made.device.close()
+    def close(self) -> None:
+        self.ranks.close(self.device)
+        self.device.close()
