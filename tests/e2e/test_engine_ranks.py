@@ -21,6 +21,7 @@ from rondel.core.events import GroupFinished, subscribe
 from rondel.core.types import Begin, Completion, Request, Sampling
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models import names
+from rondel.models.save import save_model
 from rondel.sync.delta import Delta
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.from_distributed import FromDistributed
@@ -348,3 +349,47 @@ def test_a_run_goes_on_when_a_rank_of_its_engine_is_killed(tmp_path):
 def test_recipes_that_cannot_be_are_refused_by_name(tmp_path, changes, said):
     with pytest.raises(ConfigError, match=f"place.engines.tp = 2 .*{said}"):
         run(tmp_path, **{**RUN, "place__engines": {"tp": 2}, **changes})
+
+
+# -- rondel serve --------------------------------------------------------------------------------
+
+
+def test_a_server_of_two_processes(tmp_path):
+    """Its follower reads its part from the folder alone; weights come from another folder; it ends with its follower."""
+    pytest.importorskip("openai")
+    from kits.serve import Server, until
+
+    loaded = whole("llama")
+    later = Publisher(twin(loaded))
+    later.train()
+    for name, model in (("first", loaded), ("second", later.loaded)):
+        save_model(model, tmp_path / name)
+    server = Server(tmp_path / "first", tmp_path, "--tp", "2", "--kv-pages", "512")
+    try:
+        for number, model in enumerate((loaded, later.loaded)):
+            if number:
+                server.ok("/update_weights_from_disk", model_path=str(tmp_path / "second"), weight_version="7")
+            told = server.ok(
+                "/generate",
+                input_ids=PROBE,
+                sampling_params={"temperature": 0, "max_new_tokens": 12, "ignore_eos": True},
+            )
+            one = asyncio.run(engine(twin(model)).generate(ask(PROBE, n=12, temperature=0)))
+            assert told["output_ids"] == one.tokens
+        [nursery] = [pid for pid in children(server.process.pid) if children(pid)]
+        [follower] = children(nursery)
+        os.kill(follower, signal.SIGKILL)
+        until(lambda: server.process.poll() is not None, 30)
+        assert server.process.poll() == 1 and "worker engine-rank-1" in server.said() and "SIGKILL" in server.said()
+        until(lambda: not alive(nursery), 10)
+    finally:
+        server.stop()
+
+
+def children(of):
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{pid}/stat") as stat:
+            if int(stat.read().rpartition(")")[2].split()[1]) == of:
+                found.append(int(pid))
+    return found
