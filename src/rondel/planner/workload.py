@@ -404,8 +404,6 @@ def fill_defaults(given: dict[str, Any], start: Workload | None) -> Workload:
         assumed.append(
             f"an engine is {tensor} devices: the fewest whose memory holds the weights and a third more for the cache"
         )
-    if setting.tensor > 1:
-        assumed.append("an engine of several devices is not in Rondel yet: vLLM and SGLang have it (engine.kind)")
     return replace(setting, assumed=tuple(dict.fromkeys(assumed)))
 
 
