@@ -266,11 +266,13 @@ def test_changes_alone_are_refused_by_name(engines, tmp_path):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_ends_or_hangs_is_named(tmp_path, how):
-    made = RankedEngines(tmp_path, patience=3.0)
+    made = RankedEngines(tmp_path, patience=2.0)
     e = made.of("llama")
     [follower] = made.ranks.followers
 
     async def main():
+        if how == signal.SIGSTOP:
+            await asyncio.sleep(4.0)  # an idle engine is no silent one
         asked = [asyncio.ensure_future(e.generate(ask(prompt(i, 9, 50), key=i, n=200))) for i in range(2)]
         await wrote(e, 5)
         os.kill(follower.pid, how)
@@ -282,9 +284,11 @@ def test_a_rank_that_ends_or_hangs_is_named(tmp_path, how):
         with pytest.raises(EngineError, match="cannot go on"):
             await e.score(ask(PROBE))
 
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    finally:
+        made.close()
     assert len(made.ended) == 1 and "worker engine-rank-1" in made.ended[0]
-    made.close()
     assert not alive(follower.pid)
 
 

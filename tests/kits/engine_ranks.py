@@ -1,10 +1,12 @@
-"""An engine over two processes: this one leads, and one process follows whatever model is next."""
+"""An engine over several processes: this one leads, and the others follow with whatever model is next."""
 
 from __future__ import annotations
 
 import copy
+import tomllib
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kits.engine import SIZE, engine, tiny
 from kits.families import model as family
@@ -24,21 +26,27 @@ KINDS = {  # beside the families of kits.families
 }
 
 
+def source_of(kind: str) -> str | dict[str, Any]:
+    """ "from FOLDER", or "from { random = ... }"."""
+    text = kind.removeprefix("from ")
+    return tomllib.loads(f"model = {text}")["model"] if text.startswith("{") else text
+
+
 def whole(kind: str, *, deferred: bool = False) -> LoadedModel:
     """Every process makes the same one; `deferred` changes nothing for random weights."""
     if kind.startswith("from "):
-        return load_model(kind.removeprefix("from "), dtype="float32", deferred=deferred)
+        return load_model(source_of(kind), dtype="float32", deferred=deferred)
     return tiny("llama", **KINDS[kind]) if kind in KINDS else copy.deepcopy(family(kind))
 
 
 class RankedEngines:
-    """`engines.of("llama", kv_pages=64)`: an engine of two processes; the one before it is over."""
+    """`engines.of("llama", kv_pages=64)`: an engine of `tp` processes; the one before it is over."""
 
-    def __init__(self, logs: Path, patience: float = 20.0) -> None:
+    def __init__(self, logs: Path, patience: float = 20.0, tp: int = 2) -> None:
         self.ended: list[str] = []
         self.device = Device("cpu", 1)
         cluster = partial(ProcessCluster, logs, patience=patience)
-        settings = RankSettings("engine", ("cpu", "cpu"), cluster, threads=1, patience=patience)
+        settings = RankSettings("engine", ("cpu",) * tp, cluster, threads=1, patience=patience)
         self.ranks = EngineRanks(settings, self.ended.append, {"ipc": FromIpc(), "disk": FromDisk(logs)})
 
     def of(self, kind: str, **settings) -> BuiltinEngine:

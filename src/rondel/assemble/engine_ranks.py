@@ -62,19 +62,20 @@ class FollowerHost:
     def __init__(self, rank: int, size: int, device: str, threads: int | None, patience: float) -> None:
         self.rank, self.size, self.patience = rank, size, patience
         self.device = Device(device, threads)
+        self.loaded: LoadedModel | None = None  # until it is cut
         self.follower: EngineFollower | None = None
 
-    async def join(
-        self,
-        address: tuple[str, int],
-        load: Callable[[], LoadedModel],
-        transports: Mapping[str, Transport],
-    ) -> None:
+    async def load(self, load: Callable[[], LoadedModel]) -> None:
+        self.loaded = await self.device.run(load)
+
+    async def join(self, address: tuple[str, int], transports: Mapping[str, Transport]) -> None:
         """Returns when all ranks have joined and hold their parts."""
 
         def join_here() -> EngineFollower:
+            loaded, self.loaded = self.loaded, None
+            assert loaded is not None, "load() comes first"
             meeting = Rendezvous.connect_to(address)
-            joined = join_ranks(load(), meeting, self.rank, self.size, self.device.name, self.patience)
+            joined = join_ranks(loaded, meeting, self.rank, self.size, self.device.name, self.patience)
             return EngineFollower(*joined, transports)
 
         self.follower = await self.device.run(join_here)
@@ -143,17 +144,21 @@ class EngineRanks:
 
     def join(self, load: Callable[..., LoadedModel], device: Device) -> LeadRank:
         """Load the model everywhere, and keep a part of it on every rank."""
+        loads = [follower.ask("load", partial(load, deferred=True)) for follower in self.followers]
+        loaded = device.call(load)
+        expected = device.call(probe_logprobs, loaded)
+        for answer in loads:
+            answer.result()  # a follower that hangs fails its calls
         meeting, s = Rendezvous(HOST), self.settings
-        joins = [f.ask("join", meeting.address, partial(load, deferred=True), self.transports) for f in self.followers]
+        joins = [follower.ask("join", meeting.address, self.transports) for follower in self.followers]
 
         def join_here() -> LeadRank:
-            loaded = load()
-            joined = join_ranks(loaded, meeting, 0, s.size, device.name, s.patience, probe_logprobs(loaded))
+            joined = join_ranks(loaded, meeting, 0, s.size, device.name, s.patience, expected)
             return LeadRank(*joined, tell=self._tell, fate=self._wait_for_fate, ended=self._ended)
 
         self.lead = lead = device.call(join_here)
         for answer in joins:
-            answer.result(s.patience)
+            answer.result()
         for rank, follower in enumerate(self.followers, 1):
             follower.ask("follow").add_done_callback(partial(self._on_end, rank))
         return lead
