@@ -274,7 +274,8 @@ def test_a_rank_that_ends_or_hangs_is_named(tmp_path, how):
         if how == signal.SIGSTOP:
             await asyncio.sleep(4.0)  # an idle engine is no silent one
         asked = [asyncio.ensure_future(e.generate(ask(prompt(i, 9, 50), key=i, n=200))) for i in range(2)]
-        await wrote(e, 5)
+        async with asyncio.timeout(30):
+            await wrote(e, 5)
         os.kill(follower.pid, how)
         said = "SIGKILL" if how == signal.SIGKILL else "gives no sign of life"
         for error in await asyncio.gather(*asked, return_exceptions=True):
