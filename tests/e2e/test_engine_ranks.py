@@ -19,6 +19,7 @@ from kits.workers import alive
 from rondel.core.errors import ConfigError, EngineError, ModelError, SyncError
 from rondel.core.events import GroupFinished, subscribe
 from rondel.core.types import Begin, Completion, Request, Sampling
+from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models import names
 from rondel.models.save import save_model
@@ -137,14 +138,20 @@ def test_pauses_and_sleep(engines, how):
         assert [a.tokens for a in ours] == [b.tokens for b in theirs]
 
 
-def test_guesses_of_ngrams(engines):
+@pytest.mark.parametrize("draft", [None, "one_key"])
+def test_guesses_and_grammars(engines, draft):
+    """A draft model is whole, on the first process alone."""
+
+    def speculation():
+        return SpeculativeDecoder(4, None if draft is None else DraftModel(whole(draft)))
+
     async def scenario(e):
         tokens = prompt(3, 8, 50) * 4
-        return await all_of(e, [ask(tokens, key=i, n=24, temperature=0) for i in range(3)])
+        greedy = await all_of(e, [ask(tokens, key=i, n=24, temperature=0) for i in range(3)])
+        return [*greedy, await e.generate(ask(tokens, key=4, grammar={"regex": "[0-9]{4}"}, ignore_eos=False))]
 
-    kind = "llama"
-    ours = asyncio.run(scenario(engines.of(kind, speculation=SpeculativeDecoder(4))))
-    theirs = asyncio.run(scenario(engine(whole(kind))))
+    ours = asyncio.run(scenario(engines.of("llama", speculation=speculation())))
+    theirs = asyncio.run(scenario(engine(whole("llama"))))
     assert [a.tokens for a in ours] == [b.tokens for b in theirs]
 
 
