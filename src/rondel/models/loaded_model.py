@@ -68,6 +68,11 @@ class LoadedModel:
         return nf4.count_parameters(self.model)
 
     @property
+    def leads_ranks(self) -> bool:
+        """Whether other processes compute each of its passes beside this one."""
+        return False
+
+    @property
     def vocabulary(self) -> int:
         """How many logits a token has."""
         return len(self.head.weight)

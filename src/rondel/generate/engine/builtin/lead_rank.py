@@ -101,6 +101,10 @@ class LeadModel(LoadedModel):
     lead: LeadRank | None = field(default=None, repr=False)
 
     @property
+    def leads_ranks(self) -> bool:
+        return True
+
+    @property
     def vocabulary(self) -> int:
         assert self.lead is not None
         return self.lead.part.vocabulary
