@@ -195,10 +195,14 @@ def ends(engines, way, folder, kind="llama"):
     trainer = CheckpointPublisher(whole(kind), transport=transports[way]())
     e = engines.of(kind, transports={way: transports[way]()})
 
+    return trainer, e, updater_of(trainer)
+
+
+def updater_of(trainer):
     async def score(tokens):
         return [0.0, *plain_logprobs(trainer.loaded, tokens)]
 
-    return trainer, e, WeightUpdate(trainer.transport, probe=PROBE, score=score, tolerance=1e-4, moved=lambda: True)
+    return WeightUpdate(trainer.transport, probe=PROBE, score=score, tolerance=1e-4, moved=lambda: True)
 
 
 PROBE = prompt(0, 16, 50)
@@ -268,6 +272,51 @@ def test_changes_alone_are_refused_by_name(engines, tmp_path):
         asyncio.run(update(trainer, e))
 
 
+# -- prefill and decode apart --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory):
+    made = RankedEngines(tmp_path_factory.mktemp("prefill"), prefill=True)
+    yield made
+    made.close()
+    assert made.ended == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "qwen3_moe"])
+def test_prompts_computed_elsewhere(apart, kind, tmp_path):
+    """Keys and values are those that one process computes: its bits, whatever decodes beside the prompts; and after an
+    update, which reaches both processes.
+    """
+    wants = frozenset({"prompt_logprobs", *(["experts"] if kind == "qwen3_moe" else [])})
+
+    async def scenario(e):
+        requests = [Request(r.tokens, r.sampling, key=r.key, wants=wants) for r in mixed(8)]
+        told = await all_of(e, requests)  # some decode while others are prompts
+        await e.pause("hold")
+        await e.sleep(("kv_cache",))
+        await e.wake(("kv_cache",))
+        await e.resume()
+        idle(e)
+        return [*told, *await all_of(e, requests), _scored((await e.score(mixed(8)[7])).logprobs)]
+
+    settings = {"routes": kind == "qwen3_moe", "kv_pages": 70, "prefill_tokens": 16}
+    ours = apart.of(kind, transports={"ipc": FromIpc()}, **settings)
+    same(asyncio.run(scenario(watched(ours))), asyncio.run(scenario(watched(engine(whole(kind), **settings)))))
+    assert ours.scheduler.retracted > 0 or kind != "llama"
+    trainer = CheckpointPublisher(whole(kind), transport=FromIpc())
+    trainer.train()
+    assert asyncio.run(updater_of(trainer)(trainer, ours)) == 1
+    told, true = (asyncio.run(all_of(e, mixed(4))) for e in (ours, engine(twin(trainer.loaded))))
+    assert [a.tokens for a in told] == [b.tokens for b in true] and told[0].versions[0] == 1
+    trainer.transport.close()
+
+
+def test_prompts_elsewhere_need_a_cache_that_can_be_shared(apart):
+    with pytest.raises(ConfigError, match="recurrent states of 'random-lfm2' are not shared between processes"):
+        apart.of("lfm2")
+
+
 # -- a rank that ends ----------------------------------------------------------------------------
 
 
@@ -328,7 +377,7 @@ def test_a_run_writes_and_learns_what_it_does_with_one_process(tmp_path):
     assert not followers(tmp_path)
 
 
-def test_a_run_goes_on_when_a_rank_of_its_engine_is_killed(tmp_path):
+def test_a_run_goes_on_when_the_process_of_its_prompts_is_killed(tmp_path):
     hit = []
 
     def strike(event):
@@ -339,7 +388,7 @@ def test_a_run_goes_on_when_a_rank_of_its_engine_is_killed(tmp_path):
 
     stop = subscribe(strike)
     try:
-        run(tmp_path, **RUN, place__engines={"tp": 2})
+        run(tmp_path, **RUN, place__engines={"prefill": True})
     finally:
         stop()
     check(tmp_path, staleness=0, total=4)
@@ -354,6 +403,7 @@ def test_a_run_goes_on_when_a_rank_of_its_engine_is_killed(tmp_path):
         ({"place__kind": "shared"}, 'needs devices of its own: set place.kind = "split"'),
         ({"model__adapter": {"kind": "lora"}}, "cuts whole weights: drop model.adapter"),
         ({"engine__numerics": "aligned"}, 'set engine.numerics = "fast"'),
+        ({"engine__compile": True}, "set engine.compile = false"),
         ({"sync__kind": "delta"}, 'sync.kind = "delta" is none of them'),
         ({"place__cluster": "ray"}, 'place.cluster = "ray" has them anywhere'),
     ],

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from rondel.assemble.deployment import usable_cores
 from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process
+from rondel.assemble.worker_devices import usable_cores
 from rondel.assemble.workers import pages_of
 from rondel.core.errors import UserError
 from rondel.core.events import Event, Warned, drop_on_failure, subscribe

@@ -7,6 +7,7 @@ A step takes as long as the longer of its two parts, where one process computes 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -37,10 +38,13 @@ class PrefillLead(LeadRank):
     def attach(self, pages: PageAllocator, states: SequenceStates | None) -> None:
         """The cache moves into memory that both processes map."""
         loaded = self.part.loaded
-        if states is not None:
-            raise ConfigError(
-                f"prefill apart for '{loaded.name}': recurrent states are not shared between processes. Use one process"
-            )
+        for found, what in (
+            (states is not None, f"recurrent states of '{loaded.name}' are not shared between processes"),
+            (loaded.device.type != "cpu", "memory of a GPU is not shared between processes yet"),
+            (not hasattr(os, "memfd_create"), "this system has no memory without a name (memfd)"),
+        ):
+            if found:
+                raise ConfigError(f"place.engines.prefill = true: {what}. Leave it out")
         shapes, count = pool_shapes(loaded), pages.keys.pages
         pages.keys, pages.values = (SharedPools(count, each, loaded.dtype) for each in shapes)
         self._cache = pages.keys
