@@ -401,7 +401,7 @@ def test_a_run_goes_on_when_the_process_of_its_prompts_is_killed(tmp_path):
     ("changes", "said"),
     [
         ({"place__kind": "shared"}, 'needs devices of its own: set place.kind = "split"'),
-        ({"model__adapter": {"kind": "lora"}}, "cuts whole weights: drop model.adapter"),
+        ({"model__adapter": {"kind": "lora"}}, "takes whole weights: drop model.adapter"),
         ({"engine__numerics": "aligned"}, 'set engine.numerics = "fast"'),
         ({"engine__compile": True}, "set engine.compile = false"),
         ({"sync__kind": "delta"}, 'sync.kind = "delta" is none of them'),
