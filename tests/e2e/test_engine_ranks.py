@@ -22,6 +22,7 @@ from rondel.core.types import Begin, Completion, Request, Sampling
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models import names
+from rondel.models.linear import packed_linears
 from rondel.models.save import save_model
 from rondel.sync.delta import Delta
 from rondel.sync.from_disk import FromDisk
@@ -225,6 +226,9 @@ def test_weights_arrive_in_parts(engines, way, kind, tmp_path):
             assert [a.tokens for a in ours] == [b.tokens for b in theirs]
             assert {v for a in ours for v in a.versions} == {version}
         assert len((await asyncio.gather(*asked))[0].tokens) == 60, "what ran beside the updates goes on"
+        assert all(s.is_trained for s in packed_linears(e.loaded.model) if s.packed_bytes), (
+            "packed copies that no update renews"
+        )
         idle(e)
 
     asyncio.run(main())
@@ -309,6 +313,14 @@ def test_prompts_computed_elsewhere(apart, kind, tmp_path):
     assert asyncio.run(updater_of(trainer)(trainer, ours)) == 1
     told, true = (asyncio.run(all_of(e, mixed(4))) for e in (ours, engine(twin(trainer.loaded))))
     assert [a.tokens for a in told] == [b.tokens for b in true] and told[0].versions[0] == 1
+    assert all(s.is_trained for s in packed_linears(ours.loaded.model) if s.packed_bytes), (
+        "packed copies that no update renews"
+    )
+    with torch.no_grad():
+        for p in ours.loaded.model.parameters():
+            p.mul_(1.5)
+    with pytest.raises(EngineError, match=r"score a text differently.*one of them has other weights"):
+        asyncio.run(ours.score(ask(PROBE)))
     trainer.transport.close()
 
 

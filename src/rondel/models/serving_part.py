@@ -81,7 +81,7 @@ def cut_for_serving(loaded: LoadedModel, ranks: RankGroup, device: str, *, whole
             return mine.clone() if name in cuts.cuts else mine
 
         fill_parameters(model, model, read)
-    model.to(device).requires_grad_(False)
+    model.to(device)  # still with gradients: packed copies of frozen weights are never made again (models/linear.py)
     head = replace(LMHead.from_model(model), part=cuts.vocabulary)
     return ServingPart(replace(loaded, head=head, weights=None), cuts, module, checkpoint, vocabulary, token_count)
 

@@ -2,7 +2,8 @@
 
     prefill process   chunks of prompts ──> keys and values │ memory that both map │ ──> the rows that are drawn from
     this process      one token of every decoding request    │  read in place       │     and everything else
-A step takes as long as the longer of its two parts, where one process computes both in turn. Both have the whole model.
+A step takes as long as the longer of its two parts, where one process computes both in turn. Both have the whole model,
+and both compute what is scored, such as the probe of an update: they must agree.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rondel.core.errors import ConfigError
+from rondel.core.errors import ConfigError, EngineError
 from rondel.generate.engine.builtin.lead_rank import LeadRank
 from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.shared_pools import SharedPools, pool_shapes
 from rondel.generate.engine.builtin.states import SequenceStates
 from rondel.models.image_features import VisionFeatures
+from rondel.models.load_check import PARITY
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.paged_layout import PagedLayout
 from rondel.models.routing_tape import RoutingTape
@@ -51,6 +53,10 @@ class PrefillLead(LeadRank):
         with self.together():
             told = [[[layer, *shape] for layer, shape in each.items()] for each in shapes]
             self.send("share", pages=count, layers=told, paths=[pages.keys.path, pages.values.path])
+
+    def shares_pools(self, layout: PagedLayout) -> bool:
+        """Whether a pass writes into the cache, and not into pools of its own."""
+        return layout.keys is self._cache
 
     def start_prefill(self, tokens: Tensor, positions: Tensor, layout: PagedLayout, records: int | None) -> int:
         """Begin one pass elsewhere. -> its number."""
@@ -103,7 +109,9 @@ class SplitModel(LoadedModel):
             number = self.lead.start_prefill(tokens[:c], positions[:c], mine, records)
             hidden = torch.zeros(len(tokens), self.head.weight.shape[1], dtype=self.dtype)
             routes: list[Tensor] = []
-            if layout.decoding is not None:
+            if not self.lead.shares_pools(layout):
+                hidden = LoadedModel.hidden_states(self, tokens, positions, layout)
+            elif layout.decoding is not None:
                 rest = PagedLayout(layout.keys, layout.values, layout.write[c:], [], layout.decoding)
                 own = None if tape is None else tape.repeated()
                 hidden[c:] = LoadedModel.hidden_states(self, tokens[c:], positions[c:], rest, own)
@@ -122,7 +130,20 @@ class SplitModel(LoadedModel):
         if number is None:
             return LoadedModel.logits(self, hidden, rows)
         picked, elsewhere = hidden.index_select(0, rows), rows < self.lead.prompt_rows[number]
-        if bool(elsewhere.any()):
-            with self.lead.together():
-                picked[elsewhere] = self.lead.fetch_rows(number, rows[elsewhere])
+        if not bool(elsewhere.any()):
+            return self.head.logits(picked)
+        with self.lead.together():
+            theirs = self.lead.fetch_rows(number, rows[elsewhere])
+        if bool(picked[elsewhere].any()):  # computed here, too
+            self._compare(self.head.logits(picked[elsewhere]), self.head.logits(theirs))
+        else:
+            picked[elsewhere] = theirs
         return self.head.logits(picked)
+
+    def _compare(self, ours: Tensor, theirs: Tensor) -> None:
+        gap = float((ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().mean())
+        if not gap <= PARITY[self.dtype]:
+            raise EngineError(
+                f"the process of prompts and the one that decodes score a text differently, by {gap:.3g} nats a token "
+                f"(limit {PARITY[self.dtype]}): one of them has other weights"
+            )
