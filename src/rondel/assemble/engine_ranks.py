@@ -146,7 +146,11 @@ class EngineRanks:
     def load(self, path: str | dict[str, Any], dtype: str, device: Device) -> LoadedModel:
         """The model of a recipe, as its first rank has it. It is loaded on the host: the parts alone go to devices."""
         named = str(pick_dtype(dtype, device.name)).removeprefix("torch.")
-        return self.join(partial(load_model, path, dtype=named), device).model
+        try:
+            return self.join(partial(load_model, path, dtype=named), device).model
+        except BaseException:
+            self.cluster.close()
+            raise
 
     def join(self, load: Callable[..., LoadedModel], device: Device) -> LeadRank:
         """Load the model everywhere, and keep a part of it on every rank."""
