@@ -149,6 +149,7 @@ class SplitModel(LoadedModel):
             )
 
 
+@torch.inference_mode()
 def pool_shapes(loaded: LoadedModel) -> tuple[PoolShapes, PoolShapes]:
     """What the layers of a model keep of a token: of keys, and of values."""
     where = torch.arange(1, 3, device=loaded.device)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from rondel.generate.engine.builtin.pages import LayerPools
 
@@ -47,6 +45,3 @@ class SharedPools(LayerPools):
     def clear(self) -> None:
         self.memory.madvise(mmap.MADV_REMOVE)
         self._empty = set(self._pools)
-
-
-@torch.inference_mode()
