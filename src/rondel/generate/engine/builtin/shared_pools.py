@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rondel.generate.engine.builtin.pages import LayerPools
-from rondel.models.loaded_model import LoadedModel
 from rondel.models.paged_layout import PagedLayout, PrefillChunk
+
+if TYPE_CHECKING:
+    from rondel.models.loaded_model import LoadedModel
 
 PoolShapes = dict[int, tuple[int, int]]  # of each layer: heads, size of a head
 
