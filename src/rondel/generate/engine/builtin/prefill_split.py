@@ -17,13 +17,13 @@ from torch import Tensor
 
 from rondel.core.errors import ConfigError, EngineError
 from rondel.generate.engine.builtin.lead_rank import LeadRank
-from rondel.generate.engine.builtin.pages import PageAllocator
-from rondel.generate.engine.builtin.shared_pools import SharedPools, pool_shapes
+from rondel.generate.engine.builtin.pages import LayerPools, PageAllocator
+from rondel.generate.engine.builtin.shared_pools import PoolShapes, SharedPools
 from rondel.generate.engine.builtin.states import SequenceStates
 from rondel.models.image_features import VisionFeatures
 from rondel.models.load_check import PARITY
 from rondel.models.loaded_model import LoadedModel
-from rondel.models.paged_layout import PagedLayout
+from rondel.models.paged_layout import PagedLayout, PrefillChunk
 from rondel.models.routing_tape import RoutingTape
 
 PREFILL = 1  # the rank that computes prompts
@@ -142,3 +142,17 @@ class SplitModel(LoadedModel):
                 f"the process of prompts and the one that decodes score a text differently, by {gap:.3g} nats a token "
                 f"(limit {PARITY[self.dtype]}): one of them has other weights"
             )
+
+
+@torch.inference_mode()
+def pool_shapes(loaded: LoadedModel) -> tuple[PoolShapes, PoolShapes]:
+    """What the layers of a model keep of a token: of keys, and of values."""
+    where = torch.arange(1, 3, device=loaded.device)
+    keys, values = LayerPools(4), LayerPools(4)
+    loaded.hidden_states(where, where - 1, PagedLayout(keys, values, where, [PrefillChunk(0, 2, where)]))
+    return _shapes_in(keys), _shapes_in(values)
+
+
+def _shapes_in(pools: Any) -> PoolShapes:
+    made: dict[int, Tensor] = pools._pools
+    return {layer: (pool.shape[0], pool.shape[2]) for layer, pool in made.items()}

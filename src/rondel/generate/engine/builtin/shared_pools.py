@@ -9,16 +9,10 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from rondel.generate.engine.builtin.pages import LayerPools
-from rondel.models.paged_layout import PagedLayout, PrefillChunk
-
-if TYPE_CHECKING:
-    from rondel.models.loaded_model import LoadedModel
 
 PoolShapes = dict[int, tuple[int, int]]  # of each layer: heads, size of a head
 
@@ -51,17 +45,3 @@ class SharedPools(LayerPools):
     def clear(self) -> None:
         self.memory.madvise(mmap.MADV_REMOVE)
         self._empty = set(self._pools)
-
-
-@torch.inference_mode()
-def pool_shapes(loaded: LoadedModel) -> tuple[PoolShapes, PoolShapes]:
-    """What the layers of a model keep of a token: of keys, and of values."""
-    where = torch.arange(1, 3, device=loaded.device)
-    keys, values = LayerPools(4), LayerPools(4)
-    loaded.hidden_states(where, where - 1, PagedLayout(keys, values, where, [PrefillChunk(0, 2, where)]))
-    return _shapes_in(keys), _shapes_in(values)
-
-
-def _shapes_in(pools: Any) -> PoolShapes:
-    made: dict[int, Tensor] = pools._pools
-    return {layer: (pool.shape[0], pool.shape[2]) for layer, pool in made.items()}
