@@ -121,11 +121,19 @@ class Rank:
             compute_advantages(b, algo)
         t._accumulate_gradients(b, algo, StepMetricSums(), proximal_noted=noted)
         t.weights.gradient_norm()
-        return self._whole(t.weights)
+        return self._whole(t.weights, [torch.zeros_like(m) if m.grad is None else m.grad for m in t.weights.masters])
 
-    def _whole(self, w) -> np.ndarray:
-        grads = [torch.zeros_like(m) if m.grad is None else m.grad for m in w.masters]
-        return torch.cat([w.gather_full(i, g).flatten() for i, g in enumerate(grads)]).double().numpy()
+    def _whole(self, w, pieces: list[torch.Tensor]) -> np.ndarray:
+        """Tensors that are kept like the masters, of all stages of a pipeline, in one vector in the order of the model; what
+        two stages hold is the same on both.
+        """
+        own = {name: w.gather_full(i, piece).flatten() for i, (name, piece) in enumerate(zip(w.names, pieces))}
+        told: dict[str, torch.Tensor] = {}
+        for found in self.ranks.all_gather_object(own):
+            assert all(torch.equal(told[name], x) for name, x in found.items() if name in told)
+            told |= found
+        order = [name for name, _ in self.trainer.loaded.model.named_parameters() if name in told]
+        return torch.cat([told[name] for name in order]).double().numpy()
 
     def step(self, b, algo) -> tuple[bool, dict[str, float], str, list[dict[str, np.ndarray]]]:
         done = _now(self.trainer.step(b, algo))
@@ -146,8 +154,7 @@ class Rank:
         return {name: t.float().numpy().copy() for name, t in self.ranks.full_weights(self.trainer.loaded.model)}
 
     def masters(self) -> np.ndarray:
-        w = self.trainer.weights
-        return torch.cat([w.gather_full(i, m.detach()).flatten() for i, m in enumerate(w.masters)]).double().numpy()
+        return self._whole(self.trainer.weights, [m.detach() for m in self.trainer.weights.masters])
 
     def save(self, path) -> None:
         path.mkdir(parents=True, exist_ok=True)

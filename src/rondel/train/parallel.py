@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rondel.models import names
 from rondel.train.loss_scale import loss_scale_of
 from rondel.train.optim import MasterWeights
+from rondel.train.pipeline_schedule import StagePass, one_forward_one_backward
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
@@ -51,24 +52,30 @@ class SingleRank:
         """(HF name, tensor in the compute dtype) of everything a receiver needs."""
         return names.named_weights(model)
 
-    def begin_micro_batch(self, model: nn.Module, *, last: bool) -> None:
-        """Before a forward pass with a gradient; `last`: of the update."""
+    def schedule(self, micro_batches: int) -> list[StagePass]:
+        """In which order this rank makes its passes with a gradient."""
+        return one_forward_one_backward(1, 0, micro_batches)
+
+    def begin_pass(self, model: nn.Module, *, last: bool) -> None:
+        """Before a forward pass with a gradient, and before its backward pass; `last`: of the update."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """What each rank says, in their order."""
         return [value]
 
     def gather_data_ranks(self, value: Any) -> list[Any]:
-        """What each data rank says: once, where several ranks compute the same."""
+        """What each data rank says, and each stage of it: once, where several ranks compute the same."""
         return [value]
 
     def gather_arrays(self, values: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """What each data rank measured, [n] in fp32 on the host under any names: travels as one array a rank."""
+        """What each data rank measured, and each stage of it, [n] in fp32 on the host under any names: travels as one array
+        a rank.
+        """
         return [values]
 
     def exchange_tokens(self, batch: TrainBatch, mine: Iterable[int], *names: str) -> None:
         """Give the others what this rank found out about the tokens of its samples: the named fields of TokenBatch."""
-        if self.data_size == 1:
+        if self.size == 1:
             return
         known = {i: batch.samples[i].known for i in sorted(set(mine))}
         found: dict[str, Tensor] = {}
