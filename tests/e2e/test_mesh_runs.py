@@ -9,7 +9,7 @@ from kits.runs import final, run, run_and_die
 
 pytestmark = pytest.mark.slow
 STEPS = {"loop__warmup__steps": 3, "loop__steps": 2, "run__checkpoint__every": 2, "place__kind": "split"}
-MESHES = {"tp": {"tp": 2}, "cp": {"cp": 2}, "ep": {"ep": 2}}
+MESHES = {"tp": {"tp": 2}, "cp": {"cp": 2}, "ep": {"ep": 2}, "pp": {"pp": 2}}
 MIXTURE = {
     "random": "mixtral",
     "hidden_size": 32,
