@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rondel.models.head import decoder_of
-
 
 def model_blocks(model: Any) -> list[nn.Module]:
     """The layers: blocks that transformers never splits over devices."""
@@ -16,9 +14,8 @@ def model_blocks(model: Any) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in blocks and module is not model]
 
 
-def decoder_blocks(model: Any) -> list[nn.Module]:
-    """Those of the decoder, in the order in which it calls them; of a family that names none, its longest list of layers."""
-    decoder = decoder_of(model)
+def decoder_blocks(model: Any, decoder: Any) -> list[nn.Module]:
+    """Those of its `decoder`, in the order in which it calls them; of a family that names none, its longest list of layers."""
     own = {id(module) for module in decoder.modules()}
     if found := [block for block in model_blocks(model) if id(block) in own]:
         return found

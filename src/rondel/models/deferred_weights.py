@@ -78,7 +78,11 @@ class DeferredWeights:
 
 
 def fill_parameters(
-    model: nn.Module, part: nn.Module, read: Callable[[str, nn.Parameter], Tensor], *, only: Container[str] | None = None
+    model: nn.Module,
+    part: nn.Module,
+    read: Callable[[str, nn.Parameter], Tensor],
+    *,
+    only: Container[str] | None = None,
 ) -> None:
     """Give the parameters of `part` that lie on "meta", or `only` those of these names, what `read` makes of their name in
     `model`; tied ones stay tied.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def split_layers(costs: Sequence[float], stages: int, *, head: float = 0.0) -> l
             for i in range(n + 1)
         ]
     starts = [*best[n][1], n]
-    return [range(a, b) for a, b in zip(starts, starts[1:])]
+    return [range(a, b) for a, b in pairwise(starts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class StageLayers:
         return [self.blocks[i] for i in self.own]
 
 
-def layers_of_stage(model: Any, stages: int, index: int) -> StageLayers:
+def layers_of_stage(model: Any, decoder: Any, stages: int, index: int) -> StageLayers:
     """Stage `index` of `stages`: embedding and what else comes before the layers on the first, what comes behind them on
     the last. A critic's backbone is split like that of its policy.
 
     Raises ModelError where there are fewer layers than stages, or layers share weights.
     """
-    kind, blocks = model.config.model_type, decoder_blocks(model)
+    kind, blocks = model.config.model_type, decoder_blocks(model, decoder)
     if len(blocks) < stages:
         raise ModelError(
             f"place.mesh has pp = {stages}, and a model of type '{kind}' here has {len(blocks)} layers: every stage needs "

@@ -87,7 +87,10 @@ class StageLink:
             for stage in range(1, self.size):
                 while (told := self.hear(stage)) is not None:
                     name, forms = told
-                    yield name, {key: self.receive(*form, stage, self.ranks) for key, form in forms.items()}
+                    yield (
+                        name,
+                        {key: self.receive(shape, dtype, stage, self.ranks) for key, (shape, dtype) in forms.items()},
+                    )
         else:
             for name, tensors in own:
                 if name not in twice:
@@ -116,7 +119,9 @@ class PipelineStage:
         self.routers = frozenset(i for i, router in enumerate(routers) if id(router) in inside)
         self._came: Tensor | None = None
         self._blank: Tensor | None = None
-        self._form: tuple[tuple[int, ...], torch.dtype] | None = None  # of a row of what comes in: told with the first one
+        self._form: tuple[tuple[int, ...], torch.dtype] | None = (
+            None  # of a row of what comes in: told with the first one
+        )
         self._told = False
         self._install(model)
 
@@ -181,7 +186,9 @@ class PipelineStage:
     def _take_in(self, block: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         came = self._came
         if came is None:
-            raise ModelError(f"a layer of model type '{self.kind}' is called twice in a pass, and pp computes it once. {INSTEAD}")
+            raise ModelError(
+                f"a layer of model type '{self.kind}' is called twice in a pass, and pp computes it once. {INSTEAD}"
+            )
         self._came = None
         return map_hidden(lambda _: came, args, kwargs)
 

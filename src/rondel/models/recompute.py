@@ -24,6 +24,7 @@ from rondel.models.activation_offload import ActivationStore
 from rondel.models.adapter_state import ModelAdapter, adapter_mode
 from rondel.models.attention import attention_layout, use_attention_layout
 from rondel.models.blocks import decoder_blocks
+from rondel.models.head import decoder_of
 from rondel.models.routing_tape import repeated_tape
 
 # under which families keep the feed-forward part of a layer
@@ -39,7 +40,7 @@ def install_recompute(
     """
     if parts == "none":
         return
-    chosen = decoder_blocks(model)
+    chosen = decoder_blocks(model, decoder_of(model))
     if parts == "mlp":
         named = [next((p for name in FEED_FORWARD if (p := getattr(block, name, None))), None) for block in chosen]
         chosen = [part for part in named if isinstance(part, nn.Module)]

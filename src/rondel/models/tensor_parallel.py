@@ -64,7 +64,7 @@ def cut_model(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     above = next(name for name, module in model.named_modules() if module is decoder)
     prefix = f"{above}." if above else ""
-    blocks = decoder_blocks(model) if blocks is None else blocks
+    blocks = decoder_blocks(model, decoder) if blocks is None else blocks
     planned = _planned_cuts(decoder, model.config.get_text_config(), ranks.size)
     for block in blocks:
         name = next(n for n, module in decoder.named_modules() if module is block)

@@ -138,7 +138,9 @@ def _master_tensors(weights: MasterWeights) -> dict[str, Tensor]:
 def _moments(weights: MasterWeights) -> dict[str, Tensor]:
     """The optimizer's state as `key.name`, and the loss scale."""
     return {
-        f"{key}.{name}": value.cpu() for name, found in weights.gather_all(weights.moments) for key, value in found.items()
+        f"{key}.{name}": value.cpu()
+        for name, found in weights.gather_all(weights.moments)
+        for key, value in found.items()
     } | _loss_scale(weights)
 
 

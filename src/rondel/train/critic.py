@@ -23,7 +23,6 @@ from rondel.train.annotate import pass_on
 from rondel.train.optim import MasterWeights
 from rondel.train.pack import MicroBatches, PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
-from rondel.train.pipeline_schedule import run_schedule
 from rondel.train.row_share import own_share
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ class Critic:
             sums.add_terms(torch.zeros(()), made[1])
 
         packs = self._split_batch(batch, settings)
-        run_schedule(self.ranks.schedule(len(packs)), packs, forward, backward)
+        self.ranks.run_passes(packs, forward, backward)
         return self.weights.gradient_norm()
 
     def optimizer_step(self, *, lr: float, clip: float, norm: Tensor) -> None:

@@ -48,8 +48,9 @@ from rondel.system import sockets
 from rondel.train.annotate import logprobs_of
 from rondel.train.optim import MasterWeights, spread_within_rounding
 from rondel.train.optimizers import ONE_RANK
+from rondel.train.pack import MicroBatches, PackedBatch
 from rondel.train.parallel import SingleRank
-from rondel.train.pipeline_schedule import StagePass, one_forward_one_backward
+from rondel.train.pipeline_schedule import one_forward_one_backward, run_schedule
 from rondel.train.rank_masters import ReplicatedWeights, ShardedWeights, computes_in
 
 
@@ -148,7 +149,14 @@ class FsdpRank(SingleRank):
         head.stack = linear.UnpackedLinear()
         context = None if self.context is None else ContextRanks(self.context, PRODUCTS * head.weight.shape[1])
         held = replace(
-            loaded, model=model, head=head, enter=enter_with_head, compute=dtype, context=context, stage=stage, weights=None
+            loaded,
+            model=model,
+            head=head,
+            enter=enter_with_head,
+            compute=dtype,
+            context=context,
+            stage=stage,
+            weights=None,
         )
         if expected or (stage is not None and len(head.weight) > 1):
             _check_cut(held, probe, expected, self.mesh)
@@ -180,7 +188,7 @@ class FsdpRank(SingleRank):
         layers: StageLayers | None = None
         if self.link is not None:
             names.checkpoint_pieces(model)  # of all parameters, asked for before some are dropped
-            layers = layers_of_stage(model, self.link.size, self.link.index)
+            layers = layers_of_stage(model, loaded.decoder, self.link.size, self.link.index)
             drop_parameters(model, layers.held)
         blocks = model_blocks(model) if layers is None else layers.own_blocks
         whole: set[nn.Parameter] = set()
@@ -286,9 +294,11 @@ class FsdpRank(SingleRank):
         for name, found in own_weights() if stage is None else stage.collect(own_weights()):
             yield name, found[""]
 
-    def schedule(self, micro_batches: int) -> list[StagePass]:
+    def run_passes(
+        self, packs: MicroBatches, forward: Callable[[PackedBatch, bool], Any], backward: Callable[[Any, bool], None]
+    ) -> None:
         stages, stage = (1, 0) if self.link is None else (self.link.size, self.link.index)
-        return one_forward_one_backward(stages, stage, micro_batches)
+        run_schedule(one_forward_one_backward(stages, stage, len(packs)), packs, forward, backward)
 
     def begin_pass(self, model: nn.Module, *, last: bool) -> None:
         if not isinstance(model, FSDPModule):

@@ -272,7 +272,14 @@ class MicroBatches:
     """Those of one rank, each packed when its turn comes."""
 
     def __init__(
-        self, batch: TrainBatch, cuts: list[list[int]], *, share: bool, device: torch.device | str, rank: int, ranks: int
+        self,
+        batch: TrainBatch,
+        cuts: list[list[int]],
+        *,
+        share: bool,
+        device: torch.device | str,
+        rank: int,
+        ranks: int,
     ) -> None:
         self.batch, self.cuts, self.share, self.device = batch, cuts, share, device
         self.numbers = range(rank, -(-len(cuts) // ranks) * ranks, ranks)

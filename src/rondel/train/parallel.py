@@ -9,20 +9,21 @@ What one rank found out about its tokens is exchanged, so that all of them go on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
 from rondel.models import names
 from rondel.train.loss_scale import loss_scale_of
 from rondel.train.optim import MasterWeights
-from rondel.train.pipeline_schedule import StagePass, one_forward_one_backward
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
-    from rondel.train.pack import TrainBatch
+    from rondel.train.pack import MicroBatches, PackedBatch, TrainBatch
+
+T = TypeVar("T")
 
 
 class SingleRank:
@@ -52,9 +53,14 @@ class SingleRank:
         """(HF name, tensor in the compute dtype) of everything a receiver needs."""
         return names.named_weights(model)
 
-    def schedule(self, micro_batches: int) -> list[StagePass]:
-        """In which order this rank makes its passes with a gradient."""
-        return one_forward_one_backward(1, 0, micro_batches)
+    def run_passes(
+        self, packs: MicroBatches, forward: Callable[[PackedBatch, bool], T], backward: Callable[[T, bool], None]
+    ) -> None:
+        """The passes of an update: what `forward` makes of each micro-batch is for `backward`; both are told whether it is
+        the last one.
+        """
+        for number, packed in enumerate(packs, 1):
+            backward(forward(packed, number == len(packs)), number == len(packs))
 
     def begin_pass(self, model: nn.Module, *, last: bool) -> None:
         """Before a forward pass with a gradient, and before its backward pass; `last`: of the update."""

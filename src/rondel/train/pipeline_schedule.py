@@ -47,7 +47,8 @@ def run_schedule(
     last one.
     """
     last = max((each.micro_batch for each in order), default=0)
-    coming, waiting = iter(micro_batches), {}
+    coming = iter(micro_batches)
+    waiting: dict[int, Any] = {}
     for each in order:
         is_last = each.micro_batch == last
         if each.backward:

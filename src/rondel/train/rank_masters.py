@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rondel.models.pipeline_stage import PipelineStage
 from rondel.models.tensor_cuts import TensorCuts, join_cuts
 from rondel.train.optim import MasterWeights
+
+if TYPE_CHECKING:
+    from rondel.models.pipeline_stage import PipelineStage
 
 
 class ReplicatedWeights(MasterWeights):
@@ -91,9 +93,10 @@ class ShardedWeights(MasterWeights):
         if self.cuts is not None:
             partial = [g for name, g in grads.items() if name in self.cuts.partial]
             _all_reduce_together([g for g in partial if g is not None], self.cuts.ranks.group)
-        for name in self.names if self.stage is not None else ():
-            if name in self.stage.layers.shared and (grad := grads[name]) is not None:
-                self.stage.link.sum_ends(grad)
+        if self.stage is not None:
+            for name in self.names:
+                if name in self.stage.layers.shared and (grad := grads[name]) is not None:
+                    self.stage.link.sum_ends(grad)
 
     def _is_counted(self, name: str) -> bool:
         """Whether the numbers of this parameter count here, and not on the first stage of a pipeline."""

@@ -38,7 +38,6 @@ from rondel.train.mismatch import MismatchAlarm
 from rondel.train.offload import Offload
 from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
-from rondel.train.pipeline_schedule import run_schedule
 from rondel.train.settings import TrainSettings
 from rondel.train.step_metrics import StepMetricSums
 from rondel.train.teachers import Teacher, TeacherEnsemble
@@ -499,7 +498,7 @@ class LocalTrainer:
             rank=self.ranks.data_rank,
             ranks=self.ranks.data_size,
         )
-        run_schedule(self.ranks.schedule(len(packs)), packs, forward, backward)
+        self.ranks.run_passes(packs, forward, backward)
         # no rank leaves a pass that the others wait for
         if told := [fault for found in self.ranks.all_gather_object(faults) for fault in found]:
             raise NotFinite(told[0])
