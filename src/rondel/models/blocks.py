@@ -15,9 +15,13 @@ def model_blocks(model: Any) -> list[nn.Module]:
 
 
 def decoder_blocks(model: Any, decoder: Any) -> list[nn.Module]:
-    """Those of its `decoder`, in the order in which it calls them; of a family that names none, its longest list of layers."""
+    """Those of its `decoder` that are in no other, in the order in which it calls them; of a family that names none, its
+    longest list of layers.
+    """
     own = {id(module) for module in decoder.modules()}
-    if found := [block for block in model_blocks(model) if id(block) in own]:
+    found = [block for block in model_blocks(model) if id(block) in own]
+    inner = {id(part) for block in found for part in block.modules() if part is not block}
+    if found := [block for block in found if id(block) not in inner]:
         return found
     lists = [list(module) for module in decoder.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len, default=[])

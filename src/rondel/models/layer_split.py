@@ -14,6 +14,7 @@ from rondel.core.errors import ModelError
 from rondel.models.blocks import decoder_blocks
 from rondel.models.routing_tape import expert_count
 
+BEHIND = ("final", "project_out")  # how names begin that families list before their layers and call behind them
 INSTEAD = "Use place.mesh with shards, tp or cp instead of pp"
 
 
@@ -76,7 +77,9 @@ def layers_of_stage(model: Any, decoder: Any, stages: int, index: int) -> StageL
     head = float(text.vocab_size * model.get_input_embeddings().weight.shape[1])
     runs = split_layers([_block_cost(block, text) for block in blocks], stages, head=head)
     stage_of = _stages_of_parameters(model, blocks, runs)
-    if torn := next((name for name, held in stage_of.items() if len(held) > 1 and held != {0, stages - 1}), None):
+    ends = {id(p) for end in (model.get_input_embeddings(), model.get_output_embeddings()) for p in end.parameters()}
+    tied = {name for name, p in model.named_parameters() if id(p) in ends}
+    if torn := next((name for name, held in stage_of.items() if len(held) > 1 and name not in tied), None):
         raise ModelError(f"layers of model type '{kind}' share {torn}, and pp would lay them apart. {INSTEAD}")
     return StageLayers(
         blocks,
@@ -107,7 +110,8 @@ def _stages_of_parameters(model: Any, blocks: list[nn.Module], runs: list[range]
     behind = False  # the layers: a last norm
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = next((path for path in owners if name.startswith(f"{path}.")), None)
-        stage = owners[owner] if owner is not None else last if behind else 0
+        late = behind or any(part.startswith(BEHIND) for part in name.split("."))
+        stage = owners[owner] if owner is not None else last if late else 0
         behind = behind or (owner is not None and model.get_submodule(owner) in blocks)
         found.setdefault(first_names.setdefault(id(parameter), name), set()).add(stage)
     return found

@@ -114,14 +114,15 @@ class PipelineStage:
         """`dtype`: what passes compute in."""
         self.layers, self.link, self.dtype = layers, link, dtype
         self.kind, self.width = model.config.model_type, model.get_input_embeddings().weight.shape[1]
+        self._outputs = (
+            0  # of a layer, where it gives a tuple: told with the first states, for those that are passed over
+        )
         routers = [m for m in model.modules() if type(m).__name__.endswith(ROUTERS)]
         inside = {id(m) for block in layers.own_blocks for m in block.modules()}
         self.routers = frozenset(i for i, router in enumerate(routers) if id(router) in inside)
         self._came: Tensor | None = None
         self._blank: Tensor | None = None
-        self._form: tuple[tuple[int, ...], torch.dtype] | None = (
-            None  # of a row of what comes in: told with the first one
-        )
+        self._form: list[Any] | None = None  # shape and dtype of a row of what comes in: told with the first one
         self._told = False
         self._install(model)
 
@@ -129,7 +130,12 @@ class PipelineStage:
         """Behind the hooks of those who cut or gather these layers: they see what comes in, too."""
         blocks, own = self.layers.blocks, self.layers.own
         if self.link.index:
-            setattr(model.get_input_embeddings(), "forward", self._give_blank)  # noqa: B010
+            inside = {id(m) for block in blocks for m in block.modules()}
+            names = {id(p): name for name, p in model.named_parameters()}
+            for module in model.modules():
+                held = all(names[id(p)] in self.layers.held for p in module.parameters(recurse=False))
+                if (not held and id(module) not in inside) or module is model.get_input_embeddings():
+                    setattr(module, "forward", self._give_blank)  # noqa: B010
             for block in blocks[: own.start]:
                 setattr(block, "forward", self._pass_over)  # noqa: B010
             blocks[own.start].register_forward_pre_hook(self._take_in, prepend=True, with_kwargs=True)
@@ -140,6 +146,8 @@ class PipelineStage:
         """Last hidden states of this stage's layers over a packed row: [1, T, D]."""
         if self.link.index:
             self._came = self._receive(rows)
+            # a decoder that takes more of it than its size and dtype says so
+            self._blank = torch.full((1, rows, self.width), torch.nan, dtype=self.dtype, device=self.link.device)
         try:
             return forward()
         except _EndOfStage as end:
@@ -161,27 +169,34 @@ class PipelineStage:
     def pass_on(self, hidden: Tensor) -> Tensor:
         """Send what this stage computed [T, D] to the next one. -> 0, whose backward pass receives the gradient."""
         if not self._told:
-            self.link.tell((tuple(hidden.shape[1:]), hidden.dtype), self.link.index + 1)
+            self.link.tell((tuple(hidden.shape[1:]), hidden.dtype, self._outputs), self.link.index + 1)
             self._told = True
         return _PassOn.apply(hidden, self.link)
+
+    def give_up(self, rows: int) -> Tensor:
+        """In place of a pass that failed here, so that no other stage waits for it. -> [rows - 1] as of the last stage."""
+        if not self.link.is_last:
+            self.pass_on(torch.zeros(rows, self.width, dtype=self.dtype, device=self.link.device))
+        return self.link.from_last(torch.full((rows - 1,), torch.nan, device=self.link.device))
 
     def _receive(self, rows: int) -> Tensor:
         link, before = self.link, self.link.index - 1
         if self._form is None:
-            self._form = link.hear(before)
+            *self._form, self._outputs = link.hear(before)
         width, dtype = self._form
         came = link.receive((1, rows, *width), dtype, before, link.ranks)
         if torch.is_grad_enabled():
             came.requires_grad_().register_post_accumulate_grad_hook(functools.partial(_send_back, link))
         return came
 
-    def _give_blank(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _give_blank(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """In place of embeddings: a decoder looks at their size and dtype before the first layer."""
-        self._blank = torch.zeros(*ids.shape, self.width, dtype=self.dtype, device=ids.device)
+        if self._came is None:
+            raise ModelError(f"model type '{self.kind}' computes with weights of the first stage behind its layers")
         return self._blank
 
-    def _pass_over(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        return self._blank
+    def _pass_over(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._blank, *[None] * (self._outputs - 1)) if self._outputs else self._blank
 
     def _take_in(self, block: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         came = self._came
@@ -193,6 +208,7 @@ class PipelineStage:
         return map_hidden(lambda _: came, args, kwargs)
 
     def _end(self, block: Any, args: tuple, out: Any) -> None:
+        self._outputs = len(out) if isinstance(out, tuple) else 0
         raise _EndOfStage(out[0] if isinstance(out, tuple) else out)
 
 

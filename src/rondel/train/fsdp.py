@@ -12,6 +12,7 @@ adapter  fp32, whole on every rank: 1-2 % of the numbers. The base under it lies
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import statistics
 import traceback
@@ -159,8 +160,32 @@ class FsdpRank(SingleRank):
             weights=None,
         )
         if expected or (stage is not None and len(head.weight) > 1):
-            _check_cut(held, probe, expected, self.mesh)
+            self._check_cut(held, probe, expected)
         return held
+
+    def _check_cut(self, held: LoadedModel, probe: list[int], expected: list[float]) -> None:
+        """Cut over the ranks, a model must give the logprobs that it gave whole; without those, it must run."""
+        mesh, fault = self.mesh, ""
+        axis = next(f"{name} = {n}" for name in ("tp", "ep", "pp") if (n := getattr(mesh, name)) > 1)
+        name = f"'{held.name}' ({held.model.config.model_type}): cut over {axis} ranks,"
+        remedy = "some part of it cannot be cut that way. Use place.mesh with shards or cp instead"
+        if mesh.sp and mesh.tp > 1:
+            remedy += ", or try sp = false"
+        try:
+            found = logprobs_of(held, probe)
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError) as error:
+            if _is_timeout(error):
+                raise
+            fault = f"{type(error).__name__}: {error}"
+            found = [math.nan] if held.stage is None else held.stage.give_up(len(probe)).tolist()
+        if fault := next(filter(None, self.all_gather_object(fault)), ""):
+            raise ModelError(f"{name} it does not run ({fault}): {remedy}")
+        held.model.reshard()  # what lies at the root waits for a backward pass
+        gap = statistics.fmean(abs(a - b) for a, b in zip(found, expected or found))
+        if not gap <= PARITY[held.dtype]:
+            raise ModelError(
+                f"{name} its logprobs differ by {gap:.3g} from those of the whole model (limit {PARITY[held.dtype]}): {remedy}"
+            )
 
     def _refuse_mesh(self, loaded: LoadedModel) -> None:
         """What a model cannot do yet where several ranks compute one sample."""
@@ -187,7 +212,6 @@ class FsdpRank(SingleRank):
         linear.unpack_linears(model)
         layers: StageLayers | None = None
         if self.link is not None:
-            names.checkpoint_pieces(model)  # of all parameters, asked for before some are dropped
             layers = layers_of_stage(model, loaded.decoder, self.link.size, self.link.index)
             drop_parameters(model, layers.held)
         blocks = model_blocks(model) if layers is None else layers.own_blocks
@@ -337,27 +361,6 @@ class FsdpRank(SingleRank):
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-def _check_cut(held: LoadedModel, probe: list[int], expected: list[float], mesh: Mesh) -> None:
-    """Cut over the ranks, a model must give the logprobs that it gave whole; without those, it must run."""
-    axis = next(f"{name} = {n}" for name in ("tp", "ep", "pp") if (n := getattr(mesh, name)) > 1)
-    name = f"'{held.name}' ({held.model.config.model_type}): cut over {axis} ranks,"
-    remedy = "some part of it cannot be cut that way. Use place.mesh with shards or cp instead"
-    if mesh.sp and mesh.tp > 1:
-        remedy += ", or try sp = false"
-    try:
-        found = logprobs_of(held, probe)
-        gap = statistics.fmean(abs(a - b) for a, b in zip(found, expected or found))
-    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError) as error:
-        if _is_timeout(error):
-            raise
-        raise ModelError(f"{name} it does not run ({type(error).__name__}: {error}): {remedy}") from error
-    held.model.reshard()  # what lies at the root waits for a backward pass
-    if not gap <= PARITY[held.dtype]:
-        raise ModelError(
-            f"{name} its logprobs differ by {gap:.3g} from those of the whole model (limit {PARITY[held.dtype]}): {remedy}"
-        )
 
 
 def _arrange(device: str, always: tuple[str, ...], **sizes: int) -> DeviceMesh:
