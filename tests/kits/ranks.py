@@ -108,7 +108,7 @@ class Rank:
         """Load a policy in shards. -> bytes of its weights here, and the most bytes of tensors alive at once."""
         with AliveBytes() as counted:
             held = self.ranks.shard_model(load_model(folder, dtype="float32", deferred=True))
-        own = [p.to_local() for p in held.model.parameters()]
+        own = [p.to_local() for p in held.model.parameters() if not p.is_meta]
         return sum(p.nbytes for p in own), counted.most
 
     def gradient(self, b, algo, *, micro_tokens: int = 10**6, noted: bool = False) -> np.ndarray:
