@@ -71,12 +71,13 @@ def test_a_layout_exists_where_a_recipe_can_ask_for_it():
     rows = parallel_layouts(what_if(["model=235b-a22b", "gpus=64", "recompute=layers"]))
     for row in rows:
         try:
-            asked = MeshConfig(shards=row.dp, cp=row.cp, tp=row.tp, ep=row.ep).to_mesh(row.dp * row.cp * row.tp)
+            mesh = MeshConfig(pp=row.pp, shards=row.dp, cp=row.cp, tp=row.tp, ep=row.ep)
+            asked = mesh.to_mesh(row.pp * row.dp * row.cp * row.tp)
         except ValueError:
             assert not row.is_supported, row.name
         else:
-            assert row.is_supported == (asked == row.mesh) == (row.pp == 1), row.name
-    assert any(row.is_supported and row.ep > 1 for row in rows) and any(row.tp > 1 < row.ep for row in rows)
+            assert row.is_supported and asked == row.mesh, row.name
+    assert any(row.is_supported and row.ep > 1 < row.pp for row in rows) and any(row.tp > 1 < row.ep for row in rows)
 
 
 def test_a_policy_is_printed_once(capsys):
