@@ -58,13 +58,13 @@ def test_the_table_says_what_dominates(capsys):
 
 
 def test_layouts_that_rondel_does_not_have_are_marked(capsys):
-    words = ["model=70b", "gpus=64", "recompute=layers"]
+    words = ["model=235b-a22b", "gpus=64", "recompute=layers"]
     rows = make_plan(what_if(words))["layouts"]
     assert [row["exists"] for row in rows] == [True] * 3 + [False] * 2
-    assert all(("pp" in row["name"]) != row["exists"] for row in rows)
+    assert all(("tp" in row["name"] and "ep" in row["name"]) != row["exists"] for row in rows)
     lines = [line for line in ask(capsys, "--what-if", " ".join(words))[1].splitlines() if line.startswith("layout")]
     assert ["(not in Rondel yet)" in line for line in lines] == [False] * 3 + [True] * 2
-    assert "(place.mesh = { shards = " in lines[0]
+    assert "(place.mesh = { pp = " in lines[0]
 
 
 def test_a_layout_exists_where_a_recipe_can_ask_for_it():
