@@ -94,7 +94,6 @@ class RankTrainer:
 
     def gradient(self, batch: Any, algo: Any, micro_tokens: int) -> tuple[np.ndarray, dict[str, int], int]:
         """Of one update, whole, in one vector; the bytes that this rank moved for it; the packed tokens that it saw."""
-        import torch
 
         from rondel.train.advantages import compute_advantages
         from rondel.train.step_metrics import StepMetricSums

@@ -94,7 +94,7 @@ class FsdpRank(SingleRank):
             dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=mesh.world, timeout=wait)
         kind, both = device.partition(":")[0], ("replicas", "shards") if mesh.replicas > 1 else ("shards",)
         sharing = mesh.shards * mesh.cp  # who has different shards: of other samples, or of other parts of a row
-        whole = _arrange(kind, both, pp=mesh.pp, replicas=mesh.replicas, shards=sharing, tp=mesh.tp)
+        whole = self._arrange(kind, both, pp=mesh.pp, replicas=mesh.replicas, shards=sharing, tp=mesh.tp)
         self.fsdp_mesh = whole[both]
         self.shard_group = whole["shards"].get_group()
         self.everyone: Any = dist.group.WORLD
@@ -104,20 +104,33 @@ class FsdpRank(SingleRank):
         if mesh.pp > 1:
             inner = mesh.world // mesh.pp  # ranks of a stage
             lines = [[stage * inner + i for stage in range(mesh.pp)] for i in range(inner)]
-            back = dist.new_subgroups_by_enumeration(lines)[0]
+            back = dist.new_subgroups_by_enumeration(lines, timeout=datetime.timedelta(seconds=patience))[0]
             self.link = StageLink(
                 RankGroup.of(whole["pp"].get_group()), RankGroup.of(back), torch.device(device), leads=rank % inner == 0
             )
         if mesh.tp * mesh.cp > 1:  # stages behind each other are told what the last one found out
-            apart = _arrange(kind, ("data",), data=mesh.pp * mesh.data, cp=mesh.cp, tp=mesh.tp)
+            apart = self._arrange(kind, ("data",), data=mesh.pp * mesh.data, cp=mesh.cp, tp=mesh.tp)
             self.data_group = apart["data"].get_group()
             self.context = RankGroup.of(apart["cp"].get_group()) if mesh.cp > 1 else None
         if mesh.ep > 1:
             assert mesh.tp == 1, mesh
-            apart = _arrange(kind, both, pp=mesh.pp, replicas=mesh.replicas, shards=sharing // mesh.ep, ep=mesh.ep)
+            apart = self._arrange(kind, both, pp=mesh.pp, replicas=mesh.replicas, shards=sharing // mesh.ep, ep=mesh.ep)
             # who holds the same experts: their gradients have the tokens of all others already
             self.expert_mesh = apart[both]
             self.experts = RankGroup.of(apart["ep"].get_group())
+
+    def _arrange(self, device: str, always: tuple[str, ...], **sizes: int) -> DeviceMesh:
+        """A mesh of the axes that have more than one rank, and of those that are `always` asked for: each is a group, which
+        opens ports, and waits as long as all ranks do (torch gives new groups a time of its own, half an hour).
+        """
+        axes = {name: n for name, n in sizes.items() if n > 1 or name in always}
+        backend = "gloo" if device == "cpu" else "nccl"
+        options = dist.ProcessGroupGloo._Options() if device == "cpu" else dist.ProcessGroupNCCL.Options()
+        options._timeout = datetime.timedelta(seconds=self.patience)
+        apart = {name: (backend, options) for name, n in axes.items() if n < self.size}  # else it is the group of all
+        return init_device_mesh(
+            device, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=apart or None
+        )
 
     def shard_model(self, loaded: LoadedModel) -> LoadedModel:
         """Each layer is gathered when its pass begins and let go when it ends; embedding, last
@@ -361,14 +374,6 @@ class FsdpRank(SingleRank):
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-def _arrange(device: str, always: tuple[str, ...], **sizes: int) -> DeviceMesh:
-    """A mesh of the axes that have more than one rank, and of those that are `always` asked for: each is a group, which
-    opens ports.
-    """
-    axes = {name: n for name, n in sizes.items() if n > 1 or name in always}
-    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def _prefetch(blocks: list[Any], ahead: int) -> None:
