@@ -125,9 +125,11 @@ class FsdpRank(SingleRank):
         """
         axes = {name: n for name, n in sizes.items() if n > 1 or name in always}
         backend = "gloo" if device == "cpu" else "nccl"
-        options = dist.ProcessGroupGloo._Options() if device == "cpu" else dist.ProcessGroupNCCL.Options()
+        kinds: Any = dist
+        options = kinds.ProcessGroupGloo._Options() if device == "cpu" else kinds.ProcessGroupNCCL.Options()
         options._timeout = datetime.timedelta(seconds=self.patience)
-        apart = {name: (backend, options) for name, n in axes.items() if n < self.size}  # else it is the group of all
+        apart: dict[int | str, Any] = {name: (backend, options) for name, n in axes.items() if n < self.size}
+        # one that has all ranks is their group
         return init_device_mesh(
             device, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=apart or None
         )
