@@ -154,7 +154,6 @@ def test_each_rank_holds_its_share(ranks):
         (TP, "qwen2_5_vl", "images"),
         (TP, "llama + fresh", "adapter"),
         (Mesh(tp=4), "deepseek_v32", "indexer"),
-        (PP, "llama + fresh", "an adapter cannot be laid apart by pp"),
         (PP, "qwen2_5_vl", "images"),
         (PP, "deepseek_v32", "indexers"),
         (PP, "zamba2", "cut over pp = 2 ranks, its logprobs differ by nan"),
@@ -165,3 +164,14 @@ def test_each_rank_holds_its_share(ranks):
 def test_what_cannot_be_cut_is_refused_by_name(ranks, mesh, kind, said):
     with pytest.raises(RondelError, match=said):
         ranks(mesh).make(kind)
+
+
+@pytest.mark.parametrize(("mesh", "kind"), [(PP, "tied + fresh"), (Mesh(pp=2, shards=2), "llama + used")], ids=str)
+def test_an_adapter_in_stages_ends_where_that_of_one_rank_ends(ranks, mesh, kind, tmp_path):
+    """Each stage trains those of its layers; a critic has its own, and the reference is the base."""
+    algo = row("ppo", kl={"coef": 0.05})
+    alone, every = Rank(0), ranks(mesh)
+    how = {"lr": 1e-3, "micro_tokens": 40, "updates_per_step": 2, "start_probe": 8, "clip": 0.5}
+    alone.make(kind, algo=algo, **how)
+    every.make(kind, algo=algo, **how)
+    end_alike(alone, every, algo, lambda n: batch(awkward_groups(n), algo), tmp_path, exact=True)

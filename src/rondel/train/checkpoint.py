@@ -78,7 +78,7 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
     file, state = (
         (MODEL, _model_tensors(trainer))
         if loaded.adapter is None
-        else (adapter_files.WEIGHTS, dict(names.named_weights(loaded.model)))
+        else (adapter_files.WEIGHTS, dict(trainer.ranks.full_weights(loaded.model)))
     )
     optimizer = {
         "rng": torch.get_rng_state(),
@@ -97,7 +97,7 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
     if not trainer.ranks.is_leader:  # it gave its shards to the one that writes
         return
     with guard_write(folder, bytes_needed(trainer)):
-        save_model(loaded, folder, state) if loaded.adapter is None else adapter_files.save_adapter(loaded, folder)
+        save_model(loaded, folder, state) if loaded.adapter is None else adapter_files.save_adapter(loaded, folder, state)
         plain = _stored_names(folder / file, state)
         rounded = loaded.adapter is None and loaded.dtype != torch.float32
         optimizer |= {

@@ -208,7 +208,6 @@ class FsdpRank(SingleRank):
             return
         for found, what in (
             (self.mesh.tp > 1 and loaded.adapter is not None, "an adapter cannot be cut by tp"),
-            (self.mesh.pp > 1 and loaded.adapter is not None, "an adapter cannot be laid apart by pp"),
             (self.mesh.ep > 1 and loaded.adapter is not None, "experts under an adapter cannot lie apart"),
             (
                 self.mesh.tp * self.mesh.cp > 1 and loaded.sight is not None,
@@ -226,13 +225,14 @@ class FsdpRank(SingleRank):
         model, dtype = loaded.model, loaded.dtype
         linear.unpack_linears(model)
         layers: StageLayers | None = None
+        if loaded.adapter is not None:
+            names.pin_digest(model)
         if self.link is not None:
             layers = layers_of_stage(model, loaded.decoder, self.link.size, self.link.index)
             drop_parameters(model, layers.held)
         blocks = model_blocks(model) if layers is None else layers.own_blocks
         whole: set[nn.Parameter] = set()
         if loaded.adapter is not None:
-            names.pin_digest(model)
             whole = {
                 p
                 for name, p in model.named_parameters()
@@ -315,10 +315,17 @@ class FsdpRank(SingleRank):
                 f'trainer.memory.optimizer = "host" is for one rank, and this trainer has {self.size}, which keep a shard '
                 "each: leave it out"
             )
+        stage, experts = self._stages.get(model), self._expert_cuts.get(model)
         if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad):
-            stage, experts = self._stages.get(model), self._expert_cuts.get(model)
             return ShardedWeights(model, self.shard_group, self._cuts.get(model), experts=experts, stage=stage, **how)
-        return ReplicatedWeights(model, self.everyone, **how)
+        return ReplicatedWeights(model, self._stage_group(), stage=stage, **how)
+
+    def _stage_group(self) -> Any:
+        """The ranks that have the same layers; all of them ask."""
+        if self.mesh.pp == 1:
+            return self.everyone
+        kind, inner = self.fsdp_mesh.device_type, self.size // self.mesh.pp
+        return self._arrange(kind, ("stage",), pp=self.mesh.pp, stage=inner)["stage"].get_group()
 
     def full_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         dtype, cuts = computes_in(model), (self._cuts.get(model), self._expert_cuts.get(model))
@@ -326,7 +333,7 @@ class FsdpRank(SingleRank):
 
         def own_weights() -> Iterator[tuple[str, dict[str, Tensor]]]:
             for name, parameter in names.named_weights(model):
-                if stage is None or name in stage.layers.held:
+                if not parameter.is_meta:
                     whole = parameter.full_tensor().to(dtype) if isinstance(parameter, DTensor) else parameter
                     yield name, {"": join_cuts(cuts, name, whole)}
 

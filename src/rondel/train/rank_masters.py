@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 class ReplicatedWeights(MasterWeights):
     """What lies whole on every rank: an adapter, and the head of a critic that has one. Equal sums move equal bits."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, **how: Any) -> None:
-        """`group`: who sums."""
-        self.group, self._summed = group, False
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, *, stage: PipelineStage | None = None, **how: Any
+    ) -> None:
+        """`group`: who sums. `stage`: whose layers these are, of a pipeline."""
+        self.group, self.stage, self._summed = group, stage, False
         super().__init__(model, **how)
+        if stage is not None:
+            self.share = stage.share_of(sum(m.numel() for m in self.masters))
 
     def gradient_norm(self) -> Tensor:
         """Each rank has the gradient of its own tokens until it is asked; then all have the sum."""
@@ -32,7 +36,12 @@ class ReplicatedWeights(MasterWeights):
         if grads and not self._summed:
             _all_reduce_together(grads, self.group)
             self._summed = True
-        return super().gradient_norm()
+        norm = super().gradient_norm()
+        return norm if self.stage is None else self.stage.link.ranks.all_reduce(norm**2).sqrt()
+
+    def gather_all(self, read: Callable[[int], dict[str, Tensor]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        own = super().gather_all(read)
+        return own if self.stage is None else self.stage.collect(own)
 
     def zero_grad(self) -> None:
         self._summed = False
