@@ -175,3 +175,11 @@ def test_an_adapter_in_stages_ends_where_that_of_one_rank_ends(ranks, mesh, kind
     alone.make(kind, algo=algo, **how)
     every.make(kind, algo=algo, **how)
     end_alike(alone, every, algo, lambda n: batch(awkward_groups(n), algo), tmp_path, exact=True)
+
+
+def test_stages_have_the_bits_of_one_rank(ranks):
+    """Layers laid behind each other compute what they would in one place: aligned numerics stay bit for bit (law 4)."""
+    alone, every, tokens = Rank(0), ranks(PP), [(7 * i + 3) % 100 for i in range(40)]
+    alone.make("tied + aligned", "bfloat16")
+    every.make("tied + aligned", "bfloat16")
+    assert every.logprobs(tokens) == [alone.logprobs(tokens)] * 2

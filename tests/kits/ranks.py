@@ -25,6 +25,7 @@ from rondel.algos.tokens import TokenBatch
 from rondel.core.mesh import Mesh
 from rondel.core.types import Route
 from rondel.models import adapters, names
+from rondel.models.aligned_numerics import align_numerics
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.runtime.cluster.process import ProcessCluster
@@ -40,8 +41,8 @@ from rondel.train.teachers import Teacher
 
 
 def made(kind: str, dtype: str, *, deferred: bool = False) -> LoadedModel:
-    """A kind of kits.train or a family of kits.families; "llama + fresh" with an adapter that changes nothing yet, "llama + used" with one that does;
-    "from FOLDER" a stored one.
+    """A kind of kits.train or a family of kits.families; "llama + fresh" with an adapter that changes nothing yet, "llama + used" with one that does,
+    "llama + aligned" with those numerics; "from FOLDER" a stored one.
     """
     kind, _, adapter = kind.partition(" + ")
     if kind.startswith("from "):
@@ -50,7 +51,9 @@ def made(kind: str, dtype: str, *, deferred: bool = False) -> LoadedModel:
         loaded = looking(kind)
     else:
         loaded = model(kind, dtype) if kind in KINDS else copy.deepcopy(family(kind))
-    if adapter:
+    if adapter == "aligned":
+        align_numerics(loaded)
+    elif adapter:
         adapters.add_adapter(loaded, rank=4, alpha=8)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -149,6 +152,9 @@ class Rank:
     def reference(self, b) -> list[np.ndarray]:
         self.trainer._annotate(b, frozenset({"ref_logprobs"}))
         return [s.known.reference.numpy() for s in b.samples]
+
+    def logprobs(self, tokens: list[int]) -> list[float]:
+        return _now(self.trainer.logprobs(tokens))
 
     def weights(self) -> dict[str, np.ndarray]:
         return {name: t.float().numpy().copy() for name, t in self.ranks.full_weights(self.trainer.loaded.model)}

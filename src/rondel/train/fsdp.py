@@ -214,7 +214,10 @@ class FsdpRank(SingleRank):
                 "a model with images needs whole rows and matrices",
             ),
             (self.mesh.pp > 1 and loaded.sight is not None, "a model with images cannot be laid apart by pp"),
-            (loaded.aligned, 'numerics = "aligned" is proved for whole rows, matrices and models'),
+            (
+                self.mesh.tp * self.mesh.cp * self.mesh.ep > 1 and loaded.aligned,
+                'numerics = "aligned" is proved for whole rows and matrices',
+            ),
             (self.mesh.tp > 1 and loaded.indexers > 0, "an indexer cannot be cut by tp"),
             (self.mesh.pp > 1 and loaded.indexers > 0, "indexers cannot be laid apart by pp"),
         ):
