@@ -43,10 +43,10 @@ class LocalLink:
         assert (tuple(x.shape), x.dtype) == (tuple(shape[-x.ndim :]), dtype)
         return x.view(shape)
 
-    def tell(self, value, to):
+    def send_object(self, value, to):
         self._wire(self.index, to).append(value)
 
-    def hear(self, source):
+    def receive_object(self, source):
         return self._wire(source, self.index).popleft()
 
 
@@ -64,7 +64,7 @@ def stages_of(loaded, size: int) -> list:
 
 def pass_through(stages: list, tokens, positions, layout) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Last hidden states of the last one, and what the others' backward passes begin with."""
-    sent = [s.stage.pass_on(s.hidden_states(tokens, positions, layout())) for s in stages[:-1]]
+    sent = [s.stage.send_forward(s.hidden_states(tokens, positions, layout())) for s in stages[:-1]]
     return stages[-1].hidden_states(tokens, positions, layout()), sent
 
 

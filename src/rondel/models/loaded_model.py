@@ -72,9 +72,9 @@ class LoadedModel:
         return nf4.count_parameters(self.model)
 
     @property
-    def passes_on(self) -> bool:
-        """Whether a pass ends in hidden states for the next stage, and not in the head."""
-        return self.stage is not None and not self.stage.link.is_last
+    def has_head(self) -> bool:
+        """Whether a pass ends in its head, and not in hidden states for the next stage of a pipeline."""
+        return self.stage is None or self.stage.link.is_last
 
     @property
     def decoder(self) -> Any:
@@ -125,7 +125,7 @@ class LoadedModel:
                 return out.last_hidden_state
 
             hidden = forward() if self.stage is None else self.stage.run(forward, len(tokens))
-        return hidden[0] if self.passes_on else hidden[0].to(self.dtype)  # Mamba's residual stream is fp32
+        return hidden[0].to(self.dtype) if self.has_head else hidden[0]  # Mamba's residual stream is fp32
 
     @property
     def preprocessor_config(self) -> dict[str, Any]:

@@ -60,24 +60,24 @@ class StageLink:
         dist.recv(x, group=group.group, group_src=source)
         return x
 
-    def tell(self, value: Any, to: int) -> None:
+    def send_object(self, value: Any, to: int) -> None:
         dist.send_object_list([value], group=self.ranks.group, group_dst=to, device=self.device)
 
-    def hear(self, source: int) -> Any:
+    def receive_object(self, source: int) -> Any:
         told = [None]
         dist.recv_object_list(told, group=self.ranks.group, group_src=source, device=self.device)
         return told[0]
 
-    def from_last(self, values: Tensor) -> Tensor:
-        """What the last stage has in `values`, on all of them, in place."""
+    def broadcast_last(self, values: Tensor) -> Tensor:
+        """What the last stage has in `values`, to all of them, in place."""
         dist.broadcast(values, group=self.ranks.group, group_src=self.size - 1)
         return values
 
     def collect(
-        self, own: Iterable[tuple[str, dict[str, Tensor]]], twice: Container[str]
+        self, own: Iterable[tuple[str, dict[str, Tensor]]], shared: Container[str]
     ) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Tensors by the name of their parameter, those of all stages on the first one, in the order of the stages; every
-        stage asks, and goes through its own. `twice`: names that the first stage has, too. Where this pipeline does not
+        stage asks, and goes through its own. `shared`: names that the first stage has, too. Where this pipeline does not
         begin with the rank that writes, none travels.
         """
         if not self.leads:
@@ -85,20 +85,20 @@ class StageLink:
         elif self.index == 0:
             yield from own
             for stage in range(1, self.size):
-                while (told := self.hear(stage)) is not None:
+                while (told := self.receive_object(stage)) is not None:
                     name, forms = told
                     yield (
                         name,
-                        {key: self.receive(shape, dtype, stage, self.ranks) for key, (shape, dtype) in forms.items()},
+                        {k: self.receive(shape, dtype, stage, self.ranks) for k, (shape, dtype) in forms.items()},
                     )
         else:
             for name, tensors in own:
-                if name not in twice:
-                    self.tell((name, {key: (tuple(t.shape), t.dtype) for key, t in tensors.items()}), 0)
+                if name not in shared:
+                    self.send_object((name, {key: (tuple(t.shape), t.dtype) for key, t in tensors.items()}), 0)
                     for t in tensors.values():
                         dist.send(t.detach().to(self.device).contiguous(), group=self.ranks.group, group_dst=0)
                 yield name, tensors
-            self.tell(None, 0)
+            self.send_object(None, 0)
 
     def sum_ends(self, x: Tensor) -> None:
         """In place, over the first and the last stage."""
@@ -114,16 +114,14 @@ class PipelineStage:
         """`dtype`: what passes compute in."""
         self.layers, self.link, self.dtype = layers, link, dtype
         self.kind, self.width = model.config.model_type, model.get_input_embeddings().weight.shape[1]
-        self._outputs = (
-            0  # of a layer, where it gives a tuple: told with the first states, for those that are passed over
-        )
+        self._outputs = 0  # of a layer, where it gives a tuple; told with the first states, for layers that are skipped
         routers = [m for m in model.modules() if type(m).__name__.endswith(ROUTERS)]
         inside = {id(m) for block in layers.own_blocks for m in block.modules()}
         self.routers = frozenset(i for i, router in enumerate(routers) if id(router) in inside)
-        self._came: Tensor | None = None
+        self._received: Tensor | None = None
         self._blank: Tensor | None = None
         self._form: list[Any] | None = None  # shape and dtype of a row of what comes in: told with the first one
-        self._told = False
+        self._announced = False
         self._install(model)
 
     def _install(self, model: Any) -> None:
@@ -137,7 +135,7 @@ class PipelineStage:
                 if (not held and id(module) not in inside) or module is model.get_input_embeddings():
                     setattr(module, "forward", self._give_blank)  # noqa: B010
             for block in blocks[: own.start]:
-                setattr(block, "forward", self._pass_over)  # noqa: B010
+                setattr(block, "forward", self._skip_layer)  # noqa: B010
             blocks[own.start].register_forward_pre_hook(self._take_in, prepend=True, with_kwargs=True)
         if not self.link.is_last:
             blocks[own.stop - 1].register_forward_hook(self._end)
@@ -145,7 +143,7 @@ class PipelineStage:
     def run(self, forward: Callable[[], Tensor], rows: int) -> Tensor:
         """Last hidden states of this stage's layers over a packed row: [1, T, D]."""
         if self.link.index:
-            self._came = self._receive(rows)
+            self._received = self._receive(rows)
             # a decoder that takes more of it than its size and dtype says so
             self._blank = torch.full((1, rows, self.width), torch.nan, dtype=self.dtype, device=self.link.device)
         try:
@@ -153,7 +151,7 @@ class PipelineStage:
         except _EndOfStage as end:
             return end.hidden
         finally:
-            self._came = self._blank = None
+            self._received = self._blank = None
 
     def collect(self, own: Iterable[tuple[str, dict[str, Tensor]]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Tensors by the name of their parameter, whole: all of them on the first rank, which asks with all others; these go
@@ -166,45 +164,45 @@ class PipelineStage:
         every = self.link.ranks.all_reduce(torch.tensor(count, dtype=torch.float64, device=self.link.device))
         return count / max(1.0, float(every))
 
-    def pass_on(self, hidden: Tensor) -> Tensor:
+    def send_forward(self, hidden: Tensor) -> Tensor:
         """Send what this stage computed [T, D] to the next one. -> 0, whose backward pass receives the gradient."""
-        if not self._told:
-            self.link.tell((tuple(hidden.shape[1:]), hidden.dtype, self._outputs), self.link.index + 1)
-            self._told = True
-        return _PassOn.apply(hidden, self.link)
+        if not self._announced:
+            self.link.send_object((tuple(hidden.shape[1:]), hidden.dtype, self._outputs), self.link.index + 1)
+            self._announced = True
+        return _SendForward.apply(hidden, self.link)
 
     def give_up(self, rows: int) -> Tensor:
         """In place of a pass that failed here, so that no other stage waits for it. -> [rows - 1] as of the last stage."""
         if not self.link.is_last:
-            self.pass_on(torch.zeros(rows, self.width, dtype=self.dtype, device=self.link.device))
-        return self.link.from_last(torch.full((rows - 1,), torch.nan, device=self.link.device))
+            self.send_forward(torch.zeros(rows, self.width, dtype=self.dtype, device=self.link.device))
+        return self.link.broadcast_last(torch.full((rows - 1,), torch.nan, device=self.link.device))
 
     def _receive(self, rows: int) -> Tensor:
         link, before = self.link, self.link.index - 1
         if self._form is None:
-            *self._form, self._outputs = link.hear(before)
+            *self._form, self._outputs = link.receive_object(before)
         width, dtype = self._form
         came = link.receive((1, rows, *width), dtype, before, link.ranks)
         if torch.is_grad_enabled():
-            came.requires_grad_().register_post_accumulate_grad_hook(functools.partial(_send_back, link))
+            came.requires_grad_().register_post_accumulate_grad_hook(functools.partial(_send_gradient, link))
         return came
 
     def _give_blank(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """In place of embeddings: a decoder looks at their size and dtype before the first layer."""
-        if self._came is None:
+        if self._received is None:
             raise ModelError(f"model type '{self.kind}' computes with weights of the first stage behind its layers")
         return self._blank
 
-    def _pass_over(self, *args: Any, **kwargs: Any) -> Any:
+    def _skip_layer(self, *args: Any, **kwargs: Any) -> Any:
         return (self._blank, *[None] * (self._outputs - 1)) if self._outputs else self._blank
 
     def _take_in(self, block: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        came = self._came
+        came = self._received
         if came is None:
             raise ModelError(
                 f"a layer of model type '{self.kind}' is called twice in a pass, and pp computes it once. {INSTEAD}"
             )
-        self._came = None
+        self._received = None
         return map_hidden(lambda _: came, args, kwargs)
 
     def _end(self, block: Any, args: tuple, out: Any) -> None:
@@ -212,7 +210,7 @@ class PipelineStage:
         raise _EndOfStage(out[0] if isinstance(out, tuple) else out)
 
 
-class _PassOn(torch.autograd.Function):
+class _SendForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, link: StageLink):
         ctx.link, ctx.form = link, (tuple(hidden.shape), hidden.dtype)
@@ -224,7 +222,7 @@ class _PassOn(torch.autograd.Function):
         return ctx.link.receive(*ctx.form, ctx.link.index + 1, ctx.link.back), None
 
 
-def _send_back(link: StageLink, came: Tensor) -> None:
+def _send_gradient(link: StageLink, came: Tensor) -> None:
     assert came.grad is not None
     link.send(came.grad[0], link.index - 1, link.back)
     came.grad = None

@@ -49,7 +49,7 @@ def forward(
     return own.join_targets(logprobs), own.join_targets(entropy)
 
 
-def pass_on(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | None = None) -> Tensor:
+def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | None = None) -> Tensor:
     """The layers of a stage over one micro-batch, sent to the next stage. -> 0, whose backward pass receives their gradient
     from there.
     """
@@ -57,7 +57,7 @@ def pass_on(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | None =
 
     def compute_states(head: LMHead) -> Tensor:
         assert loaded.stage is not None
-        return loaded.stage.pass_on(loaded.hidden_states(own.tokens, own.positions, own.layout, tape))
+        return loaded.stage.send_forward(loaded.hidden_states(own.tokens, own.positions, own.layout, tape))
 
     sent: Tensor = loaded.run_with_head(compute_states)
     _join_flips(own, tape)
@@ -130,8 +130,8 @@ def annotate_logprobs(
         batch, budget, share=share, device=loaded.device, rank=ranks.data_rank, ranks=ranks.data_size
     ):
         tape = replay_tape(loaded, packed) if replay else None
-        if loaded.passes_on:
-            pass_on(loaded, packed, tape)
+        if not loaded.has_head:
+            forward_stage(loaded, packed, tape)
             continue
         logprobs, entropy = forward(loaded, packed, temperature=temperature, tape=tape, drawn=drawn)
         if packed.idle:
@@ -157,13 +157,13 @@ def logprobs_of(loaded: LoadedModel, tokens: list[int]) -> list[float]:
         hidden = loaded.hidden_states(
             ids, torch.arange(len(ids), device=loaded.device), PackedLayout([PackedSegment(0, len(ids))], loaded.device)
         )
-        if loaded.stage is not None and loaded.passes_on:
-            loaded.stage.pass_on(hidden)
+        if loaded.stage is not None and not loaded.has_head:
+            loaded.stage.send_forward(hidden)
             return torch.zeros(len(ids) - 1, device=ids.device)
         return logprob_and_entropy(hidden[:-1], ids[1:], head)[0]
 
     found = loaded.run_with_head(compute_logprobs)
-    return [0.0, *(found if loaded.stage is None else loaded.stage.link.from_last(found)).tolist()]
+    return [0.0, *(found if loaded.stage is None else loaded.stage.link.broadcast_last(found)).tolist()]
 
 
 def expert_tape(loaded: LoadedModel, packed: PackedBatch, *, replay: bool) -> RoutingTape | None:

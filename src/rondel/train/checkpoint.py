@@ -97,7 +97,9 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
     if not trainer.ranks.is_leader:  # it gave its shards to the one that writes
         return
     with guard_write(folder, bytes_needed(trainer)):
-        save_model(loaded, folder, state) if loaded.adapter is None else adapter_files.save_adapter(loaded, folder, state)
+        save_model(loaded, folder, state) if loaded.adapter is None else adapter_files.save_adapter(
+            loaded, folder, state
+        )
         plain = _stored_names(folder / file, state)
         rounded = loaded.adapter is None and loaded.dtype != torch.float32
         optimizer |= {

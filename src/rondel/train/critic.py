@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rondel.models.activation_offload import activation_store
 from rondel.models.head import LMHead
 from rondel.models.recompute import install_recompute
-from rondel.train.annotate import pass_on
+from rondel.train.annotate import forward_stage
 from rondel.train.optim import MasterWeights
 from rondel.train.pack import MicroBatches, PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
@@ -87,8 +87,8 @@ class Critic:
         """Write the values into every sample's tokens."""
         done: list[int] = []
         for packed in self._split_batch(batch, settings):
-            if self.loaded.passes_on:
-                pass_on(self.loaded, packed)
+            if not self.loaded.has_head:
+                forward_stage(self.loaded, packed)
                 continue
             values = self.predict_values(packed)
             if not packed.idle:
@@ -106,8 +106,8 @@ class Critic:
         weight_N = weight * row.aggregate(batch.lengths_N).float().to(self.loaded.device)
 
         def forward(packed: PackedBatch, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
-            if self.loaded.passes_on:
-                return pass_on(self.loaded, packed), {}
+            if not self.loaded.has_head:
+                return forward_stage(self.loaded, packed), {}
             known = batch.tokens(packed.samples, self.loaded.device)
             assert known.values is not None and known.returns is not None
             loss_T, clipped_T = row.value(self.predict_values(packed), known.values, known.returns)

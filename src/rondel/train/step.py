@@ -436,8 +436,8 @@ class LocalTrainer:
             """-> a loss, and what is to be read of its pass when the backward pass is under way."""
             self.ranks.begin_pass(self.loaded.model, last=last and is_last)
             tape = notes.expert_tape(self.loaded, packed, replay=self.settings.replay_routes)
-            if self.loaded.passes_on:
-                return notes.pass_on(self.loaded, packed, tape), lambda: add_routes(packed, tape)
+            if not self.loaded.has_head:
+                return notes.forward_stage(self.loaded, packed, tape), lambda: add_routes(packed, tape)
             how: dict[str, Any] = {"temperature": self.settings.temperature, "tape": tape}
             full_kl: Tensor | None = None
             if "teacher_hidden" in algo.needs:
