@@ -5,7 +5,8 @@
 
 difference   |g - g1| / |g1| of the update's whole gradient, fp32, the largest over ranks and sizes of micro-batch
 of_one_rank  the same of one rank that computes in smaller micro-batches: what rounding alone makes of this model
-held         bytes of weights, gradients and both moments on the fullest rank, and of one rank / (pp · shards · cp · tp)
+held         bytes of weights, gradients and both moments on the fullest rank, and of one rank / (shards · cp · tp); with
+             pp of the fullest stage, whose layers are whole ones
 moved        bytes that a rank receives in one update, mean over the ranks, of one micro-batch (`in_parts`: of several, of
              at most 60 tokens), and of the one by formula for a single axis:
              shards   m (3 P) 4 (n-1)/n                 gather for the forward and the backward pass, scatter of gradients
@@ -95,9 +96,9 @@ def _difference(got: Any, whole: Any) -> float:
     return float(((got - whole) ** 2).sum() ** 0.5 / (whole**2).sum() ** 0.5)
 
 
-def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, int, float]]:
-    """Of a family and a row: the row, its batch, the gradient of one rank, the bytes that it holds, and how far its own
-    gradient moves when the same rank computes it in smaller micro-batches.
+def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, dict[int, int], float]]:
+    """Of a family and a row: the row, its batch, the gradient of one rank, the bytes that it and that one of so many stages
+    holds, and how far its own gradient moves when the same rank computes it in smaller micro-batches.
     """
     from _ranks import RankTrainer, synthetic_groups
 
@@ -113,7 +114,9 @@ def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, 
             one.make(_spec(family), algo)
             whole = one.gradient(copy.deepcopy(batch), algo, 10**6)[0]
             split = _difference(one.gradient(copy.deepcopy(batch), algo, 60)[0], whole)
-            found[family, name] = algo, batch, whole, one.held_bytes(), split
+            layers = MODELS[family]["num_hidden_layers"]
+            stages = {n: one.stage_bytes(n) for n in range(1, layers + 1)}
+            found[family, name] = algo, batch, whole, stages, split
     return found
 
 
@@ -152,11 +155,11 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
                     "difference": max(differences),
                     "of_one_rank": split,
                     "held": max(every("held_bytes")),
-                    "planned": round(held / (mesh.pp * mesh.shards * mesh.cp * mesh.tp)),
+                    "planned": round(held[mesh.pp] / (mesh.shards * mesh.cp * mesh.tp)),
                     "moved": round(moved[10**6]),
                     "moved_in_parts": round(moved[60]),
                 }
-                formula = _formula(mesh, MODELS[family], batch, tokens, held // 16)
+                formula = _formula(mesh, MODELS[family], batch, tokens, held[1] // 16)
                 if formula is not None and family in ("llama", "deep"):
                     cell["formula"] = round(formula)
                 cells[f"{family} {name}"] = cell
