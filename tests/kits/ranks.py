@@ -145,7 +145,7 @@ class Rank:
     def resident(self) -> dict[str, int]:
         """Numbers of this rank, by who is trained."""
         held = {"frozen": 0, "trained": 0}
-        for p in self.trainer.loaded.model.parameters():
+        for p in (p for p in self.trainer.loaded.model.parameters() if not p.is_meta):
             held["trained" if p.requires_grad else "frozen"] += (p.to_local() if isinstance(p, DTensor) else p).numel()
         return held
 
