@@ -14,13 +14,14 @@ from kits.families import FAMILIES
 from kits.families import model as family
 from kits.train import apart, model
 from rondel.core.errors import ModelError
+from rondel.models import vision
 from rondel.models.layer_split import drop_parameters, layers_of_stage, split_layers
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.pipeline_stage import PipelineStage
 
 # inputs of each layer beside the hidden states, stacks that run several times, layers that read the embeddings again, one layer
-APART = ("gemma3n_text", "gemma4_text", "hrm_text", "zamba", "zamba2", "longcat_flash")
-SPLIT = [kind for kind in FAMILIES if kind not in APART and "vision_config" not in FAMILIES[kind]]
+APART = ("gemma3n_text", "gemma4_text", "gemma4", "hrm_text", "zamba", "zamba2", "longcat_flash")
+SPLIT = [kind for kind in FAMILIES if kind not in APART]
 
 
 class LocalLink:
@@ -56,7 +57,10 @@ def stages_of(loaded, size: int) -> list:
     made = []
     for index in range(size):
         own = loaded.copy_trainable()
-        layers = layers_of_stage(own.model, own.decoder, size, index)
+        decoder, tower = own.decoder, []
+        if own.sight is not None:
+            decoder, tower = vision.language_model(own.model), [*vision.vision_tower(own.model).parameters()]
+        layers = layers_of_stage(own.model, decoder, size, index, whole=tower)
         drop_parameters(own.model, layers.held)
         made.append(replace(own, stage=PipelineStage(own.model, layers, LocalLink(index, size, wires), own.dtype)))
     return made

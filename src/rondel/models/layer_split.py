@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -48,7 +48,8 @@ class StageLayers:
 
     blocks    all layers of the decoder; `own` of them are this stage's
     held      names of the parameters that it holds
-    shared    names of those that the first and the last stage both hold: a matrix that is embedding and head
+    shared    names of those that several stages hold: a matrix that is embedding and head (of the first and the last), a
+              tower that is frozen (of all)
     """
 
     blocks: list[nn.Module]
@@ -61,9 +62,11 @@ class StageLayers:
         return [self.blocks[i] for i in self.own]
 
 
-def layers_of_stage(model: Any, decoder: Any, stages: int, index: int) -> StageLayers:
+def layers_of_stage(
+    model: Any, decoder: Any, stages: int, index: int, *, whole: Collection[nn.Parameter] = ()
+) -> StageLayers:
     """Stage `index` of `stages`: embedding and what else comes before the layers on the first, what comes behind them on
-    the last. A critic's backbone is split like that of its policy.
+    the last. A critic's backbone is split like that of its policy. `whole`: what all stages hold.
 
     Raises ModelError where there are fewer layers than stages, or layers share weights.
     """
@@ -78,7 +81,9 @@ def layers_of_stage(model: Any, decoder: Any, stages: int, index: int) -> StageL
     runs = split_layers([_block_cost(block, text) for block in blocks], stages, head=head)
     stage_of = _stages_of_parameters(model, blocks, runs)
     ends = {id(p) for end in (model.get_input_embeddings(), model.get_output_embeddings()) for p in end.parameters()}
+    ends |= (everywhere := {id(p) for p in whole})
     tied = {name for name, p in model.named_parameters() if id(p) in ends}
+    stage_of |= {name: {*range(stages)} for name, p in model.named_parameters() if id(p) in everywhere}
     if torn := next((name for name, held in stage_of.items() if len(held) > 1 and name not in tied), None):
         raise ModelError(f"layers of model type '{kind}' share {torn}, and pp would lay them apart. {INSTEAD}")
     return StageLayers(

@@ -117,10 +117,10 @@ class LoadedModel:
             use_tape(tape),
             switches,
         ):
-            if self.sight is not None:
-                return vision.hidden_states(self.model, tokens, positions, seen)
 
             def forward() -> torch.Tensor:
+                if self.sight is not None:
+                    return vision.hidden_states(self.model, tokens, positions, seen)[None]
                 out = self.decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
                 return out.last_hidden_state
 

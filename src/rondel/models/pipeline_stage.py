@@ -4,7 +4,8 @@
                                               ◄── their gradient     ◄──
 
 The module stays whole, and so do its names; only what another stage computes has no memory here, and is passed over: the
-states that come in take the place of what the layers before would give, and a pass ends with the last layer of the stage.
+states that come in take the place of what the layers before would give, and a pass ends where the next stage's first layer
+would begin.
 Sending is a part of the graph: the backward pass of what was sent receives the gradient, that of what came in sends it on.
 So a stage makes a forward pass and a backward pass like any model, and the order of passes (train/pipeline_schedule.py) is
 all that makes a pipeline of them.
@@ -28,7 +29,7 @@ from rondel.models.routing_tape import ROUTERS
 
 
 class _EndOfStage(Exception):
-    """A pass has gone through the last layer of a stage."""
+    """A pass has come to the first layer of the next stage."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
@@ -138,7 +139,8 @@ class PipelineStage:
                 setattr(block, "forward", self._skip_layer)  # noqa: B010
             blocks[own.start].register_forward_pre_hook(self._take_in, prepend=True, with_kwargs=True)
         if not self.link.is_last:
-            blocks[own.stop - 1].register_forward_hook(self._end)
+            blocks[own.stop - 1].register_forward_hook(self._note_outputs)
+            setattr(blocks[own.stop], "forward", self._end)  # noqa: B010
 
     def run(self, forward: Callable[[], Tensor], rows: int) -> Tensor:
         """Last hidden states of this stage's layers over a packed row: [1, T, D]."""
@@ -187,11 +189,12 @@ class PipelineStage:
             came.requires_grad_().register_post_accumulate_grad_hook(functools.partial(_send_gradient, link))
         return came
 
-    def _give_blank(self, *args: Any, **kwargs: Any) -> Tensor | None:
+    def _give_blank(self, *args: Any, **kwargs: Any) -> Tensor:
         """In place of embeddings: a decoder looks at their size and dtype before the first layer."""
         if self._received is None:
             raise ModelError(f"model type '{self.kind}' computes with weights of the first stage behind its layers")
-        return self._blank
+        assert self._blank is not None
+        return self._blank[0] if args and args[0].ndim == 1 else self._blank
 
     def _skip_layer(self, *args: Any, **kwargs: Any) -> Any:
         return (self._blank, *[None] * (self._outputs - 1)) if self._outputs else self._blank
@@ -205,9 +208,14 @@ class PipelineStage:
         self._received = None
         return map_hidden(lambda _: came, args, kwargs)
 
-    def _end(self, block: Any, args: tuple, out: Any) -> None:
+    def _note_outputs(self, block: Any, args: tuple, out: Any) -> None:
         self._outputs = len(out) if isinstance(out, tuple) else 0
-        raise _EndOfStage(out[0] if isinstance(out, tuple) else out)
+
+    def _end(self, *args: Any, **kwargs: Any) -> None:
+        def end(hidden: Tensor) -> Tensor:
+            raise _EndOfStage(hidden)
+
+        map_hidden(end, args, kwargs)
 
 
 class _SendForward(torch.autograd.Function):

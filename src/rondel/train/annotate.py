@@ -57,7 +57,8 @@ def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | 
 
     def compute_states(head: LMHead) -> Tensor:
         assert loaded.stage is not None
-        return loaded.stage.send_forward(loaded.hidden_states(own.tokens, own.positions, own.layout, tape))
+        seen = packed.encode_images(loaded)
+        return loaded.stage.send_forward(loaded.hidden_states(own.tokens, own.positions, own.layout, tape, seen))
 
     sent: Tensor = loaded.run_with_head(compute_states)
     _join_flips(own, tape)

@@ -213,7 +213,6 @@ class FsdpRank(SingleRank):
                 self.mesh.tp * self.mesh.cp > 1 and loaded.sight is not None,
                 "a model with images needs whole rows and matrices",
             ),
-            (self.mesh.pp > 1 and loaded.sight is not None, "a model with images cannot be laid apart by pp"),
             (
                 self.mesh.tp * self.mesh.cp * self.mesh.ep > 1 and loaded.aligned,
                 'numerics = "aligned" is proved for whole rows and matrices',
@@ -231,7 +230,10 @@ class FsdpRank(SingleRank):
         if loaded.adapter is not None:
             names.pin_digest(model)
         if self.link is not None:
-            layers = layers_of_stage(model, loaded.decoder, self.link.size, self.link.index)
+            decoder, tower = loaded.decoder, list[nn.Parameter]()
+            if loaded.sight is not None:
+                decoder, tower = vision.language_model(model), [*vision.vision_tower(model).parameters()]
+            layers = layers_of_stage(model, decoder, self.link.size, self.link.index, whole=tower)
             drop_parameters(model, layers.held)
         blocks = model_blocks(model) if layers is None else layers.own_blocks
         whole: set[nn.Parameter] = set()
