@@ -28,11 +28,12 @@ from rondel.models import adapters, names
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.rendezvous import Rendezvous
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.sync.from_tensor import FromTensor
 from rondel.train.advantages import compute_advantages
 from rondel.train.critic import Critic
-from rondel.train.fsdp import FsdpRank, Rendezvous
+from rondel.train.fsdp import FsdpRank
 from rondel.train.parallel import ALONE
 from rondel.train.settings import TrainSettings
 from rondel.train.step import LocalTrainer

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,10 +25,11 @@ from typing import Any
 
 import torch
 
+from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process, stay_alive
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment
 from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
-from rondel.assemble.remote_workers import RemoteEngine, RemoteTrainer
+from rondel.assemble.remote_workers import MOMENT, RemoteEngine, RemoteTrainer
 from rondel.assemble.workers import (
     EngineHost,
     TrainerHost,
@@ -53,7 +55,7 @@ from rondel.planner import resolve as planner
 from rondel.planner.shapes import hub_cache, of_recipe
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.cluster.process import ProcessCluster
-from rondel.runtime.devices import Device, OneAtATime, SharedDevice, SplitDevices, pick_device
+from rondel.runtime.devices import Device, OneAtATime, SharedDevice, SplitDevices, pick_device, usable_cores
 from rondel.sync import transport_of
 from rondel.train.checkpoint import bytes_needed
 from rondel.train.multi_policy import FOLDER
@@ -166,6 +168,18 @@ class DeploymentPlan:
         """engine-0, or engine-critic-0."""
         return f"{role}-{number}" if self.policy == POLICY else f"{role}-{self.policy}-{number}"
 
+    def engine_ranks(
+        self, number: int, devices: list[str], threads: int | None, cores: list[tuple[int, ...]]
+    ) -> Callable[..., EngineRanks] | None:
+        """What starts the other processes of an engine that has several."""
+        if len(devices) == 1:
+            return None
+        where = self.job.place
+        cluster = partial(ProcessCluster, self.folder / "logs" if self.folder else None, patience=where.patience)
+        name = self.worker_name("engine", number)
+        settings = RankSettings(name, tuple(devices), cluster, threads, tuple(cores[1:]), where.patience)
+        return partial(EngineRanks, settings, stay_alive if where.cluster == "local" else end_process)
+
     def wal_path(self, engine: int = 0) -> Path | None:
         return self.folder / "wal" / f"engine-{engine}" if self.folder else None
 
@@ -258,15 +272,18 @@ def _deploy_shared(plan: DeploymentPlan) -> Deployment:
 
 
 def _split_here(plan: DeploymentPlan) -> Deployment:
-    each = plan.threads or max(1, len(usable_cores()) // 2)
-    first, second = plan.worker_devices(2)
+    each = plan.threads or max(1, len(usable_cores()) // (1 + plan.job.place.engine_tp))
+    tp = plan.job.place.engine_tp
+    first, *own = plan.worker_devices(1 + tp)
     trainer = TrainerHost(plan.job, plan.needs, plan.sampling, first, each, plan.new_transport())
     plan.ends.callback(trainer.close)
-    engine = EngineHost(plan.job, second, each, {plan.kind: plan.new_transport()}, plan.wal_path())
+    ranks = plan.engine_ranks(0, own, each, [()] * tp)
+    engine = EngineHost(plan.job, own[0], each, {plan.kind: plan.new_transport()}, plan.wal_path(), ranks)
     plan.ends.callback(engine.close)
     known, resolved, size = trainer.join()
     resolved |= engine.open(plan.longest(known))
     where = f"one process, {_format_threads(each)} each for engine and trainer"
+    where += f", and {tp - 1} of the engine beside it" * (tp > 1)
     return Deployment(
         known, engine.engine, trainer.trainer, SplitDevices(), resolved, where, size, plan.new_transport()
     )
@@ -280,10 +297,11 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
             f"place.ranks = {job.place.ranks}, but torchrun started {ranks}: leave it out, torchrun says how many there "
             f"are"
         )
-    engines = job.place.engines if mine else 0
-    workers = ranks + engines
+    engines = job.place.engine_count if mine else 0
+    tp = job.place.engine_tp
+    workers = ranks + engines * tp
     here = torchrun.ranks_here() if led else ranks  # under torchrun the others are on machines of their own
-    on_cpu, names = plan.device == "cpu", plan.worker_devices(here + engines)
+    on_cpu, names = plan.device == "cpu", plan.worker_devices(here + engines * tp)
     in_all = plan.workers or workers
     shares: list[tuple[int, ...]] = _cores_per_worker(in_all)[plan.before :] if on_cpu and not led else [()] * workers
     each = plan.threads or (max(1, len(usable_cores()) // in_all) if on_cpu else None)
@@ -291,8 +309,11 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
     plan.ends.callback(cluster.close)
 
     def start_engine(i: int) -> Any:
-        made_of = (job, names[here + i], each, {plan.kind: plan.new_transport()}, plan.wal_path(i))
-        return cluster.spawn(plan.worker_name("engine", i), EngineHost, *made_of, cores=shares[ranks + i])
+        own = plan.worker_devices(here + (i + 1) * tp)[here + i * tp :]
+        cores = shares[ranks + i * tp :][:tp] or [()] * tp  # one that joins later shares them
+        made_of = (job, own[0], each, {plan.kind: plan.new_transport()}, plan.wal_path(i))
+        beside = plan.engine_ranks(i, own, each, cores)
+        return cluster.spawn(plan.worker_name("engine", i), EngineHost, *made_of, beside, cores=cores[0])
 
     hosts = [start_engine(i) for i in range(engines)]
     trainers, (known, resolved, size) = (
@@ -307,20 +328,27 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
         resolved |= worker.now("open", longest)
     for worker in hosts if led else (*trainers, *hosts):
         job.mark_read(worker.now("read_keys"))
-    where = f"{workers} processes with {_format_threads(each)} each: {ranks} of the trainer, {engines} of the engine"
+    where = (
+        f"{workers} processes with {_format_threads(each)} each: {ranks} of the trainer, {engines * tp} of the engine"
+    )
+    where += f" (tp = {tp})" * (tp > 1)
     remotes = {
         plan.worker_name("engine", i): RemoteEngine(worker, partial(start_engine, i), longest)
         for i, worker in enumerate(hosts)
     }
+
+    def new_engine(i: int) -> RemoteEngine:
+        return RemoteEngine(start_engine(i), partial(start_engine, i), longest)
+
+    elastic = mine and not job.policies and not job.run.record
     if not mine:
         refuse_routes_of(job, known.routers)
     reach = None if mine else partial(_connect_engine, job, plan.sampling, longest)
     others = {url: reach(url) for url in job.engine.urls} if reach else {}
     if others:
         where += f", which is {job.engine.kind} at {', '.join(others)}"
-    engine = (
-        remotes[plan.worker_name("engine", 0)] if mine and engines == 1 else _build_router(remotes | others, job, known)
-    )
+    single = mine and engines == 1 and not elastic
+    engine = remotes[plan.worker_name("engine", 0)] if single else _build_router(remotes | others, job, known)
     trainer, way = RemoteTrainer(trainers), plan.new_transport()
     return Deployment(
         known,
@@ -333,6 +361,7 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
         way,
         remotes,
         reach,
+        new_engine=new_engine if elastic else None,
         lost=trainer.find_lost_rank,
         dump=cluster.dump,
         pids=cluster.pids,
@@ -415,8 +444,12 @@ def _spawn_trainers(
         worker.now()
     address = trainers[0].now("meet", trainers[0].host, len(names))
     joined = [trainer.ask("join", rank, len(names), address) for rank, trainer in enumerate(trainers)]
-    told, *_ = [answer.result() for answer in joined]
-    return trainers, told
+    wait(joined, return_when=FIRST_EXCEPTION)
+    if any(answer.done() and answer.exception() for answer in joined):
+        wait(joined, timeout=MOMENT)  # one that ended explains what the others complain of
+        failed = [i for i, answer in enumerate(joined) if answer.done() and answer.exception()]
+        raise joined[min(failed, key=lambda i: trainers[i].alive)].exception()  # type: ignore[misc]
+    return trainers, joined[0].result()
 
 
 def _lead_torchrun(plan: DeploymentPlan, ranks: int, device: str, each: int | None) -> tuple[list[Any], Any]:
@@ -450,10 +483,6 @@ def _build_router(engines: Mapping[str, Any], job: Job, known: ModelInfo) -> Eng
         apart=TOLERANCE[known.dtype],
         patience=job.place.patience,
     )
-
-
-def usable_cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _cores_per_worker(workers: int) -> list[tuple[int, ...]]:

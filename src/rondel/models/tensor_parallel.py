@@ -31,6 +31,7 @@ from rondel.models.shard_cut import ShardCut, even_runs, split_shards
 from rondel.models.tensor_cuts import TensorCuts
 from rondel.models.vocabulary_part import VocabularyPart
 
+MESH = "place.mesh with shards or cp instead of tp"
 COLUMNS, ROWS = ("colwise", "packed_colwise"), ("rowwise", "packed_rowwise")
 # of families without a plan of their own
 COMMON = {
@@ -53,10 +54,15 @@ BESIDE = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise", 
 
 
 def cut_model(
-    model: Any, ranks: RankGroup, *, sequence: bool = True, blocks: Sequence[nn.Module] | None = None
+    model: Any,
+    ranks: RankGroup,
+    *,
+    sequence: bool = True,
+    blocks: Sequence[nn.Module] | None = None,
+    instead: str = MESH,
 ) -> TensorCuts:
     """Keep this rank's part of a whole model, in place. `sequence`: rows between the parts of a layer lie apart, too.
-    `blocks`: of a stage of a pipeline, its layers.
+    `blocks`: of a stage of a pipeline, its layers. `instead`: what is to be used where a model cannot be cut.
 
     Raises ModelError where heads and ranks do not divide, or nothing could be cut.
     """
@@ -84,7 +90,7 @@ def cut_model(
     if not found.cuts:
         raise ModelError(
             f"model type '{model.config.model_type}' has no plan for tensor parallelism, and no matrices under the names "
-            "that have one everywhere (q_proj ... down_proj): use place.mesh with shards or cp instead of tp"
+            f"that have one everywhere (q_proj ... down_proj): use {instead}"
         )
     if sequence:
         blocks[0].register_forward_pre_hook(functools.partial(_keep_own_rows, ranks), with_kwargs=True)

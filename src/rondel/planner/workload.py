@@ -48,6 +48,7 @@ class Workload:
     prefill   tokens of prompts that an engine reads in one step;  sync: sync.kind of the recipe
     image     tokens of the one image of a prompt, which are among its `prompt`, where the model
               sees;  tower: whether its eye learns, too
+    generate_rate, train_rate   tokens a second of one device, where they were measured; 0: they are estimated
     """
 
     shape: ModelShape
@@ -88,6 +89,8 @@ class Workload:
     sync: str = "auto"
     image: int = 0
     tower: bool = False
+    generate_rate: float = 0.0
+    train_rate: float = 0.0
     assumed: tuple[str, ...] = ()
 
     @property
@@ -177,7 +180,8 @@ def of_job(job: Job, device: str = "") -> Workload:
     return Workload(
         model,
         where,
-        gpus=job.place.ranks + job.place.engines if split else 1,
+        gpus=job.place.ranks + job.place.engine_count * job.place.engine_tp if split else 1,
+        tensor=job.place.engine_tp if split else 1,
         policies=others,
         place=job.place.kind,
         trainers=job.place.ranks if split else 0,
@@ -315,6 +319,8 @@ QUESTIONS: dict[str, tuple[str, Any]] = {  # --what-if NAME=VALUE -> the field, 
     "reward": ("reward", _parse_model),
     "teacher": ("teacher", _parse_model),
     "critic": ("critic", _parse_model),
+    "generate_rate": ("generate_rate", _positive_count),
+    "train_rate": ("train_rate", _positive_count),
 }
 
 
@@ -403,8 +409,6 @@ def fill_defaults(given: dict[str, Any], start: Workload | None) -> Workload:
         assumed.append(
             f"an engine is {tensor} devices: the fewest whose memory holds the weights and a third more for the cache"
         )
-    if setting.tensor > 1:
-        assumed.append("an engine of several devices is not in Rondel yet: vLLM and SGLang have it (engine.kind)")
     return replace(setting, assumed=tuple(dict.fromkeys(assumed)))
 
 

@@ -43,6 +43,7 @@ from rondel.models.layer_split import StageLayers, drop_parameters, layers_of_st
 from rondel.models.load_check import PARITY
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.pipeline_stage import PipelineStage, StageLink
+from rondel.models.rendezvous import Rendezvous
 from rondel.models.tensor_cuts import TensorCuts, join_cuts
 from rondel.models.tensor_parallel import cut_model
 from rondel.system import sockets
@@ -53,21 +54,6 @@ from rondel.train.pack import MicroBatches, PackedBatch
 from rondel.train.parallel import SingleRank
 from rondel.train.pipeline_schedule import one_forward_one_backward, run_schedule
 from rondel.train.rank_masters import ReplicatedWeights, ShardedWeights, computes_in
-
-
-class Rendezvous:
-    """Where ranks find each other: the first one opens it, at that address only, on a port that the system chooses."""
-
-    def __init__(self, host: str, port: int = 0, *, opens: bool = True) -> None:
-        file = None
-        if opens:
-            file, port = sockets.open_listening_socket(host, port)
-        self.store = dist.TCPStore(host, port, is_master=opens, wait_for_workers=False, master_listen_fd=file)
-        self.address = (host, port)
-
-    @classmethod
-    def connect_to(cls, address: tuple[str, int]) -> Rendezvous:
-        return cls(*address, opens=False)
 
 
 class FsdpRank(SingleRank):
@@ -189,7 +175,7 @@ class FsdpRank(SingleRank):
         try:
             found = logprobs_of(held, probe)
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError) as error:
-            if _is_timeout(error):
+            if _is_timeout(error) or _is_lost_peer(error):
                 raise
             fault = f"{type(error).__name__}: {error}"
             found = [math.nan] if held.stage is None else held.stage.give_up(len(probe)).tolist()
@@ -400,6 +386,11 @@ def _prefetch(blocks: list[Any], ahead: int) -> None:
 def _is_timeout(error: BaseException) -> bool:
     """Whether a collective waited for a rank that did not come."""
     return "timed out" in (said := str(error).lower()) or "timeout" in said
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether a rank ended while others waited for it in a collective."""
+    return any(words in str(error).lower() for words in ("connection closed by peer", "connection reset by peer"))
 
 
 def _gather_objects(value: Any, group: Any) -> list[Any]:
