@@ -1,4 +1,4 @@
-"""Which layers of a model, and which of its parameters, belong to which stage of a pipeline."""
+"""Split of a model over the stages of a pipeline: its layers by equal work, its parameters by who computes with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INSTEAD = "Use place.mesh with shards, tp or cp instead of pp"
 
 
 def split_layers(costs: Sequence[float], stages: int, *, head: float = 0.0) -> list[range]:
-    """Layers in runs, at least one a stage, so that the costliest stage is as cheap as can be. `head`: what the last stage
+    """Runs of layers, at least one a stage, so that the costliest stage is as cheap as can be. `head`: what the last stage
     computes beside its layers.
 
     >>> split_layers([1, 1, 1, 1], 2, head=2)

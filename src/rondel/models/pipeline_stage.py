@@ -36,7 +36,7 @@ class _EndOfStage(Exception):
 
 
 class StageLink:
-    """What a rank sends to the stages before and behind it: two groups, so that neither direction waits for the other."""
+    """Messages of a rank to the stages before and behind it, in two groups, so that neither direction waits for the other."""
 
     def __init__(self, forward: RankGroup, backward: RankGroup, device: torch.device, *, leads: bool = True) -> None:
         """`leads`: it begins with the first of all ranks, which writes checkpoints and publishes weights."""
@@ -70,7 +70,7 @@ class StageLink:
         return told[0]
 
     def broadcast_last(self, values: Tensor) -> Tensor:
-        """What the last stage has in `values`, to all of them, in place."""
+        """Send what the last stage has in `values` to all of them, in place. -> values."""
         dist.broadcast(values, group=self.ranks.group, group_src=self.size - 1)
         return values
 
@@ -126,7 +126,9 @@ class PipelineStage:
         self._install(model)
 
     def _install(self, model: Any) -> None:
-        """Behind the hooks of those who cut or gather these layers: they see what comes in, too."""
+        """Change what layers of other stages do. The hooks of those who cut or gather the own layers are there already, and
+        see what comes in.
+        """
         blocks, own = self.layers.blocks, self.layers.own
         if self.link.index:
             inside = {id(m) for block in blocks for m in block.modules()}
@@ -174,7 +176,7 @@ class PipelineStage:
         return _SendForward.apply(hidden, self.link)
 
     def give_up(self, rows: int) -> Tensor:
-        """In place of a pass that failed here, so that no other stage waits for it. -> [rows - 1] as of the last stage."""
+        """Send something in place of a pass that failed here, so that no other stage waits for it. -> [rows - 1], NaN."""
         if not self.link.is_last:
             self.send_forward(torch.zeros(rows, self.width, dtype=self.dtype, device=self.link.device))
         return self.link.broadcast_last(torch.full((rows - 1,), torch.nan, device=self.link.device))
@@ -190,7 +192,7 @@ class PipelineStage:
         return came
 
     def _give_blank(self, *args: Any, **kwargs: Any) -> Tensor:
-        """In place of embeddings: a decoder looks at their size and dtype before the first layer."""
+        """Stands for embeddings: a decoder looks at their size and dtype before the first layer."""
         if self._received is None:
             raise ModelError(f"model type '{self.kind}' computes with weights of the first stage behind its layers")
         assert self._blank is not None

@@ -1,4 +1,4 @@
-"""In which order a stage of a pipeline computes its micro-batches: one forward, one backward (1F1B, arXiv:1806.03377).
+"""Order in which a stage of a pipeline computes its micro-batches: one forward, one backward (1F1B, arXiv:1806.03377).
 
     p = 3, m = 4       F forward, B backward, . idle
     stage 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
@@ -28,7 +28,7 @@ class StagePass:
 
 
 def one_forward_one_backward(stages: int, stage: int, micro_batches: int) -> list[StagePass]:
-    """What `stage` of `stages` does, in turn; gradients of micro-batches are added in their order, as on one device."""
+    """Passes of `stage` of `stages`, in turn; gradients of micro-batches are added in their order, as on one device."""
     ahead = min(stages - stage - 1, micro_batches)
     order = [StagePass(i, False) for i in range(ahead)]
     for i in range(micro_batches):
