@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from types import SimpleNamespace
 
 import pytest
 
-from rondel.assemble.deployment import _spawn_trainers
+from rondel.assemble.deployment import _join_ranks
 from rondel.core.errors import WorkerError
 
 
 class Joining:
     """A worker of which only joining is asked."""
 
-    host = "127.0.0.1"
-
     def __init__(self, outcome) -> None:
         self.outcome, self.alive = outcome, not isinstance(outcome, WorkerError)
 
-    def now(self, *asked):
-        return None
-
     def ask(self, verb, *args):
         answer = Future()
-        if isinstance(self.outcome, Exception):
+        if verb == "meet":
+            answer.set_result(args)
+        elif isinstance(self.outcome, Exception):
             answer.set_exception(self.outcome)
         else:
             answer.set_result(self.outcome)
@@ -32,16 +28,7 @@ class Joining:
 
 
 def join(*outcomes):
-    waiting = iter(outcomes)
-    plan = SimpleNamespace(
-        job=None,
-        needs=frozenset(),
-        sampling=None,
-        worker_name=lambda kind, i: f"{kind}-{i}",
-        new_transport=lambda: None,
-    )
-    cluster = SimpleNamespace(spawn=lambda *made_of, **how: Joining(next(waiting)))
-    return _spawn_trainers(plan, cluster, ["cpu"] * len(outcomes), [()] * len(outcomes), 1)[1]
+    return _join_ranks([Joining(outcome) for outcome in outcomes], "127.0.0.1")
 
 
 def test_the_first_one_speaks_for_all():

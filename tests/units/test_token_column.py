@@ -97,3 +97,11 @@ def test_a_long_answer_leaves_the_event_loop_alone(monkeypatch):
     ids = [97 + i % 26 for i in range(30_000)]
     assert len(asyncio.run(decode_answer(Slow(), TokenColumn(IDS, ids)))) == len(ids)
     assert len(threads) > 3 and max(threads) <= 8192 + 8
+
+
+def test_beside_a_pickle_it_is_read_whatever_its_bytes_are_called():
+    """As Ray hands them over: numbers of 4 bytes, and not bytes."""
+    column, beside = TokenColumn(IDS, range(5)), []
+    packed = pickle.dumps(column, 5, buffer_callback=beside.append)
+    assert pickle.loads(packed, buffers=beside) == column
+    assert pickle.loads(packed, buffers=[memoryview(column)]) == column

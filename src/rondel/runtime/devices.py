@@ -190,6 +190,12 @@ class SharedDevice:
         self._seen.peak[phase], self._seen.held[phase] = peak, held
 
 
+class SharedDevices(SharedDevice):
+    """Several of them: the engines stand still while the ranks train. Each process reports its own memory."""
+
+    async def _record_memory(self, phase: str) -> None: ...
+
+
 class SplitDevices:
     """Trainer and engine on devices of their own: nobody waits, the update itself pauses what it must."""
 
