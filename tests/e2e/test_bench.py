@@ -23,7 +23,7 @@ SMALL = {
     "gae": "--samples 2 --tokens 64 --repeat 1",
     "generate": "--model {model} --groups 1 --group 2 --repeat 1 --work equal",
     "gpu": "--size tiny --running 1,2 --context 8 --new 4 --rounds 1 --prompt 16",
-    "mesh": "--meshes tp=2 --families llama --rows grpo --groups 1 --samples 2",
+    "mesh": "--meshes tp=2 pp=2 --families llama --rows grpo --groups 1 --samples 2",
     "overlap": "--rounds 1 --steps 5 --tokens 4 --hidden 32",
     "parity": "--model {model} --prompts 1 --samples 1 --new 4",
     "plan": "--steps 2",
