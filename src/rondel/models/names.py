@@ -24,15 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rondel.core.errors import ModelError
 from rondel.core.types import Manifest, TensorInfo
+from rondel.models.tensor_digest import tensor_digest
 
-_ROW = 1023  # words; odd, so that flipping the highest bit of every word of a row shows
-_ROWS = 128  # at a time: 1 MB, which the second pass finds in the cache
-_INSIDE, _ACROSS = 20261121, 20261122  # seeds of the multipliers of words in a row, and of rows
 LORA = ".lora_"
 _bases: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]] | None, str]] = WeakKeyDictionary()
 _pieces: WeakKeyDictionary[nn.Module, dict[str, tuple[TensorSlice, ...]]] = WeakKeyDictionary()
 _loaded_in: WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = WeakKeyDictionary()
-_odd: dict[tuple[str, int, int], Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,61 +168,11 @@ def pin_digest(model: nn.Module) -> None:
     _bases[model] = None, base_digest(model)
 
 
-def _hash_multipliers(device: torch.device, n: int, seed: int) -> Tensor:
-    key = (str(device), n, seed)
-    if key not in _odd:
-        generator = torch.Generator().manual_seed(seed)
-        _odd[key] = (torch.randint(-(2**62), 2**62, (n,), generator=generator) | 1).to(device)
-    return _odd[key]
-
-
-def _hash_words(words: Tensor, odd: Tensor) -> Tensor:
-    """sum_i odd_i (w_i xor w_i >> 29) modulo 2^64.
-
-    A product carries only upwards, so two flipped signs (bit 63) would cancel; the fold
-    copies the high bits down. 29 and not 32, because the two floats of a word may change alike.
-    """
-    return ((words ^ (words >> 29 & (1 << 35) - 1)) * odd[: len(words)]).sum()
-
-
-def _row_products(rows: Tensor, odd: Tensor) -> Tensor:
-    """sum_i odd_i w_ri of every row r, modulo 2^64. A GPU has no product of integer matrices."""
-    return torch.mv(rows, odd) if rows.device.type == "cpu" else (rows * odd).sum(1)
-
-
 def is_finite(tensor: Tensor) -> Tensor:
     """[...] -> [...] bool: neither NaN nor infinity. torch has no isfinite for every float
     of 8 bits, and bfloat16 holds all of them.
     """
     return (tensor.to(torch.bfloat16) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor).isfinite()
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    """A fast fingerprint of the bits, wherever they live. A check against accidents, not adversaries.
-
-    8-byte words w[r, c] in rows of 1023 -> the hash over r of sum_c odd_c w[r, c], beside the
-    hash over c of sum_r w[r, c], modulo 2^64. One or two changed words change it: in two
-    columns both column sums move; in one column
-    two rows move, each by an odd multiple.
-    """
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if raw.storage_offset() % 8:
-        raw = raw.clone()
-    words = raw[: raw.numel() // 8 * 8].view(torch.int64)
-    whole = words[: len(words) // _ROW * _ROW].view(-1, _ROW)
-    rest = words[whole.numel() :]
-    odd = _hash_multipliers(raw.device, _ROW, _INSIDE)
-    columns = torch.zeros_like(odd)
-    columns[: len(rest)] = rest
-    rows = [(rest * odd[: len(rest)]).sum()[None]]
-    for some in whole.split(_ROWS):
-        rows.append(_row_products(some, odd))
-        columns += some.sum(0)
-    row_hashes = torch.cat(rows)
-    across = _hash_words(row_hashes, _hash_multipliers(raw.device, len(row_hashes), _ACROSS))
-    tail = int.from_bytes(bytes(raw[words.numel() * 8 :].tolist()), "little")
-    first = int(across.item()) + tail * 0x9E3779B97F4A7C15 + raw.numel()
-    return f"{first & (2**64 - 1):016x}{int(_hash_words(columns, odd).item()) & (2**64 - 1):016x}"
 
 
 def tensor_info(name: str, tensor: Tensor) -> TensorInfo:

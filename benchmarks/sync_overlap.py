@@ -1,0 +1,119 @@
+"""New weights delivered beside the trainer's next step, against a trainer that waits: in one run, block by block in turn.
+
+    rondel bench sync_overlap --json
+    rondel bench sync_overlap --hidden 1024 --layers 10 --tokens 12 --json
+
+A random model on two cores, one for the trainer and one for the engine, with a staleness of 2. Blocks of steps wait,
+overlap, wait, overlap ...; the first step of a block is left out, since an update of the block before may reach into it.
+
+step     seconds of a step, median
+waited   seconds that the trainer stood still for an update: publication and, where it waits, delivery
+update   seconds from the beginning of the publication until the engine has answered the probe
+paused   seconds that the engine stood still for it
+wait     seconds that the trainer waited for groups: near 0 where it is the slower one
+idle     share of its time in which the engine had nothing to do
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+RECIPE = Path(__file__).parents[1] / "recipes" / "tiny.toml"
+MODES = ("waits", "beside")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="rondel bench sync_overlap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=24, help="of every answer: how much of a step is generation")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--block", type=int, default=5, help="steps of one block")
+    parser.add_argument("--sync", default="ipc", help="sync.kind")
+    parser.add_argument("--json", action="store_true")
+    a = parser.parse_args(argv)
+
+    from _work import report
+
+    report(measure(a), only_json=a.json)
+
+
+def measure(a: argparse.Namespace) -> dict[str, Any]:
+    from rondel.assemble import train
+    from rondel.core.config.job import Job
+    from rondel.core.events import StepDone, subscribe
+    from rondel.runtime.journal.log import read
+    from rondel.sync.update import WeightUpdate
+
+    done = 0
+
+    def mode_of(step: int) -> str:
+        return MODES[(step - 1) // a.block % 2]
+
+    class InTurn(WeightUpdate):
+        """Some steps wait for their update."""
+
+        @property
+        def keeps_snapshots(self) -> bool:
+            return super().keeps_snapshots and mode_of(done + 1) == "beside"
+
+    def count(event: Any) -> None:
+        nonlocal done
+        done = event.step if isinstance(event, StepDone) else done
+
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job.read(RECIPE, {
+            "run.folder": folder, "run.sinks": [], "task.eval.every": 0, "run.checkpoint.every": 0, "loop.warmup.steps": 0,
+            "loop.steps": 2 * a.pairs * a.block, "loop.groups_per_step": 4, "algo.group_size": 8, "algo.kind": "reinforce",
+            "model.path.hidden_size": a.hidden, "model.path.intermediate_size": 3 * a.hidden, "model.path.num_hidden_layers": a.layers,
+            "engine.sampling": {"max_tokens": a.tokens, "ignore_eos": True}, "engine.max_running": 96, "place.kind": "split",
+            "loop.max_staleness": 2, "algo.correction": {"kind": "importance"}, "sync.kind": a.sync, "place.threads": 1,
+        })  # fmt: skip
+        stop = subscribe(count)
+        try:
+            train(job, quiet=True, built=lambda parts: setattr(parts.sync, "__class__", InTurn))
+        finally:
+            stop()
+        events = list(read(Path(folder)))
+    rows: dict[str, dict[str, list[float]]] = {mode: defaultdict(list) for mode in MODES}
+    size, account = 0, defaultdict(float)
+    for event in events:
+        step = event.get("step", event.get("version", 0))
+        counted = step > a.block and (step - 1) % a.block > 0  # the first block warms up
+        row = rows[mode_of(step)] if step else defaultdict(list)
+        if event["kind"] == "WorkerTime" and event["worker"].startswith("engine"):
+            for kind, seconds in event["seconds"].items():
+                account[kind] += seconds
+        elif event["kind"] == "Synced" and step:
+            size = event["bytes_copied"]
+            if counted:
+                row["update"].append(event["seconds"])
+                row["paused"].append(event["paused"])
+        elif event["kind"] == "StepDone":
+            seconds, told, account = event["seconds"], dict(account), defaultdict(float)
+            if counted:
+                row["step"].append(seconds["step"])
+                row["waited"].append(seconds["sync"])
+                row["wait"].append(seconds["wait"])
+                row["train"].append(seconds["train"])
+                if told:
+                    row["idle"].append(told.get("idle", 0.0) / sum(told.values()))
+    result: dict[str, Any] = {
+        mode: {name: round(statistics.median(values), 4) for name, values in row.items()} for mode, row in rows.items()
+    }
+    result["bytes"] = size
+    result["faster"] = round(result["waits"]["step"] / result["beside"]["step"], 3)
+    return result
+
+
+if __name__ == "__main__":
+    main()
