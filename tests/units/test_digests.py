@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -151,7 +152,7 @@ def test_large_pieces_at_odd_places_add_up_too():
     raw = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8, generator=torch.Generator().manual_seed(8))
     borders = [0, 3, 8184, 8191, 1_050_000, 2_000_003, 2_999_999, len(raw)]
     sums = tensor_digest.DigestSums(len(raw), device=raw.device)
-    for first, last in reversed(list(zip(borders, borders[1:]))):
+    for first, last in reversed(list(itertools.pairwise(borders))):
         sums.add_bytes(first, raw[first:last])
     assert sums.digest() == names.tensor_digest(raw)
 

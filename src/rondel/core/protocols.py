@@ -25,6 +25,7 @@ from rondel.core.types import (
 
 if TYPE_CHECKING:
     from rondel.core.sandbox_types import CommandResult, Limits
+    from rondel.core.tensor_parts import Block, TensorPart
 
 Interrupt = Literal["hold", "drain", "abort"]
 Earned = float | list[tuple[int, float]]
@@ -176,6 +177,18 @@ class Transport(Protocol):
     # the engine's
     def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Any]) -> Iterator[tuple[str, Any]]: ...
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class PartTransport(Protocol):
+    """A transport to which each rank of a trainer on one machine gives what it holds, so that nobody gathers."""
+
+    # of every rank's parts, by name -> the blocks that each of them is to write
+    def assign_parts(
+        self, held: Sequence[Mapping[str, TensorPart]], itemsize: Mapping[str, int]
+    ) -> list[dict[str, list[Block]]]: ...
+    def write_parts(self, pieces: Iterable[Any]) -> Any: ...  # one rank's blocks, in order -> where they lie
+    def route_parts(self, addresses: Sequence[Any], assigned: Sequence[Mapping[str, list[Block]]]) -> Route: ...
 
 
 class RemoteProxy(Protocol):

@@ -1,14 +1,14 @@
 """Which numbers of a whole tensor somebody has, as boxes: of a shard, of a part that is cut by tp or ep, of a shard of it.
 
-    whole [6, 4]        part [3, 4], rows 1-2 and 5 of the whole
-    ┌─────────┐
-    │         │         Block(start=(1, 0), size=(2, 4), here=(0, 0))
-    │█████████│         Block(start=(5, 0), size=(1, 4), here=(2, 0))
-    │█████████│
-    │         │
-    │         │
-    │█████████│
-    └─────────┘
+whole [6, 4]        part [3, 4], rows 1-2 and 5 of the whole
+┌─────────┐
+│         │         Block(start=(1, 0), size=(2, 4), here=(0, 0))
+│█████████│         Block(start=(5, 0), size=(1, 4), here=(2, 0))
+│█████████│
+│         │
+│         │
+│█████████│
+└─────────┘
 """
 
 from __future__ import annotations

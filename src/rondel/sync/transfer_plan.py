@@ -67,9 +67,7 @@ class TransferPlanner:
         return found
 
 
-def _first_overlap(
-    holders: Iterable[tuple[int, TensorPart]], wanted: Block
-) -> tuple[int, Block | None, Block | None]:
+def _first_overlap(holders: Iterable[tuple[int, TensorPart]], wanted: Block) -> tuple[int, Block | None, Block | None]:
     """The first holder that has some of it: who, its block, and what is common in the taker's part."""
     for source, part in holders:
         for piece in part.blocks:

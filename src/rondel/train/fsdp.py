@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from rondel.core.errors import ConfigError, ModelError, StalledError
 from rondel.core.mesh import Mesh
+from rondel.core.tensor_parts import TensorPart
 from rondel.models import linear, names, vision
 from rondel.models.blocks import model_blocks
 from rondel.models.collectives import RankGroup, gather_runs
@@ -44,6 +45,7 @@ from rondel.models.tensor_cuts import TensorCuts, join_cuts
 from rondel.models.tensor_parallel import cut_model
 from rondel.system import sockets
 from rondel.train.annotate import logprobs_of
+from rondel.train.mesh_layout import rank_part
 from rondel.train.optim import MasterWeights, spread_within_rounding
 from rondel.train.optimizers import ONE_RANK
 from rondel.train.parallel import SingleRank
@@ -255,6 +257,30 @@ class FsdpRank(SingleRank):
         for name, parameter in names.named_weights(model):
             whole = parameter.full_tensor().to(dtype) if isinstance(parameter, DTensor) else parameter
             yield name, join_cuts(cuts, name, whole)
+
+    def held_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        dtype = computes_in(model)
+        for name, parameter in names.named_weights(model):
+            yield name, parameter.to_local().to(dtype) if isinstance(parameter, DTensor) else parameter
+
+    def weight_parts(self, model: nn.Module) -> dict[str, list[TensorPart]]:
+        cuts, experts, found = self._cuts.get(model), self._expert_cuts.get(model), {}
+        for name, parameter in names.named_weights(model):
+            shape = next((c.shapes[name] for c in (cuts, experts) if c and name in c.shapes), parameter.shape)
+            how: dict[str, Any] = {
+                "tp": cuts.cuts.get(name) if cuts else None,
+                "ep": experts.cuts.get(name) if experts else None,
+                "sharded": isinstance(parameter, DTensor),
+            }
+            found[name] = [rank_part(self.mesh, rank, shape, **how) for rank in range(self.size)]
+        return found
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self.everyone)
+        return values
 
     def begin_micro_batch(self, model: nn.Module, *, last: bool) -> None:
         if not isinstance(model, FSDPModule):

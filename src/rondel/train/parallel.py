@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from rondel.core.tensor_parts import TensorPart
 from rondel.models import names
 from rondel.train.loss_scale import loss_scale_of
 from rondel.train.optim import MasterWeights
@@ -50,6 +51,18 @@ class SingleRank:
     def full_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor in the compute dtype) of everything a receiver needs."""
         return names.named_weights(model)
+
+    def held_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, tensor in the compute dtype) of what this rank holds of them; nothing is gathered."""
+        return names.named_weights(model)
+
+    def weight_parts(self, model: nn.Module) -> dict[str, list[TensorPart]]:
+        """Which numbers of each weight each rank holds, in the order of the ranks."""
+        return {name: [TensorPart.whole(tensor.shape)] for name, tensor in names.named_weights(model)}
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        return values
 
     def begin_micro_batch(self, model: nn.Module, *, last: bool) -> None:
         """Before a forward pass with a gradient; `last`: of the update."""
