@@ -79,7 +79,9 @@ class RankTrainer:
         """What each rank holds of every weight, and how they are cut by tp."""
         model = self.trainer.loaded.model
         parts, cuts = self.ranks.weight_parts(model), self.ranks._cuts.get(model)
-        return [{name: each[r] for name, each in parts.items()} for r in range(self.ranks.size)], cuts.cuts if cuts else {}
+        return [
+            {name: each[r] for name, each in parts.items()} for r in range(self.ranks.size)
+        ], cuts.cuts if cuts else {}
 
     def move_weights(self) -> None:
         import torch
@@ -95,8 +97,10 @@ class RankTrainer:
         from rondel.train.weight_publisher import WeightPublisher
 
         if not hasattr(self, "publishers"):
-            self.publishers = {way: WeightPublisher(self.trainer.loaded, self.ranks, FromIpc()) for way in (True, False)}
-            self.publishers[False]._gathers = True
+            self.publishers = {
+                way: WeightPublisher(self.trainer.loaded, self.ranks, FromIpc()) for way in (True, False)
+            }
+            self.publishers[False]._parts["ipc"] = None
         publisher = self.publishers[apart]
         return publisher.publish(Route("ipc"), 0), publisher.gathered
 

@@ -120,6 +120,8 @@ def test_weights_that_move_over_those_that_serve_are_not_published_apart():
 class Slow:
     """An update whose deliveries end when they are told to."""
 
+    keeps_snapshots = True
+
     def __init__(self, *faults: Exception | None) -> None:
         self.version, self.faults, self.log = 0, list(faults), []
         self.let = asyncio.Event()
@@ -137,6 +139,9 @@ class Slow:
             raise fault
         return snapshot.manifest.version
 
+    def fall_back(self, error) -> bool:
+        return False
+
     async def __call__(self, trainer, engine) -> int:
         return await self.deliver(await self.publish(trainer, engine))
 
@@ -149,7 +154,7 @@ def test_one_delivery_at_a_time_and_groups_are_born_at_what_serves():
         await buffer.advance(1)
         assert (buffer.version, buffer.birth_version) == (1, 0)
         second = asyncio.create_task(delivery.start(None, None, buffer))
-        waits = asyncio.create_task(delivery.finish())
+        waits = asyncio.create_task(delivery.finish(None, None))
         await asyncio.sleep(0.01)
         assert update.log == ["publish 1"] and not waits.done()
         update.let.set()
@@ -157,7 +162,7 @@ def test_one_delivery_at_a_time_and_groups_are_born_at_what_serves():
         await waits
         assert update.log[:3] == ["publish 1", "deliver 1", "publish 2"]
         await buffer.advance(2)
-        await delivery.finish()
+        await delivery.finish(None, None)
         assert buffer.birth_version == 2
         assert await delivery.update_engines(None, None) == 3 and update.log[-2:] == ["publish 3", "deliver 3"]
 
@@ -172,12 +177,12 @@ def test_an_engine_that_ends_meanwhile_gets_the_same_snapshot_again_or_the_run_e
         update.let.set()
         await delivery.start(None, None, buffer)
         if healed:
-            await delivery.finish()
+            await delivery.finish(None, None)
             assert update.log == ["publish 1", "fail 1", "deliver 1"] and not delivery.broken.is_set()
             return
         async with asyncio.timeout(5):
             await delivery.broken.wait()
-        for work in (delivery.finish, lambda: delivery.start(None, None, buffer)):
+        for work in (lambda: delivery.finish(None, None), lambda: delivery.start(None, None, buffer)):
             with pytest.raises(WorkerError, match="engine-0 ended") as error:
                 await work()
         assert error.value.__notes__[0] == "while version 1 was delivered beside the next step"

@@ -37,6 +37,7 @@ from rondel.planner import resolve as planner
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import Device
 from rondel.runtime.journal.wal import TokenLog
+from rondel.sync.choice import SampleEnd, TransportChoice
 from rondel.sync.from_distributed import FromDistributed
 from rondel.sync.from_tensor import FromTensor
 from rondel.train.checkpoint import bytes_needed
@@ -154,6 +155,7 @@ class EngineHost:
         self, job: Job, device: str, threads: int | None, transports: dict[str, Transport], log: Path | None
     ) -> None:
         self.job, self.device, self.transports, self.log = job, Device(device, threads), transports, log
+        self.samples = SampleEnd(device)
         self.loaded = self.device.call(policy_of, job, device)
 
     def known(self) -> ModelInfo:
@@ -162,6 +164,10 @@ class EngineHost:
     def read_keys(self) -> list[str]:
         """What this worker read of the recipe."""
         return self.job.read_keys()
+
+    def sample(self, verb: str, *args: Any) -> Any:
+        """A part of a measurement of a transport."""
+        return getattr(self.samples, verb)(*args)
 
     def open(self, longest: int) -> dict[str, str]:
         """Ready for requests of at most `longest` tokens. -> what was resolved."""
@@ -204,7 +210,7 @@ class TrainerHost:
         threads: int | None,
         transport: Transport,
     ) -> None:
-        self.device, self.ranks = Device(device, threads), ALONE
+        self.device, self.ranks, self.samples = Device(device, threads), ALONE, SampleEnd(device)
         several = (torchrun.rank_and_size()[1] if job.place.cluster == "torchrun" else job.place.ranks) > 1
         self.loaded = self.device.call(lambda: policy_of(job, device, deferred=several))
         self.job, self.needs, self.sampling, self.transport = job, needs, sampling, transport
@@ -213,12 +219,18 @@ class TrainerHost:
         """What this worker read of the recipe."""
         return self.job.read_keys()
 
+    def sample(self, verb: str, *args: Any) -> Any:
+        """A part of a measurement of a transport."""
+        return getattr(self.samples, verb)(*args)
+
     def meet(self, host: str, ranks: int) -> tuple[str, int] | None:
         """`host`: where other workers reach this one, the first of `ranks`. -> where the
         others find it, if there are any.
         """
-        if isinstance(self.transport, FromDistributed):
-            self.transport.host = host
+        ways = self.transport.ways.values() if isinstance(self.transport, TransportChoice) else [self.transport]
+        for way in ways:
+            if isinstance(way, FromDistributed):
+                way.host = host
         if ranks == 1:
             return None
         self.meeting = Rendezvous(host)

@@ -191,6 +191,13 @@ class PartTransport(Protocol):
     def route_parts(self, addresses: Sequence[Any], assigned: Sequence[Mapping[str, list[Block]]]) -> Route: ...
 
 
+@runtime_checkable
+class SeveralWays(Protocol):
+    """A transport that is one of several: a route names which."""
+
+    def way_of(self, route: Route) -> Transport: ...
+
+
 class RemoteProxy(Protocol):
     """A proxy with the same awaitable verbs, wherever the object lives."""
 

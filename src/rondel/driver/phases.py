@@ -122,7 +122,7 @@ class RunPhases:
         try:
             await asyncio.wait([work, asked, spent, broken], return_when=asyncio.FIRST_COMPLETED)
             if not work.done() and broken.done():
-                await self.delivery.finish()
+                await self.delivery.finish(self.parts.trainer, self.parts.engine)
             if not work.done():
                 await asyncio.wait(
                     [work, rest := asyncio.create_task(self.rest.wait())], return_when=asyncio.FIRST_COMPLETED
@@ -190,7 +190,7 @@ class RunPhases:
             done = await self._run_warmup(range(done + 1, warm + 1), saved)
             saved = None
         await self._run_reinforcement(range(done + 1, warm + steps + 1), saved if done > warm else None)
-        await self.delivery.finish()
+        await self.delivery.finish(self.parts.trainer, self.parts.engine)
         emit(RunEnded(warm + steps, parts.engine.version, "all steps done", time.perf_counter() - self.began))
 
     async def _run_warmup(self, steps: range, saved: dict[str, Any] | None) -> int:
@@ -337,7 +337,7 @@ class RunPhases:
 
     async def _write_checkpoint(self) -> None:
         """A synchronous run replays what it had begun since; another one goes on with it."""
-        await self.delivery.finish()
+        await self.delivery.finish(self.parts.trainer, self.parts.engine)
         step, version, then, order = self.done
         if step == self.saved:
             return
@@ -351,7 +351,7 @@ class RunPhases:
 
     async def _run_evaluation(self, step: int) -> None:
         if self.parts.tasks.held_out:
-            await self.delivery.finish()
+            await self.delivery.finish(self.parts.trainer, self.parts.engine)
             emit(await evaluate(self.parts, step))
 
 

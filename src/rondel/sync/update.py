@@ -19,7 +19,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from rondel.core.errors import SyncError
 from rondel.core.events import Synced, Warned, emit, stalled_error
 from rondel.core.protocols import Interrupt, RolloutEngine, Trainer, Transport
 from rondel.core.types import POLICY, Abort, Begin, Commit, EngineStatus, Manifest, Message, Request, Route
+from rondel.sync.choice import TransportChoice
 
 # so many times the noise is a movement that an engine with the same weights shows, at least by half
 CLEAR, HALF = 8, 0.5
@@ -41,6 +43,7 @@ LEASE = 600.0  # seconds after which a paused engine that nobody resumes goes on
 class Snapshot:
     """Published weights, and who receives them.
 
+    holds   of the transport that published them
     scored  the trainer's logprobs of the probe under these weights, by policy
     began   `time.perf_counter()` when their update did
     """
@@ -49,6 +52,7 @@ class Snapshot:
     route: Route
     trainer: Trainer
     engines: tuple[RolloutEngine, ...]
+    holds: str
     scored: dict[str, list[float]]
     began: float
 
@@ -81,7 +85,8 @@ class WeightUpdate:
         self.scores = {POLICY: score, **(others or {})}
         self.deadline, self.how = deadline, how
         self.root: str | None = None
-        self._last: tuple[Manifest, Route, Trainer] | None = None
+        self._last: Snapshot | None = None
+        self._on_the_way = False  # did the last fault happen while a transport was at work?
         self._one = asyncio.Lock()
         self._said: dict[str, list[float]] = {}  # what the trainer said of the probe at the last update, by policy
         self._usual: dict[str, float] = {}  # the gap after the first one
@@ -116,10 +121,10 @@ class WeightUpdate:
         async with self._one:
             if self._last is None:
                 return (await engine.status()).version
-            manifest, route, trainer = self._last
-            if self.transport.holds == "begin":
+            manifest, route, trainer = self._last.manifest, self._last.route, self._last.trainer
+            if self._last.holds == "begin":
                 manifest, route = await self._publish_weights(trainer, [engine])
-            await self._deliver_weights(manifest, route, [engine], holds=self.transport.holds, send=trainer.send)
+            await self._deliver_weights(manifest, route, [engine], holds=self._last.holds, send=trainer.send)
         return manifest.version
 
     async def join(self, engine: RolloutEngine, manifest: Manifest, route: Route) -> int:
@@ -132,7 +137,9 @@ class WeightUpdate:
         began = time.perf_counter()
         manifest, route = await self._publish_weights(trainer, engines)
         self._check_moved(manifest)
-        return Snapshot(manifest, route, trainer, tuple(engines), await self._score_probe(), began)
+        return Snapshot(
+            manifest, route, trainer, tuple(engines), self.transport.holds, await self._score_probe(), began
+        )
 
     async def _deliver_snapshot(self, snapshot: Snapshot) -> int:
         manifest, engines = snapshot.manifest, snapshot.engines
@@ -140,13 +147,13 @@ class WeightUpdate:
             manifest,
             snapshot.route,
             engines,
-            holds=self.transport.holds,
+            holds=snapshot.holds,
             send=snapshot.trainer.send,
             scored=snapshot.scored,
         )
         copied = sum(status.bytes_copied for status in await self._engine_statuses(engines))
         # not before: an engine that ends has all of it made again
-        self.root, self._last = manifest.root, (manifest, snapshot.route, snapshot.trainer)
+        self.root, self._last = manifest.root, snapshot
         emit(Synced(manifest.version, manifest.root, time.perf_counter() - snapshot.began, copied, gap, paused))
         return manifest.version
 
@@ -162,7 +169,27 @@ class WeightUpdate:
         (route,) = await self._gather_waits(
             {"an engine": self.transport.plan_route(trainer, list(engines))}, "how many they are"
         )
-        return (await self._gather_waits({"the trainer": trainer.publish(route)}, "publish"))[0]
+        with self._by_transport():
+            return (await self._gather_waits({"the trainer": trainer.publish(route)}, "publish"))[0]
+
+    @contextmanager
+    def _by_transport(self) -> Iterator[None]:
+        """What fails inside, another transport might have carried."""
+        self._on_the_way = True
+        yield
+        self._on_the_way = False
+
+    def fall_back(self, error: Exception) -> bool:
+        """After an update that failed: whether the next one goes another way, which is said aloud."""
+        failed, self._on_the_way = self._on_the_way, False
+        if not failed or not isinstance(self.transport, TransportChoice):
+            return False
+        if (change := self.transport.fall_back()) is None:
+            return False
+        self.root = None  # names may be others now, and with them the root
+        why = " ".join(str(error).split())
+        emit(Warned(f"weights cannot travel by {change[0]} ({why}); from now on they go by {change[1]}"))
+        return True
 
     async def _engine_statuses(self, engines: Sequence[RolloutEngine]) -> list[EngineStatus]:
         return await self._gather_waits(
@@ -186,9 +213,9 @@ class WeightUpdate:
             if holds == "begin":
                 parked, since = await self._pause_engines(engines), time.perf_counter()
             await self._send_message(engines, Begin(manifest, beside=holds == "commit"))
-            await self._send_message(
-                engines, route, also={"the trainer": send(route)} if send and holds == "begin" else {}
-            )
+            with self._by_transport():
+                also = {"the trainer": send(route)} if send and holds == "begin" else {}
+                await self._send_message(engines, route, also=also)
             if holds == "commit":
                 parked, since = await self._pause_engines(engines), time.perf_counter()
             for version in await self._send_message(engines, Commit(manifest.version, manifest.root)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rondel.core.errors import SyncError
-from rondel.core.protocols import PartTransport
+from rondel.core.protocols import PartTransport, SeveralWays
 from rondel.core.tensor_parts import Block, TensorPart
 from rondel.core.types import Manifest, Route, TensorInfo
 from rondel.models import names
@@ -33,19 +33,19 @@ class WeightPublisher:
         self.loaded, self.ranks, self.transport = loaded, ranks, transport
         self.held: list[tuple[str, Tensor]] = []  # gathered for a publication, and still to be sent
         self.gathered = 0  # bytes of other ranks that came to this one for the last publication
-        self._parts: PublishedParts | None = None
-        self._gathers = ranks.size == 1  # asked of all ranks at the first publication
+        # by the kind of a route, asked of all ranks at its first publication; None where they gather
+        self._parts: dict[str, PublishedParts | None] = {}
 
     def publish(self, route: Route, version: int) -> tuple[Manifest, Route] | None:
         """What the update consists of, and the way it takes; None on a rank that only gives its shards."""
         self.held, self.gathered = [], 0
-        if parts := self._find_parts():
+        transport = self._way_of(route)
+        if parts := self._find_parts(transport, route):
             told = parts.publish(version)
             return told and (replace(told[0], base=names.base_digest(self.loaded.model)), told[1])
-        tensors = self._gather_tensors()
+        tensors = self._gather_tensors(transport)
         if not self.ranks.is_leader:
             return None
-        transport = self.require_transport()
         if transport.holds == "begin" and self.ranks.size > 1:
             tensors = self._keep_on_host(tensors)
         manifest, route = transport.publish(route, version, names.describe_tensors(tensors))
@@ -56,24 +56,28 @@ class WeightPublisher:
         if self.ranks.is_leader:
             held, self.held = self.held, []
             assert held or self.ranks.size == 1, "send before publish"
-            device = self.loaded.device
-            self.require_transport().send(
-                route, ((name, tensor.to(device)) for name, tensor in held) if held else self._gather_tensors()
+            device, transport = self.loaded.device, self._way_of(route)
+            transport.send(
+                route, ((name, tensor.to(device)) for name, tensor in held) if held else self._gather_tensors(transport)
             )
 
     def require_transport(self) -> Transport:
         assert self.transport is not None, "the trainer was built without a transport"
         return self.transport
 
-    def _find_parts(self) -> PublishedParts | None:
-        if self._parts is None and not self._gathers:
-            takes = isinstance(self.transport, PartTransport)
+    def _way_of(self, route: Route) -> Transport:
+        transport = self.require_transport()
+        return transport.way_of(route) if isinstance(transport, SeveralWays) else transport
+
+    def _find_parts(self, transport: Transport, route: Route) -> PublishedParts | None:
+        if self.ranks.size == 1:
+            return None
+        if route.kind not in self._parts:
+            takes = isinstance(transport, PartTransport)
             everyone = self.ranks.all_gather_object((takes, platform.node()))
-            if set(everyone) == {(True, platform.node())}:
-                assert isinstance(self.transport, PartTransport)
-                self._parts = PublishedParts(self.loaded, self.ranks, self.transport)
-            self._gathers = self._parts is None
-        return self._parts
+            apart = set(everyone) == {(True, platform.node())}
+            self._parts[route.kind] = PublishedParts(self.loaded, self.ranks, transport) if apart else None
+        return self._parts[route.kind]
 
     def _keep_on_host(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The same, kept in host memory until they are sent: shards are gathered once an update."""
@@ -81,7 +85,7 @@ class WeightPublisher:
             self.held.append((name, tensor.cpu()))
             yield name, tensor
 
-    def _gather_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _gather_tensors(self, transport: Transport) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors, one at a time, under the names that the transport carries. The ranks
         that do not lead give their shards at once.
         """
@@ -92,7 +96,7 @@ class WeightPublisher:
                 pass
         elif self.ranks.size > 1:
             tensors = self._count_gathered(tensors)
-        return names.published_tensors(model, tensors) if self.require_transport().names == "checkpoint" else tensors
+        return names.published_tensors(model, tensors) if transport.names == "checkpoint" else tensors
 
     def _count_gathered(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         own = {name: parts[0].numel for name, parts in self.ranks.weight_parts(self.loaded.model).items()}
@@ -107,7 +111,8 @@ class PublishedParts:
     themselves.
     """
 
-    def __init__(self, loaded: LoadedModel, ranks: SingleRank, transport: PartTransport) -> None:
+    def __init__(self, loaded: LoadedModel, ranks: SingleRank, transport: Any) -> None:
+        """`transport`: a PartTransport."""
         self.loaded, self.ranks, self.transport = loaded, ranks, transport
         layout = ranks.weight_parts(loaded.model)
         self.dtypes: dict[str, torch.dtype] = {}
