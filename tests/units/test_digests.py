@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rondel.core.tensor_parts import TensorPart
-from rondel.models import names, tensor_digest
+from rondel.models import names
 from rondel.models.shard_cut import ShardCut, part_of
 
 SHAPES = [(1,), (3,), (7, 5), (64, 64), (1 << 16,), (1 << 15, 5), (3, 70_001)]
@@ -69,9 +69,9 @@ def test_flipped_signs_of_all_or_of_every_second_number(dtype, n):
 
 def test_the_digest_of_a_gpu_is_that_of_a_cpu():
     """Both ways to multiply, on random rows."""
-    rows = torch.randint(-(2**63), 2**63 - 1, (5, tensor_digest._ROW), generator=torch.Generator().manual_seed(7))
-    odd = tensor_digest._hash_multipliers(rows.device, tensor_digest._ROW, tensor_digest._INSIDE)
-    assert torch.equal(tensor_digest._row_products(rows, odd), (rows * odd).sum(1))
+    rows = torch.randint(-(2**63), 2**63 - 1, (5, names._ROW), generator=torch.Generator().manual_seed(7))
+    odd = names._hash_multipliers(rows.device, names._ROW, names._INSIDE)
+    assert torch.equal(names._row_products(rows, odd), (rows * odd).sum(1))
 
 
 @pytest.mark.parametrize("bit", [15, 31, 47, 62, 63])
@@ -91,7 +91,7 @@ def test_two_flips_of_the_same_high_bit_do_not_cancel(bit):
 
 def test_words_swapped_across_rows_are_seen():
     """Position (row j, word i+1) and (row i, word j+1): equal products if rows and words shared their multipliers."""
-    t = torch.randint(-(2**62), 2**62, (4, tensor_digest._ROW), generator=torch.Generator().manual_seed(4))
+    t = torch.randint(-(2**62), 2**62, (4, names._ROW), generator=torch.Generator().manual_seed(4))
     whole = names.tensor_digest(t)
     for i, j in ((0, 1), (1, 3), (0, 2)):
         other = t.clone()
@@ -128,16 +128,16 @@ def test_pieces_add_up_to_the_digest_of_the_whole(shape, dtype, ranks, cuts, see
         if dim < len(shape):
             pieces = [piece for part in pieces for piece in cut_evenly(part, dim, ranks)]
     size = whole.numel() * whole.element_size()
-    total = torch.zeros(tensor_digest.digest_length(size), dtype=torch.int64)
+    total = torch.zeros(names.digest_length(size), dtype=torch.int64)
     for piece in pieces:
-        own = tensor_digest.DigestSums(size, device=whole.device)
+        own = names.DigestSums(size, device=whole.device)
         for block in piece.blocks:
             box = whole
             for d, (first, n) in enumerate(zip(block.start, block.size)):
                 box = box.narrow(d, first, n)
             own.add_box(tuple(shape), block.start, box)
         total += own.values
-    sums = tensor_digest.DigestSums(size, device=whole.device, values=total)
+    sums = names.DigestSums(size, device=whole.device, values=total)
     assert sums.digest() == names.tensor_digest(whole)
     total[-1] += 1
     assert sums.digest() != names.tensor_digest(whole)
@@ -151,7 +151,7 @@ def test_large_pieces_at_odd_places_add_up_too():
     """Rows of the digest that begin and end within a piece, and pieces that begin within a word."""
     raw = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8, generator=torch.Generator().manual_seed(8))
     borders = [0, 3, 8184, 8191, 1_050_000, 2_000_003, 2_999_999, len(raw)]
-    sums = tensor_digest.DigestSums(len(raw), device=raw.device)
+    sums = names.DigestSums(len(raw), device=raw.device)
     for first, last in reversed(list(itertools.pairwise(borders))):
         sums.add_bytes(first, raw[first:last])
     assert sums.digest() == names.tensor_digest(raw)

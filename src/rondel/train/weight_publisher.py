@@ -16,7 +16,7 @@ from rondel.core.protocols import PartTransport, SeveralWays
 from rondel.core.tensor_parts import Block, TensorPart
 from rondel.core.types import Manifest, Route, TensorInfo
 from rondel.models import names
-from rondel.models.tensor_digest import DigestSums, digest_length
+from rondel.models.names import DigestSums, digest_length
 
 if TYPE_CHECKING:
     from rondel.core.protocols import Transport
