@@ -103,7 +103,9 @@ def test_updates_that_end_beside_the_next_step_count_where_they_end(tmp_path):
     synced = [line for line in lines if line["kind"] == "Synced"]
     rest = [line for line in lines if line["kind"] != "Synced"]
     done = [n for n, line in enumerate(rest) if line["kind"] == "StepDone"]
-    for n, line in reversed(list(zip([done[min(i + i % 2, len(done) - 1)] for i in range(len(done))], synced, strict=True))):
+    for n, line in reversed(
+        list(zip([done[min(i + i % 2, len(done) - 1)] for i in range(len(done))], synced, strict=True))
+    ):
         rest.insert(n, line)
     path.write_text("".join(json.dumps(line) + "\n" for line in rest))
     found = costs_of([path.parent])

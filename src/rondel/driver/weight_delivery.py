@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rondel.sync.update import Snapshot, WeightUpdate
 
 T = TypeVar("T")
+MOMENT = 10.0  # seconds in which engines are told that an update is over
 
 
 class WeightDelivery:
@@ -70,10 +71,10 @@ class WeightDelivery:
             await asyncio.shield(self._running)
 
     async def cancel(self) -> None:
-        """The run is over."""
+        """The run is over. An engine that does not answer is not waited for: it is ended next."""
         if self._running is not None:
             self._running.cancel()
-            await asyncio.wait([self._running])
+            await asyncio.wait([self._running], timeout=MOMENT)
 
     async def _deliver(self, snapshot: Snapshot, buffer: Buffer) -> None:
         try:
