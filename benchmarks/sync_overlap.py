@@ -11,6 +11,7 @@ waited   seconds that the trainer stood still for an update: publication and, wh
 update   seconds from the beginning of the publication until the engine has answered the probe
 paused   seconds that the engine stood still for it
 wait     seconds that the trainer waited for groups: near 0 where it is the slower one
+cpu ...  seconds of processor time of a worker in a step: what a machine with other work on it leaves as it is
 idle     share of its time in which the engine had nothing to do
 faster   seconds of a step that waits by those of one that does not, median over the pairs of neighbouring blocks
 """
@@ -18,6 +19,7 @@ faster   seconds of a step that waits by those of one that does not, median over
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -57,6 +59,8 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
     from rondel.sync.update import WeightUpdate
 
     done = 0
+    pids: dict[str, int] = {}
+    used: dict[int, dict[str, float]] = {}  # seconds of processor time by the end of a step, by worker
 
     def mode_of(step: int) -> str:
         return MODES[(step - 1) // a.block % 2]
@@ -70,7 +74,13 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
 
     def count(event: Any) -> None:
         nonlocal done
-        done = event.step if isinstance(event, StepDone) else done
+        if isinstance(event, StepDone):
+            done = event.step
+            used[done] = {name: processor_seconds(pid) for name, pid in pids.items()}
+
+    def opened(parts: Any) -> None:
+        pids.update(parts.placed.pids())
+        parts.sync.__class__ = InTurn
 
     with tempfile.TemporaryDirectory() as folder:
         job = Job.read(RECIPE, {
@@ -82,7 +92,7 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
         })  # fmt: skip
         stop = subscribe(count)
         try:
-            train(job, quiet=True, built=lambda parts: setattr(parts.sync, "__class__", InTurn))
+            train(job, quiet=True, built=opened)
         finally:
             stop()
         events = list(read(Path(folder)))
@@ -109,6 +119,8 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
                 row["waited"].append(seconds["sync"])
                 row["wait"].append(seconds["wait"])
                 row["train"].append(seconds["train"])
+                for name in pids:
+                    row[f"cpu {name}"].append(used[step][name] - used[step - 1][name])
                 if told:
                     row["idle"].append(told.get("idle", 0.0) / sum(told.values()))
     result: dict[str, Any] = {
@@ -119,6 +131,11 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
     ratios = [(block[n], block[n + 1]) if n % 2 == 0 else (block[n + 1], block[n]) for n in block if n + 1 in block]
     result["faster"] = round(statistics.median(waits / beside for waits, beside in ratios), 3)
     return result
+
+
+def processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":
