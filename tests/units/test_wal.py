@@ -326,6 +326,27 @@ def test_a_sample_that_was_given_back_in_between_has_its_first_routes(tmp_path):
     assert np.array_equal(again.experts, whole.experts)
 
 
+def test_a_long_log_is_read_in_little_memory(folder):
+    """Nothing but where its blocks are when it opens; 16 bytes a token once a sample asks, and the sample's own tokens."""
+    steps, each = 2000, 50
+    log = TokenLog(folder)
+    log.record_version(1, "root")
+    for step in range(steps):
+        log.write([(2**100 + i, step, 7, -0.5, step % 100, 1) for i in range(each)])
+    log.close()
+    tracemalloc.start()
+    again = TokenLog(folder)
+    opened = tracemalloc.get_traced_memory()[1]
+    again.record_version(1, "root")
+    found = list(again.recall_tokens(2**100 + 7, 7, first=3))
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [token.token for token in found] == [step % 100 for step in range(3, steps)]
+    n, own = steps * each, 1500 * steps  # bytes; of a sample's tokens as they are handed over
+    assert opened < 20 * steps + 300_000 and held < 16 * n + own + opened and peak < 48 * n + own + opened
+    assert list(again.recall_tokens(2**100 + 7, 7)) == [] and list(again.recall_tokens(5, 7)) == []
+
+
 @pytest.mark.slow
 def test_tokens_without_routes_are_not_enough(tmp_path):
     """Drawn when nobody wanted them: the sample begins again, and says so by its routes being whole."""
@@ -348,7 +369,7 @@ def test_a_killed_run_of_a_mixture_trains_the_routes_of_one_that_was_left_alone(
     run(tmp_path / "whole", **how)
     assert run_and_die(tmp_path / "run", ("GroupFinished", 2 * 8 + 2 * 4 + 2), **how) == -9
     log = TokenLog(tmp_path / "run" / "wal" / "engine-0")
-    assert any(earlier.routes for earlier in log._lost)
+    assert any(segment._known for earlier in log._lost for segment in earlier.segments)
     run(tmp_path / "run", **how)
     for n in range(3, 7):
         mine, theirs = (store.read_step(tmp_path / name, n) for name in ("run", "whole"))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+
 from rondel.algos.tensors import Tensor, torch
 
 
@@ -44,11 +46,20 @@ class TokenBatch:
         """The same tokens, of which more is known, or less."""
         return replace(self, **known)
 
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """To another process: samples hold parts of one tensor, and a part would travel as the whole."""
+    def __getstate__(self) -> dict[str, Any]:
+        """To another process: arrays, which can travel beside a pickle; and a part of a tensor would travel as the whole."""
         known = {f.name: getattr(self, f.name) for f in fields(self)}
-        teachers = {number: _without_rest(value) for number, value in self.teachers.items()}
-        return None, {name: _without_rest(value) for name, value in known.items()} | {"teachers": teachers}
+        teachers = {number: _to_array(value) for number, value in self.teachers.items()}
+        more = {
+            "teachers": teachers,
+            "sample": len(self.sample) if self.sample.stride() == (0,) else _to_array(self.sample),
+        }
+        return {name: _to_array(value) for name, value in known.items() if name != "sample"} | more
+
+    def __setstate__(self, known: dict[str, Any]) -> None:
+        teachers = {number: _to_tensor(value) for number, value in known["teachers"].items()}
+        for name, value in (known | {"teachers": teachers}).items():
+            setattr(self, name, _to_tensor(value))
 
     @staticmethod
     def concat(samples: Sequence[TokenBatch], device: Any = "cpu") -> TokenBatch:
@@ -64,11 +75,14 @@ class TokenBatch:
         return TokenBatch(torch.arange(len(samples)).repeat_interleave(lengths).to(device), **found)
 
 
-def _without_rest(value: Any) -> Any:
-    """A tensor without what its storage holds beside it."""
-    if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
-        return value.clone()
-    return value
+def _to_array(value: Any) -> Any:
+    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+
+
+def _to_tensor(value: Any) -> Any:
+    if isinstance(value, int):  # so many tokens of one sample
+        return torch.zeros(1, dtype=torch.int64).expand(value)
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 @dataclass(frozen=True)

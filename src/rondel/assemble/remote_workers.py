@@ -13,6 +13,8 @@ from rondel.core.errors import EngineError, SilentError, StalledError, WorkerErr
 from rondel.core.events import Warned, emit, stalled_error
 from rondel.core.protocols import RemoteProxy
 from rondel.core.types import Completion, Message, Request, StepStats
+from rondel.runtime.cluster.frames import pack_arguments
+from rondel.runtime.cluster.process import ProcessWorker
 from rondel.train.pack import TrainBatch
 
 RESTARTS = 5  # of one engine in one run
@@ -130,6 +132,8 @@ class RemoteTrainer:
         return None
 
     async def _call_ranks(self, verb: str, *args: Any) -> Any:
+        if args and all(isinstance(rank, ProcessWorker) for rank in self._ranks):
+            args = (await asyncio.to_thread(pack_arguments, args),)  # once for all of them, and beside the event loop
         answers = [asyncio.ensure_future(getattr(rank, verb)(*args)) for rank in self._ranks]
         try:
             await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)

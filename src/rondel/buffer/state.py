@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 
 from rondel.core.media import Image, ImagePlaceholder
+from rondel.core.token_column import FLAGS, IDS, NUMBERS, TokenColumn
 from rondel.core.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, Task, Trajectory, Turn
+
+COLUMNS = {"tokens": IDS, "mask": FLAGS, "logprobs": NUMBERS, "versions": IDS}
 
 
 def encode(group: Group) -> dict[str, Any]:
@@ -22,6 +25,7 @@ def encode(group: Group) -> dict[str, Any]:
             place.image.digest: place.image.stored_fields for whole in group.trajectories for place in whole.media
         }
     for plain, whole in zip(row["trajectories"], group.trajectories):
+        plain |= {name: TokenColumn.of(kind, getattr(whole, name)).to_text() for name, kind in COLUMNS.items()}
         plain["media"] = [[place.start, place.image.digest] for place in whole.media]
         plain["score"] = None if whole.score is None else [type(whole.score).__name__, asdict(whole.score)]
         if isinstance(whole.score, Score):
@@ -35,9 +39,7 @@ def encode(group: Group) -> dict[str, Any]:
 
 
 def _shallow_dict(of: Any) -> dict[str, Any]:
-    """Its fields, lists and trees copied; `asdict` would look into every token, which
-    takes seconds for a million of them.
-    """
+    """Its fields, lists and trees copied, without a look into every token."""
     return {
         f.name: value.copy() if isinstance(value := getattr(of, f.name), list | dict) else value for f in fields(of)
     }
@@ -51,6 +53,7 @@ def decode(row: dict[str, Any]) -> Group:
 
     def decode_trajectory(plain: dict[str, Any]) -> Trajectory:
         given = {key: kinds[plain[key][0]](**plain[key][1]) for key in ("score", "outcome") if plain[key] is not None}
+        given |= {name: TokenColumn.from_text(kind, plain[name]) for name, kind in COLUMNS.items()}
         given["media"] = [ImagePlaceholder(start, images[digest]) for start, digest in plain.get("media", ())]
         given["conversation"] = [Turn(*turn) for turn in plain.get("conversation", ())]
         if plain["experts"] is not None:

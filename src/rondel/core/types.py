@@ -8,10 +8,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from hashlib import blake2b
 from math import fsum, inf
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from rondel.core.token_column import FLAGS, IDS, NUMBERS, TokenColumn
 
 if TYPE_CHECKING:
     from rondel.core.media import ImagePlaceholder
@@ -78,7 +83,7 @@ class Score:
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple((index(position), float(value)) for position, value in self.steps))
 
-    def token_rewards(self, mask: list[bool]) -> list[float]:
+    def token_rewards(self, mask: Sequence[bool]) -> list[float]:
         """[m] What each of the m tokens that the policy wrote has earned; together the value. A
         step at a token it did not write counts for the last one that it wrote before."""
         if not self.steps:  # of a million tokens it takes no time
@@ -150,6 +155,7 @@ class Trajectory:
     mask      [T] bool   True where the policy wrote it: the trainable tokens
     logprobs  [T] float  log pi_behavior(token) when it was drawn; 0 elsewhere
     versions  [T] int    the weights of `policy` that wrote it; -1 elsewhere
+              these four are columns: lists to whoever reads them, 17 bytes a token (core/token_column.py)
     experts   [T-1,L,K]  routed experts of a MoE; None for a dense model
     support   [T] ids    what the token was drawn from, where truncation cut the rest; None where
               nothing was cut, and for all if nothing ever was
@@ -164,10 +170,10 @@ class Trajectory:
     conversation         the same as messages, for rewards; empty where an environment appended tokens itself
     """
 
-    tokens: list[int] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    tokens: TokenColumn = field(default_factory=partial(TokenColumn, IDS))
+    mask: TokenColumn = field(default_factory=partial(TokenColumn, FLAGS))
+    logprobs: TokenColumn = field(default_factory=partial(TokenColumn, NUMBERS))
+    versions: TokenColumn = field(default_factory=partial(TokenColumn, IDS))
     experts: Any | None = None
     support: list[Any | None] | None = None
     media: list[ImagePlaceholder] = field(default_factory=list)
@@ -182,12 +188,17 @@ class Trajectory:
     laps: list[tuple[str, float, float, int, int]] = field(default_factory=list, compare=False, repr=False)
     conversation: list[Turn] = field(default_factory=list, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        """Lists are taken, too."""
+        self.tokens, self.versions = TokenColumn.of(IDS, self.tokens), TokenColumn.of(IDS, self.versions)
+        self.mask, self.logprobs = TokenColumn.of(FLAGS, self.mask), TokenColumn.of(NUMBERS, self.logprobs)
+
     def extend(
         self,
-        tokens: list[int],
+        tokens: Sequence[int],
         *,
-        logprobs: list[float] | None = None,
-        versions: list[int] | None = None,
+        logprobs: Sequence[float] | None = None,
+        versions: Sequence[int] | None = None,
         support: list[Any | None] | None = None,
         media: Sequence[ImagePlaceholder] = (),
     ) -> None:
@@ -210,20 +221,20 @@ class Trajectory:
                 f"a support of {len(support)} entries for {n} {'given' if logprobs is None else 'drawn'} tokens: one a "
                 f"drawn token"
             )
-        if logprobs is not None and (
-            wrong := next(((i, x) for i, x in enumerate(logprobs) if not -inf < x <= 1e-6), None)
-        ):
+        ids, drawn = TokenColumn.of(IDS, tokens), None if logprobs is None else TokenColumn.of(NUMBERS, logprobs)
+        wrote = TokenColumn(IDS, [-1]) * n if versions is None else TokenColumn.of(IDS, versions)
+        if drawn and (wrong := _first_impossible(drawn)) is not None:
             raise ValueError(
-                f"token {tokens[wrong[0]]} was drawn with a log-probability of {wrong[1]}: it must be finite and at "
+                f"token {tokens[wrong]} was drawn with a log-probability of {drawn[wrong]}: it must be finite and at "
                 f"most 0"
             )
         if support is not None or self.support is not None:
             before = [None] * len(self.tokens) if self.support is None else self.support
             self.support = before + ([None] * n if support is None else support)
-        self.tokens += tokens
-        self.mask += [logprobs is not None] * n
-        self.logprobs += logprobs if logprobs is not None else [0.0] * n
-        self.versions += versions if versions is not None else [-1] * n
+        self.tokens += ids
+        self.mask += TokenColumn(FLAGS, [drawn is not None]) * n
+        self.logprobs += TokenColumn(NUMBERS, [0.0]) * n if drawn is None else drawn
+        self.versions += wrote
 
     @property
     def reward(self) -> float | None:
@@ -238,7 +249,14 @@ class Trajectory:
     @property
     def written(self) -> int:
         """How many tokens the policy wrote."""
-        return sum(self.mask)
+        return int(np.count_nonzero(np.asarray(self.mask)))
+
+
+def _first_impossible(logprobs: TokenColumn) -> int | None:
+    """Place of the first that is no log-probability, if there is one."""
+    values = np.asarray(logprobs)
+    impossible = ~((values > -inf) & (values <= 1e-6))
+    return int(impossible.argmax()) if impossible.any() else None
 
 
 @dataclass(slots=True)
@@ -423,7 +441,7 @@ class Request:
     an engine with the capability "images" sees.
     """
 
-    tokens: list[int]
+    tokens: Sequence[int]
     sampling: Sampling = Sampling()
     key: int = 0
     policy: str = POLICY
@@ -452,9 +470,9 @@ class Completion:
     The last four are None unless `Request.wants` names them.
     """
 
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    tokens: TokenColumn
+    logprobs: TokenColumn
+    versions: TokenColumn
     finish_reason: FinishReason
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -467,6 +485,16 @@ class Completion:
     top_logprobs: list[list[tuple[int, float]]] | None = None
     prompt_logprobs: list[float] | None = None
     support: list[list[int] | None] | None = None
+
+    def __post_init__(self) -> None:
+        """Lists are taken, too."""
+        self.tokens, self.versions = TokenColumn.of(IDS, self.tokens), TokenColumn.of(IDS, self.versions)
+        self.logprobs = TokenColumn.of(NUMBERS, self.logprobs)
+
+    @classmethod
+    def empty(cls, finish_reason: FinishReason, prompt_tokens: int) -> Completion:
+        """Nothing was written."""
+        return cls(TokenColumn(IDS), TokenColumn(NUMBERS), TokenColumn(IDS), finish_reason, prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -43,11 +43,13 @@ from rondel.generate.envs.order import ShuffledOrder
 from rondel.generate.envs.sources import TaskSet, load_tasks
 from rondel.score.result import check_score
 from rondel.text.unicode import valid_unicode
-from rondel.train.pack import TrainBatch, batch_of
+from rondel.train.pack import TrainBatch, TrainSample, train_samples
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
     from rondel.assemble.run_components import Components
+
+TURN = 1 << 18  # tokens of a batch after which others have their turn on the event loop
 
 
 @dataclass
@@ -209,7 +211,19 @@ def shown_of(job: Job, tasks: TaskSet, rows: list[Algorithm]) -> list[Demonstrat
 
 async def prepare(groups: list[Group]) -> TrainBatch:
     """What the trainer credits and trains: the scored trajectories of the step."""
-    return batch_of(groups)
+    return await _batch_in_turns(groups)
+
+
+async def _batch_in_turns(groups: Iterable[Group]) -> TrainBatch:
+    """`batch_of`, in passes of the event loop that are short however long the answers are."""
+    samples: list[TrainSample] = []
+    tokens = 0
+    for sample in train_samples(groups):
+        samples.append(sample)
+        if (tokens := tokens + len(sample.tokens)) > TURN:
+            await asyncio.sleep(0)
+            tokens = 0
+    return TrainBatch(samples)
 
 
 def batch_function(job: Job) -> Callable[[TrainBatch], TrainBatch]:
@@ -246,7 +260,7 @@ def prepare_of(parts: Components) -> Callable[[list[Group]], Awaitable[TrainBatc
                 trajectory.score = Score(1.0)
                 beside.append(Group(-1 - len(beside), task, [trajectory], 0))
         again = parts.returning.due_groups() if parts.returning is not None else []
-        batch = reshape(batch_of([*groups, *again, *beside]))
+        batch = reshape(await _batch_in_turns([*groups, *again, *beside]))
         if parts.teachers is not None:
             await parts.teachers(batch)
         return batch

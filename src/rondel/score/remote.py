@@ -51,7 +51,7 @@ class RemoteReward:
                 {"role": turn.role, "content": turn.text, "written": turn.written} for turn in trajectory.conversation
             ]
         if self.tokens:
-            item |= {"tokens": trajectory.tokens, "mask": trajectory.mask}
+            item |= {"tokens": list(trajectory.tokens), "mask": list(map(bool, trajectory.mask))}
         try:
             return self._read_reply(await (self._batcher(item) if self.batch > 1 else self.post(item)))
         except RewardError as error:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from rondel.core.errors import CheckpointError, RondelError, UserError, disk_refusal, unwrap_exception_group
 
@@ -35,17 +36,24 @@ def replace_file(path: Path, data: str | bytes, *, mode: int | None = None) -> N
     memory alone; until then it is as it was.
     """
     data = data.encode() if isinstance(data, str) else data
+    with open_replacement(path, len(data), mode=mode) as file:
+        file.write(data)
+
+
+@contextmanager
+def open_replacement(path: Path, wanted: int = 0, *, mode: int | None = None) -> Iterator[BinaryIO]:
+    """A file to write into, which is `path` once the block ends without an error."""
     draft = path.with_name(f".{path.name}.tmp")
-    with guard_write(path, len(data)):
+    with guard_write(path, wanted):
         try:
             with draft.open("wb") as file:
-                file.write(data)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             if mode is not None:
                 draft.chmod(mode)
             os.replace(draft, path)
-        except OSError:
+        except BaseException:
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
             raise

@@ -9,7 +9,7 @@ T packed tokens · M trainable tokens, in sample order · N samples
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,8 +42,8 @@ class TrainSample:
 
     group: int
     index: int  # its place in the group
-    tokens: np.ndarray  # [t] int64, the whole stream
-    trainable: np.ndarray  # [m] int64, positions in `tokens` that the policy wrote
+    tokens: np.ndarray  # [t] int32, the whole stream
+    trainable: np.ndarray  # [m] int32, positions in `tokens` that the policy wrote
     reward: float
     known: TokenBatch  # what is known of its trainable tokens, [m] each, and becomes known on the way
     parts: dict[str, float] = field(default_factory=dict)  # what the reward was made of
@@ -66,8 +66,7 @@ class TrainSample:
     def from_trajectory(
         cls, trajectory: Trajectory, *, group: int, index: int, baseline: float | None = None, stream: str = ""
     ) -> TrainSample:
-        mask = np.asarray(trajectory.mask, dtype=bool)
-        trainable = mask.nonzero()[0]
+        trainable = np.asarray(trajectory.mask, dtype=bool).nonzero()[0].astype(np.int32)
         if len(trainable) and trainable[0] == 0:
             raise ValueError(
                 f"group {group}, sample {index}: the first token has no predecessor, so it cannot be trained"
@@ -75,7 +74,7 @@ class TrainSample:
         try:
             earned = (
                 np.asarray(trajectory.score.token_rewards(trajectory.mask))
-                if isinstance(trajectory.score, Score)
+                if isinstance(trajectory.score, Score) and trajectory.score.steps
                 else None
             )
         except ValueError as error:
@@ -83,13 +82,13 @@ class TrainSample:
         return cls(
             group,
             index,
-            np.asarray(trajectory.tokens, dtype=np.int64),
+            np.array(trajectory.tokens, dtype=np.int32),
             trainable,
             float(trajectory.reward or 0.0),
             TokenBatch(
-                torch.from_numpy(np.zeros(len(trainable), np.int64)),
-                behavior=torch.from_numpy(np.asarray(trajectory.logprobs, dtype=np.float32)[trainable]),
-                versions=torch.from_numpy(np.asarray(trajectory.versions, dtype=np.int64)[trainable]),
+                torch.zeros(1, dtype=torch.int64).expand(len(trainable)),
+                behavior=torch.from_numpy(np.asarray(trajectory.logprobs)[trainable].astype(np.float32)),
+                versions=torch.from_numpy(np.asarray(trajectory.versions)[trainable]),
             ),
             dict(trajectory.score.parts) if isinstance(trajectory.score, Score) else {},
             earned,
@@ -114,6 +113,15 @@ class TrainSample:
     def prompt_length(self) -> int:
         """Tokens before the first trainable one."""
         return int(self.trainable[0]) if len(self.trainable) else len(self.tokens)
+
+    @property
+    def earned_tokens(self) -> np.ndarray:
+        """[m] where its reward was earned."""
+        if self.earned is None:
+            earned = np.zeros(len(self.trainable))
+            earned[-1:] = self.reward
+            return earned
+        return self.earned
 
     @property
     def episode(self) -> int:
@@ -147,7 +155,9 @@ class TrainBatch:
                 for name in names
             },
             greedy_N=torch.tensor(greedy, dtype=torch.float64) if len(greedy) == len(self.samples) else None,
-            earned_T=_concat_per_token([s.earned for s in self.samples]),
+            earned_T=_concat_per_token([s.earned_tokens for s in self.samples])
+            if any(s.earned is not None for s in self.samples)
+            else None,
             values_T=_double(tokens.values),
             behavior_T=_double(tokens.behavior),
             ref_T=_double(tokens.reference),
@@ -202,18 +212,18 @@ class TrainBatch:
         return [TrainBatch([s for s in self.samples if s.group in part]) for part in parts]
 
 
-def batch_of(groups: list[Group]) -> TrainBatch:
+def train_samples(groups: Iterable[Group]) -> Iterator[TrainSample]:
     """The scored trajectories of all groups."""
-    return TrainBatch(
-        [
-            TrainSample.from_trajectory(
-                trajectory, group=group.id, index=i, baseline=group.baseline, stream=group.task.stream
-            )
-            for group in groups
-            for i, trajectory in enumerate(group.trajectories)
-            if trajectory.reward is not None and trajectory.written and trajectory.policy != GREEDY
-        ]
-    )
+    for group in groups:
+        for i, trajectory in enumerate(group.trajectories):
+            if trajectory.reward is not None and trajectory.written and trajectory.policy != GREEDY:
+                yield TrainSample.from_trajectory(
+                    trajectory, group=group.id, index=i, baseline=group.baseline, stream=group.task.stream
+                )
+
+
+def batch_of(groups: Iterable[Group]) -> TrainBatch:
+    return TrainBatch(list(train_samples(groups)))
 
 
 @dataclass(slots=True)
@@ -382,10 +392,10 @@ def pack_samples(
     counts = [len(batch.samples[i].trainable) for i in chosen]
     return PackedBatch(
         chosen,
-        _concat_tensor(tokens, device),
+        _concat_tensor(tokens, device).long(),
         torch.from_numpy(np.concatenate(positions, 1)).to(device) if pictured else _concat_tensor(positions, device),
         _concat_tensor([source[i] for i in chosen], device),
-        _concat_tensor([batch.samples[i].tokens[batch.samples[i].trainable] for i in chosen], device),
+        _concat_tensor([batch.samples[i].tokens[batch.samples[i].trainable] for i in chosen], device).long(),
         torch.repeat_interleave(torch.tensor(chosen), torch.tensor(counts)).to(device),
         PackedLayout(segments, device),
         _concat_tensor(routes, device).long() if routes else None,
@@ -497,10 +507,9 @@ def _double(values_T: Tensor | None) -> Tensor | None:
     return None if values_T is None else values_T.double()
 
 
-def _concat_per_token(pieces: list[np.ndarray | None]) -> Tensor | None:
-    """One number for each trainable token, in float64; None if a sample lacks them."""
-    known = [piece for piece in pieces if piece is not None]
-    return torch.from_numpy(np.concatenate([*known, np.empty(0)])) if len(known) == len(pieces) else None
+def _concat_per_token(pieces: list[np.ndarray]) -> Tensor:
+    """One number for each trainable token, in float64."""
+    return torch.from_numpy(np.concatenate([*pieces, np.empty(0)]))
 
 
 def _concat_tensor(pieces: list[np.ndarray], device: torch.device | str) -> Tensor:

@@ -106,7 +106,8 @@ class ForeignEngine:
 
     async def generate(self, request: Request) -> Completion:
         self._check_request(request)
-        began, done = time.perf_counter(), Completion([], [], [], "abort", prompt_tokens=len(request.tokens), text="")
+        began, done = time.perf_counter(), Completion.empty("abort", len(request.tokens))
+        done.text = ""
         try:
             async with asyncio.timeout(request.deadline):
                 await self._generate_pieces(request, done)
@@ -166,7 +167,7 @@ class ForeignEngine:
         self._refuse_if_broken()
         self._check_images(request)
         version = self.version
-        logprobs = await self.server.score(request.tokens, request.media)
+        logprobs = await self.server.score(list(request.tokens), request.media)
         return TokenScores(check_logprobs(self._server_name, request.tokens, logprobs, request.media), version)
 
     def _check_request(self, request: Request) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from rondel.core.errors import EngineError, SyncError
 from rondel.core.protocols import Interrupt, RolloutEngine, Tags
 from rondel.core.registry import suggest_name
+from rondel.core.token_column import IDS, TokenColumn
 from rondel.core.types import (
     Abort,
     Begin,
@@ -62,7 +63,7 @@ class MultiPolicyEngine:
         self._refuse_mixed()
         version, done = self._version, await self._engine_for(request).generate(request)
         if request.policy in self.frozen:
-            done = replace(done, versions=[version] * len(done.tokens), stints=())
+            done = replace(done, versions=TokenColumn(IDS, [version]) * len(done.tokens), stints=())
         return done
 
     async def score(self, request: Request) -> TokenScores:

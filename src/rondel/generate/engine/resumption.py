@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from rondel.core.token_column import IDS, NUMBERS, TokenColumn
 from rondel.core.types import Completion, Request
 
 
@@ -15,13 +16,16 @@ async def generate_until_done(generate: Callable[[Request], Awaitable[Completion
     """Ask until it ends by itself: every piece keeps its tokens, logprobs, versions, routes and support."""
     pieces = [await generate(request)]
     while pieces[-1].finish_reason == "abort":
-        tokens = [token for piece in pieces for token in piece.tokens]
+        tokens = _join_columns(IDS, [piece.tokens for piece in pieces])
         sampling = request.sampling
         rest = replace(
             sampling, max_tokens=sampling.max_tokens - len(tokens), min_tokens=max(0, sampling.min_tokens - len(tokens))
         )
         again = replace(
-            request, tokens=[*request.tokens, *tokens], sampling=rest, continuation=request.continuation + len(tokens)
+            request,
+            tokens=_join_columns(IDS, [request.tokens, tokens]),
+            sampling=rest,
+            continuation=request.continuation + len(tokens),
         )
         pieces.append(await generate(again))
     return join_completions(pieces) if len(pieces) > 1 else pieces[0]
@@ -38,9 +42,9 @@ def join_completions(pieces: list[Completion]) -> Completion:
             experts = np.concatenate([experts, piece.experts[len(experts) :]])
     return replace(
         last,
-        tokens=[token for piece in pieces for token in piece.tokens],
-        logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
-        versions=[version for piece in pieces for version in piece.versions],
+        tokens=_join_columns(IDS, [piece.tokens for piece in pieces]),
+        logprobs=_join_columns(NUMBERS, [piece.logprobs for piece in pieces]),
+        versions=_join_columns(IDS, [piece.versions for piece in pieces]),
         prompt_tokens=first.prompt_tokens,
         cached_tokens=first.cached_tokens,
         experts=experts,
@@ -53,6 +57,13 @@ def join_completions(pieces: list[Completion]) -> Completion:
         support=_join_pieces(pieces, "support"),
         prompt_logprobs=first.prompt_logprobs,
     )
+
+
+def _join_columns(kind: str, parts: Sequence[Sequence[Any]]) -> TokenColumn:
+    whole = TokenColumn(kind)
+    for part in parts:
+        whole += part
+    return whole
 
 
 def _join_pieces(pieces: list[Completion], name: str) -> list[Any] | None:

@@ -81,7 +81,7 @@ class EngineRouter:
                     f"{self.max_inflight} already"
                 ) from error
             if replica is None:
-                return Completion([], [], [], "abort", prompt_tokens=len(request.tokens))
+                return Completion.empty("abort", len(request.tokens))
             try:
                 done = await self._generate_on_replica(replica, request)
             finally:

@@ -23,6 +23,7 @@ from rondel.generate.envs.template import Messages, Schemas, Template
 from rondel.generate.pictures import place_images
 from rondel.generate.video import process_media, split_media
 from rondel.system.clock import now
+from rondel.text.decoding import decode_answer
 from rondel.text.unicode import valid_unicode
 
 
@@ -87,7 +88,7 @@ class TokenChat:
         self._open = False  # a prompt waits for its reply
         self._full = False
         self._beside = 0
-        self._last: list[int] = []
+        self._last: Sequence[int] = []
 
     def give(self, messages: Messages, tools: Schemas = ()) -> None:
         """Render once, append, mask 0. `tools` are offered with the first messages, once for the whole conversation.
@@ -116,6 +117,8 @@ class TokenChat:
             self._record_messages(messages)
 
     def _split_images(self, messages: Messages) -> tuple[Messages, list[Any]]:
+        if all(isinstance(m.get("content"), str) for m in messages):
+            return messages, []
         plain, sources = split_media(messages, self.sight)
         if sources and self.sight is None:
             raise DataError(
@@ -165,11 +168,11 @@ class TokenChat:
         self._check_turn()
         if self._full or self._remaining_tokens <= 0:
             self._full, self._open, self.trajectory.finish_reason = True, False, "length"
-            return Completion([], [], [], "length", prompt_tokens=len(self.trajectory.tokens))
+            return Completion.empty("length", len(self.trajectory.tokens))
         self._check_speaker()
         limit = min(self.sampling.max_tokens, self._remaining_tokens)
         sampling = replace(self.sampling, max_tokens=limit, min_tokens=min(self.sampling.min_tokens, limit))
-        tokens = list(self.trajectory.tokens)
+        tokens = self.trajectory.tokens.copy()
         began = now()
         done = await self.generate(
             Request(
@@ -188,7 +191,7 @@ class TokenChat:
         for what, seconds in done.timings.items():
             self.trajectory.timings[what] = self.trajectory.timings.get(what, 0.0) + seconds
         if done.text is None:
-            done.text = self.tokenizer.decode(done.tokens, skip_special_tokens=True)
+            done.text = await decode_answer(self.tokenizer, done.tokens)
         self._close_turn(done.tokens, done.text)
         self.trajectory.finish_reason = done.finish_reason
         return done
@@ -301,7 +304,7 @@ class TokenChat:
             )
         t.policy = plays
 
-    def _close_turn(self, tokens: list[int], text: str) -> None:
+    def _close_turn(self, tokens: Sequence[int], text: str) -> None:
         """A turn of the policy is over. Turns are joined by a line break, so that a number at an end does not grow."""
         self.trajectory.text += ("\n" if self.turn else "") + text
         n = len(self.trajectory.tokens)

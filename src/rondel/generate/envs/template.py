@@ -70,7 +70,7 @@ class Template:
         with _template_errors(messages):
             return self._render_tokens(messages, tools=tools)
 
-    def render_after_turn(self, tokens: list[int], messages: Messages) -> list[int]:
+    def render_after_turn(self, tokens: Sequence[int], messages: Messages) -> list[int]:
         """What follows a turn of the policy that wrote `tokens`: the rest of its end, and the
         messages up to where it writes again. TemplateError where the template refuses them."""
         with _template_errors(messages):
@@ -79,7 +79,7 @@ class Template:
             tail, later = self.missing_tail(tokens), self.render_continuation(messages)
         return tail + later[self._said_already(tokens, later) if not tail else 0 :]
 
-    def _render_after_call(self, tokens: list[int], messages: Messages) -> list[int]:
+    def _render_after_call(self, tokens: Sequence[int], messages: Messages) -> list[int]:
         """What follows the mark that closes a call, but for what the policy has written behind it."""
         messages, ends = self._calls_as_text(self.special.cover_messages(messages)), self.call_format.ends
         written = self._render_text([USER, _build_calling_turn(messages), *messages], (), prompt=True)
@@ -89,7 +89,7 @@ class Template:
         drawn = tokens[at:]
         return behind[len(drawn) :] if behind[: len(drawn)] == drawn else behind[self._said_already(tokens, behind) :]
 
-    def _said_already(self, tokens: list[int], behind: list[int]) -> int:
+    def _said_already(self, tokens: Sequence[int], behind: list[int]) -> int:
         """1 where the policy ended its turn with the mark that begins the next message, as GLM does."""
         return int(tokens[-1:] == behind[:1] and tokens[-1:] != [] and tokens[-1] in self.tokenizer.all_special_ids)
 
@@ -175,7 +175,7 @@ class Template:
                 return n
         return None
 
-    def missing_tail(self, tokens: list[int]) -> list[int]:
+    def missing_tail(self, tokens: Sequence[int]) -> list[int]:
         """The part of the tail that `tokens` (a turn as the policy left it) does not already end with."""
         have = next((k for k in range(len(self.turn_end_tokens), 0, -1) if tokens[-k:] == self.turn_end_tokens[:k]), 0)
         return self.turn_end_tokens[have:]

@@ -2,7 +2,7 @@
 worker.verb(...)` is the same call as in process.
 
     controller   ask ──> thread "send" ──┐ socket pair ┌──> thread "hear" ──> event loop: one task a call
-                 future <── thread "hear" ┘ (pickle)    └── thread "send" <── result, error, event, pulse
+                 future <── thread "hear" ┘ (frames.py) └── thread "send" <── result, error, event, pulse
 
 The pair is unnamed and belongs to these two processes, so nothing crosses a trust
 boundary. A child ends with its controller (law 14); one that ends by itself, or whose
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import queue
 import signal
 import socket
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rondel.core.errors import SilentError
-from rondel.runtime.cluster import forkserver
+from rondel.runtime.cluster import forkserver, frames
 from rondel.runtime.cluster.worker import PULSE, RemoteWorker
 from rondel.runtime.stacks import SIGNAL
 from rondel.system.files import guard_write, make_folder
@@ -116,11 +115,11 @@ class ProcessWorker(RemoteWorker):
                 stderr=subprocess.STDOUT,
             )
         self._pipe = Connection(ours.detach())
-        self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[frames.Frame] = queue.SimpleQueue()
         self._sign: Any = None  # of what advances in the child, as it last said
         self._heard, self._speaks = time.monotonic(), False  # one that has not spoken yet does not know the signal
         self._end = weakref.finalize(self, _end_process, self._process)
-        self._enqueue_message((name, cores, tells))
+        self._outbox.put(frames.pack((name, cores, tells)))
         self._made = self.ask("", make, args)
         for work in (self._write, self._read, self._watch):
             threading.Thread(target=work, name=f"{name}-{work.__name__[1:]}", daemon=True).start()
@@ -136,7 +135,7 @@ class ProcessWorker(RemoteWorker):
 
     def dismiss(self) -> None:
         """Ask the child to end, and wait for nothing."""
-        self._enqueue_message((0, None))
+        self._outbox.put(frames.pack((0, None)))
         self._mark_lost(f"worker {self._name} was closed")
 
     def close(self) -> None:
@@ -152,23 +151,20 @@ class ProcessWorker(RemoteWorker):
     # -- calls -----------------------------------------------------------------------------------
 
     def _send_call(self, number: int, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> None:
-        self._enqueue_message((number, verb, args, how))
+        self._outbox.put(frames.pack_call(number, verb, args, how))
 
     def _cancel_call(self, number: int) -> None:
-        self._enqueue_message((number, None))
-
-    def _enqueue_message(self, message: Any) -> None:
-        self._outbox.put(pickle.dumps(message, protocol=5))
+        self._outbox.put(frames.pack((number, None)))
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # the child is gone: `_read` says so
             while True:
-                self._pipe.send_bytes(self._outbox.get())
+                frames.send_frame(self._pipe, self._outbox.get())
 
     def _read(self) -> None:
         try:
             while True:
-                number, kind, value = pickle.loads(self._pipe.recv_bytes())
+                number, kind, value = frames.receive_frame(self._pipe)
                 self._speaks = True
                 if kind != "pulse" or value != self._sign or not self._pending_verbs():
                     self._heard = time.monotonic()

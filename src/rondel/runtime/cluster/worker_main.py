@@ -21,6 +21,7 @@ from typing import Any
 from rondel.core.errors import RondelError, WorkerError
 from rondel.core.events import WorkerTime, subscribe
 from rondel.runtime import stacks
+from rondel.runtime.cluster import frames
 from rondel.runtime.cluster.progress import WorkerProgress
 from rondel.runtime.cluster.worker import PULSE
 from rondel.system.signals import leave_to_controller
@@ -30,7 +31,7 @@ def run_worker(socket: int, parent: int) -> None:
     """`parent`: who started this process."""
     _die_with(parent)
     pipe = Connection(socket)
-    name, cores, tells = pickle.loads(pipe.recv_bytes())
+    name, cores, tells = frames.receive_frame(pipe)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     leave_to_controller()
@@ -45,7 +46,7 @@ class WorkerMain:
         self.pipe, self.name, self.tells = pipe, name, tells
         self.object: Any = None
         self.calls: dict[int, asyncio.Task] = {}
-        self.outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.outbox: queue.SimpleQueue[frames.Frame] = queue.SimpleQueue()
         self.over = asyncio.Event()
 
     async def serve(self) -> None:
@@ -64,11 +65,11 @@ class WorkerMain:
 
     def put(self, number: int, kind: str, value: Any) -> None:
         try:
-            message = pickle.dumps((number, kind, value), protocol=5)
+            message = frames.pack((number, kind, value))
         except Exception as error:
             if kind == "event":
                 return
-            message = pickle.dumps(
+            message = frames.pack(
                 (number, "error", WorkerError(f"{self.name}: an answer that cannot be sent: {error}"))
             )
         self.outbox.put(message)
@@ -78,9 +79,9 @@ class WorkerMain:
     def _receive_messages(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             while True:
-                packed = self.pipe.recv_bytes()
+                received = frames.receive_bytes(self.pipe)
                 self.progress.reads = True
-                message = pickle.loads(packed)
+                message = frames.unpack(received)
                 self.progress.reads = False
                 loop.call_soon_threadsafe(self._accept_call, *message)
         except (EOFError, OSError):
@@ -93,7 +94,7 @@ class WorkerMain:
     def _send_messages(self) -> None:
         try:
             while True:
-                self.pipe.send_bytes(self.outbox.get())
+                frames.send_frame(self.pipe, self.outbox.get())
         except OSError:
             os._exit(1)  # nobody listens any more
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +23,7 @@ from rondel.core.events import Event, GroupsTaken, Resumed
 from rondel.core.types import EnvFault, Failed, Group, Ok, Outcome, PolicyFault, Score, Task, Trajectory
 from rondel.runtime.journal.image_store import ImageStore
 from rondel.runtime.journal.log import decode, encode
-from rondel.system.files import guard_write, make_folder, numbered_paths, replace_file
+from rondel.system.files import guard_write, make_folder, numbered_paths, open_replacement
 
 PerToken = Mapping[tuple[int, int], Any]  # (group id, sample index) -> one number for each of the T tokens
 OUTCOMES: dict[str, type] = {"ok": Ok, "env_fault": EnvFault, "policy_fault": PolicyFault}
@@ -118,7 +118,7 @@ def write_step(
     """Store one step's groups, whole or not at all. `extra` holds the trainer's
     logprobs, `version` the weights being trained.
     """
-    rows = [
+    rows = (
         {
             **_rollout_row(group, sample, trajectory),
             "trained_at": version,
@@ -127,7 +127,7 @@ def write_step(
         }
         for group in groups
         for sample, trajectory in enumerate(group.trajectories)
-    ]
+    )
     return _write_rows(path_of(folder, step), rows)
 
 
@@ -138,8 +138,8 @@ def annotate_step(
     import pyarrow.parquet as pq
 
     path, schema = path_of(folder, step), _rollout_schema()
-    with guard_write(path):
-        table = pq.read_table(path, schema=schema)
+
+    def annotated(table: Any) -> Any:
         keys = list(zip(table["group"].to_pylist(), table["sample"].to_pylist(), strict=True))
         for name, told in (("trainer_logprobs", trainer_logprobs), ("advantages", advantages)):
             if told:
@@ -148,7 +148,11 @@ def annotate_step(
                 table = table.set_column(
                     schema.get_field_index(name), schema.field(name), _build_column(values, schema.field(name).type)
                 )
-        _replace_table(path, table)
+        return table
+
+    with guard_write(path), pq.ParquetFile(path) as stored:
+        parts = range(stored.num_row_groups)
+        _replace_tables(path, (annotated(stored.read_row_group(i).select(schema.names).cast(schema)) for i in parts))
 
 
 def _rollout_row(group: Group, sample: int, t: Trajectory) -> dict[str, Any]:
@@ -226,45 +230,51 @@ def _rollout_schema() -> Any:
 JSON = ("task_data", "reward_parts", "timings", "media")  # columns of small trees, as strict JSON text
 
 
-def _write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    import pyarrow as pa
+PART = 1 << 18  # tokens of a step that are made into columns together
 
+
+def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     with guard_write(path):
         make_folder(path.parent)
-        album = ImageStore(path.parent)
-        rows = [
-            {
-                **row,
-                "task_data": album.replace_data_urls(row["task_data"]),
-                "media": album.store_images(row["media"]) or None,
-            }
-            for row in rows
-        ]
-        rows = [
-            {**row, **{name: encode(row[name]) for name in JSON}, "experts": _pack_experts(row["experts"])}
-            for row in rows
-        ]
-        schema = _rollout_schema()
-        _replace_table(
-            path,
-            pa.table(
-                {
-                    f.name: _build_column([_replace_invalid_unicode(row[f.name]) for row in rows], f.type)
-                    for f in schema
-                },
-                schema=schema,
-            ),
-        )
+        _replace_tables(path, _row_tables(rows, ImageStore(path.parent)))
     return path
 
 
-def _replace_table(path: Path, table: Any) -> None:
-    """In one file, whole or not at all."""
+def _row_tables(rows: Iterable[dict[str, Any]], album: ImageStore) -> Iterator[Any]:
+    """Tables of PART tokens, or of one row that has more."""
+    part: list[dict[str, Any]] = []
+    tokens = 0
+    for row in rows:
+        more = {
+            "task_data": album.replace_data_urls(row["task_data"]),
+            "media": album.store_images(row["media"]) or None,
+        }
+        row = {**row, **more}
+        part.append({**row, **{name: encode(row[name]) for name in JSON}, "experts": _pack_experts(row["experts"])})
+        tokens += len(row["tokens"])
+        if tokens >= PART:
+            yield _rows_table(part)
+            part, tokens = [], 0
+    yield _rows_table(part)
+
+
+def _rows_table(rows: list[dict[str, Any]]) -> Any:
+    import pyarrow as pa
+
+    schema = _rollout_schema()
+    columns = {f.name: _build_column([_replace_invalid_unicode(row[f.name]) for row in rows], f.type) for f in schema}
+    return pa.table(columns, schema=schema)
+
+
+def _replace_tables(path: Path, tables: Iterable[Any]) -> None:
+    """One behind the other in one file, whole or not at all."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    data = io.BytesIO()
-    pq.write_table(table, data, compression="zstd")
-    replace_file(path, data.getvalue())
+    with open_replacement(path) as file, pq.ParquetWriter(file, _rollout_schema(), compression="zstd") as writer:
+        for table in tables:
+            writer.write_table(table)
+    pa.default_memory_pool().release_unused()
 
 
 def _build_column(values: list[Any], kind: Any) -> Any:

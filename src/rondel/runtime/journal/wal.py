@@ -32,19 +32,9 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from rondel.runtime.journal.wal_format import HEAD, MAGIC, ROOT, ROUTED, ROW, SHAPE, SPAN, Drawn, Routes
+from rondel.runtime.journal.wal_past import EarlierToken, EarlierTokens
 from rondel.system.files import guard_write, make_folder, numbered_paths
-
-ROW = np.dtype(
-    [("key", "V16"), ("index", "<u4"), ("prompt", "<u4"), ("logprob", "<f8"), ("token", "<i4"), ("version", "<i4")]
-)
-HEAD = np.dtype([("magic", "<u4"), ("rows", "<u4"), ("crc", "<u4")])
-SHAPE = np.dtype([("rows", "<u4"), ("layers", "<u4"), ("k", "<u4"), ("width", "<u4")])
-SPAN = np.dtype([("first", "<u4"), ("n", "<u4"), ("inline", "<u4"), ("digest", "V8")])
-MAGIC, ROUTED = 0x4C415752, 0x4C415753
-ROOT = 32  # bytes of the root in hex, in a block of its own: rows = 0
-
-Drawn = tuple[int, int, int, float, int, int]  # key, index, prompt, logprob, token, version: a row
-Routes = tuple[int, np.ndarray]  # of the tokens of a request from this one on, [n, L, K]
 
 
 class RecalledToken(NamedTuple):
@@ -68,20 +58,19 @@ class TokenLog:
         self.folder, self.durable, self.keep = folder, durable, keep
         make_folder(folder)
         self._past: dict[int, str] = {}  # version -> root
-        self._lost: list[_Earlier] = []  # what earlier lives drew, by log
+        self._lost: list[EarlierTokens] = []  # what earlier lives drew, by log
         self._taken: set[bytes] = set()  # keys of samples that went on here
         self._known: set[bytes] = set()  # digests of the routes that stand in this life's part of the segment
         self._whole: dict[Path, int] = {}  # bytes of each segment before what is torn
         self._began = False
         self._segment: BinaryIO | None = None
         for log in {folder, *beside}:
-            blocks: list[_Block] = []
-            for path in numbered_paths(log, "", ".bin").values():
-                whole = self._read_segment(path, blocks)
-                if log == folder:
-                    self._whole[path] = whole
-            if blocks:
-                self._lost.append(_Earlier(blocks))
+            earlier = EarlierTokens(log)
+            self._past |= earlier.roots
+            if log == folder:
+                self._whole = earlier.whole
+            if earlier.segments:
+                self._lost.append(earlier)
 
     def record_version(self, version: int, root: str) -> None:
         """Another version serves. The first one of a life says which past it has: what was trained after it is lost."""
@@ -90,7 +79,7 @@ class TokenLog:
             self._past = {v: r for v, r in self._past.items() if mine and v <= version}
             self._began = True
             for earlier in self._lost:
-                earlier.prune_rows(version, self._past)
+                earlier.keep_past(version, self._past)
         self._past[version] = root
         self.close()
         path = self.folder / f"{version:06d}.bin"
@@ -162,7 +151,7 @@ class TokenLog:
         for row, _, routes in longest:
             yield RecalledToken(int(row["token"]), float(row["logprob"]), int(row["version"]), routes)
 
-    def _consecutive_rows(self, rows: list[_Lost], prompt: int, first: int) -> list[_Lost]:
+    def _consecutive_rows(self, rows: list[EarlierToken], prompt: int, first: int) -> list[EarlierToken]:
         """Of the same index the last counts. Versions only grow: behind an older one stands what another life drew."""
         mine = {
             int(r.row["index"]): r
@@ -183,27 +172,6 @@ class TokenLog:
             self._segment.close()
         self._segment = None
 
-    def _read_segment(self, path: Path, blocks: list[_Block]) -> int:
-        """The blocks of a segment, behind those that are there. -> bytes before what is torn."""
-        with guard_write(path, doing="reading"):
-            data, at, root = path.read_bytes(), 0, ""
-        known: dict[bytes, np.ndarray] = {}
-        while at + HEAD.itemsize <= len(data):
-            head = np.frombuffer(data, HEAD, 1, at)[0]
-            routed = int(head["magic"]) == ROUTED
-            size = int(head["rows"]) if routed else int(head["rows"]) * ROW.itemsize or ROOT
-            body = data[at + HEAD.itemsize : at + HEAD.itemsize + size]
-            if int(head["magic"]) not in (MAGIC, ROUTED) or len(body) < size or zlib.crc32(body) != int(head["crc"]):
-                break
-            at += HEAD.itemsize + size
-            if head["rows"]:
-                blocks.append(
-                    _Block(*_routed_rows(body, known), root) if routed else _Block(np.frombuffer(body, ROW), {}, root)
-                )
-            else:
-                root = self._past[int(path.stem)] = body.decode().strip()
-        return at
-
 
 def _key_bytes(key: int) -> bytes:
     return key.to_bytes(16, "little")
@@ -211,86 +179,3 @@ def _key_bytes(key: int) -> bytes:
 
 def _encode_block(rows: int, body: bytes, magic: int = MAGIC) -> bytes:
     return np.array([(magic, rows, zlib.crc32(body))], HEAD).tobytes() + body
-
-
-class _Lost(NamedTuple):
-    """A row of an earlier life, the root of the weights that drew it, and the routes that came with it."""
-
-    row: np.void
-    root: str
-    routes: Routes | None
-
-
-class _Block(NamedTuple):
-    """Rows, the routes that came with some of them, by number, and the root of the weights that drew them."""
-
-    rows: np.ndarray
-    routes: dict[int, Routes]
-    root: str
-
-
-class _Earlier:
-    """What earlier lives wrote into one log, in the order of the file: arrays, since a log has millions of tokens.
-
-    rows    of `ROW`, 44 bytes a token
-    by_key  numbers of the rows, those of one key together; `spans` says where
-    """
-
-    def __init__(self, blocks: list[_Block]) -> None:
-        self.roots = sorted({block.root for block in blocks})
-        number = {root: i for i, root in enumerate(self.roots)}
-        starts = np.cumsum([0, *(len(block.rows) for block in blocks)])
-        rows = np.concatenate([block.rows for block in blocks])
-        root = np.repeat([number[block.root] for block in blocks], np.diff(starts)).astype(np.uint32)
-        self._index_rows(
-            rows,
-            root,
-            {int(start) + i: told for start, block in zip(starts, blocks) for i, told in block.routes.items()},
-        )
-
-    def _index_rows(self, rows: np.ndarray, root: np.ndarray, routes: dict[int, Routes]) -> None:
-        self.rows, self.root, self.routes = rows, root, routes
-        keys, which, n = np.unique(rows["key"].copy().view("S16"), return_inverse=True, return_counts=True)
-        self.by_key = np.argsort(which, kind="stable").astype(np.uint32)
-        ends = np.cumsum(n).tolist()
-        self.spans = dict(zip((bytes(key).ljust(16, b"\0") for key in keys), zip([0, *ends[:-1]], ends)))
-
-    def prune_rows(self, served: int, past: dict[int, str]) -> None:
-        """Only what weights of this past drew, and of later versions, which may be trained again,
-        bit for bit: nothing else can count any more.
-        """
-        stays = self.rows["version"] > served
-        for version, root in past.items():
-            if root in self.roots:
-                stays |= (self.rows["version"] == version) & (self.root == self.roots.index(root))
-        at = np.flatnonzero(stays)
-        number = dict(zip(at.tolist(), range(len(at)))) if self.routes else {}
-        self._index_rows(
-            self.rows[at], self.root[at], {number[i]: told for i, told in self.routes.items() if i in number}
-        )
-
-    def rows_of(self, key: bytes) -> list[_Lost]:
-        begin, end = self.spans.get(key, (0, 0))
-        return [_Lost(self.rows[i], self.roots[self.root[i]], self.routes.get(int(i))) for i in self.by_key[begin:end]]
-
-
-def _routed_rows(body: bytes, known: dict[bytes, np.ndarray]) -> tuple[np.ndarray, dict[int, Routes]]:
-    """Rows of a block and the routes of some, by number; `known` are those of several
-    tokens that its segment has so far.
-    """
-    shape = np.frombuffer(body, SHAPE, 1)[0]
-    n, layers, k, width = (int(shape[name]) for name in SHAPE.names or ())
-    rows = np.frombuffer(body, ROW, n, SHAPE.itemsize)
-    spans = np.frombuffer(body, SPAN, n, SHAPE.itemsize + rows.nbytes)
-    at = SHAPE.itemsize + rows.nbytes + spans.nbytes
-    found: dict[int, Routes] = {}
-    for i, span in enumerate(spans):
-        if not span["n"]:
-            continue
-        if span["inline"]:
-            routes = np.frombuffer(body, f"<u{width}", int(span["n"]) * layers * k, at).reshape(-1, layers, k)
-            at += routes.nbytes
-            if len(routes) > 1:
-                known[bytes(span["digest"])] = routes
-        found[i] = int(span["first"]), routes if span["inline"] else known[bytes(span["digest"])]
-    return rows, found

@@ -45,9 +45,9 @@ class AnswerDelivery:
         live.finish(completion)
 
     def build_completion(self, live: SequenceState, reason: FinishReason) -> Completion:
+        """Its text is decoded by whoever waits for it, unless a stop string has cut it."""
         completion = live.to_completion(reason)
         if "experts" in live.request.wants:
             completion.experts = live.routes
-        decode = self.loaded.tokenizer.decode
-        completion.text = live.said if live.said is not None else decode(completion.tokens, skip_special_tokens=True)
+        completion.text = live.said
         return completion

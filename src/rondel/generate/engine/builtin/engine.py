@@ -35,6 +35,7 @@ from rondel.generate.engine.builtin.text import open_reader, split_stops
 from rondel.generate.engine.builtin.vision_encoder import RequestImages
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 from rondel.generate.engine.concurrency import ConcurrencyController
+from rondel.text.decoding import decode_answer
 
 if TYPE_CHECKING:
     from rondel.models.compilation import CompiledModel
@@ -135,14 +136,14 @@ class BuiltinEngine:
         )
         await self._prepare_sampling(live)
         if reason := self._sequence_log.restore_tokens(live):
-            return self.answers.build_completion(live, reason)
+            return await self._with_text(self.answers.build_completion(live, reason))
         self.scheduler.waiting.append(live)
         if request.lines is not None:
             self.scheduler.replay.follow_lines(self.version)
         self.serving.wake()
         try:
             async with asyncio.timeout(request.deadline):
-                return await done
+                return await self._with_text(await done)
         except TimeoutError as error:
             raise stalled_error(
                 f"a request waits for the engine since {request.deadline} s; it had written {live.written} tokens, "
@@ -151,6 +152,11 @@ class BuiltinEngine:
         finally:
             if done.cancelled():  # the caller went away
                 self.serving.remove_request(live)
+
+    async def _with_text(self, completion: Completion) -> Completion:
+        if completion.text is None:
+            completion.text = await decode_answer(self.loaded.tokenizer, completion.tokens)
+        return completion
 
     async def _prepare_sampling(self, live: SequenceState) -> None:
         """What its sampling needs beside the logits. A grammar is compiled on the device's thread, where it is used."""

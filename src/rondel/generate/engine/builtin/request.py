@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rondel.core.token_column import IDS, NUMBERS, TokenColumn
 from rondel.core.types import Completion, FinishReason, Request, Stint
 from rondel.generate.engine.builtin.radix import RadixNode, Root
 
@@ -47,8 +49,8 @@ class SequenceState:
     noted: int = 0  # how many of its pages stand in that line
     # [n,L,K] of its first n tokens: what was recorded first stays, also when pages are lost
     routes: np.ndarray | None = None
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    logprobs: TokenColumn = field(default_factory=partial(TokenColumn, NUMBERS))
+    versions: TokenColumn = field(default_factory=partial(TokenColumn, IDS))
     cached: int = 0
     overtaken: int = 0  # requests that came later and were admitted before it
     ends: frozenset[int] = frozenset()  # tokens that end it
@@ -152,7 +154,7 @@ class SequenceState:
     def to_completion(self, reason: FinishReason) -> Completion:
         now = time.perf_counter()
         return Completion(
-            tokens=self.tokens[self.prompt :],
+            tokens=TokenColumn(IDS, self.tokens[self.prompt :]),
             logprobs=self.logprobs,
             versions=self.versions,
             finish_reason=reason,

@@ -63,7 +63,8 @@ class SampleAnswer:
         """-> the rest of the text."""
         rest = (completion.text or "")[len(self.text) :]
         self.completion, self.text = completion, self.text + rest
-        self.tokens, self.logprobs, self.versions = completion.tokens, completion.logprobs, completion.versions
+        self.tokens, self.logprobs = list(completion.tokens), list(completion.logprobs)
+        self.versions = list(completion.versions)
         self.top = completion.top_logprobs or []
         return rest
 

@@ -1,0 +1,193 @@
+"""Answers of a million tokens through the controller: an engine and the ranks of a trainer as processes, which draw and
+train nothing; the real rollouts, buffer, router, store, batch and checkpoint between them.
+
+rondel bench long_answers --tokens 1000000 --samples 4 --steps 3
+
+`longest_pass_ms`  how long anything that is ready waited for its turn on the event loop, without the time in which the
+                   machine was busy elsewhere; `where` is what the loop was at
+`peak_mb`          resident memory of this process above what it had before the first request; `arrays_mb` is what
+                   the trajectories of a step hold in their columns (17 bytes a token), text beside them
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import importlib
+import json
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from controller import made, rss
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _work import report
+
+
+class LongEngine:
+    """Answers at once, with as many tokens as it may write."""
+
+    def __init__(self, tokens: int) -> None:
+        import numpy as np
+
+        from rondel.core.token_column import IDS, NUMBERS, TokenColumn
+
+        draw = np.random.default_rng(0)
+        self.tokens = TokenColumn(IDS, draw.integers(10, 500, tokens).tolist())
+        self.logprobs = TokenColumn(NUMBERS, (-draw.random(tokens)).tolist())
+        self.most = 64  # of an answer, until it is told otherwise
+
+    async def allow(self, tokens: int) -> None:
+        self.most = tokens
+
+    async def generate(self, request: Any) -> Any:
+        from rondel.core.token_column import IDS, TokenColumn
+        from rondel.core.types import Completion
+
+        n = min(self.most, request.sampling.max_tokens)
+        return Completion(
+            self.tokens[:n], self.logprobs[:n], TokenColumn(IDS, [0]) * n, "length", prompt_tokens=len(request.tokens)
+        )
+
+
+class EchoRank:
+    """Says of every sample what a trainer would say, without one."""
+
+    async def step(self, batch: Any, algo: Any) -> Any:
+        import torch
+
+        from rondel.core.types import StepStats
+
+        for sample in batch.samples:
+            sample.known.trained = sample.known.behavior.clone()
+            sample.known.advantages = torch.zeros(len(sample.trainable))
+        return StepStats(True, {}), True, [sample.known for sample in batch.samples]
+
+
+class Watch:
+    """The event loop's longest pass, and what this process holds at most."""
+
+    def __init__(self) -> None:
+        self.longest, self.where, self.peak, self.beat = 0.0, "", 0.0, time.perf_counter()
+        self.loop, self.queue = threading.get_ident(), Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self.waited, self.over = self._in_queue(), threading.Event()
+        self.base = rss()
+
+    def _in_queue(self) -> float:
+        return int(self.queue.read_text().split()[1]) / 1e9
+
+    async def pulse(self) -> None:
+        while True:
+            now, waited = time.perf_counter(), self._in_queue()
+            self._note(now - self.beat - (waited - self.waited), "")
+            self.beat, self.waited = now, waited
+            await asyncio.sleep(0)
+
+    def _note(self, late: float, where: str) -> None:
+        if late > self.longest:
+            self.longest, self.where = late, where or self.where
+
+    def look(self) -> None:
+        while not self.over.wait(0.01):
+            self.peak = max(self.peak, rss() - self.base)
+            late = time.perf_counter() - self.beat
+            if late > 0.02 and late > self.longest:
+                frames = traceback.extract_stack(sys._current_frames()[self.loop])
+                ours = [f for f in frames if "asyncio" not in f.filename][-3:]
+                self.where = " > ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in ours)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="rondel bench long_answers", description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--samples", type=int, default=4, help="of a step, in one group")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    report(measure(args.tokens, args.samples, args.steps, args.ranks), only_json=args.json)
+
+
+def measure(tokens: int, samples: int, steps: int, ranks: int) -> dict[str, Any]:
+    from rondel.assemble.remote_workers import RemoteTrainer
+    from rondel.core.events import subscribe
+    from rondel.generate.engine.router import EngineRouter
+    from rondel.runtime.cluster.process import ProcessCluster
+    from rondel.runtime.journal.store import RolloutStore
+    from rondel.system.process_memory import release_freed_memory
+
+    warmup, (parts, tasks) = made(8, 512), made(8, 512)
+    parts.model_info.max_context, parts.sampling = tokens + 512, replace(parts.sampling, max_tokens=tokens)
+    cluster = ProcessCluster()
+    own = importlib.import_module("long_answers")  # by the name under which workers find it
+    engine = cluster.spawn("engine-0", own.LongEngine, tokens)
+    workers = [cluster.spawn(f"trainer-{i}", own.EchoRank) for i in range(ranks)]
+    for worker in (engine, *workers):
+        worker.now()
+    parts.engine = EngineRouter({"engine-0": engine}, max_inflight=samples)
+    with tempfile.TemporaryDirectory(prefix="long-") as folder:
+        stored = RolloutStore(Path(folder))
+        end = subscribe(stored.write)
+        trainer = RemoteTrainer(workers)
+        warmup[0].engine = EngineRouter({"engine-0": engine}, max_inflight=samples)
+        asyncio.run(drive(*warmup, samples, 1, trainer, stored, Watch()))  # imports are not what is measured
+        engine.now("allow", tokens)
+        gc.collect()
+        release_freed_memory()
+        watch = Watch()
+        threading.Thread(target=watch.look, daemon=True).start()
+        began = time.perf_counter()
+        try:
+            trained = asyncio.run(drive(parts, tasks, samples, steps, trainer, stored, watch))
+        finally:
+            watch.over.set()
+            end()
+            stored.close()
+            cluster.close()
+    arrays = samples * (tokens * 17) / 2**20
+    return {
+        "tokens": tokens, "samples": samples, "steps": steps, "ranks": ranks, "trained": trained,
+        "seconds": round(time.perf_counter() - began, 1), "longest_pass_ms": round(1e3 * watch.longest, 1),
+        "where": watch.where, "peak_mb": round(watch.peak, 1), "arrays_mb": round(arrays, 1),
+        "peak_to_arrays": round(watch.peak / arrays, 2),
+    }  # fmt: skip
+
+
+async def drive(parts: Any, tasks: Any, samples: int, steps: int, trainer: Any, stored: Any, watch: Watch) -> int:
+    """The loop as a run has it, with a checkpoint's state after every step."""
+    from rondel import loop as house
+    from rondel.buffer import Buffer
+    from rondel.core.types import KEEP
+    from rondel.driver.phases import per_token
+    from rondel.driver.rollouts import GroupRollouts, prepare
+    from rondel.runtime.devices import SplitDevices
+
+    buffer, work = Buffer(groups_per_step=1, max_staleness=0), GroupRollouts(parts, samples)
+    parts.judge = lambda group: KEEP
+    pulse = asyncio.create_task(watch.pulse())
+
+    async def sync(trainer: Any, engine: Any) -> int:
+        return buffer.version + 1
+
+    async def milestone(step: int, version: int, batch: Any) -> None:
+        await stored.annotate_rollouts(step, advantages=per_token(batch, "advantages"))
+        json.dumps(buffer.state_dict(version))
+
+    await house.run(
+        tasks, buffer, attempt=work.generate_group, score=work.score, judge=parts.judge, prepare=prepare,
+        trainer=trainer, engine=parts.engine, devices=SplitDevices(), sync=sync, algo=None,
+        steps=range(1, steps + 1), milestone=milestone,
+    )  # fmt: skip
+    pulse.cancel()
+    return int(buffer.counts.trained)
+
+
+if __name__ == "__main__":
+    main()

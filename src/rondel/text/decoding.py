@@ -1,0 +1,40 @@
+"""Text of what a policy wrote, without holding up the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+LONG = 8192  # tokens that are decoded at once: about ten milliseconds
+BEFORE = 8  # tokens that a piece is decoded behind: what one says depends on the one before
+HALF = "\ufffd"  # how a decoder shows bytes that are not yet a character
+
+
+async def decode_answer(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """What `tokenizer.decode(tokens, skip_special_tokens=True)` says. A million tokens take a second in which a tokenizer
+    lets no other thread run, so long answers are decoded in pieces, beside the event loop.
+    """
+    if len(tokens) <= LONG:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+    return await asyncio.to_thread(decode_in_pieces, tokenizer, tokens)
+
+
+def decode_in_pieces(tokenizer: Any, ids: Sequence[int], size: int = LONG) -> str:
+    """The same text, from pieces that end where a character does."""
+
+    def say(first: int, end: int) -> str:
+        return str(tokenizer.decode(list(ids[first:end]), skip_special_tokens=True))
+
+    pieces, at = [], 0
+    while at < len(ids):
+        end = min(at + size, len(ids))
+        while end < len(ids) and say(max(at, end - BEFORE), end)[-1:] in ("", HALF) and end - at < 2 * size:
+            end += 1
+        behind = max(0, at - BEFORE)
+        before, both = say(behind, at), say(behind, end)
+        if not both.startswith(before) or end - at >= 2 * size:  # no tokenizer that is known
+            return say(0, len(ids))
+        pieces.append(both[len(before) :])
+        at = end
+    return "".join(pieces)
