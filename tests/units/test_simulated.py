@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from rondel.core.errors import UserError
+from rondel.planner import cost
 from rondel.planner.overlap import StepTimes
 from rondel.planner.workload import what_if
 from rondel.simulate import SimulatedWorld, simulate, world_of
@@ -214,3 +215,38 @@ def test_virtual_time_stands_still_while_something_real_is_waited_for():
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         assert runner.run(go()) == (0.0, False) and runner.get_loop().time() == 3600
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_a_step_trained_in_parts_hides_all_but_the_last_one(parts):
+    """With answers that end one after the other and training as long as generation a step of m parts takes
+    (1 + 1/m) of generation, where one part takes 2 of it.
+    """
+    rolling = SimulatedWorld(
+        engines=1, places=1, beat=[1.0, 1.0], prefill=0.0, train=1.0, lengths=log_normal(LENGTH, 0, LENGTH), prompts=16, group=1
+    )  # fmt: skip
+    generation = 16 * LENGTH
+    whole, piped = (simulate(replace(rolling, parts=n), steps=4) for n in (1, parts))
+    assert whole["step_seconds"] == pytest.approx(2 * generation, rel=0.02)
+    assert piped["step_seconds"] == pytest.approx((1 + 1 / parts) * generation, rel=0.02)
+    assert piped["trainer_idle"] == pytest.approx(1 - 1 / (1 + 1 / parts), abs=0.02) and piped["lags"] == {"0": 1.0}
+
+
+def test_several_controllers_take_their_share_of_the_answers():
+    """Where a controller is what everything waits for, n of them make n times as many answers."""
+    busy = flat(engines=8, seconds_a_sample=0.01, answer=2.0, staleness=2)
+    rates = [simulate(replace(busy, controllers=n), steps=10)["samples_per_second"] for n in (1, 2)]
+    assert rates[0] == pytest.approx(1 / 2.0, rel=0.05) and rates[1] == pytest.approx(2 / 2.0, rel=0.05)
+
+
+def test_rates_that_were_measured_are_used():
+    """Tokens a second of one device, of those that generate and of those that train."""
+    setting = what_if(["model=7b", "gpus=8", "place=split", "trainers=4", "prompts=64", "mean=1000", "output=1000"])
+    known = replace(setting, generate_rate=900.0, train_rate=5000.0)
+    step = simulate(world_of(replace(known, staleness=2), sigma=0.0), steps=4)
+    assert cost.train_seconds(known) >= known.packed_tokens / 20_000
+    assert cost.tokens_seconds(known) == known.packed_tokens / 20_000
+    decoding = cost.decode_concurrency(known) / (900.0 * known.tensor)
+    assert world_of(known).beat[cost.decode_concurrency(known)] == pytest.approx(decoding)
+    assert 0.7 * 3600 < step["tokens_per_second"] <= 3600
+    assert cost.measured_decode_scale(setting) == 1.0

@@ -53,6 +53,13 @@ def run(
     mtbf: Annotated[
         float, typer.Option("--mtbf", metavar="HOURS", help="Mean time to the failure of one engine; 0: none fails.")
     ] = 0.0,
+    controllers: Annotated[int, typer.Option("--controllers", min=1, help="Controllers that share the answers.")] = 1,
+    parts: Annotated[
+        int,
+        typer.Option(
+            "--parts", min=1, help="Of a step's groups; each is trained while the others are still written (M2Flow)."
+        ),
+    ] = 1,
     steps: Annotated[
         int, typer.Option("--steps", min=1, help="Steps that are counted, after those that fill the buffer.")
     ] = 20,
@@ -87,6 +94,9 @@ def run(
         one_of("--in-flight", in_flight, ("hold", "drain", "abort"))
         setting = replace(setting, in_flight=in_flight)
     how = _simulation_options(setting, sigma, lengths, tail, slow, mtbf, seed)
+    how |= {"controllers": controllers, "parts": parts}
+    if parts > 1 and not (setting.split or split):
+        raise ConfigError("--parts trains while others generate: add --split 1:3, or --what-if place=split")
     found = rows_of(
         setting,
         _parse_integers("--staleness", staleness),

@@ -119,6 +119,8 @@ def generation_time(setting: Workload) -> GenerationTime:
     middle = setting.prompt + setting.mean / 2
     arguments = {"tensor": setting.tensor, "width": setting.width}
     step = decode_seconds(setting.shape, setting.hardware, requests, middle, four_bits=setting.four_bits, **arguments)
+    scale = measured_decode_scale(setting)
+    step *= scale
     prefill = prefill_seconds(
         setting.shape, setting.hardware, setting.prompts * setting.prompt / setting.engine_count, **arguments
     )
@@ -131,10 +133,30 @@ def generation_time(setting: Workload) -> GenerationTime:
     alone = (
         decode_seconds(setting.shape, setting.hardware, 1, late, four_bits=setting.four_bits, **arguments)
         * setting.output
+        * scale
     )
     work = decoding + prefill + looped
     seconds = max(work, longest_answer_bound(alone, setting.staleness))
     return GenerationTime(setting.new_tokens / seconds, seconds, alone, requests, work)
+
+
+def measured_decode_scale(setting: Workload) -> float:
+    """By how much decode steps are longer than estimated where a device's rate was measured: tokens a second of one
+    device with as many requests as an engine decodes at once.
+    """
+    if not setting.generate_rate:
+        return 1.0
+    requests, middle = decode_concurrency(setting), setting.prompt + setting.mean / 2
+    estimated = decode_seconds(
+        setting.shape,
+        setting.hardware,
+        requests,
+        middle,
+        tensor=setting.tensor,
+        width=setting.width,
+        four_bits=setting.four_bits,
+    )
+    return requests / (setting.generate_rate * setting.tensor) / estimated
 
 
 HOST_LINK = 25e9  # bytes a second between a GPU and its host: what PCIe 4.0 x16 reaches, an assumption
@@ -165,6 +187,8 @@ def tokens_seconds(setting: Workload) -> float:
     """Forward and backward of every packed token, and the passes of those who only look:
     proximal, reference, teacher, critic.
     """
+    if setting.train_rate:
+        return setting.packed_tokens / (setting.train_rate * setting.train_devices)
     context = setting.prompt + setting.mean
     own, passes = forward_flops(setting.shape, context), setting.epochs
     each = own * ((3 - (1 if setting.rank else 0)) * passes + (1 if setting.proximal else 0))

@@ -48,6 +48,7 @@ class Workload:
     prefill   tokens of prompts that an engine reads in one step;  sync: sync.kind of the recipe
     image     tokens of the one image of a prompt, which are among its `prompt`, where the model
               sees;  tower: whether its eye learns, too
+    generate_rate, train_rate   tokens a second of one device, where they were measured; 0: they are estimated
     """
 
     shape: ModelShape
@@ -88,6 +89,8 @@ class Workload:
     sync: str = "auto"
     image: int = 0
     tower: bool = False
+    generate_rate: float = 0.0
+    train_rate: float = 0.0
     assumed: tuple[str, ...] = ()
 
     @property
@@ -315,6 +318,8 @@ QUESTIONS: dict[str, tuple[str, Any]] = {  # --what-if NAME=VALUE -> the field, 
     "reward": ("reward", _parse_model),
     "teacher": ("teacher", _parse_model),
     "critic": ("critic", _parse_model),
+    "generate_rate": ("generate_rate", _positive_count),
+    "train_rate": ("train_rate", _positive_count),
 }
 
 

@@ -35,6 +35,9 @@ class SimulatedWorld:
     sync      until the new version serves, of which the engines stand still `pause`
     shared    trainer and engines on the same devices, in turn
     slow      (share of the engines, times as slow)
+    controllers  that share the answers, each behind its own
+    parts     of a step's groups: the trainer begins with one as soon as its groups have finished, while the others are
+              still written (M2Flow of RLinf, arXiv:2509.15965); the optimizer moves after the last one
     mtbf      of one engine, 0: none fails; it is back after `restart`, and what it wrote goes on elsewhere
     """
 
@@ -57,6 +60,8 @@ class SimulatedWorld:
     oversample: int = 0
     in_flight: str = "hold"
     slow: tuple[float, float] = (0.0, 1.0)
+    controllers: int = 1
+    parts: int = 1
     mtbf: float = 0.0
     restart: float = 300.0
     seed: int = 0
@@ -101,8 +106,9 @@ def world_of(setting: Workload, lengths: Lengths | None = None, *, sigma: float 
     requests, middle = cost.decode_concurrency(setting), setting.prompt + setting.mean / 2
     arguments = {"tensor": setting.tensor, "width": setting.width}
     packed = setting.four_bits
+    scale = cost.measured_decode_scale(setting)
     beat = [
-        cost.decode_seconds(setting.shape, setting.hardware, max(1, n), middle, four_bits=packed, **arguments)
+        scale * cost.decode_seconds(setting.shape, setting.hardware, max(1, n), middle, four_bits=packed, **arguments)
         for n in range(requests + 1)
     ]
     way = cost.sync_options(setting)[0]
@@ -144,7 +150,9 @@ class Simulation:
         self.draw, self.faults = random.Random(world.seed), random.Random(world.seed + 1)
         self.tokens: dict[int, float] = {}
         self.seen = SimulatedCounts()
-        self.free = 0.0  # when the controller has done what it was given
+        self.free = [0.0] * world.controllers  # when each controller has done what it was given
+        self.finished: dict[int, float] = {}  # when a group was, by number
+        self.trainer_free = 0.0
 
     async def run(self) -> SimulatedCounts:
         w = self.world
@@ -200,10 +208,12 @@ class Simulation:
         return group
 
     async def score(self, group: Group) -> None:
-        """Behind those that came before it: there is one controller."""
+        """Behind those that came before it at its controller."""
         if w := self.world.answer * self.world.group:
-            self.free = max(self.free, self.clock.time()) + w
-            await asyncio.sleep(self.free - self.clock.time())
+            mine = group.id % self.world.controllers
+            self.free[mine] = max(self.free[mine], self.clock.time()) + w
+            await asyncio.sleep(self.free[mine] - self.clock.time())
+        self.finished[group.id] = self.clock.time()
 
     def judge(self, group: Group) -> Verdict:
         return KEEP
@@ -221,12 +231,25 @@ class Simulation:
     async def step(self, groups: list[Group], algo: Any) -> StepStats:
         written = sum(self.tokens.pop(group.id) for group in groups)
         seconds = self.world.fixed + self.world.train * (written + len(groups) * self.world.prompt)
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(max(0.0, self._end_of_step(groups, seconds) - self.clock.time()))
         self.seen.training += seconds
         self.seen.tokens += written
         self.seen.samples += len(groups) * self.world.group
         self.seen.lags.update(self.buffer.version - group.born for group in groups)
         return StepStats(True, {})
+
+    def _end_of_step(self, groups: list[Group], seconds: float) -> float:
+        """When its passes and the optimizer's move are over: each part begins when its last group has finished, the part
+        before is over, and the weights of the step before serve.
+        """
+        ready = sorted(self.finished.pop(group.id) for group in groups)
+        if self.world.parts == 1:
+            return self.clock.time() + seconds
+        each, end = (seconds - self.world.fixed) / len(ready), self.trainer_free
+        for i in range(self.world.parts):
+            part = ready[i * len(ready) // self.world.parts : (i + 1) * len(ready) // self.world.parts]
+            end = max([end, *part[-1:]]) + each * len(part)
+        return end + self.world.fixed
 
     async def sync(self, trainer: Any, engine: Any) -> int:
         """The engines go on while weights are on their way, and stand still for the rest."""
@@ -237,7 +260,8 @@ class Simulation:
             await self.pool.pause(w.in_flight, w.prompt)
             await asyncio.sleep(w.pause)
             self.pool.resume()
-        self.seen.syncing += self.clock.time() - began
+        self.trainer_free = self.clock.time()
+        self.seen.syncing += self.trainer_free - began
         return self.buffer.version + 1
 
     async def milestone(self, step: int, version: int, batch: Any) -> None:
