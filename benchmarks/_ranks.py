@@ -75,13 +75,11 @@ class RankTrainer:
         meeting = self.meeting if self.rank == 0 else Rendezvous.connect_to(address)
         self.ranks = FsdpRank(self.rank, mesh, meeting, patience=120)
 
-    def weight_layout(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """What each rank holds of every weight, and how they are cut by tp."""
+    def weight_layout(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What this rank holds of the weights, and how they are cut by tp."""
         model = self.trainer.loaded.model
-        parts, cuts = self.ranks.weight_parts(model), self.ranks._cuts.get(model)
-        return [
-            {name: each[r] for name, each in parts.items()} for r in range(self.ranks.size)
-        ], cuts.cuts if cuts else {}
+        cuts = self.ranks._cuts.get(model)
+        return self.ranks.weight_parts(model), cuts.cuts if cuts else {}
 
     def move_weights(self) -> None:
         import torch

@@ -71,7 +71,8 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
 
             ask("join", address, mesh)
             ask("make", spec, TABLE["grpo"])
-            layout, cuts = ask("weight_layout")[0]
+            told_layout = ask("weight_layout")
+            layout, cuts = [own for own, _ in told_layout], told_layout[0][1]
             engine = FromIpc()
             for number in range(2 * (a.pairs + 1)):
                 way = WAYS[number % 2]

@@ -185,13 +185,12 @@ class Rank:
             for p in self.trainer.loaded.model.parameters():
                 (p.to_local() if isinstance(p, DTensor) else p).mul_(1.01)
 
-    def layout(self) -> tuple[list[dict[str, TensorPart]], dict[str, ShardCut]]:
-        """What each rank holds of every weight, and how they are cut by tp or ep."""
+    def layout(self) -> tuple[dict[str, TensorPart], dict[str, ShardCut]]:
+        """What this rank holds of the weights, and how they are cut by tp or ep."""
         model, cuts = self.trainer.loaded.model, {}
-        parts = self.ranks.weight_parts(model)
         for found in (self.ranks._cuts.get(model), self.ranks._expert_cuts.get(model)):
             cuts |= found.cuts if found is not None else {}
-        return [{name: each[rank] for name, each in parts.items()} for rank in range(self.ranks.size)], cuts
+        return self.ranks.weight_parts(model), cuts
 
     def break_transport(self) -> None:
         """What it writes next finds no memory."""
@@ -310,7 +309,7 @@ def hand_over(every: EveryRank, takers: int) -> None:
     """Weights of all ranks to an engine of so many: each part bit for bit, by digest, and as many bytes as the plan has;
     the ranks gather nothing. Several times, so that segments take turns.
     """
-    layout, cuts = every.layout()[0]
+    layout, cuts = [own for own, _ in every.layout()], every.layout()[0][1]
     engines, got = [FromIpc() for _ in range(takers)], []
     for _ in range(3):
         (root, _), digests = every.published()[0]

@@ -264,18 +264,17 @@ class FsdpRank(SingleRank):
                 module.reshard()
         dtype = computes_in(model)
         for name, parameter in names.named_weights(model):
-            yield name, parameter.to_local().to(dtype) if isinstance(parameter, DTensor) else parameter
+            if not parameter.is_meta:
+                yield name, parameter.to_local().to(dtype) if isinstance(parameter, DTensor) else parameter
 
-    def weight_parts(self, model: nn.Module) -> dict[str, list[TensorPart]]:
+    def weight_parts(self, model: nn.Module) -> dict[str, TensorPart]:
         cuts, experts, found = self._cuts.get(model), self._expert_cuts.get(model), {}
         for name, parameter in names.named_weights(model):
-            shape = next((c.shapes[name] for c in (cuts, experts) if c and name in c.shapes), parameter.shape)
-            how: dict[str, Any] = {
-                "tp": cuts.cuts.get(name) if cuts else None,
-                "ep": experts.cuts.get(name) if experts else None,
-                "sharded": isinstance(parameter, DTensor),
-            }
-            found[name] = [rank_part(self.mesh, rank, shape, **how) for rank in range(self.size)]
+            if not parameter.is_meta:
+                shape = next((c.shapes[name] for c in (cuts, experts) if c and name in c.shapes), parameter.shape)
+                how = {"tp": cuts.cuts.get(name) if cuts else None, "ep": experts.cuts.get(name) if experts else None}
+                sharded = isinstance(parameter, DTensor)
+                found[name] = rank_part(self.mesh, self.rank, shape, **how, sharded=sharded)
         return found
 
     def all_reduce(self, values: Tensor) -> Tensor:

@@ -56,9 +56,9 @@ class SingleRank:
         """(HF name, tensor in the compute dtype) of what this rank holds of them; nothing is gathered."""
         return names.named_weights(model)
 
-    def weight_parts(self, model: nn.Module) -> dict[str, list[TensorPart]]:
-        """Which numbers of each weight each rank holds, in the order of the ranks."""
-        return {name: [TensorPart.whole(tensor.shape)] for name, tensor in names.named_weights(model)}
+    def weight_parts(self, model: nn.Module) -> dict[str, TensorPart]:
+        """Which numbers of which weights this rank holds."""
+        return {name: TensorPart.whole(tensor.shape) for name, tensor in names.named_weights(model)}
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """The sum over all ranks, in place."""

@@ -99,9 +99,9 @@ class WeightPublisher:
         return names.published_tensors(model, tensors) if transport.names == "checkpoint" else tensors
 
     def _count_gathered(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        own = {name: parts[0].numel for name, parts in self.ranks.weight_parts(self.loaded.model).items()}
+        own = {name: part.numel for name, part in self.ranks.weight_parts(self.loaded.model).items()}
         for name, tensor in tensors:
-            self.gathered += (tensor.numel() - own[name]) * tensor.element_size()
+            self.gathered += (tensor.numel() - own.get(name, 0)) * tensor.element_size()
             yield name, tensor
 
 
@@ -114,17 +114,23 @@ class PublishedParts:
     def __init__(self, loaded: LoadedModel, ranks: SingleRank, transport: Any) -> None:
         """`transport`: a PartTransport."""
         self.loaded, self.ranks, self.transport = loaded, ranks, transport
-        layout = ranks.weight_parts(loaded.model)
-        self.dtypes: dict[str, torch.dtype] = {}
+        own = ranks.weight_parts(loaded.model)
+        mine: dict[str, tuple[TensorPart, torch.dtype]] = {}
         for name, tensor in ranks.held_weights(loaded.model):
-            if tuple(tensor.shape) != (told := layout[name][ranks.rank].shape):
-                raise SyncError(f"rank {ranks.rank} holds {list(tensor.shape)} of {name}, and by its mesh {list(told)}")
-            self.dtypes[name] = tensor.dtype
-        self.shapes = {name: _whole_shape(parts) for name, parts in layout.items()}
-        held = [{name: parts[rank] for name, parts in layout.items()} for rank in range(ranks.size)]
-        self.assigned = transport.assign_parts(held, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
-        # in the order in which the tensors come
-        self.assigned = [{name: own[name] for name in self.shapes if name in own} for own in self.assigned]
+            if tuple(tensor.shape) != own[name].shape:
+                raise SyncError(
+                    f"rank {ranks.rank} holds {list(tensor.shape)} of {name}, and by its mesh {list(own[name].shape)}"
+                )
+            mine[name] = own[name], tensor.dtype
+        told = ranks.all_gather_object(mine)  # of some tensors only other ranks know
+        self.dtypes = {name: dtype for of_rank in told for name, (_, dtype) in of_rank.items()}
+        held = [{name: part for name, (part, _) in of_rank.items()} for of_rank in told]
+        self.shapes = {name: _whole_shape([parts[name] for parts in held if name in parts]) for name in self.dtypes}
+        assigned = transport.assign_parts(held, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
+        # in the order in which each rank goes through its tensors
+        self.assigned = [
+            {name: blocks[name] for name in of_rank if name in blocks} for of_rank, blocks in zip(told, assigned)
+        ]
 
     def publish(self, version: int) -> tuple[Manifest, Route] | None:
         """Manifest and route on the leader. An error of one rank is every rank's."""
