@@ -15,6 +15,7 @@ from rondel.core.config.algorithm import BesideConfig
 from rondel.core.config.environment import ENV_TABLES
 from rondel.core.config.job import Job
 from rondel.core.config.model import TeacherConfig
+from rondel.core.config.place import EnginesConfig
 from rondel.core.config.policy import PolicyConfig
 from rondel.core.config.reward import RewardCallConfig
 from rondel.core.config.section import ConfigSection, SettingsTable
@@ -23,6 +24,7 @@ PAGE = Path(__file__).with_name("recipe.md")
 TABLES: dict[str, type[BaseModel]] = {  # beside those of keys that are tables throughout
     **{f'task.env, kind = "{name}"': model for name, model in ENV_TABLES.items()},
     "task.reward, beside those of its kind": RewardCallConfig,
+    "place.engines, as a table": EnginesConfig,
     "an entry of model.teacher": TeacherConfig,
     "an entry of algo.beside": BesideConfig,
     "policies.NAME": PolicyConfig,

@@ -18,6 +18,7 @@ SMALL = {
     "controller": "--rollouts 200 --hours 1",
     "dashboard": "--events 4000 --repeat 1",
     "decode": "--model {model} --running 1,2 --new 4 --rounds 1 --profile 0",
+    "engine_ranks": "--families llama --speed {model} --running 2 --new 4 --rounds 1",
     "families": "--families lfm2 --steps 2 --warmup 4 --rollout lfm2 --prompt 16 --new 2 --groups 1 --group 2 --rounds 1",
     "gae": "--samples 2 --tokens 64 --repeat 1",
     "generate": "--model {model} --groups 1 --group 2 --repeat 1 --work equal",

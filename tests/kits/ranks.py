@@ -30,6 +30,7 @@ from rondel.core.types import Route
 from rondel.models import adapters, names
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.rendezvous import Rendezvous
 from rondel.models.shard_cut import ShardCut, part_of, split_shards
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.sync.from_ipc import FromIpc
@@ -37,7 +38,7 @@ from rondel.sync.from_tensor import FromTensor
 from rondel.sync.transfer_plan import plan_transfer
 from rondel.train.advantages import compute_advantages
 from rondel.train.critic import Critic
-from rondel.train.fsdp import FsdpRank, Rendezvous
+from rondel.train.fsdp import FsdpRank
 from rondel.train.parallel import ALONE
 from rondel.train.settings import TrainSettings
 from rondel.train.step import LocalTrainer

@@ -27,11 +27,12 @@ from rondel.core.errors import SilentError, StalledError, WorkerError
 from rondel.core.events import subscribe
 from rondel.core.mesh import Mesh
 from rondel.core.types import Task
+from rondel.models.rendezvous import Rendezvous
 from rondel.runtime.cluster.forkserver import NEVER_BORN, ForkedProcess
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.stacks import SIGNAL, StackDumper, format_thread_stacks
 from rondel.system.threads import current_frames
-from rondel.train.fsdp import FsdpRank, Rendezvous
+from rondel.train.fsdp import FsdpRank
 
 
 class Rank:

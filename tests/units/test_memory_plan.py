@@ -293,17 +293,18 @@ def test_the_bill_of_a_run_is_its_resident_memory(tmp_path):
     assert memory_bills(of_job(Job.read(recipe, {})))[0].peak_phase[1] == pytest.approx(peak, rel=0.15)
 
 
-def test_every_rank_loads_the_whole_model():
-    """In bfloat16: two whole copies of 2 N, then masters of 4 N beside a shard of the starting
-    weights; with one device there is nothing to cut.
+def test_a_rank_loads_its_shards_a_block_at_a_time():
+    """Its part of the masters in fp32 and of the starting weights, and the largest block as it is read and in fp32;
+    under an adapter the whole base. With one device there is nothing to cut.
     """
     setting = what_if(["model=7b", "gpus=16", "place=split", "trainers=8"])
-    n = setting.shape.parameter_count
-    trainer = memory_bills(setting)[0]
-    assert trainer.loading == 4 * n + 2 * n / 8
-    assert memory_bills(replace(setting, width=4))[0].loading == 2 * 4 * n
+    s, trainer = setting.shape, memory_bills(setting)[0]
+    block = max(2 * s.embedding_parameters, s.body_parameters / s.layers)
+    assert trainer.loading == (4 + 2) * s.parameter_count / 8 + (4 + 2) * block
+    assert memory_bills(replace(setting, width=4))[0].loading == 8 * s.parameter_count / 8 + 8 * block
     assert memory_bills(what_if(["model=7b"]))[0].loading == 0 and memory_bills(setting)[1].loading == 0
-    large = what_if(["model=32b", "gpus=72", "place=split", "trainers=64", "micro=512", "output=512"])
+    assert trainer.peak_phase[0] == "train"
+    large = what_if(["model=70b", "gpus=72", "place=split", "trainers=64", "micro=512", "output=512", "lora=16"])
     [bill] = [b for b in memory_bills(large) if b.pool == "trainer"]
     assert bill.peak_phase == ("load", bill.loading) and bill.free_bytes < 0 < bill.memory - bill.phase_bytes(
         "train"

@@ -227,6 +227,6 @@ def test_advice_is_a_key_that_can_be_written():
             set_dotted(tree, name, tomllib.loads(f"v = {value}")["v"])
             if name == "model.adapter.kind":
                 set_dotted(tree, "model.adapter.rank", 16)
-            if name.startswith("place.ranks"):
+            if name.startswith(("place.ranks", "place.engines")):
                 set_dotted(tree, "place.kind", "split")
             assert Job.parse(tree, "a test")

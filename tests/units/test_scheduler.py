@@ -202,3 +202,48 @@ def test_a_cold_prompt_is_overtaken_so_many_times_and_no_more():
     while m.inside:
         m.step()
     assert all(live in m.done for live in later)
+
+
+def test_the_longest_cached_prefix_is_admitted_first():
+    """Of a conversation of 60 cached tokens, one request goes on from 20 of them, one from 50, one is a stranger."""
+    m, told = Machine(400, max_running=4), [k % TOKENS for k in range(60)]
+    m.add(ask(told, key=1, n=1))
+    while m.inside:
+        m.step()
+    ends = {0: [0], 20: [5, 5], 50: [6, 6], 59: []}
+    lives = {n: m.add(ask([*(told[:n] if n else [3, 3, 3]), *end], key=n, n=1)) for n, end in ends.items()}
+    admitted = [live for live, _ in m.scheduler.plan_step(0).chunks]
+    assert admitted == [lives[n] for n in (59, 50, 20, 0)]
+
+
+def conversations(r, many, turns, new):
+    """Turns of many conversations at once, each behind the whole of what came before, in any order of arrival."""
+    told = [[r.randrange(TOKENS) for _ in range(12)] for _ in range(many)]
+    for _ in range(turns):
+        for number in r.sample(range(many), many):
+            told[number] = [*told[number], *(r.randrange(TOKENS) for _ in range(new))]
+            for sample in range(2):
+                yield ask(told[number], key=1000 * number + sample, n=3)
+
+
+def hits(looked, monkeypatch, new=20, pages=600):
+    """-> share of prompt tokens that the cache had, and the most times that one was overtaken."""
+    monkeypatch.setattr("rondel.generate.engine.builtin.scheduler.LOOKED", looked)
+    m = Machine(pages, max_running=4)
+    for request in conversations(random.Random(3), 12, 5, new):
+        m.add(request)
+        if len(m.scheduler.waiting) > 20:
+            m.step()
+    while m.inside:
+        m.step()
+    overtaken = max(live.overtaken for live in m.done)
+    m.idle()
+    return m.scheduler.reused / (m.scheduler.reused + m.scheduler.prefilled), overtaken
+
+
+def test_the_order_of_cached_prefixes_finds_more_in_the_cache(monkeypatch):
+    """Twelve conversations of which the cache holds half, against first come, first served. Who waits for the prompt of a
+    sibling is overtaken meanwhile, beyond the bound by as many as fit into that step.
+    """
+    (first_come, _), (longest, overtaken) = hits(0, monkeypatch), hits(32, monkeypatch)
+    assert longest > 1.1 * first_come and OVERTAKEN // 2 < overtaken <= OVERTAKEN + 8

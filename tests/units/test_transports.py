@@ -728,7 +728,7 @@ def test_who_fails_wakes_the_other_and_the_engine_refuses_until_a_good_update(wh
     async def main():
         trainer.train()
         await sync(trainer, e)
-        send, accept = trainer.send, e.arrivals._accept_tensor
+        send, accept = trainer.send, e.arrivals.accept_tensor
 
         async def half(route):
             tensors = list(names.named_weights(trainer.loaded.model))
@@ -739,7 +739,7 @@ def test_who_fails_wakes_the_other_and_the_engine_refuses_until_a_good_update(wh
             raise SyncError("no room")
 
         trainer.send = half if who == "trainer" else send
-        e.arrivals._accept_tensor = strange if who == "engine" else accept
+        e.arrivals.accept_tensor = strange if who == "engine" else accept
         trainer.train()
         began = time.monotonic()
         with pytest.raises((SyncError, StalledError)):
@@ -747,7 +747,7 @@ def test_who_fails_wakes_the_other_and_the_engine_refuses_until_a_good_update(wh
         assert time.monotonic() - began < 14, "somebody waited for its deadline"
         with pytest.raises(EngineError, match="refuses"):
             await e.generate(ask([1, 2, 3]))
-        trainer.send, e.arrivals._accept_tensor = send, accept
+        trainer.send, e.arrivals.accept_tensor = send, accept
         trainer.train()
         assert await sync(trainer, e) == 3 and same(bits(trainer.loaded), bits(e.loaded))
 

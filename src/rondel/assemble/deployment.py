@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process, stay_alive
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment
 from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
@@ -186,6 +187,18 @@ class DeploymentPlan:
         """engine-0, or engine-critic-0."""
         return f"{role}-{number}" if self.policy == POLICY else f"{role}-{self.policy}-{number}"
 
+    def engine_ranks(
+        self, number: int, devices: list[str], threads: int | None, cores: list[tuple[int, ...]]
+    ) -> Callable[..., EngineRanks] | None:
+        """What starts the other processes of an engine that has several."""
+        if len(devices) == 1:
+            return None
+        where = self.job.place
+        cluster = partial(ProcessCluster, self.folder / "logs" if self.folder else None, patience=where.patience)
+        name = self.worker_name("engine", number)
+        settings = RankSettings(name, tuple(devices), cluster, threads, tuple(cores[1:]), where.patience)
+        return partial(EngineRanks, settings, stay_alive if where.cluster == "local" else end_process)
+
     def wal_path(self, engine: int = 0) -> Path | None:
         return self.folder / "wal" / f"engine-{engine}" if self.folder else None
 
@@ -278,15 +291,18 @@ def _deploy_shared(plan: DeploymentPlan) -> Deployment:
 
 
 def _split_here(plan: DeploymentPlan) -> Deployment:
-    each = plan.threads or max(1, len(usable_cores()) // 2)
-    first, second = plan.worker_devices(2)
+    each = plan.threads or max(1, len(usable_cores()) // (1 + plan.job.place.engine_tp))
+    tp = plan.job.place.engine_tp
+    first, *own = plan.worker_devices(1 + tp)
     trainer = TrainerHost(plan.job, plan.needs, plan.sampling, first, each, plan.new_transport())
     plan.ends.callback(trainer.close)
-    engine = EngineHost(plan.job, second, each, {plan.kind: plan.new_transport()}, plan.wal_path())
+    ranks = plan.engine_ranks(0, own, each, [()] * tp)
+    engine = EngineHost(plan.job, own[0], each, {plan.kind: plan.new_transport()}, plan.wal_path(), ranks)
     plan.ends.callback(engine.close)
     known, resolved, size = trainer.join()
     resolved |= engine.open(plan.longest(known))
     where = f"one process, {_format_threads(each)} each for engine and trainer"
+    where += f", and {tp - 1} of the engine beside it" * (tp > 1)
     return Deployment(
         known, engine.engine, trainer.trainer, SplitDevices(), resolved, where, size, plan.new_transport()
     )
@@ -300,10 +316,11 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
             f"place.ranks = {job.place.ranks}, but torchrun started {ranks}: leave it out, torchrun says how many there "
             f"are"
         )
-    engines = job.place.engines if mine else 0
-    workers = ranks + engines
+    engines = job.place.engine_count if mine else 0
+    tp = job.place.engine_tp
+    workers = ranks + engines * tp
     here = torchrun.ranks_here() if led else ranks  # under torchrun the others are on machines of their own
-    on_cpu, names = plan.device == "cpu", plan.worker_devices(here + engines)
+    on_cpu, names = plan.device == "cpu", plan.worker_devices(here + engines * tp)
     in_all = plan.workers or workers
     shares: list[tuple[int, ...]] = _cores_per_worker(in_all)[plan.before :] if on_cpu and not led else [()] * workers
     each = plan.threads or (max(1, len(usable_cores()) // in_all) if on_cpu else None)
@@ -311,8 +328,10 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
     plan.ends.callback(cluster.close)
 
     def start_engine(i: int) -> Any:
-        made_of = (job, names[here + i], each, plan.new_transports(), plan.wal_path(i))
-        return cluster.spawn(plan.worker_name("engine", i), EngineHost, *made_of, cores=shares[ranks + i])
+        own, cores = names[here + i * tp :][:tp], shares[ranks + i * tp :][:tp]
+        made_of = (job, own[0], each, plan.new_transports(), plan.wal_path(i))
+        beside = plan.engine_ranks(i, own, each, cores)
+        return cluster.spawn(plan.worker_name("engine", i), EngineHost, *made_of, beside, cores=cores[0])
 
     hosts = [start_engine(i) for i in range(engines)]
     trainers, (known, resolved, size) = (
@@ -327,7 +346,10 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
         resolved |= worker.now("open", longest)
     for worker in hosts if led else (*trainers, *hosts):
         job.mark_read(worker.now("read_keys"))
-    where = f"{workers} processes with {_format_threads(each)} each: {ranks} of the trainer, {engines} of the engine"
+    where = (
+        f"{workers} processes with {_format_threads(each)} each: {ranks} of the trainer, {engines * tp} of the engine"
+    )
+    where += f" (tp = {tp})" * (tp > 1)
     remotes = {
         plan.worker_name("engine", i): RemoteEngine(worker, partial(start_engine, i), longest)
         for i, worker in enumerate(hosts)

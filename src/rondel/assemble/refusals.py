@@ -32,6 +32,7 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         )
     refuse_untrainable(sampling)
     _check_foreign(job, sampling)
+    _check_engine_ranks(job)
     _check_demonstrations(job, rows.main)
     _check_critic(job, rows.main)
     _check_teacher(job, rows, sampling)
@@ -220,7 +221,7 @@ def _check_foreign(job: Job, sampling: Sampling) -> None:
         (bool(e.url), 'needs an address: engine.url = "http://127.0.0.1:30000"'),
         (p.kind == "split", 'is on a device of its own: set place.kind = "split"'),
         (
-            p.cluster != "local" and p.engines == 1,
+            p.cluster != "local" and p.engine_count == 1,
             'counts by engine.url: leave place.cluster at "auto" and place.engines at 1',
         ),
         (job.model.adapter.kind == "off", "reads whole weights, and only the adapter would travel: drop model.adapter"),
@@ -241,6 +242,36 @@ def _check_foreign(job: Job, sampling: Sampling) -> None:
     for holds, rule in rules:
         if not holds:
             raise ConfigError(f"{who} {rule}")
+
+
+def _check_engine_ranks(job: Job) -> None:
+    """What an engine of several processes does not have, each by name."""
+    p, e = job.place, job.engine
+    if (tp := p.engine_tp) == 1:
+        return
+    rules = [
+        (
+            e.kind == "builtin",
+            f'is not how engine.kind = "{e.kind}" is arranged: start its servers with that tp, and leave it out here',
+        ),
+        (p.kind == "split", 'needs devices of its own: set place.kind = "split"'),
+        (
+            not p.on_ray,
+            f'is for engines on the machine of the run, and place.cluster = "{p.cluster}" has them anywhere: use "process" or "torchrun"',
+        ),
+        (job.model.adapter.kind == "off", "cuts whole weights: drop model.adapter"),
+        (e.numerics == "fast", 'adds up in another order than the trainer: set engine.numerics = "fast"'),
+        (not e.compile, "runs its passes operation by operation: set engine.compile = false"),
+        (
+            job.sync.kind in ("auto", "ipc", "disk", "distributed", "tensor"),
+            f'reads new weights by ipc, disk, distributed or tensor, and sync.kind = "{job.sync.kind}" is none of them: leave it at "auto"',
+        ),
+        (not job.policies, "serves one model: drop the policies, or set tp = 1"),
+        (not job.run.record, "writes no schedule that is replayed: set run.record = false"),
+    ]
+    for holds, rule in rules:
+        if not holds:
+            raise ConfigError(f"place.engines.tp = {tp} {rule}")
 
 
 NAMELESS = {"single_turn", "tools", "gateway", "verifiers", "gym"}  # environments whose one agent has no name
@@ -290,7 +321,7 @@ def _check_policies(job: Job, rows: AlgorithmRows) -> None:
             f'place.cluster = "{p.cluster}" starts the workers of one: use place.kind = "shared", or cluster = "process"',
         ),
         (p.ranks == 1, f"place.ranks = {p.ranks} shards one: set it to 1"),
-        (p.engines == 1, f"place.engines = {p.engines} are replicas of one: set it to 1"),
+        (p.engine_count == 1, f"place.engines = {p.engine_count} are replicas of one: set it to 1"),
         (
             not job.trainer.memory.offload,
             "trainer.memory.offload lets one trainer and one engine take turns: set it to false",

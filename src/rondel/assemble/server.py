@@ -6,10 +6,16 @@ import asyncio
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rondel.assemble.deployment import usable_cores
+from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process
 from rondel.assemble.workers import pages_of
+from rondel.core.errors import UserError
 from rondel.core.events import Event, Warned, drop_on_failure, subscribe
 from rondel.core.protocols import Transport
 from rondel.generate.engine.builtin.engine import BuiltinEngine
@@ -18,10 +24,13 @@ from rondel.generate.engine.server.process import run
 from rondel.generate.engine.server.service import GenerationService, RequestLimits
 from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load_model
+from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device, pick_device, prepare_process
 from rondel.sync.from_ipc import FromIpc
 from rondel.system.http.server import bind_socket
 from rondel.text.unicode import visible_text
+
+PATIENCE = 60.0  # seconds that one process of an engine waits for another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +48,7 @@ class ServerSettings:
     max_running: int = 64
     prefill_tokens: int = 2048
     speculative: str = "off"
+    tp: int = 1
     compile: bool = False
     drain: float = 30.0
     limits: RequestLimits = field(default_factory=RequestLimits)
@@ -51,9 +61,18 @@ def serve_model(
     prepare_process()
     device_name = pick_device(settings.device)
     sock = bind_socket(settings.host, settings.port, api_key=settings.api_key)
-    device = Device(device_name, settings.threads)
+    own, threads = _rank_devices(device_name, settings), settings.threads
+    if settings.tp > 1 and threads is None:
+        threads = max(1, len(usable_cores()) // settings.tp)
+    device, ranks = Device(own[0], threads), None
+    transports: dict[str, Transport] = {"ipc": FromIpc()}
     try:
-        loaded = device.call(lambda: load_model(model, dtype=settings.dtype, device=device_name))
+        if settings.tp == 1:
+            loaded = device.call(lambda: load_model(model, dtype=settings.dtype, device=device_name))
+        else:
+            cluster = partial(ProcessCluster, patience=PATIENCE)
+            ranks = EngineRanks(RankSettings("engine", own, cluster, threads), end_process, transports)
+            loaded = ranks.load(model, settings.dtype, device)
         speculation = device.call(
             lambda: speculation_of(settings.speculative, dtype=settings.dtype, device=device_name)
         )
@@ -67,7 +86,6 @@ def serve_model(
             own=device_name.startswith("cuda"),
             staged=True,
         )
-        transports: dict[str, Transport] = {"ipc": FromIpc()}
         engine = BuiltinEngine(
             loaded,
             run=device.run,
@@ -77,6 +95,7 @@ def serve_model(
             speculation=speculation,
             compiled=device.call(serving_pass, loaded, settings.max_running) if settings.compile else None,
             transports=transports,
+            ranks=None if ranks is None else ranks.lead,
         )
         name = settings.name or (Path(model).name if isinstance(model, str) and Path(model).is_dir() else loaded.name)
         what = f"{name}, {str(loaded.dtype).removeprefix('torch.')} on {device_name}, {pages.value} cache pages"
@@ -100,7 +119,27 @@ def serve_model(
             stop()
     finally:
         sock.close()
+        if ranks is not None:
+            ranks.close(device)
         device.close()
+
+
+def _rank_devices(device: str, settings: ServerSettings) -> tuple[str, ...]:
+    """Of each process of the engine."""
+    if settings.tp == 1:
+        return (device,)
+    if settings.compile:
+        raise UserError(
+            f"--compile with --tp {settings.tp}: an engine of several processes runs its passes operation by operation; leave it out"
+        )
+    if device == "cpu":
+        return (device,) * settings.tp
+    first, there = int(device.partition(":")[2] or 0), torch.cuda.device_count()
+    if first + settings.tp > there:
+        raise UserError(
+            f"--tp {settings.tp} asks for that many GPUs from number {first} on, and this machine has {there}: use fewer"
+        )
+    return tuple(f"cuda:{first + i}" for i in range(settings.tp))
 
 
 def _print_warning(event: Event) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from inspect import iscoroutinefunction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,6 +32,7 @@ from rondel.models.aligned_numerics import align_numerics
 from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.rendezvous import Rendezvous
 from rondel.models.vocabulary import same_words
 from rondel.planner import resolve as planner
 from rondel.runtime.cluster import torchrun
@@ -43,13 +44,17 @@ from rondel.sync.from_tensor import FromTensor
 from rondel.train.checkpoint import bytes_needed
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
-from rondel.train.fsdp import FsdpRank, Rendezvous
+from rondel.train.fsdp import FsdpRank
 from rondel.train.mismatch import bound_of
 from rondel.train.pack import TrainBatch
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.settings import TrainSettings
 from rondel.train.step import LocalTrainer
 from rondel.train.teachers import Teacher
+
+if TYPE_CHECKING:
+    from rondel.assemble.engine_ranks import EngineRanks
+    from rondel.generate.engine.builtin.lead_rank import LeadRank
 
 
 def engine_of(
@@ -62,6 +67,7 @@ def engine_of(
     transports: dict[str, Transport],
     log: Path | None = None,
     claim: MemoryClaim | None = None,
+    ranks: LeadRank | None = None,
 ) -> tuple[BuiltinEngine, dict[str, str]]:
     """`log`: where drawn tokens are kept for a life after a crash. -> the engine, and what was resolved for it."""
     draft = speculation.draft if speculation else None
@@ -90,6 +96,7 @@ def engine_of(
         concurrency=ConcurrencyController(job.engine.max_running) if job.engine.concurrency == "auto" else None,
         log=TokenLog(log, durable=job.run.durability == "disk", beside=log.parent.glob("engine-*")) if log else None,
         claim=claim,
+        ranks=ranks,
     )
     return engine, {
         "engine.kv_pages": f"{pages.value} ({pages.why})",
@@ -149,14 +156,27 @@ def trainer_of(
 
 
 class EngineHost:
-    """An engine with a device and weights of its own; its verbs are the engine's."""
+    """An engine with a device and weights of its own; its verbs are the engine's.
+
+    ranks  starts the processes that share its model (engine_ranks.py), if there are any
+    """
 
     def __init__(
-        self, job: Job, device: str, threads: int | None, transports: dict[str, Transport], log: Path | None
+        self,
+        job: Job,
+        device: str,
+        threads: int | None,
+        transports: dict[str, Transport],
+        log: Path | None,
+        ranks: Callable[[dict[str, Transport]], EngineRanks] | None = None,
     ) -> None:
         self.job, self.device, self.transports, self.log = job, Device(device, threads), transports, log
         self.samples = SampleEnd(device)
-        self.loaded = self.device.call(policy_of, job, device)
+        self.ranks = None if ranks is None else ranks(transports)
+        if self.ranks is None:
+            self.loaded = self.device.call(policy_of, job, device)
+        else:
+            self.loaded = self.ranks.load(job.model.path, job.model.dtype, self.device)
 
     def known(self) -> ModelInfo:
         return ModelInfo.from_model(self.loaded)
@@ -173,7 +193,14 @@ class EngineHost:
         """Ready for requests of at most `longest` tokens. -> what was resolved."""
         speculation = self.device.call(speculation_of, self.job, self.device.name)
         self.engine, resolved = engine_of(
-            self.job, self.loaded, self.device, longest, speculation, transports=self.transports, log=self.log
+            self.job,
+            self.loaded,
+            self.device,
+            longest,
+            speculation,
+            transports=self.transports,
+            log=self.log,
+            ranks=None if self.ranks is None else self.ranks.lead,
         )
         return resolved
 
@@ -183,6 +210,8 @@ class EngineHost:
         return getattr(self.engine, verb)
 
     def close(self) -> None:
+        if self.ranks is not None:
+            self.ranks.close(self.device)
         self.device.close()
 
 
@@ -519,7 +548,7 @@ def pages_of(
         torch.cuda.mem_get_info(loaded.device) if loaded.device.type == "cuda" else (planner.free_memory(), 0)
     )
     if own:
-        vocab, hidden = loaded.head.weight.shape
+        vocab, hidden = loaded.vocabulary, loaded.head.weight.shape[1]
         version = sum(t.nbytes for _, t in names.named_weights(loaded.model)) if staged else 0
         reserve = planner.engine_reserve(
             memory=memory,

@@ -91,9 +91,7 @@ def print_plan(told: dict[str, Any]) -> None:
         console.print()
         console.print(table)
         if bill["loading"]:
-            console.print(
-                f"while it loads, at most {_format_gb(bill['loading'])}: every rank loads, copies and casts the whole model"
-            )
+            console.print(f"while it loads, a rank has at most {_format_gb(bill['loading'])}")
     console.print()
     for line in told["advice"]:
         console.print(line)

@@ -41,6 +41,9 @@ def run(
         bool, typer.Option("--compile", help="Fuse the small operations; takes seconds at the start.")
     ] = False,
     speculative: Annotated[str, typer.Option(help="Guess tokens ahead: off, ngram or draft:MODEL.")] = "off",
+    tp: Annotated[
+        int, typer.Option(min=1, max=64, help="Processes that share every matrix (tensor parallel), one a GPU.")
+    ] = 1,
     max_queue: Annotated[
         int, typer.Option(min=1, help="Answers that may run and wait; more are told to come back (429).")
     ] = 1024,
@@ -89,6 +92,7 @@ def run(
                 max_running=max_running,
                 speculative=speculative,
                 compile=compile,
+                tp=tp,
                 drain=drain,
                 limits=RequestLimits(body=max_body, samples=max_samples, queue=max_queue, deadline=deadline),
             ),

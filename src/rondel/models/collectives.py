@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -40,6 +42,23 @@ class RankGroup:
         """In place, over all ranks. -> x."""
         dist.all_reduce(x, op, self.group)
         return x
+
+    def broadcast(self, x: Tensor, *, seconds: float | None = None) -> Tensor:
+        """What the first rank has in x, in place, on every rank; `seconds` that one waits for it. -> x."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        if seconds is not None:
+            options.timeout = timedelta(seconds=seconds)
+        self.group.broadcast([x], options).wait()
+        return x
+
+    def gather_first(self, x: Tensor) -> list[Tensor]:
+        """The x of every rank, equal in shape, on the first rank; nothing on the others."""
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        out = [torch.empty_like(x) for _ in range(self.size)] if self.index == 0 else []
+        self.group.gather([out] if out else [], [x], options).wait()
+        return out
 
 
 def gather_runs(x: Tensor, lengths: Sequence[int], ranks: RankGroup) -> Tensor:
@@ -69,6 +88,12 @@ def reduce_runs(x: Tensor, lengths: Sequence[int], ranks: RankGroup) -> Tensor:
         if len(run):
             dist.reduce(run, group=ranks.group, group_dst=i)
     return runs[ranks.index]
+
+
+def gather_columns(x: Tensor, widths: Sequence[int], ranks: RankGroup) -> Tensor | None:
+    """This rank's columns [C, width] -> all columns [C, sum of widths] on the first rank."""
+    parts = ranks.gather_first(F.pad(x, (0, max(widths) - x.shape[1])).contiguous())
+    return torch.cat([part[:, :width] for part, width in zip(parts, widths)], 1) if parts else None
 
 
 def own_run(x: Tensor, lengths: Sequence[int], ranks: RankGroup) -> Tensor:

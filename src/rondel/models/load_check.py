@@ -51,7 +51,9 @@ def check_attention(
             tokens = torch.cat(rows, 1)[0]
             places = [position_rows(len(probe[0]), media), position_rows(len(probe[1]), [])]
             where = torch.from_numpy(np.concatenate(places, 1)).to(device)
-            layout = _Counting([PackedSegment(0, len(probe[0])), PackedSegment(len(probe[0]), len(probe[1]))], device)
+            layout = CountingLayout(
+                [PackedSegment(0, len(probe[0])), PackedSegment(len(probe[0]), len(probe[1]))], device
+            )
             with use_attention_layout(layout), use_tape(tape):
                 if sight is None:
                     hidden = decoder_of(model)(
@@ -86,7 +88,7 @@ def check_attention(
     return layout.cached, layout.counted.bytes
 
 
-def _refuse_silent_layers(config: Any, name: str, layout: _Counting, recurrent: list[int]) -> None:
+def _refuse_silent_layers(config: Any, name: str, layout: CountingLayout, recurrent: list[int]) -> None:
     """Each layer must ask once for its keys and values, and each recurrent mixer for its states."""
     text, asked = config.get_text_config(), sorted(layout.layers)
     every = list(range(text.num_hidden_layers))
@@ -106,7 +108,7 @@ def _refuse_silent_layers(config: Any, name: str, layout: _Counting, recurrent: 
         )
 
 
-class _Counting(PackedLayout):
+class CountingLayout(PackedLayout):
     """Notes which layers ask: a gap between logprobs of flat random weights would not show one
     that goes its own way.
     """

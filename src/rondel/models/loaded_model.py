@@ -68,6 +68,25 @@ class LoadedModel:
         return nf4.count_parameters(self.model)
 
     @property
+    def leads_ranks(self) -> bool:
+        """Whether other processes compute each of its passes beside this one."""
+        return False
+
+    @property
+    def vocabulary(self) -> int:
+        """How many logits a token has."""
+        return len(self.head.weight)
+
+    @property
+    def token_count(self) -> int:
+        """How many tokens it reads: 0 to this."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Of some rows of what `hidden_states` gave last: [T, D], [C] -> [C, V] in fp32."""
+        return self.head.logits(hidden.index_select(0, rows))
+
+    @property
     def decoder(self) -> Any:
         """Its module that ends in hidden states."""
         return decoder_of(self.model)

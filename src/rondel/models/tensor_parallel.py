@@ -31,6 +31,7 @@ from rondel.models.shard_cut import ShardCut, even_runs, split_shards
 from rondel.models.tensor_cuts import TensorCuts
 from rondel.models.vocabulary_part import VocabularyPart
 
+MESH = "place.mesh with shards or cp instead of tp"
 COLUMNS, ROWS = ("colwise", "packed_colwise"), ("rowwise", "packed_rowwise")
 # of families without a plan of their own
 COMMON = {
@@ -52,8 +53,9 @@ STACKED = {"mlp.gate_up_proj": "packed_colwise", "mlp.down_proj": "rowwise"}
 BESIDE = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise", "gate_up_proj": "packed_colwise"}
 
 
-def cut_model(model: Any, ranks: RankGroup, *, sequence: bool = True) -> TensorCuts:
+def cut_model(model: Any, ranks: RankGroup, *, sequence: bool = True, instead: str = MESH) -> TensorCuts:
     """Keep this rank's part of a whole model, in place. `sequence`: rows between the parts of a layer lie apart, too.
+    `instead`: what is to be used where a model cannot be cut.
 
     Raises ModelError where heads and ranks do not divide, or nothing could be cut.
     """
@@ -81,7 +83,7 @@ def cut_model(model: Any, ranks: RankGroup, *, sequence: bool = True) -> TensorC
     if not found.cuts:
         raise ModelError(
             f"model type '{model.config.model_type}' has no plan for tensor parallelism, and no matrices under the names "
-            "that have one everywhere (q_proj ... down_proj): use place.mesh with shards or cp instead of tp"
+            f"that have one everywhere (q_proj ... down_proj): use {instead}"
         )
     if sequence:
         blocks[0].register_forward_pre_hook(functools.partial(_keep_own_rows, ranks), with_kwargs=True)

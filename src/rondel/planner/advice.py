@@ -68,6 +68,12 @@ def suggest_changes(setting: Workload) -> Iterator[tuple[str, Workload]]:
             'model.adapter.kind = "qlora": the base in 4 bits, slower to generate with',
             replace(setting, four_bits=True),
         )
+    if on_gpu and setting.split and setting.tensor * 2 <= setting.engine_devices and not setting.rank:
+        tp = 2 * setting.tensor
+        yield (
+            f"place.engines = {{ count = {setting.engine_devices // tp}, tp = {tp} }}: engines whose devices share the weights",
+            replace(setting, tensor=tp),
+        )
     if on_gpu and setting.split:
         ranks = 2 * setting.trainers
         yield (
@@ -78,15 +84,6 @@ def suggest_changes(setting: Workload) -> Iterator[tuple[str, Workload]]:
         ranks, apart = setting.gpus, 'place.kind = "split"'
         words = f"{apart}, place.ranks = {ranks}: engines on {ranks} more devices"
         yield words, replace(setting, place="split", gpus=2 * ranks, trainers=ranks, offload=False)
-
-
-def missing_features(setting: Workload) -> Iterator[tuple[str, Workload]]:
-    """What would help elsewhere and does not exist in Rondel yet; it is never counted as a way to make a run fit."""
-    if setting.hardware.on_gpu and setting.tensor * 2 <= setting.engine_devices:
-        yield (
-            f"engines of {2 * setting.tensor} devices (vLLM and SGLang have them)",
-            replace(setting, tensor=2 * setting.tensor),
-        )
 
 
 def least_room(setting: Workload) -> float:
@@ -122,9 +119,6 @@ def bill_sentences(setting: Workload) -> list[str]:
             )
         if not any(enough for _, _, enough in rank_changes(setting)):
             told.append(combined_advice(setting))
-        for change, other in missing_features(setting):
-            if (saved := least_room(other) - least_room(setting)) > 0:
-                told.append(f"not in Rondel yet: {change} ({saved / GB:.1f} GB more room)")
     return told
 
 

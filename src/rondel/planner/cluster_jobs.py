@@ -36,7 +36,7 @@ class ClusterLayout:
     @property
     def engine_count(self) -> int:
         """Of this house: those of others are where their url says."""
-        return self.job.place.engines if self.job.engine.kind == "builtin" else 0
+        return self.job.place.engine_count if self.job.engine.kind == "builtin" else 0
 
     @property
     def ranks(self) -> int:

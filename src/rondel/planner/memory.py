@@ -163,18 +163,18 @@ def memory_bills(setting: Workload) -> list[MemoryBill]:
 
 
 def loading_bytes(setting: Workload) -> float:
-    """Bytes at most on one of several ranks while it loads: each has the whole model, then a copy of
-    it (the starting weights, or a critic's), then casts the whole model to fp32, and
-    keeps its shard (train/fsdp.py)."""
-    n, ranks = setting.shape.parameter_count, setting.train_devices
+    """Bytes at most on one of several ranks while it loads: its shards in fp32, those of frozen models, and the largest
+    block, as it is read and in fp32 (models/deferred_weights.py). Under an adapter each has the whole model.
+    """
+    s, ranks = setting.shape, setting.train_devices
     if ranks == 1:
         return 0.0
     if setting.rank:
         return setting.weight_bytes
-    whole = setting.width * n
-    frozen = [_weight_bytes(other, setting) for other in (setting.reference, setting.teacher) if other is not None]
+    frozen = [_weight_bytes(other, setting) for other in (setting.reference or s, setting.teacher) if other is not None]
     critic: float = 4 * setting.critic.parameter_count if setting.critic is not None else 0
-    return max(2 * whole, whole + critic, 4 * n + (whole + sum(frozen)) / ranks)
+    block = max(s.embedding_parameters * (1 if s.tied else 2), s.body_parameters / s.layers)
+    return (4 * s.parameter_count + critic + sum(frozen)) / ranks + (4 + setting.width) * block
 
 
 def _nonempty_rows(setting: Workload, rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:

@@ -180,7 +180,8 @@ def of_job(job: Job, device: str = "") -> Workload:
     return Workload(
         model,
         where,
-        gpus=job.place.ranks + job.place.engines if split else 1,
+        gpus=job.place.ranks + job.place.engine_count * job.place.engine_tp if split else 1,
+        tensor=job.place.engine_tp if split else 1,
         policies=others,
         place=job.place.kind,
         trainers=job.place.ranks if split else 0,
@@ -408,8 +409,6 @@ def fill_defaults(given: dict[str, Any], start: Workload | None) -> Workload:
         assumed.append(
             f"an engine is {tensor} devices: the fewest whose memory holds the weights and a third more for the cache"
         )
-    if setting.tensor > 1:
-        assumed.append("an engine of several devices is not in Rondel yet: vLLM and SGLang have it (engine.kind)")
     return replace(setting, assumed=tuple(dict.fromkeys(assumed)))
 
 

@@ -41,6 +41,7 @@ from rondel.models.expert_parallel import cut_experts, routed_experts
 from rondel.models.head import LMHead
 from rondel.models.load_check import PARITY
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.rendezvous import Rendezvous
 from rondel.models.tensor_cuts import TensorCuts, join_cuts
 from rondel.models.tensor_parallel import cut_model
 from rondel.system import sockets
@@ -50,21 +51,6 @@ from rondel.train.optim import MasterWeights, spread_within_rounding
 from rondel.train.optimizers import ONE_RANK
 from rondel.train.parallel import SingleRank
 from rondel.train.rank_masters import ReplicatedWeights, ShardedWeights, computes_in
-
-
-class Rendezvous:
-    """Where ranks find each other: the first one opens it, at that address only, on a port that the system chooses."""
-
-    def __init__(self, host: str, port: int = 0, *, opens: bool = True) -> None:
-        file = None
-        if opens:
-            file, port = sockets.open_listening_socket(host, port)
-        self.store = dist.TCPStore(host, port, is_master=opens, wait_for_workers=False, master_listen_fd=file)
-        self.address = (host, port)
-
-    @classmethod
-    def connect_to(cls, address: tuple[str, int]) -> Rendezvous:
-        return cls(*address, opens=False)
 
 
 class FsdpRank(SingleRank):

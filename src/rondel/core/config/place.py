@@ -6,7 +6,7 @@ import re
 from math import gcd
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from rondel.core.config.section import LONGEST, ConfigSection, Count, SettingsTable
 from rondel.core.mesh import Mesh
@@ -72,6 +72,15 @@ class MeshConfig(SettingsTable):
         return mesh
 
 
+class EnginesConfig(SettingsTable):
+    count: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="how many")
+    tp: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="processes of each, which share every matrix (tensor parallel): for models that one device does not "
+        "hold, or not fast enough; the built-in engine's, on one machine",
+    )
+
+
 class PlaceConfig(ConfigSection):
     kind: Literal["shared", "split"] = Field(
         "shared", description="engine and trainer on one device, or on devices of their own"
@@ -82,7 +91,13 @@ class PlaceConfig(ConfigSection):
         'that it started, "ray" as actors of a Ray that the run starts, "ray:ADDRESS" of one that runs ("ray:auto", '
         '"ray:host:6379", "ray://host:10001"); "auto": local if shared, process if split',
     )
-    engines: int = Field(1, ge=1, le=4096, description="engines of a split run")
+    engines: Annotated[Annotated[int, Field(ge=1, le=4096)], Tag("int")] | Annotated[EnginesConfig, Tag("[table]")] = (
+        Field(
+            1,
+            discriminator=Discriminator(lambda given: "[table]" if isinstance(given, (dict, EnginesConfig)) else "int"),
+            description="engines of a split run: how many, or `{ count = 2, tp = 2 }` for engines of several processes each",
+        )
+    )
     ranks: int = Field(
         1, ge=1, le=4096, description="processes among which the trainer's weights lie in shards (FSDP2)"
     )
@@ -111,6 +126,16 @@ class PlaceConfig(ConfigSection):
         return given
 
     @property
+    def engine_count(self) -> int:
+        """Engines of a split run."""
+        return self.engines if isinstance(self.engines, int) else self.engines.count
+
+    @property
+    def engine_tp(self) -> int:
+        """Processes of each."""
+        return 1 if isinstance(self.engines, int) else self.engines.tp
+
+    @property
     def on_ray(self) -> bool:
         """Whether its workers are Ray actors."""
         return self.cluster.partition(":")[0] == "ray"
@@ -129,6 +154,8 @@ class PlaceConfig(ConfigSection):
             object.__setattr__(self, "cluster", "process" if mine["kind"] == "split" else "local")
         if mine["kind"] == "shared" and mine["cluster"] != "local":
             raise ValueError(f'cluster = "{mine["cluster"]}" needs kind = "split": a shared device is in one process')
-        if mine["cluster"] == "local" and (mine["engines"], mine["ranks"]) != (1, 1):
+        engines = mine["engines"]
+        several = engines if isinstance(engines, int) else engines.__dict__["count"]
+        if mine["cluster"] == "local" and (several, mine["ranks"]) != (1, 1):
             raise ValueError('more than one engine or rank needs kind = "split" and cluster = "process"')
         return self

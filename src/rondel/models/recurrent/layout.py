@@ -153,7 +153,7 @@ class SlotStates:
     def __init__(
         self, pools: StatePools, runs: Sequence[tuple[int, int, int, bool]], device: torch.device | str
     ) -> None:
-        self.pools = pools
+        self.pools, self.runs = pools, runs
         batches = similar_lengths([length for _, length, _, _ in runs], list(range(len(runs))))
         total = sum(length for _, length, _, _ in runs)
         self._grids = TokenGrids([[runs[i][:2] for i in batch] for batch in batches], total, device)

@@ -23,11 +23,12 @@ MOVES = 1 << 16  # bytes read or written between two signs that are more than th
 ELSEWHERE = (
     "/torch/distributed/",
     "/torch/_inductor/",
+    "/rondel/models/collectives.py",
     "/rondel/train/fsdp.py",
     "/rondel/sync/",
     "/subprocess.py",
     "/multiprocessing/",
-)  # places of the source that wait for others, each with a deadline
+)  # places of the source that wait for others, each with a deadline, or for a process whose end is theirs
 
 
 class WorkerProgress:

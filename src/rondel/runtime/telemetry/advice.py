@@ -39,8 +39,12 @@ class PlacementFacts:
     @classmethod
     def from_job(cls, job: Mapping[str, Any]) -> PlacementFacts:
         place, loop = job.get("place", {}), job.get("loop", {})
+        engines = place.get("engines", 1)
         return cls(
-            place.get("kind") == "split", place.get("engines", 1), place.get("ranks", 1), loop.get("max_staleness", 0)
+            place.get("kind") == "split",
+            engines if isinstance(engines, int) else engines.get("count", 1),
+            place.get("ranks", 1),
+            loop.get("max_staleness", 0),
         )
 
 

@@ -87,7 +87,7 @@ class DraftModel:
         for live in plan.decoding:
             self.known[[live.pages[-1], *live.ahead]] = False
         self._odds = {live: [] for live in plan.decoding if live.ahead}
-        vocab = runner.loaded.head.weight.shape[0]
+        vocab = runner.loaded.vocabulary
         try:
             for i in range(max((len(live.ahead) for live in self._odds), default=0)):
                 self._one_more([live for live in self._odds if len(live.ahead) > i], i, vocab, runner)

@@ -1,4 +1,4 @@
-"""The built-in engine: one device, one module shared with the trainer.
+"""The built-in engine: one device and one module shared with the trainer, or the first of several processes.
 
 generate ──> scheduler ──plan──> serving loop ──step──> runner (the device's thread)
                  ^                   └──drawn──> answer delivery ──> completions
@@ -38,6 +38,7 @@ from rondel.generate.engine.concurrency import ConcurrencyController
 from rondel.text.decoding import decode_answer
 
 if TYPE_CHECKING:
+    from rondel.generate.engine.builtin.lead_rank import LeadRank
     from rondel.models.compilation import CompiledModel
     from rondel.models.cuda_graphs import DecodeGraphs
     from rondel.models.loaded_model import LoadedModel
@@ -65,16 +66,21 @@ class BuiltinEngine:
         log: TokenLog | None = None,
         concurrency: ConcurrencyController | None = None,
         claim: MemoryClaim | None = None,
+        ranks: LeadRank | None = None,
     ) -> None:
         """`concurrency`: who finds out how many of max_running should work together; without one all may.
 
         `claim`: on the memory of a device that a trainer wants, too; without one there is nobody to ask.
+        `ranks`: the processes beside this one that hold the other parts of its model, if there are any.
         """
         self.loaded, self.claim, self.log = loaded, claim, log
-        self.arrivals = WeightReceiver(loaded, transports or {})
+        given = transports or {}
+        self.arrivals = WeightReceiver(loaded, given) if ranks is None else ranks.weight_receiver(given)
         self.pages = PageAllocator(kv_pages)
         states = SequenceStates(max_running) if loaded.state_bytes else None
         self.scheduler = Scheduler(self.pages, max_running=max_running, prefill_tokens=prefill_tokens, states=states)
+        if ranks is not None:
+            ranks.attach(self.pages, states)
         if concurrency is not None:
             self.scheduler.limit = concurrency.limit
         self.speculation = speculation
@@ -84,7 +90,8 @@ class BuiltinEngine:
         self.runner = ModelRunner(
             loaded, self.pages, max_running, records=routes, draft=draft, compiled=compiled, states=states
         )
-        self.resting = MemoryRelease(loaded, compiled, owns=bool(transports))
+        owns = bool(transports)
+        self.resting = MemoryRelease(loaded, compiled, owns=owns) if ranks is None else ranks.memory_release(owns)
         self.grammars = GrammarCache(loaded)
         self.validator = RequestValidator(loaded, self.runner)
         self.lifecycle = EngineLifecycle(version, lambda: self.arrivals.is_overwriting)
@@ -164,7 +171,7 @@ class BuiltinEngine:
         ids, strings = split_stops(self.loaded.tokenizer, request.sampling.stop)
         live.ends = ids if request.sampling.ignore_eos else ids | self.loaded.stop_ids
         live.reader = open_reader(self.loaded.tokenizer, strings, own) if strings else None
-        live.channels = open_channels(request.wants - {"experts"}, self.loaded.head.weight.shape[0])
+        live.channels = open_channels(request.wants - {"experts"}, self.loaded.vocabulary)
         if request.sampling.grammar is not None:
             live.constraint = await self.serving.run(self.grammars.start_constraint, request.sampling.grammar, own)
             self.lifecycle.refuse_if_broken()

@@ -148,7 +148,7 @@ def read_tokenizer(library: Any, loaded: LoadedModel) -> Any:
             "this model has no end token, so a constrained answer could never end: set eos_token_id in its "
             "generation_config.json"
         )
-    vocab, ends = loaded.head.weight.shape[0], sorted(loaded.stop_ids)
+    vocab, ends = loaded.vocabulary, sorted(loaded.stop_ids)
     try:
         return from_tokenizer(loaded.tokenizer, n_vocab=vocab, eos_token=ends)
     except ValueError as error:

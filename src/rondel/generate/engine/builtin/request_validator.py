@@ -53,7 +53,7 @@ class RequestValidator:
 
     def _check_tokens(self, request: Request) -> None:
         """A token that does not exist would break the step of everyone; a wish that nobody reads would be a lie."""
-        vocab = self.loaded.model.get_input_embeddings().weight.shape[0]
+        vocab = self.loaded.token_count
         named = [*request.sampling.logit_bias, *(s for s in request.sampling.stop if isinstance(s, int))]
         if strange := [t for t in named if not 0 <= t < vocab]:
             raise UserError(f"logit_bias or stop names token {strange[0]}: this model's tokens are 0 to {vocab - 1}")

@@ -88,9 +88,7 @@ class ModelRunner:
             rows = torch.tensor(
                 [first + i for live, first in part for i in range(1 + len(live.guess))], device=self.device
             )
-            out += self._sample_tokens(
-                [live for live, _ in part], self.loaded.head.logits(hidden.index_select(0, rows))
-            )
+            out += self._sample_tokens([live for live, _ in part], self.loaded.logits(hidden, rows))
         return out
 
     def _sample_tokens(self, lives: list[SequenceState], logits: Tensor) -> Iterable[tuple[SequenceState, int, float]]:
@@ -170,9 +168,9 @@ class ModelRunner:
         hidden = self._forward_pass(ids, at, layout, [(0, n, gaze)])
         out = [0.0]
         for first in range(0, n - 1, ROWS):
-            rows = slice(first, min(first + ROWS, n - 1))
-            logprobs = self.loaded.head.logits(hidden[rows]).log_softmax(-1)
-            out += logprobs.gather(1, ids[rows.start + 1 : rows.stop + 1, None])[:, 0].tolist()
+            rows = where[first : min(first + ROWS, n - 1)]
+            logprobs = self.loaded.logits(hidden, rows).log_softmax(-1)
+            out += logprobs.gather(1, ids[rows + 1][:, None])[:, 0].tolist()
         return out
 
     def _forward_step(self, plan: StepPlan) -> tuple[Tensor, list[tuple[SequenceState, int]]]:
@@ -309,8 +307,8 @@ def lines_of(loaded: LoadedModel, rows: int, pages: int) -> BlockTable | None:
 
 def has_kernel(loaded: LoadedModel) -> bool:
     mutual = loaded.sight is not None and loaded.sight.mutual
-    # the kernel reads whole contexts, none of them beyond its query
-    fits = not loaded.aligned and not loaded.indexers and not mutual
+    # the kernel reads whole contexts, none of them beyond its query; ranks are told of a PagedLayout
+    fits = not loaded.aligned and not loaded.indexers and not mutual and not loaded.leads_ranks
     return loaded.device.type == "cuda" and fits and importlib.util.find_spec("triton") is not None
 
 

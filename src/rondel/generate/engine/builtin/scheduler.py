@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import islice, takewhile
+from math import inf
 
 from rondel.core.errors import LawError
 from rondel.generate.engine.builtin.pages import PageAllocator
@@ -19,9 +20,10 @@ from rondel.generate.engine.builtin.request import SequenceState, StepPlan
 from rondel.generate.engine.builtin.sequence_pages import SequencePages
 from rondel.generate.engine.builtin.states import SequenceStates
 
-# waiting requests among which the cached ones go first; how many may be admitted before one that came earlier
+# waiting requests among which the one with the longest cached prefix goes first; how many may be admitted before one
+# that came earlier
 LOOKED, OVERTAKEN = 32, 16
-CACHED = 0.75  # of a prompt
+CACHED = 0.75  # of a prompt: little is left to compute, so it goes before those with longer prefixes of longer prompts
 AHEAD = 16  # decode tokens for which room is wanted before another prompt is admitted
 
 
@@ -88,7 +90,8 @@ class Scheduler:
         return StepPlan(chunks, decoding)
 
     def _waiting_order(self, version: int, budget: int) -> list[SequenceState]:
-        """Those that wait: first those whose prompt is cached for the most part, each kind in the order of arrival.
+        """Those that wait, the longest cached prefix first (arXiv:2312.07104), equal ones in the order of arrival: what
+        is cached is used before it is evicted. Before them those whose prompt is cached for the most part.
 
         Retracted requests, recorded ones, and one that was overtaken `OVERTAKEN` times are
         overtaken by nobody, so nobody waits for ever.
@@ -96,15 +99,14 @@ class Scheduler:
         if not budget or len(self.running) >= self.limit or len(self.waiting) < 2:
             return list(self.waiting)
 
-        def goes_first(live: SequenceState) -> bool:
+        def cached_prefix(live: SequenceState) -> tuple[bool, float]:
             if live.written or self.replay.is_replayed(live) or live.overtaken >= OVERTAKEN:
-                return True
+                return True, inf
             keys = live.cache_keys[: self.replay.computable_tokens(live) - 1]
-            return self.tree.cached_prefix_length(
-                (version, live.request.adapter, live.request.namespace), keys
-            ) >= CACHED * len(keys)
+            n = self.tree.cached_prefix_length((version, live.request.adapter, live.request.namespace), keys)
+            return n >= CACHED * len(keys), n
 
-        looked = sorted(islice(self.waiting, LOOKED), key=goes_first, reverse=True)
+        looked = sorted(islice(self.waiting, LOOKED), key=cached_prefix, reverse=True)
         return [*looked, *islice(self.waiting, LOOKED, None)]
 
     def _admit_sequence(self, live: SequenceState, root: Root, budget: int, *, ahead: int) -> int:

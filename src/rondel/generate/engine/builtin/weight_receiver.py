@@ -66,10 +66,7 @@ class WeightReceiver:
         self._awaited = {row.name: row for row in begin.manifest.tensors}
 
     def _check_manifest(self, manifest: Manifest) -> None:
-        mine = {
-            n: (tuple(t.shape), str(t.dtype).removeprefix("torch."))
-            for n, t in names.updatable_tensors(self.loaded.model, [t.name for t in manifest.tensors]).items()
-        }
+        mine = self._expected_tensors([t.name for t in manifest.tensors])
         theirs = {t.name: (t.shape, t.dtype) for t in manifest.tensors}
         missing, unknown = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
         wrong = sorted(n for n in set(mine) & set(theirs) if mine[n] != theirs[n])
@@ -77,8 +74,29 @@ class WeightReceiver:
             if found:
                 raise SyncError(f"{len(found)} tensors are {what}, first {found[0]}")
 
+    def _expected_tensors(self, asked: list[str]) -> dict[str, tuple[tuple[int, ...], str]]:
+        """(shape, dtype) of every tensor that an update must announce, under the names that are asked for."""
+        return {
+            name: (tuple(t.shape), str(t.dtype).removeprefix("torch."))
+            for name, t in names.updatable_tensors(self.loaded.model, asked).items()
+        }
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """What the announced tensors are written to, by their names."""
+        return names.updatable_tensors(self.loaded.model, self._awaited)
+
     async def receive_data(self, route: Route, run: Callable[..., Awaitable[Any]]) -> None:
         """All data of the route; `run` is the device's thread."""
+        mine, stream = self.open_route(route)
+        try:
+            while await run(self._receive_some, stream, mine):
+                pass
+        finally:
+            await run(stream.close)  # there, because a cancelled wait leaves the thread inside it
+        self.finish_data(route)
+
+    def open_route(self, route: Route) -> tuple[dict[str, Tensor], Generator[tuple[str, Tensor], None, None]]:
+        """What is written to, by name, and the tensors that will come."""
         if (begun := self._begun) is None:
             raise SyncError("data without begin")
         if self._came:
@@ -88,14 +106,12 @@ class WeightReceiver:
                 f"the data changes weights with root {route.base[:8]}; those that serve have "
                 f"{self.root[:8] or 'none yet'}"
             )
-        mine = names.updatable_tensors(self.loaded.model, self._awaited)
+        mine = self._own_tensors()
         self.bytes_copied = 0
-        stream = self._open_stream(route, begun.manifest, mine)
-        try:
-            while await run(self._receive_some, stream, mine, begun.beside):
-                pass
-        finally:
-            await run(stream.close)  # there, because a cancelled wait leaves the thread inside it
+        return mine, self._open_stream(route, begun.manifest, mine)
+
+    def finish_data(self, route: Route) -> None:
+        """No more will come: all that was announced must be here."""
         if self._awaited:
             raise SyncError(
                 f"{len(self._awaited)} tensors were announced but did not travel, first {min(self._awaited)}"
@@ -114,16 +130,17 @@ class WeightReceiver:
                 f"weights come by '{route.kind}'; this engine takes them by {', '.join(sorted(self.route_kinds))}"
             )
 
-    def _receive_some(self, stream: Iterator[tuple[str, Tensor]], mine: dict[str, Tensor], beside: bool) -> bool:
+    def _receive_some(self, stream: Iterator[tuple[str, Tensor]], mine: dict[str, Tensor]) -> bool:
         """Tensors for a few milliseconds. -> is there more?"""
         until = time.perf_counter() + SLICE
         for name, tensor in stream:
-            self._accept_tensor(name, tensor, mine, beside)
+            self.accept_tensor(name, tensor, mine)
             if time.perf_counter() > until:
                 return True
         return False
 
-    def _accept_tensor(self, name: str, tensor: Tensor, mine: dict[str, Tensor], beside: bool) -> None:
+    def accept_tensor(self, name: str, tensor: Tensor, mine: dict[str, Tensor]) -> None:
+        """The next tensor of the stream."""
         if name not in self._awaited:
             raise SyncError(
                 f"{name} came twice" if name in mine else f"tensors came that were not announced, first {name}"
@@ -133,13 +150,20 @@ class WeightReceiver:
             raise SyncError(
                 f"{name} was announced as {row.dtype} {list(row.shape)} and came as {tensor.dtype} {list(tensor.shape)}"
             )
+        self._take_tensor(row, tensor, mine, beside=not self.is_overwriting)
+
+    def _take_tensor(self, row: TensorInfo, tensor: Tensor, mine: dict[str, Tensor], *, beside: bool) -> None:
+        name = row.name
         if beside:
-            if names.tensor_digest(tensor) != row.digest:
-                raise SyncError(f"1 tensors arrived with other bits than were sent, first {name}")
+            self._check_digest(row, tensor)
             self._stage_tensor(name, tensor)
         elif tensor.data_ptr() != mine[name].data_ptr() or tensor.device != mine[name].device:
             mine[name].copy_(tensor)
             self.bytes_copied += tensor.numel() * tensor.element_size()
+
+    def _check_digest(self, row: TensorInfo, tensor: Tensor) -> None:
+        if names.tensor_digest(tensor) != row.digest:
+            raise SyncError(f"1 tensors arrived with other bits than were sent, first {row.name}")
 
     def _stage_tensor(self, name: str, tensor: Tensor) -> None:
         """Beside what serves. A part of one of the module's tensors, as an expert of a
@@ -155,8 +179,15 @@ class WeightReceiver:
 
     def commit_update(self, commit: Commit) -> None:
         """On the device's thread, between two steps."""
-        begun = self._begun
-        if begun is None:
+        begun = self._check_commit(commit)
+        if not begun.beside or self._swap_parameters():
+            self._compare_manifest(begun.manifest)
+        self.root, self._untouched = commit.root, False
+        self._begun, self._beside = None, {}
+
+    def _check_commit(self, commit: Commit) -> Begin:
+        """Raises SyncError unless what has come is what is committed. -> how it was begun."""
+        if (begun := self._begun) is None:
             raise SyncError("commit without begin")
         version, root = begun.manifest.version, begun.manifest.root
         if (commit.version, commit.root) != (version, root):
@@ -170,10 +201,7 @@ class WeightReceiver:
             raise SyncError(
                 "the adapter belongs to another base than the one that serves: their frozen weights have other bits"
             )
-        if not begun.beside or self._swap_parameters():
-            self._compare_manifest(begun.manifest)
-        self.root, self._untouched = root, False
-        self._begun, self._beside = None, {}
+        return begun
 
     def _swap_parameters(self) -> bool:
         """The module's parameters become the tensors beside; those of another device are copied. -> were any copied?"""

@@ -1,0 +1,110 @@
+"""An engine of several processes (tensor parallel) against one process: do they write the same, and how fast is each?
+
+    rondel bench engine_ranks --json                        every family of text in tests/kits/families.py, tp = 2
+    rondel bench engine_ranks --families llama qwen3_moe --tp 2
+    rondel bench engine_ranks --families --speed MODEL --running 8 --new 64
+
+families   six answers of 12 tokens, three greedy: families that write equal tokens, the largest difference of a logprob,
+           and why the others are refused
+speed      tokens a second of decoding, one process on as many threads as there are ranks, and tp processes of one thread
+           each, in turn; all over gloo on the processors of this machine
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="rondel bench engine_ranks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--families", nargs="*", default=["all"])
+    parser.add_argument("--speed", default="", metavar="MODEL", help="a folder, or { random = ... }")
+    parser.add_argument("--running", type=int, default=8)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    a = parser.parse_args(argv)
+
+    from _work import report
+
+    from kits.engine_ranks import RankedEngines
+
+    with tempfile.TemporaryDirectory() as folder:
+        engines = RankedEngines(Path(folder), tp=a.tp)
+        try:
+            told = _compare_families(engines, a.families) if a.families else {}
+            if a.speed:
+                told["speed"] = _measure_speed(engines, a)
+        finally:
+            engines.close()
+    report({"tp": a.tp, **told}, only_json=a.json)
+
+
+def _compare_families(engines: Any, families: list[str]) -> dict[str, Any]:
+    from kits.engine import all_of, ask, engine, prompt
+    from kits.engine_ranks import whole
+    from kits.families import FAMILIES
+    from kits.vision import EYES
+    from rondel.core.errors import UserError
+
+    gaps: dict[str, float] = {}
+    other, refused = [], {}
+    for kind in [kind for kind in FAMILIES if kind not in EYES] if families == ["all"] else families:
+        try:
+            ours = engines.of(kind)
+        except UserError as error:
+            refused[kind] = str(error)
+            continue
+        one = engine(whole(kind))
+        most = min(50, one.loaded.token_count - 1)
+        requests = [
+            ask(prompt(i // 2, 12 + 7 * (i // 2), most), key=i, n=12, temperature=float(i % 2 == 0)) for i in range(6)
+        ]
+        a, b = (asyncio.run(all_of(e, requests)) for e in (ours, one))
+        if any(x.tokens != y.tokens for x, y in zip(a, b)):
+            other.append(kind)
+        gaps[kind] = max(abs(p - q) for x, y in zip(a, b) for p, q in zip(x.logprobs, y.logprobs))
+    worst = sorted(gaps, key=lambda kind: -gaps[kind])[:3]
+    return {
+        "equal_tokens": len(gaps) - len(other),
+        "other_tokens": other,
+        "worst_gaps": {kind: gaps[kind] for kind in worst},
+        "refused": refused,
+    }
+
+
+def _measure_speed(engines: Any, a: argparse.Namespace) -> dict[str, Any]:
+    from kits.engine import all_of, ask, engine, prompt
+    from kits.engine_ranks import whole
+    from rondel.runtime.devices import Device
+
+    device = Device("cpu", a.tp)
+    loaded = device.call(partial(whole, f"from {a.speed}"))
+    one = device.call(lambda: engine(loaded, run=device.run))
+    several = engines.of(f"from {a.speed}")
+    rates: dict[str, list[float]] = {"one process": [], f"tp = {a.tp}": []}
+    for number in range(a.rounds):
+        for name, e in zip(rates, (one, several)):
+            requests = [ask(prompt(100 * number + i, 32, 50), key=i, n=a.new) for i in range(a.running)]
+            began = time.perf_counter()
+            answers = asyncio.run(all_of(e, requests))
+            rates[name].append(sum(len(x.tokens) for x in answers) / (time.perf_counter() - began))
+    device.close()
+    return {name: sorted(found)[len(found) // 2] for name, found in rates.items()}
+
+
+if __name__ == "__main__":
+    main()

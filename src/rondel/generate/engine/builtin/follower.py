@@ -1,0 +1,161 @@
+"""Another rank of an engine of several processes: it does what the first one does, and decides nothing."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rondel.core.errors import SyncError
+from rondel.core.types import Begin, Commit, Message, Route
+from rondel.generate.engine.builtin.memory_release import MemoryRelease
+from rondel.generate.engine.builtin.pages import LayerPools
+from rondel.generate.engine.builtin.part_receiver import PartReceiver
+from rondel.generate.engine.builtin.states import StateMemory
+from rondel.models.layout_message import rebuild_layout
+from rondel.models.main_grad import weights_changed
+from rondel.models.recurrent.layout import SlotStates
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rondel.core.protocols import Transport
+    from rondel.generate.engine.builtin.rank_channel import CommandChannel
+    from rondel.models.collectives import RankGroup
+    from rondel.models.serving_part import ServingPart
+
+TOLD = 60.0  # seconds that a message of an update may be behind its command
+
+
+class EngineFollower:
+    """messages  of the update under way, as the leader's pipe brought them"""
+
+    def __init__(
+        self, part: ServingPart, channel: CommandChannel, compute: RankGroup, transports: Mapping[str, Transport]
+    ) -> None:
+        self.part, self.channel, self.compute = part, channel, compute
+        self.loaded, self.device = part.loaded, part.loaded.device
+        self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.receiver = PartReceiver(part, transports)
+        self.resting = MemoryRelease(part.loaded, None, owns=True)
+        self.keys, self.values, self.states = LayerPools(0), LayerPools(0), StateMemory(0)
+        self._hidden: dict[int, Tensor] = {}  # by the number of the pass
+        self._stream: Iterator[tuple[str, Tensor]] | None = None
+        self._mine: dict[str, Tensor] = {}
+        self._route = Route("")
+        self._fault = ""  # the first of the update under way
+
+    def follow(self) -> None:
+        """On the device's thread, until the leader closes. What breaks here ends this process, and with it the engine."""
+        verbs = {
+            "attach": self._attach,
+            "forward": self._forward,
+            "logits": self._give_logits,
+            "sleep": self._sleep,
+            "wake": self._wake,
+            "open": self._open,
+            "take": self._take,
+            "read": self._report,
+            "commit": self._commit,
+            "drop": self._drop,
+        }
+        while True:
+            facts, tensors = self.channel.receive(self.device)
+            if facts["do"] == "stop":
+                return
+            verbs[facts["do"]](facts, tensors)
+
+    def _attach(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        self.keys, self.values = LayerPools(facts["pages"]), LayerPools(facts["pages"])
+        self.states = StateMemory(facts["slots"])
+
+    @torch.inference_mode()
+    def _forward(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        for source, target in facts["copies"]:
+            self.states.copy_slot(source, target)
+        tokens, positions, *rest = tensors
+        fresh = facts["fresh"]
+        keys, values = (LayerPools(fresh), LayerPools(fresh)) if fresh else (self.keys, self.values)
+        layout = rebuild_layout(facts["layout"], rest, keys, values)
+        if "runs" in facts:
+            states = StateMemory(1) if fresh else self.states
+            layout.states = SlotStates(states, [tuple(run) for run in facts["runs"]], self.device)
+        self._hidden = {number: self._hidden[number] for number in facts["alive"]}
+        self._hidden[facts["number"]] = self.loaded.hidden_states(tokens, positions, layout)
+
+    @torch.inference_mode()
+    def _give_logits(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        self.part.join_logits(self.loaded.logits(self._hidden[facts["number"]], tensors[0]))
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def _sleep(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        if "kv_cache" in facts["tags"]:
+            self.keys.clear()
+            self.values.clear()
+            self.states.clear()
+        self.resting.sleep(tuple(facts["tags"]))
+
+    def _wake(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        self.resting.wake(tuple(facts["tags"]))
+
+    # -- weights: a fault of an update is told when it is asked for, and breaks no lock-step -------
+
+    def _open(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        begin, route = (self.messages.get(timeout=TOLD) for _ in range(2))
+        assert isinstance(begin, Begin) and isinstance(route, Route)
+        self._drop(facts, tensors)
+        self._fault, self._route = "", route
+        try:
+            self.receiver.begin_update(begin, begin.manifest.version)
+            self._mine, self._stream = self.receiver.open_route(route)
+        except SyncError as error:
+            self._fault = str(error)
+
+    def _take(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        passed = self._passed_tensor(*facts["passed"]) if facts["passed"] else None
+        if self._fault:
+            return
+        try:
+            name, tensor = (facts["name"], passed) if passed is not None else self._next_tensor()
+            if name != facts["name"]:
+                raise SyncError(f"it reads {name} where the first rank reads {facts['name']}")
+            self.receiver.accept_tensor(name, tensor, self._mine)
+        except SyncError as error:
+            self._fault = str(error)
+
+    def _next_tensor(self) -> tuple[str, Tensor]:
+        assert self._stream is not None
+        if (found := next(self._stream, None)) is None:
+            raise SyncError("it finds fewer tensors than the first rank")
+        return found
+
+    def _passed_tensor(self, dtype: str, shape: list[int]) -> Tensor:
+        kind = getattr(torch, dtype)
+        raw = torch.empty(torch.Size(shape).numel() * kind.itemsize, dtype=torch.uint8, device=self.device)
+        return self.compute.broadcast(raw).view(kind).view(shape)
+
+    def _report(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        """All has been read, by the first rank's word."""
+        self._stream = None
+        if not self._fault:
+            try:
+                self.receiver.finish_data(self._route)
+            except SyncError as error:
+                self._fault = str(error)
+        self.channel.report(self._fault)
+
+    def _commit(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        try:
+            self.receiver.commit_update(Commit(facts["version"], facts["root"]))
+            weights_changed()
+        except SyncError as error:
+            self._fault = str(error)
+        self.channel.report(self._fault)
+
+    def _drop(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        self._stream, self._mine = None, {}
+        self.receiver.drop_update()

@@ -1,0 +1,86 @@
+"""Weights for an engine of several processes: each rank takes its part of every tensor, and proves the whole.
+
+    ipc, disk               every rank maps or reads the publication itself │ digest of the whole ──> its own part
+    tensor, distributed     the first rank takes it in and passes it on     │ alike
+A part is compared again at the commit where it was written over the weights or copied to another device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rondel.core.errors import SyncError
+from rondel.core.types import Begin, Manifest, TensorInfo
+from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
+from rondel.models import names
+
+if TYPE_CHECKING:
+    from rondel.core.protocols import Transport
+    from rondel.models.serving_part import ServingPart
+
+READ_BY_ALL = ("ipc", "disk")  # what every process of a machine can open
+PASSED_ON = ("tensor", "distributed")
+
+
+class PartReceiver(WeightReceiver):
+    """One rank's side of an update."""
+
+    def __init__(self, part: ServingPart, transports: Mapping[str, Transport]) -> None:
+        super().__init__(part.loaded, transports)
+        self.part = part
+        self._joined: dict[str, tuple[Tensor, set[str]]] = {}  # tensors of the module that have come in part
+        self._written: dict[str, str] = {}  # digests of parts, by the module's names
+
+    def begin_update(self, begin: Begin, version: int) -> None:
+        super().begin_update(begin, version)
+        self._joined, self._written = {}, {}
+
+    def _expected_tensors(self, asked: list[str]) -> dict[str, tuple[tuple[int, ...], str]]:
+        return self.part.checkpoint if names.tensor_slices(self.loaded.model, asked) else self.part.module
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        own = dict(self.loaded.model.named_parameters()) | dict(self.loaded.model.named_buffers())
+        return {name: own[self._parts[name][0] if self._parts else name].detach() for name in self._awaited}
+
+    def _take_tensor(self, row: TensorInfo, tensor: Tensor, mine: dict[str, Tensor], *, beside: bool) -> None:
+        self._check_digest(row, tensor)
+        of, piece = self._parts.get(row.name, (row.name, None))
+        whole: Tensor | None = tensor
+        if piece is not None and not piece.all:
+            whole = self._join_piece(of, piece, tensor, mine[row.name])
+        if whole is None:
+            return
+        own, target = self.part.cuts.split(of, whole), mine[row.name]
+        if beside:
+            self._beside[of] = own.clone(memory_format=torch.contiguous_format)
+        else:
+            target.copy_(own)
+            self.bytes_copied += target.nbytes
+        if not beside or own.device != target.device:
+            self._written[of] = names.tensor_digest(own)
+
+    def _join_piece(self, of: str, piece: names.TensorSlice, tensor: Tensor, target: Tensor) -> Tensor | None:
+        """The whole tensor of the module, once all of its pieces are here."""
+        if of not in self._joined:
+            shape = self.part.cuts.shapes.get(of, target.shape)
+            left = {name for name, (owner, _) in self._parts.items() if owner == of}
+            self._joined[of] = torch.empty(shape, dtype=target.dtype, device=tensor.device), left
+        whole, left = self._joined[of]
+        piece.view(whole).copy_(tensor)
+        left.discard(piece.name)
+        return None if left else self._joined.pop(of)[0]
+
+    def _compare_manifest(self, manifest: Manifest) -> None:
+        """Each part as it was cut from a tensor whose digest was right."""
+        own = dict(self.loaded.model.named_parameters()) | dict(self.loaded.model.named_buffers())
+        wrong = [name for name, digest in self._written.items() if names.tensor_digest(own[name]) != digest]
+        if wrong:
+            raise SyncError(f"{len(wrong)} tensors arrived with other bits than were sent, first {wrong[0]}")
+
+    def drop_update(self) -> bool:
+        self._joined = {}
+        return super().drop_update()

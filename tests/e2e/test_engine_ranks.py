@@ -1,0 +1,407 @@
+"""An engine of two processes, each with a part of every matrix: what one process writes, it writes, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kits.engine import all_of, ask, engine, idle, inline, plain_logprobs, prompt, twin, watched
+from kits.engine_ranks import RankedEngines, whole
+from kits.runs import check, events, final, run
+from kits.sync import Publisher, wrote
+from kits.workers import alive
+from rondel.core.errors import ConfigError, EngineError, ModelError, SyncError
+from rondel.core.events import GroupFinished, subscribe
+from rondel.core.types import Begin, Completion, Request, Sampling
+from rondel.generate.engine.builtin.draft import DraftModel
+from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
+from rondel.models import names
+from rondel.models.save import save_model
+from rondel.sync.delta import Delta
+from rondel.sync.from_disk import FromDisk
+from rondel.sync.from_distributed import FromDistributed
+from rondel.sync.from_ipc import FromIpc
+from rondel.sync.from_tensor import FromTensor
+from rondel.sync.update import WeightUpdate
+
+pytestmark = pytest.mark.slow
+CLOSE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    made = RankedEngines(tmp_path_factory.mktemp("ranks"))
+    yield made
+    made.close()
+    assert made.ended == []
+
+
+def alike(engines, kind, scenario, **settings):
+    """What a scenario tells of an engine of two processes, and of one: equal, logprobs to 1e-5. -> what it told."""
+    ours = asyncio.run(scenario(watched(engines.of(kind, **settings))))
+    theirs = asyncio.run(scenario(watched(engine(whole(kind), **{"run": inline, **settings}))))
+    same(ours, theirs)
+    return ours
+
+
+def same(ours, theirs):
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs):
+        assert (a.tokens, a.finish_reason, a.cached_tokens, a.versions) == (
+            b.tokens, b.finish_reason, b.cached_tokens, b.versions,
+        )  # fmt: skip
+        assert a.logprobs == pytest.approx(b.logprobs, abs=CLOSE)
+        assert (a.experts is None) == (b.experts is None) and (a.experts is None or (a.experts == b.experts).all())
+        assert a.support == b.support
+        for streams in ("raw_logprobs", "prompt_logprobs"):
+            assert (getattr(a, streams) or []) == pytest.approx(getattr(b, streams) or [], abs=CLOSE)
+    return ours
+
+
+def mixed(n=6, **more):
+    """Greedy and sampled, siblings and strangers."""
+    return [ask(prompt(i // 2, 9 + 7 * (i // 2), 50), key=i, n=10, temperature=float(i % 2), **more) for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "one_key", "untied", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3", "lfm2", "qwen3_next", "falcon_h1"],
+)
+def test_every_family_writes_what_one_process_writes(engines, kind):
+    async def scenario(e):
+        told = await all_of(e, mixed())
+        again = await all_of(e, mixed())  # from the prefix cache
+        scored = [await e.score(request) for request in mixed()]
+        assert [row.version for row in scored] == [0] * 6
+        idle(e)
+        return [*told, *again, *(_scored(row.logprobs) for row in scored)]
+
+    told = alike(engines, kind, scenario, kv_pages=512)
+    assert sum(answer.cached_tokens for answer in told[6:12]) > 0
+
+
+def _scored(logprobs):
+    return Completion([], logprobs, [], "length")
+
+
+def test_experts_are_recorded_as_one_process_records_them(engines):
+    async def scenario(e):
+        requests = [Request(r.tokens, r.sampling, key=r.key, wants=frozenset({"experts"})) for r in mixed()]
+        return await all_of(e, requests)
+
+    told = alike(engines, "qwen3_moe", scenario, routes=True)
+    assert all(answer.experts is not None for answer in told)
+
+
+def test_retraction_truncation_and_streams_beside_the_tokens(engines):
+    wants = frozenset({"raw_logprobs", "prompt_logprobs", "support"})
+
+    async def scenario(e):
+        requests = [
+            Request(prompt(i, 20, 50), Sampling(max_tokens=20, ignore_eos=True, top_k=5, top_p=0.8), key=i, wants=wants)
+            for i in range(5)
+        ]
+        told = await all_of(e, requests)
+        assert e.scheduler.retracted > 0
+        idle(e)
+        return told
+
+    told = alike(engines, "llama", scenario, kv_pages=100, prefill_tokens=16)
+    assert all(len(answer.prompt_logprobs) == 20 and max(map(len, answer.support)) <= 5 for answer in told)
+
+
+@pytest.mark.parametrize("how", ["hold", "drain", "abort"])
+def test_pauses_and_sleep(engines, how):
+    async def scenario(e):
+        asked = [asyncio.ensure_future(e.generate(request)) for request in mixed(4)]
+        await wrote(e, 3)
+        await e.pause(how)
+        if how == "hold":
+            await e.sleep(("weights", "kv_cache"))
+            await e.wake(("weights", "kv_cache"))
+        await e.resume()
+        return await asyncio.gather(*asked)
+
+    ours = asyncio.run(scenario(engines.of("llama")))
+    theirs = asyncio.run(scenario(engine(whole("llama"))))
+    if how == "abort":  # where they were is a matter of timing
+        for a, b in zip(ours, theirs):
+            n = min(len(a.tokens), len(b.tokens))
+            assert a.finish_reason == "abort" and a.tokens[:n] == b.tokens[:n] and n >= 3
+    else:
+        assert [a.tokens for a in ours] == [b.tokens for b in theirs]
+
+
+@pytest.mark.parametrize("draft", [None, "one_key"])
+def test_guesses_and_grammars(engines, draft):
+    """A draft model is whole, on the first process alone."""
+
+    def speculation():
+        return SpeculativeDecoder(4, None if draft is None else DraftModel(whole(draft)))
+
+    async def scenario(e):
+        tokens = prompt(3, 8, 50) * 4
+        greedy = await all_of(e, [ask(tokens, key=i, n=24, temperature=0) for i in range(3)])
+        return [*greedy, await e.generate(ask(tokens, key=4, grammar={"regex": "[0-9]{4}"}, ignore_eos=False))]
+
+    ours = asyncio.run(scenario(engines.of("llama", speculation=speculation())))
+    theirs = asyncio.run(scenario(engine(whole("llama"))))
+    assert [a.tokens for a in ours] == [b.tokens for b in theirs]
+
+
+def test_what_cannot_be_cut_is_refused(engines):
+    for kind, error, said in (
+        ("mamba", ModelError, "no plan for tensor parallelism.*tp = 1"),
+        ("three_heads", ModelError, "tp = 2 does not divide the 3 attention heads"),
+        ("deepseek_v32", ConfigError, "an indexer cannot be cut"),
+    ):
+        with pytest.raises(error, match=said):
+            engines.of(kind)
+    assert len(asyncio.run(engines.of("llama").generate(ask(prompt(1, 9, 50)))).tokens) == 16, "the ranks go on"
+
+
+# -- weights -------------------------------------------------------------------------------------
+
+
+class CheckpointPublisher(Publisher):
+    """Under the checkpoint's names where the transport asks for these, as the trainer does it."""
+
+    def _weights(self):
+        named = names.named_weights(self.loaded.model)
+        own = self.transport.names == "checkpoint"
+        return names.published_tensors(self.loaded.model, named) if own else named
+
+    async def publish(self, route):
+        return self.transport.publish(route, self.version, names.describe_tensors(self._weights()))
+
+    async def send(self, route):
+        await asyncio.to_thread(self.transport.send, route, self._weights())
+
+
+def ends(engines, way, folder, kind="llama"):
+    """-> (trainer, engine of two processes, update)."""
+    transports = {
+        "ipc": FromIpc,
+        "disk": lambda: FromDisk(folder / "weights"),
+        "distributed": lambda: FromDistributed(deadline=20.0),
+        "tensor": lambda: FromTensor("begin"),
+    }
+    trainer = CheckpointPublisher(whole(kind), transport=transports[way]())
+    e = engines.of(kind, transports={way: transports[way]()})
+
+    async def score(tokens):
+        return [0.0, *plain_logprobs(trainer.loaded, tokens)]
+
+    return trainer, e, WeightUpdate(trainer.transport, probe=PROBE, score=score, tolerance=1e-4, moved=lambda: True)
+
+
+PROBE = prompt(0, 16, 50)
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [("ipc", "one_key"), ("ipc", "qwen3_moe"), ("disk", "qwen3_moe"), ("distributed", "llama"), ("tensor", "untied")],
+)
+def test_weights_arrive_in_parts(engines, way, kind, tmp_path):
+    trainer, e, update = ends(engines, way, tmp_path, kind)
+
+    async def main():
+        asked = [asyncio.ensure_future(e.generate(ask(prompt(3, 9, 50), key=1, n=60)))]
+        for version in (1, 2):
+            trainer.train()
+            assert await update(trainer, e) == version == e.version and e.state == "serving"
+            one = engine(twin(trainer.loaded))
+            ours, theirs = await all_of(e, mixed(2)), await all_of(one, mixed(2))
+            assert [a.tokens for a in ours] == [b.tokens for b in theirs]
+            assert {v for a in ours for v in a.versions} == {version}
+        assert len((await asyncio.gather(*asked))[0].tokens) == 60, "what ran beside the updates goes on"
+        idle(e)
+
+    asyncio.run(main())
+    trainer.transport.close()
+
+
+@pytest.mark.parametrize("way", ["ipc", "tensor"])
+def test_a_rank_that_reads_other_bits_is_named_and_the_old_version_stays_or_is_refused(engines, way, tmp_path):
+    """The other rank is told another digest of the last tensor."""
+    trainer, e, update = ends(engines, way, tmp_path)
+    lead = e.loaded.lead
+    tell, told = lead.tell, []
+
+    def lie(message):
+        if isinstance(message, Begin) and not told:
+            told.append(True)
+            *rows, last = message.manifest.tensors
+            message = Begin(replace(message.manifest, tensors=(*rows, replace(last, digest="0" * 32))), message.beside)
+        tell(message)
+
+    async def main():
+        before = await e.generate(ask(PROBE, key=1))
+        lead.tell = lie
+        trainer.train()
+        with pytest.raises(SyncError, match="rank 1: 1 tensors arrived with other bits"):
+            await update(trainer, e)
+        if way == "ipc":
+            assert (await e.generate(ask(PROBE, key=1))).tokens == before.tokens and e.version == 0
+        else:
+            with pytest.raises(EngineError, match="refuses"):
+                await e.generate(ask(PROBE))
+        trainer.train()
+        assert await update(trainer, e) == 2
+        one = engine(twin(trainer.loaded))
+        assert (await e.generate(ask(PROBE, key=1))).tokens == (await one.generate(ask(PROBE, key=1))).tokens
+
+    asyncio.run(main())
+
+
+def test_changes_alone_are_refused_by_name(engines, tmp_path):
+    e = engines.of("llama", transports={"delta": Delta(tmp_path)})
+    trainer = CheckpointPublisher(whole("llama"), transport=Delta(tmp_path))
+    update = WeightUpdate(trainer.transport, probe=[], score=None, tolerance=1e-4)
+    with pytest.raises(SyncError, match="'delta', which an engine of 2 processes does not take: use ipc, disk"):
+        asyncio.run(update(trainer, e))
+
+
+# -- a rank that ends ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_ends_or_hangs_is_named(tmp_path, how):
+    made = RankedEngines(tmp_path, patience=2.0)
+    e = made.of("llama")
+    [follower] = made.ranks.followers
+
+    async def main():
+        if how == signal.SIGSTOP:
+            await asyncio.sleep(4.0)  # an idle engine is no silent one
+        asked = [asyncio.ensure_future(e.generate(ask(prompt(i, 9, 50), key=i, n=200))) for i in range(2)]
+        async with asyncio.timeout(30):
+            await wrote(e, 5)
+        os.kill(follower.pid, how)
+        said = "SIGKILL" if how == signal.SIGKILL else "gives no sign of life"
+        for error in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(error, EngineError) and "worker engine-rank-1" in str(error) and said in str(error)
+        with pytest.raises(EngineError, match="cannot go on"):
+            await e.generate(ask(PROBE))
+        with pytest.raises(EngineError, match="cannot go on"):
+            await e.score(ask(PROBE))
+
+    try:
+        asyncio.run(main())
+    finally:
+        made.close()
+    assert len(made.ended) == 1 and "worker engine-rank-1" in made.ended[0]
+    assert not alive(follower.pid)
+
+
+# -- whole runs ----------------------------------------------------------------------------------
+
+
+RUN = {"place__kind": "split", "loop__warmup__steps": 0, "loop__steps": 4, "place__patience": 10.0}
+
+
+def followers(folder):
+    """Processes whose output is the log of a follower in this run's folder."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            out = os.readlink(f"/proc/{pid}/fd/1")
+            if out.startswith(str(folder)) and "-rank-" in out:
+                found.append(int(pid))
+    return found
+
+
+def test_a_run_writes_and_learns_what_it_does_with_one_process(tmp_path):
+    run(tmp_path / "one", **RUN)
+    run(tmp_path / "two", **RUN, place__engines={"tp": 2})
+    one, two = (check(tmp_path / name, staleness=0, total=4) for name in ("one", "two"))
+    assert [row["tokens"] for row in one] == [row["tokens"] for row in two]
+    assert all(e["probe_gap"] < 1e-5 for e in events(tmp_path / "two", "Synced"))
+    a, b = (final(tmp_path / name) for name in ("one", "two"))
+    assert all(torch.allclose(a[name], b[name], atol=1e-5) for name in a if name.startswith("model"))
+    assert not followers(tmp_path)
+
+
+def test_a_run_goes_on_when_a_rank_of_its_engine_is_killed(tmp_path):
+    hit = []
+
+    def strike(event):
+        if isinstance(event, GroupFinished) and not hit:
+            hit.extend(followers(tmp_path))
+            for pid in hit:
+                os.kill(pid, signal.SIGKILL)
+
+    stop = subscribe(strike)
+    try:
+        run(tmp_path, **RUN, place__engines={"tp": 2})
+    finally:
+        stop()
+    check(tmp_path, staleness=0, total=4)
+    said = [e["message"] for e in events(tmp_path, "Warned")]
+    assert len(hit) == 1 and any("worker engine-0-rank-1" in text and "started again (1 of" in text for text in said)
+    assert not followers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"place__kind": "shared"}, 'needs devices of its own: set place.kind = "split"'),
+        ({"model__adapter": {"kind": "lora"}}, "cuts whole weights: drop model.adapter"),
+        ({"engine__numerics": "aligned"}, 'set engine.numerics = "fast"'),
+        ({"sync__kind": "delta"}, 'sync.kind = "delta" is none of them'),
+        ({"place__cluster": "ray"}, 'place.cluster = "ray" has them anywhere'),
+    ],
+)
+def test_recipes_that_cannot_be_are_refused_by_name(tmp_path, changes, said):
+    with pytest.raises(ConfigError, match=f"place.engines.tp = 2 .*{said}"):
+        run(tmp_path, **{**RUN, "place__engines": {"tp": 2}, **changes})
+
+
+# -- rondel serve --------------------------------------------------------------------------------
+
+
+def test_a_server_of_two_processes(tmp_path):
+    """Its follower reads its part from the folder alone; weights come from another folder; it ends with its follower."""
+    pytest.importorskip("openai")
+    from kits.serve import Server, until
+
+    loaded = whole("llama")
+    later = Publisher(twin(loaded))
+    later.train()
+    for name, model in (("first", loaded), ("second", later.loaded)):
+        save_model(model, tmp_path / name)
+    server = Server(tmp_path / "first", tmp_path, "--tp", "2", "--kv-pages", "512")
+    try:
+        for number, model in enumerate((loaded, later.loaded)):
+            if number:
+                server.ok("/update_weights_from_disk", model_path=str(tmp_path / "second"), weight_version="7")
+            told = server.ok(
+                "/generate",
+                input_ids=PROBE,
+                sampling_params={"temperature": 0, "max_new_tokens": 12, "ignore_eos": True},
+            )
+            one = asyncio.run(engine(twin(model)).generate(ask(PROBE, n=12, temperature=0)))
+            assert told["output_ids"] == one.tokens
+        [nursery] = [pid for pid in children(server.process.pid) if children(pid)]
+        [follower] = children(nursery)
+        os.kill(follower, signal.SIGKILL)
+        until(lambda: server.process.poll() is not None, 30)
+        assert server.process.poll() == 1 and "worker engine-rank-1" in server.said() and "SIGKILL" in server.said()
+        until(lambda: not alive(nursery), 10)
+    finally:
+        server.stop()
+
+
+def children(of):
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{pid}/stat") as stat:
+            if int(stat.read().rpartition(")")[2].split()[1]) == of:
+                found.append(int(pid))
+    return found

@@ -1,0 +1,61 @@
+"""An engine over several processes: this one leads, and the others follow with whatever model is next."""
+
+from __future__ import annotations
+
+import copy
+import tomllib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kits.engine import SIZE, engine, tiny
+from kits.families import model as family
+from rondel.assemble.engine_ranks import EngineRanks, RankSettings
+from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.models.load import load_model
+from rondel.models.loaded_model import LoadedModel
+from rondel.runtime.cluster.process import ProcessCluster
+from rondel.runtime.devices import Device
+from rondel.sync.from_disk import FromDisk
+from rondel.sync.from_ipc import FromIpc
+
+KINDS = {  # beside the families of kits.families
+    "one_key": SIZE | {"num_key_value_heads": 1},
+    "untied": SIZE | {"tie_word_embeddings": False, "vocab_size": 53},  # which two ranks cannot share evenly
+    "three_heads": SIZE | {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48},
+}
+
+
+def source_of(kind: str) -> str | dict[str, Any]:
+    """ "from FOLDER", or "from { random = ... }"."""
+    text = kind.removeprefix("from ")
+    return tomllib.loads(f"model = {text}")["model"] if text.startswith("{") else text
+
+
+def whole(kind: str, *, deferred: bool = False) -> LoadedModel:
+    """Every process makes the same one; `deferred` changes nothing for random weights."""
+    if kind.startswith("from "):
+        return load_model(source_of(kind), dtype="float32", deferred=deferred)
+    return tiny("llama", **KINDS[kind]) if kind in KINDS else copy.deepcopy(family(kind))
+
+
+class RankedEngines:
+    """`engines.of("llama", kv_pages=64)`: an engine of `tp` processes; the one before it is over."""
+
+    def __init__(self, logs: Path, patience: float = 20.0, tp: int = 2) -> None:
+        self.ended: list[str] = []
+        self.device = Device("cpu", 1)
+        cluster = partial(ProcessCluster, logs, patience=patience)
+        settings = RankSettings("engine", ("cpu",) * tp, cluster, threads=1, patience=patience)
+        self.ranks = EngineRanks(settings, self.ended.append, {"ipc": FromIpc(), "disk": FromDisk(logs)})
+
+    def of(self, kind: str, **settings) -> BuiltinEngine:
+        if self.ranks.lead is not None:
+            lead, self.ranks.lead = self.ranks.lead, None
+            self.device.call(lead.close)
+        lead = self.ranks.join(partial(whole, kind), self.device)
+        return self.device.call(lambda: engine(lead.model, ranks=lead, **{"run": self.device.run, **settings}))
+
+    def close(self) -> None:
+        self.ranks.close(self.device)
+        self.device.close()
