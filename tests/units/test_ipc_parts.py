@@ -10,47 +10,21 @@ import pytest
 import torch
 
 from kits.engine import ask, engine, prompt, tiny, twin
-from kits.sync import Publisher
+from kits.sync import ShardedPublisher
 from kits.transports import bits, left_behind, same
 from rondel.core.errors import SyncError
 from rondel.core.mesh import Mesh
 from rondel.core.types import Manifest
-from rondel.models import names
 from rondel.sync.from_ipc import FromIpc
-from rondel.sync.ipc_parts import PartAddresses, WrittenPiece, narrow
+from rondel.sync.ipc_parts import PartAddresses, WrittenPiece
 from rondel.sync.tensor_bytes import HEAD
 from rondel.sync.update import WeightUpdate
-from rondel.train.mesh_layout import rank_part
-
-
-class Ranks(Publisher):
-    """A trainer whose weights lie in shards over some ranks, each with an end of the transport."""
-
-    def __init__(self, loaded, mesh: Mesh) -> None:
-        super().__init__(loaded, transport=FromIpc())
-        self.writers = [FromIpc() for _ in range(mesh.world)]
-        shapes = {name: t.shape for name, t in names.named_weights(loaded.model)}
-        self.held = [{name: rank_part(mesh, r, shape) for name, shape in shapes.items()} for r in range(mesh.world)]
-        self.assigned = self.transport.assign_parts(self.held, dict.fromkeys(shapes, 4))
-
-    async def publish(self, route):
-        told = dict(names.named_weights(self.loaded.model))
-        places = [
-            writer.write_parts(narrow(told[name], b.start, b.size) for name, blocks in own.items() for b in blocks)
-            for writer, own in zip(self.writers, self.assigned)
-        ]
-        rows = tuple(row for row, _ in names.describe_tensors(told.items()))
-        return Manifest(self.version, rows), self.transport.route_parts(places, self.assigned)
-
-    def close(self) -> None:
-        for end in (self.transport, *self.writers):
-            end.close()
 
 
 @pytest.fixture
 def ends():
     before, model = left_behind(), tiny()
-    trainer = Ranks(twin(model), Mesh(replicas=2, shards=2))
+    trainer = ShardedPublisher(twin(model), Mesh(replicas=2, shards=2))
     e = engine(model, transports={"ipc": FromIpc()})
     yield trainer, e, WeightUpdate(trainer.transport, probe=[], score=None, tolerance=1e-4, moved=lambda: True)
     trainer.close()
@@ -132,7 +106,7 @@ def test_what_is_wrong_leaves_the_old_version_serving(ends, what):
 
 def test_one_writer_of_a_whole_tensor_is_read_in_place():
     """Nothing is copied: the engine serves from the writer's memory."""
-    trainer = Ranks(tiny(), Mesh())
+    trainer = ShardedPublisher(tiny(), Mesh())
     reader = FromIpc()
 
     async def main():

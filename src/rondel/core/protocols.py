@@ -192,6 +192,16 @@ class PartTransport(Protocol):
 
 
 @runtime_checkable
+class PartSource(Protocol):
+    """A transport that gives a rank of an engine its part of every tensor, where a publication has parts."""
+
+    def has_parts(self, route: Route) -> bool: ...
+    def receive_parts(
+        self, route: Route, manifest: Manifest, wanted: Mapping[str, TensorPart]
+    ) -> Iterator[tuple[str, Any]]: ...
+
+
+@runtime_checkable
 class SeveralWays(Protocol):
     """A transport that is one of several: a route names which."""
 

@@ -62,6 +62,11 @@ class Block:
                     yield Block(tuple(shifted), tuple([*size[:d], length, *size[d + 1 :]]), tuple(there))
             start[d], size[d], here[d] = first, n, here[d] + below
 
+    def without(self, other: Block) -> list[Block]:
+        """What `other` does not have of it."""
+        common = self.overlap(other)
+        return [self] if common is None else list(self.minus(common))
+
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:

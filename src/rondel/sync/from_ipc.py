@@ -273,7 +273,7 @@ class FromIpc:
 
     def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Views of the segment; on a GPU copies, because nobody would know when the last view is gone."""
-        if isinstance(route.data, PartAddresses):
+        if self.has_parts(route):
             yield from self.receive_parts(
                 route, manifest, {row.name: TensorPart.whole(row.shape) for row in manifest.tensors}
             )
@@ -285,6 +285,9 @@ class FromIpc:
         for row, start in zip(manifest.tensors, at):
             tensor = buffer[start : start + size_of(row)].view(getattr(torch, row.dtype)).view(row.shape)
             yield row.name, tensor.clone() if place.cuda else tensor
+
+    def has_parts(self, route: Route) -> bool:
+        return isinstance(route.data, PartAddresses)
 
     def receive_parts(
         self, route: Route, manifest: Manifest, wanted: Mapping[str, TensorPart]

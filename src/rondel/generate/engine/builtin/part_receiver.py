@@ -1,5 +1,6 @@
 """Weights for an engine of several processes: each rank takes its part of every tensor, and proves the whole.
 
+    ipc, several writers    every rank pulls its own part of what a trainer's ranks wrote ──> their sums give the digest of the whole
     ipc, disk               every rank maps or reads the publication itself │ digest of the whole ──> its own part
     tensor, distributed     the first rank takes it in and passes it on     │ alike
 A part is compared again at the commit where it was written over the weights or copied to another device.
@@ -7,16 +8,18 @@ A part is compared again at the commit where it was written over the weights or 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rondel.core.errors import SyncError
-from rondel.core.types import Begin, Manifest, TensorInfo
+from rondel.core.protocols import PartSource
+from rondel.core.types import Begin, Manifest, Route, TensorInfo
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 from rondel.models import names
+from rondel.models.part_digests import PartDigests
 
 if TYPE_CHECKING:
     from rondel.core.protocols import Transport
@@ -34,10 +37,31 @@ class PartReceiver(WeightReceiver):
         self.part = part
         self._joined: dict[str, tuple[Tensor, set[str]]] = {}  # tensors of the module that have come in part
         self._written: dict[str, str] = {}  # digests of parts, by the module's names
+        self.proof: PartDigests | None = None  # where only parts are read
 
     def begin_update(self, begin: Begin, version: int) -> None:
         super().begin_update(begin, version)
-        self._joined, self._written = {}, {}
+        self._joined, self._written, self.proof = {}, {}, None
+
+    def open_route(self, route: Route) -> tuple[dict[str, Tensor], Generator[tuple[str, Tensor], None, None]]:
+        found, source = super().open_route(route), self._transports.get(route.kind)
+        if isinstance(source, PartSource) and source.has_parts(route):
+            assert self._begun is not None
+            cuts = self.part.cuts
+            self.proof = PartDigests(self._begun.manifest.tensors, cuts, self.loaded.device)
+        return found
+
+    def _open_stream(
+        self, route: Route, manifest: Manifest, mine: dict[str, Tensor]
+    ) -> Generator[tuple[str, Tensor], None, None]:
+        source = self._transports.get(route.kind)
+        if self.proof is not None and isinstance(source, PartSource):
+            yield from source.receive_parts(route, manifest, self.proof.parts)
+        else:
+            yield from super()._open_stream(route, manifest, mine)
+
+    def _arriving_shape(self, row: TensorInfo) -> tuple[int, ...]:
+        return row.shape if self.proof is None else self.proof.parts[row.name].shape
 
     def _expected_tensors(self, asked: list[str]) -> dict[str, tuple[tuple[int, ...], str]]:
         return self.part.checkpoint if names.tensor_slices(self.loaded.model, asked) else self.part.module
@@ -47,6 +71,10 @@ class PartReceiver(WeightReceiver):
         return {name: own[self._parts[name][0] if self._parts else name].detach() for name in self._awaited}
 
     def _take_tensor(self, row: TensorInfo, tensor: Tensor, mine: dict[str, Tensor], *, beside: bool) -> None:
+        if self.proof is not None:
+            self.proof.add_part(row.name, tensor)
+            self._keep_part(row.name, tensor, mine[row.name], beside=beside)
+            return
         self._check_digest(row, tensor)
         of, piece = self._parts.get(row.name, (row.name, None))
         whole: Tensor | None = tensor
@@ -54,9 +82,15 @@ class PartReceiver(WeightReceiver):
             whole = self._join_piece(of, piece, tensor, mine[row.name])
         if whole is None:
             return
-        own, target = self.part.cuts.split(of, whole), mine[row.name]
+        own = self.part.cuts.split(of, whole)
         if beside:
-            self._beside[of] = own.clone(memory_format=torch.contiguous_format)
+            own = own.clone(memory_format=torch.contiguous_format)
+        self._keep_part(of, own, mine[row.name], beside=beside)
+
+    def _keep_part(self, of: str, own: Tensor, target: Tensor, *, beside: bool) -> None:
+        """This rank's part of one of the module's tensors, until the commit or in its place."""
+        if beside:
+            self._beside[of] = own
         else:
             target.copy_(own)
             self.bytes_copied += target.nbytes
