@@ -15,7 +15,7 @@ from kits.sync import PROBE, Publisher
 from kits.transports import bits, same
 from rondel.buffer import Buffer
 from rondel.core.errors import SyncError, WorkerError
-from rondel.core.events import Synced
+from rondel.core.events import Synced, Warned
 from rondel.core.types import Abort, Commit, Route
 from rondel.driver.weight_delivery import WeightDelivery
 from rondel.sync.delta import Delta
@@ -142,6 +142,9 @@ class Slow:
     def fall_back(self, error) -> bool:
         return False
 
+    def makes_good(self, snapshot, error) -> bool:
+        return False
+
     async def __call__(self, trainer, engine) -> int:
         return await self.deliver(await self.publish(trainer, engine))
 
@@ -222,6 +225,51 @@ def test_a_route_of_what_was_published_stays_readable_after_the_next_step(tmp_pa
         trainer.train()
         other = trainer.transport.publish(Route("ipc"), 2, [])
         assert await sync.deliver(first) == 1 and other[1].data.path != first.route.data.path
+
+    asyncio.run(main())
+    close(trainer, e)
+
+
+def test_an_engine_that_comes_late_gets_whole_weights_where_changes_travel(tmp_path):
+    trainer, e, sync = ends("delta", tmp_path)
+    fresh = engine(tiny(), transports={"delta": Delta(tmp_path)}, run=in_thread)
+
+    async def main():
+        for version in (1, 2):
+            trainer.train(1e-4)
+            assert await sync(trainer, e) == version
+        assert await sync.catch_up(fresh) == 2 == fresh.version and same(bits(fresh.loaded), bits(trainer.loaded))
+        trainer.train(1e-4)
+        assert await sync(trainer, e, fresh) == 3 == fresh.version == e.version
+
+    asyncio.run(main())
+    close(trainer, e)
+
+
+def test_changes_that_find_no_base_beside_a_step_are_made_good_by_the_next_update(tmp_path):
+    """The engine ended after the publication: whoever takes its place has nothing that could be changed."""
+    trainer, e, sync = ends("delta", tmp_path)
+    buffer, delivery, deliver = (
+        Buffer(groups_per_step=2, max_staleness=2),
+        WeightDelivery(sync, Healthy()),
+        sync.deliver,
+    )
+
+    async def late(snapshot):
+        e.arrivals.root = ""
+        return await deliver(snapshot)
+
+    async def main():
+        trainer.train(1e-4)
+        assert await delivery.update_engines(trainer, e) == 1
+        sync.deliver = late
+        trainer.train(1e-4)
+        with Heard(Warned) as warned:
+            assert await delivery.start(trainer, e, buffer) == 2
+            await buffer.advance(2)
+            await delivery.finish(trainer, e)
+        assert len(warned) == 1 and "version 2 has not reached the engines" in warned[0].message
+        assert (e.version, buffer.birth_version) == (2, 2) and same(bits(e.loaded), bits(trainer.loaded))
 
     asyncio.run(main())
     close(trainer, e)

@@ -80,7 +80,7 @@ class WeightDelivery:
         try:
             await self._repeat_healed(lambda: self.update.deliver(snapshot), again=False)
         except Exception as error:
-            if self.update.fall_back(error):  # the trainer is at its next step, and what is published then goes there
+            if self.update.makes_good(snapshot, error):  # the trainer is at its next step
                 self._missed = buffer
                 return
             error.add_note(f"while version {snapshot.manifest.version} was delivered beside the next step")

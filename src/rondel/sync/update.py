@@ -115,14 +115,14 @@ class WeightUpdate:
             return await self._deliver_snapshot(snapshot)
 
     async def catch_up(self, engine: RolloutEngine) -> int:
-        """An engine that comes late takes what was published last from where it lies, or
-        has it sent once more. -> its version.
+        """An engine that comes late takes what was published last from where it lies; where that is gone, or only
+        changes weights that it does not have, the trainer publishes once more. -> its version.
         """
         async with self._one:
             if self._last is None:
                 return (await engine.status()).version
             manifest, route, trainer = self._last.manifest, self._last.route, self._last.trainer
-            if self._last.holds == "begin":
+            if self._last.holds == "begin" or _needs_base(route):
                 manifest, route = await self._publish_weights(trainer, [engine])
             await self._deliver_weights(manifest, route, [engine], holds=self._last.holds, send=trainer.send)
         return manifest.version
@@ -178,6 +178,20 @@ class WeightUpdate:
         self._on_the_way = True
         yield
         self._on_the_way = False
+
+    def makes_good(self, snapshot: Snapshot, error: Exception) -> bool:
+        """After a delivery that failed beside a step: whether the next update brings engines what they need."""
+        if self.fall_back(error):
+            return True
+        if not isinstance(error, SyncError) or not _needs_base(snapshot.route):
+            return False
+        why = " ".join(str(error).split())
+        emit(
+            Warned(
+                f"version {snapshot.manifest.version} has not reached the engines ({why}); they get the next one whole"
+            )
+        )
+        return True
 
     def fall_back(self, error: Exception) -> bool:
         """After an update that failed: whether the next one goes another way, which is said aloud."""
@@ -374,3 +388,9 @@ class WeightUpdate:
 
 def _of_policy(name: str) -> str:
     return "" if name == POLICY else f" of '{name}'"
+
+
+def _needs_base(route: Route) -> bool:
+    """Whether it only changes weights that an engine must have; of several policies one of their routes."""
+    parts = route.data.values() if isinstance(route.data, dict) else ()
+    return bool(route.base) or any(isinstance(part, Route) and bool(part.base) for part in parts)
