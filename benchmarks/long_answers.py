@@ -37,7 +37,7 @@ class LongEngine:
     def __init__(self, tokens: int) -> None:
         import numpy as np
 
-        from rondel.core.token_column import IDS, NUMBERS, TokenColumn
+        from rondel.core.types import IDS, NUMBERS, TokenColumn
 
         draw = np.random.default_rng(0)
         self.tokens = TokenColumn(IDS, draw.integers(10, 500, tokens).tolist())
@@ -48,8 +48,7 @@ class LongEngine:
         self.most = tokens
 
     async def generate(self, request: Any) -> Any:
-        from rondel.core.token_column import IDS, TokenColumn
-        from rondel.core.types import Completion
+        from rondel.core.types import IDS, Completion, TokenColumn
 
         n = min(self.most, request.sampling.max_tokens)
         return Completion(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rondel.algos.tokens import TokenBatch
-from rondel.core.token_column import IDS, TokenColumn
+from rondel.core.types import IDS, TokenColumn
 from rondel.runtime.cluster import frames
 
 

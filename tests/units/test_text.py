@@ -16,11 +16,11 @@ from rondel.cli import main
 from rondel.cli.check_env import print_findings
 from rondel.core.events import GroupsTaken, Warned
 from rondel.core.types import Trajectory
-from rondel.runtime.journal.log import Journal, encode, read_history
+from rondel.runtime.journal.log import Journal, read_history
 from rondel.runtime.journal.store import RolloutStore
 from rondel.runtime.telemetry.progress import ProgressPrinter
 from rondel.score.preflight import CheckFinding
-from rondel.text.unicode import read_json, valid_unicode, visible_text
+from rondel.text.unicode import read_json, valid_unicode, visible_text, write_json
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202egnp.exe \r overwritten \ud83d"
 OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -97,7 +97,7 @@ def folder(tmp_path):
             event["samples"] = [{"prompt": HOSTILE, "text": HOSTILE, "answer": HOSTILE, "reward": 1.0}]
     journal.close()
     store.close()
-    (tmp_path / "journal.jsonl").write_text("".join(encode(event) + "\n" for event in told))
+    (tmp_path / "journal.jsonl").write_text("".join(write_json(event) + "\n" for event in told))
     return tmp_path
 
 

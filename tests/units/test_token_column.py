@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from kits.engine import tiny
-from rondel.core.token_column import FLAGS, IDS, NUMBERS, TokenColumn
-from rondel.core.types import Trajectory
+from rondel.core.types import FLAGS, IDS, NUMBERS, TokenColumn, Trajectory
 from rondel.text.decoding import decode_answer, decode_in_pieces
 
 

@@ -54,7 +54,7 @@ from rondel.planner import resolve as planner
 from rondel.planner.shapes import hub_cache, of_recipe
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.cluster.process import ProcessCluster
-from rondel.runtime.devices import Device, OneAtATime, SharedDevice, SplitDevices, pick_device
+from rondel.runtime.devices import Device, OneAtATime, SharedDevice, SplitDevices, pick_device, usable_cores
 from rondel.sync import transport_of
 from rondel.sync.choice import WORTH, TransportChoice, measure_ways, order_ways
 from rondel.train.checkpoint import bytes_needed
@@ -328,7 +328,8 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
     plan.ends.callback(cluster.close)
 
     def start_engine(i: int) -> Any:
-        own, cores = names[here + i * tp :][:tp], shares[ranks + i * tp :][:tp]
+        own = plan.worker_devices(here + (i + 1) * tp)[here + i * tp :]
+        cores = shares[ranks + i * tp :][:tp] or [()] * tp  # one that joins later shares them
         made_of = (job, own[0], each, plan.new_transports(), plan.wal_path(i))
         beside = plan.engine_ranks(i, own, each, cores)
         return cluster.spawn(plan.worker_name("engine", i), EngineHost, *made_of, beside, cores=cores[0])
@@ -354,15 +355,19 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
         plan.worker_name("engine", i): RemoteEngine(worker, partial(start_engine, i), longest)
         for i, worker in enumerate(hosts)
     }
+
+    def new_engine(i: int) -> RemoteEngine:
+        return RemoteEngine(start_engine(i), partial(start_engine, i), longest)
+
+    elastic = mine and not job.policies and not job.run.record
     if not mine:
         refuse_routes_of(job, known.routers)
     reach = None if mine else partial(_connect_engine, job, plan.sampling, longest)
     others = {url: reach(url) for url in job.engine.urls} if reach else {}
     if others:
         where += f", which is {job.engine.kind} at {', '.join(others)}"
-    engine = (
-        remotes[plan.worker_name("engine", 0)] if mine and engines == 1 else _build_router(remotes | others, job, known)
-    )
+    single = mine and engines == 1 and not elastic
+    engine = remotes[plan.worker_name("engine", 0)] if single else _build_router(remotes | others, job, known)
     trainer, way = RemoteTrainer(trainers), plan.new_transport()
     if hosts:
         plan.choose_way(way, known, trainers[0], hosts[0])
@@ -377,6 +382,7 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
         way,
         remotes,
         reach,
+        new_engine=new_engine if elastic else None,
         lost=trainer.find_lost_rank,
         dump=cluster.dump,
         pids=cluster.pids,
@@ -494,10 +500,6 @@ def _build_router(engines: Mapping[str, Any], job: Job, known: ModelInfo) -> Eng
         apart=TOLERANCE[known.dtype],
         patience=job.place.patience,
     )
-
-
-def usable_cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _cores_per_worker(workers: int) -> list[tuple[int, ...]]:

@@ -19,7 +19,7 @@ from rondel.core.types import POLICY, Task
 from rondel.planner.memory import memory_bills
 from rondel.planner.workload import of_job
 from rondel.runtime.cluster import torchrun
-from rondel.runtime.journal.log import encode
+from rondel.text.unicode import write_json
 
 if TYPE_CHECKING:
     from rondel.assemble.run_components import Components
@@ -132,5 +132,5 @@ def devices_of(job: Job) -> int:
 
 def tasks_digest(tasks: Iterable[Task]) -> str:
     """Of ids and contents, in whatever order they came: two runs with equal digests had the same tasks."""
-    each = sorted(blake2b(encode([t.id, t.env, t.data]).encode(), digest_size=16).digest() for t in tasks)
+    each = sorted(blake2b(write_json([t.id, t.env, t.data]).encode(), digest_size=16).digest() for t in tasks)
     return blake2b(b"".join(each), digest_size=16).hexdigest()

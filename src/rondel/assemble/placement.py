@@ -37,6 +37,7 @@ class Deployment:
     transport: Transport
     remotes: dict[str, RemoteEngine] = field(default_factory=dict)  # engines that may end and be started again
     reach: Callable[[str], ForeignEngine] | None = None  # an engine of others by its address, if it can carry this run
+    new_engine: Callable[[int], RemoteEngine] | None = None  # one more of our own, by its number, if a run can take one
     lost: Callable[[], Awaitable[WorkerError | None]] = _no_lost_worker  # a rank of the trainer that has ended
     dump: Callable[[], None] = lambda: None  # makes the workers write their stacks
     pids: Callable[[], dict[str, int]] = dict  # of those on this machine

@@ -13,8 +13,6 @@ from rondel.core.errors import EngineError, SilentError, StalledError, WorkerErr
 from rondel.core.events import Warned, emit, stalled_error
 from rondel.core.protocols import RemoteProxy
 from rondel.core.types import Completion, Message, Request, StepStats
-from rondel.runtime.cluster.frames import pack_arguments
-from rondel.runtime.cluster.process import ProcessWorker
 from rondel.train.pack import TrainBatch
 
 RESTARTS = 5  # of one engine in one run
@@ -57,6 +55,15 @@ class RemoteEngine:
         if verb.startswith("_"):
             raise AttributeError(verb)
         return getattr(self._worker, verb)
+
+    async def join(self) -> None:
+        """Ready to take weights: one that begins while the run goes on."""
+        await self._worker.ready()
+        await self._worker.open(self._longest)
+
+    def dismiss(self) -> None:
+        """Nobody asks it any more: its process ends."""
+        self._worker.dismiss()
 
     async def restart_if_dead(self) -> bool:
         """Start it again if it has ended. -> had it?"""
@@ -132,8 +139,9 @@ class RemoteTrainer:
         return None
 
     async def _call_ranks(self, verb: str, *args: Any) -> Any:
-        if args and all(isinstance(rank, ProcessWorker) for rank in self._ranks):
-            args = (await asyncio.to_thread(pack_arguments, args),)  # once for all of them, and beside the event loop
+        ways = {getattr(type(rank), "pack_arguments", None) for rank in self._ranks}
+        if args and len(ways) == 1 and (pack := ways.pop()):
+            args = await asyncio.to_thread(pack, args)  # once for all of them, and beside the event loop
         answers = [asyncio.ensure_future(getattr(rank, verb)(*args)) for rank in self._ranks]
         try:
             await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)

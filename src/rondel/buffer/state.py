@@ -8,8 +8,21 @@ from typing import Any
 import numpy as np
 
 from rondel.core.media import Image, ImagePlaceholder
-from rondel.core.token_column import FLAGS, IDS, NUMBERS, TokenColumn
-from rondel.core.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, Task, Trajectory, Turn
+from rondel.core.types import (
+    FLAGS,
+    IDS,
+    NUMBERS,
+    EnvFault,
+    Failed,
+    Group,
+    Ok,
+    PolicyFault,
+    Score,
+    Task,
+    TokenColumn,
+    Trajectory,
+    Turn,
+)
 
 COLUMNS = {"tokens": IDS, "mask": FLAGS, "logprobs": NUMBERS, "versions": IDS}
 

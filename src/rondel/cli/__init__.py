@@ -37,6 +37,7 @@ VERBS = (
     "dashboard",
     "doctor",
     "launch",
+    "engines",
     "bench",
 )
 # SETTINGS of a verb that takes --section.key=value

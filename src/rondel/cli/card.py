@@ -21,9 +21,9 @@ def run(
     Writes card.md and card.json into the run folder, if it can be written to, and prints the card.
     """
     from rondel.core.errors import CheckpointError, UserError
-    from rondel.runtime.journal.log import encode
     from rondel.runtime.telemetry.card import card_of, render_markdown, save_card
     from rondel.runtime.telemetry.comparison import compare_cards, render_comparison
+    from rondel.text.unicode import write_json
 
     if diff != bool(other):
         raise UserError("two run folders and --diff go together: rondel card --diff RUN RUN2")
@@ -35,6 +35,6 @@ def run(
             print(f"note: the card is only shown: {error}", file=sys.stderr)
     if diff:
         found = compare_cards(*cards)
-        print(encode(found) if as_json else visible_text(render_comparison(folder, other, found).rstrip()))
+        print(write_json(found) if as_json else visible_text(render_comparison(folder, other, found).rstrip()))
         return
-    print((encode(cards[0]) if as_json else visible_text(render_markdown(cards[0]))).rstrip())
+    print((write_json(cards[0]) if as_json else visible_text(render_markdown(cards[0]))).rstrip())

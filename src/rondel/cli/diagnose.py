@@ -27,9 +27,9 @@ def run(
     Ranked findings, each with its evidence and the next thing to do. With RUN2 it says which findings
     only one of both has, and where their recipes differ.
     """
-    from rondel.runtime.journal.log import encode
     from rondel.runtime.telemetry.diagnose import differing, findings, read_story
     from rondel.runtime.telemetry.diagnose.finding import ORDER
+    from rondel.text.unicode import write_json
 
     stories = [read_story(f) for f in (folder, other) if f]
     told = [findings(story) for story in stories]
@@ -39,7 +39,7 @@ def run(
             {"folder": str(s.folder), **_run_state(s), "findings": [asdict(f) for f in found]}
             for s, found in zip(stories, told)
         ]
-        print(encode({"runs": runs, "differs": differs} if other else runs[0]))
+        print(write_json({"runs": runs, "differs": differs} if other else runs[0]))
     else:
         names = [{f.name for f in found} for found in told]
         for i, (story, found) in enumerate(zip(stories, told)):

@@ -16,12 +16,12 @@ def run(
     One track a worker, a slice a phase, every group from its admission to its training,
     counters of lag, speed and groups in flight.
     """
-    from rondel.runtime.journal.log import encode
     from rondel.runtime.telemetry.trace import build_trace
     from rondel.system.files import write_text
+    from rondel.text.unicode import write_json
 
     told = build_trace(folder)
-    write_text(output, encode(told) + "\n")
+    write_text(output, write_json(told) + "\n")
     print(
         f"{output}: {len(told['traceEvents'])} events; open it at https://ui.perfetto.dev (nothing is uploaded) or "
         f"chrome://tracing"

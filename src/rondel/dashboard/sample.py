@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 
 from rondel.dashboard.columns import MetricColumns
 from rondel.dashboard.tail import kind_of
-from rondel.runtime.journal.log import decode
 from rondel.runtime.telemetry.diagnose.story import ROWS, event_of
 from rondel.runtime.telemetry.metrics import StepMetrics
+from rondel.text.unicode import read_exact_json
 
 PLACES = 200  # steps that are looked at
 BLOCK, FAR = 1 << 15, 1 << 21  # bytes that are read at once, and at most, to find one whole step
@@ -75,6 +75,6 @@ def _step_line_bounds(data: bytes) -> Iterator[tuple[int, int]]:
 
 def _decode_event(line: bytes) -> dict[str, Any] | None:
     try:
-        return decode(line.decode("utf-8", "replace"))
+        return read_exact_json(line.decode("utf-8", "replace"))
     except ValueError:
         return None

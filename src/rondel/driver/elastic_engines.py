@@ -1,10 +1,11 @@
-"""Engines of others that come late or come back while a run goes on: addresses of the
-recipe that were lost, and servers that said so.
+"""Engines that come and go while a run goes on.
 
-    rondel serve MODEL --join RUN  ──writes──> RUN/engines/127.0.0.1-8001 ──read every few seconds──> weights that serve ──> admitted
+of others   rondel serve MODEL --join RUN  ──writes──> RUN/engines/127.0.0.1-8001 ──read every few seconds──> admitted
+            and addresses of the recipe that were lost and are back
+our own     rondel engines RUN 3           ──writes──> RUN/engines/count ──> one more is started, or the last one leaves
 
 A newcomer takes the version that serves before its first request (`WeightUpdate.catch_up`);
-one that ends is left behind by the router.
+one that ends is left behind by the router, one that leaves ends what it has begun, and the rest goes to the others.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rondel.core.config.job import Job
 from rondel.core.errors import RondelError, UserError
@@ -22,7 +24,92 @@ from rondel.generate.engine.foreign import ForeignEngine
 from rondel.generate.engine.router import EngineRouter
 from rondel.system.files import make_folder, replace_file
 
-FOLDER, EVERY = "engines", 2.0  # inside the run folder; seconds
+if TYPE_CHECKING:
+    from rondel.assemble.placement import Deployment
+
+FOLDER, COUNT, EVERY = "engines", "count", 2.0  # inside the run folder; seconds
+MOST = 4096  # engines of a run
+LEAVING = 30.0  # seconds in which one that leaves may end what it has begun
+
+
+async def scale_engines(placed: Deployment, folder: Path, catch_up: Callable[[RolloutEngine], Awaitable[int]]) -> None:
+    """For ever: as many engines of our own as `rondel engines` asked for. What cannot be done is named once."""
+    router, told = placed.engine, ""
+    assert isinstance(router, EngineRouter) and placed.new_engine is not None
+    while True:
+        await asyncio.sleep(EVERY)
+        try:
+            wanted = wanted_engines(folder)
+            while wanted is not None and len(placed.remotes) < wanted:
+                await _add_engine(placed, router, catch_up)
+            while wanted is not None and len(placed.remotes) > wanted:
+                await _remove_engine(placed, router)
+            told = ""
+        except Exception as error:  # of one that joins or leaves: the run goes on without it
+            said = str(error) if isinstance(error, RondelError) else f"{type(error).__name__}: {error}"
+            if said != told:
+                emit(Warned(f"the run has {len(placed.remotes)} engines, and could not change that: {said}"))
+            told = said
+
+
+async def _add_engine(
+    placed: Deployment, router: EngineRouter, catch_up: Callable[[RolloutEngine], Awaitable[int]]
+) -> None:
+    assert placed.new_engine is not None
+    number = len(placed.remotes)
+    name = f"engine-{number}"
+    engine = await asyncio.to_thread(placed.new_engine, number)
+    try:
+        await engine.join()
+        engine.catch_up = catch_up
+        await router.add_engine(name, engine, engine.caught_up)
+    except BaseException:
+        engine.dismiss()
+        raise
+    placed.remotes[name] = engine
+    emit(Warned(f"{name} has joined at version {router.version}; {len(placed.remotes)} serve now"))
+
+
+async def _remove_engine(placed: Deployment, router: EngineRouter) -> None:
+    """The one that came last."""
+    name, engine = placed.remotes.popitem()
+    if name in router.replicas:
+        await router.remove_engine(name, LEAVING)
+    engine.dismiss()
+    emit(Warned(f"{name} has left at version {router.version}; {len(placed.remotes)} serve now"))
+
+
+def wanted_engines(folder: Path) -> int | None:
+    """What `rondel engines` asked for last; None before it did."""
+    try:
+        return int((folder / FOLDER / COUNT).read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{folder / FOLDER / COUNT} holds no number ({error}): write one with `rondel engines`"
+        ) from error
+
+
+def ask_for_engines(folder: Path, count: int) -> None:
+    """Leave word for the run in this folder, which reads it every few seconds."""
+    if not (folder / "job.toml").is_file():
+        raise UserError(f"no run has begun in {folder} (it has no job.toml): name the folder of a run")
+    job = Job.read(folder / "job.toml")
+    for holds, rule in (
+        (
+            job.engine.kind == "builtin",
+            f'has engine.kind = "{job.engine.kind}": its servers join with `rondel serve MODEL --join {folder}`',
+        ),
+        (job.place.cluster != "local", 'has its engine in its own process: begin it with place.kind = "split"'),
+        (not job.policies, "has several policies, each with one engine"),
+        (not job.run.record, "is recorded (run.record), and a replay would not know of them"),
+    ):
+        if not holds:
+            raise UserError(f"{folder} {rule}")
+    if not 1 <= count <= MOST:
+        raise UserError(f"{count} engines: it is a number from 1 to {MOST}")
+    replace_file(make_folder(folder / FOLDER) / COUNT, f"{count}\n")
 
 
 async def admit_engines(
@@ -54,7 +141,7 @@ async def admit_engines(
 
 def registered_urls(folder: Path) -> list[str]:
     urls = []
-    for path in sorted((folder / FOLDER).glob("[!.]*")):
+    for path in sorted(path for path in (folder / FOLDER).glob("[!.]*") if path.name != COUNT):
         with suppress(OSError):  # it has just left
             urls.append(path.read_text(errors="replace").strip())
     return urls

@@ -20,7 +20,7 @@ from rondel.core.errors import RewardError
 from rondel.core.events import Checkpointed, Resumed, RunEnded, Warned, emit, subscribe
 from rondel.core.schedule_gate import ScheduleGate
 from rondel.core.types import Group, Slot, Verdict
-from rondel.driver.elastic_engines import admit_engines
+from rondel.driver.elastic_engines import admit_engines, scale_engines
 from rondel.driver.evaluation import evaluate, evaluated_tasks, evaluation_sampling
 from rondel.driver.rollouts import GroupRollouts, SupervisedRollouts, prepare, prepare_of, rollouts_of
 from rondel.driver.run_record import InOrder, score_in_turn
@@ -98,7 +98,7 @@ class RunPhases:
         self.job, self.parts, self.folder, self.checkpoints, self.rollouts = job, parts, folder, checkpoints, rollouts
         self.ending, self.gate = ending, gate
         parts.placed.engine = gate.wrap_engine(parts.engine)
-        self.plan = PhasePlan.from_job(job, parts)
+        self.plan, self.config = PhasePlan.from_job(job, parts), job.digest()
         self.delivery = WeightDelivery(parts.sync, parts.placed)
         self.buffer: Buffer
         self.began = time.perf_counter()
@@ -167,12 +167,16 @@ class RunPhases:
 
     @asynccontextmanager
     async def _open_to_newcomers(self) -> AsyncIterator[None]:
-        """Engines of others may come late or come back."""
+        """Engines of others may come late or come back, and ours may become more or fewer."""
         parts, task = self.parts, None
         if (reach := parts.placed.reach) is not None:
             urls = parts.job.engine.urls
             task = asyncio.create_task(
                 admit_engines(parts.engine, self.folder, urls, reach, parts.sync.catch_up), name="newcomers"
+            )
+        elif parts.placed.new_engine is not None:
+            task = asyncio.create_task(
+                scale_engines(parts.placed, self.folder, parts.sync.catch_up), name="engines that come and go"
             )
         try:
             yield
@@ -343,7 +347,7 @@ class RunPhases:
             return
         await self.buffer.waiters.pass_gate("save", version, who="learner")
         began, state = time.perf_counter(), then or self.buffer.state_dict(version)
-        told = {"step": step, "config": self.job.digest(), "buffer": state, "order": order}
+        told = {"step": step, "config": self.config, "buffer": state, "order": order}
         await self.rollouts.wait_until_written()
         path = await self.checkpoints.write(step, self.parts.trainer.save, told)
         self.saved = step

@@ -5,6 +5,7 @@ hidden where it is shown on a terminal.
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -38,6 +39,25 @@ def read_json(text: str | bytes) -> Any:
     return valid_unicode(value) if HALF_PAIR.search(text) else value
 
 
+def write_json(value: Any) -> str:
+    """One line of strict JSON; NaN and infinities survive."""
+    how: dict[str, Any] = dict(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    try:
+        # nearly every event; rewriting each value in Python costs several times as much
+        return json.dumps(value, **how)
+    except (TypeError, ValueError):
+        return json.dumps(_plain_json(value), **how)
+
+
+def read_exact_json(text: str) -> Any:
+    """The inverse of `write_json`, as valid text."""
+    if '"$float"' not in text:
+        return read_json(text)  # nearly every event; a hook is called for each object
+    return valid_unicode(
+        json.loads(text, object_hook=lambda node: float(node["$float"]) if node.keys() == {"$float"} else node)
+    )
+
+
 def visible_text(text: str) -> str:
     r"""For a terminal: control characters, marks that turn the direction of writing, and
     invalid text as escapes: "\x1b[2J" -> "\\x1b[2J".
@@ -56,3 +76,20 @@ def _is_encodable(text: str) -> bool:
 
 def _escape_code(code: int) -> str:
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def _plain_json(value: Any) -> Any:
+    """Anything as JSON-shaped data: numpy scalars become numbers, paths become text."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, dict):
+        return {str(k): _plain_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_json(v) for v in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain_json(v) for v in value), key=str)
+    if hasattr(value, "tolist"):
+        return _plain_json(value.tolist())  # numpy and torch, without importing either
+    return str(value)

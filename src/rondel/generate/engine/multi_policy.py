@@ -17,8 +17,8 @@ from typing import Any
 from rondel.core.errors import EngineError, SyncError
 from rondel.core.protocols import Interrupt, RolloutEngine, Tags
 from rondel.core.registry import suggest_name
-from rondel.core.token_column import IDS, TokenColumn
 from rondel.core.types import (
+    IDS,
     Abort,
     Begin,
     Commit,
@@ -28,6 +28,7 @@ from rondel.core.types import (
     Message,
     Request,
     Route,
+    TokenColumn,
     TokenScores,
 )
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rondel.core.token_column import IDS, NUMBERS, TokenColumn
-from rondel.core.types import Completion, Request
+from rondel.core.types import IDS, NUMBERS, Completion, Request, TokenColumn
 
 
 async def generate_until_done(generate: Callable[[Request], Awaitable[Completion]], request: Request) -> Completion:

@@ -150,6 +150,11 @@ class ProcessWorker(RemoteWorker):
 
     # -- calls -----------------------------------------------------------------------------------
 
+    @staticmethod
+    def pack_arguments(args: tuple[Any, ...]) -> tuple[frames.PackedArguments]:
+        """The same arguments for calls to several workers, pickled once."""
+        return (frames.pack_arguments(args),)
+
     def _send_call(self, number: int, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> None:
         self._outbox.put(frames.pack_call(number, verb, args, how))
 

@@ -103,13 +103,15 @@ class RayCluster:
         self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True
     ) -> RayWorker:
         """`cores` are this machine's and mean nothing on another: Ray places by its own count."""
-        bundle = self._order[self._bundles.setdefault(name, len(self._bundles))]
+        nth = self._bundles.setdefault(name, len(self._bundles))
+        # one that joins later goes where Ray finds room
+        place = self._bundle_strategy(self._order[nth]) if nth < len(self._order) else "DEFAULT"
         actor = ray.remote(WorkerActor).options(
             name=f"rondel-{os.getpid()}-{name}-{len(self.workers)}",
             num_cpus=self.cpus,
             num_gpus=self.gpus,
             max_concurrency=4096,
-            scheduling_strategy=self._bundle_strategy(bundle),
+            scheduling_strategy=place,
         )
         worker = RayWorker(name, actor.remote(name, tells), make, args, tells=tells, patience=self.patience)
         self.workers.append(worker)

@@ -16,7 +16,6 @@ the rollout store, their numbers stay.
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import re
@@ -31,7 +30,7 @@ from rondel.core.errors import CheckpointError, UserError
 from rondel.core.events import Checkpointed, Event, Generating, GroupsTaken, RunEnded, StepDone
 from rondel.system.clock import now
 from rondel.system.files import guard_write, make_folder, sync_folder
-from rondel.text.unicode import read_json, valid_unicode
+from rondel.text.unicode import read_exact_json, write_json
 
 FILE = "journal.jsonl"
 MEND = (
@@ -66,7 +65,7 @@ class Journal:
             return
         with self._lock:
             line = (
-                encode(
+                write_json(
                     {"n": self._next, "t": round(now(), 3), "kind": type(event).__name__, **_event_fields(event)}
                 ).encode()
                 + b"\n"
@@ -123,7 +122,7 @@ def _read_regular_file(path: Path) -> bytes:
 def parse_event(line: str) -> dict[str, Any]:
     """The event that a line tells; ValueError for what is none, and for one whose fields have other types."""
     try:
-        event = decode(line)
+        event = read_exact_json(line)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
     if not (isinstance(event, dict) and {"n", "t", "kind"} <= event.keys()):
@@ -274,42 +273,3 @@ def _events_before(told: list[dict[str, Any]], resumed: dict[str, Any]) -> list[
     return [
         e for at, e in enumerate(told) if e["kind"] in LASTING or e.get("step", step if at <= cut else math.inf) <= step
     ]
-
-
-# -- JSON that loses nothing -----------------------------------------------------------------------
-
-
-def encode(value: Any) -> str:
-    """One line of strict JSON; NaN and infinities survive."""
-    how: dict[str, Any] = dict(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    try:
-        # nearly every event; rewriting each value in Python costs several times as much
-        return json.dumps(value, **how)
-    except (TypeError, ValueError):
-        return json.dumps(_plain_json(value), **how)
-
-
-def decode(text: str) -> Any:
-    """The inverse of `encode`, as valid text."""
-    if '"$float"' not in text:
-        return read_json(text)  # nearly every event; a hook is called for each object
-    return valid_unicode(
-        json.loads(text, object_hook=lambda node: float(node["$float"]) if node.keys() == {"$float"} else node)
-    )
-
-
-def _plain_json(value: Any) -> Any:
-    """Anything as JSON-shaped data: numpy scalars become numbers, paths become text."""
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
-    if value is None or isinstance(value, (str, int)):
-        return value
-    if isinstance(value, dict):
-        return {str(k): _plain_json(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain_json(v) for v in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted((_plain_json(v) for v in value), key=str)
-    if hasattr(value, "tolist"):
-        return _plain_json(value.tolist())  # numpy and torch, without importing either
-    return str(value)

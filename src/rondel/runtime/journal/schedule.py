@@ -25,8 +25,8 @@ from rondel.core.errors import CheckpointError, LawError, StalledError, UserErro
 from rondel.core.events import Warned, emit
 from rondel.core.schedule_gate import ScheduleGate
 from rondel.core.types import Completion, Request, Stint
-from rondel.runtime.journal.log import decode, encode
 from rondel.system.files import guard_write
+from rondel.text.unicode import read_exact_json, write_json
 
 FILE = "schedule.jsonl"
 PATIENCE = 1800.0  # seconds
@@ -89,7 +89,7 @@ class OrderRecorder(OrderedGate):
         self._file.close()
 
     def _write_row(self, *row: Any) -> None:
-        line = encode(row) + "\n"
+        line = write_json(row) + "\n"
         with guard_write(self.path, len(line)):
             self._file.write(line)
 
@@ -111,7 +111,7 @@ class OrderReplayer(OrderedGate):
                 f"--step N"
             )
         with error_boundary(CheckpointError, f"reading {path}"):
-            rows = [decode(line) for line in path.read_text().splitlines()]
+            rows = [read_exact_json(line) for line in path.read_text().splitlines()]
         if why := [row[1] for row in rows if row[0] == "spoiled"]:
             raise UserError(f"{folder} cannot be replayed: {why[0]}")
         self._phases: deque[list[tuple[str, int]]] = deque()

@@ -22,8 +22,8 @@ from rondel.core.errors import CheckpointError, UserError, error_boundary
 from rondel.core.events import Event, GroupsTaken, Resumed
 from rondel.core.types import EnvFault, Failed, Group, Ok, Outcome, PolicyFault, Score, Task, Trajectory
 from rondel.runtime.journal.image_store import ImageStore
-from rondel.runtime.journal.log import decode, encode
 from rondel.system.files import guard_write, make_folder, numbered_paths, open_replacement
+from rondel.text.unicode import read_exact_json, write_json
 
 PerToken = Mapping[tuple[int, int], Any]  # (group id, sample index) -> one number for each of the T tokens
 OUTCOMES: dict[str, type] = {"ok": Ok, "env_fault": EnvFault, "policy_fault": PolicyFault}
@@ -250,7 +250,7 @@ def _row_tables(rows: Iterable[dict[str, Any]], album: ImageStore) -> Iterator[A
             "media": album.store_images(row["media"]) or None,
         }
         row = {**row, **more}
-        part.append({**row, **{name: encode(row[name]) for name in JSON}, "experts": _pack_experts(row["experts"])})
+        part.append({**row, **{name: write_json(row[name]) for name in JSON}, "experts": _pack_experts(row["experts"])})
         tokens += len(row["tokens"])
         if tokens >= PART:
             yield _rows_table(part)
@@ -327,7 +327,7 @@ def read_step(folder: str | Path, step: int) -> list[dict[str, Any]]:
         rows = pq.read_table(path, schema=_rollout_schema()).to_pylist()
         album = ImageStore(path.parent)
         for row in rows:
-            row.update({name: decode(row[name]) for name in JSON if row[name] is not None})
+            row.update({name: read_exact_json(row[name]) for name in JSON if row[name] is not None})
             row.update(task_data=album.restore_data_urls(row["task_data"]), media=album.load_images(row["media"] or []))
             row["experts"] = None if row["experts"] is None else np.load(io.BytesIO(row["experts"]), allow_pickle=False)
     return rows

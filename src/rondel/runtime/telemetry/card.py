@@ -14,10 +14,11 @@ from rondel.core.config.environment import ToolsConfig
 from rondel.core.config.old_recipe import translate_moved_keys
 from rondel.core.config.section import split_kind
 from rondel.core.errors import UserError
-from rondel.runtime.journal.log import drop_repeated_events, encode, read_history, read_recipe
+from rondel.runtime.journal.log import drop_repeated_events, read_history, read_recipe
 from rondel.runtime.telemetry.accounts import seconds_of, seconds_to_shares
 from rondel.runtime.telemetry.scores import interval_text, is_share, score_text, within_unit
 from rondel.system.files import replace_file
+from rondel.text.unicode import write_json
 
 Events = list[dict[str, Any]]
 EVAL = ("score", "low", "high", "n", "step", "version", "profile", "request")
@@ -84,7 +85,7 @@ def card_of(folder: str | Path) -> dict[str, Any]:
 
 
 def save_card(folder: str | Path, card: dict[str, Any]) -> None:
-    for name, text in (("card.json", encode(card) + "\n"), ("card.md", render_markdown(card))):
+    for name, text in (("card.json", write_json(card) + "\n"), ("card.md", render_markdown(card))):
         replace_file(Path(folder) / name, text.encode("utf-8", "replace"))
 
 

@@ -20,10 +20,10 @@ from rondel.core.config.section import split_kind
 from rondel.core.errors import ConfigError, RondelError, disk_refusal
 from rondel.core.protocols import Sink
 from rondel.core.registry import find_registered
-from rondel.runtime.journal.log import decode, encode
 from rondel.runtime.telemetry.prometheus import PrometheusSink
 from rondel.runtime.telemetry.trackers import MLflow, Trackio, WandB
 from rondel.system.files import guard_write, make_folder, replace_file
+from rondel.text.unicode import read_exact_json, write_json
 
 
 class TensorBoard:
@@ -68,7 +68,7 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        line = encode({"step": step, **metrics}) + "\n"
+        line = write_json({"step": step, **metrics}) + "\n"
         with guard_write(self._file.name, len(line)):
             self._file.write(line)
             self._file.flush()
@@ -167,7 +167,7 @@ def _whole_lines(path: Path) -> list[str]:
 
 def _parse_line(line: str) -> dict[str, Any] | None:
     try:
-        row = decode(line)
+        row = read_exact_json(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) and not math.isnan(row.get("step", math.nan)) else None

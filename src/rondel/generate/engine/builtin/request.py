@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rondel.core.token_column import IDS, NUMBERS, TokenColumn
-from rondel.core.types import Completion, FinishReason, Request, Stint
+from rondel.core.types import IDS, NUMBERS, Completion, FinishReason, Request, Stint, TokenColumn
 from rondel.generate.engine.builtin.radix import RadixNode, Root
 
 if TYPE_CHECKING:

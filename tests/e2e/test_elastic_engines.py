@@ -1,0 +1,77 @@
+"""Engines of a run's own that join and leave while it goes on: nothing is lost, and nothing twice."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import tomli_w
+
+from kits.runs import check, events, run, tiny
+from rondel.core.errors import UserError
+from rondel.core.events import StepDone, Warned, subscribe
+from rondel.driver import elastic_engines
+from rondel.driver.controller import _without_none
+from rondel.driver.elastic_engines import ask_for_engines, registered_urls, wanted_engines
+
+SPLIT = {"place__kind": "split", "loop__max_staleness": 1, "loop__warmup__steps": 0, "task__eval__n": 2}
+CORRECTION = {"algo__correction": {"kind": "importance"}}
+
+
+@pytest.mark.slow
+def test_one_joins_after_step_3_and_leaves_three_steps_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(elastic_engines, "EVERY", 0.05)
+    said, joined, done = [], [0], [0]
+
+    def hear(event):
+        if isinstance(event, StepDone):
+            done[0] = event.step
+            if event.step == 3:
+                ask_for_engines(tmp_path, 2)
+            elif joined[0] and event.step == joined[0] + 3:
+                ask_for_engines(tmp_path, 1)
+        elif isinstance(event, Warned) and "serve now" in event.message:
+            said.append(event.message)
+            joined[0] = joined[0] or done[0]
+
+    forget = subscribe(hear)
+    try:
+        run(tmp_path, loop__steps=60, **SPLIT, **CORRECTION)
+    finally:
+        forget()
+    check(tmp_path, staleness=1, total=60)
+    assert [message.split(" at ")[0] for message in said] == ["engine-1 has joined", "engine-1 has left"]
+    assert "2 serve now" in said[0] and "1 serve now" in said[1] and 3 <= joined[0] <= 50
+    drawn = [path for path in (tmp_path / "wal" / "engine-1").iterdir() if os.stat(path).st_size > 200]
+    assert len(drawn) >= 2, "it has written, under several versions"
+    assert all(e["probe_gap"] < 1e-3 for e in events(tmp_path, "Synced"))
+
+
+def begun(folder, **changes):
+    """The folder of a run with this recipe."""
+    folder.mkdir(exist_ok=True)
+    (folder / "job.toml").write_text(tomli_w.dumps(_without_none(tiny(folder, **changes).to_dict())))
+    return folder
+
+
+def test_what_is_asked_for(tmp_path):
+    with pytest.raises(UserError, match="no run has begun in"):
+        ask_for_engines(tmp_path, 2)
+    server = {"engine__kind": "sglang", "engine__url": "http://127.0.0.1:1", "place__kind": "split"}
+    for changes, fault in (
+        (server, "join with `rondel serve MODEL --join"),
+        ({"place__kind": "shared"}, 'begin it with place.kind = "split"'),
+        ({"place__kind": "split", "run__record": True}, "is recorded"),
+    ):
+        with pytest.raises(UserError, match=fault):
+            ask_for_engines(begun(tmp_path / "other", **changes), 2)
+    folder = begun(tmp_path / "run", place__kind="split", place__engines=2)
+    assert wanted_engines(folder) is None
+    for count in (0, 5000):
+        with pytest.raises(UserError, match="from 1 to"):
+            ask_for_engines(folder, count)
+    ask_for_engines(folder, 3)
+    assert wanted_engines(folder) == 3 and registered_urls(folder) == []
+    (folder / "engines" / "count").write_text("many")
+    with pytest.raises(UserError, match="holds no number"):
+        wanted_engines(folder)
