@@ -97,3 +97,11 @@ def test_a_long_answer_leaves_the_event_loop_alone(monkeypatch):
     ids = [97 + i % 26 for i in range(30_000)]
     assert len(asyncio.run(decode_answer(Slow(), TokenColumn(IDS, ids)))) == len(ids)
     assert len(threads) > 3 and max(threads) <= 8192 + 8
+
+
+def test_a_column_beside_its_pickle_comes_back_from_whatever_buffer_it_is_given():
+    """Ray hands over the numbers' own buffer, the cluster of processes bytes."""
+    column, beside = TokenColumn("i", [3, -1, 2**31 - 1]), []
+    raw = pickle.dumps(column, protocol=5, buffer_callback=beside.append)
+    for buffers in (beside, [bytes(b) for b in beside], [bytearray(b) for b in beside], [memoryview(column)]):
+        assert pickle.loads(raw, buffers=buffers) == column

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rondel.core.tensor_parts import Block, TensorPart
 from rondel.core.types import TensorInfo
-from rondel.models.collectives import RankGroup
 from rondel.models.names import DigestSums, digest_length
 from rondel.models.shard_cut import part_of
-from rondel.models.tensor_cuts import TensorCuts
+
+if TYPE_CHECKING:
+    from rondel.models.collectives import RankGroup
+    from rondel.models.tensor_cuts import TensorCuts
 
 
 class PartDigests:
