@@ -97,7 +97,8 @@ def test_a_split_run_resumes(tmp_path):
     ("changes", "said"),
     [
         ({"place__cluster": "process"}, 'needs kind = "split"'),
-        ({"place__ranks": 2}, 'more than one engine or rank needs kind = "split"'),
+        ({"place__kind": "split", "place__cluster": "local", "place__ranks": 2}, "more than one engine or rank needs"),
+        ({"place__engines": 2}, "one engine a rank"),
         ({"sync__kind": "ipc"}, "one module"),
         ({"place__kind": "split", "sync__kind": "tensor"}, "are apart"),
     ],

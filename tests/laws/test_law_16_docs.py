@@ -94,6 +94,7 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel view runs/tiny --step 8 --min-reward 1": "whole",
     "rondel view runs/tiny --html rollouts.html": "whole",
     "rondel eval runs/tiny": "whole",
+    "rondel train recipes/tiny.toml --place.kind=shared --place.ranks=2": "parsed: tests/e2e/test_colocated.py runs it",
     "rondel engines runs/apart 3": "parsed: tests/e2e/test_elastic_engines.py runs it",
     "rondel eval smollm2-135m recipes/quickstart.toml --rates rated.jsonl --samples 8": "parsed: minutes; tests/units/test_curriculum.py rates a tiny one",
     "rondel launch slurm recipes/quickstart.toml --nodes 2 --gpus 8": "whole",

@@ -82,7 +82,9 @@ def _to_array(value: Any) -> Any:
 def _to_tensor(value: Any) -> Any:
     if isinstance(value, int):  # so many tokens of one sample
         return torch.zeros(1, dtype=torch.int64).expand(value)
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    if not isinstance(value, np.ndarray):
+        return value
+    return torch.from_numpy(value if value.flags.writeable else value.copy())  # Ray's arrays are everyone's
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 place.kind   place.cluster
 shared       local            one device, one module, 0 bytes move
+shared       process          place.ranks devices of this machine, a process each, with a rank of the trainer and an engine
 split        local            two devices of this process, a module each
 split        process          place.ranks + place.engines processes of this machine, each on cores (or a GPU) of its own
 split        torchrun         the ranks that torchrun started; the first one has the loop, and
@@ -28,8 +29,9 @@ from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process,
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment
 from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
-from rondel.assemble.remote_workers import RemoteEngine, RemoteTrainer
+from rondel.assemble.remote_workers import RemoteEngine, RemoteTrainer, WorkerRole
 from rondel.assemble.workers import (
+    ColocatedHost,
     EngineHost,
     TrainerHost,
     collective_patience,
@@ -54,7 +56,15 @@ from rondel.planner import resolve as planner
 from rondel.planner.shapes import hub_cache, of_recipe
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.cluster.process import ProcessCluster
-from rondel.runtime.devices import Device, OneAtATime, SharedDevice, SplitDevices, pick_device, usable_cores
+from rondel.runtime.devices import (
+    Device,
+    OneAtATime,
+    SharedDevice,
+    SharedDevices,
+    SplitDevices,
+    pick_device,
+    usable_cores,
+)
 from rondel.sync import transport_of
 from rondel.sync.choice import WORTH, TransportChoice, measure_ways, order_ways
 from rondel.train.checkpoint import bytes_needed
@@ -130,7 +140,7 @@ class DeploymentPlan:
         self.threads = None if where.threads == "auto" else where.threads
         of: dict[str, planner.Apart] = {"local": "device", "ray": "machine"}
         apart: planner.Apart = (
-            "module" if where.kind == "shared" else of.get("ray" if where.on_ray else where.cluster, "process")
+            "module" if where.one_module else of.get("ray" if where.on_ray else where.cluster, "process")
         )
         if self.job.engine.kind != "builtin":
             apart = "server"
@@ -138,8 +148,10 @@ class DeploymentPlan:
         weights = bytes_sent(self.job) if apart == "process" and self.device == "cpu" else 0
         way = planner.resolve_transport(self.job.sync.kind, apart=apart, weights=weights, room=planner.shared_memory())
         self.kind, self.resolved = way.value, {"sync.kind": f"{way.value} ({way.why})"}
-        between = self.job.sync.kind == "auto" and where.cluster == "process" and apart == "process"
-        self.kinds = planner.transport_ways(way.value) if between and not self.job.policies else [way.value]
+        # on devices of their own: a broadcast from a worker to itself would wait for itself
+        between = where.kind == "split" and where.cluster == "process" and apart == "process"
+        several = between and self.job.sync.kind == "auto" and not self.job.policies
+        self.kinds = planner.transport_ways(way.value) if several else [way.value]
 
     def new_transport(self) -> Transport:
         """Of driver and trainer, which have an instance each."""
@@ -150,8 +162,8 @@ class DeploymentPlan:
         """Those of an engine, by kind."""
         # others read it from where they are
         folder = (self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}").resolve() / within
-        shared = self.job.place.kind == "shared"
-        return {kind: transport_of(kind, folder=folder, one_module=shared) for kind in self.kinds}
+        one = self.job.place.one_module
+        return {kind: transport_of(kind, folder=folder, one_module=one) for kind in self.kinds}
 
     def choose_way(self, transport: Transport, known: ModelInfo, trainer: Any, engine: Any) -> None:
         """The driver's transport takes the fastest way first, where weights are large enough for a difference."""
@@ -212,9 +224,9 @@ def deploy_job(
     reward: Any = None,
 ) -> Deployment:
     """The parts of a run; of several policies each as if it were alone, and then joined."""
-    if reward is not None and (job.place.kind != "shared" or job.policies):
+    if reward is not None and (not job.place.one_module or job.policies):
         raise ConfigError(
-            "task.reward: offload = true is for one policy with place.kind = 'shared', whose trainer wants the reward "
+            "task.reward: offload = true is for one policy and one rank with place.kind = 'shared', whose trainer wants the reward "
             "model's device: "
             "leave it out, and give it a device of its own"
         )
@@ -253,7 +265,13 @@ def deploy_plan(plan: DeploymentPlan) -> Deployment:
             placed = _deploy_engine_worker(plan) if where.cluster == "process" else _alone_here(plan)
         else:
             placed = (
-                _deploy_shared if where.kind == "shared" else _split_here if where.cluster == "local" else _deploy_split
+                _deploy_shared
+                if where.one_module
+                else _deploy_colocated
+                if where.kind == "shared"
+                else _split_here
+                if where.cluster == "local"
+                else _deploy_split
             )(plan)
         placed.resolved |= plan.resolved
         placed.close = ends.pop_all().close
@@ -288,6 +306,57 @@ def _deploy_shared(plan: DeploymentPlan) -> Deployment:
         beside=plan.reward,
     )
     return Deployment(known, engine, trainer, devices, ours | theirs, where, bytes_needed(trainer), transport)
+
+
+def _deploy_colocated(plan: DeploymentPlan) -> Deployment:
+    """A rank of the trainer and an engine on each device."""
+    job, ranks = plan.job, plan.job.place.ranks
+    names, on_cpu = plan.worker_devices(ranks), plan.device == "cpu"
+    shares = _cores_per_worker(ranks) if on_cpu else [()] * ranks
+    each = plan.threads or (max(1, len(usable_cores()) // ranks) if on_cpu else None)
+    cluster = ProcessCluster(plan.folder / "logs" if plan.folder else None, patience=job.place.patience)
+    plan.ends.callback(cluster.close)
+    workers = [
+        cluster.spawn(
+            plan.worker_name("rank", i),
+            ColocatedHost,
+            job,
+            plan.needs,
+            plan.sampling,
+            name,
+            each,
+            plan.new_transport(),
+            {plan.kind: plan.new_transport()},
+            plan.wal_path(i),
+            cores=shares[i],
+        )
+        for i, name in enumerate(names)
+    ]
+    for worker in workers:
+        worker.now()
+    trainers = [WorkerRole(worker, "trainer") for worker in workers]
+    known, resolved, size = _join_ranks(trainers, workers[0].host)
+    longest = plan.longest(known)
+    for worker in workers:
+        resolved |= worker.now("engine.open", longest)
+        job.mark_read(worker.now("read_keys"))
+    engine = _build_router(
+        {f"engine-{i}": WorkerRole(worker, "engine") for i, worker in enumerate(workers)}, job, known
+    )
+    trainer = RemoteTrainer(trainers)
+    return Deployment(
+        known,
+        engine,
+        trainer,
+        SharedDevices(engine, trainer, how=job.loop.in_flight),
+        resolved,
+        f"{ranks} processes with {_format_threads(each)} each, for a rank of the trainer and an engine",
+        size,
+        plan.new_transport(),
+        lost=trainer.find_lost_rank,
+        dump=cluster.dump,
+        pids=cluster.pids,
+    )
 
 
 def _split_here(plan: DeploymentPlan) -> Deployment:
@@ -463,10 +532,15 @@ def _spawn_trainers(
     ]
     for worker in trainers:
         worker.now()
-    address = trainers[0].now("meet", trainers[0].host, len(names))
-    joined = [trainer.ask("join", rank, len(names), address) for rank, trainer in enumerate(trainers)]
-    told, *_ = [answer.result() for answer in joined]
-    return trainers, told
+    return trainers, _join_ranks(trainers, trainers[0].host)
+
+
+def _join_ranks(trainers: list[Any], host: str) -> tuple[ModelInfo, dict[str, str], int]:
+    """They meet where others reach the first one. -> what that one says of itself."""
+    address = trainers[0].ask("meet", host, len(trainers)).result()
+    joined = [trainer.ask("join", rank, len(trainers), address) for rank, trainer in enumerate(trainers)]
+    told: list[tuple[ModelInfo, dict[str, str], int]] = [answer.result() for answer in joined]
+    return told[0]
 
 
 def _lead_torchrun(plan: DeploymentPlan, ranks: int, device: str, each: int | None) -> tuple[list[Any], Any]:

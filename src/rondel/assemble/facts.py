@@ -124,7 +124,7 @@ def batch_line(job: Job) -> str:
 def devices_of(job: Job) -> int:
     """That this run holds while it lasts; what serves elsewhere under a url is not counted."""
     if job.place.kind == "shared":
-        return 1
+        return job.place.ranks
     ranks = torchrun.rank_and_size()[1] if job.place.cluster == "torchrun" else job.place.ranks
     others = sum(1 if policy.frozen else 2 for policy in job.policies.values())
     return ranks + (job.place.engine_count * job.place.engine_tp if job.engine.kind == "builtin" else 0) + others

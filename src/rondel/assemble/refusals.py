@@ -40,6 +40,11 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     for row in rows.all_rows:
         _check_baseline(job, row)
         _check_reference(job, row)
+    if job.trainer.memory.offload and job.place.ranks > 1:
+        raise ConfigError(
+            f"trainer.memory.offload = true with place.ranks = {job.place.ranks}: the shards of several ranks stay on their "
+            "devices. Remove it, or use one rank"
+        )
     if job.trainer.memory.offload and job.place.kind != "shared":
         raise ConfigError(
             'trainer.memory.offload = true has no effect on a device of its own: use place.kind = "shared", or remove it'
@@ -65,10 +70,10 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             '"bfloat16", or one rank'
         )
     guess = job.engine.speculative
-    if job.place.kind == "split" and guess.kind == "draft" and guess.lr > 0:
+    if not job.place.one_module and guess.kind == "draft" and guess.lr > 0:
         raise ConfigError(
-            f'engine.speculative.lr = {guess.lr:g} with place.kind = "split": a draft learns only where trainer and engine share a module. '
-            'Set engine.speculative.lr = 0, which keeps the draft as it is, or use place.kind = "shared"'
+            f'engine.speculative.lr = {guess.lr:g} with place.kind = "{job.place.kind}" and {job.place.ranks} ranks: a draft learns only where trainer and engine share a module. '
+            'Set engine.speculative.lr = 0, which keeps the draft as it is, or use place.kind = "shared" with one rank'
         )
 
 

@@ -5,7 +5,7 @@ proxies with the same awaitable verbs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rondel.algos.tokens import TokenBatch
@@ -105,10 +105,33 @@ class RemoteEngine:
                     self._worker = fresh
 
 
+class WorkerRole:
+    """One of the objects of a worker: `await WorkerRole(worker, "trainer").step(batch)` asks it for "trainer.step"."""
+
+    def __init__(self, worker: Any, role: str) -> None:
+        self.worker, self._role = worker, role
+
+    def __getattr__(self, verb: str) -> Any:
+        if verb.startswith("_"):
+            raise AttributeError(verb)
+        return getattr(self.worker, f"{self._role}.{verb}")
+
+    def ask(self, verb: str, *args: Any) -> Any:
+        return self.worker.ask(f"{self._role}.{verb}", *args)
+
+    @property
+    def alive(self) -> bool:
+        return bool(self.worker.alive)
+
+    @property
+    def fate(self) -> str:
+        return str(self.worker.fate)
+
+
 class RemoteTrainer:
     """All ranks of a trainer: each is asked the same, the first one's answer counts, an error of one is everyone's."""
 
-    def __init__(self, ranks: list[RemoteProxy]) -> None:
+    def __init__(self, ranks: Sequence[RemoteProxy]) -> None:
         self._ranks = ranks
         self.moved = False
 
@@ -139,7 +162,7 @@ class RemoteTrainer:
         return None
 
     async def _call_ranks(self, verb: str, *args: Any) -> Any:
-        ways = {getattr(type(rank), "pack_arguments", None) for rank in self._ranks}
+        ways = {_packing_of(rank) for rank in self._ranks}
         if args and len(ways) == 1 and (pack := ways.pop()):
             args = await asyncio.to_thread(pack, args)  # once for all of them, and beside the event loop
         answers = [asyncio.ensure_future(getattr(rank, verb)(*args)) for rank in self._ranks]
@@ -173,3 +196,8 @@ def _copy_tokens(batch: TrainBatch, told: list[TokenBatch]) -> None:
     """What the ranks found out about their copies of the samples."""
     for sample, learned in zip(batch.samples, told, strict=True):
         sample.known = learned
+
+
+def _packing_of(rank: RemoteProxy) -> Any:
+    """How the arguments of calls to several workers of its kind are packed once, if they can be."""
+    return getattr(type(rank.worker if isinstance(rank, WorkerRole) else rank), "pack_arguments", None)

@@ -1,6 +1,6 @@
 """Engine and trainer of one run, each with what it needs: in one process, or as hosts that can live anywhere.
 
-shared    one device and one module for both
+shared    one device and one module for both; on several devices ColocatedHost
 split     EngineHost and TrainerHost: a device and weights of their own, in this process or in
           another, on this machine or another
 """
@@ -164,17 +164,17 @@ class EngineHost:
     def __init__(
         self,
         job: Job,
-        device: str,
+        device: str | Device,
         threads: int | None,
         transports: dict[str, Transport],
         log: Path | None,
         ranks: Callable[[dict[str, Transport]], EngineRanks] | None = None,
     ) -> None:
-        self.job, self.device, self.transports, self.log = job, Device(device, threads), transports, log
-        self.samples = SampleEnd(device)
+        self.job, self.device, self.transports, self.log = job, _own_device(device, threads), transports, log
+        self.samples = SampleEnd(self.device.name)
         self.ranks = None if ranks is None else ranks(transports)
         if self.ranks is None:
-            self.loaded = self.device.call(policy_of, job, device)
+            self.loaded = self.device.call(policy_of, job, self.device.name)
         else:
             self.loaded = self.ranks.load(job.model.path, job.model.dtype, self.device)
 
@@ -235,13 +235,14 @@ class TrainerHost:
         job: Job,
         needs: frozenset[str],
         sampling: Sampling,
-        device: str,
+        device: str | Device,
         threads: int | None,
         transport: Transport,
     ) -> None:
-        self.device, self.ranks, self.samples = Device(device, threads), ALONE, SampleEnd(device)
+        self.device, self.ranks = _own_device(device, threads), ALONE
+        self.samples = SampleEnd(self.device.name)
         several = (torchrun.rank_and_size()[1] if job.place.cluster == "torchrun" else job.place.ranks) > 1
-        self.loaded = self.device.call(lambda: policy_of(job, device, deferred=several))
+        self.loaded = self.device.call(lambda: policy_of(job, self.device.name, deferred=several))
         self.job, self.needs, self.sampling, self.transport = job, needs, sampling, transport
 
     def read_keys(self) -> list[str]:
@@ -313,6 +314,41 @@ class TrainerHost:
     def close(self) -> None:
         self.ranks.close()
         self.device.close()
+
+
+class ColocatedHost:
+    """One rank of the trainer and one engine that take turns on one device, of which there are several.
+
+    rank-0   trainer: rank 0 of the mesh │ engine-0     one process, one device, one thread for both
+    rank-1   trainer: rank 1             │ engine-1     the engine has whole weights of its own
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        needs: frozenset[str],
+        sampling: Sampling,
+        device: str,
+        threads: int | None,
+        transport: Transport,
+        transports: dict[str, Transport],
+        log: Path | None,
+    ) -> None:
+        self.device = Device(device, threads)
+        self.trainer = TrainerHost(job, needs, sampling, self.device, threads, transport)
+        self.engine = EngineHost(job, self.device, threads, transports, log)
+
+    def read_keys(self) -> list[str]:
+        """What this worker read of the recipe."""
+        return [*self.trainer.read_keys(), *self.engine.read_keys()]
+
+    def close(self) -> None:
+        self.trainer.close()
+
+
+def _own_device(device: str | Device, threads: int | None) -> Device:
+    """A thread of its own, unless it is given one that another has, too."""
+    return device if isinstance(device, Device) else Device(device, threads)
 
 
 def collective_patience(job: Job) -> float:

@@ -213,7 +213,7 @@ class TokenColumn(array):
 
 def _from_bytes(kind: str, raw: Any) -> TokenColumn:
     column = TokenColumn(kind)
-    column.frombytes(memoryview(raw).cast("B"))  # buffers beside a pickle may come as numbers
+    column.frombytes(memoryview(raw).cast("B"))
     return column
 
 

@@ -303,10 +303,11 @@ class RunPhases:
         return start_step
 
     async def sync(self, trainer: Any, engine: Any) -> int:
-        """The update: beside the next step where samples may be stale and the transport keeps what is published. A
-        recorded run waits, for its schedule says between which requests a version came.
+        """The update: beside the next step where samples may be stale, the transport keeps what is published and engines
+        have devices of their own. A recorded run waits, for its schedule says between which requests a version came.
         """
-        if self.parts.sync.keeps_snapshots and self.buffer.rule.max_staleness and not self.gate.keeps_order:
+        apart = self.parts.sync.keeps_snapshots and not self.parts.placed.devices.in_turn
+        if apart and self.buffer.rule.max_staleness and not self.gate.keeps_order:
             return await self.delivery.start(trainer, engine, self.buffer)
         return await self.delivery.update_engines(trainer, engine)
 

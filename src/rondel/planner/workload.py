@@ -385,10 +385,8 @@ def fill_defaults(given: dict[str, Any], start: Workload | None) -> Workload:
     if "gpus" in given and "place" not in given:
         setting = replace(setting, place="shared" if setting.gpus <= 64 else "split")
         assumed.append(f"place = {setting.place}: up to 64 devices together, beyond apart (arXiv:2409.19256)")
-    if setting.place == "shared" and setting.gpus > 1:
-        assumed.append(
-            "sharing more than one device is not in Rondel yet: they are planned as any colocated system would use them; place=split exists"
-        )
+    if setting.place == "shared" and setting.gpus > 1 and setting.offload:
+        assumed.append("offload of several ranks is not in Rondel yet: it is planned as one rank does it")
     if setting.split and not 0 < setting.trainers < setting.gpus:
         if setting.gpus < 2:
             raise ConfigError("place = split needs at least 2 devices: gpus=2")

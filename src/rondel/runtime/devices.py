@@ -124,6 +124,8 @@ class SharedDevice:
     A reward model on the same device (`beside`) sleeps from the first arrow to the last.
     """
 
+    in_turn = True  # whoever has the devices, the other one stands still
+
     def __init__(
         self,
         engine: RolloutEngine,
@@ -190,8 +192,16 @@ class SharedDevice:
         self._seen.peak[phase], self._seen.held[phase] = peak, held
 
 
+class SharedDevices(SharedDevice):
+    """Several of them: the engines stand still while the ranks train. Each process reports its own memory."""
+
+    async def _record_memory(self, phase: str) -> None: ...
+
+
 class SplitDevices:
     """Trainer and engine on devices of their own: nobody waits, the update itself pauses what it must."""
+
+    in_turn = False
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:

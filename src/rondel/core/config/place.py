@@ -83,7 +83,8 @@ class EnginesConfig(SettingsTable):
 
 class PlaceConfig(ConfigSection):
     kind: Literal["shared", "split"] = Field(
-        "shared", description="engine and trainer on one device, or on devices of their own"
+        "shared",
+        description="engine and trainer take turns on one device, or on as many as there are ranks; or devices of their own",
     )
     cluster: str = Field(
         "auto",
@@ -150,12 +151,23 @@ class PlaceConfig(ConfigSection):
     def _check_together(self) -> PlaceConfig:
         mine = self.__dict__
         object.__setattr__(self, "ranks", mine["mesh"].to_mesh(mine["ranks"]).world)
+        shared, alone = mine["kind"] == "shared", mine["ranks"] == 1
         if mine["cluster"] == "auto":
-            object.__setattr__(self, "cluster", "process" if mine["kind"] == "split" else "local")
-        if mine["kind"] == "shared" and mine["cluster"] != "local":
-            raise ValueError(f'cluster = "{mine["cluster"]}" needs kind = "split": a shared device is in one process')
+            object.__setattr__(self, "cluster", "local" if shared and alone else "process")
+        if shared and mine["cluster"] != ("local" if alone else "process"):
+            instead = "a shared device is in one process" if alone else "shared devices are on this machine"
+            raise ValueError(f'cluster = "{mine["cluster"]}" needs kind = "split": {instead}')
         engines = mine["engines"]
         several = engines if isinstance(engines, int) else engines.__dict__["count"]
+        if shared and several > 1:
+            raise ValueError(
+                f'engines = {several} with kind = "shared": there is one engine a rank; leave it out, or use kind = "split"'
+            )
         if mine["cluster"] == "local" and (several, mine["ranks"]) != (1, 1):
             raise ValueError('more than one engine or rank needs kind = "split" and cluster = "process"')
         return self
+
+    @property
+    def one_module(self) -> bool:
+        """Whether trainer and engine compute with the same module."""
+        return self.kind == "shared" and self.ranks == 1

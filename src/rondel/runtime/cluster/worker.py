@@ -88,7 +88,10 @@ class RemoteWorker:
     def _forward_event(self, event: Event) -> None:
         """Readers of events are not made for threads: they hear it on the event loop that asks this worker."""
         if isinstance(event, WorkerTime):
-            event.worker = self._name  # there are several of its kind
+            # there are several of its kind; in a process of two roles each has its own account
+            event.worker = (
+                self._name.replace("rank-", f"{event.worker}-", 1) if self._name.startswith("rank-") else self._name
+            )
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(emit, event) if self._loop else emit(event)
 

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import Any
 
 from rondel.core.errors import RondelError, WorkerError
@@ -123,7 +124,7 @@ class WorkerMain:
                 self.object = make(*made_of)
                 value = None
             else:
-                value = getattr(self.object, verb)(*args, **how)
+                value = attrgetter(verb)(self.object)(*args, **how)
                 if asyncio.iscoroutine(value):
                     value = await value
             self.put(number, "result", value)
