@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     from _work import SUFFIX, SUM_TASK, gemm_peak, median, multiplications, report
 
     from rondel.assemble import train
-    from rondel.assemble.deployment import usable_cores
+    from rondel.assemble.worker_devices import usable_cores
     from rondel.core.config.job import Job
     from rondel.core.events import StepDone, subscribe
 

@@ -23,6 +23,7 @@ from rondel.core.types import Begin, Completion, Request, Sampling
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models import names
+from rondel.models.linear import packed_linears
 from rondel.models.save import save_model
 from rondel.sync.delta import Delta
 from rondel.sync.from_disk import FromDisk
@@ -72,7 +73,7 @@ def mixed(n=6, **more):
 
 @pytest.mark.parametrize(
     "kind",
-    ["llama", "one_key", "untied", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3", "lfm2", "qwen3_next", "falcon_h1"],
+    ["llama", "one_key", "untied", "gpt_oss", "deepseek_v3", "qwen3_next", "falcon_h1"],
 )
 def test_every_family_writes_what_one_process_writes(engines, kind):
     async def scenario(e):
@@ -196,10 +197,14 @@ def ends(engines, way, folder, kind="llama"):
     trainer = CheckpointPublisher(whole(kind), transport=transports[way]())
     e = engines.of(kind, transports={way: transports[way]()})
 
+    return trainer, e, updater_of(trainer)
+
+
+def updater_of(trainer):
     async def score(tokens):
         return [0.0, *plain_logprobs(trainer.loaded, tokens)]
 
-    return trainer, e, WeightUpdate(trainer.transport, probe=PROBE, score=score, tolerance=1e-4, moved=lambda: True)
+    return WeightUpdate(trainer.transport, probe=PROBE, score=score, tolerance=1e-4, moved=lambda: True)
 
 
 PROBE = prompt(0, 16, 50)
@@ -222,6 +227,9 @@ def test_weights_arrive_in_parts(engines, way, kind, tmp_path):
             assert [a.tokens for a in ours] == [b.tokens for b in theirs]
             assert {v for a in ours for v in a.versions} == {version}
         assert len((await asyncio.gather(*asked))[0].tokens) == 60, "what ran beside the updates goes on"
+        assert all(s.is_trained for s in packed_linears(e.loaded.model) if s.packed_bytes), (
+            "packed copies that no update renews"
+        )
         idle(e)
 
     asyncio.run(main())
@@ -324,6 +332,59 @@ def test_changes_alone_are_refused_by_name(engines, tmp_path):
         asyncio.run(update(trainer, e))
 
 
+# -- prefill and decode apart --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory):
+    made = RankedEngines(tmp_path_factory.mktemp("prefill"), prefill=True)
+    yield made
+    made.close()
+    assert made.ended == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "qwen3_moe"])
+def test_prompts_computed_elsewhere(apart, kind, tmp_path):
+    """Keys and values are those that one process computes: its bits, whatever decodes beside the prompts; and after an
+    update, which reaches both processes.
+    """
+    wants = frozenset({"prompt_logprobs", *(["experts"] if kind == "qwen3_moe" else [])})
+
+    async def scenario(e):
+        requests = [Request(r.tokens, r.sampling, key=r.key, wants=wants) for r in mixed(8)]
+        told = await all_of(e, requests)  # some decode while others are prompts
+        await e.pause("hold")
+        await e.sleep(("kv_cache",))
+        await e.wake(("kv_cache",))
+        await e.resume()
+        idle(e)
+        return [*told, *await all_of(e, requests), _scored((await e.score(mixed(8)[7])).logprobs)]
+
+    settings = {"routes": kind == "qwen3_moe", "kv_pages": 70, "prefill_tokens": 16}
+    ours = apart.of(kind, transports={"ipc": FromIpc()}, **settings)
+    same(asyncio.run(scenario(watched(ours))), asyncio.run(scenario(watched(engine(whole(kind), **settings)))))
+    assert ours.scheduler.retracted > 0 or kind != "llama"
+    trainer = CheckpointPublisher(whole(kind), transport=FromIpc())
+    trainer.train()
+    assert asyncio.run(updater_of(trainer)(trainer, ours)) == 1
+    told, true = (asyncio.run(all_of(e, mixed(4))) for e in (ours, engine(twin(trainer.loaded))))
+    assert [a.tokens for a in told] == [b.tokens for b in true] and told[0].versions[0] == 1
+    assert all(s.is_trained for s in packed_linears(ours.loaded.model) if s.packed_bytes), (
+        "packed copies that no update renews"
+    )
+    with torch.no_grad():
+        for p in ours.loaded.model.parameters():
+            p.mul_(1.5)
+    with pytest.raises(EngineError, match=r"score a text differently.*one of them has other weights"):
+        asyncio.run(ours.score(ask(PROBE)))
+    trainer.transport.close()
+
+
+def test_prompts_elsewhere_need_a_cache_that_can_be_shared(apart):
+    with pytest.raises(ConfigError, match="recurrent states of 'random-lfm2' are not shared between processes"):
+        apart.of("lfm2")
+
+
 # -- a rank that ends ----------------------------------------------------------------------------
 
 
@@ -384,7 +445,7 @@ def test_a_run_writes_and_learns_what_it_does_with_one_process(tmp_path):
     assert not followers(tmp_path)
 
 
-def test_a_run_goes_on_when_a_rank_of_its_engine_is_killed(tmp_path):
+def test_a_run_goes_on_when_the_process_of_its_prompts_is_killed(tmp_path):
     hit = []
 
     def strike(event):
@@ -395,7 +456,7 @@ def test_a_run_goes_on_when_a_rank_of_its_engine_is_killed(tmp_path):
 
     stop = subscribe(strike)
     try:
-        run(tmp_path, **RUN, place__engines={"tp": 2})
+        run(tmp_path, **RUN, place__engines={"prefill": True})
     finally:
         stop()
     check(tmp_path, staleness=0, total=4)
@@ -408,8 +469,9 @@ def test_a_run_goes_on_when_a_rank_of_its_engine_is_killed(tmp_path):
     ("changes", "said"),
     [
         ({"place__kind": "shared"}, 'needs devices of its own: set place.kind = "split"'),
-        ({"model__adapter": {"kind": "lora"}}, "cuts whole weights: drop model.adapter"),
+        ({"model__adapter": {"kind": "lora"}}, "takes whole weights: drop model.adapter"),
         ({"engine__numerics": "aligned"}, 'set engine.numerics = "fast"'),
+        ({"engine__compile": True}, "set engine.compile = false"),
         ({"sync__kind": "delta"}, 'sync.kind = "delta" is none of them'),
         ({"place__cluster": "ray"}, 'place.cluster = "ray" has them anywhere'),
     ],

@@ -34,6 +34,7 @@ MODES = {  # what is set, and how many sockets listen at once
     # the store, and a pair a member
     "split, weights by torch.distributed": ({**SPLIT, "sync__kind": "distributed"}, 3),
     "two ranks": (TWO, 3),
+    "an engine of two processes": ({**SPLIT, "place__engines": {"tp": 2}}, 3),
     "two ranks, weights by torch.distributed": ({**TWO, "sync__kind": "distributed"}, 6),
     "page of metrics": ({"loop__steps": 2, "loop__warmup__steps": 1, "run__sinks": "free"}, 1),
     "gateway": (

@@ -72,6 +72,15 @@ def test_a_batch_script_is_good_shell_and_fills_the_cluster(tmp_path, way, nodes
         assert f"ranks={gpus - 1}\n" in text and f"--nnodes {nodes}" in text
 
 
+def test_engines_of_several_processes_take_as_many_gpus_of_the_first_node():
+    engines = "--place.engines={ count = 2, tp = 2 }"
+    text = slurm_script(layout(2, 8, engines, way="torchrun"), way="torchrun")
+    place = trained(text).place
+    assert "ranks=4\n" in text and (place.engine_count, place.engine_tp) == (2, 2)
+    with pytest.raises(UserError, match=r"which Ray does not promise: use --with torchrun, or place\.engines = 2"):
+        layout(2, 8, engines, way="ray")
+
+
 FAKES = {  # what the scripts call, each writing down what it was asked
     "scontrol": 'printf "n0\\nn1\\nn2\\n"',
     "srun": 'while [ "$1" != -w ]; do shift; done; node=$2; shift 2; echo "$node $* ${RAY_AUTH_MODE:-} ${RAY_AUTH_TOKEN:-}" >> "$CALLS"; "$@"',

@@ -230,3 +230,10 @@ def test_advice_is_a_key_that_can_be_written():
             if name.startswith(("place.ranks", "place.engines")):
                 set_dotted(tree, "place.kind", "split")
             assert Job.parse(tree, "a test")
+
+
+def test_an_engine_of_several_processes_is_planned_as_one(capsys):
+    """A table on the command line is one word, and no question."""
+    out = ask(capsys, str(RECIPE), "--place.kind=split", "--place.engines={ count = 2, tp = 2 }", "--json")[1]
+    devices = json.loads(out)["devices"]
+    assert (devices["count"], devices["generate"], devices["devices_an_engine"]) == (5, 4, 2)

@@ -30,6 +30,7 @@ from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment
 from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
 from rondel.assemble.remote_workers import RemoteEngine, RemoteTrainer, WorkerRole
+from rondel.assemble.worker_devices import cores_per_worker, device_names, format_threads, usable_cores
 from rondel.assemble.workers import (
     ColocatedHost,
     EngineHost,
@@ -63,7 +64,6 @@ from rondel.runtime.devices import (
     SharedDevices,
     SplitDevices,
     pick_device,
-    usable_cores,
 )
 from rondel.sync import transport_of
 from rondel.sync.choice import WORTH, TransportChoice, measure_ways, order_ways
@@ -193,7 +193,7 @@ class DeploymentPlan:
         """The device of each worker; a Ray actor sees only its own."""
         if self.job.place.on_ray:
             return [self.device.partition(":")[0]] * workers
-        return _device_names(self.device, self.before + workers)[self.before :]
+        return device_names(self.device, self.before + workers)[self.before :]
 
     def worker_name(self, role: str, number: int) -> str:
         """engine-0, or engine-critic-0."""
@@ -208,7 +208,9 @@ class DeploymentPlan:
         where = self.job.place
         cluster = partial(ProcessCluster, self.folder / "logs" if self.folder else None, patience=where.patience)
         name = self.worker_name("engine", number)
-        settings = RankSettings(name, tuple(devices), cluster, threads, tuple(cores[1:]), where.patience)
+        settings = RankSettings(
+            name, tuple(devices), cluster, threads, tuple(cores[1:]), where.patience, where.engine_prefill
+        )
         return partial(EngineRanks, settings, stay_alive if where.cluster == "local" else end_process)
 
     def wal_path(self, engine: int = 0) -> Path | None:
@@ -296,7 +298,7 @@ def _deploy_shared(plan: DeploymentPlan) -> Deployment:
     trainer, theirs = trainer_of(
         job, plan.needs, plan.sampling, loaded, device, draft=draft, transport=transport, claim=claim
     )
-    where = f"one process, {_format_threads(device.threads)} on {plan.device} for engine and trainer"
+    where = f"one process, {format_threads(device.threads)} on {plan.device} for engine and trainer"
     devices = SharedDevice(
         engine,
         trainer,
@@ -312,7 +314,7 @@ def _deploy_colocated(plan: DeploymentPlan) -> Deployment:
     """A rank of the trainer and an engine on each device."""
     job, ranks = plan.job, plan.job.place.ranks
     names, on_cpu = plan.worker_devices(ranks), plan.device == "cpu"
-    shares = _cores_per_worker(ranks) if on_cpu else [()] * ranks
+    shares = cores_per_worker(ranks) if on_cpu else [()] * ranks
     each = plan.threads or (max(1, len(usable_cores()) // ranks) if on_cpu else None)
     cluster = ProcessCluster(plan.folder / "logs" if plan.folder else None, patience=job.place.patience)
     plan.ends.callback(cluster.close)
@@ -337,12 +339,12 @@ def _deploy_colocated(plan: DeploymentPlan) -> Deployment:
     trainers = [WorkerRole(worker, "trainer") for worker in workers]
     known, resolved, size = _join_ranks(trainers, workers[0].host)
     longest = plan.longest(known)
+    engines = {f"engine-{i}": WorkerRole(worker, "engine") for i, worker in enumerate(workers)}
+    for one in engines.values():
+        resolved |= one.ask("open", longest).result()
     for worker in workers:
-        resolved |= worker.now("engine.open", longest)
         job.mark_read(worker.now("read_keys"))
-    engine = _build_router(
-        {f"engine-{i}": WorkerRole(worker, "engine") for i, worker in enumerate(workers)}, job, known
-    )
+    engine = _build_router(engines, job, known)
     trainer = RemoteTrainer(trainers)
     return Deployment(
         known,
@@ -350,7 +352,7 @@ def _deploy_colocated(plan: DeploymentPlan) -> Deployment:
         trainer,
         SharedDevices(engine, trainer, how=job.loop.in_flight),
         resolved,
-        f"{ranks} processes with {_format_threads(each)} each, for a rank of the trainer and an engine",
+        f"{ranks} processes with {format_threads(each)} each, for a rank of the trainer and an engine",
         size,
         plan.new_transport(),
         lost=trainer.find_lost_rank,
@@ -360,18 +362,18 @@ def _deploy_colocated(plan: DeploymentPlan) -> Deployment:
 
 
 def _split_here(plan: DeploymentPlan) -> Deployment:
-    each = plan.threads or max(1, len(usable_cores()) // (1 + plan.job.place.engine_tp))
-    tp = plan.job.place.engine_tp
-    first, *own = plan.worker_devices(1 + tp)
+    each = plan.threads or max(1, len(usable_cores()) // (1 + plan.job.place.engine_processes))
+    own_count = plan.job.place.engine_processes
+    first, *own = plan.worker_devices(1 + own_count)
     trainer = TrainerHost(plan.job, plan.needs, plan.sampling, first, each, plan.new_transport())
     plan.ends.callback(trainer.close)
-    ranks = plan.engine_ranks(0, own, each, [()] * tp)
+    ranks = plan.engine_ranks(0, own, each, [()] * own_count)
     engine = EngineHost(plan.job, own[0], each, {plan.kind: plan.new_transport()}, plan.wal_path(), ranks)
     plan.ends.callback(engine.close)
     known, resolved, size = trainer.join()
     resolved |= engine.open(plan.longest(known))
-    where = f"one process, {_format_threads(each)} each for engine and trainer"
-    where += f", and {tp - 1} of the engine beside it" * (tp > 1)
+    where = f"one process, {format_threads(each)} each for engine and trainer"
+    where += f", and {own_count - 1} of the engine beside it" * (own_count > 1)
     return Deployment(
         known, engine.engine, trainer.trainer, SplitDevices(), resolved, where, size, plan.new_transport()
     )
@@ -386,19 +388,19 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
             f"are"
         )
     engines = job.place.engine_count if mine else 0
-    tp = job.place.engine_tp
-    workers = ranks + engines * tp
+    n = job.place.engine_processes
+    workers = ranks + engines * n
     here = torchrun.ranks_here() if led else ranks  # under torchrun the others are on machines of their own
-    on_cpu, names = plan.device == "cpu", plan.worker_devices(here + engines * tp)
+    on_cpu, names = plan.device == "cpu", plan.worker_devices(here + engines * n)
     in_all = plan.workers or workers
-    shares: list[tuple[int, ...]] = _cores_per_worker(in_all)[plan.before :] if on_cpu and not led else [()] * workers
+    shares: list[tuple[int, ...]] = cores_per_worker(in_all)[plan.before :] if on_cpu and not led else [()] * workers
     each = plan.threads or (max(1, len(usable_cores()) // in_all) if on_cpu else None)
     cluster = plan.make_cluster(workers, each)
     plan.ends.callback(cluster.close)
 
     def start_engine(i: int) -> Any:
-        own = plan.worker_devices(here + (i + 1) * tp)[here + i * tp :]
-        cores = shares[ranks + i * tp :][:tp] or [()] * tp  # one that joins later shares them
+        own = plan.worker_devices(here + (i + 1) * n)[here + i * n :]
+        cores = shares[ranks + i * n :][:n] or [()] * n  # one that joins later shares them
         made_of = (job, own[0], each, plan.new_transports(), plan.wal_path(i))
         beside = plan.engine_ranks(i, own, each, cores)
         return cluster.spawn(plan.worker_name("engine", i), EngineHost, *made_of, beside, cores=cores[0])
@@ -416,10 +418,8 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
         resolved |= worker.now("open", longest)
     for worker in hosts if led else (*trainers, *hosts):
         job.mark_read(worker.now("read_keys"))
-    where = (
-        f"{workers} processes with {_format_threads(each)} each: {ranks} of the trainer, {engines * tp} of the engine"
-    )
-    where += f" (tp = {tp})" * (tp > 1)
+    where = f"{workers} processes with {format_threads(each)} each: {ranks} of the trainer, {engines * n} of the engine"
+    where += " (prefill apart)" if job.place.engine_prefill else f" (tp = {n})" * (n > 1)
     remotes = {
         plan.worker_name("engine", i): RemoteEngine(worker, partial(start_engine, i), longest)
         for i, worker in enumerate(hosts)
@@ -484,7 +484,7 @@ def _deploy_engine_worker(plan: DeploymentPlan) -> Deployment:
     plan.ends.callback(cluster.close)
     on_cpu = plan.device == "cpu"
     each = plan.threads or (max(1, len(usable_cores()) // plan.workers) if on_cpu else None)
-    [share, *_] = _cores_per_worker(plan.workers)[plan.before :] if on_cpu else [()]
+    [share, *_] = cores_per_worker(plan.workers)[plan.before :] if on_cpu else [()]
 
     def start_engine() -> Any:
         return cluster.spawn(plan.worker_name("engine", 0), EngineHost, plan.job, name, each, {}, None, cores=share)
@@ -503,7 +503,7 @@ def _deploy_engine_worker(plan: DeploymentPlan) -> Deployment:
         None,
         SplitDevices(),
         resolved,
-        f"a process of its own with {_format_threads(each)}",
+        f"a process of its own with {format_threads(each)}",
         0,
         plan.new_transport(),
         remotes,
@@ -574,30 +574,3 @@ def _build_router(engines: Mapping[str, Any], job: Job, known: ModelInfo) -> Eng
         apart=TOLERANCE[known.dtype],
         patience=job.place.patience,
     )
-
-
-def _cores_per_worker(workers: int) -> list[tuple[int, ...]]:
-    """Cores of its own for each worker, as long as there are enough: two OpenMP pools on one core
-    wait for each other.
-    """
-    mine = usable_cores()
-    each = len(mine) // workers
-    return [tuple(mine[i * each : (i + 1) * each]) for i in range(workers)] if each else [()] * workers
-
-
-def _device_names(device: str, workers: int) -> list[str]:
-    """One device each, in the order of their numbers: the trainer's ranks first."""
-    if device == "cpu":
-        return ["cpu"] * workers
-    first = int(device.partition(":")[2] or 0)
-    if first + workers > torch.cuda.device_count():
-        raise ConfigError(
-            f"place.kind = 'split' asks for {workers} GPUs from number {first} on, but this machine has "
-            f"{torch.cuda.device_count()}. "
-            "Use place.kind = 'shared', or fewer place.engines and place.ranks"
-        )
-    return [f"cuda:{first + i}" for i in range(workers)]
-
-
-def _format_threads(n: int | None) -> str:
-    return f"{n or 'all'} thread{'s' * (n != 1)}"

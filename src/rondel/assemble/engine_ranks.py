@@ -21,6 +21,7 @@ from rondel.core.protocols import Cluster, Transport
 from rondel.core.types import Message
 from rondel.generate.engine.builtin.follower import EngineFollower
 from rondel.generate.engine.builtin.lead_rank import LeadRank
+from rondel.generate.engine.builtin.prefill_split import PrefillLead
 from rondel.generate.engine.builtin.rank_channel import CommandChannel
 from rondel.models.collectives import RankGroup
 from rondel.models.load import load_model, pick_dtype
@@ -42,6 +43,7 @@ class RankSettings:
     cores     of each follower, on a CPU
     cluster   makes what starts the followers
     patience  seconds that one rank waits for another
+    prefill   the second rank computes prompts with the whole model; else all share every matrix
     """
 
     name: str
@@ -50,6 +52,7 @@ class RankSettings:
     threads: int | None = None
     cores: tuple[tuple[int, ...], ...] = ()
     patience: float = 60.0
+    prefill: bool = False
 
     @property
     def size(self) -> int:
@@ -68,14 +71,14 @@ class FollowerHost:
     async def load(self, load: Callable[[], LoadedModel]) -> None:
         self.loaded = await self.device.run(load)
 
-    async def join(self, address: tuple[str, int], transports: Mapping[str, Transport]) -> None:
+    async def join(self, address: tuple[str, int], transports: Mapping[str, Transport], prefill: bool) -> None:
         """Returns when all ranks have joined and hold their parts."""
 
         def join_here() -> EngineFollower:
             loaded, self.loaded = self.loaded, None
             assert loaded is not None, "load() comes first"
             meeting = Rendezvous.connect_to(address)
-            joined = join_ranks(loaded, meeting, self.rank, self.size, self.device.name, self.patience)
+            joined = join_ranks(loaded, meeting, self.rank, self.size, self.device.name, self.patience, prefill=prefill)
             return EngineFollower(*joined, transports)
 
         self.follower = await self.device.run(join_here)
@@ -101,14 +104,17 @@ def join_ranks(
     device: str,
     patience: float,
     expected: Tensor | None = None,
+    *,
+    prefill: bool = False,
 ) -> tuple[ServingPart, CommandChannel, RankGroup]:
     """Meet the other ranks and keep a part of the model. `expected`: what the whole one says of the probe."""
     control = meeting.make_group("control", rank, size, patience=patience)
     compute = control
     if device.startswith("cuda"):
         compute = meeting.make_group("compute", rank, size, device=device, patience=patience)
-    part = cut_for_serving(loaded, compute, device)
-    check_part(part, expected)
+    part = cut_for_serving(loaded, compute, device, whole=prefill)
+    if not prefill:
+        check_part(part, expected)
     return part, CommandChannel(control), compute
 
 
@@ -140,21 +146,26 @@ class EngineRanks:
     def load(self, path: str | dict[str, Any], dtype: str, device: Device) -> LoadedModel:
         """The model of a recipe, as its first rank has it. It is loaded on the host: the parts alone go to devices."""
         named = str(pick_dtype(dtype, device.name)).removeprefix("torch.")
-        return self.join(partial(load_model, path, dtype=named), device).model
+        try:
+            return self.join(partial(load_model, path, dtype=named), device).model
+        except BaseException:
+            self.cluster.close()
+            raise
 
     def join(self, load: Callable[..., LoadedModel], device: Device) -> LeadRank:
         """Load the model everywhere, and keep a part of it on every rank."""
         loads = [follower.ask("load", partial(load, deferred=True)) for follower in self.followers]
         loaded = device.call(load)
-        expected = device.call(probe_logprobs, loaded)
+        expected = None if self.settings.prefill else device.call(probe_logprobs, loaded)
         for answer in loads:
             answer.result()  # a follower that hangs fails its calls
         meeting, s = Rendezvous(HOST), self.settings
-        joins = [follower.ask("join", meeting.address, self.transports) for follower in self.followers]
+        joins = [follower.ask("join", meeting.address, self.transports, s.prefill) for follower in self.followers]
 
         def join_here() -> LeadRank:
-            joined = join_ranks(loaded, meeting, 0, s.size, device.name, s.patience, expected)
-            return LeadRank(*joined, tell=self._tell, fate=self._wait_for_fate, ended=self._ended)
+            joined = join_ranks(loaded, meeting, 0, s.size, device.name, s.patience, expected, prefill=s.prefill)
+            lead = PrefillLead if s.prefill else LeadRank
+            return lead(*joined, tell=self._tell, fate=self._wait_for_fate, ended=self._ended)
 
         self.lead = lead = device.call(join_here)
         for answer in joins:

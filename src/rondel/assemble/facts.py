@@ -127,7 +127,7 @@ def devices_of(job: Job) -> int:
         return job.place.ranks
     ranks = torchrun.rank_and_size()[1] if job.place.cluster == "torchrun" else job.place.ranks
     others = sum(1 if policy.frozen else 2 for policy in job.policies.values())
-    return ranks + (job.place.engine_count * job.place.engine_tp if job.engine.kind == "builtin" else 0) + others
+    return ranks + (job.place.engine_count * job.place.engine_processes if job.engine.kind == "builtin" else 0) + others
 
 
 def tasks_digest(tasks: Iterable[Task]) -> str:

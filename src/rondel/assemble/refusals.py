@@ -252,31 +252,32 @@ def _check_foreign(job: Job, sampling: Sampling) -> None:
 def _check_engine_ranks(job: Job) -> None:
     """What an engine of several processes does not have, each by name."""
     p, e = job.place, job.engine
-    if (tp := p.engine_tp) == 1:
+    if p.engine_processes == 1:
         return
+    key = "prefill = true" if p.engine_prefill else f"tp = {p.engine_tp}"
     rules = [
         (
             e.kind == "builtin",
-            f'is not how engine.kind = "{e.kind}" is arranged: start its servers with that tp, and leave it out here',
+            f'is not how engine.kind = "{e.kind}" is arranged: start its servers so, and leave it out here',
         ),
         (p.kind == "split", 'needs devices of its own: set place.kind = "split"'),
         (
             not p.on_ray,
             f'is for engines on the machine of the run, and place.cluster = "{p.cluster}" has them anywhere: use "process" or "torchrun"',
         ),
-        (job.model.adapter.kind == "off", "cuts whole weights: drop model.adapter"),
-        (e.numerics == "fast", 'adds up in another order than the trainer: set engine.numerics = "fast"'),
+        (job.model.adapter.kind == "off", "takes whole weights: drop model.adapter"),
+        (e.numerics == "fast", 'computes in parts, and not in the order of the trainer: set engine.numerics = "fast"'),
         (not e.compile, "runs its passes operation by operation: set engine.compile = false"),
         (
             job.sync.kind in ("auto", "ipc", "disk", "distributed", "tensor"),
             f'reads new weights by ipc, disk, distributed or tensor, and sync.kind = "{job.sync.kind}" is none of them: leave it at "auto"',
         ),
-        (not job.policies, "serves one model: drop the policies, or set tp = 1"),
+        (not job.policies, "serves one model: drop the policies, or this setting"),
         (not job.run.record, "writes no schedule that is replayed: set run.record = false"),
     ]
     for holds, rule in rules:
         if not holds:
-            raise ConfigError(f"place.engines.tp = {tp} {rule}")
+            raise ConfigError(f"place.engines.{key} {rule}")
 
 
 NAMELESS = {"single_turn", "tools", "gateway", "verifiers", "gym"}  # environments whose one agent has no name

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process
+from rondel.assemble.worker_devices import usable_cores
 from rondel.assemble.workers import pages_of
 from rondel.core.errors import UserError
 from rondel.core.events import Event, Warned, drop_on_failure, subscribe
@@ -24,7 +25,7 @@ from rondel.generate.engine.server.service import GenerationService, RequestLimi
 from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load_model
 from rondel.runtime.cluster.process import ProcessCluster
-from rondel.runtime.devices import Device, pick_device, prepare_process, usable_cores
+from rondel.runtime.devices import Device, pick_device, prepare_process
 from rondel.sync.from_ipc import FromIpc
 from rondel.system.http.server import bind_socket
 from rondel.text.unicode import visible_text

@@ -137,8 +137,9 @@ def setting_of(words: list[str]) -> Any:
     """Recipe, overrides and what-ifs in any order: what has '=' and no dashes is a what-if."""
     from rondel.planner.workload import of_job, what_if
 
-    questions = [word for words_ in words for word in words_.split() if "=" in word and not word.startswith("--")]
-    rest = [word for word in words if word and not ("=" in word and not word.startswith("--"))]
+    asked = [word for word in words if "=" in word and not word.startswith("--")]
+    questions = [word for several in asked for word in several.split() if "=" in word]
+    rest = [word for word in words if word and word not in asked]
     if not rest:
         if not questions:
             raise ConfigError("a recipe or a model is needed: rondel plan RUN.toml, or rondel plan --what-if model=7b")

@@ -52,6 +52,15 @@ class RankGroup:
         self.group.broadcast([x], options).wait()
         return x
 
+    def send(self, x: Tensor, to: int) -> None:
+        """To one rank, which receives a tensor of this shape."""
+        self.group.send([x.contiguous()], to, 0).wait()
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        """What one rank sends, in place. -> x."""
+        self.group.recv([x], source, 0).wait()
+        return x
+
     def gather_first(self, x: Tensor) -> list[Tensor]:
         """The x of every rank, equal in shape, on the first rank; nothing on the others."""
         options = dist.GatherOptions()

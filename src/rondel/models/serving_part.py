@@ -64,13 +64,16 @@ def probe_logprobs(loaded: LoadedModel) -> Tensor:
     return loaded.head.logits(hidden).log_softmax(-1)
 
 
-def cut_for_serving(loaded: LoadedModel, ranks: RankGroup, device: str) -> ServingPart:
-    """Keep this rank's part of a model that lies whole on the host or is still in its checkpoint. -> the part, on `device`."""
+def cut_for_serving(loaded: LoadedModel, ranks: RankGroup, device: str, *, whole: bool = False) -> ServingPart:
+    """Keep this rank's part of a model that lies whole on the host or is still in its checkpoint. -> the part, on `device`.
+
+    whole  every rank keeps all of it: they share passes, and not matrices
+    """
     _refuse(loaded, ranks.size)
     model = loaded.model
     module, checkpoint = _shapes_of(names.named_weights(model)), _checkpoint_shapes(model)
     vocabulary, token_count = loaded.vocabulary, loaded.token_count
-    cuts = cut_model(model, ranks, sequence=False, instead=INSTEAD)
+    cuts = TensorCuts(ranks, False) if whole else cut_model(model, ranks, sequence=False, instead=INSTEAD)
     if (weights := loaded.weights) is not None:
 
         def read(name: str, like: nn.Parameter) -> Tensor:
@@ -78,7 +81,7 @@ def cut_for_serving(loaded: LoadedModel, ranks: RankGroup, device: str) -> Servi
             return mine.clone() if name in cuts.cuts else mine
 
         fill_parameters(model, model, read)
-    model.to(device).requires_grad_(False)
+    model.to(device)  # still with gradients: packed copies of frozen weights are never made again (models/linear.py)
     head = replace(LMHead.from_model(model), part=cuts.vocabulary)
     return ServingPart(replace(loaded, head=head, weights=None), cuts, module, checkpoint, vocabulary, token_count)
 

@@ -39,11 +39,15 @@ class ClusterLayout:
         return self.job.place.engine_count if self.job.engine.kind == "builtin" else 0
 
     @property
+    def engine_gpus(self) -> int:
+        return self.engine_count * self.job.place.engine_processes
+
+    @property
     def ranks(self) -> int:
         return (
             self.job.place.ranks
             if "ranks" in self.job.place.model_fields_set or self.job.place.mesh.shards != "auto"
-            else self.nodes * self.gpus - self.engine_count
+            else self.nodes * self.gpus - self.engine_gpus
         )
 
     @property
@@ -55,33 +59,44 @@ class ClusterLayout:
         )
 
     def check_layout(self, way: str) -> ClusterLayout:
+        n = self.job.place.engine_processes
+        each = f" of {n} GPUs" * (n > 1)
         here, all_of_them = f"{self.nodes} x {self.gpus} GPUs", self.nodes * self.gpus
-        if self.ranks < 1 or self.ranks + self.engine_count > all_of_them:
+        if self.ranks < 1 or self.ranks + self.engine_gpus > all_of_them:
             raise UserError(
-                f"{self.ranks} ranks and {self.engine_count} engines do not fit on {here}: ask for more --nodes or --gpus, "
+                f"{self.ranks} ranks and {self.engine_count} engines{each} do not fit on {here}: ask for more --nodes or --gpus, "
                 f"or set fewer "
                 "place.engines and place.ranks"
             )
-        if way == "torchrun" and self.engine_count >= self.gpus:
+        if way != "torchrun" and n > 1:
             raise UserError(
-                f"under torchrun the engines are on the first node, and {self.engine_count} of them leave no GPU of "
+                "engines of several processes are on the machine of the run, which Ray does not promise: use --with torchrun, "
+                f"or place.engines = {self.engine_count}"
+            )
+        if way == "torchrun" and self.engine_gpus >= self.gpus:
+            raise UserError(
+                f"under torchrun the engines are on the first node, and {self.engine_gpus} of them leave no GPU of "
                 f"{self.gpus} for its first rank: "
                 "use --with ray, or fewer place.engines"
             )
-        if way == "torchrun" and self.ranks + self.engine_count != all_of_them:
+        if way == "torchrun" and self.ranks + self.engine_gpus != all_of_them:
             raise UserError(
-                f"torchrun fills every node: {here} are {all_of_them - self.engine_count} ranks beside {self.engine_count} "
+                f"torchrun fills every node: {here} are {all_of_them - self.engine_gpus} ranks beside {self.engine_gpus} "
                 f"engines, and place.ranks = "
                 f"{self.ranks}. Leave place.ranks out"
             )
         return self
 
     def train_command(self, recipe: str, cluster: str, *more: str) -> str:
+        place = self.job.place
+        engines = str(max(1, self.engine_count))
+        if place.engine_processes > 1:
+            engines = f"{{ count = {place.engine_count}, tp = {place.engine_tp}, prefill = {str(place.engine_prefill).lower()} }}"
         ranks = [f"--place.ranks={self.ranks}"] if cluster != "torchrun" else []
         words = [
             "--place.kind=split",
             f"--place.cluster={cluster}",
-            f"--place.engines={max(1, self.engine_count)}",
+            f"--place.engines={engines}",
             *ranks,
             *more,
         ]
@@ -118,7 +133,7 @@ started=()
 for ((i = 0; i < ${{#nodes[@]}}; i++)); do
     ranks={layout.gpus}
     if ((i == 0)); then
-        ranks={layout.gpus - layout.engine_count}
+        ranks={layout.gpus - layout.engine_gpus}
     fi
     on "${{nodes[i]}}" torchrun --nnodes {layout.nodes} --node-rank "$i" --nproc-per-node "$ranks" \\
         --master-addr "$first" --master-port "$port" --no-python \\

@@ -180,7 +180,7 @@ def of_job(job: Job, device: str = "") -> Workload:
     return Workload(
         model,
         where,
-        gpus=job.place.ranks + job.place.engine_count * job.place.engine_tp if split else 1,
+        gpus=job.place.ranks + job.place.engine_count * job.place.engine_processes if split else 1,
         tensor=job.place.engine_tp if split else 1,
         policies=others,
         place=job.place.kind,

@@ -20,11 +20,6 @@ from rondel.core.protocols import Interrupt, RolloutEngine
 from rondel.runtime.busy import mark_busy
 
 
-def usable_cores() -> list[int]:
-    """Numbers of the cores that this process may use."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-
-
 def pick_device(wanted: str) -> str:
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"

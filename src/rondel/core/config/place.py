@@ -79,6 +79,10 @@ class EnginesConfig(SettingsTable):
         description="processes of each, which share every matrix (tensor parallel): for models that one device does not "
         "hold, or not fast enough; the built-in engine's, on one machine",
     )
+    prefill: bool = Field(
+        False,
+        description="each has a second process, which computes prompts while the first one decodes; on a CPU, not with tp",
+    )
 
 
 class PlaceConfig(ConfigSection):
@@ -133,8 +137,18 @@ class PlaceConfig(ConfigSection):
 
     @property
     def engine_tp(self) -> int:
-        """Processes of each."""
+        """Processes of each that share every matrix."""
         return 1 if isinstance(self.engines, int) else self.engines.tp
+
+    @property
+    def engine_prefill(self) -> bool:
+        """Whether each has a process for prompts."""
+        return not isinstance(self.engines, int) and self.engines.prefill
+
+    @property
+    def engine_processes(self) -> int:
+        """Of each engine."""
+        return self.engine_tp + self.engine_prefill
 
     @property
     def on_ray(self) -> bool:
@@ -158,11 +172,14 @@ class PlaceConfig(ConfigSection):
             instead = "a shared device is in one process" if alone else "shared devices are on this machine"
             raise ValueError(f'cluster = "{mine["cluster"]}" needs kind = "split": {instead}')
         engines = mine["engines"]
-        several = engines if isinstance(engines, int) else engines.__dict__["count"]
+        each = {} if isinstance(engines, int) else engines.__dict__
+        several = engines if isinstance(engines, int) else each["count"]
         if shared and several > 1:
             raise ValueError(
                 f'engines = {several} with kind = "shared": there is one engine a rank; leave it out, or use kind = "split"'
             )
+        if each.get("prefill") and each["tp"] > 1:
+            raise ValueError(f"engines: prefill = true with tp = {each['tp']} is not supported; leave one of them out")
         if mine["cluster"] == "local" and (several, mine["ranks"]) != (1, 1):
             raise ValueError('more than one engine or rank needs kind = "split" and cluster = "process"')
         return self

@@ -14,6 +14,7 @@ from rondel.core.types import Begin, Commit, Message, Route
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
 from rondel.generate.engine.builtin.pages import LayerPools
 from rondel.generate.engine.builtin.part_receiver import PartReceiver
+from rondel.generate.engine.builtin.shared_pools import SharedPools
 from rondel.generate.engine.builtin.states import StateMemory
 from rondel.models.layout_message import rebuild_layout
 from rondel.models.main_grad import weights_changed
@@ -41,7 +42,8 @@ class EngineFollower:
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.receiver = PartReceiver(part, transports)
         self.resting = MemoryRelease(part.loaded, None, owns=True)
-        self.keys, self.values, self.states = LayerPools(0), LayerPools(0), StateMemory(0)
+        self.keys, self.values = LayerPools(0), LayerPools(0)
+        self.states = StateMemory(0)
         self._hidden: dict[int, Tensor] = {}  # by the number of the pass
         self._stream: Iterator[tuple[str, Tensor]] | None = None
         self._mine: dict[str, Tensor] = {}
@@ -54,6 +56,8 @@ class EngineFollower:
             "attach": self._attach,
             "forward": self._forward,
             "logits": self._give_logits,
+            "share": self._share,
+            "rows": self._give_rows,
             "sleep": self._sleep,
             "wake": self._wake,
             "open": self._open,
@@ -84,11 +88,30 @@ class EngineFollower:
             states = StateMemory(1) if fresh else self.states
             layout.states = SlotStates(states, [tuple(run) for run in facts["runs"]], self.device)
         self._hidden = {number: self._hidden[number] for number in facts["alive"]}
-        self._hidden[facts["number"]] = self.loaded.hidden_states(tokens, positions, layout)
+        records = facts.get("records")
+        tape = None if records is None else self.loaded.routing_tape(longest=None if records else 0)
+        self._hidden[facts["number"]] = self.loaded.hidden_states(tokens, positions, layout, tape)
+        if facts.get("answers"):  # the other rank is about to read what was written
+            self.compute.send(torch.zeros(1, dtype=torch.int64), 0)
+        if tape is not None:
+            routes = tape.recorded_routes
+            self.compute.send(torch.tensor(routes.shape), 0)
+            self.compute.send(routes, 0)
 
     @torch.inference_mode()
     def _give_logits(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
         self.part.join_logits(self.loaded.logits(self._hidden[facts["number"]], tensors[0]))
+
+    @torch.inference_mode()
+    def _give_rows(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        self.compute.send(self._hidden[facts["number"]].index_select(0, tensors[0]), 0)
+
+    def _share(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        """The leader's cache, mapped."""
+        self.keys, self.values = (
+            SharedPools(facts["pages"], {layer: (k, d) for layer, k, d in each}, self.loaded.dtype, path)
+            for each, path in zip(facts["layers"], facts["paths"])
+        )
 
     # -- memory ----------------------------------------------------------------------------------
 

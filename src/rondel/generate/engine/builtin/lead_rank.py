@@ -53,6 +53,7 @@ class LeadRank(LockStep):
         self._copies: list[tuple[int, int]] = []  # of recurrent states, which the others have not made yet
         self._passes: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # hidden states that logits are asked of
         self._number = 0
+        self.prompt_rows: dict[int, int] = {}  # of passes of which another rank computes the first rows
 
     @property
     def model(self) -> LeadModel:
@@ -68,10 +69,11 @@ class LeadRank(LockStep):
         with self.together():
             self.send("attach", pages=pages.keys.pages, slots=slots)
 
-    def send_pass(self, tokens: Tensor, positions: Tensor, layout: Any) -> int:
+    def send_pass(self, tokens: Tensor, positions: Tensor, layout: Any, **more: Any) -> int:
         """Announce one forward pass. -> its number."""
         header, tensors = describe_layout(layout)
-        facts: dict[str, Any] = {"layout": header, "copies": list(self._copies), "alive": list(self._passes)}
+        facts: dict[str, Any] = {"layout": header, "copies": list(self._copies), "alive": list(self._passes), **more}
+        self.prompt_rows = {number: self.prompt_rows[number] for number in self._passes if number in self.prompt_rows}
         self._copies.clear()
         facts["fresh"] = 0 if layout.keys is self._cache else layout.keys.pages
         if layout.states is not None:
@@ -84,8 +86,9 @@ class LeadRank(LockStep):
         """Followers keep the hidden states of a pass for as long as they are kept here."""
         self._passes[number] = hidden
 
-    def pass_number(self, hidden: Tensor) -> int:
-        return next(number for number, kept in self._passes.items() if kept is hidden)
+    def find_pass(self, hidden: Tensor) -> int | None:
+        """The number of the pass that these are from."""
+        return next((number for number, kept in self._passes.items() if kept is hidden), None)
 
     def weight_receiver(self, transports: Mapping[str, Transport]) -> LeadReceiver:
         return LeadReceiver(self, self.part, transports)
@@ -132,7 +135,7 @@ class LeadModel(LoadedModel):
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         assert self.lead is not None
         with self.lead.together():
-            self.lead.send("logits", rows, number=self.lead.pass_number(hidden))
+            self.lead.send("logits", rows, number=self.lead.find_pass(hidden))
             whole = self.lead.part.join_logits(LoadedModel.logits(self, hidden, rows))
             assert whole is not None, "the first rank has them"
             return whole
