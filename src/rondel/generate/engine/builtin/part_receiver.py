@@ -8,7 +8,8 @@ A part is compared again at the commit where it was written over the weights or 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,17 +17,58 @@ from torch import Tensor
 
 from rondel.core.errors import SyncError
 from rondel.core.protocols import PartSource
+from rondel.core.tensor_parts import Block, TensorPart
 from rondel.core.types import Begin, Manifest, Route, TensorInfo
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 from rondel.models import names
-from rondel.models.part_digests import PartDigests
+from rondel.models.names import DigestSums, digest_length
+from rondel.models.shard_cut import part_of
 
 if TYPE_CHECKING:
     from rondel.core.protocols import Transport
+    from rondel.models.collectives import RankGroup
     from rondel.models.serving_part import ServingPart
+    from rondel.models.tensor_cuts import TensorCuts
 
 READ_BY_ALL = ("ipc", "disk")  # what every process of a machine can open
 PASSED_ON = ("tensor", "distributed")
+
+
+class PartDigests:
+    """Digests of whole tensors of which each rank of `cuts` has a part, and nobody more: the sums of the numbers that no
+    lower rank has, added up over the ranks.
+
+    parts   this rank's part of each
+    values  the sums of all, one behind the other; those of all ranks together are those of the whole
+    """
+
+    def __init__(self, rows: Sequence[TensorInfo], cuts: TensorCuts, device: torch.device) -> None:
+        self.rows = rows
+        self.parts: dict[str, TensorPart] = {}
+        self._counted: dict[str, list[Block]] = {}
+        for row in rows:
+            self.parts[row.name], self._counted[row.name] = _own_numbers(row, cuts)
+        sizes = [prod(row.shape) * getattr(torch, row.dtype).itemsize for row in rows]
+        lengths = [digest_length(size) for size in sizes]
+        self.values = torch.zeros(sum(lengths), dtype=torch.int64, device=device)
+        self._sums = {
+            row.name: DigestSums(size, device=device, values=own)
+            for row, size, own in zip(rows, sizes, self.values.split(lengths))
+        }
+        self._shapes = {row.name: row.shape for row in rows}
+
+    def add_part(self, name: str, part: Tensor) -> None:
+        """What this rank has of a tensor, once."""
+        for block in self._counted[name]:
+            box = part
+            for dim, (first, n) in enumerate(zip(block.here, block.size)):
+                box = box.narrow(dim, first, n)
+            self._sums[name].add_box(self._shapes[name], block.start, box.to(self.values.device))
+
+    def find_wrong(self, ranks: RankGroup) -> list[str]:
+        """Names of tensors that are not as they were announced; all ranks ask at the same time (or add their `values`)."""
+        ranks.all_reduce(self.values)
+        return [row.name for row in self.rows if self._sums[row.name].digest() != row.digest]
 
 
 class PartReceiver(WeightReceiver):
@@ -118,3 +160,16 @@ class PartReceiver(WeightReceiver):
     def drop_update(self) -> bool:
         self._joined = {}
         return super().drop_update()
+
+
+def _own_numbers(row: TensorInfo, cuts: TensorCuts) -> tuple[TensorPart, list[Block]]:
+    """This rank's part, and the blocks of it that no lower rank has."""
+    whole, cut, ranks = TensorPart.whole(row.shape), cuts.cuts.get(row.name), cuts.ranks
+    if cut is None:
+        return whole, [] if ranks.index else list(whole.blocks)
+    own = part_of(whole, cut, ranks.size, ranks.index)
+    left = list(own.blocks)
+    for lower in range(ranks.index):
+        for taken in part_of(whole, cut, ranks.size, lower).blocks:
+            left = [rest for block in left for rest in block.without(taken)]
+    return own, left
