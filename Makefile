@@ -44,9 +44,10 @@ APART = home=$$(mktemp -d); trap 'rm -rf "$$home"' EXIT; echo "packages  in $$ho
 train: install
 	@$(BIN)/rondel train recipes/quickstart.toml
 
-test: install lint types
-	@echo "tests     all"
-	@OMP_NUM_THREADS=1 $(PYTEST) --maxprocesses 2
+test: install lint
+	@echo "tests     all, and mypy beside them"
+	@$(MAKE) --no-print-directory types & types=$$!; \
+		OMP_NUM_THREADS=1 $(PYTEST) --maxprocesses 2; tests=$$?; wait $$types && exit $$tests
 
 check: install lint types
 	@echo "tests     the fast ones"

@@ -20,6 +20,7 @@ COLLECTIVES = (
     "all_to_all_single",
     "broadcast",
     "reduce",
+    "recv",
 )
 
 
@@ -118,9 +119,17 @@ class RankTrainer:
         """Of weights, gradients and both moments of the policy, in fp32, on this rank."""
         return 16 * sum(m.numel() for m in self.trainer.weights.masters)
 
+    def stage_bytes(self, stages: int) -> int:
+        """The same of the fullest of so many stages, where all ranks of a stage were one."""
+        from rondel.models.layer_split import layers_of_stage
+
+        loaded = self.trainer.loaded
+        size = {name: p.numel() for name, p in loaded.model.named_parameters()}
+        held = [layers_of_stage(loaded.model, loaded.decoder, stages, i).held for i in range(stages)]
+        return 16 * max(sum(size[name] for name in names) for names in held)
+
     def gradient(self, batch: Any, algo: Any, micro_tokens: int) -> tuple[np.ndarray, dict[str, int], int]:
         """Of one update, whole, in one vector; the bytes that this rank moved for it; the packed tokens that it saw."""
-        import torch
 
         from rondel.train.advantages import compute_advantages
         from rondel.train.step_metrics import StepMetricSums
@@ -133,16 +142,24 @@ class RankTrainer:
         with counted_collectives() as moved:
             t._accumulate_gradients(batch, algo, sums, proximal_noted=False)
         t.weights.gradient_norm()
-        w = t.weights
+        return self._whole_gradient(), moved, sum(self.ranks.gather_data_ranks(sums.packed))
+
+    def _whole_gradient(self) -> np.ndarray:
+        """Of all stages of a pipeline, in the order of the model."""
+        import torch
+
+        w = self.trainer.weights
         grads = [torch.zeros_like(m) if m.grad is None else m.grad for m in w.masters]
-        whole = torch.cat([w.gather_full(i, g).flatten() for i, g in enumerate(grads)]).double().numpy()
-        return whole, moved, sums.packed
+        own = {name: w.gather_full(i, grad).flatten() for i, (name, grad) in enumerate(zip(w.names, grads))}
+        told = {name: grad for found in self.ranks.all_gather_object(own) for name, grad in found.items()}
+        order = [name for name, _ in self.trainer.loaded.model.named_parameters() if name in told]
+        return torch.cat([told[name] for name in order]).double().numpy()
 
 
 @contextmanager
 def counted_collectives() -> Iterator[dict[str, int]]:
     """Bytes that this rank receives, by operation: of S bytes over n ranks (n-1)/n S in a gather, a reduce-scatter
-    or a broadcast of one's part, and twice that in an all-reduce.
+    or a broadcast of one's part, twice that in an all-reduce, and S from a neighbour.
     """
     import torch.distributed as dist
 
@@ -162,7 +179,9 @@ def counted_collectives() -> Iterator[dict[str, int]]:
                 bytes_ = rows[:1].nbytes * (sum(got) - got[dist.get_rank(group)]) if len(rows) else 0
                 moved[name] = moved.get(name, 0) + bytes_
                 return own(*args, **how)
-            if name in ("broadcast", "reduce"):
+            if name == "recv":
+                share = 1.0
+            elif name in ("broadcast", "reduce"):
                 share = float(dist.get_rank(group) != max(how.get("group_src", -1), how.get("group_dst", -1)))
             else:
                 share = (1 - 1 / dist.get_world_size(group)) * (2 if name == "all_reduce" else 1)

@@ -69,6 +69,7 @@ MODES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "two ranks, synchronous": ({**APART, "place.ranks": 2}, ["trainer-0", "trainer-1", "engine-0", "controller"]),
     "a mesh of tp": ({**APART, "place.mesh": {"tp": 2}}, ["trainer-0", "trainer-1"]),
     "a mesh of cp": ({**APART, "place.mesh": {"cp": 2}}, ["trainer-0", "trainer-1"]),
+    "a mesh of pp": ({**APART, "place.mesh": {"pp": 2}}, ["trainer-0", "trainer-1"]),
     "a mesh of ep": (
         {**APART, "place.mesh": {"ep": 2}, "model.path": MIXTURE, "trainer.routing_replay": True},
         ["trainer-0", "trainer-1"],

@@ -5,13 +5,15 @@
 
 difference   |g - g1| / |g1| of the update's whole gradient, fp32, the largest over ranks and sizes of micro-batch
 of_one_rank  the same of one rank that computes in smaller micro-batches: what rounding alone makes of this model
-held         bytes of weights, gradients and both moments on the fullest rank, and of one rank / (shards · cp · tp)
+held         bytes of weights, gradients and both moments on the fullest rank, and of one rank / (shards · cp · tp); with
+             pp of the fullest stage, whose layers are whole ones
 moved        bytes that a rank receives in one update, mean over the ranks, of one micro-batch (`in_parts`: of several, of
              at most 60 tokens), and of the one by formula for a single axis:
              shards   m (3 P) 4 (n-1)/n                 gather for the forward and the backward pass, scatter of gradients
                       (what lies at the root is gathered once: 2 P)
              tp, sp   ((8 L + 2) T + 2 T + 2 M) D 4 (n-1)/n     L layers of two parts, T packed tokens, M targets
              cp       6 L T 2 K d 4 (n-1)/n with its shards' P   K, V gathered twice and scattered once
+             pp       (2 T D + M) 4 (n-1)/n             states forward, their gradient back, logprobs to all
 All ranks are processes of this machine over gloo: their speed is not measured.
 """
 
@@ -31,6 +33,7 @@ EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "num_local_experts": 4, "
 MODELS: dict[str, dict[str, Any]] = {
     "llama": SIZE,
     "tied": SIZE | {"random": "llama", "tie_word_embeddings": True},
+    "deep": SIZE | {"random": "llama", "tie_word_embeddings": True, "num_hidden_layers": 6},
     "qwen3": SIZE,
     "gemma2": SIZE | {"sliding_window": 8, "query_pre_attn_scalar": 16},
     "qwen3_5_text": SIZE
@@ -51,6 +54,11 @@ MESHES = [
     "tp=4",
     "shards=2,ep=2",
     "shards=4,ep=2",
+    "pp=2",
+    "pp=4",
+    "pp=2,shards=2",
+    "pp=2,tp=2",
+    "pp=2,cp=2",
 ]
 ROWS = ["grpo", "gspo", "ppo", "dapo", "reinforce_pp"]
 
@@ -88,9 +96,9 @@ def _difference(got: Any, whole: Any) -> float:
     return float(((got - whole) ** 2).sum() ** 0.5 / (whole**2).sum() ** 0.5)
 
 
-def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, int, float]]:
-    """Of a family and a row: the row, its batch, the gradient of one rank, the bytes that it holds, and how far its own
-    gradient moves when the same rank computes it in smaller micro-batches.
+def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, dict[int, int], float]]:
+    """Of a family and a row: the row, its batch, the gradient of one rank, the bytes that it and that one of so many stages
+    holds, and how far its own gradient moves when the same rank computes it in smaller micro-batches.
     """
     from _ranks import RankTrainer, synthetic_groups
 
@@ -106,7 +114,9 @@ def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, 
             one.make(_spec(family), algo)
             whole = one.gradient(copy.deepcopy(batch), algo, 10**6)[0]
             split = _difference(one.gradient(copy.deepcopy(batch), algo, 60)[0], whole)
-            found[family, name] = algo, batch, whole, one.held_bytes(), split
+            layers = MODELS[family]["num_hidden_layers"]
+            stages = {n: one.stage_bytes(n) for n in range(1, layers + 1)}
+            found[family, name] = algo, batch, whole, stages, split
     return found
 
 
@@ -132,6 +142,8 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
             for (family, name), (algo, batch, whole, held, split) in alone.items():
                 if mesh.ep > 1 and "num_experts" not in MODELS[family]:
                     continue  # a dense model has nothing that could lie apart
+                if mesh.pp > MODELS[family]["num_hidden_layers"]:
+                    continue
                 every("make", _spec(family), algo)
                 differences, moved, tokens = [], dict.fromkeys((60, 10**6), 0.0), 0
                 for micro_tokens in (60, 10**6):
@@ -143,13 +155,12 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
                     "difference": max(differences),
                     "of_one_rank": split,
                     "held": max(every("held_bytes")),
-                    "planned": round(held / (mesh.shards * mesh.cp * mesh.tp)),
+                    "planned": round(held[mesh.pp] / (mesh.shards * mesh.cp * mesh.tp)),
                     "moved": round(moved[10**6]),
                     "moved_in_parts": round(moved[60]),
                 }
-                if (
-                    formula := _formula(mesh, MODELS[family], batch, tokens, held // 16)
-                ) is not None and family == "llama":
+                formula = _formula(mesh, MODELS[family], batch, tokens, held[1] // 16)
+                if formula is not None and family in ("llama", "deep"):
                     cell["formula"] = round(formula)
                 cells[f"{family} {name}"] = cell
                 print(f"{mesh!s:<28} {family:<13} {name:<13} {cell}", file=sys.stderr, flush=True)
@@ -162,8 +173,10 @@ def _formula(mesh: Any, size: dict[str, Any], batch: Any, tokens: int, parameter
     """Bytes of one rank in an update of one micro-batch; None where axes are composed."""
     layers, hidden, n = size["num_hidden_layers"], size["hidden_size"], mesh.world
     share, targets = (n - 1) / n, batch.total_tokens
-    root = 2 * 100 * hidden + hidden  # embedding, head, last norm
+    root = (1 if size.get("tie_word_embeddings") else 2) * 100 * hidden + hidden  # embedding, head, last norm
     sharded = 4 * share * (3 * (parameters - root) + 2 * root)
+    if mesh.pp == n:
+        return 4 * share * (2 * tokens * hidden + targets)
     if mesh.tp == n and mesh.sp:
         return 4 * share * hidden * ((8 * layers + 2) * tokens + 2 * tokens + 2 * targets)
     if mesh.cp == n:

@@ -178,7 +178,12 @@ def test_a_stopped_engine_is_named_and_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "n", "place"), [("rollout", 22, {"place__ranks": 2}), ("taken", 5, {"place__mesh": {"tp": 2}})]
+    ("kind", "n", "place"),
+    [
+        ("rollout", 22, {"place__ranks": 2}),
+        ("taken", 5, {"place__mesh": {"tp": 2}}),
+        ("taken", 4, {"place__mesh": {"pp": 2}}),
+    ],
 )
 def test_a_killed_rank_goes_on_from_the_last_checkpoint(tmp_path, kind, n, place):
     struck(tmp_path, Strike("trainer-1", kind, n), **place)

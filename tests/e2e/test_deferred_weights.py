@@ -10,7 +10,7 @@ import torch
 
 from kits.families import model as family
 from kits.ranks import Rank, apart
-from kits.train import awkward_groups, batch, row
+from kits.train import awkward_groups, batch, model, row
 from rondel.core.mesh import Mesh
 from rondel.models.deferred_weights import DeferredWeights
 from rondel.models.load import load_model
@@ -62,7 +62,7 @@ def test_a_model_that_is_stored_otherwise_is_loaded_whole(stored, tmp_path):
     assert load_model(str(folder), dtype="float32", deferred=True).weights is None
 
 
-@pytest.mark.parametrize("mesh", [Mesh(shards=2), Mesh(shards=2, tp=2), Mesh(shards=2, ep=2)], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(shards=2), Mesh(shards=2, tp=2), Mesh(shards=2, ep=2), Mesh(pp=2)], ids=str)
 def test_ranks_that_read_their_shards_train_as_one_rank(stored, ranks, mesh):
     """Masters are those of one rank bit for bit, gradients to 1e-6, with a reference and a critic beside the policy."""
     every = ranks(mesh)
@@ -87,6 +87,19 @@ def test_a_rank_never_holds_more_than_its_share_and_a_layer(stored, ranks):
         for held, most in ranks(mesh).load_counted(str(stored("llama"))):
             assert held <= 1.05 * whole / mesh.world
             assert most <= held + max(*blocks, whole - sum(blocks))
+
+
+def test_a_stage_reads_its_layers_only(ranks, tmp_path):
+    """Three layers and the embedding, or two layers, norm and head, which is the embedding. The pass that tries the model
+    gathers each once (counted until the end: FSDP empties such a tensor and keeps it), and has activations of 11 tokens.
+    """
+    loaded = model("deep")
+    save_model(loaded, tmp_path, {n: p.detach() for n, p in loaded.model.state_dict().items()})
+    size = {name: 4 * p.numel() for name, p in loaded.model.named_parameters()}
+    tied, layer = size["model.embed_tokens.weight"], sum(n for name, n in size.items() if "layers.0." in name)
+    told = ranks(Mesh(pp=2)).load_counted(str(tmp_path))
+    assert [held for held, _ in told] == [3 * layer + tied, 2 * layer + tied + size["model.norm.weight"]]
+    assert all(most <= 2 * held + 48 * 1024 for held, most in told)
 
 
 def test_the_reader_names_what_is_missing(stored, tmp_path):

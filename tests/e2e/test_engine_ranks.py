@@ -265,6 +265,8 @@ def test_each_rank_pulls_its_own_part_of_what_a_trainer_of_several_ranks_wrote(e
         reader = e.arrivals._transports["ipc"].reader
         parts = e.arrivals.proof.parts
         assert reader.bytes_read == 4 * sum(part.numel for part in parts.values())
+        norms = {name for name, part in parts.items() if len(part.shape) == 1}
+        assert norms and not norms & e.arrivals.proof.rows.keys(), "what both have, both compare whole"
         assert reader.bytes_read < 0.75 * 4 * sum(p.numel() for p in trainer.loaded.model.parameters())
         trainer.publish = wrong
         trainer.train()

@@ -21,7 +21,13 @@ from rondel.core.mesh import Mesh
 from rondel.models.expert_parallel import _compute_some
 
 EP, WIDE = Mesh(shards=2, ep=2), Mesh(shards=4, ep=2)
-SHARED = [Mesh(cp=2, ep=2), Mesh(shards=2, cp=2, ep=4), Mesh(replicas=2, shards=2, ep=2)]
+SHARED = [
+    Mesh(cp=2, ep=2),
+    Mesh(shards=2, cp=2, ep=4),
+    Mesh(replicas=2, shards=2, ep=2),
+    Mesh(pp=2),
+    Mesh(pp=2, shards=2, ep=2),
+]
 KINDS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 ROUTES = {  # of a token: its two experts of four, of which a rank holds two or one
     "skewed": lambda token: (3, 0) if token % 5 == 0 else (0, 1),  # expert 2 has no token
@@ -74,6 +80,7 @@ def test_experts_apart_have_the_gradient_of_one_rank(ranks, one, mesh, kind, rou
 
 @pytest.mark.parametrize("mesh", SHARED, ids=str)
 def test_beside_other_axes_they_have_it_too(ranks, one, mesh):
+    """And whole, where a stage of a pipeline repeats the routes of its own layers."""
     for routes in ("own", "starved"):
         same_gradient(ranks(mesh), "mixtral", routes, *one("mixtral", routes))
 
@@ -85,16 +92,17 @@ def test_a_mixture_that_looks_has_it_too(ranks):
     same_gradient(every, "qwen3_vl_moe", "own", algo, b, alone.gradient(copy.deepcopy(b), algo))
 
 
+@pytest.mark.parametrize("mesh", [EP, Mesh(pp=2)], ids=str)
 @pytest.mark.parametrize("recompute", ["mlp", "layers"])
-def test_what_is_computed_again_is_dispatched_again(ranks, one, recompute):
+def test_what_is_computed_again_is_dispatched_again(ranks, one, recompute, mesh):
     algo, b, whole = one("mixtral", "starved")
-    every = ranks(EP)
+    every = ranks(mesh)
     every.make("mixtral", algo=algo, replay_routes=True, recompute=recompute)
     for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=40):
         assert apart(got, whole) <= 1e-6
 
 
-@pytest.mark.parametrize("mesh", [EP, WIDE], ids=str)
+@pytest.mark.parametrize("mesh", [EP, WIDE, Mesh(pp=2)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
     """Metrics and masters, clipped, with a critic and a reference; a checkpoint of either resumes on the other; what is

@@ -1,5 +1,5 @@
-"""Any mesh is one rank (law 3): matrices cut (tp), rows between them (sp), one packed row shared (cp), shards, replicas and
-compositions have its gradient, end where it ends, publish its weights and exchange checkpoints with it, over gloo.
+"""Any mesh is one rank (law 3): matrices cut (tp), rows between them (sp), one packed row shared (cp), layers behind each other
+(pp), shards, replicas and compositions have its gradient, end where it ends, publish its weights and exchange checkpoints with it, over gloo.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import pytest
 from kits.algos import lively
 from kits.ranks import Rank, apart, end_alike, hand_over, written_bytes
 from kits.train import awkward_groups, batch, make_stale, row
+from kits.vision import groups_with_images
+from kits.vision import model as looking
 from rondel.algos.table import TABLE
 from rondel.core.errors import RondelError
 from rondel.core.mesh import Mesh
@@ -19,19 +21,24 @@ from rondel.core.types import Score
 from rondel.train.advantages import compute_advantages
 from rondel.train.pack import batch_of
 
-TP, PLAIN_TP, CP = Mesh(tp=2), Mesh(tp=2, sp=False), Mesh(cp=2)
+TP, PLAIN_TP, CP, PP = Mesh(tp=2), Mesh(tp=2, sp=False), Mesh(cp=2), Mesh(pp=2)
 PAIRS = [
     Mesh(cp=2, tp=2),
     Mesh(shards=2, tp=2),
     Mesh(shards=2, cp=2),
     Mesh(replicas=2, shards=2),
     Mesh(replicas=2, tp=2),
+    Mesh(pp=2, shards=2),
+    Mesh(pp=2, tp=2),
+    Mesh(pp=2, cp=2),
 ]
 FAMILIES = ("llama", "tied", "qwen3", "gemma2", "qwen3_5_text", "lfm2", "mixtral", "deepseek_v3", "gpt_oss")
 CASES = [  # what each axis changes: all of them through tp; through cp who sees whom, and who keeps a state
     *((TP, kind) for kind in FAMILIES),
     *((CP, kind) for kind in ("llama", "gemma2", "qwen3_5_text", "mixtral", "deepseek_v3")),
     *((PLAIN_TP, kind) for kind in ("tied", "mixtral", "lfm2")),
+    *((PP, kind) for kind in ("llama", "qwen3", "gemma2", "qwen3_5_text", "qwen3_moe")),
+    *((Mesh(pp=4), kind) for kind in ("deep",)),
 ]
 ROWS = ("grpo", "gspo", "ppo", "dapo", "reinforce_pp")
 
@@ -70,7 +77,7 @@ def test_any_mesh_has_the_gradient_of_one_rank(ranks, one, mesh, kind):
 
 @pytest.mark.parametrize("mesh", PAIRS, ids=str)
 def test_two_axes_together_have_it_too(ranks, one, mesh):
-    for kind in ("lfm2", "mixtral") if mesh.cp > 1 else ("mixtral",):
+    for kind in ("lfm2", "mixtral") if mesh.cp > 1 == mesh.pp else ("tied",) if mesh.tp > 1 < mesh.pp else ("mixtral",):
         _same_gradient(ranks(mesh), kind, *one(kind), 1e-6)
 
 
@@ -80,6 +87,7 @@ def test_two_axes_together_have_it_too(ranks, one, mesh):
         Mesh(shards=2, reduce="update", reshard="update", prefetch=1),
         Mesh(cp=2, reduce="update"),
         Mesh(tp=2, prefetch=2),
+        Mesh(pp=2, shards=2, reduce="update", reshard="update"),
     ],
     ids=str,
 )
@@ -110,13 +118,13 @@ def test_every_kind_of_row_has_it(ranks, name):
     compute_advantages(b, algo)
     make_stale(b, rng)
     whole = alone.gradient(copy.deepcopy(b), algo, noted=True)
-    for every in (ranks(TP), ranks(CP)):
+    for every in (ranks(TP), ranks(CP), ranks(PP)):
         every.make("llama", algo=algo)
         for got in every.gradient(copy.deepcopy(b), algo, noted=True, micro_tokens=40):
             assert apart(got, whole) <= 1e-6
 
 
-@pytest.mark.parametrize("mesh", [TP, CP, Mesh(shards=2, tp=2)], ids=str)
+@pytest.mark.parametrize("mesh", [TP, CP, PP, Mesh(shards=2, tp=2)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
     """Metrics, masters, and what is published; a checkpoint of the mesh resumes on one rank, and the reverse."""
@@ -167,11 +175,11 @@ def test_a_rank_that_cannot_write_is_everyones_error(ranks):
 
 
 def test_each_rank_holds_its_share(ranks):
-    """Numbers of weights: matrices and vocabulary over tp, all of it over shards."""
+    """Numbers of weights: matrices and vocabulary over tp, all of it over shards, layers over pp."""
     alone = Rank(0)
     alone.make("llama")
     whole = alone.resident()["trained"]
-    for mesh, share in ((TP, 0.52), (Mesh(shards=2, tp=2), 0.27), (CP, 0.51)):
+    for mesh, share in ((TP, 0.52), (Mesh(shards=2, tp=2), 0.27), (CP, 0.51), (PP, 0.52)):
         every = ranks(mesh)
         every.make("llama")
         held = [rank["trained"] for rank in every.resident()]
@@ -186,8 +194,42 @@ def test_each_rank_holds_its_share(ranks):
         (TP, "qwen2_5_vl", "images"),
         (TP, "llama + fresh", "adapter"),
         (Mesh(tp=4), "deepseek_v32", "indexer"),
+        (PP, "deepseek_v32", "indexers"),
+        (PP, "zamba2", "cut over pp = 2 ranks, its logprobs differ by nan"),
+        (PP, "hrm_text", "cut over pp = 2 ranks, it does not run"),
+        (Mesh(pp=4), "llama", "has 2 layers"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(ranks, mesh, kind, said):
     with pytest.raises(RondelError, match=said):
         ranks(mesh).make(kind)
+
+
+def test_an_adapter_in_stages_ends_where_that_of_one_rank_ends(ranks, tmp_path):
+    """Each stage trains those of its layers; a critic has its own, and the reference is the base."""
+    algo = row("ppo", kl={"coef": 0.05})
+    alone, every = Rank(0), ranks(PP)
+    how = {"lr": 1e-3, "micro_tokens": 40, "updates_per_step": 2, "start_probe": 8, "clip": 0.5}
+    alone.make("tied + fresh", algo=algo, **how)
+    every.make("tied + fresh", algo=algo, **how)
+    end_alike(alone, every, algo, lambda n: batch(awkward_groups(n), algo), tmp_path, exact=True)
+
+
+def test_stages_have_the_bits_of_one_rank(ranks):
+    """Layers laid behind each other compute what they would in one place: aligned numerics stay bit for bit (law 4)."""
+    alone, every, tokens = Rank(0), ranks(PP), [(7 * i + 3) % 100 for i in range(40)]
+    alone.make("tied + aligned", "bfloat16")
+    every.make("tied + aligned", "bfloat16")
+    assert every.logprobs(tokens) == [alone.logprobs(tokens)] * 2
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_stages_that_look_have_the_gradient_of_one_rank(ranks, kind):
+    """The tower is frozen and on every stage: layers behind the first may want what it saw."""
+    algo, alone, every = row("grpo", entropy={"coef": 0.02}), Rank(0), ranks(PP)
+    b = batch(groups_with_images(looking(kind)), algo)
+    alone.make(kind, algo=algo)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    every.make(kind, algo=algo)
+    for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=40):
+        assert apart(got, whole) <= 1e-6

@@ -9,7 +9,7 @@ from kits.runs import final, run, run_and_die
 
 pytestmark = pytest.mark.slow
 STEPS = {"loop__warmup__steps": 3, "loop__steps": 2, "run__checkpoint__every": 2, "place__kind": "split"}
-MESHES = {"tp": {"tp": 2}, "cp": {"cp": 2}, "ep": {"ep": 2}}
+MESHES = {"tp": {"tp": 2}, "cp": {"cp": 2}, "ep": {"ep": 2}, "pp": {"pp": 2}}
 MIXTURE = {
     "random": "mixtral",
     "hidden_size": 32,
@@ -63,7 +63,8 @@ def test_a_killed_run_on_a_mesh_ends_with_the_same_bits(ended, tmp_path, name):
     assert mine.keys() == whole.keys() and all(torch.equal(mine[n], whole[n]) for n in whole)
 
 
-def test_a_run_goes_on_on_another_mesh(ended, tmp_path):
-    assert run_and_die(tmp_path, ("StepDone", 4), **STEPS, place__mesh={"tp": 2}) == -9
-    run(tmp_path, **STEPS, place__mesh={"cp": 2})
+@pytest.mark.parametrize(("first", "then"), [({"tp": 2}, {"cp": 2}), ({"pp": 2}, {"tp": 2})])
+def test_a_run_goes_on_on_another_mesh(ended, tmp_path, first, then):
+    assert run_and_die(tmp_path, ("StepDone", 4), **STEPS, place__mesh=first) == -9
+    run(tmp_path, **STEPS, place__mesh=then)
     assert apart(final(tmp_path), final(ended("one"))) <= 1e-5

@@ -28,6 +28,7 @@ from rondel.core.mesh import Mesh
 from rondel.core.tensor_parts import TensorPart
 from rondel.core.types import Route
 from rondel.models import adapters, names
+from rondel.models.aligned_numerics import align_numerics
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.rendezvous import Rendezvous
@@ -48,8 +49,8 @@ from rondel.train.weight_publisher import WeightPublisher
 
 
 def made(kind: str, dtype: str, *, deferred: bool = False) -> LoadedModel:
-    """A kind of kits.train or a family of kits.families; "llama + fresh" with an adapter that changes nothing yet, "llama + used" with one that does;
-    "from FOLDER" a stored one.
+    """A kind of kits.train or a family of kits.families; "llama + fresh" with an adapter that changes nothing yet, "llama + used" with one that does,
+    "llama + aligned" with those numerics; "from FOLDER" a stored one.
     """
     kind, _, adapter = kind.partition(" + ")
     if kind.startswith("from "):
@@ -58,7 +59,9 @@ def made(kind: str, dtype: str, *, deferred: bool = False) -> LoadedModel:
         loaded = looking(kind)
     else:
         loaded = model(kind, dtype) if kind in KINDS else copy.deepcopy(family(kind))
-    if adapter:
+    if adapter == "aligned":
+        align_numerics(loaded)
+    elif adapter:
         adapters.add_adapter(loaded, rank=4, alpha=8)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -116,7 +119,7 @@ class Rank:
         """Load a policy in shards. -> bytes of its weights here, and the most bytes of tensors alive at once."""
         with AliveBytes() as counted:
             held = self.ranks.shard_model(load_model(folder, dtype="float32", deferred=True))
-        own = [p.to_local() for p in held.model.parameters()]
+        own = [p.to_local() for p in held.model.parameters() if not p.is_meta]
         return sum(p.nbytes for p in own), counted.most
 
     def gradient(self, b, algo, *, micro_tokens: int = 10**6, noted: bool = False) -> np.ndarray:
@@ -129,11 +132,19 @@ class Rank:
             compute_advantages(b, algo)
         t._accumulate_gradients(b, algo, StepMetricSums(), proximal_noted=noted)
         t.weights.gradient_norm()
-        return self._whole(t.weights)
+        return self._whole(t.weights, [torch.zeros_like(m) if m.grad is None else m.grad for m in t.weights.masters])
 
-    def _whole(self, w) -> np.ndarray:
-        grads = [torch.zeros_like(m) if m.grad is None else m.grad for m in w.masters]
-        return torch.cat([w.gather_full(i, g).flatten() for i, g in enumerate(grads)]).double().numpy()
+    def _whole(self, w, pieces: list[torch.Tensor]) -> np.ndarray:
+        """Tensors that are kept like the masters, of all stages of a pipeline, in one vector in the order of the model; what
+        two stages hold is the same on both.
+        """
+        own = {name: w.gather_full(i, piece).flatten() for i, (name, piece) in enumerate(zip(w.names, pieces))}
+        told: dict[str, torch.Tensor] = {}
+        for found in self.ranks.all_gather_object(own):
+            assert all(torch.equal(told[name], x) for name, x in found.items() if name in told)
+            told |= found
+        order = [name for name, _ in self.trainer.loaded.model.named_parameters() if name in told]
+        return torch.cat([told[name] for name in order]).double().numpy()
 
     def step(self, b, algo) -> tuple[bool, dict[str, float], str, list[dict[str, np.ndarray]]]:
         done = _now(self.trainer.step(b, algo))
@@ -142,7 +153,7 @@ class Rank:
     def resident(self) -> dict[str, int]:
         """Numbers of this rank, by who is trained."""
         held = {"frozen": 0, "trained": 0}
-        for p in self.trainer.loaded.model.parameters():
+        for p in (p for p in self.trainer.loaded.model.parameters() if not p.is_meta):
             held["trained" if p.requires_grad else "frozen"] += (p.to_local() if isinstance(p, DTensor) else p).numel()
         return held
 
@@ -150,12 +161,14 @@ class Rank:
         self.trainer._annotate(b, frozenset({"ref_logprobs"}))
         return [s.known.reference.numpy() for s in b.samples]
 
+    def logprobs(self, tokens: list[int]) -> list[float]:
+        return _now(self.trainer.logprobs(tokens))
+
     def weights(self) -> dict[str, np.ndarray]:
         return {name: t.float().numpy().copy() for name, t in self.ranks.full_weights(self.trainer.loaded.model)}
 
     def masters(self) -> np.ndarray:
-        w = self.trainer.weights
-        return torch.cat([w.gather_full(i, m.detach()).flatten() for i, m in enumerate(w.masters)]).double().numpy()
+        return self._whole(self.trainer.weights, [m.detach() for m in self.trainer.weights.masters])
 
     def save(self, path) -> None:
         path.mkdir(parents=True, exist_ok=True)

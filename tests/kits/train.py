@@ -37,6 +37,7 @@ SMALL = dict(
 KINDS = {
     "llama": {},
     "tied": {"random": "llama", "tie_word_embeddings": True},
+    "deep": {"random": "llama", "num_hidden_layers": 5, "tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
     "mixture": {"random": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma3_text": {

@@ -42,10 +42,9 @@ class Rank:
         self.meeting = Rendezvous("127.0.0.1")
         return self.meeting.address
 
-    def join(self, rank: int, address: tuple[str, int], patience: float) -> None:
-        self.ranks = FsdpRank(
-            rank, Mesh(shards=2), self.meeting if rank == 0 else Rendezvous.connect_to(address), patience=patience
-        )
+    def join(self, rank: int, address: tuple[str, int], patience: float, mesh: Mesh) -> None:
+        meeting = self.meeting if rank == 0 else Rendezvous.connect_to(address)
+        self.ranks = FsdpRank(rank, mesh, meeting, patience=patience)
 
     async def total(self, absent: int | None = None) -> float:
         with self.ranks.collective_section("total"):
@@ -53,7 +52,12 @@ class Rank:
 
     def summed(self) -> float:
         value = torch.ones(1)
-        dist.all_reduce(value)
+        if (link := self.ranks.link) is None:
+            dist.all_reduce(value)
+        elif link.is_last:
+            link.send(value, 0, link.back)
+        else:
+            value += link.receive((1,), value.dtype, 1, link.back)
         return float(value)
 
     def daydream(self) -> None:
@@ -71,18 +75,26 @@ def dumping_cluster(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_is_named_with_the_operation(dumping_cluster, tmp_path):
+@pytest.mark.parametrize(
+    ("mesh", "where"),
+    [
+        (Mesh(shards=2), r"in all_reduce \(test_law_10_waiting.py:\d+, summed\)"),
+        (Mesh(pp=2), r"in recv \(pipeline_stage.py:\d+, receive\)"),
+    ],
+    ids=str,
+)
+def test_a_rank_that_does_not_come_is_named_with_the_operation(dumping_cluster, tmp_path, mesh, where):
     made, _ = dumping_cluster
     ranks = [made.spawn(f"trainer-{i}", Rank) for i in range(2)]
     address = ranks[0].now("meet")
-    for joined in [rank.ask("join", i, address, 3.0) for i, rank in enumerate(ranks)]:
+    for joined in [rank.ask("join", i, address, 3.0, mesh) for i, rank in enumerate(ranks)]:
         joined.result()
     trainer = RemoteTrainer(ranks)
     assert asyncio.run(trainer.total()) == 2.0
     began = time.monotonic()
     with pytest.raises(
         StalledError,
-        match=r"rank 0 of 2 waits for another one since 3 s, in all_reduce \(test_law_10_waiting.py:\d+, summed\), asked for: total",
+        match=rf"rank 0 of 2 waits for another one since 3 s, {where}, asked for: total",
     ) as told:
         asyncio.run(trainer.total(1))
     assert time.monotonic() - began < 30

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import weakref
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -144,3 +146,16 @@ def test_the_plan_counts_what_waits_and_where(tmp_path):
     packed = store.size / (4 * config.num_hidden_layers * config.hidden_size)
     each = bytes_beside(replace(planned, shape=shape, width=4))["disk"]["layer inputs"] / tokens
     assert each * packed == store.size
+
+
+def test_a_file_is_as_large_as_what_is_wanted_at_once(tmp_path):
+    """Micro-batches of a pipeline are used up in the order in which they began, never all at once."""
+    store, wanted = DiskActivations(tmp_path), deque()
+    for i in range(40):
+        tensor = torch.full((50 + 7 * i % 30, 16), float(i))
+        wanted.append((tensor, store.pack(tensor)))
+        if len(wanted) == 3:
+            told, kept = wanted.popleft()
+            assert torch.equal(store.unpack(kept), told)
+            del kept
+    assert os.fstat(store._file.fileno()).st_size <= 5 * 80 * 16 * 4

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +30,7 @@ from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process,
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment
 from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
-from rondel.assemble.remote_workers import RemoteEngine, RemoteTrainer, WorkerRole
+from rondel.assemble.remote_workers import MOMENT, RemoteEngine, RemoteTrainer, WorkerRole
 from rondel.assemble.worker_devices import cores_per_worker, device_names, format_threads, usable_cores
 from rondel.assemble.workers import (
     ColocatedHost,
@@ -538,9 +539,14 @@ def _spawn_trainers(
 def _join_ranks(trainers: list[Any], host: str) -> tuple[ModelInfo, dict[str, str], int]:
     """They meet where others reach the first one. -> what that one says of itself."""
     address = trainers[0].ask("meet", host, len(trainers)).result()
+    joined: list[Future[tuple[ModelInfo, dict[str, str], int]]]
     joined = [trainer.ask("join", rank, len(trainers), address) for rank, trainer in enumerate(trainers)]
-    told: list[tuple[ModelInfo, dict[str, str], int]] = [answer.result() for answer in joined]
-    return told[0]
+    wait(joined, return_when=FIRST_EXCEPTION)
+    if any(answer.done() and answer.exception() for answer in joined):
+        wait(joined, timeout=MOMENT)  # one that ended explains what the others complain of
+        failed = [i for i, answer in enumerate(joined) if answer.done() and answer.exception()]
+        return joined[min(failed, key=lambda i: trainers[i].alive)].result()
+    return joined[0].result()
 
 
 def _lead_torchrun(plan: DeploymentPlan, ranks: int, device: str, each: int | None) -> tuple[list[Any], Any]:

@@ -20,8 +20,10 @@ from torch import Tensor
 from rondel.core.protocols import Cluster, Transport
 from rondel.core.types import Message
 from rondel.generate.engine.builtin.follower import EngineFollower
+from rondel.generate.engine.builtin.lead_model import LeadModel
 from rondel.generate.engine.builtin.lead_rank import LeadRank
-from rondel.generate.engine.builtin.prefill_split import PrefillLead
+from rondel.generate.engine.builtin.lead_receiver import LeadReceiver
+from rondel.generate.engine.builtin.prefill_split import PrefillLead, SplitModel
 from rondel.generate.engine.builtin.rank_channel import CommandChannel
 from rondel.models.collectives import RankGroup
 from rondel.models.load import load_model, pick_dtype
@@ -164,8 +166,9 @@ class EngineRanks:
 
         def join_here() -> LeadRank:
             joined = join_ranks(loaded, meeting, 0, s.size, device.name, s.patience, expected, prefill=s.prefill)
-            lead = PrefillLead if s.prefill else LeadRank
-            return lead(*joined, tell=self._tell, fate=self._wait_for_fate, ended=self._ended)
+            rank, model = (PrefillLead, SplitModel) if s.prefill else (LeadRank, LeadModel)
+            calls = {"tell": self._tell, "fate": self._wait_for_fate, "ended": self._ended}
+            return rank(*joined, model=model, receiver=LeadReceiver, **calls)
 
         self.lead = lead = device.call(join_here)
         for answer in joins:

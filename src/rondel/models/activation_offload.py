@@ -88,7 +88,11 @@ class HostActivations:
 
 
 class DiskActivations:
-    """In a file without a name, so that nothing is left of it after any exit. Offsets begin again once all are used."""
+    """In a file without a name, so that nothing is left of it after any exit. Each lies in the first gap between those that
+    are still wanted: a pipeline (train/pipeline_schedule.py) begins micro-batches before earlier ones are used up.
+
+    size  where the last of them ends
+    """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder, self.size = make_folder(Path(folder)), 0
@@ -99,14 +103,24 @@ class DiskActivations:
     def pack(self, tensor: Tensor) -> StoredActivation | Tensor:
         if not tensor.is_floating_point():
             return tensor
-        self.size = self.size if self._held else 0
-        kept, data = StoredActivation(tensor, self.size), _bytes_of(tensor.detach().cpu().contiguous())
+        data = _bytes_of(tensor.detach().cpu().contiguous())
+        at, end = self._first_gap(len(data))
+        kept, self.size = StoredActivation(tensor, at), max(end, at + len(data))
         with guard_write(self.folder, len(data), ModelError, "writing activations to"):
             while data:
-                written = os.pwrite(self._file.fileno(), data, self.size)
-                self.size, data = self.size + written, data[written:]
+                written = os.pwrite(self._file.fileno(), data, at)
+                at, data = at + written, data[written:]
         self._held.add(kept)
         return kept
+
+    def _first_gap(self, size: int) -> tuple[int, int]:
+        """Where so many bytes have room, and where the last of those that are wanted ends."""
+        gap, end = None, 0
+        for place, taken in sorted((kept.place, kept.shape.numel() * kept.dtype.itemsize) for kept in self._held):
+            assert isinstance(place, int)
+            gap = end if gap is None and place - end >= size else gap
+            end = max(end, place + taken)
+        return (end if gap is None else gap), end
 
     def unpack(self, kept: StoredActivation | Tensor) -> Tensor:
         if isinstance(kept, Tensor):

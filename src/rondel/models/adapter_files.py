@@ -22,8 +22,10 @@ def is_adapter(folder: str | Path) -> bool:
     return (Path(folder).expanduser() / CONFIG).is_file()
 
 
-def save_adapter(loaded: LoadedModel, folder: Path) -> None:
-    """What peft and vLLM read, and `base.json`: where the base came from and the digest of its bits."""
+def save_adapter(loaded: LoadedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+    """What peft and vLLM read, and `base.json`: where the base came from and the digest of its bits. `weights`: in place of
+    the module's own, which may not have all layers.
+    """
     assert loaded.adapter is not None
     config, origin = loaded.adapter.config, loaded.model.config.name_or_path
     config.base_model_name_or_path = str(Path(origin).resolve()) if origin and Path(origin).is_dir() else origin or None
@@ -31,7 +33,7 @@ def save_adapter(loaded: LoadedModel, folder: Path) -> None:
         config.target_modules = sorted(config.target_modules)  # the same file in every run
     config.save_pretrained(folder)
     save_file(
-        {name: t.cpu().contiguous() for name, t in names.named_weights(loaded.model)},
+        {name: t.cpu().contiguous() for name, t in (weights or dict(names.named_weights(loaded.model))).items()},
         folder / WEIGHTS,
         {"format": "pt"},
     )

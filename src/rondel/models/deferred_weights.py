@@ -11,7 +11,7 @@ mapped into memory, and ranks of one machine read the same pages.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,13 +77,23 @@ class DeferredWeights:
                 buffer.copy_(self.read(name, buffer.shape, buffer.dtype))
 
 
-def fill_parameters(model: nn.Module, part: nn.Module, read: Callable[[str, nn.Parameter], Tensor]) -> None:
-    """Give the parameters of `part` that lie on "meta" what `read` makes of their name in `model`; tied ones stay tied."""
+def fill_parameters(
+    model: nn.Module,
+    part: nn.Module,
+    read: Callable[[str, nn.Parameter], Tensor],
+    *,
+    only: Container[str] | None = None,
+) -> None:
+    """Give the parameters of `part` that lie on "meta", or `only` those of these names, what `read` makes of their name in
+    `model`; tied ones stay tied.
+    """
     named = {id(p): n for n, p in model.named_parameters()}
     made: dict[int, nn.Parameter] = {}
     for module in part.modules():
         for own, parameter in module._parameters.items():
             if parameter is None or parameter.device.type != "meta":
+                continue
+            if only is not None and named[id(parameter)] not in only:
                 continue
             if id(parameter) not in made:
                 with torch.no_grad():

@@ -49,6 +49,8 @@ class HostMemory:
         """Bytes of their storages that are not in a room, each storage once; those of `seen` were counted before."""
         total = 0
         for t in tensors:
+            if t.is_meta:  # on another stage of a pipeline
+                continue
             # a shard counts what it has here
             storage = (t.to_local() if hasattr(t, "to_local") else t).untyped_storage()
             if storage.data_ptr() not in seen and not self.holds_tensor(t):

@@ -22,6 +22,7 @@ from rondel.models.vision_families import FAMILIES
 if TYPE_CHECKING:
     from rondel.models.context_parallel import ContextRanks
     from rondel.models.deferred_weights import DeferredWeights
+    from rondel.models.pipeline_stage import PipelineStage
 
 
 @dataclass(slots=True)
@@ -52,11 +53,14 @@ class LoadedModel:
     index_width: int = 0  # keys that one of them chooses
     weights: DeferredWeights | None = None  # still in the checkpoint, and on "meta" here
     context: ContextRanks | None = None  # who shares its packed rows
+    stage: PipelineStage | None = None  # which of its layers are here, where other ranks have the others
     state_bytes: int = 0  # of the recurrent states of one sequence, in all layers; 0: it has no recurrent layer
 
     @property
     def device(self) -> torch.device:
-        return self.head.weight.device if self.weights is None else self.weights.device
+        if self.weights is not None:
+            return self.weights.device
+        return self.head.weight.device if self.stage is None else self.stage.link.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,6 +70,11 @@ class LoadedModel:
     def parameter_count(self) -> int:
         """How many weights it has, whatever they lie in."""
         return nf4.count_parameters(self.model)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a pass ends in its head, and not in hidden states for the next stage of a pipeline."""
+        return self.stage is None or self.stage.link.is_last
 
     @property
     def leads_ranks(self) -> bool:
@@ -101,7 +110,8 @@ class LoadedModel:
         indexer may have nothing to choose, and its choice takes no room.
         """
         width = 0 if longest is not None and longest <= self.index_width else self.index_width
-        return RoutingTape(self.routers, routes, indexers=self.indexers, width=width)
+        own = None if self.stage is None else self.stage.routers
+        return RoutingTape(self.routers, routes, indexers=self.indexers, width=width, own=own)
 
     def run_with_head(self, work: Callable[[LMHead], Any]) -> Any:
         """One pass through the module, ending in its head."""
@@ -115,8 +125,8 @@ class LoadedModel:
         tape: RoutingTape | None = None,
         seen: VisionFeatures | None = None,
     ) -> torch.Tensor:
-        """Last hidden states of packed tokens: [T], [T] or [4,T] -> [T, D]. On `tape` routers
-        record their choice, or repeat a recorded one.
+        """Last hidden states of packed tokens: [T], [T] or [4,T] -> [T, D]; of a stage those of its last layer. On `tape`
+        routers record their choice, or repeat a recorded one.
         """
         switches: AbstractContextManager[None] = nullcontext()
         if self.adapter is not None:
@@ -126,10 +136,15 @@ class LoadedModel:
             use_tape(tape),
             switches,
         ):
-            if self.sight is not None:
-                return vision.hidden_states(self.model, tokens, positions, seen)
-            out = self.decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
-        return out.last_hidden_state[0].to(self.dtype)  # Mamba's residual stream is fp32
+
+            def forward() -> torch.Tensor:
+                if self.sight is not None:
+                    return vision.hidden_states(self.model, tokens, positions, seen)[None]
+                out = self.decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+                return out.last_hidden_state
+
+            hidden = forward() if self.stage is None else self.stage.run(forward, len(tokens))
+        return hidden[0].to(self.dtype) if self.has_head else hidden[0]  # Mamba's residual stream is fp32
 
     @property
     def preprocessor_config(self) -> dict[str, Any]:

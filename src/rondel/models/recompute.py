@@ -23,7 +23,7 @@ from rondel.core.errors import ModelError
 from rondel.models.activation_offload import ActivationStore
 from rondel.models.adapter_state import ModelAdapter, adapter_mode
 from rondel.models.attention import attention_layout, use_attention_layout
-from rondel.models.blocks import model_blocks
+from rondel.models.blocks import decoder_blocks
 from rondel.models.head import decoder_of
 from rondel.models.routing_tape import repeated_tape
 
@@ -40,12 +40,7 @@ def install_recompute(
     """
     if parts == "none":
         return
-    decoder = decoder_of(model)
-    own = {id(module) for module in decoder.modules()}
-    chosen = [block for block in model_blocks(model) if id(block) in own]
-    if not chosen:  # a family that names no blocks: its list of layers
-        lists = [list(module) for module in decoder.modules() if isinstance(module, nn.ModuleList)]
-        chosen = max(lists, key=len, default=[])
+    chosen = decoder_blocks(model, decoder_of(model))
     if parts == "mlp":
         named = [next((p for name in FEED_FORWARD if (p := getattr(block, name, None))), None) for block in chosen]
         chosen = [part for part in named if isinstance(part, nn.Module)]

@@ -36,11 +36,21 @@ from rondel.core.errors import LawError, ModelError
 class RoutingTape:
     """Routes [T, L, K] of the tokens of one forward pass: what was recorded, or what is to be replayed.
 
-    `layers` routers, and `indexers` that choose at most `width` keys a token.
+    `layers` routers, and `indexers` that choose at most `width` keys a token. `own`: the routers that are here, where
+    others are on other stages of a pipeline; what those choose is not on this tape.
     """
 
-    def __init__(self, layers: int, routes: Tensor | None = None, *, indexers: int = 0, width: int = 0) -> None:
+    def __init__(
+        self,
+        layers: int,
+        routes: Tensor | None = None,
+        *,
+        indexers: int = 0,
+        width: int = 0,
+        own: frozenset[int] | None = None,
+    ) -> None:
         self.layers, self.routes, self.indexers, self.width = layers, routes, indexers, width
+        self.own = frozenset(range(layers)) if own is None else own
         self.rows: list[Tensor | None] = [None] * layers
         self.keys: list[Tensor | None] = [None] * indexers
         self.flips: list[Tensor] = [
@@ -50,17 +60,21 @@ class RoutingTape:
 
     def repeated(self) -> RoutingTape:
         """The same routes, for a second run."""
-        return RoutingTape(self.layers, self.routes, indexers=self.indexers, width=self.width)
+        return RoutingTape(self.layers, self.routes, indexers=self.indexers, width=self.width, own=self.own)
 
-    @property
-    def recorded_routes(self) -> Tensor:
-        """[T, L, K] int64."""
-        if missing := [i for i, row in enumerate(self.rows) if row is None]:
+    def check_records(self) -> None:
+        """Every router here has chosen, and every indexer."""
+        if missing := [i for i, row in enumerate(self.rows) if row is None and i in self.own]:
             raise LawError(
                 f"router {missing[0]} of {self.layers} left no record: it did not run, or it chooses without topk"
             )
         if missing := [i for i, chosen in enumerate(self.keys) if chosen is None]:
             raise LawError(f"indexer {missing[0]} of {self.indexers} left no record: it did not run")
+
+    @property
+    def recorded_routes(self) -> Tensor:
+        """[T, L, K] int64."""
+        self.check_records()
         routes = torch.stack([row for row in self.rows if row is not None], 1)
         if not self.width:
             return routes
@@ -71,10 +85,10 @@ class RoutingTape:
         ]
         return torch.cat([routes, *pieces], 1)
 
-    def expert_counts(self) -> list[Tensor]:
-        """Of each layer, tokens that went to each of its experts: [E] int64."""
-        own = self.recorded_routes if self.routes is None else self.routes
-        return [own[:, layer].flatten().bincount(minlength=n) for layer, n in enumerate(self.experts)]
+    def expert_counts(self) -> dict[int, Tensor]:
+        """Of each layer here, tokens that went to each of its experts: [E] int64."""
+        taken = {i: self.rows[i] if self.routes is None else self.routes[:, i] for i in sorted(self.own)}
+        return {i: row.flatten().bincount(minlength=self.experts[i]) for i, row in taken.items() if row is not None}
 
     def select_experts(self, layer: int, own: Tensor) -> Tensor:
         """What layer's topk [T, K] becomes. Every record is used exactly once."""
@@ -119,7 +133,7 @@ def use_tape(tape: RoutingTape | None) -> Iterator[RoutingTape | None]:
     finally:
         _here.tape = outer
     if tape is not None:
-        _ = tape.recorded_routes
+        tape.check_records()
 
 
 def current_tape() -> RoutingTape | None:

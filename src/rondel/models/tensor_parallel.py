@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from rondel.core.errors import ModelError
 from rondel.models.attention import current_layout
-from rondel.models.blocks import model_blocks
+from rondel.models.blocks import decoder_blocks, map_hidden
 from rondel.models.collectives import RankGroup, enter_cut, gather_rows, keep_rows, leave_cut
 from rondel.models.head import decoder_of
 from rondel.models.linear import product
@@ -53,9 +53,16 @@ STACKED = {"mlp.gate_up_proj": "packed_colwise", "mlp.down_proj": "rowwise"}
 BESIDE = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise", "gate_up_proj": "packed_colwise"}
 
 
-def cut_model(model: Any, ranks: RankGroup, *, sequence: bool = True, instead: str = MESH) -> TensorCuts:
+def cut_model(
+    model: Any,
+    ranks: RankGroup,
+    *,
+    sequence: bool = True,
+    blocks: Sequence[nn.Module] | None = None,
+    instead: str = MESH,
+) -> TensorCuts:
     """Keep this rank's part of a whole model, in place. `sequence`: rows between the parts of a layer lie apart, too.
-    `instead`: what is to be used where a model cannot be cut.
+    `blocks`: of a stage of a pipeline, its layers. `instead`: what is to be used where a model cannot be cut.
 
     Raises ModelError where heads and ranks do not divide, or nothing could be cut.
     """
@@ -63,7 +70,7 @@ def cut_model(model: Any, ranks: RankGroup, *, sequence: bool = True, instead: s
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     above = next(name for name, module in model.named_modules() if module is decoder)
     prefix = f"{above}." if above else ""
-    blocks = [block for block in model_blocks(model) if any(block is module for module in decoder.modules())]
+    blocks = decoder_blocks(model, decoder) if blocks is None else blocks
     planned = _planned_cuts(decoder, model.config.get_text_config(), ranks.size)
     for block in blocks:
         name = next(n for n, module in decoder.named_modules() if module is block)
@@ -257,7 +264,7 @@ def _enter_part(found: TensorCuts, part: Any, args: tuple, kwargs: dict[str, Any
             return enter_cut(x, found.ranks)
         return gather_rows(x[0], _runs(found.ranks), found.ranks, summed=True)[None]
 
-    return _map_hidden(enter, args, kwargs)
+    return map_hidden(enter, args, kwargs)
 
 
 def _leave_part(found: TensorCuts, cut: bool, part: Any, args: tuple, out: Any) -> Any:
@@ -275,7 +282,7 @@ def _leave_part(found: TensorCuts, cut: bool, part: Any, args: tuple, out: Any) 
 
 
 def _keep_own_rows(ranks: RankGroup, block: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    return _map_hidden(lambda x: keep_rows(x[0], _runs(ranks), ranks, summed=False)[None], args, kwargs)
+    return map_hidden(lambda x: keep_rows(x[0], _runs(ranks), ranks, summed=False)[None], args, kwargs)
 
 
 def _gather_all_rows(ranks: RankGroup, block: Any, args: tuple, out: Any) -> Any:
@@ -283,13 +290,3 @@ def _gather_all_rows(ranks: RankGroup, block: Any, args: tuple, out: Any) -> Any
         return gather_rows(x[0], _runs(ranks), ranks, summed=False)[None]
 
     return (gather(out[0]), *out[1:]) if isinstance(out, tuple) else gather(out)
-
-
-def _map_hidden(
-    change: Callable[[Tensor], Tensor], args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    """Of a call, the hidden states, by place or by name, become something else."""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    key = next(k for k in ("hidden_states", "x", "input") if k in kwargs)
-    return args, kwargs | {key: change(kwargs[key])}

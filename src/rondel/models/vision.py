@@ -31,6 +31,11 @@ def vision_tower(model: Any) -> nn.Module:
     return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
 
 
+def language_model(model: Any) -> Any:
+    """The decoder beside the tower."""
+    return model.base_model.get_submodule(FAMILIES[model.config.model_type].text)
+
+
 def fill_projections(model: Any) -> None:
     """Random numbers where a tower's projection starts at zero: a random model would see nothing."""
     for parameter in vision_tower(model).parameters():

@@ -72,8 +72,8 @@ class ParallelLayout:
 
     @property
     def is_supported(self) -> bool:
-        """Whether Rondel trains in it: shards, tensor, context and expert parallel; no pipeline yet, and no ep with tp."""
-        return self.pp == 1 and (self.ep == 1 or self.tp == 1)
+        """Whether Rondel trains in it: all but ep together with tp."""
+        return self.ep == 1 or self.tp == 1
 
     @property
     def mesh(self) -> Mesh:

@@ -14,7 +14,7 @@ from rondel.models.routing_tape import RoutingTape
 from rondel.train.logprobs import logprob_and_entropy, logprob_entropy_and_kl
 from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
-from rondel.train.row_share import own_routes, own_share
+from rondel.train.row_share import RowShare, own_routes, own_share
 from rondel.train.teacher_distributions import TeacherDistribution
 
 if TYPE_CHECKING:
@@ -30,9 +30,8 @@ def forward(
     drawn: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch; of the distributions that they were `drawn`
-    from, which top-k and top-p may have cut, or of whole ones.
+    from, which top-k and top-p may have cut, or of whole ones. Of a pipeline, the last stage's.
     """
-
     own = packed if loaded.context is None else own_share(packed, loaded.context)
 
     def compute_logprobs(head: LMHead) -> tuple[Tensor, Tensor]:
@@ -46,9 +45,29 @@ def forward(
         )
 
     logprobs, entropy = loaded.run_with_head(compute_logprobs)
-    if tape is not None and tape.routes is not None and not isinstance(own, PackedBatch):
-        tape.flips = [own.join_rows(flips_t) for flips_t in tape.flips]
+    _join_flips(own, tape)
     return own.join_targets(logprobs), own.join_targets(entropy)
+
+
+def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | None = None) -> Tensor:
+    """The layers of a stage over one micro-batch, sent to the next stage. -> 0, whose backward pass receives their gradient
+    from there.
+    """
+    own = packed if loaded.context is None else own_share(packed, loaded.context)
+
+    def compute_states(head: LMHead) -> Tensor:
+        assert loaded.stage is not None
+        seen = packed.encode_images(loaded)
+        return loaded.stage.send_forward(loaded.hidden_states(own.tokens, own.positions, own.layout, tape, seen))
+
+    sent: Tensor = loaded.run_with_head(compute_states)
+    _join_flips(own, tape)
+    return sent
+
+
+def _join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:
+    if tape is not None and tape.routes is not None and not isinstance(own, PackedBatch):
+        tape.flips = [own.join_rows(flips_t) if i in tape.own else flips_t for i, flips_t in enumerate(tape.flips)]
 
 
 def forward_taught(
@@ -112,6 +131,9 @@ def annotate_logprobs(
         batch, budget, share=share, device=loaded.device, rank=ranks.data_rank, ranks=ranks.data_size
     ):
         tape = replay_tape(loaded, packed) if replay else None
+        if not loaded.has_head:
+            forward_stage(loaded, packed, tape)
+            continue
         logprobs, entropy = forward(loaded, packed, temperature=temperature, tape=tape, drawn=drawn)
         if packed.idle:
             continue
@@ -136,9 +158,13 @@ def logprobs_of(loaded: LoadedModel, tokens: list[int]) -> list[float]:
         hidden = loaded.hidden_states(
             ids, torch.arange(len(ids), device=loaded.device), PackedLayout([PackedSegment(0, len(ids))], loaded.device)
         )
+        if loaded.stage is not None and not loaded.has_head:
+            loaded.stage.send_forward(hidden)
+            return torch.zeros(len(ids) - 1, device=ids.device)
         return logprob_and_entropy(hidden[:-1], ids[1:], head)[0]
 
-    return [0.0, *loaded.run_with_head(compute_logprobs).tolist()]
+    found = loaded.run_with_head(compute_logprobs)
+    return [0.0, *(found if loaded.stage is None else loaded.stage.link.broadcast_last(found)).tolist()]
 
 
 def expert_tape(loaded: LoadedModel, packed: PackedBatch, *, replay: bool) -> RoutingTape | None:

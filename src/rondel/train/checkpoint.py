@@ -78,7 +78,7 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
     file, state = (
         (MODEL, _model_tensors(trainer))
         if loaded.adapter is None
-        else (adapter_files.WEIGHTS, dict(names.named_weights(loaded.model)))
+        else (adapter_files.WEIGHTS, dict(trainer.ranks.full_weights(loaded.model)))
     )
     optimizer = {
         "rng": torch.get_rng_state(),
@@ -97,13 +97,15 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
     if not trainer.ranks.is_leader:  # it gave its shards to the one that writes
         return
     with guard_write(folder, bytes_needed(trainer)):
-        save_model(loaded, folder, state) if loaded.adapter is None else adapter_files.save_adapter(loaded, folder)
+        save_model(loaded, folder, state) if loaded.adapter is None else adapter_files.save_adapter(
+            loaded, folder, state
+        )
         plain = _stored_names(folder / file, state)
         rounded = loaded.adapter is None and loaded.dtype != torch.float32
         optimizer |= {
-            f"master.{name}": masters[f"master.{name}"]
-            for name in weights.names
-            if rounded or names.published_name(name) not in plain
+            key: master
+            for key, master in masters.items()
+            if rounded or names.published_name(key.removeprefix("master.")) not in plain
         }
         save_file(optimizer | moments, folder / "optimizer.safetensors")
         for name, tensors in beside.items():
@@ -131,18 +133,16 @@ def _loss_scale(weights: MasterWeights) -> dict[str, Tensor]:
 
 
 def _master_tensors(weights: MasterWeights) -> dict[str, Tensor]:
-    return {
-        f"master.{name}": weights.gather_full(i, master.detach()).cpu()
-        for i, (name, master) in enumerate(zip(weights.names, weights.masters))
-    }
+    found = weights.gather_all(lambda i: {"master": weights.gather_full(i, weights.masters[i].detach())})
+    return {f"master.{name}": tensors["master"].cpu() for name, tensors in found}
 
 
 def _moments(weights: MasterWeights) -> dict[str, Tensor]:
     """The optimizer's state as `key.name`, and the loss scale."""
     return {
         f"{key}.{name}": value.cpu()
-        for i, name in enumerate(weights.names)
-        for key, value in weights.moments(i).items()
+        for name, found in weights.gather_all(weights.moments)
+        for key, value in found.items()
     } | _loss_scale(weights)
 
 
@@ -221,7 +221,7 @@ def bytes_needed(trainer: TrainerState) -> int:
     )
     compute = sum(p.numel() * p.element_size() for p in trainer.weights.compute)
     masters = sum(m.numel() * 4 for p, m in zip(trainer.weights.compute, trainer.weights.masters) if p is not m)
-    return beside + compute + masters + trainer.weights.moment_bytes
+    return round((beside + compute + masters + trainer.weights.moment_bytes) / trainer.weights.share)
 
 
 # -- the folder ----------------------------------------------------------------------------------

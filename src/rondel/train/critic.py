@@ -10,7 +10,6 @@ Its head starts at 0: before it has learned anything it expects nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,9 @@ from torch import Tensor, nn
 from rondel.models.activation_offload import activation_store
 from rondel.models.head import LMHead
 from rondel.models.recompute import install_recompute
+from rondel.train.annotate import forward_stage
 from rondel.train.optim import MasterWeights
-from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
+from rondel.train.pack import MicroBatches, PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.row_share import own_share
 
@@ -87,6 +87,9 @@ class Critic:
         """Write the values into every sample's tokens."""
         done: list[int] = []
         for packed in self._split_batch(batch, settings):
+            if not self.loaded.has_head:
+                forward_stage(self.loaded, packed)
+                continue
             values = self.predict_values(packed)
             if not packed.idle:
                 batch.write_tokens(packed.samples, values=values)
@@ -101,14 +104,22 @@ class Critic:
         """
         self.weights.zero_grad()
         weight_N = weight * row.aggregate(batch.lengths_N).float().to(self.loaded.device)
-        for packed in self._split_batch(batch, settings):
+
+        def forward(packed: PackedBatch, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
+            if not self.loaded.has_head:
+                return forward_stage(self.loaded, packed), {}
             known = batch.tokens(packed.samples, self.loaded.device)
             assert known.values is not None and known.returns is not None
             loss_T, clipped_T = row.value(self.predict_values(packed), known.values, known.returns)
-            self.weights.backward((weight_N[packed.sample] * loss_T).sum().mul(not packed.idle))
-            if packed.idle:
-                continue
-            sums.add_terms(torch.zeros(()), {"value": loss_T.detach(), "value_clipped": clipped_T})
+            terms = {} if packed.idle else {"value": loss_T.detach(), "value_clipped": clipped_T}
+            return (weight_N[packed.sample] * loss_T).sum().mul(not packed.idle), terms
+
+        def backward(made: tuple[Tensor, dict[str, Tensor]], last: bool) -> None:
+            self.weights.backward(made[0])
+            sums.add_terms(torch.zeros(()), made[1])
+
+        packs = self._split_batch(batch, settings)
+        self.ranks.run_passes(packs, forward, backward)
         return self.weights.gradient_norm()
 
     def optimizer_step(self, *, lr: float, clip: float, norm: Tensor) -> None:
@@ -116,7 +127,7 @@ class Critic:
         if norm > 0:
             self.weights.step(lr=lr, clip=clip, norm=norm)
 
-    def _split_batch(self, batch: TrainBatch, settings: TrainSettings) -> Iterator[PackedBatch]:
+    def _split_batch(self, batch: TrainBatch, settings: TrainSettings) -> MicroBatches:
         return micro_batches(
             batch,
             settings.micro_tokens,

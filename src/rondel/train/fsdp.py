@@ -12,6 +12,7 @@ adapter  fp32, whole on every rank: 1-2 % of the numbers. The base under it lies
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import statistics
 import traceback
@@ -39,8 +40,10 @@ from rondel.models.context_parallel import PRODUCTS, ContextRanks
 from rondel.models.deferred_weights import fill_parameters
 from rondel.models.expert_parallel import cut_experts, routed_experts
 from rondel.models.head import LMHead
+from rondel.models.layer_split import StageLayers, drop_parameters, layers_of_stage
 from rondel.models.load_check import PARITY
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.pipeline_stage import PipelineStage, StageLink
 from rondel.models.rendezvous import Rendezvous
 from rondel.models.tensor_cuts import TensorCuts, join_cuts
 from rondel.models.tensor_parallel import cut_model
@@ -49,7 +52,9 @@ from rondel.train.annotate import logprobs_of
 from rondel.train.mesh_layout import rank_part
 from rondel.train.optim import MasterWeights, spread_within_rounding
 from rondel.train.optimizers import ONE_RANK
+from rondel.train.pack import MicroBatches, PackedBatch
 from rondel.train.parallel import SingleRank
+from rondel.train.pipeline_schedule import one_forward_one_backward, run_schedule
 from rondel.train.rank_masters import ReplicatedWeights, ShardedWeights, computes_in
 
 
@@ -62,12 +67,11 @@ class FsdpRank(SingleRank):
     def __init__(
         self, rank: int, mesh: Mesh, meeting: Rendezvous | None, *, device: str = "cpu", patience: float = 600.0
     ) -> None:
-        if mesh.pp > 1:
-            raise ConfigError(f"place.mesh = {mesh}: there is no pipeline parallel yet. Use shards, tp or cp instead")
         self.rank, self.size, self.patience, self.mesh = rank, mesh.world, patience, mesh
         self.data_rank, self.data_size = mesh.data_index(rank), mesh.data
         self._cuts: WeakKeyDictionary[nn.Module, TensorCuts] = WeakKeyDictionary()
         self._expert_cuts: WeakKeyDictionary[nn.Module, TensorCuts] = WeakKeyDictionary()
+        self._stages: WeakKeyDictionary[nn.Module, PipelineStage] = WeakKeyDictionary()
         if meeting is not None:
             if sockets.is_loopback(
                 meeting.address[0]
@@ -78,23 +82,45 @@ class FsdpRank(SingleRank):
             dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=mesh.world, timeout=wait)
         kind, both = device.partition(":")[0], ("replicas", "shards") if mesh.replicas > 1 else ("shards",)
         sharing = mesh.shards * mesh.cp  # who has different shards: of other samples, or of other parts of a row
-        whole = _arrange(kind, both, replicas=mesh.replicas, shards=sharing, tp=mesh.tp)
+        whole = self._arrange(kind, both, pp=mesh.pp, replicas=mesh.replicas, shards=sharing, tp=mesh.tp)
         self.fsdp_mesh = whole[both]
         self.shard_group = whole["shards"].get_group()
         self.everyone: Any = dist.group.WORLD
         self.data_group: Any = self.everyone
         self.tensor = RankGroup.of(whole["tp"].get_group()) if mesh.tp > 1 else None
-        self.context = self.experts = None
-        if mesh.tp * mesh.cp > 1:
-            apart = _arrange(kind, ("data",), data=mesh.data, cp=mesh.cp, tp=mesh.tp)
+        self.context = self.experts = self.link = None
+        if mesh.pp > 1:
+            inner = mesh.world // mesh.pp  # ranks of a stage
+            lines = [[stage * inner + i for stage in range(mesh.pp)] for i in range(inner)]
+            back = dist.new_subgroups_by_enumeration(lines, timeout=datetime.timedelta(seconds=patience))[0]
+            self.link = StageLink(
+                RankGroup.of(whole["pp"].get_group()), RankGroup.of(back), torch.device(device), leads=rank % inner == 0
+            )
+        if mesh.tp * mesh.cp > 1:  # stages behind each other are told what the last one found out
+            apart = self._arrange(kind, ("data",), data=mesh.pp * mesh.data, cp=mesh.cp, tp=mesh.tp)
             self.data_group = apart["data"].get_group()
             self.context = RankGroup.of(apart["cp"].get_group()) if mesh.cp > 1 else None
         if mesh.ep > 1:
             assert mesh.tp == 1, mesh
-            apart = _arrange(kind, both, replicas=mesh.replicas, shards=sharing // mesh.ep, ep=mesh.ep)
+            apart = self._arrange(kind, both, pp=mesh.pp, replicas=mesh.replicas, shards=sharing // mesh.ep, ep=mesh.ep)
             # who holds the same experts: their gradients have the tokens of all others already
             self.expert_mesh = apart[both]
             self.experts = RankGroup.of(apart["ep"].get_group())
+
+    def _arrange(self, device: str, always: tuple[str, ...], **sizes: int) -> DeviceMesh:
+        """A mesh of the axes that have more than one rank, and of those that are `always` asked for: each is a group, which
+        opens ports, and waits as long as all ranks do (torch gives new groups a time of its own, half an hour).
+        """
+        axes = {name: n for name, n in sizes.items() if n > 1 or name in always}
+        backend = "gloo" if device == "cpu" else "nccl"
+        kinds: Any = dist
+        options = kinds.ProcessGroupGloo._Options() if device == "cpu" else kinds.ProcessGroupNCCL.Options()
+        options._timeout = datetime.timedelta(seconds=self.patience)
+        apart: dict[int | str, Any] = {name: (backend, options) for name, n in axes.items() if n < self.size}
+        # one that has all ranks is their group
+        return init_device_mesh(
+            device, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=apart or None
+        )
 
     def shard_model(self, loaded: LoadedModel) -> LoadedModel:
         """Each layer is gathered when its pass begins and let go when it ends; embedding, last
@@ -105,12 +131,12 @@ class FsdpRank(SingleRank):
         expected: list[float] = []
         if not isinstance(model, FSDPModule):  # a reference that is the policy without its adapter is held already
             self._refuse_mesh(loaded)
-            cut = self.tensor is not None or self.experts is not None
+            cut = self.tensor is not None or self.experts is not None or self.link is not None
             # a critic says one number and no logprobs, and what is not here yet says none
             if cut and len(loaded.head.weight) > 1 and loaded.weights is None:
                 expected = logprobs_of(loaded, probe)
             self._shard_model(loaded)
-        cuts = self._cuts.get(model)
+        cuts, stage = self._cuts.get(model), self._stages.get(model)
         head = replace(LMHead.from_model(model), part=cuts.vocabulary if cuts else None)
 
         def enter_with_head(work: Callable[[LMHead], Any]) -> Any:
@@ -127,15 +153,46 @@ class FsdpRank(SingleRank):
         head.stack = linear.UnpackedLinear()
         context = None if self.context is None else ContextRanks(self.context, PRODUCTS * head.weight.shape[1])
         held = replace(
-            loaded, model=model, head=head, enter=enter_with_head, compute=dtype, context=context, weights=None
+            loaded,
+            model=model,
+            head=head,
+            enter=enter_with_head,
+            compute=dtype,
+            context=context,
+            stage=stage,
+            weights=None,
         )
-        if expected:
-            _check_cut(held, probe, expected, self.mesh)
+        if expected or (stage is not None and len(head.weight) > 1):
+            self._check_cut(held, probe, expected)
         return held
+
+    def _check_cut(self, held: LoadedModel, probe: list[int], expected: list[float]) -> None:
+        """Cut over the ranks, a model must give the logprobs that it gave whole; without those, it must run."""
+        mesh, fault = self.mesh, ""
+        axis = next(f"{name} = {n}" for name in ("tp", "ep", "pp") if (n := getattr(mesh, name)) > 1)
+        name = f"'{held.name}' ({held.model.config.model_type}): cut over {axis} ranks,"
+        remedy = "some part of it cannot be cut that way. Use place.mesh with shards or cp instead"
+        if mesh.sp and mesh.tp > 1:
+            remedy += ", or try sp = false"
+        try:
+            found = logprobs_of(held, probe)
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError) as error:
+            if _is_timeout(error) or _is_lost_peer(error):
+                raise
+            fault = f"{type(error).__name__}: {error}"
+            found = [math.nan] if held.stage is None else held.stage.give_up(len(probe)).tolist()
+        if fault := next(filter(None, self.all_gather_object(fault)), ""):
+            raise ModelError(f"{name} it does not run ({fault}): {remedy}")
+        held.model.reshard()  # what lies at the root waits for a backward pass
+        gap = statistics.fmean(abs(a - b) for a, b in zip(found, expected or found))
+        if not gap <= PARITY[held.dtype]:
+            raise ModelError(
+                f"{name} its logprobs differ by {gap:.3g} from those of the whole model (limit {PARITY[held.dtype]}): {remedy}"
+            )
 
     def _refuse_mesh(self, loaded: LoadedModel) -> None:
         """What a model cannot do yet where several ranks compute one sample."""
-        if self.mesh.tp * self.mesh.cp * self.mesh.ep == 1:
+        if self.mesh.tp * self.mesh.cp * self.mesh.ep * self.mesh.pp == 1:
             return
         for found, what in (
             (self.mesh.tp > 1 and loaded.adapter is not None, "an adapter cannot be cut by tp"),
@@ -144,8 +201,12 @@ class FsdpRank(SingleRank):
                 self.mesh.tp * self.mesh.cp > 1 and loaded.sight is not None,
                 "a model with images needs whole rows and matrices",
             ),
-            (loaded.aligned, 'numerics = "aligned" is proved for whole rows and matrices'),
+            (
+                self.mesh.tp * self.mesh.cp * self.mesh.ep > 1 and loaded.aligned,
+                'numerics = "aligned" is proved for whole rows and matrices',
+            ),
             (self.mesh.tp > 1 and loaded.indexers > 0, "an indexer cannot be cut by tp"),
+            (self.mesh.pp > 1 and loaded.indexers > 0, "indexers cannot be laid apart by pp"),
         ):
             if found:
                 raise ConfigError(f"place.mesh = {self.mesh}: {what}. Use shards or replicas instead")
@@ -153,9 +214,18 @@ class FsdpRank(SingleRank):
     def _shard_model(self, loaded: LoadedModel) -> None:
         model, dtype = loaded.model, loaded.dtype
         linear.unpack_linears(model)
-        whole: set[nn.Parameter] = set()
+        layers: StageLayers | None = None
         if loaded.adapter is not None:
             names.pin_digest(model)
+        if self.link is not None:
+            decoder, tower = loaded.decoder, list[nn.Parameter]()
+            if loaded.sight is not None:
+                decoder, tower = vision.language_model(model), [*vision.vision_tower(model).parameters()]
+            layers = layers_of_stage(model, decoder, self.link.size, self.link.index, whole=tower)
+            drop_parameters(model, layers.held)
+        blocks = model_blocks(model) if layers is None else layers.own_blocks
+        whole: set[nn.Parameter] = set()
+        if loaded.adapter is not None:
             whole = {
                 p
                 for name, p in model.named_parameters()
@@ -169,7 +239,8 @@ class FsdpRank(SingleRank):
             model.float()
         if self.tensor is not None:
             names.checkpoint_pieces(model)  # of whole tensors, asked for before they are cut
-            self._cuts[model] = cut_model(model, self.tensor, sequence=self.mesh.sp)
+            own = None if layers is None else blocks
+            self._cuts[model] = cut_model(model, self.tensor, sequence=self.mesh.sp, blocks=own)
         if self.experts is not None:
             names.checkpoint_pieces(model)
             self._expert_cuts[model] = cut_experts(model, self.experts)
@@ -177,6 +248,8 @@ class FsdpRank(SingleRank):
         # whole on every rank, and frozen: no rank waits in a tower that another has no picture for
         if loaded.sight is not None:
             whole |= set(vision.vision_tower(model).to(dtype).parameters())
+        if layers is not None:
+            whole |= {p for name, p in model.named_parameters() if name not in layers.held}
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         head = model.get_output_embeddings()
         # a critic's: its one number is computed in full precision
@@ -187,24 +260,27 @@ class FsdpRank(SingleRank):
                 mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32),
                 reshard_after_forward=False,
             )
-        for layer in [block for block in model_blocks(model) if block not in eye]:
-            self._fill(loaded, layer, dtype)
+        for layer in [block for block in blocks if block not in eye]:
+            self._fill(loaded, layer, dtype, layers)
             for experts in routed_experts(layer).values() if self.experts is not None else ():
                 fully_shard(experts, mesh=self.expert_mesh, mp_policy=policy)
             fully_shard(layer, mesh=self.fsdp_mesh, mp_policy=policy, ignored_params=whole)
-        self._fill(loaded, model, dtype)
+        self._fill(loaded, model, dtype, layers)
         fully_shard(model, mesh=self.fsdp_mesh, mp_policy=policy, ignored_params=whole)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        _prefetch([block for block in model_blocks(model) if isinstance(block, FSDPModule)], self.mesh.prefetch)
+        _prefetch([block for block in blocks if isinstance(block, FSDPModule)], self.mesh.prefetch)
+        if layers is not None:
+            assert self.link is not None
+            self._stages[model] = PipelineStage(model, layers, self.link, dtype)
         model.enter = MethodType(_forward_root, model)
         register_fsdp_forward_method(model, "enter")
 
-    def _fill(self, loaded: LoadedModel, part: nn.Module, dtype: torch.dtype) -> None:
+    def _fill(self, loaded: LoadedModel, part: nn.Module, dtype: torch.dtype, layers: StageLayers | None) -> None:
         """Read the weights of a part of a model whose weights are still in its checkpoint, each as it lies here: spread
-        within its rounding to `dtype` where it is trained, cut by tp or ep.
+        within its rounding to `dtype` where it is trained, cut by tp or ep; of a stage of a pipeline, what it holds.
         """
         if (weights := loaded.weights) is None:
             return
@@ -220,7 +296,7 @@ class FsdpRank(SingleRank):
                 mine = c.split(name, mine)
             return mine.to(like.dtype, copy=mine is not whole)
 
-        fill_parameters(loaded.model, part, read)
+        fill_parameters(loaded.model, part, read, only=None if layers is None else layers.held)
 
     def make_masters(self, model: nn.Module, **how: Any) -> MasterWeights:
         if (kind := how.get("optimizer")) in ONE_RANK:
@@ -232,17 +308,30 @@ class FsdpRank(SingleRank):
                 f'trainer.memory.optimizer = "host" is for one rank, and this trainer has {self.size}, which keep a shard '
                 "each: leave it out"
             )
+        stage, experts = self._stages.get(model), self._expert_cuts.get(model)
         if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad):
-            return ShardedWeights(
-                model, self.shard_group, self._cuts.get(model), experts=self._expert_cuts.get(model), **how
-            )
-        return ReplicatedWeights(model, self.everyone, **how)
+            return ShardedWeights(model, self.shard_group, self._cuts.get(model), experts=experts, stage=stage, **how)
+        return ReplicatedWeights(model, self._stage_group(), stage=stage, **how)
+
+    def _stage_group(self) -> Any:
+        """The ranks that have the same layers; all of them ask."""
+        if self.mesh.pp == 1:
+            return self.everyone
+        kind, inner = self.fsdp_mesh.device_type, self.size // self.mesh.pp
+        return self._arrange(kind, ("stage",), pp=self.mesh.pp, stage=inner)["stage"].get_group()
 
     def full_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         dtype, cuts = computes_in(model), (self._cuts.get(model), self._expert_cuts.get(model))
-        for name, parameter in names.named_weights(model):
-            whole = parameter.full_tensor().to(dtype) if isinstance(parameter, DTensor) else parameter
-            yield name, join_cuts(cuts, name, whole)
+        stage = self._stages.get(model)
+
+        def own_weights() -> Iterator[tuple[str, dict[str, Tensor]]]:
+            for name, parameter in names.named_weights(model):
+                if not parameter.is_meta:
+                    whole = parameter.full_tensor().to(dtype) if isinstance(parameter, DTensor) else parameter
+                    yield name, {"": join_cuts(cuts, name, whole)}
+
+        for name, found in own_weights() if stage is None else stage.collect(own_weights()):
+            yield name, found[""]
 
     def held_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for module in model.modules():
@@ -267,7 +356,13 @@ class FsdpRank(SingleRank):
         dist.all_reduce(values, group=self.everyone)
         return values
 
-    def begin_micro_batch(self, model: nn.Module, *, last: bool) -> None:
+    def run_passes(
+        self, packs: MicroBatches, forward: Callable[[PackedBatch, bool], Any], backward: Callable[[Any, bool], None]
+    ) -> None:
+        stages, stage = (1, 0) if self.link is None else (self.link.size, self.link.index)
+        run_schedule(one_forward_one_backward(stages, stage, len(packs)), packs, forward, backward)
+
+    def begin_pass(self, model: nn.Module, *, last: bool) -> None:
         if not isinstance(model, FSDPModule):
             return
         if self.mesh.reduce == "update":
@@ -306,34 +401,6 @@ class FsdpRank(SingleRank):
         dist.destroy_process_group()
 
 
-def _check_cut(held: LoadedModel, probe: list[int], expected: list[float], mesh: Mesh) -> None:
-    """Cut over the ranks, a model must give the logprobs that it gave whole."""
-    axis = f"tp = {mesh.tp}" if mesh.tp > 1 else f"ep = {mesh.ep}"
-    name = f"'{held.name}' ({held.model.config.model_type}): cut over {axis} ranks,"
-    remedy = "some part of it cannot be cut that way. Use place.mesh with shards or cp instead"
-    if mesh.sp and mesh.tp > 1:
-        remedy += ", or try sp = false"
-    try:
-        gap = statistics.fmean(abs(a - b) for a, b in zip(logprobs_of(held, probe), expected))
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        if _is_timeout(error):
-            raise
-        raise ModelError(f"{name} it does not run ({type(error).__name__}: {error}): {remedy}") from error
-    held.model.reshard()  # what lies at the root waits for a backward pass
-    if not gap <= PARITY[held.dtype]:
-        raise ModelError(
-            f"{name} its logprobs differ by {gap:.3g} from those of the whole model (limit {PARITY[held.dtype]}): {remedy}"
-        )
-
-
-def _arrange(device: str, always: tuple[str, ...], **sizes: int) -> DeviceMesh:
-    """A mesh of the axes that have more than one rank, and of those that are `always` asked for: each is a group, which
-    opens ports.
-    """
-    axes = {name: n for name, n in sizes.items() if n > 1 or name in always}
-    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
 def _prefetch(blocks: list[Any], ahead: int) -> None:
     """Gather so many layers while the one before them computes, in either direction."""
     for i, block in enumerate(blocks if ahead else ()):
@@ -344,6 +411,11 @@ def _prefetch(blocks: list[Any], ahead: int) -> None:
 def _is_timeout(error: BaseException) -> bool:
     """Whether a collective waited for a rank that did not come."""
     return "timed out" in (said := str(error).lower()) or "timeout" in said
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether a rank ended while others waited for it in a collective."""
+    return any(words in str(error).lower() for words in ("connection closed by peer", "connection reset by peer"))
 
 
 def _gather_objects(value: Any, group: Any) -> list[Any]:

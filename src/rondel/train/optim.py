@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ class MasterWeights:
             for group in optimizer.param_groups
             for master in group["params"]
         }
+        self.share = 1.0  # of all trained weights, where other stages of a pipeline have theirs
         # of all moments, before the first step too, as if each tensor were large
         self.moment_bytes = sum(int(m.numel() * bytes_each(self._moved_by[id(m)])) for m in self.masters)
         self._graded: list[Tensor] = []
@@ -159,6 +160,10 @@ class MasterWeights:
         if "absmax1" in moments:  # of a tensor in 8 bits
             tables = {key: getattr(optimizer, "name2qmap")[name].to(master.device) for key, name in TABLES.items()}  # noqa: B009
             optimizer.state[master] |= tables
+
+    def gather_all(self, read: Callable[[int], dict[str, Tensor]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """(name, what `read` gives of master i, whole), of all masters on the rank that writes; every rank asks."""
+        return ((name, read(i)) for i, name in enumerate(self.names))
 
     def gather_full(self, i: int, piece: Tensor) -> Tensor:
         """The whole of a tensor that is kept like master `i`: a master, one of its moments."""

@@ -278,6 +278,32 @@ class ImageLookups:
     numbers: Tensor  # [n] of the image and its place
 
 
+class MicroBatches:
+    """Those of one rank, each packed when its turn comes."""
+
+    def __init__(
+        self,
+        batch: TrainBatch,
+        cuts: list[list[int]],
+        *,
+        share: bool,
+        device: torch.device | str,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        self.batch, self.cuts, self.share, self.device = batch, cuts, share, device
+        self.numbers = range(rank, -(-len(cuts) // ranks) * ranks, ranks)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        for i in self.numbers:
+            packed = pack_samples(self.batch, self.cuts[i % len(self.cuts)], share=self.share, device=self.device)
+            packed.idle = i >= len(self.cuts)
+            yield packed
+
+
 def micro_batches(
     batch: TrainBatch,
     budget: int,
@@ -286,24 +312,10 @@ def micro_batches(
     device: torch.device | str = "cpu",
     rank: int = 0,
     ranks: int = 1,
-) -> Iterator[PackedBatch]:
+) -> MicroBatches:
     """Those of one rank, in turn; every rank gets as many, the last ones idle where there are too few."""
     cuts = _split_batch(batch, budget, share=share, ranks=ranks)
-    for i in range(rank, -(-len(cuts) // ranks) * ranks, ranks):
-        packed = pack_samples(batch, cuts[i % len(cuts)], share=share, device=device)
-        packed.idle = i >= len(cuts)
-        yield packed
-
-
-def mark_last(packed: Iterator[PackedBatch]) -> Iterator[tuple[PackedBatch, bool]]:
-    """Each with whether it is the last one."""
-    before: PackedBatch | None = None
-    for one in packed:
-        if before is not None:
-            yield before, False
-        before = one
-    if before is not None:
-        yield before, True
+    return MicroBatches(batch, cuts, share=share, device=device, rank=rank, ranks=ranks)
 
 
 def _split_batch(batch: TrainBatch, budget: int, *, share: bool, ranks: int) -> list[list[int]]:

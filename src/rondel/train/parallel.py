@@ -9,9 +9,9 @@ What one rank found out about its tokens is exchanged, so that all of them go on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -22,7 +22,9 @@ from rondel.train.optim import MasterWeights
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
-    from rondel.train.pack import TrainBatch
+    from rondel.train.pack import MicroBatches, PackedBatch, TrainBatch
+
+T = TypeVar("T")
 
 
 class SingleRank:
@@ -64,24 +66,35 @@ class SingleRank:
         """The sum over all ranks, in place."""
         return values
 
-    def begin_micro_batch(self, model: nn.Module, *, last: bool) -> None:
-        """Before a forward pass with a gradient; `last`: of the update."""
+    def run_passes(
+        self, packs: MicroBatches, forward: Callable[[PackedBatch, bool], T], backward: Callable[[T, bool], None]
+    ) -> None:
+        """The passes of an update: what `forward` makes of each micro-batch is for `backward`; both are told whether it is
+        the last one.
+        """
+        for number, packed in enumerate(packs, 1):
+            backward(forward(packed, number == len(packs)), number == len(packs))
+
+    def begin_pass(self, model: nn.Module, *, last: bool) -> None:
+        """Before a forward pass with a gradient, and before its backward pass; `last`: of the update."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """What each rank says, in their order."""
         return [value]
 
     def gather_data_ranks(self, value: Any) -> list[Any]:
-        """What each data rank says: once, where several ranks compute the same."""
+        """What each data rank says, and each stage of it: once, where several ranks compute the same."""
         return [value]
 
     def gather_arrays(self, values: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """What each data rank measured, [n] in fp32 on the host under any names: travels as one array a rank."""
+        """What each data rank measured, and each stage of it, [n] in fp32 on the host under any names: travels as one array
+        a rank.
+        """
         return [values]
 
     def exchange_tokens(self, batch: TrainBatch, mine: Iterable[int], *names: str) -> None:
         """Give the others what this rank found out about the tokens of its samples: the named fields of TokenBatch."""
-        if self.data_size == 1:
+        if self.size == 1:
             return
         known = {i: batch.samples[i].known for i in sorted(set(mine))}
         found: dict[str, Tensor] = {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,14 +14,21 @@ from torch.distributed.tensor import DTensor
 from rondel.models.tensor_cuts import TensorCuts, join_cuts
 from rondel.train.optim import MasterWeights
 
+if TYPE_CHECKING:
+    from rondel.models.pipeline_stage import PipelineStage
+
 
 class ReplicatedWeights(MasterWeights):
     """What lies whole on every rank: an adapter, and the head of a critic that has one. Equal sums move equal bits."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, **how: Any) -> None:
-        """`group`: who sums."""
-        self.group, self._summed = group, False
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, *, stage: PipelineStage | None = None, **how: Any
+    ) -> None:
+        """`group`: who sums. `stage`: whose layers these are, of a pipeline."""
+        self.group, self.stage, self._summed = group, stage, False
         super().__init__(model, **how)
+        if stage is not None:
+            self.share = stage.share_of(sum(m.numel() for m in self.masters))
 
     def gradient_norm(self) -> Tensor:
         """Each rank has the gradient of its own tokens until it is asked; then all have the sum."""
@@ -28,7 +36,12 @@ class ReplicatedWeights(MasterWeights):
         if grads and not self._summed:
             _all_reduce_together(grads, self.group)
             self._summed = True
-        return super().gradient_norm()
+        norm = super().gradient_norm()
+        return norm if self.stage is None else self.stage.link.ranks.all_reduce(norm**2).sqrt()
+
+    def gather_all(self, read: Callable[[int], dict[str, Tensor]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        own = super().gather_all(read)
+        return own if self.stage is None else self.stage.collect(own)
 
     def zero_grad(self) -> None:
         self._summed = False
@@ -50,12 +63,15 @@ class ShardedWeights(MasterWeights):
         cuts: TensorCuts | None = None,
         *,
         experts: TensorCuts | None = None,
+        stage: PipelineStage | None = None,
         **how: Any,
     ) -> None:
-        """`group`: who has the other shards, and the other experts."""
+        """`group`: who has the other shards, and the other experts. `stage`: whose layers these are, of a pipeline."""
         self.group, self.cuts, self.experts, self._summed = group, cuts, experts, False
-        self.dtype = computes_in(model)
+        self.dtype, self.stage = computes_in(model), stage
         super().__init__(model, **how)
+        if stage is not None:
+            self.share = stage.share_of(sum(m.numel() for n, m in zip(self.names, self.masters) if self._is_counted(n)))
         self._rounded = [m.to(self.dtype, copy=True) for m in self.masters] if self.dtype != torch.float32 else []
 
     def _make_masters(self) -> list[Tensor]:
@@ -67,37 +83,60 @@ class ShardedWeights(MasterWeights):
     def gradient_norm(self) -> Tensor:
         for parameter, master in zip(self.compute, self.masters):
             master.grad = None if parameter.grad is None else parameter.grad.to_local()
-        if self.cuts is None:
-            square = super().gradient_norm() ** 2
-        else:
-            if not self._summed:
-                partial = [m.grad for n, m in zip(self.names, self.masters) if n in self.cuts.partial]
-                _all_reduce_together([g for g in partial if g is not None], self.cuts.ranks.group)
-                self._summed = True
-            square = self.cuts.ranks.all_reduce(self._squares(True)) + self._squares(False)
+        if not self._summed:
+            self._sum_parts()
+            self._summed = True
+        square = self._squares(False)
+        if self.cuts is not None:
+            square = self.cuts.ranks.all_reduce(self._squares(True)) + square
         dist.all_reduce(square, group=self.group)
+        if self.stage is not None:
+            self.stage.link.ranks.all_reduce(square)
         return square.sqrt()
+
+    def _sum_parts(self) -> None:
+        """Gradients of which several ranks have a part, in place: tp of what its parts keep whole, the two ends of a pipeline
+        of a matrix that is embedding and head.
+        """
+        grads = dict(zip(self.names, (m.grad for m in self.masters)))
+        if self.cuts is not None:
+            partial = [g for name, g in grads.items() if name in self.cuts.partial]
+            _all_reduce_together([g for g in partial if g is not None], self.cuts.ranks.group)
+        if self.stage is not None:
+            for name in self.names:
+                if name in self.stage.layers.shared and (grad := grads[name]) is not None:
+                    self.stage.link.sum_ends(grad)
+
+    def _is_counted(self, name: str) -> bool:
+        """Whether the numbers of this parameter count here, and not on the first stage of a pipeline."""
+        return self.stage is None or self.stage.link.index == 0 or name not in self.stage.layers.shared
 
     def _squares(self, cut: bool) -> Tensor:
         """Of the gradients that are cut by tp, or of the others."""
-        assert self.cuts is not None
+        cuts = self.cuts.cuts if self.cuts is not None else {}
         grads = [
-            m.grad for n, m in zip(self.names, self.masters) if (n in self.cuts.cuts) == cut and m.grad is not None
+            m.grad
+            for n, m in zip(self.names, self.masters)
+            if (n in cuts) == cut and m.grad is not None and self._is_counted(n)
         ]
-        return torch.stack(torch._foreach_norm(grads)).norm() ** 2 if grads else torch.zeros(())
+        none = torch.zeros((), device=self.masters[0].device)
+        return torch.stack(torch._foreach_norm(grads)).norm() ** 2 if grads else none
 
     def _changed_share(self) -> float:
         if not self._rounded:
             return 1.0
-        counts = torch.zeros(2, dtype=torch.float64)
+        counts = torch.zeros(2, dtype=torch.float64, device=self.masters[0].device)
         for name, master, rounded in zip(self.names, self.masters, self._rounded):
             fresh = master.to(self.dtype)
-            if self.cuts is None or name in self.cuts.cuts or self.cuts.ranks.index == 0:  # each number once
-                counts += torch.tensor([int((fresh != rounded).sum()), fresh.numel()], dtype=torch.float64)
+            own = self.cuts is None or name in self.cuts.cuts or self.cuts.ranks.index == 0  # each number once
+            if own and self._is_counted(name):
+                counts += torch.tensor([int((fresh != rounded).sum()), fresh.numel()], device=counts.device)
             rounded.copy_(fresh)
         dist.all_reduce(counts, group=self.group)
         if self.cuts is not None:
             self.cuts.ranks.all_reduce(counts)
+        if self.stage is not None:
+            self.stage.link.ranks.all_reduce(counts)
         return float(counts[0] / counts[1])
 
     def zero_grad(self) -> None:
@@ -107,6 +146,10 @@ class ShardedWeights(MasterWeights):
 
     def clear_grads(self) -> None:
         self.zero_grad()
+
+    def gather_all(self, read: Callable[[int], dict[str, Tensor]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        own = super().gather_all(read)
+        return own if self.stage is None else self.stage.collect(own)
 
     def gather_full(self, i: int, piece: Tensor) -> Tensor:
         """The whole of a tensor that lies in shards like parameter `i`; every rank asks."""

@@ -36,7 +36,7 @@ from rondel.train.adaptive_coefs import AdaptiveCoefs
 from rondel.train.advantages import compute_advantages
 from rondel.train.mismatch import MismatchAlarm
 from rondel.train.offload import Offload
-from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, mark_last, micro_batches
+from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.settings import TrainSettings
 from rondel.train.step_metrics import StepMetricSums
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
     from rondel.core.protocols import MemoryClaim, Transport
     from rondel.models.loaded_model import LoadedModel
+    from rondel.models.routing_tape import RoutingTape
     from rondel.train.critic import Critic
     from rondel.train.draft import DraftTrainer
     from rondel.train.loss_scale import LossScale
@@ -430,18 +431,13 @@ class LocalTrainer:
         guided_N = torch.tensor([s.guided for s in batch.samples], dtype=torch.bool, device=device)
         faults: list[str] = []
         done: list[int] = []
-        for packed, is_last in mark_last(
-            micro_batches(
-                batch,
-                self.settings.micro_tokens,
-                share=self.settings.share_prompts,
-                device=device,
-                rank=self.ranks.data_rank,
-                ranks=self.ranks.data_size,
-            )
-        ):
-            self.ranks.begin_micro_batch(self.loaded.model, last=last and is_last)
+
+        def forward(packed: PackedBatch, is_last: bool) -> tuple[Tensor, Callable[[], None]]:
+            """-> a loss, and what is to be read of its pass when the backward pass is under way."""
+            self.ranks.begin_pass(self.loaded.model, last=last and is_last)
             tape = notes.expert_tape(self.loaded, packed, replay=self.settings.replay_routes)
+            if not self.loaded.has_head:
+                return notes.forward_stage(self.loaded, packed, tape), lambda: add_routes(packed, tape)
             how: dict[str, Any] = {"temperature": self.settings.temperature, "tape": tape}
             full_kl: Tensor | None = None
             if "teacher_hidden" in algo.needs:
@@ -459,30 +455,50 @@ class LocalTrainer:
                 demonstration=guided_N[packed.sample],
             )
             loss, terms = objective(algo, tokens, weight_N[packed.sample] * (not packed.idle))
-            self.weights.backward(loss)
-            # the one time that the host waits for this micro-batch
-            trained = logprobs.detach() if tokens.proximal is None else tokens.proximal
-            found = _to_host(
-                {
-                    **terms,
-                    "entropy": entropy.detach(),
-                    "logprobs": logprobs.detach(),
-                    "trained": trained,
-                    "loss": loss.detach()[None],
-                }
-            )
-            faults += _find_nonfinite("logprob", found.pop("logprobs"), batch, packed)
-            faults += _find_nonfinite("ratio", found["ratio"], batch, packed)
-            if packed.idle:
-                continue
-            done += packed.samples
-            batch.write_tokens(packed.samples, trained=found.pop("trained"))  # by the version that began the step
-            sums.packed += len(packed.tokens)
-            sums.add_terms(found.pop("loss"), found)
-            if tape is not None:
-                sums.add_expert_counts(tape.expert_counts())
-            if tape is not None and self.settings.replay_routes:
+            measured = {
+                **terms,
+                "entropy": entropy.detach(),
+                "logprobs": logprobs.detach(),
+                "trained": logprobs.detach() if tokens.proximal is None else tokens.proximal,
+                "loss": loss.detach()[None],
+            }
+
+            def read() -> None:
+                found = _to_host(measured)  # the one time that the host waits for this micro-batch
+                faults.extend(_find_nonfinite("logprob", found.pop("logprobs"), batch, packed))
+                faults.extend(_find_nonfinite("ratio", found["ratio"], batch, packed))
+                if packed.idle:
+                    return
+                done.extend(packed.samples)
+                batch.write_tokens(packed.samples, trained=found.pop("trained"))  # by the version that began the step
+                sums.packed += len(packed.tokens)
+                sums.add_terms(found.pop("loss"), found)
+                add_routes(packed, tape)
+
+            return loss, read
+
+        def add_routes(packed: PackedBatch, tape: RoutingTape | None) -> None:
+            if tape is None or packed.idle:
+                return
+            sums.add_expert_counts(tape.expert_counts())
+            if self.settings.replay_routes:
                 sums.add_routing_flips(tape.flips)
+
+        def backward(made: tuple[Tensor, Callable[[], None]], is_last: bool) -> None:
+            self.ranks.begin_pass(self.loaded.model, last=last and is_last)
+            loss, read = made
+            self.weights.backward(loss)
+            read()
+
+        packs = micro_batches(
+            batch,
+            self.settings.micro_tokens,
+            share=self.settings.share_prompts,
+            device=device,
+            rank=self.ranks.data_rank,
+            ranks=self.ranks.data_size,
+        )
+        self.ranks.run_passes(packs, forward, backward)
         # no rank leaves a pass that the others wait for
         if told := [fault for found in self.ranks.all_gather_object(faults) for fault in found]:
             raise NotFinite(told[0])

@@ -16,7 +16,7 @@ class StepMetricSums:
         self.loss, self.packed = 0.0, 0
         self.terms: dict[str, list[Tensor]] = {}
         self.values: dict[str, float] = {}
-        self.expert_counts: list[Tensor] = []  # of each layer, tokens that went to each of its experts [E]
+        self.expert_counts: dict[int, Tensor] = {}  # of each layer, tokens that went to each of its experts [E]
 
     def add_terms(self, loss: Tensor, terms: dict[str, Tensor]) -> None:
         self.loss += float(loss)
@@ -28,8 +28,9 @@ class StepMetricSums:
         for layer, flips in enumerate(flips_L):
             self.terms.setdefault(f"flips_{layer}", []).append(flips.cpu())
 
-    def add_expert_counts(self, counts_LE: list[Tensor]) -> None:
-        self.expert_counts = [a + b for a, b in zip(self.expert_counts, counts_LE)] or counts_LE
+    def add_expert_counts(self, counts_LE: dict[int, Tensor]) -> None:
+        for layer, counts_E in counts_LE.items():
+            self.expert_counts[layer] = self.expert_counts.get(layer, 0) + counts_E
 
     def gather_ranks(self, ranks: SingleRank) -> None:
         """All that the ranks have summed."""
@@ -40,8 +41,10 @@ class StepMetricSums:
         self.terms = {
             name: [terms[name] for terms in told if name in terms] for name in dict.fromkeys(n for t in told for n in t)
         }
-        counted = ranks.all_gather_object([counts_E.cpu() for counts_E in self.expert_counts])
-        self.expert_counts = [sum(of_layer[1:], of_layer[0]) for of_layer in zip(*filter(None, counted))]
+        counted = ranks.all_gather_object({layer: counts_E.cpu() for layer, counts_E in self.expert_counts.items()})
+        self.expert_counts = {}
+        for told_LE in counted:
+            self.add_expert_counts(told_LE)
 
     def put(self, name: str, value: float) -> None:
         self.values[name] = max(value, self.values.get(name, value))
@@ -83,10 +86,11 @@ class StepMetricSums:
         return out
 
 
-def _expert_load(counts_LE: list[Tensor]) -> dict[str, float]:
+def _expert_load(counts: dict[int, Tensor]) -> dict[str, float]:
     """How even the load of the experts is: largest by mean, MaxVio + 1 of arXiv:2408.15664."""
-    if not counts_LE:
+    if not counts:
         return {}
+    counts_LE = [counts[layer] for layer in sorted(counts)]
     busiest_L = [float(counts_E.max() / counts_E.float().mean()) for counts_E in counts_LE]
     return {
         "train/expert_load_imbalance": sum(busiest_L) / len(busiest_L),

@@ -15,6 +15,7 @@ CLUSTERS = ("auto", "local", "process", "torchrun", "ray")
 
 
 class MeshConfig(SettingsTable):
+    pp: Count = Field(1, description="stages of layers, one behind the other (pipeline parallel)")
     replicas: Count = Field(
         1, description="copies of all shards: weights are gathered within one, gradients summed over all"
     )
@@ -48,10 +49,11 @@ class MeshConfig(SettingsTable):
     def to_mesh(self, ranks: int) -> Mesh:
         """Over so many processes; 1 stands for as many as the axes need."""
         mine = self.__dict__
-        rest = mine["replicas"] * mine["cp"] * mine["tp"]
+        rest = mine["pp"] * mine["replicas"] * mine["cp"] * mine["tp"]
         least = mine["ep"] // gcd(mine["ep"], mine["cp"])  # shards that ep needs
         shards = max(least, ranks // rest) if mine["shards"] == "auto" else mine["shards"]
         mesh = Mesh(
+            pp=self.pp,
             replicas=self.replicas,
             shards=shards,
             cp=self.cp,

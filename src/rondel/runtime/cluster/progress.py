@@ -24,6 +24,7 @@ ELSEWHERE = (
     "/torch/distributed/",
     "/torch/_inductor/",
     "/rondel/models/collectives.py",
+    "/rondel/models/pipeline_stage.py",
     "/rondel/train/fsdp.py",
     "/rondel/sync/",
     "/subprocess.py",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rondel.core.errors import SyncError
 from rondel.core.protocols import PartSource
-from rondel.core.tensor_parts import Block, TensorPart
+from rondel.core.tensor_parts import TensorPart
 from rondel.core.types import Begin, Manifest, Route, TensorInfo
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 from rondel.models import names
@@ -35,40 +35,43 @@ PASSED_ON = ("tensor", "distributed")
 
 
 class PartDigests:
-    """Digests of whole tensors of which each rank of `cuts` has a part, and nobody more: the sums of the numbers that no
-    lower rank has, added up over the ranks.
+    """Digests of whole tensors of which each rank of `cuts` has a part, and nobody more: the sums of all parts, added up.
+    What several ranks have a copy of is read whole by each, which compares the digest itself.
 
-    parts   this rank's part of each
+    parts   what this rank reads of each tensor
     values  the sums of all, one behind the other; those of all ranks together are those of the whole
     """
 
     def __init__(self, rows: Sequence[TensorInfo], cuts: TensorCuts, device: torch.device) -> None:
-        self.rows = rows
         self.parts: dict[str, TensorPart] = {}
-        self._counted: dict[str, list[Block]] = {}
+        self.rows: dict[str, TensorInfo] = {}  # of those that are read in parts
         for row in rows:
-            self.parts[row.name], self._counted[row.name] = _own_numbers(row, cuts)
-        sizes = [prod(row.shape) * getattr(torch, row.dtype).itemsize for row in rows]
+            whole, cut, ranks = TensorPart.whole(row.shape), cuts.cuts.get(row.name), cuts.ranks
+            each = [part_of(whole, cut, ranks.size, rank) for rank in range(ranks.size)]
+            apart = sum(part.numel for part in each) == whole.numel
+            self.parts[row.name] = each[ranks.index] if apart else whole
+            if apart:
+                self.rows[row.name] = row
+        sizes = [prod(row.shape) * getattr(torch, row.dtype).itemsize for row in self.rows.values()]
         lengths = [digest_length(size) for size in sizes]
         self.values = torch.zeros(sum(lengths), dtype=torch.int64, device=device)
         self._sums = {
-            row.name: DigestSums(size, device=device, values=own)
-            for row, size, own in zip(rows, sizes, self.values.split(lengths))
+            name: DigestSums(size, device=device, values=own)
+            for name, size, own in zip(self.rows, sizes, self.values.split(lengths))
         }
-        self._shapes = {row.name: row.shape for row in rows}
 
     def add_part(self, name: str, part: Tensor) -> None:
-        """What this rank has of a tensor, once."""
-        for block in self._counted[name]:
+        """What this rank has of a tensor that is read in parts, once."""
+        for block in self.parts[name].blocks:
             box = part
             for dim, (first, n) in enumerate(zip(block.here, block.size)):
                 box = box.narrow(dim, first, n)
-            self._sums[name].add_box(self._shapes[name], block.start, box.to(self.values.device))
+            self._sums[name].add_box(self.rows[name].shape, block.start, box.to(self.values.device))
 
     def find_wrong(self, ranks: RankGroup) -> list[str]:
         """Names of tensors that are not as they were announced; all ranks ask at the same time (or add their `values`)."""
         ranks.all_reduce(self.values)
-        return [row.name for row in self.rows if self._sums[row.name].digest() != row.digest]
+        return [name for name, row in self.rows.items() if self._sums[name].digest() != row.digest]
 
 
 class PartReceiver(WeightReceiver):
@@ -113,7 +116,7 @@ class PartReceiver(WeightReceiver):
         return {name: own[self._parts[name][0] if self._parts else name].detach() for name in self._awaited}
 
     def _take_tensor(self, row: TensorInfo, tensor: Tensor, mine: dict[str, Tensor], *, beside: bool) -> None:
-        if self.proof is not None:
+        if self.proof is not None and row.name in self.proof.rows:
             self.proof.add_part(row.name, tensor)
             self._keep_part(row.name, tensor, mine[row.name], beside=beside)
             return
@@ -160,16 +163,3 @@ class PartReceiver(WeightReceiver):
     def drop_update(self) -> bool:
         self._joined = {}
         return super().drop_update()
-
-
-def _own_numbers(row: TensorInfo, cuts: TensorCuts) -> tuple[TensorPart, list[Block]]:
-    """This rank's part, and the blocks of it that no lower rank has."""
-    whole, cut, ranks = TensorPart.whole(row.shape), cuts.cuts.get(row.name), cuts.ranks
-    if cut is None:
-        return whole, [] if ranks.index else list(whole.blocks)
-    own = part_of(whole, cut, ranks.size, ranks.index)
-    left = list(own.blocks)
-    for lower in range(ranks.index):
-        for taken in part_of(whole, cut, ranks.size, lower).blocks:
-            left = [rest for block in left for rest in block.without(taken)]
-    return own, left

@@ -9,7 +9,7 @@ and both compute what is scored, such as the probe of an update: they must agree
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,11 +31,6 @@ PREFILL = 1  # the rank that computes prompts
 
 class PrefillLead(LeadRank):
     """The rank that decodes."""
-
-    @property
-    def model(self) -> SplitModel:  # type: ignore[override]
-        loaded = self.part.loaded
-        return SplitModel(**{f.name: getattr(loaded, f.name) for f in fields(loaded)}, lead=self)
 
     def attach(self, pages: PageAllocator, states: SequenceStates | None) -> None:
         """The cache moves into memory that both processes map."""
