@@ -144,6 +144,7 @@ def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
         (Mesh(tp=2), "gpt_oss", "float32"),
         (Mesh(replicas=2, shards=2), "gemma2", "bfloat16"),
         (Mesh(shards=2, cp=2), "llama + used", "float32"),
+        (Mesh(pp=2, tp=2), "tied", "float32"),
     ],
     ids=str,
 )
