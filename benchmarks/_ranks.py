@@ -76,6 +76,33 @@ class RankTrainer:
         meeting = self.meeting if self.rank == 0 else Rendezvous.connect_to(address)
         self.ranks = FsdpRank(self.rank, mesh, meeting, patience=120)
 
+    def weight_layout(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What this rank holds of the weights, and how they are cut by tp."""
+        model = self.trainer.loaded.model
+        cuts = self.ranks._cuts.get(model)
+        return self.ranks.weight_parts(model), cuts.cuts if cuts else {}
+
+    def move_weights(self) -> None:
+        import torch
+
+        with torch.no_grad():
+            for master in self.trainer.weights.masters:
+                master.mul_(1.001)
+
+    def publish_by_ipc(self, apart: bool) -> tuple[Any, int]:
+        """-> (manifest, route) on the first rank, and the bytes that came to this one."""
+        from rondel.core.types import Route
+        from rondel.sync.from_ipc import FromIpc
+        from rondel.train.weight_publisher import WeightPublisher
+
+        if not hasattr(self, "publishers"):
+            self.publishers = {
+                way: WeightPublisher(self.trainer.loaded, self.ranks, FromIpc()) for way in (True, False)
+            }
+            self.publishers[False]._parts["ipc"] = None
+        publisher = self.publishers[apart]
+        return publisher.publish(Route("ipc"), 0), publisher.gathered
+
     def make(self, spec: dict[str, Any], algo: Any) -> None:
         from rondel.train.critic import Critic
         from rondel.train.settings import TrainSettings

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 from rondel.buffer import Buffer
 from rondel.core.events import GroupFinished, GroupsTaken, StepDone, emit
+from rondel.core.time_account import PhaseTimer
 from rondel.core.types import Failed, Group, Slot, Task, Verdict
-from rondel.runtime.telemetry.spans import PhaseTimer
 
 
 async def feed_tasks(tasks: AsyncIterator[Task], buffer: Buffer) -> None:

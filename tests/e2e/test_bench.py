@@ -36,10 +36,12 @@ SMALL = {
     "speculative": "--model {model} --kind copy --running 1 --new 8 --pairs 1",
     "staleness": "--rows grpo --staleness 1 --seeds 1 --steps 2 --final 2 --warmup 4",
     "step": "--model {model} --prompts 1 --group 2 --new 4 --steps 2",
+    "sync_overlap": "--hidden 32 --layers 2 --tokens 4 --pairs 2 --block 3",
     "tails": "--rounds 1 --steps 5 --staleness 1",
     "telemetry": "--steps 2 --set loop.warmup.steps=2 --set loop.groups_per_step=4 --set place.threads=1",
     "transports": "--kinds ipc --updates 1",
     "wal": "--blocks 4",
+    "weight_parts": "--mesh shards=2 --hidden 64 --layers 2 --pairs 1",
 }
 ELSEWHERE = {"chaos": "minutes; by hand", "kill_resume": "tests/laws/test_law_09_resume.py runs it"}
 

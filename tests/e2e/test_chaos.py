@@ -86,6 +86,13 @@ def test_a_killed_engine_comes_back(tmp_path, mode, kind, n):
     assert len(numbers) == len(set(numbers)), "a group was trained twice"
 
 
+@pytest.mark.parametrize("mode", [{}, STALE], ids=["synchronous", "stale"])
+def test_an_engine_that_comes_back_gets_whole_weights_where_changes_travel(tmp_path, mode):
+    """It has none that a delta could change."""
+    struck(tmp_path, Strike("engine-0", "taken", 4), sync__kind="delta", **mode)
+    check(tmp_path, staleness=mode.get("loop__max_staleness", 0), total=8)
+
+
 @pytest.mark.parametrize(("kind", "n"), [("rollout", 6), ("taken", 3)])
 def test_one_of_two_engines_comes_back(tmp_path, kind, n):
     struck(tmp_path, Strike("engine-1", kind, n), **STALE, place__engines=2)

@@ -55,3 +55,11 @@ def test_what_shared_devices_do_not_have(tmp_path, changes, fault):
 def test_one_rank_is_still_one_process(tmp_path):
     assert tiny(tmp_path).place.one_module and tiny(tmp_path).place.cluster == "local"
     assert not tiny(tmp_path, **SHARED).place.one_module and tiny(tmp_path, **SHARED).place.cluster == "process"
+
+
+def test_engines_on_the_devices_of_ranks_are_waited_for(tmp_path):
+    """A delivery beside the next step would let an engine go on while its device trains."""
+    stale = {"loop__max_staleness": 1, "algo__correction": {"kind": "importance"}}
+    card = run(tmp_path, loop__steps=2, loop__warmup__steps=0, **stale, **SHARED)
+    check(tmp_path, staleness=1, total=2)
+    assert card["facts"]["resolved"]["sync.delivery"] == "the trainer waits (engines are on its devices)"

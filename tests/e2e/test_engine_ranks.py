@@ -14,10 +14,11 @@ import torch
 from kits.engine import all_of, ask, engine, idle, inline, plain_logprobs, prompt, twin, watched
 from kits.engine_ranks import RankedEngines, whole
 from kits.runs import check, events, final, run
-from kits.sync import Publisher, wrote
+from kits.sync import Publisher, ShardedPublisher, wrote
 from kits.workers import alive
 from rondel.core.errors import ConfigError, EngineError, ModelError, SyncError
 from rondel.core.events import GroupFinished, subscribe
+from rondel.core.mesh import Mesh
 from rondel.core.types import Begin, Completion, Request, Sampling
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
@@ -233,6 +234,63 @@ def test_weights_arrive_in_parts(engines, way, kind, tmp_path):
 
     asyncio.run(main())
     trainer.transport.close()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind"), [(Mesh(shards=2, tp=2), "one_key"), (Mesh(shards=3), "untied"), (Mesh(replicas=2, tp=2), "llama")]
+)
+def test_each_rank_pulls_its_own_part_of_what_a_trainer_of_several_ranks_wrote(engines, mesh, kind):
+    """Nobody has a tensor whole: the sums of both ranks give the digests, and a wrong one is refused."""
+    e = engines.of(kind, transports={"ipc": FromIpc()})
+    trainer = ShardedPublisher(whole(kind), mesh, e.loaded.lead.part.cuts.cuts)
+    publish = trainer.publish
+
+    async def score(tokens):
+        return [0.0, *plain_logprobs(trainer.loaded, tokens)]
+
+    update = WeightUpdate(trainer.transport, probe=PROBE, score=score, tolerance=1e-4, moved=lambda: True)
+
+    async def wrong(route):
+        manifest, route = await publish(route)
+        first, *rows = manifest.tensors
+        return replace(manifest, tensors=(replace(first, digest="0" * 32), *rows)), route
+
+    async def main():
+        for version in (1, 2, 3):
+            trainer.train()
+            assert await update(trainer, e) == version == e.version and e.state == "serving"
+            one = engine(twin(trainer.loaded))
+            ours, theirs = await all_of(e, mixed(2)), await all_of(one, mixed(2))
+            assert [a.tokens for a in ours] == [b.tokens for b in theirs]
+        reader = e.arrivals._transports["ipc"].reader
+        parts = e.arrivals.proof.parts
+        assert reader.bytes_read == 4 * sum(part.numel for part in parts.values())
+        norms = {name for name, part in parts.items() if len(part.shape) == 1}
+        assert norms and not norms & e.arrivals.proof.rows.keys(), "what both have, both compare whole"
+        assert reader.bytes_read < 0.75 * 4 * sum(p.numel() for p in trainer.loaded.model.parameters())
+        trainer.publish = wrong
+        trainer.train()
+        with pytest.raises(SyncError, match="1 tensors arrived with other bits than were sent"):
+            await update(trainer, e)
+        assert e.version == 3 and [a.tokens for a in await all_of(e, mixed(2))] == [a.tokens for a in ours]
+        trainer.publish = publish
+        lead = e.loaded.lead
+        tell, told = lead.tell, []
+
+        def lie(message):
+            if isinstance(message, Begin) and not told:
+                told.append(True)
+                message = Begin(replace(message.manifest, tensors=message.manifest.tensors[1:]), message.beside)
+            tell(message)
+
+        lead.tell = lie
+        with pytest.raises(SyncError, match="rank 1: 1 tensors are missing"):  # its sums are nothing, and nobody hangs
+            await update(trainer, e)
+        assert await update(trainer, e) == 4 == e.version
+        idle(e)
+
+    asyncio.run(main())
+    trainer.close()
 
 
 @pytest.mark.parametrize("way", ["ipc", "tensor"])

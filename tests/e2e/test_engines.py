@@ -13,7 +13,7 @@ from kits.engine import tiny as tiny_model
 from kits.runs import balances, events, run, tiny
 from rondel.assemble import train
 from rondel.core.errors import ConfigError, EngineError, SyncError
-from rondel.core.events import StepDone, subscribe
+from rondel.core.events import StepDone, Synced, subscribe
 from rondel.core.types import TensorInfo
 from rondel.generate.engine.foreign import ForeignEngine
 from rondel.generate.engine.sglang import SglangServer
@@ -251,28 +251,28 @@ def test_engines_join_late_and_come_back_while_a_run_goes_on(folder, tmp_path):
     job = tiny(home, **{**more, **SHORT, "loop__steps": 400, "run__checkpoint__every": 0})
 
     def watch(event) -> None:
-        if not isinstance(event, StepDone):
+        if not isinstance(event, Synced):  # not StepDone: engines may still fetch the version of a step that is done
             return
         router, have = seen["router"], seen["router"].replicas
-        if "joined" not in seen and event.step >= 3:
+        if "joined" not in seen and event.version >= 3:
             if "second" not in servers:
                 servers["second"] = serve_kit.Server(
                     folder, places["second"], "--kv-pages", "4096", "--join", str(home)
                 )
             if len(have) == 2:
-                seen["joined"] = event.step
-        elif "died" not in seen and "joined" in seen and event.step >= seen["joined"] + 2:
+                seen["joined"] = event.version
+        elif "died" not in seen and "joined" in seen and event.version >= seen["joined"] + 2:
             assert {r.engine.version for r in have.values()} == {router.version} == {event.version}
             assert servers["second"].get("/get_weight_version")["weight_version"] == str(event.version)
             first.stop()
-            seen["died"] = event.step
+            seen["died"] = event.version
         elif "back" not in seen and "died" in seen:
             if len(have) == 1 and "again" not in servers:
                 assert url in router.lost
                 servers["again"] = serve_kit.Server(folder, places["first"], "--kv-pages", "4096", port=first.port)
             if url in have and "again" in servers:
-                seen["back"] = event.step
-        elif "back" in seen and event.step >= seen["back"] + 2:
+                seen["back"] = event.version
+        elif "back" in seen and event.version >= seen["back"] + 2:
             assert {s.get("/get_weight_version")["weight_version"] for n, s in servers.items() if n != "first"} == {
                 str(event.version)
             }

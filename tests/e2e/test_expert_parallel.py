@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kits.families import model as family
-from kits.ranks import Rank, apart, end_alike
+from kits.ranks import Rank, apart, end_alike, hand_over
 from kits.train import awkward_groups, batch, row
 from kits.vision import groups_with_images
 from kits.vision import model as looking
@@ -119,6 +119,14 @@ def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
 
     for told in end_alike(alone, every, algo, rollouts, tmp_path, exact=dtype == "float32"):
         assert told["train/grad_norm"] > how["clip"] and "train/expert_load_imbalance" in told
+
+
+@pytest.mark.parametrize("mesh", [EP, WIDE], ids=str)
+def test_weights_flow_to_an_engine_of_any_layout(ranks, mesh):
+    every = ranks(mesh)
+    every.make("mixtral")
+    for takers in (1, 2):
+        hand_over(every, takers)
 
 
 def test_each_rank_holds_its_share(ranks):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kits.algos import lively
-from kits.ranks import Rank, apart, end_alike
+from kits.ranks import Rank, apart, end_alike, hand_over, written_bytes
 from kits.train import awkward_groups, batch, make_stale, row
 from kits.vision import groups_with_images
 from kits.vision import model as looking
@@ -134,6 +134,45 @@ def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
     alone.make("tied", dtype, algo, **how)
     every.make("tied", dtype, algo, **how)
     end_alike(alone, every, algo, lambda n: batch(awkward_groups(n), algo), tmp_path, exact=dtype == "float32")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "dtype"),
+    [
+        (Mesh(shards=2, tp=2), "llama", "bfloat16"),
+        (Mesh(shards=2, tp=2), "tied", "float32"),
+        (Mesh(tp=2), "gpt_oss", "float32"),
+        (Mesh(replicas=2, shards=2), "gemma2", "bfloat16"),
+        (Mesh(shards=2, cp=2), "llama + used", "float32"),
+        (Mesh(pp=2, tp=2), "tied", "float32"),
+    ],
+    ids=str,
+)
+def test_weights_flow_to_an_engine_of_any_layout(ranks, mesh, kind, dtype):
+    """From each rank's own shards, gathered nowhere, to engines of one rank and of two."""
+    every = ranks(mesh)
+    every.make(kind, dtype)
+    for takers in (1, 2):
+        hand_over(every, takers)
+
+
+def test_ranks_write_alike_much_and_replicas_share(ranks):
+    every = ranks(Mesh(replicas=2, shards=2))
+    every.make("llama")
+    ((manifest, route), _), *_ = every.publish_apart()
+    written = written_bytes(route, dict.fromkeys((t.name for t in manifest.tensors), 4))
+    assert max(written) < 1.35 * sum(written) / 4, written
+
+
+def test_a_rank_that_cannot_write_is_everyones_error(ranks):
+    """Nobody waits for it, and the next update is whole."""
+    every = ranks(TP)
+    every.make("llama")
+    assert every.publish_apart()[0][0] is not None
+    every.ranks[1].ask("break_transport").result(60)
+    with pytest.raises(RondelError, match="no space"):
+        every.publish_apart()
+    assert every.publish_apart()[0][0] is not None
 
 
 def test_each_rank_holds_its_share(ranks):

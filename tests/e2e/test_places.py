@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 
 import pytest
 
 from kits.runs import PLACES, check, events, run
+from kits.transports import Broken
+from rondel.assemble import deployment
 from rondel.core.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -43,6 +46,33 @@ def test_weights_go_by_every_transport(tmp_path, kind):
     run(tmp_path, place__kind="split", sync__kind=kind, loop__steps=3)
     assert f"{kind} (set)" in json.loads((tmp_path / "card.json").read_text())["facts"]["resolved"]["sync.kind"]
     assert len({e["root"] for e in events(tmp_path, "Synced")}) > 2
+
+
+def test_auto_takes_the_fastest_of_what_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(deployment, "WORTH", 0)
+    run(tmp_path, place__kind="split", loop__steps=1, loop__warmup__steps=0)
+    told = json.loads((tmp_path / "card.json").read_text())["facts"]["resolved"]["sync.kind"]
+    rates = {kind: float(rate) for kind, rate in re.findall(r"(\w+) ([\d.]+) GB/s", told)}
+    assert rates.keys() == {"ipc", "distributed", "disk"} and told.startswith(max(rates, key=rates.get)), told
+    assert not list(tmp_path.glob("tmp*"))
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_run_whose_shared_memory_fails_goes_on_another_way(tmp_path, monkeypatch, staleness):
+    """The engine cannot read any more after some updates, with and without a delivery beside a step."""
+    plain = deployment.DeploymentPlan.new_transports
+
+    def with_broken_memory(plan, *within):
+        return plain(plan, *within) | {"ipc": Broken(receives=4)}
+
+    monkeypatch.setattr(deployment.DeploymentPlan, "new_transports", with_broken_memory)
+    stale = {"loop__max_staleness": staleness, **TIS} if staleness else {}
+    run(tmp_path, place__kind="split", loop__steps=8, loop__warmup__steps=0, **stale)
+    check(tmp_path, staleness=staleness, total=8)
+    said = [e["message"] for e in events(tmp_path, "Warned") if "weights cannot travel by ipc" in e["message"]]
+    assert len(said) == 1 and "from now on they go by distributed" in said[0]
+    served = [e["version"] for e in events(tmp_path, "Synced")]
+    assert served == sorted(served) and served[-1] == 8 and len(served) >= 8
 
 
 def test_two_ranks_train_what_one_does(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,15 +23,20 @@ from kits.train import KINDS, inline, model
 from kits.vision import EYES
 from kits.vision import model as looking
 from rondel.algos.tokens import TokenBatch
+from rondel.core.errors import SyncError
 from rondel.core.mesh import Mesh
+from rondel.core.tensor_parts import TensorPart
 from rondel.core.types import Route
 from rondel.models import adapters, names
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.rendezvous import Rendezvous
+from rondel.models.shard_cut import ShardCut, part_of, split_shards
 from rondel.runtime.cluster.process import ProcessCluster
+from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
+from rondel.sync.transfer_plan import plan_transfer
 from rondel.train.advantages import compute_advantages
 from rondel.train.critic import Critic
 from rondel.train.fsdp import FsdpRank
@@ -39,6 +45,7 @@ from rondel.train.settings import TrainSettings
 from rondel.train.step import LocalTrainer
 from rondel.train.step_metrics import StepMetricSums
 from rondel.train.teachers import Teacher
+from rondel.train.weight_publisher import WeightPublisher
 
 
 def made(kind: str, dtype: str, *, deferred: bool = False) -> LoadedModel:
@@ -176,6 +183,39 @@ class Rank:
         manifest, route = told
         return (manifest.root, manifest.base), {name: names.tensor_digest(t) for name, t in route.data.items()}
 
+    def publish_apart(self) -> tuple[Any, int]:
+        """-> (manifest and route, or None) of an update in which each rank writes its shards, and bytes gathered here."""
+        trainer = self.trainer
+        if not hasattr(trainer, "apart"):
+            trainer.apart = WeightPublisher(trainer.loaded, self.ranks, FromIpc())
+        trainer.publisher, plain = trainer.apart, trainer.publisher
+        try:
+            return _now(trainer.publish(Route("ipc"))), trainer.apart.gathered
+        finally:
+            trainer.publisher = plain
+
+    def change(self) -> None:
+        with torch.no_grad():
+            for p in self.trainer.loaded.model.parameters():
+                (p.to_local() if isinstance(p, DTensor) else p).mul_(1.01)
+
+    def layout(self) -> tuple[dict[str, TensorPart], dict[str, ShardCut]]:
+        """What this rank holds of the weights, and how they are cut by tp or ep."""
+        model, cuts = self.trainer.loaded.model, {}
+        for found in (self.ranks._cuts.get(model), self.ranks._expert_cuts.get(model)):
+            cuts |= found.cuts if found is not None else {}
+        return self.ranks.weight_parts(model), cuts
+
+    def break_transport(self) -> None:
+        """What it writes next finds no memory."""
+        transport = self.trainer.apart.transport
+
+        def full(pieces):
+            del transport.write_parts
+            raise SyncError("there is no space for the weights")
+
+        transport.write_parts = full
+
 
 def _now(coroutine):
     try:
@@ -277,3 +317,36 @@ def end_alike(
     assert theirs[0][1]["train/grad_norm"] == pytest.approx(ours[1]["train/grad_norm"], rel=near)
     assert all(apart(masters, alone.masters()) <= far for masters in every.masters())
     return metrics
+
+
+def hand_over(every: EveryRank, takers: int) -> None:
+    """Weights of all ranks to an engine of so many: each part bit for bit, by digest, and as many bytes as the plan has;
+    the ranks gather nothing. Several times, so that segments take turns.
+    """
+    layout, cuts = [own for own, _ in every.layout()], every.layout()[0][1]
+    engines, got = [FromIpc() for _ in range(takers)], []
+    for _ in range(3):
+        (root, _), digests = every.published()[0]
+        ((manifest, route), gathered), *others = every.publish_apart()
+        assert (gathered, others) == (0, [(None, 0)] * (len(every.ranks) - 1))
+        assert manifest.root == root and {t.name: t.digest for t in manifest.tensors} == digests
+        size = {t.name: getattr(torch, t.dtype).itemsize for t in manifest.tensors}
+        wholes = {t.name: TensorPart.whole(t.shape) for t in manifest.tensors}
+        want = [{n: part_of(p, cuts.get(n), takers, i) for n, p in wholes.items()} for i in range(takers)]
+        got = [dict(engine.receive_parts(route, manifest, parts)) for engine, parts in zip(engines, want)]
+        whole = dict(FromIpc().receive(route, manifest, {}))
+        assert {name: names.tensor_digest(t) for name, t in whole.items()} == digests
+        for i, parts in enumerate(got):
+            for name, part in parts.items():
+                truth = split_shards(whole[name], cuts[name], takers)[i] if name in cuts else whole[name]
+                assert names.tensor_digest(part) == names.tensor_digest(truth), name
+        for engine, parts, mine in zip(engines, want, got):
+            planned = sum(c.bytes for c in plan_transfer(layout, [parts], size))
+            assert engine.reader.bytes_read == planned == sum(t.nbytes for t in mine.values())
+        assert sum(written_bytes(route, size)) == route.bytes == sum(t.nbytes for t in whole.values())
+        every.change()
+
+
+def written_bytes(route: Route, itemsize: dict[str, int]) -> list[int]:
+    """By each rank."""
+    return [sum(math.prod(p.size) * itemsize[p.name] for p in pieces) for pieces in route.data.pieces]

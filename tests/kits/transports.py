@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from kits.runs import context
+from rondel.core.errors import SyncError
 from rondel.models import names
-from rondel.sync.from_ipc import SHARED
+from rondel.sync.from_ipc import SHARED, FromIpc
 
 
 def serve(pipe, make, kind, transport) -> None:
@@ -86,3 +87,24 @@ def left_behind() -> set[str]:
     rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
     ports = {row[1].rsplit(":", 1)[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
     return ports | {path.name for path in SHARED.glob(f"rondel-{os.getpid()}-*")}
+
+
+class Broken(FromIpc):
+    """Shared memory that works for so many updates, at one of its ends."""
+
+    def __init__(self, *, publishes: int = 99, receives: int = 99) -> None:
+        super().__init__()
+        self.left = {"publish": publishes, "receive": receives}
+
+    def _use(self, what: str) -> None:
+        self.left[what] -= 1
+        if self.left[what] < 0:
+            raise SyncError(f"shared memory is gone: {what}")
+
+    def publish(self, route, version, weights):
+        self._use("publish")
+        return super().publish(route, version, weights)
+
+    def receive(self, route, manifest, mine):
+        self._use("receive")
+        yield from super().receive(route, manifest, mine)

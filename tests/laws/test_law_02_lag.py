@@ -46,6 +46,47 @@ def test_no_group_is_trained_later_than_its_bound(p, s, w, drop, seed):
     assert book["issued"] == sum(v for k, v in book.items() if k != "issued")
 
 
+class LateEngines(Rollouts):
+    """Engines that serve a new version some time after the trainer goes on, and stamp what they write with their own."""
+
+    def __init__(self, seed: int, drop: float, buffer: Buffer) -> None:
+        super().__init__(seed, drop)
+        self.buffer, self.serving, self.version = buffer, 0, 0
+        self.running: asyncio.Task | None = None
+        self.begun: dict[int, int] = {}  # number of a group -> version that served when it began
+        self.overlapped = 0
+
+    async def generate_group(self, slot):
+        self.begun[slot.number] = self.serving
+        return await super().generate_group(slot)
+
+    async def sync(self, trainer, engine) -> int:
+        if self.running is not None:
+            self.overlapped += not self.running.done()
+            await self.running
+        self.version = trainer.version = self.version + 1
+        self.buffer.begin_delivery()
+        self.running = asyncio.create_task(self._deliver(self.version))
+        return self.version
+
+    async def _deliver(self, version: int) -> None:
+        for _ in range(self.random.randrange(60)):
+            await asyncio.sleep(0)
+        self.serving = version
+        self.buffer.end_delivery()
+
+
+@pytest.mark.parametrize("p,s,w,drop,seed", [row for row in SETTINGS if row[0] < 5 and row[4]])
+def test_the_bound_holds_while_engines_still_fetch_the_version_before(p, s, w, drop, seed):
+    """A group is born at what engines serve, not at what the trainer has: no token of it is older than its birth."""
+    buffer, trainer = Buffer(groups_per_step=p, max_staleness=s, window=w), CountingTrainer()
+    engines = LateEngines(seed, drop, buffer)
+    asyncio.run(loop.run(endless(), buffer, **{**loop_kit(trainer, engines, 25), "sync": engines.sync}))
+    groups = [row for batch in trainer.seen for row in batch]
+    assert len(groups) == 25 * p and bool(engines.overlapped) == bool(s)
+    assert all(0 <= version - born <= s and born <= engines.begun[number] for number, born, version in groups)
+
+
 class Refusals:
     """A filter that refuses nearly all of what is born at some versions, so that their steps run out of refills."""
 

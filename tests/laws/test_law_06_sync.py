@@ -305,7 +305,7 @@ def test_a_tensor_that_stays_behind_is_doubted_before_it_is_an_error():
         sync = WeightUpdate(FromTensor(), probe=[1, 2], score=score, tolerance=1e-3)
         for version in range(4):
             at[0] = 2e-3 * version
-            await sync._probe_gap(Engine(), Manifest(version, ()))
+            await sync._probe_gap(Engine(), Manifest(version, ()), await sync._score_probe())
 
     stop = subscribe(heard.append)
     try:
@@ -342,7 +342,7 @@ def probed(moves, follows, *, noise=0.0, tolerance=0.25, versions=40, replicas=N
     async def work():
         sync = WeightUpdate(FromTensor(), probe=list(range(24)), score=score, tolerance=tolerance)
         for version in range(versions):
-            await sync._probe_gap(Engine(), Manifest(version, ()))
+            await sync._probe_gap(Engine(), Manifest(version, ()), await sync._score_probe())
             at[:] += moves * signs
         return version
 

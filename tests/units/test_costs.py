@@ -96,6 +96,22 @@ def test_what_a_journal_was_made_with_comes_back(tmp_path):
     assert (found.pause, found.prompt) == pytest.approx((PAUSE, PROMPT))
 
 
+def test_updates_that_end_beside_the_next_step_count_where_they_end(tmp_path):
+    """Two of them between the same steps, and none between others."""
+    path = journal(tmp_path / "run", 4) / "journal.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    synced = [line for line in lines if line["kind"] == "Synced"]
+    rest = [line for line in lines if line["kind"] != "Synced"]
+    done = [n for n, line in enumerate(rest) if line["kind"] == "StepDone"]
+    for n, line in reversed(
+        list(zip([done[min(i + i % 2, len(done) - 1)] for i in range(len(done))], synced, strict=True))
+    ):
+        rest.insert(n, line)
+    path.write_text("".join(json.dumps(line) + "\n" for line in rest))
+    found = costs_of([path.parent])
+    assert (found.pause, found.sync) == pytest.approx((PAUSE, SYNC))
+
+
 def test_where_noise_leaves_a_token_no_time_reading_prompts_has_none(tmp_path):
     """Two steps whose time grows with their prompts alone: the simulator refuses a token of 0 s."""
     path = journal(tmp_path / "run", 2, steps=4) / "journal.jsonl"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from rondel.core.tensor_parts import TensorPart
 from rondel.models import names
+from rondel.models.shard_cut import ShardCut, part_of
 
 SHAPES = [(1,), (3,), (7, 5), (64, 64), (1 << 16,), (1 << 15, 5), (3, 70_001)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
@@ -104,6 +109,52 @@ def test_the_digest_is_of_the_bits_not_of_the_memory():
         != names.tensor_digest(torch.zeros(2))
     )
     assert names.tensor_digest(torch.tensor(0.0)) != names.tensor_digest(torch.tensor(-0.0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 70), min_size=1, max_size=3),
+    dtype=st.sampled_from(DTYPES),
+    ranks=st.integers(1, 5),
+    cuts=st.lists(st.integers(0, 2), max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_pieces_add_up_to_the_digest_of_the_whole(shape, dtype, ranks, cuts, seed):
+    """However a tensor lies over ranks: each adds what it has, and nobody has it whole."""
+    g = torch.Generator().manual_seed(seed)
+    whole = (torch.randn(shape, generator=g) * 50).to(dtype)
+    pieces = [TensorPart.whole(shape)]
+    for dim in cuts:
+        if dim < len(shape):
+            pieces = [piece for part in pieces for piece in cut_evenly(part, dim, ranks)]
+    size = whole.numel() * whole.element_size()
+    total = torch.zeros(names.digest_length(size), dtype=torch.int64)
+    for piece in pieces:
+        own = names.DigestSums(size, device=whole.device)
+        for block in piece.blocks:
+            box = whole
+            for d, (first, n) in enumerate(zip(block.start, block.size)):
+                box = box.narrow(d, first, n)
+            own.add_box(tuple(shape), block.start, box)
+        total += own.values
+    sums = names.DigestSums(size, device=whole.device, values=total)
+    assert sums.digest() == names.tensor_digest(whole)
+    total[-1] += 1
+    assert sums.digest() != names.tensor_digest(whole)
+
+
+def cut_evenly(part: TensorPart, dim: int, ranks: int) -> list[TensorPart]:
+    return [part_of(part, ShardCut(dim, uneven=True), ranks, index) for index in range(ranks)]
+
+
+def test_large_pieces_at_odd_places_add_up_too():
+    """Rows of the digest that begin and end within a piece, and pieces that begin within a word."""
+    raw = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8, generator=torch.Generator().manual_seed(8))
+    borders = [0, 3, 8184, 8191, 1_050_000, 2_000_003, 2_999_999, len(raw)]
+    sums = names.DigestSums(len(raw), device=raw.device)
+    for first, last in reversed(list(itertools.pairwise(borders))):
+        sums.add_bytes(first, raw[first:last])
+    assert sums.digest() == names.tensor_digest(raw)
 
 
 def test_the_root_knows_names_shapes_and_dtypes():

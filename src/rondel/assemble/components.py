@@ -157,7 +157,7 @@ def build(job: Job, folder: Path | None = None) -> Components:
             sync,
             judge_of(job, rows),
             env,
-            placed.resolved,
+            placed.resolved | {"sync.delivery": delivery_fact(job, placed, sync)},
             shown,
             connect_teachers(
                 job,
@@ -485,3 +485,16 @@ def sync_of(job: Job, placed: Deployment) -> WeightUpdate:
         tolerance=TOLERANCE[known.dtype],
         how=job.loop.in_flight,
     )
+
+
+def delivery_fact(job: Job, placed: Deployment, sync: WeightUpdate) -> str:
+    """Whether the trainer waits for an update (driver/weight_delivery.py), and why."""
+    if not job.loop.max_staleness:
+        return "the trainer waits (loop.max_staleness = 0)"
+    if job.run.record:
+        return "the trainer waits (the schedule of a recorded run says between which requests a version came)"
+    if placed.devices.in_turn:
+        return "the trainer waits (engines are on its devices)"
+    if not sync.keeps_snapshots:
+        return "the trainer waits (this transport keeps no published version)"
+    return f"beside the next step (loop.max_staleness = {job.loop.max_staleness})"

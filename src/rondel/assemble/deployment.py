@@ -67,6 +67,7 @@ from rondel.runtime.devices import (
     pick_device,
 )
 from rondel.sync import transport_of
+from rondel.sync.choice import WORTH, TransportChoice, measure_ways, order_ways
 from rondel.train.checkpoint import bytes_needed
 from rondel.train.multi_policy import FOLDER
 
@@ -148,12 +149,33 @@ class DeploymentPlan:
         weights = bytes_sent(self.job) if apart == "process" and self.device == "cpu" else 0
         way = planner.resolve_transport(self.job.sync.kind, apart=apart, weights=weights, room=planner.shared_memory())
         self.kind, self.resolved = way.value, {"sync.kind": f"{way.value} ({way.why})"}
+        # on devices of their own: a broadcast from a worker to itself would wait for itself
+        between = where.kind == "split" and where.cluster == "process" and apart == "process"
+        several = between and self.job.sync.kind == "auto" and not self.job.policies
+        self.kinds = planner.transport_ways(way.value) if several else [way.value]
 
     def new_transport(self) -> Transport:
-        """Driver, trainer and engine have an instance each."""
+        """Of driver and trainer, which have an instance each."""
+        ways = self.new_transports()
+        return TransportChoice(ways) if len(ways) > 1 else ways[self.kind]
+
+    def new_transports(self, within: str = "weights") -> dict[str, Transport]:
+        """Those of an engine, by kind."""
         # others read it from where they are
-        folder = (self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}").resolve()
-        return transport_of(self.kind, folder=folder / "weights", one_module=self.job.place.one_module)
+        folder = (self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}").resolve() / within
+        one = self.job.place.one_module
+        return {kind: transport_of(kind, folder=folder, one_module=one) for kind in self.kinds}
+
+    def choose_way(self, transport: Transport, known: ModelInfo, trainer: Any, engine: Any) -> None:
+        """The driver's transport takes the fastest way first, where weights are large enough for a difference."""
+        weights = 0 if self.job.model.adapter.kind != "off" else known.parameters * known.dtype.itemsize
+        if not isinstance(transport, TransportChoice) or weights < WORTH:
+            return
+        with tempfile.TemporaryDirectory(dir=self.folder) as sample:
+            rates, failed = measure_ways(self.new_transports(sample), trainer, engine, self.job.place.patience)
+        order, why = order_ways(self.kinds, rates, failed)
+        transport.prefer(order)
+        self.resolved["sync.kind"] = f"{order[0]} ({why})"
 
     def make_cluster(self, workers: int, threads: int | None) -> Cluster:
         """What starts the workers."""
@@ -380,7 +402,7 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
     def start_engine(i: int) -> Any:
         own = plan.worker_devices(here + (i + 1) * n)[here + i * n :]
         cores = shares[ranks + i * n :][:n] or [()] * n  # one that joins later shares them
-        made_of = (job, own[0], each, {plan.kind: plan.new_transport()}, plan.wal_path(i))
+        made_of = (job, own[0], each, plan.new_transports(), plan.wal_path(i))
         beside = plan.engine_ranks(i, own, each, cores)
         return cluster.spawn(plan.worker_name("engine", i), EngineHost, *made_of, beside, cores=cores[0])
 
@@ -417,6 +439,8 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
     single = mine and engines == 1 and not elastic
     engine = remotes[plan.worker_name("engine", 0)] if single else _build_router(remotes | others, job, known)
     trainer, way = RemoteTrainer(trainers), plan.new_transport()
+    if hosts:
+        plan.choose_way(way, known, trainers[0], hosts[0])
     return Deployment(
         known,
         engine,

@@ -38,6 +38,7 @@ from rondel.planner import resolve as planner
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import Device
 from rondel.runtime.journal.wal import TokenLog
+from rondel.sync.choice import SampleEnd, TransportChoice
 from rondel.sync.from_distributed import FromDistributed
 from rondel.sync.from_tensor import FromTensor
 from rondel.train.checkpoint import bytes_needed
@@ -170,6 +171,7 @@ class EngineHost:
         ranks: Callable[[dict[str, Transport]], EngineRanks] | None = None,
     ) -> None:
         self.job, self.device, self.transports, self.log = job, _own_device(device, threads), transports, log
+        self.samples = SampleEnd(self.device.name)
         self.ranks = None if ranks is None else ranks(transports)
         if self.ranks is None:
             self.loaded = self.device.call(policy_of, job, self.device.name)
@@ -182,6 +184,10 @@ class EngineHost:
     def read_keys(self) -> list[str]:
         """What this worker read of the recipe."""
         return self.job.read_keys()
+
+    def sample(self, verb: str, *args: Any) -> Any:
+        """A part of a measurement of a transport."""
+        return getattr(self.samples, verb)(*args)
 
     def open(self, longest: int) -> dict[str, str]:
         """Ready for requests of at most `longest` tokens. -> what was resolved."""
@@ -234,6 +240,7 @@ class TrainerHost:
         transport: Transport,
     ) -> None:
         self.device, self.ranks = _own_device(device, threads), ALONE
+        self.samples = SampleEnd(self.device.name)
         several = (torchrun.rank_and_size()[1] if job.place.cluster == "torchrun" else job.place.ranks) > 1
         self.loaded = self.device.call(lambda: policy_of(job, self.device.name, deferred=several))
         self.job, self.needs, self.sampling, self.transport = job, needs, sampling, transport
@@ -242,12 +249,18 @@ class TrainerHost:
         """What this worker read of the recipe."""
         return self.job.read_keys()
 
+    def sample(self, verb: str, *args: Any) -> Any:
+        """A part of a measurement of a transport."""
+        return getattr(self.samples, verb)(*args)
+
     def meet(self, host: str, ranks: int) -> tuple[str, int] | None:
         """`host`: where other workers reach this one, the first of `ranks`. -> where the
         others find it, if there are any.
         """
-        if isinstance(self.transport, FromDistributed):
-            self.transport.host = host
+        ways = self.transport.ways.values() if isinstance(self.transport, TransportChoice) else [self.transport]
+        for way in ways:
+            if isinstance(way, FromDistributed):
+                way.host = host
         if ranks == 1:
             return None
         self.meeting = Rendezvous(host)

@@ -3,7 +3,7 @@
     admit ──> waiting ──claim──> rolling ──put──> finished ──take──> taken ──settle──> trained
                                     └──drop──> filtered(rule) | failed(reason)   (the place is refunded)
 
-P groups per step · S max_staleness · v version served (counts consumed batches) · open = waiting, rolling or finished
+P groups per step · S max_staleness · v version (counts consumed batches) · open = waiting, rolling or finished
 Admit while open < (S + 1)·P, less the places of the batch at v that are gone: those picked
 so far, and all P once `take` has returned, even if it returned fewer. A group born at b
 is trained at v <= b + S, so a batch is a
@@ -13,6 +13,8 @@ P·(batches from now to b + S). `take` picks the oldest finished group whose abs
 batches after it keeps this true: whoever is
 slow is overtaken until its deadline, and then waited for. S = 0 makes every group due at
 once, so synchronous training is a consequence.
+
+While engines still fetch v, who is admitted is born at v - 1 and must be trained a batch earlier: open < S·P less the same.
 
 X oversample > 0: admit X more, and take whoever has finished. Who would be older than S is late: at the advance of v
 its place is refunded, and its task is lost (and counted), or asked again from the beginning.
@@ -72,6 +74,7 @@ class Buffer:
         self.waiters = TurnWaiters(
             gate or ScheduleGate(), patience, lambda: f"{self.groups.describe()}, version {self.version}"
         )
+        self._serving: int | None = None  # what engines serve while they still fetch a newer version
         self._batch_complete = False  # take() has returned the batch of this version
         self._closed = False
 
@@ -81,7 +84,13 @@ class Buffer:
         if self.rule.is_exhausted(self.counts.dropped):
             return False
         gone = self.rule.groups_per_step if self._batch_complete else len(self.groups.taken)
-        return len(self.groups.born) < self.rule.max_open_groups - gone
+        behind = (self.version - self.birth_version) * self.rule.groups_per_step  # places that come too late for it
+        return len(self.groups.born) < self.rule.max_open_groups - gone - behind
+
+    @property
+    def birth_version(self) -> int:
+        """Of who is admitted now: no newer than what engines serve."""
+        return self.version if self._serving is None else self._serving
 
     async def wait_for_room(self) -> None:
         """Wait until the inequality holds."""
@@ -98,7 +107,7 @@ class Buffer:
         return self._admit_task(task)
 
     def _admit_task(self, task: Task) -> Slot:
-        slot = Slot(self.counts.admitted, task, self.version)
+        slot = Slot(self.counts.admitted, task, self.birth_version)
         self.counts.admitted += 1
         self.groups.admit(slot)
         self.waiters.wake_one("roll")
@@ -225,8 +234,20 @@ class Buffer:
         self.groups.taken.clear()
         self.check_ledger()
 
+    def begin_delivery(self) -> None:
+        """Engines go on serving what they serve now, also beyond the next advance, until `end_delivery`."""
+        assert self._serving is None, "two deliveries at a time"
+        self._serving = self.version
+
+    def end_delivery(self) -> None:
+        """Engines serve the newest version."""
+        self._serving = None
+        self.waiters.wake_one("feed")
+
     async def advance(self, version: int) -> None:
-        """`version` serves from now on: room appears, the feed wakes, and who is late by now goes."""
+        """`version` is the trainer's from now on, and served unless it is still being delivered: room appears, the feed
+        wakes, and who is late by now goes.
+        """
         await self.waiters.pass_gate("advance", version, who="learner")
         self.version, self._batch_complete = version, False
         self._lose_late()

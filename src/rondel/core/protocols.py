@@ -25,6 +25,7 @@ from rondel.core.types import (
 
 if TYPE_CHECKING:
     from rondel.core.sandbox_types import CommandResult, Limits
+    from rondel.core.tensor_parts import Block, TensorPart
 
 Interrupt = Literal["hold", "drain", "abort"]
 Earned = float | list[tuple[int, float]]
@@ -176,6 +177,35 @@ class Transport(Protocol):
     # the engine's
     def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Any]) -> Iterator[tuple[str, Any]]: ...
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class PartTransport(Protocol):
+    """A transport to which each rank of a trainer on one machine gives what it holds, so that nobody gathers."""
+
+    # of every rank's parts, by name -> the blocks that each of them is to write
+    def assign_parts(
+        self, held: Sequence[Mapping[str, TensorPart]], itemsize: Mapping[str, int]
+    ) -> list[dict[str, list[Block]]]: ...
+    def write_parts(self, pieces: Iterable[Any]) -> Any: ...  # one rank's blocks, in order -> where they lie
+    def route_parts(self, addresses: Sequence[Any], assigned: Sequence[Mapping[str, list[Block]]]) -> Route: ...
+
+
+@runtime_checkable
+class PartSource(Protocol):
+    """A transport that gives a rank of an engine its part of every tensor, where a publication has parts."""
+
+    def has_parts(self, route: Route) -> bool: ...
+    def receive_parts(
+        self, route: Route, manifest: Manifest, wanted: Mapping[str, TensorPart]
+    ) -> Iterator[tuple[str, Any]]: ...
+
+
+@runtime_checkable
+class SeveralWays(Protocol):
+    """A transport that is one of several: a route names which."""
+
+    def way_of(self, route: Route) -> Transport: ...
 
 
 class RemoteProxy(Protocol):

@@ -1,5 +1,5 @@
-"""The time account of a worker (law 13): every moment since it began belongs to
-exactly one kind, so the shares sum to 100 %.
+"""Time accounts of a worker and of a step (law 13): every moment since it began belongs to
+exactly one kind, so the shares sum to 100 %, and the laps of a step to the step.
 """
 
 from __future__ import annotations
@@ -57,3 +57,29 @@ class TimeAccount:
         if len(self.laps) <= MOST:
             self.laps.append((self.doing, round(now - self._since, 6)))
         self._since = now
+
+
+class PhaseTimer:
+    """A stopwatch over one worker's time: every moment belongs to exactly one lap.
+
+    >>> clock = Laps()
+    >>> clock.lap("wait"); clock.lap("train")
+    >>> sorted(clock.turn())
+    ['step', 'train', 'wait']
+    """
+
+    def __init__(self) -> None:
+        self._started = self._last = time.perf_counter()
+        self._laps: dict[str, float] = {}
+
+    def record_phase(self, name: str) -> None:
+        """The time since the last lap belongs to `name`."""
+        now = time.perf_counter()
+        self._laps[name] = self._laps.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def finish_step(self) -> dict[str, float]:
+        """Every lap since the last turn, and `step`, their sum; the next turn begins now."""
+        laps = {**self._laps, "step": self._last - self._started}
+        self._laps, self._started = {}, self._last
+        return laps

@@ -16,7 +16,7 @@ from rondel import loop
 from rondel.algos.table import SFT
 from rondel.buffer import LATE, Buffer
 from rondel.core.config.job import Job
-from rondel.core.errors import EngineError, RewardError, StalledError, SyncError, WorkerError
+from rondel.core.errors import RewardError
 from rondel.core.events import Checkpointed, Resumed, RunEnded, Warned, emit, subscribe
 from rondel.core.schedule_gate import ScheduleGate
 from rondel.core.types import Group, Slot, Verdict
@@ -24,6 +24,7 @@ from rondel.driver.elastic_engines import admit_engines, scale_engines
 from rondel.driver.evaluation import evaluate, evaluated_tasks, evaluation_sampling
 from rondel.driver.rollouts import GroupRollouts, SupervisedRollouts, prepare, prepare_of, rollouts_of
 from rondel.driver.run_record import InOrder, score_in_turn
+from rondel.driver.weight_delivery import WeightDelivery
 from rondel.filter import chain_filters
 from rondel.generate.envs.order import ShuffledOrder, TaskAdmissions, stream_tasks
 from rondel.runtime.journal.store import RolloutStore
@@ -98,6 +99,7 @@ class RunPhases:
         self.ending, self.gate = ending, gate
         parts.placed.engine = gate.wrap_engine(parts.engine)
         self.plan, self.config = PhasePlan.from_job(job, parts), job.digest()
+        self.delivery = WeightDelivery(parts.sync, parts.placed)
         self.buffer: Buffer
         self.began = time.perf_counter()
         self.total = self.plan.warmup_steps + self.plan.steps
@@ -116,9 +118,11 @@ class RunPhases:
         self.rest.set()
         failures = self.parts.failures
         work, asked = asyncio.create_task(self._run_phases(found)), asyncio.create_task(self.ending.wait())
-        spent = asyncio.create_task(failures.spent.wait())
+        spent, broken = (asyncio.create_task(event.wait()) for event in (failures.spent, self.delivery.broken))
         try:
-            await asyncio.wait([work, asked, spent], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([work, asked, spent, broken], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and broken.done():
+                await self.delivery.finish(self.parts.trainer, self.parts.engine)
             if not work.done():
                 await asyncio.wait(
                     [work, rest := asyncio.create_task(self.rest.wait())], return_when=asyncio.FIRST_COMPLETED
@@ -126,10 +130,12 @@ class RunPhases:
                 rest.cancel()
             if work.done():
                 return work.result()
+        except BaseException:
+            await self.delivery.cancel()
+            raise
         finally:
-            asked.cancel()
-            spent.cancel()
-            work.cancel()
+            for each in (asked, spent, broken, work):
+                each.cancel()
             await asyncio.wait([work])
         await self._save_checkpoint()
         state = (
@@ -154,7 +160,7 @@ class RunPhases:
             done = self.saved = saved["step"]
             self.done = (done, saved["buffer"]["version"], None, saved.get("order"))
             emit(Resumed(done, saved["buffer"]["version"], str(path)))
-        await self.sync(parts.trainer, parts.engine)  # the initial sync
+        await self.delivery.update_engines(parts.trainer, parts.engine)  # the initial sync
         parts.sync.moved = lambda: parts.trainer.moved
         async with self._open_to_newcomers():
             await self._train_phases(done, saved)
@@ -188,6 +194,7 @@ class RunPhases:
             done = await self._run_warmup(range(done + 1, warm + 1), saved)
             saved = None
         await self._run_reinforcement(range(done + 1, warm + steps + 1), saved if done > warm else None)
+        await self.delivery.finish(self.parts.trainer, self.parts.engine)
         emit(RunEnded(warm + steps, parts.engine.version, "all steps done", time.perf_counter() - self.began))
 
     async def _run_warmup(self, steps: range, saved: dict[str, Any] | None) -> int:
@@ -296,21 +303,13 @@ class RunPhases:
         return start_step
 
     async def sync(self, trainer: Any, engine: Any) -> int:
-        """The update, once more if an engine ended in the middle of it; if a rank of
-        the trainer did, that is the error.
+        """The update: beside the next step where samples may be stale, the transport keeps what is published and engines
+        have devices of their own. A recorded run waits, for its schedule says between which requests a version came.
         """
-        placed = self.parts.placed
-        while True:
-            try:
-                version = await self.parts.sync(trainer, engine)
-            except (WorkerError, StalledError, SyncError, EngineError) as error:
-                if not await placed.restart_engines():
-                    if ended := await placed.lost():
-                        raise ended from error
-                    raise
-            else:
-                await placed.restart_engines()  # one of several, which was left behind
-                return version
+        apart = self.parts.sync.keeps_snapshots and not self.parts.placed.devices.in_turn
+        if apart and self.buffer.rule.max_staleness and not self.gate.keeps_order:
+            return await self.delivery.start(trainer, engine, self.buffer)
+        return await self.delivery.update_engines(trainer, engine)
 
     # -- between two versions --------------------------------------------------------------------
 
@@ -343,6 +342,7 @@ class RunPhases:
 
     async def _write_checkpoint(self) -> None:
         """A synchronous run replays what it had begun since; another one goes on with it."""
+        await self.delivery.finish(self.parts.trainer, self.parts.engine)
         step, version, then, order = self.done
         if step == self.saved:
             return
@@ -356,6 +356,7 @@ class RunPhases:
 
     async def _run_evaluation(self, step: int) -> None:
         if self.parts.tasks.held_out:
+            await self.delivery.finish(self.parts.trainer, self.parts.engine)
             emit(await evaluate(self.parts, step))
 
 

@@ -11,6 +11,7 @@ A tensor of the checkpoint is a view of one of the module's, so that none of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -28,11 +29,11 @@ from rondel.core.types import Manifest, TensorInfo
 _ROW = 1023  # words; odd, so that flipping the highest bit of every word of a row shows
 _ROWS = 128  # at a time: 1 MB, which the second pass finds in the cache
 _INSIDE, _ACROSS = 20261121, 20261122  # seeds of the multipliers of words in a row, and of rows
+_odd: dict[tuple[str, int, int], Tensor] = {}
 LORA = ".lora_"
 _bases: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]] | None, str]] = WeakKeyDictionary()
 _pieces: WeakKeyDictionary[nn.Module, dict[str, tuple[TensorSlice, ...]]] = WeakKeyDictionary()
 _loaded_in: WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = WeakKeyDictionary()
-_odd: dict[tuple[str, int, int], Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,106 @@ def pin_digest(model: nn.Module) -> None:
     _bases[model] = None, base_digest(model)
 
 
+def tensor_digest(tensor: Tensor) -> str:
+    """A fast fingerprint of the bits, wherever they live. A check against accidents, not adversaries.
+
+    8-byte words w[r, c] of the tensor in rows of 1023
+        rows      R[r] = sum_c odd_c w[r, c]       columns   C[c] = sum_r w[r, c]       modulo 2^64
+        digest    hash over r of R beside hash over c of C
+
+    One or two changed words change it: in two columns both column sums move; in one column two rows move, each by an
+    odd multiple.
+    """
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    sums = DigestSums(raw.numel(), device=raw.device)
+    sums.add_bytes(0, raw)
+    return sums.digest()
+
+
+class DigestSums:
+    """R, C and the bytes behind the last word of one tensor of `size` bytes, so far as they were added: also from pieces
+    that nobody has together. R and C are sums over words and a word is a sum over its bytes, so pieces that have every
+    byte once add up to the digest of the whole, bit for bit.
+
+    values  all of them in one vector of int64, to be added to those of other pieces: [tail, the last and incomplete row,
+            whole rows ..., columns ...]
+    """
+
+    def __init__(self, size: int, *, device: torch.device, values: Tensor | None = None) -> None:
+        self.size, self.words = size, size // 8
+        self.full = self.words // _ROW  # whole rows
+        length = digest_length(size)
+        self.values = torch.zeros(length, dtype=torch.int64, device=device) if values is None else values
+        assert len(self.values) == length, (len(self.values), length)
+        self._rows, self._columns = self.values[1 : 2 + self.full], self.values[2 + self.full :]
+        self._inside = _hash_multipliers(self.values.device, _ROW, _INSIDE)
+
+    def add_bytes(self, at: int, raw: Tensor) -> None:
+        """uint8 [n], which are bytes [at, at + n) of the tensor."""
+        end = self.words * 8
+        if (behind := at + len(raw) - end) > 0:
+            tail = raw[len(raw) - min(behind, len(raw)) :]
+            shift = 8 * (max(at, end) - end)
+            self.values[0] += int.from_bytes(bytes(tail.tolist()), "little") << shift
+            raw = raw[: len(raw) - len(tail)]
+        if not len(raw):
+            return
+        before, after = at % 8, -(at + len(raw)) % 8
+        if before or after:
+            raw = torch.cat([raw.new_zeros(before), raw, raw.new_zeros(after)])
+        elif raw.storage_offset() % 8:
+            raw = raw.clone()
+        self._add_words((at - before) // 8, raw.view(torch.int64))
+
+    def add_box(self, shape: tuple[int, ...], start: tuple[int, ...], box: Tensor) -> None:
+        """A box of the tensor, which has this shape, from `start` on; every number of it once, in any pieces."""
+        if not box.numel():
+            return
+        inner, width = shape[1:], box.element_size()
+        row = math.prod(inner) * width
+        if tuple(box.shape[1:]) == inner:
+            return self.add_bytes((start[0] if shape else 0) * row, box.contiguous().view(-1).view(torch.uint8))
+        each = max(1, _ROWS * _ROW * 8 // row)  # whole rows of the tensor with nothing but the box in them
+        for first in range(0, len(box), each):
+            some = box[first : first + each]
+            around = box.new_zeros((len(some), *inner))
+            place = around
+            for dim in range(1, box.ndim):
+                place = place.narrow(dim, start[dim], box.shape[dim])
+            place.copy_(some)
+            self.add_bytes((start[0] + first) * row, around.view(-1).view(torch.uint8))
+
+    def _add_words(self, at: int, words: Tensor) -> None:
+        first = at % _ROW
+        if first:
+            n = min(_ROW - first, len(words))
+            self._add_part_row(at // _ROW, first, words[:n])
+            at, words = at + n, words[n:]
+        row, count = at // _ROW, len(words) // _ROW
+        for some in words[: count * _ROW].view(count, _ROW).split(_ROWS) if count else ():
+            self._rows[1 + row : 1 + row + len(some)] += _row_products(some, self._inside)
+            self._columns += some.sum(0)
+            row += len(some)
+        if len(rest := words[count * _ROW :]):
+            self._add_part_row(row, 0, rest)
+
+    def _add_part_row(self, row: int, column: int, words: Tensor) -> None:
+        self._rows[0 if row == self.full else 1 + row] += (words * self._inside[column : column + len(words)]).sum()
+        self._columns[column : column + len(words)] += words
+
+    def digest(self) -> str:
+        across = _hash_words(self._rows, _hash_multipliers(self.values.device, len(self._rows), _ACROSS))
+        rows, columns, tail = torch.stack((across, _hash_words(self._columns, self._inside), self.values[0])).tolist()
+        first = rows + tail * 0x9E3779B97F4A7C15 + self.size
+        return f"{first & (2**64 - 1):016x}{columns & (2**64 - 1):016x}"
+
+
+def digest_length(size: int) -> int:
+    """How many numbers the sums of a tensor of `size` bytes are: some thousandth of its words, and the columns."""
+    words = size // 8
+    return 2 + words // _ROW + min(words, _ROW)
+
+
 def _hash_multipliers(device: torch.device, n: int, seed: int) -> Tensor:
     key = (str(device), n, seed)
     if key not in _odd:
@@ -198,34 +299,6 @@ def is_finite(tensor: Tensor) -> Tensor:
     of 8 bits, and bfloat16 holds all of them.
     """
     return (tensor.to(torch.bfloat16) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor).isfinite()
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    """A fast fingerprint of the bits, wherever they live. A check against accidents, not adversaries.
-
-    8-byte words w[r, c] in rows of 1023 -> the hash over r of sum_c odd_c w[r, c], beside the
-    hash over c of sum_r w[r, c], modulo 2^64. One or two changed words change it: in two
-    columns both column sums move; in one column
-    two rows move, each by an odd multiple.
-    """
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if raw.storage_offset() % 8:
-        raw = raw.clone()
-    words = raw[: raw.numel() // 8 * 8].view(torch.int64)
-    whole = words[: len(words) // _ROW * _ROW].view(-1, _ROW)
-    rest = words[whole.numel() :]
-    odd = _hash_multipliers(raw.device, _ROW, _INSIDE)
-    columns = torch.zeros_like(odd)
-    columns[: len(rest)] = rest
-    rows = [(rest * odd[: len(rest)]).sum()[None]]
-    for some in whole.split(_ROWS):
-        rows.append(_row_products(some, odd))
-        columns += some.sum(0)
-    row_hashes = torch.cat(rows)
-    across = _hash_words(row_hashes, _hash_multipliers(raw.device, len(row_hashes), _ACROSS))
-    tail = int.from_bytes(bytes(raw[words.numel() * 8 :].tolist()), "little")
-    first = int(across.item()) + tail * 0x9E3779B97F4A7C15 + raw.numel()
-    return f"{first & (2**64 - 1):016x}{int(_hash_words(columns, odd).item()) & (2**64 - 1):016x}"
 
 
 def tensor_info(name: str, tensor: Tensor) -> TensorInfo:

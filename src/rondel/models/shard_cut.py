@@ -15,12 +15,13 @@ whole tensor. Pure functions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from rondel.core.errors import SyncError
+from rondel.core.tensor_parts import IndexRun, TensorPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +107,23 @@ def _single_copy(copies: list[Tensor]) -> Tensor:
 def _check_divisible(n: int, by: int, what: str, whose: str) -> None:
     if n % by:
         raise SyncError(f"{n} {what} over {by} {whose}: one must divide the other")
+
+
+def part_of(part: TensorPart, cut: ShardCut | None, tp: int, index: int) -> TensorPart:
+    """What rank `index` of tp has of a tensor, or of a part of one, that is cut like this."""
+    if cut is None or cut.dim is None:
+        return part
+    length = part.shape[cut.dim]
+    # which rows it has: by cutting their numbers, from 1 on, since padding is 0
+    mine = split_shards(torch.arange(1, length + 1), _along_first(cut), tp)[index].tolist()
+    runs: list[IndexRun] = []
+    for here, number in enumerate(mine):
+        if number and runs and (runs[-1].here + runs[-1].size, runs[-1].whole + runs[-1].size) == (here, number - 1):
+            runs[-1] = replace(runs[-1], size=runs[-1].size + 1)
+        elif number:
+            runs.append(IndexRun(here, number - 1, 1))
+    return part.cut(cut.dim, len(mine), runs)
+
+
+def _along_first(cut: ShardCut) -> ShardCut:
+    return replace(cut, dim=0, parts=tuple((n, _along_first(how)) for n, how in cut.parts))

@@ -138,6 +138,11 @@ def resolve_transport(wanted: str, *, apart: Apart, weights: int = 0, room: int 
     return ResolvedValue("ipc", "trainer and engines share a machine: its memory is read in place")
 
 
+def transport_ways(first: str) -> list[str]:
+    """What carries weights between processes of one machine: the first choice, and what may take its place."""
+    return [first, *(kind for kind in ("distributed", "disk") if kind != first)]
+
+
 def shared_memory() -> int:
     """Free bytes of what processes can map together: a memfd (sync/from_ipc.py) counts against
     memory, where there is none /dev/shm, too.

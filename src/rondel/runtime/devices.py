@@ -119,6 +119,8 @@ class SharedDevice:
     A reward model on the same device (`beside`) sleeps from the first arrow to the last.
     """
 
+    in_turn = True  # whoever has the devices, the other one stands still
+
     def __init__(
         self,
         engine: RolloutEngine,
@@ -193,6 +195,8 @@ class SharedDevices(SharedDevice):
 
 class SplitDevices:
     """Trainer and engine on devices of their own: nobody waits, the update itself pauses what it must."""
+
+    in_turn = False
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:

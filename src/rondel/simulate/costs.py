@@ -118,7 +118,7 @@ class Timers:
             )
 
     def _add_step(self, last: dict[str, Any], told: list[dict[str, Any]], lengths: dict[int, list[int]]) -> None:
-        done, taken, synced = last["StepDone"], last["GroupsTaken"], last["Synced"]
+        done, taken = last["StepDone"], last["GroupsTaken"]
         took, packed = done["seconds"], done["metrics"]["train/packed_tokens"]
         written = [n for number in taken["numbers"] for n in lengths.get(number, [])]
         self.samples += len(written)
@@ -126,7 +126,8 @@ class Timers:
         self.trained.append((took["train"], 1.0, packed))
         self.prompts.append(max(0.0, packed - sum(written)) / len(taken["numbers"]))
         self.syncs.append(took["sync"])
-        self.pauses.append(synced["paused"])
+        # of an update beside the next step, which may end in the row before or after
+        self.pauses += [event["paused"] for event in told if event["kind"] == "Synced"]
         self.host.append(took.get("prepare", 0.0) + took.get("hand_over", 0.0) + took.get("milestone", 0.0))
         accounts = [
             e

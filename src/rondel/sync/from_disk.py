@@ -23,7 +23,7 @@ from torch import Tensor
 from rondel.core.errors import SyncError, error_boundary
 from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Weights
 from rondel.core.types import Manifest, Route, TensorInfo
-from rondel.sync.from_ipc import size_of
+from rondel.sync.tensor_bytes import size_of
 from rondel.system.files import guard_write, numbered_paths
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from rondel.core.errors import StalledError, SyncError
 from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Weights
 from rondel.core.types import Manifest, Route, TensorInfo
-from rondel.sync.from_ipc import size_of
+from rondel.sync.tensor_bytes import size_of
 from rondel.system import sockets
 
 BUCKET = 64 << 20  # bytes; a larger tensor has a bucket of its own

@@ -11,6 +11,9 @@ segments take turns, a third one appears when an engine stays behind, and no rea
 torn. Its first words say which publication it
 holds: a late reader sees that it is another.
 
+A trainer of several ranks gathers nothing: each rank writes its own shards into segments of its own, and the engine
+pulls what it wants from all of them (sync/ipc_parts.py).
+
 A segment is a memfd, opened by others as /proc/PID/fd/N: it has no name and is gone with
 its last user (law 14). Where there is no memfd it is a file in shared memory with the
 writer's pid in its name, removed by its
@@ -29,7 +32,7 @@ import pickle
 import re
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -39,10 +42,12 @@ from torch import Tensor
 
 from rondel.core.errors import SyncError, error_boundary
 from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Weights
+from rondel.core.tensor_parts import Block, TensorPart
 from rondel.core.types import Manifest, Route, TensorInfo
+from rondel.sync.ipc_parts import PartAddresses, PartReader, WrittenPiece, assign_writers
+from rondel.sync.tensor_bytes import HEAD, aligned, size_of
 from rondel.system.files import guard_write
 
-HEAD, ALIGN = 4096, 64  # bytes: of the first words; of where a tensor may begin
 SEGMENT = re.compile(r"/proc/\d+/fd/\d+|/dev/shm/rondel-[\w-]+", re.ASCII)
 SHARED = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 
@@ -63,15 +68,8 @@ def tensor_offsets(rows: tuple[TensorInfo, ...]) -> list[int]:
     """Where each tensor begins, and the end: a fact of the manifest alone, so that both sides know it."""
     at = [HEAD]
     for row in rows:
-        at.append(-(-(at[-1] + size_of(row)) // ALIGN) * ALIGN)
+        at.append(aligned(at[-1] + size_of(row)))
     return at
-
-
-def size_of(row: TensorInfo) -> int:
-    n = getattr(torch, row.dtype).itemsize
-    for side in row.shape:
-        n *= side
-    return n
 
 
 class SharedSegment:
@@ -196,6 +194,8 @@ class FromIpc:
         self._segments: list[SharedSegment] = []
         self._published = 0
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
+        self._kept_maps = 3
+        self.reader = PartReader()
 
     @staticmethod
     def segment_address(path: str, size: int, number: int) -> SegmentAddress:
@@ -212,20 +212,30 @@ class FromIpc:
         return Route("ipc")
 
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]:
-        segment, rows, at = self._lock_free_segment(), [], HEAD
+        rows: list[TensorInfo] = []
+
+        def tensors() -> Iterator[Tensor]:
+            for row, tensor in weights:
+                rows.append(row)
+                yield tensor
+
+        place = self._write_segment(tensors())
+        return Manifest(version, tuple(rows)), Route("ipc", place, bytes=sum(map(size_of, rows)))
+
+    def _write_segment(self, tensors: Iterable[Tensor]) -> SegmentAddress:
+        """All of them, one behind the other, in a segment that nobody reads."""
+        segment, at = self._lock_free_segment(), HEAD
         try:
             segment.number = 0
-            for row, tensor in weights:
+            for tensor in tensors:
                 segment.write(at, tensor)
-                rows.append(row)
-                at = -(-(at + size_of(row)) // ALIGN) * ALIGN
+                at = aligned(at + tensor.numel() * tensor.element_size())
             segment.finish_writing(at)
             self._published += 1
             segment.number = self._published
         finally:
             segment.unlock()
-        place = SegmentAddress(segment.path, len(segment.map), self._published, segment.cuda_handle())
-        return Manifest(version, tuple(rows)), Route("ipc", place, bytes=sum(map(size_of, rows)))
+        return SegmentAddress(segment.path, len(segment.map), self._published, segment.cuda_handle())
 
     def _lock_free_segment(self) -> SharedSegment:
         """A segment that nobody reads, locked: never the one that was published last,
@@ -242,21 +252,61 @@ class FromIpc:
 
     def send(self, route: Route, weights: Tensors) -> None: ...
 
+    # -- several writers -------------------------------------------------------------------------
+
+    def assign_parts(
+        self, held: Sequence[Mapping[str, TensorPart]], itemsize: Mapping[str, int]
+    ) -> list[dict[str, list[Block]]]:
+        return assign_writers(held, itemsize)
+
+    def write_parts(self, pieces: Iterable[Tensor]) -> SegmentAddress:
+        return self._write_segment(pieces)
+
+    def route_parts(self, addresses: Sequence[SegmentAddress], assigned: Sequence[Mapping[str, list[Block]]]) -> Route:
+        pieces = tuple(
+            tuple(WrittenPiece(name, block.start, block.size) for name, blocks in own.items() for block in blocks)
+            for own in assigned
+        )
+        return Route("ipc", PartAddresses(tuple(addresses), pieces))
+
+    # -- the engine's end ------------------------------------------------------------------------
+
     def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Views of the segment; on a GPU copies, because nobody would know when the last view is gone."""
+        if self.has_parts(route):
+            yield from self.receive_parts(
+                route, manifest, {row.name: TensorPart.whole(row.shape) for row in manifest.tensors}
+            )
+            return
         place, at = route.data, tensor_offsets(manifest.tensors)
-        with error_boundary(SyncError, f"opening the trainer's memory {place.path}"):
-            base = self._open_segment(place)
-        buffer = base
-        if place.cuda:
-            # made by torch in the trainer's process, and carried by our own channel
-            rebuild, arguments = pickle.loads(place.cuda)
-            buffer = rebuild(*arguments)
+        buffer = self._open_buffer(place)
         if at[-1] > len(buffer):
             raise SyncError(f"the trainer's memory has {len(buffer)} bytes, and the announced tensors need {at[-1]}")
         for row, start in zip(manifest.tensors, at):
             tensor = buffer[start : start + size_of(row)].view(getattr(torch, row.dtype)).view(row.shape)
             yield row.name, tensor.clone() if place.cuda else tensor
+
+    def has_parts(self, route: Route) -> bool:
+        return isinstance(route.data, PartAddresses)
+
+    def receive_parts(
+        self, route: Route, manifest: Manifest, wanted: Mapping[str, TensorPart]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Of each tensor the part that is wanted of it, from the segments of several writers."""
+        place = route.data
+        self._kept_maps = max(self._kept_maps, 3 * len(place.segments))
+        buffers = [self._open_buffer(segment) for segment in place.segments]
+        yield from self.reader.assemble(buffers, place, manifest, wanted)
+
+    def _open_buffer(self, place: SegmentAddress) -> Tensor:
+        """All bytes of a segment, or of the buffer on a GPU that it names."""
+        with error_boundary(SyncError, f"opening the trainer's memory {place.path}"):
+            base = self._open_segment(place)
+        if not place.cuda:
+            return base
+        # made by torch in the trainer's process, and carried by our own channel
+        rebuild, arguments = pickle.loads(place.cuda)
+        return rebuild(*arguments)
 
     def _open_segment(self, place: SegmentAddress) -> Tensor:
         """All bytes as one tensor; the shared lock ends with the last tensor that shares its storage."""
@@ -284,7 +334,7 @@ class FromIpc:
         """
         key = (stat.st_ino, stat.st_size)
         if key not in self._maps:
-            while len(self._maps) > 2:
+            while len(self._maps) >= self._kept_maps:
                 self._maps.pop(next(iter(self._maps)))
             self._maps[key] = mmap.mmap(fd, stat.st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         return self._maps[key]

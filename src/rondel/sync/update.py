@@ -9,6 +9,9 @@ Anything else is an abort, for all of them.
     holds "never"    begin ── data ── commit ── probe                         who calls has parked the engines
     holds "begin"    pause ── begin ── data ── commit ── probe ── resume      failed: the engine refuses until a good update
     holds "commit"   begin ── data ── pause ── commit ── resume ── probe      failed before the commit: the old version goes on serving
+
+With "commit" the weights lie apart once they are published: `publish` and `deliver` may be called one by one, and the
+trainer may step in between. Its scores of the probe are those of the version that it published.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,12 +30,31 @@ from rondel.core.errors import SyncError
 from rondel.core.events import Synced, Warned, emit, stalled_error
 from rondel.core.protocols import Interrupt, RolloutEngine, Trainer, Transport
 from rondel.core.types import POLICY, Abort, Begin, Commit, EngineStatus, Manifest, Message, Request, Route
+from rondel.sync.choice import TransportChoice
 
 # so many times the noise is a movement that an engine with the same weights shows, at least by half
 CLEAR, HALF = 8, 0.5
 GROWN, SHARE = 10, 0.02  # a gap so many times the first one, and such a part of what an update moves, is doubted
 Score = Callable[[list[int]], Awaitable[list[float]]]  # the trainer's logprobs of a text
 LEASE = 600.0  # seconds after which a paused engine that nobody resumes goes on by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Published weights, and who receives them.
+
+    holds   of the transport that published them
+    scored  the trainer's logprobs of the probe under these weights, by policy
+    began   `time.perf_counter()` when their update did
+    """
+
+    manifest: Manifest
+    route: Route
+    trainer: Trainer
+    engines: tuple[RolloutEngine, ...]
+    holds: str
+    scored: dict[str, list[float]]
+    began: float
 
 
 class WeightUpdate:
@@ -61,7 +85,8 @@ class WeightUpdate:
         self.scores = {POLICY: score, **(others or {})}
         self.deadline, self.how = deadline, how
         self.root: str | None = None
-        self._last: tuple[Manifest, Route, Trainer] | None = None
+        self._last: Snapshot | None = None
+        self._on_the_way = False  # did the last fault happen while a transport was at work?
         self._one = asyncio.Lock()
         self._said: dict[str, list[float]] = {}  # what the trainer said of the probe at the last update, by policy
         self._usual: dict[str, float] = {}  # the gap after the first one
@@ -71,29 +96,35 @@ class WeightUpdate:
 
     async def __call__(self, trainer: Trainer, *engines: RolloutEngine) -> int:
         async with self._one:
-            began = time.perf_counter()
-            manifest, route = await self._publish_weights(trainer, engines)
-            self._check_moved(manifest)
-            paused, gap = await self._deliver_weights(
-                manifest, route, engines, holds=self.transport.holds, send=trainer.send, probe=self.probe
-            )
-            copied = sum(status.bytes_copied for status in await self._engine_statuses(engines))
-            # not before: an engine that ends has all of it made again
-            self.root, self._last = manifest.root, (manifest, route, trainer)
-            emit(Synced(manifest.version, manifest.root, time.perf_counter() - began, copied, gap, paused))
-        return manifest.version
+            return await self._deliver_snapshot(await self._publish_snapshot(trainer, engines))
+
+    @property
+    def keeps_snapshots(self) -> bool:
+        """Whether what is published stays as it is while the trainer steps."""
+        return self.transport.holds == "commit"
+
+    async def publish(self, trainer: Trainer, *engines: RolloutEngine) -> Snapshot:
+        """The first half of an update, where snapshots are kept; the trainer is free when it returns."""
+        assert self.keeps_snapshots, self.transport.holds
+        async with self._one:
+            return await self._publish_snapshot(trainer, engines)
+
+    async def deliver(self, snapshot: Snapshot) -> int:
+        """The second half; may be tried again until something else is published. -> the version served from now on."""
+        async with self._one:
+            return await self._deliver_snapshot(snapshot)
 
     async def catch_up(self, engine: RolloutEngine) -> int:
-        """An engine that comes late takes what was published last from where it lies, or
-        has it sent once more. -> its version.
+        """An engine that comes late takes what was published last from where it lies; where that is gone, or only
+        changes weights that it does not have, the trainer publishes once more. -> its version.
         """
         async with self._one:
             if self._last is None:
                 return (await engine.status()).version
-            manifest, route, trainer = self._last
-            if self.transport.holds == "begin":
+            manifest, route, trainer = self._last.manifest, self._last.route, self._last.trainer
+            if self._last.holds == "begin" or _needs_base(route):
                 manifest, route = await self._publish_weights(trainer, [engine])
-            await self._deliver_weights(manifest, route, [engine], holds=self.transport.holds, send=trainer.send)
+            await self._deliver_weights(manifest, route, [engine], holds=self._last.holds, send=trainer.send)
         return manifest.version
 
     async def join(self, engine: RolloutEngine, manifest: Manifest, route: Route) -> int:
@@ -102,11 +133,77 @@ class WeightUpdate:
             await self._deliver_weights(manifest, route, [engine], holds="commit")
         return manifest.version
 
+    async def _publish_snapshot(self, trainer: Trainer, engines: Sequence[RolloutEngine]) -> Snapshot:
+        began = time.perf_counter()
+        manifest, route = await self._publish_weights(trainer, engines)
+        self._check_moved(manifest)
+        return Snapshot(
+            manifest, route, trainer, tuple(engines), self.transport.holds, await self._score_probe(), began
+        )
+
+    async def _deliver_snapshot(self, snapshot: Snapshot) -> int:
+        manifest, engines = snapshot.manifest, snapshot.engines
+        paused, gap = await self._deliver_weights(
+            manifest,
+            snapshot.route,
+            engines,
+            holds=snapshot.holds,
+            send=snapshot.trainer.send,
+            scored=snapshot.scored,
+        )
+        copied = sum(status.bytes_copied for status in await self._engine_statuses(engines))
+        # not before: an engine that ends has all of it made again
+        self.root, self._last = manifest.root, snapshot
+        emit(Synced(manifest.version, manifest.root, time.perf_counter() - snapshot.began, copied, gap, paused))
+        return manifest.version
+
+    async def _score_probe(self) -> dict[str, list[float]]:
+        """The trainer's logprobs of the probe, by policy; none where it is switched off."""
+        names = list(self.scores) if self.probe else []
+        scored = await self._gather_waits(
+            {f"the trainer{_of_policy(name)}": self.scores[name](self.probe) for name in names}, "the probe"
+        )
+        return dict(zip(names, scored, strict=True))
+
     async def _publish_weights(self, trainer: Trainer, engines: Sequence[RolloutEngine]) -> tuple[Manifest, Route]:
         (route,) = await self._gather_waits(
             {"an engine": self.transport.plan_route(trainer, list(engines))}, "how many they are"
         )
-        return (await self._gather_waits({"the trainer": trainer.publish(route)}, "publish"))[0]
+        with self._by_transport():
+            return (await self._gather_waits({"the trainer": trainer.publish(route)}, "publish"))[0]
+
+    @contextmanager
+    def _by_transport(self) -> Iterator[None]:
+        """What fails inside, another transport might have carried."""
+        self._on_the_way = True
+        yield
+        self._on_the_way = False
+
+    def makes_good(self, snapshot: Snapshot, error: Exception) -> bool:
+        """After a delivery that failed beside a step: whether the next update brings engines what they need."""
+        if self.fall_back(error):
+            return True
+        if not isinstance(error, SyncError) or not _needs_base(snapshot.route):
+            return False
+        why = " ".join(str(error).split())
+        emit(
+            Warned(
+                f"version {snapshot.manifest.version} has not reached the engines ({why}); they get the next one whole"
+            )
+        )
+        return True
+
+    def fall_back(self, error: Exception) -> bool:
+        """After an update that failed: whether the next one goes another way, which is said aloud."""
+        failed, self._on_the_way = self._on_the_way, False
+        if not failed or not isinstance(self.transport, TransportChoice):
+            return False
+        if (change := self.transport.fall_back()) is None:
+            return False
+        self.root = None  # names may be others now, and with them the root
+        why = " ".join(str(error).split())
+        emit(Warned(f"weights cannot travel by {change[0]} ({why}); from now on they go by {change[1]}"))
+        return True
 
     async def _engine_statuses(self, engines: Sequence[RolloutEngine]) -> list[EngineStatus]:
         return await self._gather_waits(
@@ -121,7 +218,7 @@ class WeightUpdate:
         *,
         holds: str,
         send: Callable[[Route], Awaitable[None]] | None = None,
-        probe: Sequence[int] = (),
+        scored: Mapping[str, list[float]] | None = None,
     ) -> tuple[float, float]:
         """-> seconds in which the engines stood still, and the gap on the probe."""
         parked: list[RolloutEngine] = []
@@ -130,9 +227,9 @@ class WeightUpdate:
             if holds == "begin":
                 parked, since = await self._pause_engines(engines), time.perf_counter()
             await self._send_message(engines, Begin(manifest, beside=holds == "commit"))
-            await self._send_message(
-                engines, route, also={"the trainer": send(route)} if send and holds == "begin" else {}
-            )
+            with self._by_transport():
+                also = {"the trainer": send(route)} if send and holds == "begin" else {}
+                await self._send_message(engines, route, also=also)
             if holds == "commit":
                 parked, since = await self._pause_engines(engines), time.perf_counter()
             for version in await self._send_message(engines, Commit(manifest.version, manifest.root)):
@@ -142,10 +239,8 @@ class WeightUpdate:
                     )
             if holds == "commit":
                 paused, parked = await self._resume_engines(parked, since), []
-            if probe:
-                gap = max(
-                    [await self._probe_gap(engine, manifest, policy) for engine in engines for policy in self.scores]
-                )
+            if scored:
+                gap = max([await self._probe_gap(engine, manifest, scored, of) for engine in engines for of in scored])
         except BaseException as error:  # a cancelled update is an aborted one, too
             await self._send_message(engines, Abort(f"{type(error).__name__}: {error}"))
             raise
@@ -209,14 +304,13 @@ class WeightUpdate:
         if not self.moved() and manifest.root != self.root:
             raise SyncError("no update was applied, but the published weights changed")
 
-    async def _probe_gap(self, engine: RolloutEngine, manifest: Manifest, policy: str = POLICY) -> float:
-        whose = "" if policy == POLICY else f" of '{policy}'"
-        both = {
-            "the engine": engine.score(Request(list(self.probe), policy=policy)),
-            "the trainer": self.scores[policy](self.probe),
-        }
-        scored, ours = await self._gather_waits(both, "the probe")
-        theirs = scored.logprobs
+    async def _probe_gap(
+        self, engine: RolloutEngine, manifest: Manifest, scored: Mapping[str, list[float]], policy: str = POLICY
+    ) -> float:
+        whose, ours = _of_policy(policy), scored[policy]
+        waits: dict[str, Awaitable[Any]] = {"the engine": engine.score(Request(list(self.probe), policy=policy))}
+        (answer,) = await self._gather_waits(waits, "the probe")
+        theirs = answer.logprobs
         if len(theirs) != len(ours):
             raise SyncError(
                 f"the probe has {len(self.probe)} tokens; the trainer{whose} scored {len(ours)} of them, the engine "
@@ -232,7 +326,7 @@ class WeightUpdate:
                 f"(limit {self.tolerance}){overflown}"
             )
         self._check_gap_growth(gap, ours, manifest.version, policy, whose)
-        for name, one in (scored.replicas or {"": theirs}).items():
+        for name, one in (answer.replicas or {"": theirs}).items():
             self._check_follows(
                 np.array(ours), np.array(one), manifest.version, policy, whose + (f" '{name}'" if name else ""), name
             )
@@ -290,3 +384,13 @@ class WeightUpdate:
                     f"would stay as it was"
                 )
             )
+
+
+def _of_policy(name: str) -> str:
+    return "" if name == POLICY else f" of '{name}'"
+
+
+def _needs_base(route: Route) -> bool:
+    """Whether it only changes weights that an engine must have; of several policies one of their routes."""
+    parts = route.data.values() if isinstance(route.data, dict) else ()
+    return bool(route.base) or any(isinstance(part, Route) and bool(part.base) for part in parts)

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from rondel.core.errors import ConfigError, ModelError, StalledError
 from rondel.core.mesh import Mesh
+from rondel.core.tensor_parts import TensorPart
 from rondel.models import linear, names, vision
 from rondel.models.blocks import model_blocks
 from rondel.models.collectives import RankGroup, gather_runs
@@ -48,6 +49,7 @@ from rondel.models.tensor_cuts import TensorCuts, join_cuts
 from rondel.models.tensor_parallel import cut_model
 from rondel.system import sockets
 from rondel.train.annotate import logprobs_of
+from rondel.train.mesh_layout import rank_part
 from rondel.train.optim import MasterWeights, spread_within_rounding
 from rondel.train.optimizers import ONE_RANK
 from rondel.train.pack import MicroBatches, PackedBatch
@@ -330,6 +332,29 @@ class FsdpRank(SingleRank):
 
         for name, found in own_weights() if stage is None else stage.collect(own_weights()):
             yield name, found[""]
+
+    def held_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        dtype = computes_in(model)
+        for name, parameter in names.named_weights(model):
+            if not parameter.is_meta:
+                yield name, parameter.to_local().to(dtype) if isinstance(parameter, DTensor) else parameter
+
+    def weight_parts(self, model: nn.Module) -> dict[str, TensorPart]:
+        cuts, experts, found = self._cuts.get(model), self._expert_cuts.get(model), {}
+        for name, parameter in names.named_weights(model):
+            if not parameter.is_meta:
+                shape = next((c.shapes[name] for c in (cuts, experts) if c and name in c.shapes), parameter.shape)
+                how = {"tp": cuts.cuts.get(name) if cuts else None, "ep": experts.cuts.get(name) if experts else None}
+                sharded = isinstance(parameter, DTensor)
+                found[name] = rank_part(self.mesh, self.rank, shape, **how, sharded=sharded)
+        return found
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self.everyone)
+        return values
 
     def run_passes(
         self, packs: MicroBatches, forward: Callable[[PackedBatch, bool], Any], backward: Callable[[Any, bool], None]

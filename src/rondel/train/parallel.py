@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
+from rondel.core.tensor_parts import TensorPart
 from rondel.models import names
 from rondel.train.loss_scale import loss_scale_of
 from rondel.train.optim import MasterWeights
@@ -52,6 +53,18 @@ class SingleRank:
     def full_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor in the compute dtype) of everything a receiver needs."""
         return names.named_weights(model)
+
+    def held_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, tensor in the compute dtype) of what this rank holds of them; nothing is gathered."""
+        return names.named_weights(model)
+
+    def weight_parts(self, model: nn.Module) -> dict[str, TensorPart]:
+        """Which numbers of which weights this rank holds."""
+        return {name: TensorPart.whole(tensor.shape) for name, tensor in names.named_weights(model)}
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        return values
 
     def run_passes(
         self, packs: MicroBatches, forward: Callable[[PackedBatch, bool], T], backward: Callable[[T, bool], None]

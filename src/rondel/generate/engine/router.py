@@ -140,14 +140,14 @@ class EngineRouter:
     async def add_engine(
         self, name: str, engine: RolloutEngine, bring: Callable[[RolloutEngine], Awaitable[int]]
     ) -> None:
-        """`bring` gives it the weights that serve, and says which; it is admitted between
-        updates, at the version of all others.
+        """`bring` gives it the weights that serve, and says which; it is admitted between updates, at the version of all
+        others, or at the one that they get next where only the trainer's own weights could be brought.
         """
         if name in self.replicas:
             raise EngineError(f"there is a replica '{name}' already; give the new one another name")
         try:
             async with asyncio.timeout(self.deadline):
-                while (await bring(engine)) != self.version or self._busy:
+                while (await bring(engine)) < self.version or self._busy:
                     async with self._still:
                         await self._still.wait_for(lambda: not self._busy)
         except TimeoutError as error:

@@ -162,8 +162,13 @@ class EngineFollower:
         return self.compute.broadcast(raw).view(kind).view(shape)
 
     def _report(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
-        """All has been read, by the first rank's word."""
+        """All has been read, by the first rank's word. `proof`: so many sums of parts are added up for their digests."""
         self._stream = None
+        if facts["proof"]:
+            proof = self.receiver.proof
+            self.compute.all_reduce(
+                torch.zeros(facts["proof"], dtype=torch.int64, device=self.device) if proof is None else proof.values
+            )
         if not self._fault:
             try:
                 self.receiver.finish_data(self._route)

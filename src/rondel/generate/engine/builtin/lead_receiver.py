@@ -49,7 +49,7 @@ class LeadReceiver(PartReceiver):
                         )
                 yield name, tensor
             whole = True
-            self._raise_faults("read")
+            self._raise_faults("read", proof=0 if self.proof is None else len(self.proof.values))
         finally:
             if not whole and not lead.lost:
                 lead.send_later("drop")
@@ -58,7 +58,10 @@ class LeadReceiver(PartReceiver):
         with self.lead.together():
             if do:
                 self.lead.send(do, **facts)
+            wrong = self.proof.find_wrong(self.lead.compute) if do == "read" and self.proof is not None else []
             faults = self.lead.channel.report("")
+        if wrong and not any(faults):
+            raise SyncError(f"{len(wrong)} tensors arrived with other bits than were sent, first {wrong[0]}")
         if told := [f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault]:
             raise SyncError("; ".join(told))
 

@@ -146,11 +146,15 @@ class WeightReceiver:
                 f"{name} came twice" if name in mine else f"tensors came that were not announced, first {name}"
             )
         row = self._awaited.pop(name)
-        if (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) != (row.shape, row.dtype):
+        shape = self._arriving_shape(row)
+        if (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) != (shape, row.dtype):
             raise SyncError(
-                f"{name} was announced as {row.dtype} {list(row.shape)} and came as {tensor.dtype} {list(tensor.shape)}"
+                f"{name} was announced as {row.dtype} {list(shape)} and came as {tensor.dtype} {list(tensor.shape)}"
             )
         self._take_tensor(row, tensor, mine, beside=not self.is_overwriting)
+
+    def _arriving_shape(self, row: TensorInfo) -> tuple[int, ...]:
+        return row.shape
 
     def _take_tensor(self, row: TensorInfo, tensor: Tensor, mine: dict[str, Tensor], *, beside: bool) -> None:
         name = row.name
