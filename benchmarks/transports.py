@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 SIZES = {
+    "1m": (128, 256, 4, 4, 2, 1024),
     "135m": (576, 1536, 30, 9, 3, 49152),
     "1.5b": (1536, 8960, 28, 12, 2, 151936),
 }  # hidden, inner, layers, heads, key heads, vocabulary

@@ -24,7 +24,7 @@ SMALL = {
     "gae": "--samples 2 --tokens 64 --repeat 1",
     "generate": "--model {model} --groups 1 --group 2 --repeat 1 --work equal",
     "gpu": "--size tiny --running 1,2 --context 8 --new 4 --rounds 1 --prompt 16",
-    "mesh": "--meshes tp=2 pp=2 --families llama --rows grpo --groups 1 --samples 2",
+    "mesh": "--meshes pp=2 --families llama --rows grpo --groups 1 --samples 2",
     "overlap": "--rounds 1 --steps 5 --tokens 4 --hidden 32",
     "parity": "--model {model} --prompts 1 --samples 1 --new 4",
     "plan": "--steps 2",
@@ -39,7 +39,7 @@ SMALL = {
     "sync_overlap": "--hidden 32 --layers 2 --tokens 4 --pairs 2 --block 3",
     "tails": "--rounds 1 --steps 5 --staleness 1",
     "telemetry": "--steps 2 --set loop.warmup.steps=2 --set loop.groups_per_step=4 --set place.threads=1",
-    "transports": "--kinds ipc --updates 1",
+    "transports": "--size 1m --kinds ipc --updates 1",
     "wal": "--blocks 4",
     "weight_parts": "--mesh shards=2 --hidden 64 --layers 2 --pairs 1",
 }
