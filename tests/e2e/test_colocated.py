@@ -62,4 +62,4 @@ def test_engines_on_the_devices_of_ranks_are_waited_for(tmp_path):
     stale = {"loop__max_staleness": 1, "algo__correction": {"kind": "importance"}}
     card = run(tmp_path, loop__steps=2, loop__warmup__steps=0, **stale, **SHARED)
     check(tmp_path, staleness=1, total=2)
-    assert card["facts"]["resolved"]["sync.delivery"] == "the trainer waits (engines are on its devices)"
+    assert card["facts"]["resolved"]["weight_delivery"] == "the trainer waits (engines are on its devices)"

@@ -58,9 +58,9 @@ def start(tmp_path_factory):
 def test_a_row_learns(tmp_path, start, seed, kind):
     recipe = RECIPE if kind == "grpo" else RECIPE.with_name(f"{kind}.toml")
     curve = learn(tmp_path, SHORT | {"loop.seed": seed, "model.path": str(start)}, recipe)
-    end = sum(curve[-5:]) / 5
-    print(f"CURVE {kind}, seed {seed}: {curve[0]:.2f} -> {end:.3f}")
-    assert curve[0] + 0.03 < end and BAND[0] <= end <= BAND[1]
+    begin, end = sum(curve[:5]) / 5, sum(curve[-5:]) / 5
+    print(f"CURVE {kind}, seed {seed}: {begin:.2f} -> {end:.3f}")
+    assert begin + 0.05 < end and BAND[0] <= end <= BAND[1]
 
 
 def test_ppo_learns(tmp_path, start):
@@ -69,7 +69,7 @@ def test_ppo_learns(tmp_path, start):
     curve = learn(tmp_path, changes | {"model.path": str(start)}, RECIPE.with_name("ppo.toml"))
     begin, end = sum(curve[:5]) / 5, sum(curve[-10:]) / 10
     print(f"CURVE ppo: {begin:.2f} -> {end:.3f}")
-    assert begin < 0.6 and BAND[0] <= end <= BAND[1]
+    assert begin + 0.05 < end and BAND[0] <= end <= BAND[1]
 
 
 def test_an_adapter_over_four_bits_learns(tmp_path, start):

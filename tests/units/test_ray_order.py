@@ -5,6 +5,7 @@ and how ranks of several machines meet.
 from __future__ import annotations
 
 import random
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -68,7 +69,9 @@ def test_ranks_of_several_machines_meet_where_the_first_one_is():
 
         def ask(self, verb, *args):
             asked.append((verb, *args))
-            return SimpleNamespace(result=lambda: ("known", {}, 1))
+            done: Future = Future()
+            done.set_result(("10.9.8.7", 4242) if verb == "meet" else ("known", {}, 1))
+            return done
 
     plan = SimpleNamespace(
         job=None, needs=frozenset(), sampling=None, new_transport=lambda: None, worker_name=lambda who, i: f"{who}-{i}"

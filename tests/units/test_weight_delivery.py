@@ -200,7 +200,7 @@ def test_a_run_goes_on_while_its_engine_fetches_weights(tmp_path):
     stale = {"algo__correction": {"kind": "importance"}, "loop__max_staleness": 2, "loop__warmup__steps": 0}
     card = run(tmp_path, place__kind="split", loop__steps=7, task__eval__every=3, **stale)
     check(tmp_path, staleness=2, total=7)
-    assert card["facts"]["resolved"]["sync.delivery"] == "beside the next step (loop.max_staleness = 2)"
+    assert card["facts"]["resolved"]["weight_delivery"] == "beside the next step (loop.max_staleness = 2)"
     order = [(e["kind"], e["version"]) for e in events(tmp_path, "Synced") + events(tmp_path, "StepDone")]
     assert [version for kind, version in order if kind == "Synced"] == list(range(8))
     names = ("Synced", "StepDone", "Checkpointed", "Evaluated")

@@ -157,7 +157,7 @@ def build(job: Job, folder: Path | None = None) -> Components:
             sync,
             judge_of(job, rows),
             env,
-            placed.resolved | {"sync.delivery": delivery_fact(job, placed, sync)},
+            placed.resolved | {"weight_delivery": delivery_fact(job, placed, sync)},
             shown,
             connect_teachers(
                 job,

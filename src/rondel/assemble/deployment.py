@@ -229,7 +229,7 @@ def deploy_job(
     """The parts of a run; of several policies each as if it were alone, and then joined."""
     if reward is not None and (not job.place.one_module or job.policies):
         raise ConfigError(
-            "task.reward: offload = true is for one policy and one rank with place.kind = 'shared', whose trainer wants the reward "
+            "task.reward: offload = true is for one policy with place.kind = 'shared' and one rank, whose trainer wants the reward "
             "model's device: "
             "leave it out, and give it a device of its own"
         )
@@ -429,7 +429,7 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
     def new_engine(i: int) -> RemoteEngine:
         return RemoteEngine(start_engine(i), partial(start_engine, i), longest)
 
-    elastic = mine and not job.policies and not job.run.record
+    elastic = mine and not plan.workers and not job.run.record
     if not mine:
         refuse_routes_of(job, known.routers)
     reach = None if mine else partial(_connect_engine, job, plan.sampling, longest)

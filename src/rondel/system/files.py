@@ -44,19 +44,21 @@ def replace_file(path: Path, data: str | bytes, *, mode: int | None = None) -> N
 def open_replacement(path: Path, wanted: int = 0, *, mode: int | None = None) -> Iterator[BinaryIO]:
     """A file to write into, which is `path` once the block ends without an error."""
     draft = path.with_name(f".{path.name}.tmp")
-    with guard_write(path, wanted):
-        try:
-            with draft.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            if mode is not None:
-                draft.chmod(mode)
-            os.replace(draft, path)
-        except BaseException:
-            with suppress(OSError):
-                draft.unlink(missing_ok=True)
-            raise
+    try:
+        with draft.open("wb") as file:
+            yield file
+            wanted = max(wanted, file.tell())
+            file.flush()
+            os.fsync(file.fileno())
+        if mode is not None:
+            draft.chmod(mode)
+        os.replace(draft, path)
+    except BaseException as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        with guard_write(path, wanted):
+            raise error
+    with guard_write(path):
         sync_folder(path.parent)
 
 

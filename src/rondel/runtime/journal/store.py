@@ -273,7 +273,8 @@ def _replace_tables(path: Path, tables: Iterable[Any]) -> None:
 
     with open_replacement(path) as file, pq.ParquetWriter(file, _rollout_schema(), compression="zstd") as writer:
         for table in tables:
-            writer.write_table(table)
+            with guard_write(path, table.nbytes):
+                writer.write_table(table)
     pa.default_memory_pool().release_unused()
 
 
