@@ -22,7 +22,7 @@ from rondel.algos.mixture import Mixture
 from rondel.algos.objective import FIELDS, objective
 from rondel.algos.precompute import counted_tokens, decide_update
 from rondel.algos.tokens import TokenBatch
-from rondel.core.errors import TrainError
+from rondel.core.errors import TrainError, UserError
 from rondel.core.events import Warned, emit
 from rondel.core.time_account import TimeAccount
 from rondel.core.types import Manifest, Route, StepStats
@@ -167,6 +167,12 @@ class LocalTrainer:
 
     async def logprobs(self, tokens: list[int]) -> list[float]:
         """Of one text, through the training path at temperature 1: what a probe of the engine must agree with."""
+        vocab = self.loaded.model.config.get_text_config().vocab_size
+        if strange := [token for token in tokens if not 0 <= token < vocab]:
+            raise UserError(
+                f"token {strange[0]} does not exist: this model's tokens are 0 to {vocab - 1}. Was the prompt made by "
+                f"another tokenizer?"
+            )
         return await self._run_on_device(notes.logprobs_of, self.loaded, tokens)
 
     async def save(self, path: Path) -> None:
