@@ -12,7 +12,7 @@ import asyncio
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -266,15 +266,18 @@ def _rows_table(rows: list[dict[str, Any]]) -> Any:
     return pa.table(columns, schema=schema)
 
 
-def _replace_tables(path: Path, tables: Iterable[Any]) -> None:
-    """One behind the other in one file, whole or not at all."""
+def _replace_tables(path: Path, tables: Iterator[Any]) -> None:
+    """One behind the other in one file, whole or not at all; there is one at least."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with open_replacement(path) as file, pq.ParquetWriter(file, _rollout_schema(), compression="zstd") as writer:
-        for table in tables:
-            with guard_write(path, table.nbytes):
-                writer.write_table(table)
+    first = next(tables)
+    with (
+        open_replacement(path, first.nbytes) as file,
+        pq.ParquetWriter(file, _rollout_schema(), compression="zstd") as writer,
+    ):
+        for table in chain([first], tables):
+            writer.write_table(table)
     pa.default_memory_pool().release_unused()
 
 
