@@ -25,10 +25,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from controller import made, rss
-
-sys.path.insert(0, str(Path(__file__).parent))
 from _work import report
+from controller import made, rss
 
 
 class LongEngine:
@@ -85,13 +83,9 @@ class Watch:
     async def pulse(self) -> None:
         while True:
             now, waited = time.perf_counter(), self._in_queue()
-            self._note(now - self.beat - (waited - self.waited), "")
+            self.longest = max(self.longest, now - self.beat - (waited - self.waited))
             self.beat, self.waited = now, waited
             await asyncio.sleep(0)
-
-    def _note(self, late: float, where: str) -> None:
-        if late > self.longest:
-            self.longest, self.where = late, where or self.where
 
     def look(self) -> None:
         while not self.over.wait(0.01):

@@ -311,6 +311,31 @@ def test_a_newcomer_gets_the_version_that_serves_even_if_it_changes_meanwhile():
     asyncio.run(work())
 
 
+def test_a_newcomer_ahead_of_the_others_takes_part_in_the_update_that_brings_them_there():
+    """Where only the trainer's own weights could be brought, which it has trained since; any other difference is a fault."""
+
+    async def work():
+        r, _ = router(2)
+        new = Fake(9)
+
+        async def bring(e):
+            e.version = r.version + 1
+            return e.version
+
+        await r.add_engine("new", new, bring)
+        for last in (Abort("once more"), None):
+            await r.receive(Begin(Manifest(1, ()), beside=True))
+            await r.receive(Route("distributed"))
+            if last is not None:
+                await r.receive(last)
+        assert await r.receive(Commit(1, Manifest(1, ()).root)) == 1 and new.version == 1
+        new.version = 7
+        with pytest.raises(LawError, match=r"versions \[1, 7\]; they must serve one"):
+            await r.receive(Begin(Manifest(2, ()), beside=True))
+
+    asyncio.run(work())
+
+
 def test_nobody_joins_in_the_middle_of_an_update():
     async def work():
         r, _ = router(1, deadline=0.05)

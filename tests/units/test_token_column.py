@@ -11,7 +11,7 @@ import pytest
 
 from kits.engine import tiny
 from rondel.core.types import FLAGS, IDS, NUMBERS, TokenColumn, Trajectory
-from rondel.text.decoding import decode_answer, decode_in_pieces
+from rondel.text.decode import decode_answer, decode_in_pieces
 
 
 @pytest.mark.parametrize(

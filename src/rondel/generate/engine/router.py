@@ -61,6 +61,7 @@ class EngineRouter:
         self._still = asyncio.Condition()
         self._busy: set[str] = set()  # "update", "pause", "sleep": nobody joins meanwhile
         self._members: list[EngineReplica] = []  # of the update that is on its way
+        self._coming = version  # what it brings
 
     @property
     def max_inflight(self) -> int:
@@ -217,14 +218,16 @@ class EngineRouter:
         if isinstance(message, Begin):
             self.fleet.refuse_if_empty()
             self._busy.add("update")
-            self._members = self.fleet.all_replicas
+            self._members, self._coming = self.fleet.all_replicas, message.manifest.version
         members = self._members = [r for r in self._members if self.fleet.is_member(r)]
         try:
             served = set(await self.fleet.call(lambda engine: engine.receive(message), members))
         finally:
             if isinstance(message, Commit | Abort):
                 await self._end_busy("update")
-        if len(served) > 1:
+        # a newcomer may have been brought what is coming to the others only now
+        ahead = not isinstance(message, Commit) and served <= {self.version, self._coming}
+        if len(served) > 1 and not ahead:
             raise LawError(
                 f"after {type(message).__name__} the replicas serve versions {sorted(served)}; they must serve one"
             )

@@ -23,7 +23,7 @@ from rondel.generate.envs.template import Messages, Schemas, Template
 from rondel.generate.pictures import place_images
 from rondel.generate.video import process_media, split_media
 from rondel.system.clock import now
-from rondel.text.decoding import decode_answer
+from rondel.text.decode import decode_answer
 from rondel.text.unicode import valid_unicode
 
 
