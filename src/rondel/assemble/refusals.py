@@ -27,8 +27,8 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     """What the keys of a recipe cannot know of each other, and the row says."""
     if sampling.temperature == 0:
         raise ConfigError(
-            "engine.sampling.temperature = 0 is greedy: every sample of a group is the same, and greedy samples are not "
-            "trainable. Use 1.0"
+            "engine.sampling.temperature = 0 is greedy: every sample of a group is the same, and greedy samples are "
+            "not trainable. Use 1.0"
         )
     refuse_untrainable(sampling)
     _check_foreign(job, sampling)
@@ -42,12 +42,13 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         _check_reference(job, row)
     if job.trainer.memory.offload and job.place.ranks > 1:
         raise ConfigError(
-            f"trainer.memory.offload = true with place.ranks = {job.place.ranks}: the shards of several ranks stay on their "
-            "devices. Remove it, or use one rank"
+            f"trainer.memory.offload = true with place.ranks = {job.place.ranks}: the shards of several ranks stay "
+            "on their devices. Remove it, or use one rank"
         )
     if job.trainer.memory.offload and job.place.kind != "shared":
         raise ConfigError(
-            'trainer.memory.offload = true has no effect on a device of its own: use place.kind = "shared", or remove it'
+            'trainer.memory.offload = true has no effect on a device of its own: use place.kind = "shared", or '
+            "remove it"
         )
     if job.trainer.optimizer.kind == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
@@ -56,13 +57,13 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         )
     if job.trainer.optimizer.kind != "adamw" and job.place.ranks > 1:
         raise ConfigError(
-            f'trainer.optimizer.kind = "{job.trainer.optimizer.kind}" with place.ranks = {job.place.ranks}: it needs each '
-            'tensor whole. Use "adamw", or one rank'
+            f'trainer.optimizer.kind = "{job.trainer.optimizer.kind}" with place.ranks = {job.place.ranks}: it needs '
+            'each tensor whole. Use "adamw", or one rank'
         )
     if job.trainer.memory.optimizer == "host" and job.place.ranks > 1:
         raise ConfigError(
-            f'trainer.memory.optimizer = "host" with place.ranks = {job.place.ranks}: each rank keeps a shard of the optimizer '
-            "on its own device. Remove it, or use one rank"
+            f'trainer.memory.optimizer = "host" with place.ranks = {job.place.ranks}: each rank keeps a shard of the '
+            "optimizer on its own device. Remove it, or use one rank"
         )
     if job.model.dtype == "float16" and job.place.ranks > 1:
         raise ConfigError(
@@ -72,7 +73,8 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     guess = job.engine.speculative
     if not job.place.one_module and guess.kind == "draft" and guess.lr > 0:
         raise ConfigError(
-            f'engine.speculative.lr = {guess.lr:g} with place.kind = "{job.place.kind}" and {job.place.ranks} ranks: a draft learns only where trainer and engine share a module. '
+            f'engine.speculative.lr = {guess.lr:g} with place.kind = "{job.place.kind}" and {job.place.ranks} ranks: '
+            "a draft learns only where trainer and engine share a module. "
             'Set engine.speculative.lr = 0, which keeps the draft as it is, or use place.kind = "shared" with one rank'
         )
 
@@ -84,7 +86,8 @@ def refuse_idle_evaluation(job: Job, held_out: list[Task]) -> None:
     for name, field in EvaluationConfig.model_fields.items():
         if getattr(job.task.eval, name) != field.get_default(call_default_factory=True):
             raise ConfigError(
-                f"task.eval.{name} has no effect: no tasks are held out, so nothing is evaluated. Set task.data.holdout = 50 (eval_path for "
+                f"task.eval.{name} has no effect: no tasks are held out, so nothing is evaluated. Set "
+                "task.data.holdout = 50 (eval_path for "
                 "files), or remove it; on the command line --task.eval={} leaves out what the recipe says of it"
             )
 
@@ -94,7 +97,8 @@ def refuse_shown_tasks(job: Job, held_out: list[Task]) -> None:
     given = {content_key(example["prompt"]) for example in job.task.shown_examples}
     if shown := [task.id for task in held_out if content_key(str(task.data.get("prompt", ""))) in given]:
         raise ConfigError(
-            f"task.env.examples has the question of held-out task {shown[0]}: its evaluation would only read. Use another example"
+            f"task.env.examples has the question of held-out task {shown[0]}: its evaluation would only read. Use "
+            "another example"
         )
 
 
@@ -107,8 +111,8 @@ def refuse_idle_memory(memory: MemoryConfig, device: str) -> None:
     for name, remedy in instead.items():
         if getattr(memory, name) == "host" and not device.startswith("cuda"):
             raise ConfigError(
-                f'trainer.memory.{name} = "host" saves memory of a GPU, and this trainer works on {device}, where all is in '
-                f"host memory already: {remedy}"
+                f'trainer.memory.{name} = "host" saves memory of a GPU, and this trainer works on {device}, where '
+                f"all is in host memory already: {remedy}"
             )
 
 
@@ -116,8 +120,10 @@ def refuse_untrainable(sampling: Sampling) -> None:
     """Law 4: what is trained was drawn from a distribution that the trainer can compute again."""
     if names := sampling.untrainable_settings:
         raise ConfigError(
-            f"samples drawn with {names} cannot be trained: the trainer recomputes logits, temperature, top_k and top_p, and nothing else. "
-            "Train with temperature above 0 and no min_p, penalties, bias, grammar or min_tokens; task.eval.sampling may use them all"
+            f"samples drawn with {names} cannot be trained: the trainer recomputes logits, temperature, top_k and "
+            "top_p, and nothing else. "
+            "Train with temperature above 0 and no min_p, penalties, bias, grammar or min_tokens; task.eval.sampling "
+            "may use them all"
         )
     if sampling.top_k > WIDEST:
         raise ConfigError(f"engine.sampling.top_k = {sampling.top_k}; {_recording_hint()}")
@@ -130,7 +136,8 @@ def refuse_wide(support: list[Any | None], sampling: Sampling) -> None:
     widest = max((len(ids) for ids in support if ids is not None), default=0)
     if widest > WIDEST:
         raise ConfigError(
-            f"engine.sampling.top_k = {sampling.top_k}, top_p = {sampling.top_p} left {widest} tokens to draw one from; {_recording_hint()}"
+            f"engine.sampling.top_k = {sampling.top_k}, top_p = {sampling.top_p} left {widest} tokens to draw one "
+            f"from; {_recording_hint()}"
         )
 
 
@@ -142,7 +149,8 @@ def refuse_without_support(trajectory: Trajectory, sampling: Sampling) -> None:
         and trajectory.policy not in (DATA, GREEDY)
     ):
         raise DataError(
-            "a trajectory without the tokens that its own were drawn from, under top_k or top_p: an environment that builds trajectories itself "
+            "a trajectory without the tokens that its own were drawn from, under top_k or top_p: an environment that "
+            "builds trajectories itself "
             "must hand Completion.support to extend(); or set engine.sampling.top_k = 0 and top_p = 1"
         )
 
@@ -155,7 +163,8 @@ def refuse_unanswered(key: str, tasks: list[Task]) -> None:
     """A demonstration is the task's own answer."""
     if lacking := next((t for t in tasks if "answer" not in t.data), None):
         raise DataError(
-            f"{key}: task {lacking.id} has no 'answer' to show; it has: {', '.join(lacking.data)}. Name its field with answer = '...' in the data"
+            f"{key}: task {lacking.id} has no 'answer' to show; it has: {', '.join(lacking.data)}. Name its field "
+            "with answer = '...' in the data"
         )
 
 
@@ -172,8 +181,10 @@ def refuse_routes_of(job: Job, routers: int) -> None:
     """What is known of the model once it is loaded."""
     if routers and job.trainer.routing_replay is not False:
         raise ConfigError(
-            f'engine.kind = "{job.engine.kind}" tells no routed experts, and the model has {routers} routers: its choices cannot be replayed. '
-            "Set trainer.routing_replay = false, with algo.correction.kind = 'importance', or use engine.kind = \"builtin\""
+            f'engine.kind = "{job.engine.kind}" tells no routed experts, and the model has {routers} routers: its '
+            "choices cannot be replayed. "
+            "Set trainer.routing_replay = false, with algo.correction.kind = 'importance', or use engine.kind = "
+            '"builtin"'
         )
 
 
@@ -218,7 +229,8 @@ def _check_foreign(job: Job, sampling: Sampling) -> None:
     if e.kind == "builtin":
         if e.url is not None:
             raise ConfigError(
-                f'engine.url = {e.url!r} has no effect with engine.kind = "builtin": use "sglang" or "vllm", or remove it'
+                f'engine.url = {e.url!r} has no effect with engine.kind = "builtin": use "sglang" or "vllm", or '
+                "remove it"
             )
         return
     who = f'engine.kind = "{e.kind}"'
@@ -236,8 +248,8 @@ def _check_foreign(job: Job, sampling: Sampling) -> None:
         ),
         (
             not sampling.truncates_support,
-            f"does not tell which tokens it drew from (top_k = {sampling.top_k}, top_p = {sampling.top_p}), and the trainer needs them: "
-            "use top_k = 0 and top_p = 1",
+            f"does not tell which tokens it drew from (top_k = {sampling.top_k}, top_p = {sampling.top_p}), and the "
+            "trainer needs them: use top_k = 0 and top_p = 1",
         ),
         (
             job.loop.max_staleness == 0 or not any(isinstance(s, str) for s in sampling.stop),
@@ -292,7 +304,8 @@ def refuse_unplayed(job: Job, env: Env) -> None:
         and (odd := next((agent for agent in job.agent_policies if agent not in known), None))
     ):
         raise ConfigError(
-            f"policies.{job.agent_policies[odd]} plays the agent '{odd}', and the environment has none of that name.{suggest_name(odd, list(known))} "
+            f"policies.{job.agent_policies[odd]} plays the agent '{odd}', and the environment has none of that "
+            f"name.{suggest_name(odd, list(known))} "
             f"It has {', '.join(known)}; name them in policies.{job.agent_policies[odd]}.agents"
         )
 
@@ -302,8 +315,10 @@ def refuse_miscast(trajectory: Trajectory, cast: dict[str, str]) -> None:
     plays = cast.get(trajectory.agent, POLICY)
     if trajectory.written and trajectory.policy != plays:
         raise DataError(
-            f"agent '{trajectory.agent}' is played by '{plays}', and what it said was written by '{trajectory.policy}': an environment names its "
-            f'agents before they speak, chat.beside("{trajectory.agent}") or chat.trajectory.agent = "{trajectory.agent}"'
+            f"agent '{trajectory.agent}' is played by '{plays}', and what it said was written by "
+            f"'{trajectory.policy}': an environment names its "
+            f'agents before they speak, chat.beside("{trajectory.agent}") or chat.trajectory.agent = '
+            f'"{trajectory.agent}"'
         )
 
 
@@ -355,15 +370,16 @@ def _check_policies(job: Job, rows: AlgorithmRows) -> None:
 def _check_baseline(job: Job, row: Algorithm) -> None:
     if job.algo.group_size == 1 and row.advantage.compares:
         raise ConfigError(
-            f"algo.group_size = 1 gives {row.name} no baseline: every advantage would be 0. Use 4 or more, or kind = 'reinforce'"
+            f"algo.group_size = 1 gives {row.name} no baseline: every advantage would be 0. Use 4 or more, or kind = "
+            "'reinforce'"
         )
 
 
 def _check_demonstrations(job: Job, row: Algorithm) -> None:
     if ("guidance" in row.needs) != (job.algo.guides > 0):
         raise ConfigError(
-            f"algo.guides = {job.algo.guides} has no effect on kind = '{row.name}', which would train demonstrations as its own samples: use "
-            "kind = 'luffy', or a supervised phase: loop.warmup"
+            f"algo.guides = {job.algo.guides} has no effect on kind = '{row.name}', which would train demonstrations "
+            "as its own samples: use kind = 'luffy', or a supervised phase: loop.warmup"
             if job.algo.guides
             else f"algo.kind = '{row.name}' learns from demonstrations beside its samples: set algo.guides = 1; tasks need an 'answer'"
         )
@@ -375,8 +391,8 @@ def _check_critic(job: Job, row: Algorithm) -> None:
     ]
     if knobs and "values" not in row.needs:
         raise ConfigError(
-            f"trainer.critic.{knobs[0]} has no effect: algo.kind = '{row.name}' has no critic. Remove it, or use kind = 'ppo', "
-            "or algo.advantage = { kind = 'gae' }"
+            f"trainer.critic.{knobs[0]} has no effect: algo.kind = '{row.name}' has no critic. Remove it, or use "
+            "kind = 'ppo', or algo.advantage = { kind = 'gae' }"
         )
 
 
@@ -390,8 +406,8 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         )
     if job.engine.sampling.temperature != 1 and (far := next((t for t in job.model.teachers if t.url), None)):
         raise ConfigError(
-            f"engine.sampling.temperature = {job.engine.sampling.temperature:g}, and the teacher at {far.url} tells logprobs of temperature 1: "
-            "use 1.0, or load the teacher here with a path"
+            f"engine.sampling.temperature = {job.engine.sampling.temperature:g}, and the teacher at {far.url} tells "
+            "logprobs of temperature 1: use 1.0, or load the teacher here with a path"
         )
     if "teacher_hidden" not in rows.needs:
         return
@@ -422,6 +438,6 @@ def _check_reference(job: Job, row: Algorithm) -> None:
     if job.loop.warmup.steps and "ref_logprobs" in row.needs:
         asks = "algo.kl.coef" if row.kl.coef else f"algo.kind = '{row.name}'"
         raise ConfigError(
-            f"{asks} with loop.warmup: the reference would be the model before its supervised phase. Run the warmup as a run of its own "
-            "(loop.steps = 0) and start from its checkpoint with model.path"
+            f"{asks} with loop.warmup: the reference would be the model before its supervised phase. Run the warmup "
+            "as a run of its own (loop.steps = 0) and start from its checkpoint with model.path"
         )

@@ -77,8 +77,8 @@ def refuse_unknown_sources(job: Job, rows: AlgorithmRows, tasks: list[Task]) -> 
     for name in known:
         if rows.needs_teacher(name) and not any(t.source in (None, name) for t in job.model.teachers):
             raise ConfigError(
-                f"'{name}' learns from a teacher and has none: add one with source = '{name}', or one without a source, "
-                f"which teaches all"
+                f"'{name}' learns from a teacher and has none: add one with source = '{name}', or one without a "
+                f"source, which teaches all"
             )
 
 
@@ -98,11 +98,13 @@ def _of_source(job: Job, name: str, table: dict[str, Any]) -> tuple[Algorithm, f
     for need, why in ALONE.items():
         if need in row.needs:
             raise ConfigError(
-                f"{where}.kind = '{row.name}': {why}. Make it the main row, algo.kind, and give the other sources theirs"
+                f"{where}.kind = '{row.name}': {why}. Make it the main row, algo.kind, and give the other sources "
+                "theirs"
             )
     for part in ("kl", "entropy"):
         if getattr(row, part).is_adaptive:
             raise ConfigError(
-                f"{where}.{part} steers its coefficient, and a run steers that of algo.{part} alone: give it a fixed coef"
+                f"{where}.{part} steers its coefficient, and a run steers that of algo.{part} alone: give it a fixed "
+                "coef"
             )
     return row, float(weight)

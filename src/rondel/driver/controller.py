@@ -181,8 +181,8 @@ def refuse_misplaced(folder: Path, sinks: Sequence[str | dict[str, Any]]) -> Non
                 else "no ordinary file"
             )
             raise ConfigError(
-                f"{path} is {what}, and the run needs a {'folder' if wanted else 'file'} there: move it away, or choose "
-                f"another folder with --run.folder=..."
+                f"{path} is {what}, and the run needs a {'folder' if wanted else 'file'} there: move it away, or "
+                f"choose another folder with --run.folder=..."
             )
 
 
@@ -208,8 +208,8 @@ def refuse_lost_checkpoints(folder: Path) -> None:
     saved = [event["step"] for event in read(folder) if event["kind"] == "Checkpointed"]
     if saved:
         raise CheckpointError(
-            f"{folder} has no checkpoint, and its journal tells of one after step {saved[-1]}: put a copy back into {folder / 'checkpoints'}, "
-            "or begin again in another folder: --run.folder=..."
+            f"{folder} has no checkpoint, and its journal tells of one after step {saved[-1]}: put a copy back into "
+            f"{folder / 'checkpoints'}, or begin again in another folder: --run.folder=..."
         )
 
 
@@ -282,13 +282,15 @@ def _same_recipe(job: Job, folder: Path) -> None:
     if differ:
         rows = "; ".join(f"{k}: {old.get(k, 'not set')!r} -> {new.get(k, 'not set')!r}" for k in differ)
         raise ConfigError(
-            f"{folder} was begun with another recipe ({rows}). Continue it with the old values, or train into another folder: --run.folder=..."
+            f"{folder} was begun with another recipe ({rows}). Continue it with the old values, or train into "
+            "another folder: --run.folder=..."
         )
     before, now, schedule = old.get("loop.steps"), new.get("loop.steps"), new.get("trainer.schedule", "constant")
     if before != now and schedule != "constant":
         emit(
             Warned(
-                f"loop.steps {before} -> {now}: the {schedule} schedule now ends at step {now}, so the learning rate jumps here"
+                f"loop.steps {before} -> {now}: the {schedule} schedule now ends at step {now}, so the learning rate "
+                "jumps here"
             )
         )
 

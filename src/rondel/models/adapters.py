@@ -109,7 +109,8 @@ def _find_layers(loaded: LoadedModel, targets: str | Iterable[str]) -> dict[str,
             raise ConfigError(
                 f"model.adapter.targets = '{ALL}': '{loaded.name}' is a mixture of experts, whose experts are joined "
                 f"tensors and no linear "
-                f"layers: an adapter cannot reach them. Name the layers that it shall have: targets = {_layer_suffixes(layers)}"
+                "layers: an adapter cannot reach them. Name the layers that it shall have: targets = "
+                f"{_layer_suffixes(layers)}"
             )
         return layers
     chosen: dict[str, nn.Module] = {}
@@ -118,8 +119,8 @@ def _find_layers(loaded: LoadedModel, targets: str | Iterable[str]) -> dict[str,
         if not hits:
             raise ConfigError(
                 f"model.adapter.targets: '{target}' is no linear layer inside '{loaded.name}' that can be adapted."
-                f"{suggest_name(target, _layer_suffixes(layers))} It has: {', '.join(_layer_suffixes(layers))} (the head, a mixture's experts "
-                f"and what chooses experts or keys cannot)"
+                f"{suggest_name(target, _layer_suffixes(layers))} It has: {', '.join(_layer_suffixes(layers))} (the "
+                f"head, a mixture's experts and what chooses experts or keys cannot)"
             )
         chosen |= hits
     if not chosen:
@@ -225,8 +226,8 @@ def _check_adapter(loaded: LoadedModel) -> None:
         hook.remove()
     if silent := sorted(adapter.layers.keys() - asked):
         raise ModelError(
-            f"{len(silent)} adapted layers of '{loaded.name}' take no part in a forward pass, first {silent[0]}: their adapter would be "
-            "ignored. Leave them out of model.adapter.targets"
+            f"{len(silent)} adapted layers of '{loaded.name}' take no part in a forward pass, first {silent[0]}: "
+            "their adapter would be ignored. Leave them out of model.adapter.targets"
         )
 
 

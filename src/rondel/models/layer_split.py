@@ -73,8 +73,8 @@ def layers_of_stage(
     kind, blocks = model.config.model_type, decoder_blocks(model, decoder)
     if len(blocks) < stages:
         raise ModelError(
-            f"place.mesh has pp = {stages}, and a model of type '{kind}' here has {len(blocks)} layers: every stage needs "
-            "one. Use a smaller pp"
+            f"place.mesh has pp = {stages}, and a model of type '{kind}' here has {len(blocks)} layers: every stage "
+            "needs one. Use a smaller pp"
         )
     text = model.config.get_text_config()
     head = float(text.vocab_size * model.get_input_embeddings().weight.shape[1])

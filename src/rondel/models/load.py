@@ -87,14 +87,16 @@ def load_model(
     if four_bits:
         if expert_count(model.config.get_text_config()):
             raise ModelError(
-                f"'{name}' is a mixture of experts, which are joined tensors and no linear layers: most of it would not "
-                f"be in 4 bits. {nf4.INSTEAD}"
+                f"'{name}' is a mixture of experts, which are joined tensors and no linear layers: most of it would "
+                f"not be in 4 bits. {nf4.INSTEAD}"
             )
         nf4.quantize_model(model, device)
     elif odd := next((n for n, p in model.named_parameters() if not p.is_floating_point()), None):
         raise ModelError(
-            f"'{name}' is stored in 4 bits, or otherwise quantised (first {odd}), and whole weights cannot be trained or served from that: "
-            'train an adapter over it with model.adapter.kind = "qlora" if it is nf4 of bitsandbytes, or take the model in 16 bits'
+            f"'{name}' is stored in 4 bits, or otherwise quantised (first {odd}), and whole weights cannot be "
+            "trained or served from that: "
+            'train an adapter over it with model.adapter.kind = "qlora" if it is nf4 of bitsandbytes, or take the '
+            "model in 16 bits"
         )
     model = model.to(device).eval()
     projections, routers, indexers, recurrent = _install(model)
@@ -237,7 +239,8 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
         named = getattr(torch, dtype, None)
         if named not in PARITY:
             raise ModelError(
-                f"model.dtype = '{dtype}': it is one of auto, {', '.join(str(d).removeprefix('torch.') for d in PARITY)}"
+                f"model.dtype = '{dtype}': it is one of auto, "
+                f"{', '.join(str(d).removeprefix('torch.') for d in PARITY)}"
             )
         return named
     return torch.bfloat16 if device.startswith("cuda") or processor.has_bf16_products() else torch.float32

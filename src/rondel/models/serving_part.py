@@ -108,7 +108,8 @@ def check_part(part: ServingPart, expected: Tensor | None) -> None:
     gap = float((logits.log_softmax(-1) - expected.to(logits.device)).abs().mean())
     if not gap <= PARITY[loaded.dtype]:
         raise ModelError(
-            f"{who} its logprobs differ by {gap:.3g} from those of the whole model (limit {PARITY[loaded.dtype]}): {remedy}"
+            f"{who} its logprobs differ by {gap:.3g} from those of the whole model (limit {PARITY[loaded.dtype]}): "
+            f"{remedy}"
         )
 
 

@@ -108,8 +108,8 @@ def bill_sentences(setting: Workload) -> list[str]:
             else f"{-bill.free_bytes / GB:.1f} GB too much"
         )
         told.append(
-            f"{bill.pool}: most in {phase}, {peak / GB:.2f} of {bill.memory / GB:.0f} GB, {fits}; {bill.largest_tenant} is "
-            f"{bill.largest_share:.0%} of it"
+            f"{bill.pool}: most in {phase}, {peak / GB:.2f} of {bill.memory / GB:.0f} GB, {fits}; "
+            f"{bill.largest_tenant} is {bill.largest_share:.0%} of it"
         )
     told += sentences_beside(setting)
     if least_room(setting) < 0:
@@ -129,8 +129,8 @@ def combined_advice(setting: Workload) -> str:
         best = max(suggest_changes(setting), key=lambda change: least_room(change[1]), default=None)
         if best is None or least_room(best[1]) <= least_room(setting) or len(steps) == 12:
             return (
-                f"no change that exists makes it fit: {-least_room(setting) / GB:.1f} GB too much remain; take a smaller "
-                f"model or larger devices"
+                f"no change that exists makes it fit: {-least_room(setting) / GB:.1f} GB too much remain; take a "
+                f"smaller model or larger devices"
             )
         step = best[0].partition(":")[0]
         steps = [*(known for known in steps if known.partition(" = ")[0] != step.partition(" = ")[0]), step]

@@ -64,14 +64,14 @@ class ClusterLayout:
         here, all_of_them = f"{self.nodes} x {self.gpus} GPUs", self.nodes * self.gpus
         if self.ranks < 1 or self.ranks + self.engine_gpus > all_of_them:
             raise UserError(
-                f"{self.ranks} ranks and {self.engine_count} engines{each} do not fit on {here}: ask for more --nodes or --gpus, "
-                f"or set fewer "
+                f"{self.ranks} ranks and {self.engine_count} engines{each} do not fit on {here}: ask for more "
+                f"--nodes or --gpus, or set fewer "
                 "place.engines and place.ranks"
             )
         if way != "torchrun" and n > 1:
             raise UserError(
-                "engines of several processes are on the machine of the run, which Ray does not promise: use --with torchrun, "
-                f"or place.engines = {self.engine_count}"
+                "engines of several processes are on the machine of the run, which Ray does not promise: use --with "
+                f"torchrun, or place.engines = {self.engine_count}"
             )
         if way == "torchrun" and self.engine_gpus >= self.gpus:
             raise UserError(
@@ -81,8 +81,8 @@ class ClusterLayout:
             )
         if way == "torchrun" and self.ranks + self.engine_gpus != all_of_them:
             raise UserError(
-                f"torchrun fills every node: {here} are {all_of_them - self.engine_gpus} ranks beside {self.engine_gpus} "
-                f"engines, and place.ranks = "
+                f"torchrun fills every node: {here} are {all_of_them - self.engine_gpus} ranks beside "
+                f"{self.engine_gpus} engines, and place.ranks = "
                 f"{self.ranks}. Leave place.ranks out"
             )
         return self
@@ -230,14 +230,14 @@ def kuberay(layout: ClusterLayout, *, image: str, claim: str) -> str:
         },
     ]
     said = (
-        f"# Ranks of the trainer: {layout.ranks}, engines: {layout.engine_count}, nodes: {layout.nodes}. kubectl apply -f "
-        f"this file.\n"
+        f"# Ranks of the trainer: {layout.ranks}, engines: {layout.engine_count}, nodes: {layout.nodes}. kubectl "
+        f"apply -f this file.\n"
         f"# The image has Rondel and Ray: FROM rayproject/ray:{RAY}-gpu, RUN pip install 'rondel[cluster]'; rayVersion "
         f"below is that of the image.\n"
         f"# KubeRay 1.5.1 or newer makes the token that all pods of this job need (authOptions); without one any pod "
         f"could run code in them.\n"
-        f"# The claim '{claim}' keeps the run folder and is mounted by every pod (ReadWriteMany): a job that is retried "
-        f"goes on from there.\n"
+        f"# The claim '{claim}' keeps the run folder and is mounted by every pod (ReadWriteMany): a job that is "
+        f"retried goes on from there.\n"
     )
     return said + yaml.dump_all(documents, sort_keys=False, width=1000, Dumper=_yaml_dumper(yaml))
 

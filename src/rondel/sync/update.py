@@ -380,8 +380,8 @@ class WeightUpdate:
                 Warned(
                     f"after version {version} trainer and engine{whose} differ by {gap:.1e} nats a token on the probe, "
                     f"at the first update by {usual:.1e}; "
-                    f"the update moved it by {moved:.1e}. Does the engine take all tensors? One that it keeps a copy of "
-                    f"would stay as it was"
+                    f"the update moved it by {moved:.1e}. Does the engine take all tensors? One that it keeps a copy "
+                    f"of would stay as it was"
                 )
             )
 

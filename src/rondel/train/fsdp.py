@@ -187,7 +187,8 @@ class FsdpRank(SingleRank):
         gap = statistics.fmean(abs(a - b) for a, b in zip(found, expected or found))
         if not gap <= PARITY[held.dtype]:
             raise ModelError(
-                f"{name} its logprobs differ by {gap:.3g} from those of the whole model (limit {PARITY[held.dtype]}): {remedy}"
+                f"{name} its logprobs differ by {gap:.3g} from those of the whole model (limit "
+                f"{PARITY[held.dtype]}): {remedy}"
             )
 
     def _refuse_mesh(self, loaded: LoadedModel) -> None:
@@ -305,8 +306,8 @@ class FsdpRank(SingleRank):
             )
         if how.get("host"):
             raise ConfigError(
-                f'trainer.memory.optimizer = "host" is for one rank, and this trainer has {self.size}, which keep a shard '
-                "each: leave it out"
+                f'trainer.memory.optimizer = "host" is for one rank, and this trainer has {self.size}, which keep a '
+                "shard each: leave it out"
             )
         stage, experts = self._stages.get(model), self._expert_cuts.get(model)
         if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad):
@@ -393,8 +394,8 @@ class FsdpRank(SingleRank):
             if not _is_timeout(error):
                 raise
             raise StalledError(
-                f"rank {self.rank} of {self.size} waits for another one since {self.patience:g} s, {_failed_operation(error)}, "
-                f"asked for: {verb}"
+                f"rank {self.rank} of {self.size} waits for another one since {self.patience:g} s, "
+                f"{_failed_operation(error)}, asked for: {verb}"
             ) from error
 
     def close(self) -> None:

@@ -154,8 +154,8 @@ class ForeignEngine:
         s, n = request.sampling, len(done.tokens)
         if n and s.has_penalties:
             raise EngineError(
-                "a sample with penalties cannot go on behind an interruption: the server would not know which tokens it "
-                "wrote"
+                "a sample with penalties cannot go on behind an interruption: the server would not know which tokens "
+                "it wrote"
             )
         seed = int.from_bytes(blake2b(f"{request.key}/{n}".encode(), digest_size=8).digest(), "little") >> 1
         rest = _remaining_sampling(s, n)
@@ -189,18 +189,21 @@ class ForeignEngine:
     def _check_images(self, request: Request) -> None:
         if request.media and self.server.blind:
             raise UserError(
-                f'{self.server.name} is sent no images: {self.server.blind}. engine.kind = "builtin" and "sglang" see them'
+                f'{self.server.name} is sent no images: {self.server.blind}. engine.kind = "builtin" and "sglang" '
+                "see them"
             )
         if any(place.image.frames > 1 for place in request.media):
             raise UserError(
-                f'{self.server.name} is sent no videos, whose frames are merged in steps: take engine.kind = "builtin", '
+                f"{self.server.name} is sent no videos, whose frames are merged in steps: take engine.kind = "
+                '"builtin", '
                 "or give the frames as images"
             )
         try:
             ImagePlaceholder.check_placeholders(request.tokens, request.media)
         except ValueError as error:
             raise EngineError(
-                f"{self.server.name} tells images by their placeholders alone, and the policy has drawn one or lacks one: {error}"
+                f"{self.server.name} tells images by their placeholders alone, and the policy has drawn one or lacks "
+                f"one: {error}"
             ) from error
 
     # -- control ---------------------------------------------------------------------------------
@@ -249,7 +252,8 @@ class ForeignEngine:
             await self.resume()
             if isinstance(error, TimeoutError):
                 raise stalled_error(
-                    f"{self.gate.drawing} requests at {self.server.name} have not come back from a {how} for {min(lease, self.patience):g} s"
+                    f"{self.gate.drawing} requests at {self.server.name} have not come back from a {how} for "
+                    f"{min(lease, self.patience):g} s"
                 ) from error
             raise
 
@@ -259,7 +263,8 @@ class ForeignEngine:
     async def sleep(self, tags: Tags) -> None:
         if tags:
             raise EngineError(
-                f"{self.server.name} has a device of its own and keeps its memory; place.kind = 'shared' is for the built-in engine"
+                f"{self.server.name} has a device of its own and keeps its memory; place.kind = 'shared' is for the "
+                "built-in engine"
             )
 
     async def wake(self, tags: Tags) -> None: ...
