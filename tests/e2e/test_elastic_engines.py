@@ -61,6 +61,8 @@ def test_what_is_asked_for(tmp_path):
     for changes, fault in (
         (server, "join with `rondel serve MODEL --join"),
         ({"place__kind": "shared"}, 'begin it with place.kind = "split"'),
+        ({"place__kind": "shared", "place__ranks": 2}, "shares its devices with its trainer"),
+        ({"place__kind": "split", "place__cluster": "local"}, 'begin it with place.cluster = "process"'),
         ({"place__kind": "split", "run__record": True}, "is recorded"),
     ):
         with pytest.raises(UserError, match=fault):
@@ -72,6 +74,7 @@ def test_what_is_asked_for(tmp_path):
             ask_for_engines(folder, count)
     ask_for_engines(folder, 3)
     assert wanted_engines(folder) == 3 and registered_urls(folder) == []
-    (folder / "engines" / "count").write_text("many")
-    with pytest.raises(UserError, match="holds no number"):
-        wanted_engines(folder)
+    for text in ("many", "0", "-2"):
+        (folder / "engines" / "count").write_text(text)
+        with pytest.raises(UserError, match="holds no number"):
+            wanted_engines(folder)

@@ -58,6 +58,7 @@ async def _add_engine(
     assert placed.new_engine is not None
     number = len(placed.remotes)
     name = f"engine-{number}"
+    emit(Warned(f"{name} is being started; it joins when it has loaded the model"))
     engine = await asyncio.to_thread(placed.new_engine, number)
     try:
         await engine.join()
@@ -82,7 +83,10 @@ async def _remove_engine(placed: Deployment, router: EngineRouter) -> None:
 def wanted_engines(folder: Path) -> int | None:
     """What `rondel engines` asked for last; None before it did."""
     try:
-        return int((folder / FOLDER / COUNT).read_text())
+        count = int((folder / FOLDER / COUNT).read_text())
+        if not 1 <= count <= MOST:
+            raise ValueError(f"{count} is not from 1 to {MOST}")
+        return count
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -101,7 +105,8 @@ def ask_for_engines(folder: Path, count: int) -> None:
             job.engine.kind == "builtin",
             f'has engine.kind = "{job.engine.kind}": its servers join with `rondel serve MODEL --join {folder}`',
         ),
-        (job.place.cluster != "local", 'has its engine in its own process: begin it with place.kind = "split"'),
+        (job.place.kind == "split", 'shares its devices with its trainer: begin it with place.kind = "split"'),
+        (job.place.cluster != "local", 'has its engine in its own process: begin it with place.cluster = "process"'),
         (not job.policies, "has several policies, each with one engine"),
         (not job.run.record, "is recorded (run.record), and a replay would not know of them"),
     ):
