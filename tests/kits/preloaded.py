@@ -11,7 +11,14 @@ import importlib
 
 from transformers import conversion_mapping
 
-for name in ("rondel.driver.controller", "rondel.assemble.components", "pyarrow.dataset", "pyarrow.parquet"):
+for name in (
+    "rondel.driver.controller",
+    "rondel.assemble.components",
+    "rondel.assemble.workers",
+    "rondel.assemble.engine_ranks",
+    "pyarrow.dataset",
+    "pyarrow.parquet",
+):
     importlib.import_module(name)
 with contextlib.suppress(ImportError):  # pyarrow imports it where it is there
     importlib.import_module("pandas")
