@@ -20,8 +20,9 @@ for name in (
     "pyarrow.parquet",
 ):
     importlib.import_module(name)
-with contextlib.suppress(ImportError):  # pyarrow imports it where it is there
-    importlib.import_module("pandas")
+for name in ("pandas", "peft"):  # pyarrow imports the one where it is there, an adapter the other
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 with contextlib.suppress(AttributeError):  # of another version
     conversion_mapping.get_checkpoint_conversion_mapping("llama")
 importlib.import_module("kits.runs")
