@@ -17,7 +17,9 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MOST, TOP = 6.0, 2  # the largest number, and its exponent
 BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # of two neighbours
 EVEN = (0.75, 1.75, 3.5)  # ties that go up, to the neighbour whose last bit is 0
-LEAST_BLOCK = 2.0**-6  # a block's scale in E4M3: below it lie subnormal ones, which a second encoding would not find again
+LEAST_BLOCK = (
+    2.0**-6
+)  # a block's scale in E4M3: below it lie subnormal ones, which a second encoding would not find again
 
 
 def to_e2m1(x: Tensor) -> Tensor:
