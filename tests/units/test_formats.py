@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from rondel.core.errors import ConfigError, ModelError
 from rondel.formats import FORMATS, format_of
+from rondel.formats.blocks import to_e4m3
 from rondel.formats.fold import fold_to_fp8
 from rondel.formats.fp4 import VALUES, Mxfp4, from_e2m1, pack_pairs, to_e2m1, unpack_pairs
-from rondel.formats.fp8 import to_e4m3
 from rondel.formats.int4 import pack_nibbles, unpack_nibbles
 
 # -> the largest relative error of a matrix of normal numbers, and bits a weight of a large one

@@ -13,7 +13,8 @@ from kits.train import awkward_groups, batch, gradient, model, row, step, traine
 from rondel.assemble import train
 from rondel.core.errors import ConfigError
 from rondel.formats import FORMATS, format_of
-from rondel.models.weight_formats import apply_format, forget_whole, formatted_parameters, take_whole, weight_format
+from rondel.models.rounded_weights import forget_whole, take_whole, weight_format
+from rondel.models.weight_formats import apply_format, formatted_parameters
 
 SMALL = {"loop__warmup__steps": 0, "loop__steps": 3, "algo__kl": {"coef": 0.05}}
 
@@ -21,7 +22,7 @@ SMALL = {"loop__warmup__steps": 0, "loop__steps": 3, "algo__kl": {"coef": 0.05}}
 def formatted(kind: str, name: str, dtype: str = "float32"):
     loaded = copy.deepcopy(family(kind)) if kind not in ("llama", "tied") else model(kind, dtype)
     plain = {n: p.detach().clone() for n, p in loaded.model.named_parameters()}
-    apply_format(loaded, format_of(name))
+    apply_format(loaded.model, format_of(name))
     return loaded, plain
 
 

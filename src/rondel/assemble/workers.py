@@ -34,8 +34,9 @@ from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.rendezvous import Rendezvous
+from rondel.models.rounded_weights import forget_whole
 from rondel.models.vocabulary import same_words
-from rondel.models.weight_formats import apply_format, forget_whole
+from rondel.models.weight_formats import apply_format
 from rondel.planner import resolve as planner
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import Device
@@ -379,7 +380,7 @@ def policy_of(job: Job, device: str, *, deferred: bool = False) -> LoadedModel:
         nf4.refuse_other(loaded.model, loaded.name, wanted=wanted.kind == "qlora")
         adapters.add_adapter(loaded, rank=wanted.rank, alpha=wanted.alpha, targets=wanted.targets, seed=job.loop.seed)
     if job.model.format != "none":
-        apply_format(loaded, format_of(job.model.format))
+        apply_format(loaded.model, format_of(job.model.format))
     if job.engine.numerics == "aligned":
         align_numerics(loaded)
     return loaded

@@ -7,6 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LEAST = 2.0**-100  # a scale: of a block of zeros, too
+BIAS = 127  # of an E8M0 scale: 2^(byte - 127)
+E4M3, E4M3_MOST = torch.float8_e4m3fn, 448.0
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """Rounded to nearest; what is too large becomes the largest number."""
+    return x.clamp(-E4M3_MOST, E4M3_MOST).to(E4M3)
 
 
 def cut_blocks(weight: Tensor, rows: int, columns: int) -> Tensor:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rondel.formats.blocks import cut_blocks, join_blocks
+from rondel.formats.blocks import E4M3, cut_blocks, join_blocks
 from rondel.formats.fp4 import Mxfp4
-from rondel.formats.fp8 import E4M3, Fp8
+from rondel.formats.fp8 import Fp8
 from rondel.formats.number_format import Parts
 
 UP = 6  # 6 · 2^6 = 384 is the largest number of E2M1 times a power of two that E4M3 has

@@ -8,9 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rondel.formats.blocks import LEAST, cut_blocks, join_blocks, largest_of, power_below
-from rondel.formats.fp8 import BIAS, to_e4m3
-from rondel.formats.fp8 import MOST as E4M3_MOST
+from rondel.formats.blocks import BIAS, E4M3_MOST, LEAST, cut_blocks, join_blocks, largest_of, power_below, to_e4m3
 from rondel.formats.number_format import NumberFormat, Parts, check_finite
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

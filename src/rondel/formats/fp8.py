@@ -8,16 +8,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rondel.formats.blocks import cut_blocks, join_blocks, largest_of, power_below, round_up_to_bf16
+from rondel.formats.blocks import (
+    BIAS,
+    E4M3,
+    E4M3_MOST,
+    cut_blocks,
+    join_blocks,
+    largest_of,
+    power_below,
+    round_up_to_bf16,
+    to_e4m3,
+)
 from rondel.formats.number_format import NumberFormat, Parts, check_finite
 
-E4M3, MOST, TOP = torch.float8_e4m3fn, 448.0, 8  # its largest number, and the exponent of that
-BIAS = 127  # of an E8M0 scale: 2^(byte - 127)
-
-
-def to_e4m3(x: Tensor) -> Tensor:
-    """Rounded to nearest; what is too large becomes the largest number."""
-    return x.clamp(-MOST, MOST).to(E4M3)
+TOP = 8  # the exponent of its largest number
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Fp8(NumberFormat):
         blocks = cut_blocks(weight, *self._size(weight.shape))
         largest = largest_of(blocks)
         check_finite(largest, self.name)
-        scale = round_up_to_bf16(largest / MOST)
+        scale = round_up_to_bf16(largest / E4M3_MOST)
         codes = join_blocks(to_e4m3(blocks / scale).view(torch.uint8), weight.shape).contiguous().view(E4M3)
         return {"weight": codes, "weight_scale_inv": scale[..., :, 0, :, 0].contiguous()}
 

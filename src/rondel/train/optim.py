@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rondel.models.main_grad import own_parameter, weights_changed
-from rondel.models.weight_formats import take_whole, weight_format
+from rondel.models.rounded_weights import take_whole, weight_format
 from rondel.train.loss_scale import LossScale
 from rondel.train.optimizers import TABLES, build_optimizers, bytes_each, is_hidden
 
