@@ -21,6 +21,7 @@ SMALL = {
     "engine_ranks": "--families llama --speed {model} --running 2 --new 4 --rounds 1",
     "long_answers": "--tokens 20000 --samples 2 --steps 1 --ranks 2",
     "families": "--families lfm2 --steps 2 --warmup 4 --rollout lfm2 --prompt 16 --new 2 --groups 1 --group 2 --rounds 1",
+    "formats": "--formats bfloat16,int4 --seeds 1 --steps 2 --warmup 4",
     "gae": "--samples 2 --tokens 64 --repeat 1",
     "generate": "--model {model} --groups 1 --group 2 --repeat 1 --work equal",
     "gpu": "--size tiny --running 1,2 --context 8 --new 4 --rounds 1 --prompt 16",

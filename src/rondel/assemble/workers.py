@@ -23,6 +23,7 @@ from rondel.core.errors import ConfigError
 from rondel.core.media import ImageProcessorConfig
 from rondel.core.protocols import MemoryClaim, Transport
 from rondel.core.types import Sampling, StepStats
+from rondel.formats import format_of
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
@@ -33,7 +34,9 @@ from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.rendezvous import Rendezvous
+from rondel.models.rounded_weights import forget_whole
 from rondel.models.vocabulary import same_words
+from rondel.models.weight_formats import apply_format
 from rondel.planner import resolve as planner
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import Device
@@ -175,6 +178,7 @@ class EngineHost:
         self.ranks = None if ranks is None else ranks(transports)
         if self.ranks is None:
             self.loaded = self.device.call(policy_of, job, self.device.name)
+            forget_whole(self.loaded.model)  # nothing is trained here
         else:
             self.loaded = self.ranks.load(job.model.path, job.model.dtype, self.device)
 
@@ -375,6 +379,8 @@ def policy_of(job: Job, device: str, *, deferred: bool = False) -> LoadedModel:
     if wanted.kind != "off":
         nf4.refuse_other(loaded.model, loaded.name, wanted=wanted.kind == "qlora")
         adapters.add_adapter(loaded, rank=wanted.rank, alpha=wanted.alpha, targets=wanted.targets, seed=job.loop.seed)
+    if job.model.format != "none":
+        apply_format(loaded.model, format_of(job.model.format))
     if job.engine.numerics == "aligned":
         align_numerics(loaded)
     return loaded

@@ -105,7 +105,9 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
         optimizer |= {
             key: master
             for key, master in masters.items()
-            if rounded or names.published_name(key.removeprefix("master.")) not in plain
+            if rounded
+            or (name := key.removeprefix("master.")) in weights.formatted_names
+            or names.published_name(name) not in plain
         }
         save_file(optimizer | moments, folder / "optimizer.safetensors")
         for name, tensors in beside.items():

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rondel.models.main_grad import own_parameter, weights_changed
+from rondel.models.rounded_weights import take_whole, weight_format
 from rondel.train.loss_scale import LossScale
 from rondel.train.optimizers import TABLES, build_optimizers, bytes_each, is_hidden
 
@@ -61,11 +62,21 @@ class MasterWeights:
 
     def _make_masters(self) -> list[Tensor]:
         def make_master(name: str, parameter: Tensor) -> Tensor:
+            if (
+                weight_format(parameter) is not None
+            ):  # its rounding swallows no update: the master moves on between two codes
+                whole = take_whole(parameter).detach()
+                return whole.to("cpu" if self.on_host else whole.device, torch.float32, copy=True)
             if parameter.dtype == torch.float32:
                 return parameter.detach().to("cpu", copy=True) if self.on_host else parameter
             return spread_within_rounding(name, parameter.detach().cpu() if self.on_host else parameter)
 
         return [make_master(name, p) for name, p in zip(self.names, self.compute)]
+
+    @property
+    def formatted_names(self) -> set[str]:
+        """Of the weights whose compute copy lies in a number format."""
+        return {name for name, p in zip(self.names, self.compute) if weight_format(p) is not None}
 
     def _install_gradient_hooks(self) -> None:
         """Below fp32, or with masters elsewhere, every gradient moves into its master's fp32 accumulator as soon as autograd is done with it."""
@@ -130,7 +141,12 @@ class MasterWeights:
         changed = total = 0
         with torch.no_grad():
             for parameter, master in zip(self.compute, self.masters):
-                if parameter is not master:
+                if (form := weight_format(parameter)) is not None:
+                    rounded = form.fake(master, parameter.dtype).to(parameter.device)
+                    total += parameter.numel()
+                    changed += int((rounded != parameter).sum())
+                    parameter.copy_(rounded)
+                elif parameter is not master:
                     rounds = parameter.dtype != master.dtype
                     total += parameter.numel() * rounds
                     for held, moved in zip(parameter.view(-1).split(PIECE), master.view(-1).split(PIECE)):
@@ -206,7 +222,9 @@ class MasterWeights:
         with torch.no_grad():
             for name, parameter, master in zip(self.names, self.compute, self.masters):
                 master.copy_(weights[name])
-                if parameter is not master:
+                if (form := weight_format(parameter)) is not None:
+                    parameter.copy_(form.fake(master, parameter.dtype))
+                elif parameter is not master:
                     parameter.copy_(master)
 
 
