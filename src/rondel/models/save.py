@@ -25,6 +25,7 @@ def save_model(loaded: LoadedModel, folder: Path, weights: dict[str, torch.Tenso
 def save_description(loaded: LoadedModel, folder: Path, dtype: torch.dtype) -> None:
     """What lies beside the weights: config, tokenizer, how images are read. `dtype`: of the weights."""
     model = loaded.model
+    model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.save_pretrained(folder)
     if model.can_generate():
@@ -32,7 +33,6 @@ def save_description(loaded: LoadedModel, folder: Path, dtype: torch.dtype) -> N
     loaded.tokenizer.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config.pop("_attn_implementation", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     if loaded.sight is not None:
         for name, settings in loaded.preprocessor_config.items():

@@ -104,7 +104,7 @@ def _write_box(file: int, row: StoredTensor, at: int, block: Block, part: Tensor
         return
     for dim, (first, n) in enumerate(zip(common.here, common.size)):
         part = part.narrow(dim, first, n)
-    raw = memoryview(part.detach().to("cpu", row.dtype).contiguous().view(-1).view(torch.uint8).numpy())
+    raw = part.detach().to("cpu", row.dtype).contiguous().view(-1).view(torch.uint8).numpy().data
     start = [a - b for a, b in zip(common.start, row.box.start)]
     # of as many dimensions as the box has whole, and one more, the numbers are neighbours
     outer = len(start)
