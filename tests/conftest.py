@@ -14,6 +14,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
+from rondel.system import process_memory
+
+process_memory.LEAST_RESIDENT = 1 << 40  # the heap of a thousand tests is not searched after every step of one
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
