@@ -42,7 +42,7 @@ from rondel.system.files import (
     sync_folder,
     sync_tree,
 )
-from rondel.train.part_checkpoint import lies_in_shards, save_parts
+from rondel.train.part_checkpoint import OptimizerFile, lies_in_shards, save_parts
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
@@ -85,9 +85,13 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
     optimizer |= {
         f"{name}_coef": torch.tensor(coef, dtype=torch.float64) for name, coef in trainer.coefs.values.items()
     }
-    if lies_in_shards(trainer):
-        beside = {} if trainer.critic is None else {"critic": {"steps": torch.tensor(trainer.critic.steps)}}
-        save_parts(trainer, folder, optimizer | _loss_scale(weights), beside, bytes_needed(trainer))
+    critic = trainer.critic
+    if lies_in_shards(loaded, trainer.ranks, [weights, *([] if critic is None else [critic.weights])]):
+        files = [OptimizerFile("optimizer", weights, loaded.model, optimizer | _loss_scale(weights), alone=False)]
+        if critic is not None:
+            small = {"steps": torch.tensor(critic.steps)} | _loss_scale(critic.weights)
+            files.append(OptimizerFile("critic", critic.weights, critic.loaded.model, small))
+        save_parts(loaded, trainer.ranks, folder, files, bytes_needed(trainer))
         return
     file, state = (
         (MODEL, _model_tensors(trainer))

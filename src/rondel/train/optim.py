@@ -29,6 +29,8 @@ PIECE = 1 << 20  # weights spread or rounded at a time: temporary tensors of 4 M
 class MasterWeights:
     """Masters, their gradients and their optimizers for one module; with `host` all of them in host memory."""
 
+    in_shards = False  # whether each rank has a part of them
+
     def __init__(
         self,
         model: nn.Module,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import platform
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
@@ -35,12 +35,11 @@ from rondel.train.part_file import (
     whole_pieces,
     whole_shape,
 )
-from rondel.train.rank_masters import ShardedWeights
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from rondel.train.checkpoint import TrainerState
+    from rondel.models.loaded_model import LoadedModel
     from rondel.train.optim import MasterWeights
     from rondel.train.parallel import SingleRank
 
@@ -61,37 +60,44 @@ class HeldParts:
     scalars: dict[str, Tensor] = field(default_factory=dict)
 
 
-def lies_in_shards(trainer: TrainerState) -> bool:
+@dataclass(frozen=True, slots=True)
+class OptimizerFile:
+    """`NAME.safetensors` with what one optimizer moves and remembers.
+
+    model   whose parameters its masters are
+    small   beside them, the same on every rank
+    alone   whether it holds masters that `model.safetensors` holds, too
+    """
+
+    name: str
+    weights: MasterWeights
+    model: nn.Module
+    small: dict[str, Tensor]
+    alone: bool = True
+
+
+def lies_in_shards(loaded: LoadedModel, ranks: SingleRank, trained: Sequence[MasterWeights]) -> bool:
     """Whether several ranks have shards of all that is trained, under names of a family that stores views of them."""
-    owners = [trainer.weights, *([] if trainer.critic is None else [trainer.critic.weights])]
-    if trainer.ranks.size == 1 or not all(isinstance(weights, ShardedWeights) for weights in owners):
+    if ranks.size == 1 or not all(weights.in_shards for weights in trained):
         return False
     try:
-        names.checkpoint_pieces(trainer.loaded.model)
+        names.checkpoint_pieces(loaded.model)
     except ModelError:
         return False
     return True
 
 
 def save_parts(
-    trainer: TrainerState, folder: Path, own: dict[str, Tensor], beside: Mapping[str, dict[str, Tensor]], needed: int
+    loaded: LoadedModel, ranks: SingleRank, folder: Path, optimizers: Sequence[OptimizerFile], needed: int
 ) -> None:
-    """Model and optimizer into `folder`, asked of all ranks. `own`, `beside`: small tensors of the optimizer's file and of
-    others' (the critic's), which every rank has. A fault of one rank is everyone's.
-    """
-    ranks, loaded = trainer.ranks, trainer.loaded
+    """The model and its optimizers into `folder`, asked of all ranks. A fault of one rank is everyone's. `needed`: bytes."""
     apart = _same_folder(ranks, folder)
     plan = ModelPlan(loaded.model, ranks)
-    rounded = loaded.dtype != torch.float32
     _write_together(ranks, folder / "model.safetensors", plan.file, plan.pieces(apart), apart, needed)
-    stored = {row.name for row in plan.file.rows}
-    owners = [("optimizer", trainer.weights, loaded.model, lambda name: rounded or name not in stored, own)]
-    if trainer.critic is not None:
-        critic = trainer.critic
-        owners.append(("critic", critic.weights, critic.loaded.model, lambda name: True, beside["critic"]))
-    for file, weights, model, wants_master, more in owners:
-        masters = MasterPlan(weights, model, ranks, wants_master, more)
-        _write_together(ranks, folder / f"{file}.safetensors", masters.file, masters.pieces(apart), apart, needed)
+    stored = {row.name for row in plan.file.rows} if loaded.dtype == torch.float32 else set()
+    for file in optimizers:
+        masters = MasterPlan(file, ranks, set() if file.alone else stored)
+        _write_together(ranks, folder / f"{file.name}.safetensors", masters.file, masters.pieces(apart), apart, needed)
     if ranks.is_leader:
         with guard_write(folder, needed):
             save_description(loaded, folder, loaded.dtype)
@@ -151,16 +157,11 @@ class ModelPlan:
 class MasterPlan:
     """A file with masters and moments of one optimizer, `master.NAME`, `exp_avg.NAME`, and what stands beside them."""
 
-    def __init__(
-        self,
-        weights: MasterWeights,
-        model: nn.Module,
-        ranks: SingleRank,
-        wants_master: Callable[[str], bool],
-        more: Mapping[str, Tensor],
-    ) -> None:
-        self.weights, self.ranks, self.wants_master = weights, ranks, wants_master
-        parts, own = ranks.weight_parts(model), HeldParts()
+    def __init__(self, file: OptimizerFile, ranks: SingleRank, elsewhere: Container[str]) -> None:
+        """`elsewhere`: masters that another file has."""
+        weights = file.weights
+        self.weights, self.ranks, self.elsewhere = weights, ranks, elsewhere
+        parts, own = ranks.weight_parts(file.model), HeldParts()
         for i, name in enumerate(weights.names):
             for key, tensor in self._forms(i):
                 if tensor.shape == weights.masters[i].shape:
@@ -173,7 +174,7 @@ class MasterPlan:
                     own.scalars[key] = tensor.cpu()
         told = ranks.all_gather_object(own)
         shapes, dtypes = _wholes(told)
-        self.small = {**dict(chain.from_iterable(held.scalars.items() for held in told)), **more}
+        self.small = {**dict(chain.from_iterable(held.scalars.items() for held in told)), **file.small}
         self.file = PartFile(
             [StoredTensor.whole(key, dtypes[key], shape) for key, shape in shapes.items()]
             + [StoredTensor.whole(key, tensor.dtype, tensor.shape) for key, tensor in self.small.items()]
@@ -183,7 +184,7 @@ class MasterPlan:
     def _forms(self, i: int) -> Iterator[tuple[str, Tensor]]:
         """What is kept of parameter `i` here, under its name in the file."""
         name = self.weights.names[i]
-        if self.wants_master(name):
+        if name not in self.elsewhere:
             yield f"master.{name}", self.weights.masters[i].detach()
         for key, tensor in self.weights.held_moments(i).items():
             yield f"{key}.{name}", tensor

@@ -56,6 +56,8 @@ class ShardedWeights(MasterWeights):
     its gradient on each of the tp ranks: summed once an update, when the norm is asked for.
     """
 
+    in_shards = True
+
     def __init__(
         self,
         model: nn.Module,
