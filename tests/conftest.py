@@ -40,6 +40,14 @@ def pytest_unconfigure():
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _freed_memory():
+    """Once a module instead of once a step: what its tests left free goes back."""
+    yield
+    if (library := process_memory._glibc()) is not None:
+        library.malloc_trim(0)
+
+
 @pytest.fixture(autouse=True)
 def _import_path():
     """The search path as it was: a run adds the folder of its recipe, which every later import and worker would search."""
