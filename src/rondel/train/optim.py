@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ PIECE = 1 << 20  # weights spread or rounded at a time: temporary tensors of 4 M
 
 class MasterWeights:
     """Masters, their gradients and their optimizers for one module; with `host` all of them in host memory."""
+
+    in_shards = False  # whether each rank has a part of them
 
     def __init__(
         self,
@@ -157,9 +159,12 @@ class MasterWeights:
 
     def moments(self, i: int) -> dict[str, Tensor]:
         """What the optimizer remembers of master `i`, whole, by the optimizer's names, without its constant tables."""
+        return {key: self.gather_full(i, value) for key, value in self.held_moments(i).items()}
+
+    def held_moments(self, i: int) -> dict[str, Tensor]:
+        """The same as it is kept here."""
         state = self._moved_by[id(self.masters[i])].state.get(self.masters[i], {})
-        found = {key: torch.as_tensor(value) for key, value in state.items() if key not in TABLES}
-        return {key: self.gather_full(i, value.detach()) for key, value in found.items()}
+        return {key: torch.as_tensor(value).detach() for key, value in state.items() if key not in TABLES}
 
     def load_moments(self, i: int, moments: dict[str, Tensor]) -> None:
         """What `moments` told; nothing: as if no step had been."""
@@ -218,7 +223,7 @@ class MasterWeights:
             master.grad = torch.zeros_like(master)
         self._graded = []
 
-    def load_masters(self, weights: dict[str, Tensor]) -> None:
+    def load_masters(self, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for name, parameter, master in zip(self.names, self.compute, self.masters):
                 master.copy_(weights[name])
