@@ -45,6 +45,7 @@ class MasterWeights:
         """`loss_scale`: of a model that computes in float16."""
         self.on_host, self.loss_scale = host, loss_scale
         self.names, self.compute = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
+        self._forms = [weight_format(p) for p in self.compute]  # how each is rounded, where it lies in a number format
         self.masters = self._make_masters()
         hidden = is_hidden(model)
         self.optimizers = build_optimizers(
@@ -78,7 +79,7 @@ class MasterWeights:
     @property
     def formatted_names(self) -> set[str]:
         """Of the weights whose compute copy lies in a number format."""
-        return {name for name, p in zip(self.names, self.compute) if weight_format(p) is not None}
+        return {name for name, form in zip(self.names, self._forms) if form is not None}
 
     def _install_gradient_hooks(self) -> None:
         """Below fp32, or with masters elsewhere, every gradient moves into its master's fp32 accumulator as soon as autograd is done with it."""
@@ -142,8 +143,8 @@ class MasterWeights:
     def _changed_share(self) -> float:
         changed = total = 0
         with torch.no_grad():
-            for parameter, master in zip(self.compute, self.masters):
-                if (form := weight_format(parameter)) is not None:
+            for parameter, master, form in zip(self.compute, self.masters, self._forms):
+                if form is not None:
                     rounded = form.fake(master, parameter.dtype).to(parameter.device)
                     total += parameter.numel()
                     changed += int((rounded != parameter).sum())
@@ -225,9 +226,9 @@ class MasterWeights:
 
     def load_masters(self, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
-            for name, parameter, master in zip(self.names, self.compute, self.masters):
+            for name, parameter, master, form in zip(self.names, self.compute, self.masters, self._forms):
                 master.copy_(weights[name])
-                if (form := weight_format(parameter)) is not None:
+                if form is not None:
                     parameter.copy_(form.fake(master, parameter.dtype))
                 elif parameter is not master:
                     parameter.copy_(master)
