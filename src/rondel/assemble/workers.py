@@ -360,7 +360,7 @@ def collective_patience(job: Job) -> float:
 
 
 def policy_of(job: Job, device: str, *, deferred: bool = False) -> LoadedModel:
-    """As the recipe wants it: adapted, aligned. `deferred`: for a rank that will hold shards of it."""
+    """As the recipe wants it: adapted, aligned or rounded. `deferred`: for a rank that will hold shards of it."""
     wanted = job.model.adapter
     loaded = load_model(
         job.model.path,
@@ -377,6 +377,8 @@ def policy_of(job: Job, device: str, *, deferred: bool = False) -> LoadedModel:
         adapters.add_adapter(loaded, rank=wanted.rank, alpha=wanted.alpha, targets=wanted.targets, seed=job.loop.seed)
     if job.engine.numerics == "aligned":
         align_numerics(loaded)
+    if job.engine.numerics == "rounded":
+        loaded.round_sums()
     return loaded
 
 
@@ -464,7 +466,12 @@ def speculation_fact(job: Job, draft: DraftModel | None) -> str:
 
 
 def mismatch_bound(job: Job, loaded: LoadedModel | ModelInfo) -> float:
-    return bound_of(loaded.dtype, mixture=bool(loaded.routers), foreign=job.engine.kind != "builtin")
+    return bound_of(
+        loaded.dtype,
+        mixture=bool(loaded.routers),
+        foreign=job.engine.kind != "builtin",
+        rounded=not loaded.fp32_stream,
+    )
 
 
 def settings_of(
