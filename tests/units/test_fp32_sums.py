@@ -75,6 +75,13 @@ def test_logits_are_those_of_float64(dtype, rows, packed):
     assert float((rounded - exact).abs().max()) > (0.05 if dtype == torch.bfloat16 else 5e-3)
 
 
+def test_a_head_cut_over_the_vocabulary_has_the_same_logits():
+    hidden, weight = numbers(9, 96), numbers(300, 96, seed=1)
+    whole = LMHead(torch.nn.Parameter(weight)).logits(hidden)
+    parts = [LMHead(torch.nn.Parameter(w.clone())).logits(hidden) for w in weight.split(150)]
+    assert float((torch.cat(parts, -1) - whole).detach().abs().max()) < 2e-3
+
+
 def test_logprobs_and_their_gradient_are_those_of_fp32_logits():
     hidden, weight = numbers(30, 64), numbers(200, 64, seed=1, scale=0.5)
     target = torch.arange(30)
