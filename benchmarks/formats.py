@@ -78,7 +78,7 @@ def _steps(folder: Path) -> dict[str, float]:
     events = map(json.loads, (folder / "journal.jsonl").read_text(encoding="utf-8").splitlines())
     done = [e for e in events if e["kind"] == "StepDone"]
     return {
-        "k3": max(e["metrics"]["train/mismatch_k3_lag_0"] for e in done),
+        "k3": max(e["metrics"].get("train/mismatch_k3_lag_0", 0.0) for e in done),
         "changed": statistics.mean(e["metrics"]["train/weights_changed"] for e in done),
         "train": statistics.median(e["seconds"]["train"] for e in done),
     }

@@ -29,6 +29,7 @@ SMALL = {
     "overlap": "--rounds 1 --steps 4 --tokens 4 --hidden 32 --clock 0.05",
     "parity": "--model {model} --prompts 1 --samples 1 --new 4",
     "plan": "--steps 2",
+    "precision": "--model {model} --modes rounded fast --prompts 1 --samples 2 --new 4 --steps 1 --running 1 --rounds 1",
     "prefix": "--model {model} --prompt 16 --completion 4 --group 2 --repeat 1",
     "rewards": "--calls 50 --repeat 1",
     "sandbox": "--calls 2",

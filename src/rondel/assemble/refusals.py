@@ -265,7 +265,7 @@ def _check_foreign(job: Job, sampling: Sampling) -> None:
         ),
         (job.model.adapter.kind == "off", "reads whole weights, and only the adapter would travel: drop model.adapter"),
         (
-            e.numerics == "fast",
+            e.numerics != "aligned",
             'does not compute as the trainer does, bit by bit: numerics = "aligned" is for the built-in engine',
         ),
         (

@@ -364,7 +364,7 @@ def collective_patience(job: Job) -> float:
 
 
 def policy_of(job: Job, device: str, *, deferred: bool = False) -> LoadedModel:
-    """As the recipe wants it: adapted, aligned. `deferred`: for a rank that will hold shards of it."""
+    """As the recipe wants it: adapted, aligned or rounded. `deferred`: for a rank that will hold shards of it."""
     wanted = job.model.adapter
     loaded = load_model(
         job.model.path,
@@ -383,6 +383,8 @@ def policy_of(job: Job, device: str, *, deferred: bool = False) -> LoadedModel:
         apply_format(loaded.model, format_of(job.model.format))
     if job.engine.numerics == "aligned":
         align_numerics(loaded)
+    if job.engine.numerics == "rounded":
+        loaded.round_sums()
     return loaded
 
 
@@ -470,7 +472,12 @@ def speculation_fact(job: Job, draft: DraftModel | None) -> str:
 
 
 def mismatch_bound(job: Job, loaded: LoadedModel | ModelInfo) -> float:
-    return bound_of(loaded.dtype, mixture=bool(loaded.routers), foreign=job.engine.kind != "builtin")
+    return bound_of(
+        loaded.dtype,
+        mixture=bool(loaded.routers),
+        foreign=job.engine.kind != "builtin",
+        rounded=not loaded.fp32_stream,
+    )
 
 
 def settings_of(

@@ -39,6 +39,7 @@ from rondel.models.collectives import RankGroup, gather_runs
 from rondel.models.context_parallel import PRODUCTS, ContextRanks
 from rondel.models.deferred_weights import fill_parameters
 from rondel.models.expert_parallel import cut_experts, routed_experts
+from rondel.models.fp32_sums import keeps_fp32_stream
 from rondel.models.head import LMHead
 from rondel.models.layer_split import StageLayers, drop_parameters, layers_of_stage
 from rondel.models.load_check import PARITY
@@ -275,7 +276,8 @@ class FsdpRank(SingleRank):
         _prefetch([block for block in blocks if isinstance(block, FSDPModule)], self.mesh.prefetch)
         if layers is not None:
             assert self.link is not None
-            self._stages[model] = PipelineStage(model, layers, self.link, dtype)
+            stream = torch.float32 if keeps_fp32_stream(model) else dtype
+            self._stages[model] = PipelineStage(model, layers, self.link, stream)
         model.enter = MethodType(_forward_root, model)
         register_fsdp_forward_method(model, "enter")
 
