@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kits.engine import SIZE
-from kits.families import FAMILIES
 from kits.families import model as family
 from kits.train import apart, awkward_groups, batch, gradient, row, trainer
 from rondel.models import kept_inputs
