@@ -36,7 +36,7 @@ VERBS = (
     "card",
     "dashboard",
     "doctor",
-    "launch",
+    "submit",
     "engines",
     "bench",
 )
