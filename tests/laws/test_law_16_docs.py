@@ -97,6 +97,7 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel train recipes/tiny.toml --place.kind=shared --place.ranks=2": "parsed: tests/e2e/test_colocated.py runs it",
     "rondel engines runs/apart 3": "parsed: tests/e2e/test_elastic_engines.py runs it",
     "rondel eval smollm2-135m recipes/quickstart.toml --rates rated.jsonl --samples 8": "parsed: minutes; tests/units/test_curriculum.py rates a tiny one",
+    "rondel prepare recipes/quickstart.toml --stage models": "parsed: it copies 270 MB; tests/units/test_prepare.py prepares tiny ones",
     "rondel submit recipes/quickstart.toml --to slurm --nodes 2 --gpus 8 --dry-run": "whole",
     "rondel submit recipes/quickstart.toml --to slurm --nodes 2 --gpus 8 --with torchrun --partition gpu --time 24:00:00 --dry-run": "whole",
     "rondel submit recipes/quickstart.toml --to kubernetes --nodes 2 --gpus 8 --image registry/rondel:latest --secret keys --dry-run": "whole",

@@ -222,6 +222,17 @@ def test_an_indexed_job_has_a_pod_a_node_and_lets_no_other_pod_in():
     assert trained(script).run.folder == "/runs/quickstart"
 
 
+def test_models_are_staged_on_every_node_before_anything_starts(capsys):
+    submit(str(RECIPE), "--to", "slurm", "--nodes", "2", "--stage", "/local/models", "--loop.steps=3", "--dry-run")
+    text = capsys.readouterr().out
+    assert "export RONDEL_MODELS=/local/models\n" in text
+    once, each = (line for line in text.splitlines() if "rondel prepare" in line)
+    assert once.startswith('on "$first"') and "--loop.steps=3" in once and "--stage" not in once
+    assert each.strip().startswith('on "$node"') and each.endswith("--stage /local/models &")
+    assert text.index("rondel prepare") < text.index("ray start")
+    assert "--stage is for --to slurm" in refused(capsys, str(RECIPE), "--to", "kuberay", "--stage", "/local")
+
+
 def test_nodes_without_gpus_share_the_ranks_of_the_recipe():
     text = slurm_script(layout(2, 0, "--place.ranks=4", way="torchrun"), way="torchrun")
     assert "gpus" not in text and "ranks=2\n" in text and trained(text).place.ranks == 4

@@ -36,6 +36,7 @@ VERBS = (
     "card",
     "dashboard",
     "doctor",
+    "prepare",
     "submit",
     "engines",
     "bench",

@@ -43,6 +43,9 @@ def run(
     partition: Annotated[str, typer.Option(help="SLURM.")] = "",
     account: Annotated[str, typer.Option(help="SLURM.")] = "",
     limit: Annotated[str, typer.Option("--time", help="SLURM: 24:00:00; then it goes on in another job.")] = "",
+    stage: Annotated[
+        str, typer.Option(metavar="DIR", help="SLURM: `rondel prepare --stage DIR` on every node first.")
+    ] = "",
     image: Annotated[str, typer.Option(help="Kubernetes: a container image with Rondel.")] = "rondel:latest",
     claim: Annotated[str, typer.Option(help="Kubernetes: the volume claim that keeps run folders.")] = "runs",
     secret: Annotated[str, typer.Option(help="Kubernetes: a Secret that becomes environment variables.")] = "",
@@ -69,8 +72,12 @@ def run(
     way = {"slurm": way, "kubernetes": "torchrun"}.get(to, "ray")  # type: ignore[assignment]
     job, _ = read_job(recipe, *ctx.args, "--place.kind=split", f"--place.cluster={way}")
     layout = ClusterLayout(Path(recipe), job, nodes, gpus, tuple(ctx.args)).check_layout(way)
+    if stage and to != "slurm":
+        raise UserError(
+            "--stage is for --to slurm: elsewhere run `rondel prepare --stage DIR` on the nodes, or in the image"
+        )
     asked = {"partition": partition, "account": account, "time": limit}
-    text = _job_file(layout, to, way, {k: v for k, v in asked.items() if v}, (image, claim, secret))
+    text = _job_file(layout, to, way, {k: v for k, v in asked.items() if v}, (image, claim, secret), stage)
     if dry_run:
         print(text, end="")
         return
@@ -88,13 +95,13 @@ def run(
 
 
 def _job_file(
-    layout: ClusterLayout, to: Target, way: str, directives: dict[str, str], pods: tuple[str, str, str]
+    layout: ClusterLayout, to: Target, way: str, directives: dict[str, str], pods: tuple[str, str, str], stage: str
 ) -> str:
     own = str(Path(sys.executable).parent) if sys.prefix != sys.base_prefix else ""
     if to == "slurm":
         from rondel.planner.slurm_script import slurm_script
 
-        return slurm_script(layout, way=way, bin_folder=own, directives=directives)
+        return slurm_script(layout, way=way, bin_folder=own, directives=directives, stage=stage)
     if to == "ray":
         return _ray_script(layout, own)
     from rondel.planner.kubernetes_job import PodSettings, indexed_job, kuberay

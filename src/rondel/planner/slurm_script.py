@@ -14,10 +14,11 @@ BEFORE_THE_END = 300  # seconds before --time is over at which the run is asked 
 
 
 def slurm_script(
-    layout: ClusterLayout, *, way: str, bin_folder: str = "", directives: dict[str, str] | None = None
+    layout: ClusterLayout, *, way: str, bin_folder: str = "", directives: dict[str, str] | None = None, stage: str = ""
 ) -> str:
     """A script for sbatch. `way`: torchrun or ray; `bin_folder`: where `rondel` is, if it is in an environment of
-    its own; `directives`: partition, account, time and others.
+    its own; `directives`: partition, account, time and others; `stage`: a folder of
+    each node's own disk, where the models are copied first.
     """
     asked = {
         "job-name": layout.name,
@@ -63,9 +64,27 @@ for node in "${{nodes[@]}}"; do
 done
 rm -f "$seen"
 """
+        + (_stage_models(layout, stage) if stage else "")
         + (_with_torchrun(layout) if way == "torchrun" else _with_ray(layout))
         + _wait_for_the_run()
     )
+
+
+def _stage_models(layout: ClusterLayout, stage: str) -> str:
+    command = shlex.join(["rondel", "prepare", str(layout.recipe), *layout.overrides])
+    return f"""
+# what has to be converted is converted once; then every node copies the models to its own disk
+export RONDEL_MODELS={shlex.quote(stage)}
+on "$first" {command}
+copies=()
+for node in "${{nodes[@]}}"; do
+    on "$node" {command} --stage {shlex.quote(stage)} &
+    copies+=("$!")
+done
+for one in "${{copies[@]}}"; do
+    wait "$one"
+done
+"""
 
 
 def _with_torchrun(layout: ClusterLayout) -> str:
