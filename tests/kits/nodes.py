@@ -51,7 +51,17 @@ class Node:
 
     def command(self, *words: str | Path) -> list[str]:
         """What starts these words inside."""
-        return ["nsenter", f"--target={self.init}", "--net", "--uts", "--ipc", "--pid", "--mount", "--", *map(str, words)]
+        return [
+            "nsenter",
+            f"--target={self.init}",
+            "--net",
+            "--uts",
+            "--ipc",
+            "--pid",
+            "--mount",
+            "--",
+            *map(str, words),
+        ]
 
     def start(self, *words: str | Path, **how: Any) -> subprocess.Popen[Any]:
         return subprocess.Popen(self.command(*words), **how)
@@ -61,7 +71,9 @@ class Node:
 
     def listening(self) -> set[str]:
         """Addresses at which its TCP sockets listen."""
-        rows = [line.split() for line in self.run("ss", "--listening", "--tcp", "--numeric", "--no-header").splitlines()]
+        rows = [
+            line.split() for line in self.run("ss", "--listening", "--tcp", "--numeric", "--no-header").splitlines()
+        ]
         return {row[3].rpartition(":")[0] for row in rows}
 
     def end(self) -> None:

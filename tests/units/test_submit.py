@@ -87,7 +87,7 @@ def test_engines_of_several_processes_take_as_many_gpus_of_the_first_node():
 FAKES = {  # what the scripts call, each writing down what it was asked
     "scontrol": 'printf "n0\\nn1\\nn2\\n"',
     "srun": 'while [ "$1" != -w ]; do shift; done; node=$2; shift 2; echo "$node $* ${RAY_AUTH_MODE:-} ${RAY_AUTH_TOKEN:-}" >> "$CALLS"; "$@"',
-    "hostname": 'echo "10.0.0.7 fe80::1"',
+    "getent": 'case "$2" in n0) echo "10.0.0.7 STREAM n0";; *) echo "10.0.0.1${2#n} STREAM $2";; esac',
     "ray": 'if [ "$1" = start ]; then sleep 1; fi',
     "torchrun": "exit 0",
     "rondel": "exit 0",
@@ -129,7 +129,10 @@ def test_a_batch_script_starts_what_it_should_where_it_should(tmp_path, way):
         assert [c.split()[0] for c in started] == ["n0", "n1", "n2"] and "--head --node-ip-address=10.0.0.7" in started[
             0
         ]
-        assert all("--address=10.0.0.7:6379 --num-gpus=4" in c for c in started[1:])
+        for c, own in zip(started[1:], ("10.0.0.11", "10.0.0.12")):
+            assert f"--address=10.0.0.7:6379 --node-ip-address={own} --num-gpus=4" in c
+        asked = [c.split()[:4] for c in calls if "getent" in c]
+        assert ["n2", "getent", "ahosts", "n0"] in asked, "the address by which others reach it"
         last = calls[-1] if "rondel train" in calls[-1] else next(c for c in calls if "rondel train" in c)
         token = re.search(r" token ([0-9a-f]{64})$", last)
         assert token and all(c.endswith(token[0]) for c in started), "who has no token runs no code on the nodes"

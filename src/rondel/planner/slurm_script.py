@@ -111,17 +111,23 @@ def _with_ray(layout: ClusterLayout) -> str:
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
 
-read -r address _ < <(on "$first" hostname --ip-address)
-head="$address:{PORT}"
+# as others see a node: its own name may lead to a loopback address there (Debian's 127.0.1.1)
+address_of() {{
+    local address
+    read -r address _ < <(on "$2" getent ahosts "$1")
+    echo "$address"
+}}
+head=$(address_of "$first" "${{nodes[-1]}}")
 
-on "$first" ray start --head --node-ip-address="$address" --port={PORT}{gpus} --block &
+on "$first" ray start --head --node-ip-address="$head" --port={PORT}{gpus} --block &
 started=$!
+head="$head:{PORT}"
 until on "$first" ray status --address "$head" > /dev/null 2>&1; do
     kill -0 "$started" # ends the job if the head has ended
     sleep 2
 done
 for node in "${{nodes[@]:1}}"; do
-    on "$node" ray start --address="$head"{gpus} --block &
+    on "$node" ray start --address="$head" --node-ip-address="$(address_of "$node" "$first")"{gpus} --block &
 done
 
 on "$first" {layout.train_command(str(layout.recipe), "ray:auto")} &
