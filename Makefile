@@ -20,7 +20,7 @@ REACHES_TORCH := import urllib.request as u; u.urlopen('$(TORCH_CPU)/torch/', ti
 # the tests and the source are compiled once, not by every worker and every process that a test starts
 unexport PYTHONDONTWRITEBYTECODE
 # who is done takes from who has most
-PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+PYTEST := $(BIN)/python -m pytest --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 
 # what `make parity` compares with: TRL beside the transformers that its table of keys is of; what verl imports, for verl asks for an older one
@@ -45,13 +45,13 @@ train: install
 	@$(BIN)/rondel train recipes/quickstart.toml
 
 test: install lint
-	@echo "tests     all, and mypy beside them"
+	@echo "tests     all, and mypy beside them; three workers, for a third of their time is waiting"
 	@$(MAKE) --no-print-directory types & types=$$!; \
-		OMP_NUM_THREADS=1 $(PYTEST) --maxprocesses 2; tests=$$?; wait $$types && exit $$tests
+		OMP_NUM_THREADS=1 $(PYTEST) -n 3; tests=$$?; wait $$types && exit $$tests
 
 check: install lint types
 	@echo "tests     the fast ones"
-	@OMP_NUM_THREADS=1 $(PYTEST) --maxprocesses 4 -m "not slow"
+	@OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 -m "not slow"
 
 parity:
 	@set -e; $(APART); $$pip $(PEERS); $$pip --no-deps verl==0.9.1; \

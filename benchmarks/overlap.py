@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--staleness", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=48, help="of every answer: how much of a step is generation")
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--clock", type=float, default=1.0, help="seconds of each measurement of a core")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
 
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     result["at most"] = (base["generate"] + base["train"]) / max(base["generate"], base["train"])
     for name, halves in ("alone", base), ("beside a busy core", result["split, S = 0, and busy"]):
         result[f"of min(R, T), {name}"] = max(halves["generate"], halves["train"] + halves["sync"]) / stale["seconds"]
-    result["slowed"] = slowed(a.rounds)
+    result["slowed"] = slowed(a.rounds, a.clock)
     report(result, only_json=a.json)
 
 
@@ -115,27 +116,27 @@ while os.getppid() != 1:
 """
 
 
-def slowed(pairs: int) -> dict[str, float]:
+def slowed(pairs: int, seconds: float) -> dict[str, float]:
     """Time on the last core while the first one does the same, over its time alone; the median of so many pairs."""
     first, *_, last = sorted(os.sched_getaffinity(0))
     answers: dict[str, list[float]] = {"registers": [], "memory": []}
     for _ in range(pairs):
         for kind, ratios in answers.items():
-            alone = clocked(kind, last)
+            alone = clocked(kind, last, seconds)
             with subprocess.Popen(
                 [sys.executable, "-c", CLOCKED, kind, str(first), "1e9"], stdout=subprocess.PIPE, text=True
             ) as other:
                 assert other.stdout is not None
                 other.stdout.readline()  # it is under way
-                ratios.append(clocked(kind, last) / alone)
+                ratios.append(clocked(kind, last, seconds) / alone)
                 other.kill()
     return {kind: statistics.median(ratios) for kind, ratios in answers.items()}
 
 
-def clocked(kind: str, core: int) -> float:
+def clocked(kind: str, core: int, seconds: float) -> float:
     return float(
         subprocess.run(
-            [sys.executable, "-c", CLOCKED, kind, str(core), "1"], capture_output=True, text=True
+            [sys.executable, "-c", CLOCKED, kind, str(core), str(seconds)], capture_output=True, text=True
         ).stdout.split()[-1]
     )
 

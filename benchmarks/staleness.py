@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     runs = [(seed, row, s) for seed in range(a.seeds) for row in a.rows.split(",") for s in a.staleness]
     with (
         tempfile.TemporaryDirectory() as scratch,
-        ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool,
+        ProcessPoolExecutor(min(len(runs), len(os.sched_getaffinity(0))), get_context("spawn")) as pool,
     ):
         list(pool.map(begin, *zip(*[(Path(scratch), seed, a.warmup) for seed in range(a.seeds)])))
         results = pool.map(judged, *zip(*[(Path(scratch), *run, a.steps, a.final) for run in runs]))

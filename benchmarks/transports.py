@@ -143,7 +143,7 @@ def measure(kind: str, size: str, updates: int, folder: str) -> dict[str, float]
             (
                 published + seconds,
                 published + seconds - hashed - checked,
-                copy_speed(),
+                copy_speed(total),
                 grown,
                 their_growth,
                 route.bytes,
@@ -163,11 +163,12 @@ def measure(kind: str, size: str, updates: int, folder: str) -> dict[str, float]
     }  # fmt: skip
 
 
-def copy_speed() -> float:
-    """Bytes a second of one copy of 1 GB, best of two."""
+def copy_speed(total: int) -> float:
+    """Bytes a second of one copy of as many bytes as the weights have, 1 GB at most, best of two."""
     import torch
 
-    a, b = torch.ones(1 << 29, dtype=torch.bfloat16), torch.empty(1 << 29, dtype=torch.bfloat16)
+    count = min(total // 2, 1 << 29)
+    a, b = torch.ones(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.bfloat16)
     b.copy_(a)
     best = 0.0
     for _ in range(2):

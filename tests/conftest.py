@@ -14,6 +14,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
+from rondel.system import process_memory
+
+process_memory.LEAST_RESIDENT = 1 << 40  # the heap of a thousand tests is not searched after every step of one
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -34,6 +38,14 @@ def pytest_collection(session):
 
 def pytest_unconfigure():
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _freed_memory():
+    """Once a module instead of once a step: what its tests left free goes back."""
+    yield
+    if (library := process_memory._glibc()) is not None:
+        library.malloc_trim(0)
 
 
 @pytest.fixture(autouse=True)

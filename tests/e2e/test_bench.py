@@ -14,7 +14,7 @@ from kits.runs import run
 
 HERE = Path(__file__).parents[2] / "benchmarks"
 SMALL = {
-    "activations": "--model {model} --tokens 32 --recompute layers --activations device disk --json",
+    "activations": "--model {model} --tokens 32 --recompute layers --activations disk --json",
     "controller": "--rollouts 200 --hours 1",
     "dashboard": "--events 4000 --repeat 1",
     "decode": "--model {model} --running 1,2 --new 4 --rounds 1 --profile 0",
@@ -25,7 +25,7 @@ SMALL = {
     "generate": "--model {model} --groups 1 --group 2 --repeat 1 --work equal",
     "gpu": "--size tiny --running 1,2 --context 8 --new 4 --rounds 1 --prompt 16",
     "mesh": "--meshes pp=2 --families llama --rows grpo --groups 1 --samples 2",
-    "overlap": "--rounds 1 --steps 5 --tokens 4 --hidden 32",
+    "overlap": "--rounds 1 --steps 4 --tokens 4 --hidden 32 --clock 0.05",
     "parity": "--model {model} --prompts 1 --samples 1 --new 4",
     "plan": "--steps 2",
     "prefix": "--model {model} --prompt 16 --completion 4 --group 2 --repeat 1",

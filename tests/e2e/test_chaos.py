@@ -206,7 +206,7 @@ def test_what_keeps_dying_is_an_error_with_its_cause(tmp_path):
 
     def again(event: Event) -> None:
         if isinstance(event, Warned) and "started again" in event.message:
-            threading.Timer(0.3, kill).start()
+            threading.Timer(0.05, kill).start()
 
     def kill() -> None:
         while not (found := children("engine-0")) and not over.is_set():

@@ -39,16 +39,15 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def one():
-    """The gradient of one rank, of a family under its own or other routes."""
+    """The gradient of one rank, of a family under its own or other routes: of a few groups, and of all."""
     known: dict[tuple[str, str], tuple] = {}
 
     def of(kind: str, routes: str):
         if (kind, routes) not in known:
             algo, alone = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02}), Rank(0)
             alone.make(kind, algo=algo, replay_routes=routes != "own")
-            b = batch(awkward_groups(), algo)
-            routed(b, alone, routes)
-            known[kind, routes] = algo, b, alone.gradient(copy.deepcopy(b), algo)
+            few, b = (routed(batch(groups, algo), alone, routes) for groups in (awkward_groups()[3:], awkward_groups()))
+            known[kind, routes] = algo, *((x, alone.gradient(copy.deepcopy(x), algo)) for x in (few, b))
         return known[kind, routes]
 
     return of
@@ -62,9 +61,11 @@ def routed(b, rank: Rank, routes: str):
     return b
 
 
-def same_gradient(every, kind: str, routes: str, algo, b, whole) -> None:
+def same_gradient(every, kind: str, routes: str, algo, few, all_of_them) -> None:
+    """The few in micro-batches of one sample: idle ones and rows of fewer tokens than ranks, too."""
     every.make(kind, algo=algo, replay_routes=routes != "own")
-    for micro_tokens in (2, 10**6):  # idle micro-batches and rows of fewer tokens than ranks, too
+    for (b, whole), micro_tokens in ((few, 2), (all_of_them, 10**6)):
+        assert np.linalg.norm(whole) > 1e-3
         for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
             assert apart(got, whole) <= 1e-6
 
@@ -75,9 +76,7 @@ FEW = [*((WIDE, kind, "own") for kind in KINDS), (WIDE, "mixtral", "starved")]  
 
 @pytest.mark.parametrize(("mesh", "kind", "routes"), [*EACH, *FEW], ids=lambda value: str(value))
 def test_experts_apart_have_the_gradient_of_one_rank(ranks, one, mesh, kind, routes):
-    algo, b, whole = one(kind, routes)
-    assert np.linalg.norm(whole) > 1e-3
-    same_gradient(ranks(mesh), kind, routes, algo, b, whole)
+    same_gradient(ranks(mesh), kind, routes, *one(kind, routes))
 
 
 @pytest.mark.parametrize("mesh", SHARED, ids=str)
@@ -91,13 +90,14 @@ def test_a_mixture_that_looks_has_it_too(ranks):
     algo, alone, every = row("grpo"), Rank(0), ranks(EP)
     b = batch(groups_with_images(looking("qwen3_vl_moe")), algo)
     alone.make("qwen3_vl_moe", algo=algo)
-    same_gradient(every, "qwen3_vl_moe", "own", algo, b, alone.gradient(copy.deepcopy(b), algo))
+    found = b, alone.gradient(copy.deepcopy(b), algo)
+    same_gradient(every, "qwen3_vl_moe", "own", algo, found, found)
 
 
 @pytest.mark.parametrize("mesh", [EP, Mesh(pp=2)], ids=str)
 @pytest.mark.parametrize("recompute", ["mlp", "layers"])
 def test_what_is_computed_again_is_dispatched_again(ranks, one, recompute, mesh):
-    algo, b, whole = one("mixtral", "starved")
+    algo, _, (b, whole) = one("mixtral", "starved")
     every = ranks(mesh)
     every.make("mixtral", algo=algo, replay_routes=True, recompute=recompute)
     for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=40):

@@ -17,9 +17,8 @@ from rondel.core.config.job import Job
 from rondel.runtime.journal.log import read
 
 pytestmark = pytest.mark.slow
-# gspo and reinforce_pp are left to `rondel bench rows`: with one update a step they end here where grpo does, to the digit
-ROWS = ["grpo", "dr_grpo", "dapo", "cispo", "rloo"]
-SEEDS = [0, 1]  # of what follows the start, for grpo; every other row has one of them
+# the others are left to `rondel bench rows`: with one update a step gspo and reinforce_pp end here where grpo does, to the digit
+ROWS = {"grpo": 0, "dapo": 1, "cispo": 0, "rloo": 1}  # -> the seed of what follows the start
 BAND = 0.66, 0.97  # mean reward of steps 16 to 20
 SHORT = {"loop.steps": 20, "loop.warmup.steps": 0, "algo.group_size": 8}
 COMMON = {"run.sinks": [], "place.threads": 1, "run.checkpoint.every": 0, "task.data.holdout": 10, "task.eval.every": 0}
@@ -52,10 +51,8 @@ def start(tmp_path_factory):
     return max((folder / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize(
-    ("seed", "kind"), [*((seed, "grpo") for seed in SEEDS), *((SEEDS[i % 2], kind) for i, kind in enumerate(ROWS[1:]))]
-)
-def test_a_row_learns(tmp_path, start, seed, kind):
+@pytest.mark.parametrize(("kind", "seed"), ROWS.items())
+def test_a_row_learns(tmp_path, start, kind, seed):
     recipe = RECIPE if kind == "grpo" else RECIPE.with_name(f"{kind}.toml")
     curve = learn(tmp_path, SHORT | {"loop.seed": seed, "model.path": str(start)}, recipe)
     begin, end = sum(curve[:5]) / 5, sum(curve[-5:]) / 5
@@ -99,7 +96,7 @@ def test_a_game_of_two_turns_is_learned_from_its_result_alone(tmp_path):
         "task.data.kind": "test_learning:three",
         "engine.sampling.max_tokens": 1,
     }
-    steps = {"loop.warmup.steps": 0, "loop.steps": 120, "loop.groups_per_step": 8, "trainer.lr": 8e-3}
+    steps = {"loop.warmup.steps": 0, "loop.steps": 85, "loop.groups_per_step": 8, "trainer.lr": 8e-3}
     curve = learn(tmp_path, small | task | steps)
     print(f"CURVE game: {curve[0]:.2f} -> {sum(curve[-10:]) / 10:.3f}")
     assert sum(curve[:3]) / 3 < 0.3 and sum(curve[-10:]) / 10 > 0.9

@@ -116,7 +116,7 @@ def one_ray(tmp_path_factory):
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(path or os.getcwd() for path in sys.path))
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True, configure_logging=False)
+        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=True, configure_logging=False)
     yield
     ray.shutdown()
 

@@ -21,6 +21,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any
 
+from kits.nursery import fork_nursery
 from kits.runs import context
 
 Output = int | IO[Any] | None  # PIPE, STDOUT for stderr, an open file, or None: as in subprocess
@@ -146,6 +147,7 @@ def _command(
     for number in (signal.SIGINT, signal.SIGTERM):  # the server ignores the first one
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     sys.argv[:] = [str(script or "rondel"), *words]
+    fork_nursery()
     code: Any = 0
     try:
         if script is None:

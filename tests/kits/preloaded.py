@@ -11,10 +11,18 @@ import importlib
 
 from transformers import conversion_mapping
 
-for name in ("rondel.driver.controller", "rondel.assemble.components", "pyarrow.dataset", "pyarrow.parquet"):
+for name in (
+    "rondel.driver.controller",
+    "rondel.assemble.components",
+    "rondel.assemble.workers",
+    "rondel.assemble.engine_ranks",
+    "pyarrow.dataset",
+    "pyarrow.parquet",
+):
     importlib.import_module(name)
-with contextlib.suppress(ImportError):  # pyarrow imports it where it is there
-    importlib.import_module("pandas")
+for name in ("pandas", "peft"):  # pyarrow imports the one where it is there, an adapter the other
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 with contextlib.suppress(AttributeError):  # of another version
     conversion_mapping.get_checkpoint_conversion_mapping("llama")
 importlib.import_module("kits.runs")

@@ -289,13 +289,13 @@ def apart(a: np.ndarray, b: np.ndarray) -> float:
 def end_alike(
     alone: Rank, every: EveryRank, algo: Any, rollouts: Callable[[int], Any], folder: Path, *, exact: bool
 ) -> list[dict[str, float]]:
-    """Three steps: equal metrics, masters and published weights. Then a checkpoint of the mesh loaded by one rank, one of
+    """Two steps: equal metrics, masters and published weights. Then a checkpoint of the mesh loaded by one rank, one of
     one rank by the mesh, and a step more, for their moments. `exact`: in fp32. -> metrics of one rank's
-    three steps.
+    two steps.
     """
     near, far = (2e-4, 1e-5) if exact else (0.1, 2e-3)
     metrics: list[dict[str, float]] = []
-    for number in range(3):
+    for number in range(2):
         (_, told, *_), theirs = alone.step(rollouts(number), algo), every.step(rollouts(number), algo)
         timed = {k for k in told if k.endswith("_s")} | {"train/packed_tokens", "train/weights_changed"}
         assert theirs[0][0] and theirs[0][1].keys() == told.keys()

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from kits.runs import final, tiny
+from rondel.core.events import Admitted, Event, GroupFinished, StepDone, subscribe
 from rondel.driver import replay
 from rondel.runtime.journal import store
 
@@ -22,7 +23,30 @@ BASE = {
 SPLIT = {"place__kind": "split", "place__cluster": "local"}
 
 
-def delays(seed: int):
+class Straggler:
+    """The first group that is asked for after the supervised steps gets no reward before it is given up."""
+
+    def __init__(self) -> None:
+        self.task, self.ready = "", False
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, StepDone):
+            self.ready = True
+        elif isinstance(event, Admitted) and self.ready and not self.task:
+            self.task = event.task
+        elif isinstance(event, GroupFinished) and event.task == self.task:
+            self.task = "nobody's"
+
+    def wait_in(self, score):
+        async def waiting(trajectory, task):
+            while task.id == self.task:
+                await asyncio.sleep(0.005)
+            return await score(trajectory, task)
+
+        return waiting
+
+
+def delays(seed: int, straggler: Straggler | None = None):
     """Engine and trainer sleep a while before each thing that they do."""
     chance = random.Random(seed)
 
@@ -37,14 +61,20 @@ def delays(seed: int):
         engine, trainer = parts.engine, parts.trainer
         engine.serving.run, trainer.step = slow(engine.serving.run, 0.004), slow(trainer.step, 0.03)
         parts.pool.score = slow(parts.pool.score, 0.02)
+        if straggler:
+            parts.pool.score = straggler.wait_in(parts.pool.score)
 
     return built
 
 
-def record(folder: Path, seed: int, **changes) -> list[dict]:
+def record(folder: Path, seed: int, straggler: Straggler | None = None, **changes) -> list[dict]:
     from rondel.assemble import train
 
-    train(tiny(folder, **{**BASE, **changes}), quiet=True, built=delays(seed))
+    deaf = subscribe(straggler.hear) if straggler else lambda: None
+    try:
+        train(tiny(folder, **{**BASE, **changes}), quiet=True, built=delays(seed, straggler))
+    finally:
+        deaf()
     return [
         row
         for step in store.stored_steps(folder)

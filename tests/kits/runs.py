@@ -13,6 +13,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from kits.nursery import fork_nursery
 from rondel.core.config.job import Job
 from rondel.core.errors import Stopped
 from rondel.core.events import subscribe
@@ -54,6 +55,7 @@ def run_and_die(folder: Path, moment: tuple[str, int], what: signal.Signals = si
 
 
 def _child(folder: Path, moment: tuple[str, int], what: signal.Signals, changes: dict[str, Any]) -> None:
+    fork_nursery()
     kind, n = moment
     seen = 0
 

@@ -7,6 +7,7 @@ First of the trainer, then of the formulas alone. Two ranks are in tests/e2e/tes
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import ClassVar
 
 import numpy as np
@@ -63,10 +64,11 @@ def test_the_gradient_is_the_same_for_any_split(kind, name):
     whole = gradient(t, b, algo)
     assert whole.norm() > 1e-3
     worst = 0.0
-    for micro_tokens in (1, 13, 40, 10**6):
-        for share in (True, False):
+    every = kind == "llama" and name in FEW  # another row or model changes nothing of how they cross
+    for number, (micro_tokens, share) in enumerate(product((1, 13, 40, 10**6), (True, False))):
+        if every or number in (0, 3, 4):
             worst = max(worst, apart(gradient(t, b, algo, micro_tokens=micro_tokens, share=share), whole))
-    for seed, whole_groups in ((0, True), (1, True), (2, False), (3, False)):
+    for seed, whole_groups in ((0, True), (1, True), (2, False), (3, False)) if every else ((0, True), (2, False)):
         worst = max(
             worst, apart(gradient(t, shuffled(b, seed, whole_groups=whole_groups), algo, micro_tokens=25), whole)
         )

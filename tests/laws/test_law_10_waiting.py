@@ -87,14 +87,14 @@ def test_a_rank_that_does_not_come_is_named_with_the_operation(dumping_cluster, 
     made, _ = dumping_cluster
     ranks = [made.spawn(f"trainer-{i}", Rank) for i in range(2)]
     address = ranks[0].now("meet")
-    for joined in [rank.ask("join", i, address, 3.0, mesh) for i, rank in enumerate(ranks)]:
+    for joined in [rank.ask("join", i, address, 2.0, mesh) for i, rank in enumerate(ranks)]:
         joined.result()
     trainer = RemoteTrainer(ranks)
     assert asyncio.run(trainer.total()) == 2.0
     began = time.monotonic()
     with pytest.raises(
         StalledError,
-        match=rf"rank 0 of 2 waits for another one since 3 s, {where}, asked for: total",
+        match=rf"rank 0 of 2 waits for another one since 2 s, {where}, asked for: total",
     ) as told:
         asyncio.run(trainer.total(1))
     assert time.monotonic() - began < 30
@@ -270,8 +270,8 @@ def test_a_stopped_worker_is_named_within_its_deadline(cluster):
 @pytest.mark.slow
 def test_a_deadlock_is_no_life_and_long_work_is(tmp_path):
     """Its pulse goes on, and tells of no progress."""
-    cluster = ProcessCluster(tmp_path, patience=1.5)
-    names = {"hangs": (), "hangs_beside": (), "computes": (4,), "runs": (4,), "nap": (4,)}
+    cluster = ProcessCluster(tmp_path, patience=1.2)
+    names = {"hangs": (), "hangs_beside": (), "computes": (3,), "runs": (3,), "nap": (3,)}
     workers = {name: cluster.spawn(name, Part, 0) for name in names}
     for worker in workers.values():
         worker.now()
@@ -296,4 +296,4 @@ def test_a_deadlock_is_no_life_and_long_work_is(tmp_path):
 def test_a_busy_worker_is_not_a_stopped_one(cluster):
     """Arithmetic that holds the event loop is work, not silence."""
     worker = cluster.spawn("part", time_waster)
-    assert worker.now("burn", 4.0) == "done"
+    assert worker.now("burn", 3.0) == "done"

@@ -53,8 +53,10 @@ def test_no_process_and_no_segment_is_left(tmp_path):
         found = set()
         for pid in filter(str.isdigit, os.listdir("/proc")):
             try:
-                with open(f"/proc/{pid}/cmdline", "rb") as file:
-                    if b"rondel.runtime.cluster." in file.read() and int(pid) != forkserver.forkserver_pid():
+                with open(f"/proc/{pid}/cmdline", "rb") as file, open(f"/proc/{pid}/stat") as stat:
+                    parent = int(stat.read().rpartition(")")[2].split()[1])
+                    worker = b"rondel.runtime.cluster." in file.read() and int(pid) != forkserver.forkserver_pid()
+                    if worker and parent in (1, os.getpid(), forkserver.forkserver_pid()):  # 1: it was left
                         found.add(int(pid))
             except OSError:
                 continue

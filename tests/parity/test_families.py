@@ -52,7 +52,7 @@ def gap(a, b):
 def test_packed_and_paged_equal_the_plain_forward(kind):
     loaded, shared = model(kind), prompt(7, 21)
     e = engine(loaded, prefill_tokens=16)
-    done = asyncio.run(all_of(e, [ask(shared, key=i, n=n) for i, n in enumerate((25, 3, 14, 1))]))
+    done = asyncio.run(all_of(e, [ask(shared, key=i, n=n) for i, n in enumerate((17, 3, 9, 1))]))
     idle(e)
     assert (e.pages.keys.pool_bytes + e.pages.values.pool_bytes) / (e.pages.count + 1) == loaded.cached, (
         "what a page is billed at"
@@ -63,11 +63,11 @@ def test_packed_and_paged_equal_the_plain_forward(kind):
     with torch.no_grad():
         packed, beside = ([row.tolist() for row in packed_logprobs(loaded, shared, tails, who)] for who in (99, 98))
     assert max(gap(a, b) for a, b in zip(packed, beside)) <= 1e-5, "the stranger in front is seen"
-    again = asyncio.run(e.generate(ask(shared, key=0, n=25)))
+    again = asyncio.run(e.generate(ask(shared, key=0, n=17)))
     assert again.cached_tokens >= len(shared) - 1 and again.tokens == tails[0]
     off = gap(again.logprobs, done[0].logprobs)
     # or what fp32 costs the two of a family with large logits; one rounding of a logprob of 8 to 16 is 1e-6
-    assert off <= 1e-5 or off <= 2 * rounding_noise(kind, shared + tails[0], 25) + 1e-6, "a cached prefix answers alike"
+    assert off <= 1e-5 or off <= 2 * rounding_noise(kind, shared + tails[0], 17) + 1e-6, "a cached prefix answers alike"
     worst = max(gap(a, b) for a, b in zip(packed, plain)), max(gap(c.logprobs, b) for c, b in zip(done, plain))
     print(f"GAP {kind}: packed {worst[0]:.1e}, paged {worst[1]:.1e}")
     assert max(worst) <= 1e-4

@@ -128,14 +128,14 @@ def three(n: int = 60):
 
 @pytest.mark.slow
 def test_two_agents_learn_together_from_one_score(tmp_path):
-    """Measured on seeds 0 and 1: 0.02 and 0.03 -> 0.98 and 0.99."""
+    """Measured on seeds 0 and 1: 0.02 -> 0.98 and 0.97."""
     run(
         tmp_path, task__env="test_agents:Relay", task__data={"kind": "test_agents:three"}, loop__warmup__steps=0, loop__steps=60,
-        loop__groups_per_step=15, algo__group_size=12, engine__sampling__max_tokens=1, trainer__lr=1.2e-2, trainer__schedule="linear",
+        loop__groups_per_step=8, algo__group_size=12, engine__sampling__max_tokens=1, trainer__lr=1.4e-2, trainer__schedule="linear",
         run__checkpoint__every=0,
     )  # fmt: skip
     rewards = [sum(e["rewards"]) / len(e["rewards"]) for e in events(tmp_path, "GroupFinished")]
-    first, last = sum(rewards[:30]) / 30, sum(rewards[-150:]) / 150
+    first, last = sum(rewards[:30]) / 30, sum(rewards[-80:]) / 80
     print(f"CURVE relay: {first:.2f} -> {last:.3f}")
     assert first < 0.3 and last > 0.9
     rows = store.read_step(tmp_path, 60)

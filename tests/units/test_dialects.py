@@ -245,12 +245,9 @@ def test_time_grows_with_the_length_alone(form):
     """
 
     def seconds(text: str) -> float:
-        spent = []
-        for _ in range(3):  # a collection of garbage may fall into one
-            began = time.process_time()
-            form.parse_calls(text)
-            spent.append(time.process_time() - began)
-        return min(spent)
+        began = time.process_time()
+        form.parse_calls(text)
+        return time.process_time() - began
 
     opens = [
         "",
@@ -269,4 +266,7 @@ def test_time_grows_with_the_length_alone(form):
             '<|tool_call>call:f{a:<|"|>',
             '{"name": "f", "arguments": {}};',
         ]:
-            assert seconds(head + piece * 16_000) < 0.05 + 200 * seconds(head + piece * 1000), (head, piece)
+            few, many = head + piece * 1000, head + piece * 16_000
+            assert any(  # a collection of garbage may fall into one
+                seconds(many) < 0.05 + 200 * seconds(few) for _ in range(3)
+            ), (head, piece)

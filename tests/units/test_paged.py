@@ -193,7 +193,7 @@ def test_a_recorded_step_reads_only_its_inputs_and_notices_what_has_moved(on_gpu
     Again.made = 0
     graphs = DecodeGraphs(loaded, 4, **({} if DEVICE == "cuda" else {"record": Again}))
     e = engine(loaded, compiled=graphs, max_running=4)
-    requests = [ask(prompt(g, 4), key=g, n=2 + 2 * g) for g in range(3)]
+    requests = [ask(prompt(g, 4), key=g, n=2 + g) for g in range(3)]
     for round_ in range(2):
         for request, got in zip(requests, answers(e, requests), strict=True):
             wanted = plain_logprobs(loaded, [*request.tokens, *got.tokens])[-len(got.tokens) :]

@@ -46,7 +46,7 @@ def test_a_poisoned_answer_earns_nothing_and_changes_nothing(pool, name):
     before = set(pool._hired)
     for form in list(FORMS)[: 2 if name in SLOW else 4]:
         assert scored(pool, POISONS[name], FORMS[form]) == Score(0.0, {"passed": 0.0}), form
-        assert scored(pool, "def f(x): return x * x", FORMS["assert"]).value == 1.0, f"a right one after {form}"
+    assert scored(pool, "def f(x): return x * x", FORMS["assert"]).value == 1.0, "a right one after them"
     assert scored(pool, "def f(x): return x + x + 1", FORMS["assert"]).value == 0.0, "and a wrong one"
     assert pool._hired == before and all(worker.process.poll() is None for worker in before)
 

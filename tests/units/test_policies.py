@@ -85,6 +85,9 @@ def relay(folder: Path, **changes) -> tuple[float, float]:
     return sum(rewards[:30]) / 30, sum(rewards[-50:]) / 50
 
 
+SHORTER = {"loop.steps": 40, "loop.groups_per_step": 6, "trainer.lr": 1.4e-2}
+
+
 @pytest.mark.slow
 def test_a_game_of_two_is_learned_by_both_and_not_by_one(tmp_path, monkeypatch):
     """Beside a listener that stays as it was, the speaker learns its half and no more."""
@@ -92,7 +95,7 @@ def test_a_game_of_two_is_learned_by_both_and_not_by_one(tmp_path, monkeypatch):
     first, last = relay(tmp_path / "both")
     print(f"CURVE game with weights of their own: {first:.2f} -> {last:.3f}")
     assert first < 0.3 and last > 0.9
-    _, last = relay(tmp_path / "half", **{"policies.listener.frozen": True, "loop.steps": 40})
+    _, last = relay(tmp_path / "half", **{"policies.listener.frozen": True, **SHORTER})
     assert 0.4 < last < 0.6
     number = store.stored_steps(tmp_path / "half")[-1]
     rows = store.read_step(tmp_path / "half", number)

@@ -38,7 +38,7 @@ def kept_numbers(t, b, algo) -> int:
 def test_the_gradient_of_every_family_is_the_plain_one(kind):
     algo = row("grpo")
     plain, again = (trainer(copy.deepcopy(family(kind)), recompute=how) for how in ("none", "layers"))
-    b = batch(awkward_groups(), algo)
+    b = batch(awkward_groups()[1:], algo)
     assert apart(gradient(again, b, algo, micro_tokens=60), gradient(plain, b, algo, micro_tokens=60)) <= 1e-6
 
 

@@ -76,18 +76,7 @@ class ForkServer:
         self.waiting: dict[int, ForkedProcess] = {}  # by ticket
         self.living: dict[int, ForkedProcess] = {}  # by process id
         self.tickets = 0
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for end in (self.socket, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ROOM)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "rondel.runtime.cluster.forkserver", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+        self.socket, self.process = start_server()
         threading.Thread(target=self._receive_events, name="nursery", daemon=True).start()
 
     @property
@@ -133,6 +122,28 @@ class ForkServer:
             self.process.wait()
 
 
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """The ends of the controller and of the nursery."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ROOM)
+    return ends
+
+
+def start_server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """A nursery in an interpreter of its own, and the controller's end of what is between them."""
+    ours, theirs = socket_pair()
+    with theirs:
+        return ours, subprocess.Popen(
+            [sys.executable, "-m", "rondel.runtime.cluster.forkserver", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+
 _nursery: ForkServer | None = None
 _guard = threading.Lock()
 
@@ -167,8 +178,9 @@ def _import_path() -> list[str]:
 # -- in the nursery ------------------------------------------------------------------------------
 
 
-def main() -> None:
-    controller, own = os.getppid(), socket.socket(fileno=int(sys.argv[1]))
+def main(number: int) -> None:
+    """`number`: of the descriptor of its end of the socket pair."""
+    controller, own = os.getppid(), socket.socket(fileno=number)
     leave_to_controller()
     heard, told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -241,4 +253,4 @@ def _run_child(pipe: int, log: int, folder: str, path: list[str], environment: d
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -61,7 +61,7 @@ class RayCluster:
             )
             with own_signals():
                 ray.init(
-                    address=address,
+                    address=address or "local",  # without a word Ray would join whatever runs on this machine
                     runtime_env={"env_vars": {"PYTHONPATH": path}},
                     log_to_driver=True,
                     configure_logging=False,
