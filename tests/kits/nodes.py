@@ -82,14 +82,16 @@ class Node:
 
 
 def join(a: Node, b: Node) -> None:
-    """A cable between them."""
+    """A cable between them. Their addresses are on bridges: one whose other end is gone is gone, the machine is not."""
     n = next(_links)
     names = [f"rl{a.init % 100000}x{n}", f"rl{b.init % 100000}y{n}"]
     _ip("link", "add", names[0], "type", "veth", "peer", "name", names[1])
     for node, name in zip((a, b), names):
         _ip("link", "set", name, "netns", str(node.init))
-        node.run("ip", "address", "add", f"{node.address}/24", "dev", name)
-        node.run("ip", "link", "set", name, "up")
+        node.run("ip", "link", "add", "rondel0", "type", "bridge")
+        node.run("ip", "link", "set", name, "master", "rondel0", "up")
+        node.run("ip", "address", "add", f"{node.address}/24", "dev", "rondel0")
+        node.run("ip", "link", "set", "rondel0", "up")
 
 
 @cache
