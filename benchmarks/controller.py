@@ -170,7 +170,7 @@ async def drive(
     """The loop as a run has it."""
     from rondel import loop as house
     from rondel.buffer import Buffer
-    from rondel.driver.phases import per_token
+    from rondel.driver.phases import PerToken
     from rondel.driver.rollouts import GroupRollouts, prepare
 
     groups = max(1, rollouts // (GROUP * (STALENESS + 1)))
@@ -185,7 +185,7 @@ async def drive(
 
     async def milestone(step: int, version: int, batch: Any) -> None:
         with clock.freeze_clock():
-            await stored.annotate_rollouts(step, advantages=per_token(batch, "advantages"))
+            await stored.annotate_rollouts(step, advantages=PerToken(batch, "advantages"))
         if step % 10 == 0:  # what a checkpoint keeps of a buffer
             json.dumps(buffer.state_dict(version))
 

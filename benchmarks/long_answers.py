@@ -4,9 +4,12 @@ train nothing; the real rollouts, buffer, router, store, batch and checkpoint be
 rondel bench long_answers --tokens 1000000 --samples 4 --steps 3
 
 `longest_pass_ms`  how long anything that is ready waited for its turn on the event loop, without the time in which the
-                   machine was busy elsewhere; `where` is what the loop was at
-`peak_mb`          resident memory of this process above what it had before the first request; `arrays_mb` is what
-                   the trajectories of a step hold in their columns (17 bytes a token), text beside them
+                   machine was busy elsewhere; `where` is what the loop was at. A thread that holds the interpreter
+                   while others have its core counts, so on a busy machine see `longest_work_ms`, too: what the
+                   loop itself computed in a pass
+`peak_mb`          resident memory of this process above what it had before the first request
+`arrays_mb`        what a step consists of, counted where it is: the trajectories' columns (`columns_mb`, 17 bytes a
+                   token), their texts, and the arrays of the batch that is trained
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ import asyncio
 import gc
 import importlib
 import json
+import os
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from _work import report
@@ -73,18 +78,22 @@ class Watch:
 
     def __init__(self) -> None:
         self.longest, self.where, self.peak, self.beat = 0.0, "", 0.0, time.perf_counter()
-        self.loop, self.queue = threading.get_ident(), Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self.work, self.worked = 0.0, time.thread_time()
+        self.loop = threading.get_ident()
+        # kept open: each call that lets other threads run may cost a turn of the interpreter
+        self.queue = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
         self.waited, self.over = self._in_queue(), threading.Event()
         self.base = rss()
 
     def _in_queue(self) -> float:
-        return int(self.queue.read_text().split()[1]) / 1e9
+        return int(os.pread(self.queue, 100, 0).split()[1]) / 1e9
 
     async def pulse(self) -> None:
         while True:
-            now, waited = time.perf_counter(), self._in_queue()
+            now, waited, worked = time.perf_counter(), self._in_queue(), time.thread_time()
             self.longest = max(self.longest, now - self.beat - (waited - self.waited))
-            self.beat, self.waited = now, waited
+            self.work = max(self.work, worked - self.worked)
+            self.beat, self.waited, self.worked = now, waited, worked
             await asyncio.sleep(0)
 
     def look(self) -> None:
@@ -113,9 +122,11 @@ def measure(tokens: int, samples: int, steps: int, ranks: int) -> dict[str, Any]
     from rondel.core.events import subscribe
     from rondel.generate.engine.router import EngineRouter
     from rondel.runtime.cluster.process import ProcessCluster
+    from rondel.runtime.devices import prepare_controller
     from rondel.runtime.journal.store import RolloutStore
     from rondel.system.process_memory import release_freed_memory
 
+    prepare_controller()
     warmup, (parts, tasks) = made(8, 512), made(8, 512)
     parts.model_info.max_context, parts.sampling = tokens + 512, replace(parts.sampling, max_tokens=tokens)
     cluster = ProcessCluster()
@@ -130,7 +141,8 @@ def measure(tokens: int, samples: int, steps: int, ranks: int) -> dict[str, Any]
         end = subscribe(stored.write)
         trainer = RemoteTrainer(workers)
         warmup[0].engine = EngineRouter({"engine-0": engine}, max_inflight=samples)
-        asyncio.run(drive(*warmup, samples, 1, trainer, stored, Watch()))  # imports are not what is measured
+        held = Held()
+        asyncio.run(drive(*warmup, samples, 1, trainer, stored, Watch(), held))  # imports are not what is measured
         engine.now("allow", tokens)
         gc.collect()
         release_freed_memory()
@@ -138,27 +150,51 @@ def measure(tokens: int, samples: int, steps: int, ranks: int) -> dict[str, Any]
         threading.Thread(target=watch.look, daemon=True).start()
         began = time.perf_counter()
         try:
-            trained = asyncio.run(drive(parts, tasks, samples, steps, trainer, stored, watch))
+            trained = asyncio.run(drive(parts, tasks, samples, steps, trainer, stored, watch, held))
         finally:
             watch.over.set()
             end()
             stored.close()
             cluster.close()
-    arrays = samples * (tokens * 17) / 2**20
     return {
         "tokens": tokens, "samples": samples, "steps": steps, "ranks": ranks, "trained": trained,
         "seconds": round(time.perf_counter() - began, 1), "longest_pass_ms": round(1e3 * watch.longest, 1),
-        "where": watch.where, "peak_mb": round(watch.peak, 1), "arrays_mb": round(arrays, 1),
-        "peak_to_arrays": round(watch.peak / arrays, 2),
+        "longest_work_ms": round(1e3 * watch.work, 1), "where": watch.where, "peak_mb": round(watch.peak, 1), "columns_mb": round(held.columns / 2**20, 1),
+        "arrays_mb": round(held.arrays / 2**20, 1), "peak_to_arrays": round(watch.peak * 2**20 / held.arrays, 2),
     }  # fmt: skip
 
 
-async def drive(parts: Any, tasks: Any, samples: int, steps: int, trainer: Any, stored: Any, watch: Watch) -> int:
+class Held:
+    """Bytes of the largest step: of its trajectories' columns, and of all its arrays and texts."""
+
+    def __init__(self) -> None:
+        self.columns = self.arrays = 0
+
+    def count(self, groups: list[Any], batch: Any) -> None:
+        each = [t for group in groups for t in group.trajectories]
+        columns = sum(17 * len(t.tokens) for t in each)
+        texts = sum(sys.getsizeof(t.text) for t in each)
+        arrays = sum(s.tokens.nbytes + s.trainable.nbytes + _bytes_of(s.known) for s in batch.samples)
+        if columns > self.columns:
+            self.columns, self.arrays = columns, columns + texts + arrays
+
+
+def _bytes_of(known: Any) -> int:
+    import torch
+
+    tensors = [value for f in fields(known) if isinstance(value := getattr(known, f.name), torch.Tensor)]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+async def drive(
+    parts: Any, tasks: Any, samples: int, steps: int, trainer: Any, stored: Any, watch: Watch, held: Held
+) -> int:
     """The loop as a run has it, with a checkpoint's state after every step."""
     from rondel import loop as house
     from rondel.buffer import Buffer
+    from rondel.core.events import GroupsTaken, subscribe
     from rondel.core.types import KEEP
-    from rondel.driver.phases import per_token
+    from rondel.driver.phases import PerToken
     from rondel.driver.rollouts import GroupRollouts, prepare
     from rondel.runtime.devices import SplitDevices
 
@@ -170,15 +206,29 @@ async def drive(parts: Any, tasks: Any, samples: int, steps: int, trainer: Any, 
         return buffer.version + 1
 
     async def milestone(step: int, version: int, batch: Any) -> None:
-        await stored.annotate_rollouts(step, advantages=per_token(batch, "advantages"))
+        await stored.annotate_rollouts(step, advantages=PerToken(batch, "advantages"))
         json.dumps(buffer.state_dict(version))
 
+    def taken(event: Any) -> None:
+        if isinstance(event, GroupsTaken):
+            groups[:] = event.groups
+
+    async def counted_step(batch: Any, algo: Any) -> Any:
+        stats = await trainer.step(batch, algo)
+        held.count(groups, batch)
+        groups.clear()
+        return stats
+
+    groups: list[Any] = []
+    end = subscribe(taken)
     await house.run(
         tasks, buffer, attempt=work.generate_group, score=work.score, judge=parts.judge, prepare=prepare,
-        trainer=trainer, engine=parts.engine, devices=SplitDevices(), sync=sync, algo=None,
+        trainer=SimpleNamespace(step=counted_step), engine=parts.engine, devices=SplitDevices(), sync=sync, algo=None,
         steps=range(1, steps + 1), milestone=milestone,
     )  # fmt: skip
     pulse.cancel()
+    end()
+    await stored.wait_until_written()
     return int(buffer.counts.trained)
 
 

@@ -1,7 +1,7 @@
 """The import rule of docs/design.md: down, never sideways between stages, never in a
 circle; and who must start without torch.
 
-core system text  ->  algos planner importing  ->  models, the strangers  ->  loop driver checks
+core system text  ->  algos formats planner importing  ->  models, the strangers  ->  loop driver checks
                   simulate assemble  ->  cli dashboard
 0                     1                           2                          3                                      4
 """
@@ -20,7 +20,7 @@ import pytest
 SRC = Path(__file__).parent.parent / "src" / "rondel"
 LAYERS = (
     {"core", "system", "text"},
-    {"algos", "planner", "importing"},
+    {"algos", "formats", "planner", "importing"},
     {"models", "generate", "score", "filter", "train", "sync", "runtime", "buffer"},
     {"loop", "driver", "checks", "simulate", "assemble"},
     {"cli", "dashboard"},

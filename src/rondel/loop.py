@@ -35,6 +35,7 @@ async def run_rollout_lane(
         if verdict.failed:
             buffer.counts.details[verdict.reason] = verdict.detail
         await (buffer.put(slot, group) if verdict.keep else buffer.drop(slot, verdict.reason, failed=verdict.failed))
+        del group  # its tokens may be many, and the next wait is long
 
 
 async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: Iterable[int], milestone) -> None:
@@ -59,6 +60,7 @@ async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: It
         buffer.settle_groups(failed="" if stats.stepped else stats.note.partition(":")[0])
         emit(StepDone(step, version, stats.metrics, clock.finish_step(), buffer.ledger(), stats.note))
         await milestone(step, version, batch)  # evaluate and checkpoint at a version, before anything new is admitted
+        del groups, batch  # as above
         clock.record_phase("milestone")  # counted with the step that follows
         await buffer.advance(version)  # room appears, the feed wakes
 

@@ -1,4 +1,6 @@
-"""Ranks read their shards from the checkpoint, a layer at a time: the same bits as loading whole, in the memory of a share."""
+"""Ranks read their shards from a checkpoint, a layer at a time, and write theirs into one: the same bits as of one rank, in
+the memory of a share.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,20 @@ import copy
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kits.families import model as family
 from kits.ranks import Rank, apart
 from kits.train import awkward_groups, batch, model, row
+from rondel.core.errors import CheckpointError
 from rondel.core.mesh import Mesh
 from rondel.models.deferred_weights import DeferredWeights
 from rondel.models.load import load_model
 from rondel.models.save import save_model
 
 pytestmark = pytest.mark.slow
+NOTES = 40 << 10  # bytes of a random state, and of what ranks tell each other of some twenty tensors
+FILES = ("model.safetensors", "optimizer.safetensors", "critic.safetensors")
 KINDS = ("llama", "gemma2", "mixtral", "qwen3_5_text", "gpt_oss", "deepseek_v3")
 
 
@@ -51,7 +57,7 @@ def test_what_is_read_later_is_what_is_loaded_whole(stored, kind, dtype):
 
 
 def test_a_model_that_is_stored_otherwise_is_loaded_whole(stored, tmp_path):
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     folder = tmp_path / "renamed"
     folder.mkdir()
@@ -107,3 +113,77 @@ def test_the_reader_names_what_is_missing(stored, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(Exception, match="holds no tensor"):
         DeferredWeights(str(tmp_path / "empty"), loaded.model, torch.device("cpu"))
+
+
+# -- checkpoints of a run ------------------------------------------------------------------------------
+
+
+def equal_files(ours, theirs) -> bool:
+    """The same tensors and settings; random states are each rank's own."""
+    names = {f.name for f in ours.iterdir()}
+    assert names == {f.name for f in theirs.iterdir()}
+    for file in names & set(FILES):
+        a, b = load_file(ours / file), load_file(theirs / file)
+        assert a.keys() == b.keys() and all(a[k].dtype == b[k].dtype for k in a), file
+        assert all(torch.equal(a[k], b[k]) for k in a.keys() - {"rng"}), file
+    return (ours / "config.json").read_bytes() == (theirs / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "dtype"),
+    [
+        (Mesh(shards=2, tp=2), "tied", "bfloat16"),
+        (Mesh(shards=2, ep=2), "mixtral", "float32"),
+        (Mesh(pp=2), "tied", "float32"),
+        (Mesh(shards=2), "gpt_oss", "float32"),
+        (Mesh(shards=2), "qwen3_5_text", "bfloat16"),
+    ],
+    ids=str,
+)
+def test_ranks_write_the_files_that_one_rank_would(ranks, tmp_path, mesh, kind, dtype):
+    """A critic beside the policy; experts that a family stores one by one, or interleaved; buffers. One rank that reads
+    them writes the same files, and so do ranks of several machines, whose first one writes."""
+    algo, alone, every = row("ppo"), Rank(0), ranks(mesh)
+    alone.make(kind, dtype, algo)
+    every.make(kind, dtype, algo)
+    every.step(batch(awkward_groups(0), algo), algo)
+    every.logprobs([1, 2, 3, 4])  # a pass that leaves embedding and head gathered
+    every.save(tmp_path / "parts")
+    alone.load(tmp_path / "parts")
+    alone.save(tmp_path / "one")
+    assert equal_files(tmp_path / "parts", tmp_path / "one")
+    for number, rank in enumerate(every.ranks):
+        rank.now("move_to", f"node-{number}")
+    every.save(tmp_path / "far")
+    for rank in every.ranks:
+        rank.now("move_to", "here")
+    assert equal_files(tmp_path / "far", tmp_path / "one")
+    every.load(tmp_path / "far")
+
+
+def test_a_rank_saves_and_loads_with_its_share_and_the_largest_tensor(ranks, tmp_path):
+    """Bytes that saving makes beside what is held, and that loading makes in all, counted at every operation."""
+    algo = row("grpo")
+    for mesh in (Mesh(shards=2), Mesh(shards=4)):
+        every = ranks(mesh)
+        every.make("llama", "bfloat16", algo)
+        every.step(batch(awkward_groups(0), algo), algo)
+        told = every.save_counted(tmp_path / str(mesh.world))
+        stored = load_file(tmp_path / str(mesh.world) / "optimizer.safetensors").values()
+        largest, whole = max(t.nbytes for t in stored), sum(t.nbytes for t in stored)
+        for (held, made), loaded in zip(told, every.restore_counted(tmp_path / str(mesh.world)), strict=True):
+            assert made <= largest + NOTES < whole / 4
+            assert loaded <= held + largest + NOTES
+
+
+def test_a_full_disk_of_one_rank_is_everyones(ranks, tmp_path):
+    """None goes on alone, and the next checkpoint is whole."""
+    every = ranks(Mesh(shards=2))
+    every.make("llama")
+    every.ranks[1].now("fill_disk")
+    asked = [rank.ask("save", tmp_path / "a") for rank in every.ranks]
+    for answer in asked:
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            answer.result(60)
+    every.save(tmp_path / "b")
+    every.load(tmp_path / "b")

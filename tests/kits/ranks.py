@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from rondel.runtime.cluster.process import ProcessCluster
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.transfer_plan import plan_transfer
+from rondel.train import part_checkpoint, part_file
 from rondel.train.advantages import compute_advantages
 from rondel.train.critic import Critic
 from rondel.train.fsdp import FsdpRank
@@ -176,6 +178,32 @@ class Rank:
 
     def load(self, path) -> None:
         _now(self.trainer.load(path))
+
+    def save_counted(self, path: Path) -> tuple[int, int]:
+        """-> bytes of weights, masters and moments here, and the most bytes of tensors that saving made beside them."""
+        with AliveBytes() as counted:
+            self.save(path)
+        held = [*self.trainer.weights.masters, *self.trainer.weights.state_tensors()["moments"]]
+        return sum(t.nbytes for t in held), counted.most
+
+    def restore_counted(self, path: Path) -> int:
+        """-> the most bytes of tensors that loading a checkpoint made, what stays included."""
+        with AliveBytes() as counted:
+            self.load(path)
+        return counted.most
+
+    def move_to(self, node: str) -> None:
+        """As if this rank were on another machine."""
+        part_checkpoint.platform = SimpleNamespace(node=lambda: node)
+
+    def fill_disk(self) -> None:
+        """What this rank writes next finds no room."""
+
+        def full(*args):
+            part_file._write_box = write
+            raise OSError(28, "No space left on device")
+
+        write, part_file._write_box = part_file._write_box, full
 
     def published(self) -> tuple[tuple[str, str], dict[str, str]] | None:
         if (told := _now(self.trainer.publish(Route("tensor")))) is None:

@@ -401,7 +401,7 @@ def test_groups_that_were_given_up_are_given_up_again(tmp_path, late):
     """What is late depends on the clock, and so do the numbers, the tasks and the noise of all
     that is asked instead.
     """
-    changes = {"loop__oversample": 3, "loop__late": late, **SPLIT}
+    changes = {"loop__oversample": {"groups": 3, "late": late}, **SPLIT}
     folder = tmp_path / "run"
     record(folder, 2, Straggler(), **changes)
     assert any(e["reason"] == "late" for e in events(folder, "GroupFinished"))

@@ -114,7 +114,7 @@ def torch_has_no_family(kind: str) -> bool:
 
 IDLE = {  # set, and read by nothing in a run like this one; or refused because of another key
     "place.patience": ({"place__patience": 5.0}, "place.patience"),
-    "loop.late": ({"loop__late": "retry"}, "late"),
+    "loop.oversample.late": ({"loop__oversample__late": "retry"}, "late"),
     "policies.critic": ({"policies__critic": {}}, "policies.critic"),
     "task.eval.every": ({"task__data__holdout": 0, "task__eval__every": 3}, "task.eval.every"),
     "engine.speculative.k": ({"engine__speculative__k": 2}, "k has no effect"),

@@ -127,8 +127,7 @@ def test_nothing_is_said_where_who_is_late_earns_the_same():
 def test_an_oversampled_run_resumes(tmp_path, retry):
     changes = {
         **LONG,
-        "loop__oversample": 3,
-        "loop__late": retry,
+        "loop__oversample": {"groups": 3, "late": retry},
         "loop__max_staleness": 1,
         "run__checkpoint__every": 2,
     }
@@ -203,7 +202,7 @@ def test_the_histogram_of_lag_is_that_of_the_stored_rollouts(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"loop__late": "retry"}, "late"),
+        ({"loop__oversample": {"late": "retry"}}, "late"),
         ({"loop__oversample": 2, "loop__window": 1}, "window"),
         ({"loop__oversample": 2, "loop__in_flight": "drain"}, "drain"),
     ],

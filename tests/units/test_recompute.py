@@ -98,5 +98,5 @@ def test_the_plan_counts_what_is_kept():
     everything = shape.activation_bytes(2)
     layers, mlp = (kept_bytes(shape, 2, everything, parts) for parts in ("layers", "mlp"))
     assert kept_bytes(shape, 2, everything, "none") == everything
-    assert layers == 2 * shape.layers * shape.hidden + everything / shape.layers
+    assert layers == 4 * shape.layers * shape.hidden + everything / shape.layers  # the residual stream is fp32
     assert layers < mlp < 0.6 * everything

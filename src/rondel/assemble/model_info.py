@@ -22,6 +22,7 @@ class ModelInfo:
     sight: ImageProcessorConfig | None  # how it looks at pictures
     parameters: int
     dtype: torch.dtype
+    fp32_stream: bool = False  # its residual stream, where it computes in 16 bits
 
     @property
     def weight_bytes(self) -> int:
@@ -37,4 +38,5 @@ class ModelInfo:
             loaded.sight,
             loaded.parameter_count,
             loaded.dtype,
+            loaded.fp32_stream,
         )

@@ -37,6 +37,7 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     _check_critic(job, rows.main)
     _check_teacher(job, rows, sampling)
     _check_policies(job, rows)
+    _check_format(job)
     for row in rows.all_rows:
         _check_baseline(job, row)
         _check_reference(job, row)
@@ -77,6 +78,27 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             "a draft learns only where trainer and engine share a module. "
             'Set engine.speculative.lr = 0, which keeps the draft as it is, or use place.kind = "shared" with one rank'
         )
+
+
+def _check_format(job: Job) -> None:
+    """Where a number format of the weights is not carried yet."""
+    if job.model.format == "none":
+        return
+    odd = {
+        f'model.adapter.kind = "{job.model.adapter.kind}", whose base is not trained': job.model.adapter.kind != "off",
+        "trainer ranks (place.ranks, place.mesh), whose shards cut blocks": job.place.mesh.to_mesh(
+            job.place.ranks
+        ).world
+        > 1,
+        "an engine of several processes (place.engines), whose parts cut blocks": job.place.engine_processes > 1,
+        f'engine.kind = "{job.engine.kind}", which rounds by rules of its own': job.engine.kind != "builtin",
+    }
+    for what, found in odd.items():
+        if found:
+            raise ConfigError(
+                f'model.format = "{job.model.format}" with {what}: the two sides would compute with different weights. '
+                "Leave one of them out"
+            )
 
 
 def refuse_idle_evaluation(job: Job, held_out: list[Task]) -> None:
@@ -243,7 +265,7 @@ def _check_foreign(job: Job, sampling: Sampling) -> None:
         ),
         (job.model.adapter.kind == "off", "reads whole weights, and only the adapter would travel: drop model.adapter"),
         (
-            e.numerics == "fast",
+            e.numerics != "aligned",
             'does not compute as the trainer does, bit by bit: numerics = "aligned" is for the built-in engine',
         ),
         (

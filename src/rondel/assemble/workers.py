@@ -23,6 +23,7 @@ from rondel.core.errors import ConfigError
 from rondel.core.media import ImageProcessorConfig
 from rondel.core.protocols import MemoryClaim, Transport
 from rondel.core.types import Sampling, StepStats
+from rondel.formats import format_of
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
@@ -33,7 +34,9 @@ from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.rendezvous import Rendezvous
+from rondel.models.rounded_weights import forget_whole
 from rondel.models.vocabulary import same_words
+from rondel.models.weight_formats import apply_format
 from rondel.planner import resolve as planner
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import Device
@@ -175,6 +178,7 @@ class EngineHost:
         self.ranks = None if ranks is None else ranks(transports)
         if self.ranks is None:
             self.loaded = self.device.call(policy_of, job, self.device.name)
+            forget_whole(self.loaded.model)  # nothing is trained here
         else:
             self.loaded = self.ranks.load(job.model.path, job.model.dtype, self.device)
 
@@ -361,7 +365,7 @@ def collective_patience(job: Job) -> float:
 
 
 def policy_of(job: Job, device: str, *, deferred: bool = False) -> LoadedModel:
-    """As the recipe wants it: adapted, aligned. `deferred`: for a rank that will hold shards of it."""
+    """As the recipe wants it: adapted, aligned or rounded. `deferred`: for a rank that will hold shards of it."""
     wanted = job.model.adapter
     loaded = load_model(
         job.model.path,
@@ -376,8 +380,12 @@ def policy_of(job: Job, device: str, *, deferred: bool = False) -> LoadedModel:
     if wanted.kind != "off":
         nf4.refuse_other(loaded.model, loaded.name, wanted=wanted.kind == "qlora")
         adapters.add_adapter(loaded, rank=wanted.rank, alpha=wanted.alpha, targets=wanted.targets, seed=job.loop.seed)
+    if job.model.format != "none":
+        apply_format(loaded.model, format_of(job.model.format))
     if job.engine.numerics == "aligned":
         align_numerics(loaded)
+    if job.engine.numerics == "rounded":
+        loaded.round_sums()
     return loaded
 
 
@@ -465,7 +473,12 @@ def speculation_fact(job: Job, draft: DraftModel | None) -> str:
 
 
 def mismatch_bound(job: Job, loaded: LoadedModel | ModelInfo) -> float:
-    return bound_of(loaded.dtype, mixture=bool(loaded.routers), foreign=job.engine.kind != "builtin")
+    return bound_of(
+        loaded.dtype,
+        mixture=bool(loaded.routers),
+        foreign=job.engine.kind != "builtin",
+        rounded=not loaded.fp32_stream,
+    )
 
 
 def settings_of(

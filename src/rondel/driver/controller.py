@@ -26,7 +26,7 @@ from rondel.core.events import Broke, Resumed, RunStarted, Warned, drop_on_failu
 from rondel.core.schedule_gate import ScheduleGate
 from rondel.driver.phases import RunPhases
 from rondel.runtime.cluster import torchrun
-from rondel.runtime.devices import pick_device, prepare_process
+from rondel.runtime.devices import pick_device, prepare_controller, prepare_process
 from rondel.runtime.journal import store
 from rondel.runtime.journal.log import FILE, Journal, read
 from rondel.runtime.journal.schedule import FILE as SCHEDULE
@@ -57,7 +57,7 @@ def train(
     """Run the recipe, or continue its folder. -> the run card. `built` sees the parts
     before the first step; a schedule is followed.
     """
-    prepare_process()
+    prepare_controller() if job.place.cluster == "process" or job.place.on_ray else prepare_process()
     job, why = with_steps(job)
     if job.place.cluster == "torchrun" and torchrun.rank_and_size()[0]:
         follow_leader(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +73,8 @@ class PhasePlan:
             groups_per_step=loop.groups_per_step,
             max_staleness=loop.max_staleness,
             window=None if loop.window == "auto" else loop.window,
-            oversample=loop.oversample,
-            retry=loop.late == "retry",
+            oversample=loop.oversample.groups,
+            retry=loop.oversample.late == "retry",
             max_refills=loop.max_refills,
             patience=job.task.reward_calls.patience,
             checkpoint_every=job.run.checkpoint.every,
@@ -317,7 +317,7 @@ class RunPhases:
         """Store what training learned of the rollouts; evaluate; checkpoint."""
         plan, last = self.plan, self.total
         await self.rollouts.annotate_rollouts(
-            step, trainer_logprobs=per_token(batch, "trained"), advantages=per_token(batch, "advantages")
+            step, trainer_logprobs=PerToken(batch, "trained"), advantages=PerToken(batch, "advantages")
         )
         self.done = (
             step,
@@ -367,16 +367,29 @@ def in_time(attempt: Attempt, judge: Judge, buffer: Buffer) -> tuple[Attempt, Ju
     ), lambda group: judge(group) if group.trajectories else Verdict(False, LATE)
 
 
-def per_token(batch: TrainBatch, name: str) -> dict[tuple[int, int], np.ndarray]:
-    """One field of TokenBatch for every trained token, laid out over the whole stream;
-    nothing of what nobody credited: a frozen policy's.
+class PerToken(Mapping[tuple[int, int], np.ndarray]):
+    """One field of TokenBatch for every trained token, laid out over the whole stream: (group, sample) -> [T], made when
+    it is asked for. Nothing of what nobody credited: a frozen policy's.
     """
-    out = {}
-    for sample in batch.samples:
-        if sample.known.advantages is None:
-            continue
-        told = getattr(sample.known, name)
-        values = np.zeros(len(sample.tokens), np.float32)
-        values[sample.trainable] = np.nan if told is None else np.asarray(told)
-        out[(sample.group, sample.index)] = values
-    return out
+
+    def __init__(self, batch: TrainBatch, name: str) -> None:
+        self._known = {
+            (s.group, s.index): (len(s.tokens), s.trainable, getattr(s.known, name))
+            for s in batch.samples
+            if s.known.advantages is not None
+        }
+
+    def __getitem__(self, key: tuple[int, int]) -> np.ndarray:
+        tokens, trainable, told = self._known[key]
+        values = np.zeros(tokens, np.float32)
+        values[trainable] = np.nan if told is None else np.asarray(told)
+        return values
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._known
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)

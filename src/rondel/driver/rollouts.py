@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
     from rondel.assemble.run_components import Components
 
-TURN = 1 << 18  # tokens of a batch after which others have their turn on the event loop
+TURN = 1 << 17  # tokens of a batch after which others have their turn on the event loop
 
 
 @dataclass
@@ -215,12 +215,16 @@ async def prepare(groups: list[Group]) -> TrainBatch:
 
 
 async def _batch_in_turns(groups: Iterable[Group]) -> TrainBatch:
-    """`batch_of`, in passes of the event loop that are short however long the answers are."""
+    """`batch_of`, in passes of the event loop that are short however long the answers are: long ones beside it."""
     samples: list[TrainSample] = []
     tokens = 0
-    for sample in train_samples(groups):
-        samples.append(sample)
-        if (tokens := tokens + len(sample.tokens)) > TURN:
+    for group in groups:
+        more = sum(len(trajectory.tokens) for trajectory in group.trajectories)
+        if more > TURN:
+            samples += await asyncio.to_thread(list, train_samples([group]))
+            continue
+        samples += train_samples([group])
+        if (tokens := tokens + more) > TURN:
             await asyncio.sleep(0)
             tokens = 0
     return TrainBatch(samples)

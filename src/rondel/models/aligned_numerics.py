@@ -3,7 +3,7 @@ chunking and cache state, and in the trainer.
 
 What must not depend on the batch is the order of every sum:
 
-    linear layers      models/linear.py: oneDNN's rows do not depend on each other
+    linear layers      models/linear.py: oneDNN's rows do not depend on each other (bf16: in blocks of 64)
     norms, activations row by row, in torch as they are
     attention          here: each query over its context from the first token on, in blocks of BLOCK
                        keys; scores and weighted values are one small product a block, blocks are
@@ -210,6 +210,7 @@ def align_numerics(loaded: LoadedModel) -> None:
             f"into chunks; use numerics = 'fast'"
         )
     loaded.aligned, loaded.align = True, aligned_layout
+    loaded.head.aligned = True
     with loaded.randomized_adapter():
         check_invariance(loaded)
 
@@ -222,7 +223,8 @@ def check_invariance(loaded: LoadedModel) -> None:
     generator = torch.Generator().manual_seed(7)
     rows = [torch.randint(0, len(loaded.head.weight), (n,), generator=generator) for n in (2, 3, 17, 64, 70)]
     alone = [_packed_logprobs(loaded, [row])[0] for row in rows]
-    for order in ([0, 1, 2, 3, 4], [4, 2, 0], [3, 3, 1, 4, 4, 2], [1] * 11 + [2]):
+    # the last one has as many tokens as a large micro-batch, for which kernels may change once more
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0], [3, 3, 1, 4, 4, 2], [1] * 11 + [2], [3, 4] * 8):
         for i, got in zip(order, _packed_logprobs(loaded, [rows[i] for i in order])):
             if not torch.equal(got, alone[i]):
                 raise ConfigError(

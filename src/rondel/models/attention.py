@@ -97,7 +97,8 @@ def rondel_attention(
     if (by_position := kwargs.get("query_scale")) is not None:
         query = (query * by_position).to(query.dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    # rotated in fp32 where the residual stream is; cached and multiplied in the dtype of the products
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     if (own := getattr(module, "own_key_heads", None)) is not None:  # of this tensor-parallel rank's queries
         k, v = k[:, own], v[:, own]
     layer = kwargs.get("cache_layer", module.layer_idx)  # where a module runs several times

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rondel.models.linear import PackedLinear, product
+from rondel.models.linear import PackedLinear, as_factor, equal_blocks, fp32_product, product
 from rondel.models.vocabulary_part import VocabularyPart
 
 
@@ -29,6 +30,8 @@ class LMHead:
     softcap: float | None = None
     stack: PackedLinear = field(default_factory=PackedLinear, repr=False)
     part: VocabularyPart | None = None  # of the rows, where others have the rest
+    aligned: bool = False  # a row's logits have the same bits in every batch (models/aligned_numerics.py)
+    rounded: bool = False  # to the dtype of the weight before they become fp32 (models/fp32_sums.py)
 
     @classmethod
     def from_model(cls, model: Any) -> LMHead:
@@ -41,14 +44,22 @@ class LMHead:
         elif getattr(config, "lm_head_multiplier", None):  # and falcon_h1
             scale = config.lm_head_multiplier
         caps = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap"))
-        return cls(linear.weight, getattr(linear, "bias", None), scale, next(filter(None, caps), None))
+        bias, softcap = getattr(linear, "bias", None), next(filter(None, caps), None)
+        return cls(linear.weight, bias, scale, softcap, rounded=getattr(model, "rounded_logits", False))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[C, D] -> [C, V] in fp32; of this rank's part of the vocabulary where it is cut."""
-        if self.stack.can_pack(hidden, [self.weight], [] if self.bias is None else [self.bias]):
-            out = self.stack(hidden)[0].float()
-        else:
-            out = product(hidden, self.weight, self.bias).float()
+        """[C, D] -> [C, V] in fp32, never rounded on the way unless `rounded`; of this rank's part of the vocabulary
+        where it is cut.
+        """
+        with equal_blocks(self.weight.dtype) if self.aligned else nullcontext():
+            out = self._multiply(as_factor(hidden, self.weight))
         if self.scale != 1.0:
             out = out * self.scale
         return out if self.softcap is None else self.softcap * torch.tanh(out / self.softcap)
+
+    def _multiply(self, hidden: Tensor) -> Tensor:
+        if self.stack.can_pack(hidden, [self.weight], [] if self.bias is None else [self.bias]):
+            return self.stack(hidden)[0].float() if self.rounded else self.stack.fp32_product(hidden)
+        if self.rounded:
+            return product(hidden, self.weight, self.bias).float()
+        return fp32_product(hidden, self.weight, self.bias)

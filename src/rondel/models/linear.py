@@ -34,16 +34,20 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rondel.models.main_grad import Stamp, main_grad, stamp_of
-from rondel.models.processor import is_widened, knows_mkl
+from rondel.models.processor import HALVES, is_widened, knows_mkl
 from rondel.models.torch_library import LIBRARY
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 ROWS = 8192  # of a vocabulary's gradient that are computed at a time: 19 MB at D = 576
+BLOCK = 64  # rows of each product under `equal_blocks`
 SPARE = 4  # packing doubles the memory of the weights: only where so many times as much is available
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., I] @ weight [O, I]^T + bias [O] -> [..., O], differentiable."""
+    """x [..., I] @ weight [O, I]^T + bias [O] -> [..., O], differentiable; in the dtype of the weight where that has 16
+    bits (models/fp32_sums.py).
+    """
+    x = as_factor(x, weight)
     if is_tracing():
         return torch.ops.rondel.product(x, weight, bias)
     if not _is_packable(weight) or x.dtype != weight.dtype:
@@ -53,6 +57,40 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return LinearProduct.apply(x, weight, bias)
     return _mkldnn_linear(x, weight, bias)
+
+
+def as_factor(x: Tensor, weight: Tensor) -> Tensor:
+    """fp32 sums are rounded to 16 bits where they meet a weight of 16 bits."""
+    return x.to(weight.dtype) if x.dtype == torch.float32 and weight.dtype in HALVES else x
+
+
+def fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [N, I] @ weight [O, I]^T + bias [O] -> [N, O] in fp32, not differentiable: of 16-bit factors, too.
+
+    A GPU sums and gives fp32. oneDNN sums in fp32 and gives what it was given; a second product gives what the first one
+    rounded away, r = h Wᵀ - round(h Wᵀ) before its own rounding, so that 16 of the 24 bits are right.
+    """
+    x = as_factor(x, weight)
+    if x.dtype == torch.float32 or x.dtype != weight.dtype:
+        return product(x, weight, bias).float()
+    if x.is_cuda and type(weight) in (nn.Parameter, Tensor):
+        out = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return out if bias is None else out.add_(bias)
+    if is_widened(x.dtype) or not _is_packable(weight):
+        parts = [
+            product(x.float(), weight[first : first + ROWS].float()) for first in range(0, len(weight), ROWS)
+        ]  # a part of the weight in fp32 at a time
+        out = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+        return out if bias is None else out.add_(bias)
+    return _fp32_mkldnn_linear(x, weight, bias)
+
+
+def _fp32_mkldnn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def both(rows: Tensor) -> Tensor:
+        high = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+        return high.float().add_(torch.ops.mkldnn._linear_pointwise.binary(rows, high, weight, bias, "sub"))
+
+    return _in_company(x, both)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -111,12 +149,31 @@ def _mkldnn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _in_company(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """oneDNN takes another kernel for a single row: it is computed twice, so that its
-    bits do not depend on who is beside it.
+    """oneDNN takes another kernel for a single row: it is computed twice, so that its bits do not depend on who is beside
+    it. Under `equal_blocks` every product has as many rows.
     """
-    if x.numel() != x.shape[-1]:
+    rows, block = x.numel() // x.shape[-1], getattr(_company, "rows", 0)
+    if not rows or (rows > 1 and not block):
         return product(x)
-    return product(x.reshape(1, -1).expand(2, -1))[:1].view(*x.shape[:-1], -1)
+    flat = x.reshape(rows, -1)
+    short = (-rows % block) if block else 1
+    if short:
+        flat = torch.cat([flat, flat[:1].expand(short, -1)])
+    out = product(flat) if not block else torch.cat([product(part) for part in flat.split(block)])
+    return out[:rows].view(*x.shape[:-1], -1)
+
+
+@contextmanager
+def equal_blocks(dtype: torch.dtype) -> Iterator[None]:
+    """While it holds, a row of a product has the same bits however many are beside it: for aligned numerics. oneDNN's
+    bfloat16 takes other kernels for few rows and for many, at sizes that differ by matrix, so each product has `BLOCK`.
+    """
+    outer = getattr(_company, "rows", 0)
+    _company.rows = BLOCK if dtype == torch.bfloat16 and not is_widened(dtype) else outer
+    try:
+        yield
+    finally:
+        _company.rows = outer
 
 
 class PackedLinear:
@@ -129,7 +186,7 @@ class PackedLinear:
 
     def can_pack(self, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> bool:
         """Whether packing is possible and worth its memory (it changes no bits); what is packed is then up to date."""
-        if torch.is_grad_enabled() or x.dtype != weights[0].dtype:
+        if torch.is_grad_enabled() or as_factor(x, weights[0]).dtype != weights[0].dtype:
             return False
         stamp = (
             [stamp_of(w) for w in weights] + [stamp_of(b) for b in biases]
@@ -164,6 +221,13 @@ class PackedLinear:
         if is_widened(x.dtype):
             return _mkldnn_linear(x.float(), *self._packed[:2]).to(x.dtype)
         return _mkldnn_linear(x, *self._packed[:2])
+
+    def fp32_product(self, x: Tensor) -> Tensor:
+        """`fp32_product` with what is packed."""
+        assert self._packed is not None
+        if is_widened(x.dtype) or x.dtype == torch.float32:
+            return _mkldnn_linear(x.float(), *self._packed[:2])
+        return _fp32_mkldnn_linear(x, *self._packed[:2])
 
     @property
     def packed_bytes(self) -> int:
@@ -215,13 +279,14 @@ class _Members:
             if not self._parts:
                 self._asked = None
             return part
+        factor = as_factor(x, layer.weight)
         if traced:
             sizes = [la.out_features for la in self.layers]
-            parts = list(call_joint_product(self, x, sum(sizes)).split(sizes, -1))
-        elif self.stack.can_pack(x, *self._member_tensors()):
-            parts = self.stack(x)
+            parts = list(call_joint_product(self, factor, sum(sizes)).split(sizes, -1))
+        elif self.stack.can_pack(factor, *self._member_tensors()):
+            parts = self.stack(factor)
         else:
-            return product(x, layer.weight, layer.bias)
+            return product(factor, layer.weight, layer.bias)
         if len(parts) > 1:
             self._asked, self._parts = x, {j: part for j, part in enumerate(parts) if j != i}
         return parts[i]
@@ -270,6 +335,7 @@ def call_joint_product(owner: JointProduct, x: Tensor, size: int) -> Tensor:
 
 
 _tracing = threading.local()
+_company = threading.local()
 _numbers = itertools.count()
 _traced: WeakValueDictionary[int, JointProduct] = WeakValueDictionary()
 LIBRARY.define("product(Tensor x, Tensor weight, Tensor? bias) -> Tensor")

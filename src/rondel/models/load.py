@@ -25,10 +25,11 @@ from rondel.models.cache_slots import install_cache_slots
 from rondel.models.deferred_weights import DeferredWeights, keep_in_full_precision, parameters_on_meta
 from rondel.models.differential import install_differential
 from rondel.models.embedding_lookup import adopt_embedding
-from rondel.models.head import LMHead
+from rondel.models.fp32_sums import install_fp32_stream
+from rondel.models.head import LMHead, decoder_of
 from rondel.models.indexer import check_indexers, install_indexers
 from rondel.models.latent_attention import check_up_projections, install_latent_attention
-from rondel.models.load_check import PARITY, check_attention
+from rondel.models.load_check import PARITY, check_loaded
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.model_folder import model_folder
 from rondel.models.query_scale import install_query_scale
@@ -105,7 +106,7 @@ def load_model(
     if indexers:
         check_indexers(model, name, indexers, torch.arange(5, 17, device=device)[None])
     tape = RoutingTape(routers, indexers=len(indexers), width=width) if routers else None
-    cached, states = check_attention(model, name, sight, tape, recurrent)
+    cached, states = check_loaded(model, name, sight, tape, recurrent)
     context, stops = _max_context(model.config.get_text_config()), _stop_ids(model, tokenizer)
     return LoadedModel(
         model,
@@ -134,12 +135,16 @@ def _install(model: Any) -> tuple[list[Any], int, list[Any], list[int]]:
     install_cache_slots(model)
     install_differential(model)
     keep_unscaled(model)
-    return (
+    found = (
         install_latent_attention(model),
         install_routing_tape(model),
         install_indexers(model),
         install_recurrent(model),
     )
+    recurrent = found[3]
+    if model.dtype in processor.HALVES and not recurrent and vision.sight_of(model.config) is None:
+        install_fp32_stream(model, decoder_of(model))
+    return found
 
 
 def _load_deferred(path: str, dtype: torch.dtype, device: str, trust_remote_code: bool) -> LoadedModel | None:

@@ -11,6 +11,7 @@ from rondel.core.errors import LawError, ModelError
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, position_rows
 from rondel.models import vision
 from rondel.models.attention import NAME, LatentProjection, use_attention_layout
+from rondel.models.fp32_sums import StreamProbe, keep_fp32_stream, keeps_fp32_stream
 from rondel.models.head import LMHead, decoder_of
 from rondel.models.image_features import VisionFeatures
 from rondel.models.key_choice import IndexedTokens
@@ -21,6 +22,20 @@ from rondel.models.score_rule import ScoreRule
 
 # mean logprob difference to the model's own attention
 PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
+
+
+def check_loaded(
+    model: Any, name: str, sight: ImageProcessorConfig | None, tape: RoutingTape | None, recurrent: list[int]
+) -> tuple[int, int]:
+    """`check_attention`, once more with a rounded residual stream where the layers of this family do not take one in fp32."""
+    try:
+        return check_attention(model, name, sight, None if tape is None else tape.repeated(), recurrent)
+    except ModelError:
+        if not keeps_fp32_stream(model):
+            raise
+    keep_fp32_stream(model, False)
+    model.set_attn_implementation("eager")
+    return check_attention(model, name, sight, tape, recurrent)
 
 
 def check_attention(
@@ -54,7 +69,7 @@ def check_attention(
             layout = CountingLayout(
                 [PackedSegment(0, len(probe[0])), PackedSegment(len(probe[0]), len(probe[1]))], device
             )
-            with use_attention_layout(layout), use_tape(tape):
+            with use_attention_layout(layout), use_tape(tape), StreamProbe(model, decoder_of(model)) as stream:
                 if sight is None:
                     hidden = decoder_of(model)(
                         input_ids=tokens[None], position_ids=where[:1], use_cache=False
@@ -78,6 +93,8 @@ def check_attention(
                 f"{type(error).__name__}: {error}"
             ) from error
     _refuse_silent_layers(model.config, name, layout, recurrent)
+    if keeps_fp32_stream(model) and not stream.is_fp32:
+        raise ModelError(f"'{name}' ({model.config.model_type}): its layers round a residual stream that is fp32")
     gap = float((packed - torch.cat(own)).abs().mean())
     if not gap <= tolerance:
         raise ModelError(

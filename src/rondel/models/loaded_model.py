@@ -14,8 +14,10 @@ from rondel.core.errors import ModelError
 from rondel.core.media import Image, ImageProcessorConfig
 from rondel.models import adapter_state, nf4, vision
 from rondel.models.attention import use_attention_layout
+from rondel.models.fp32_sums import keeps_fp32_stream, round_sums
 from rondel.models.head import LMHead, decoder_of
 from rondel.models.image_features import ImageFeatures, VisionFeatures
+from rondel.models.linear import equal_blocks
 from rondel.models.routing_tape import RoutingTape, use_tape
 from rondel.models.vision_families import FAMILIES
 
@@ -135,6 +137,7 @@ class LoadedModel:
             use_attention_layout(self.align(layout) if self.aligned and self.align else layout),
             use_tape(tape),
             switches,
+            equal_blocks(self.dtype) if self.aligned else nullcontext(),
         ):
 
             def forward() -> torch.Tensor:
@@ -164,13 +167,23 @@ class LoadedModel:
         ):
             return vision.encode_images(self.model, self.sight, images)
 
+    @property
+    def fp32_stream(self) -> bool:
+        """Whether it computes in 16 bits and keeps its residual stream in fp32."""
+        return keeps_fp32_stream(self.model)
+
+    def round_sums(self) -> None:
+        """From now on stream and logits are rounded to the dtype of the products (models/fp32_sums.py)."""
+        round_sums(self.model)
+        self.head.rounded = True
+
     def copy_trainable(self) -> LoadedModel:
         """The same weights, free to go another way: what is trained is copied, what is frozen
         (the base of an adapter) stays shared.
         """
         frozen = {id(p): p for p in self.model.parameters() if not p.requires_grad}
         model, adapter = copy.deepcopy((self.model, self.adapter), frozen)
-        return replace(self, model=model, head=LMHead.from_model(model), adapter=adapter)
+        return replace(self, model=model, head=replace(LMHead.from_model(model), aligned=self.aligned), adapter=adapter)
 
     def randomized_adapter(self) -> AbstractContextManager[None]:
         """Inside, a fresh adapter is noise: what is proven of this model is then proven of its adapter, too."""

@@ -112,7 +112,7 @@ class PipelineStage:
     """One stage of one model."""
 
     def __init__(self, model: Any, layers: StageLayers, link: StageLink, dtype: torch.dtype) -> None:
-        """`dtype`: what passes compute in."""
+        """`dtype`: of the hidden states between layers."""
         self.layers, self.link, self.dtype = layers, link, dtype
         self.kind, self.width = model.config.model_type, model.get_input_embeddings().weight.shape[1]
         self._outputs = 0  # of a layer, where it gives a tuple; told with the first states, for layers that are skipped

@@ -7,6 +7,8 @@ import platform
 
 import torch
 
+HALVES = (torch.bfloat16, torch.float16)
+
 
 @functools.cache
 def has_bf16_products() -> bool:

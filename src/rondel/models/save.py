@@ -19,10 +19,20 @@ def save_model(loaded: LoadedModel, folder: Path, weights: dict[str, torch.Tenso
     state = weights if weights is not None else loaded.model.state_dict()
     dtype = next(iter(state.values())).dtype
     loaded.model.save_pretrained(folder, state_dict=dict(state))
+    save_description(loaded, folder, dtype)
+
+
+def save_description(loaded: LoadedModel, folder: Path, dtype: torch.dtype) -> None:
+    """What lies beside the weights: config, tokenizer, how images are read. `dtype`: of the weights."""
+    model = loaded.model
+    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config.pop("_attn_implementation", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     if loaded.sight is not None:
         for name, settings in loaded.preprocessor_config.items():

@@ -29,7 +29,7 @@ def bytes_beside(setting: Workload) -> dict[str, dict[str, float]]:
 
 def layer_input_bytes(setting: Workload) -> float:
     """Of the largest micro-batch of one device."""
-    return setting.width * setting.shape.layers * setting.shape.hidden * micro_batch_tokens(setting)
+    return 4 * setting.shape.layers * setting.shape.hidden * micro_batch_tokens(setting)
 
 
 def sentences_beside(setting: Workload) -> list[str]:

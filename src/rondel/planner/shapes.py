@@ -227,15 +227,15 @@ class ModelShape:
         """The same on a CPU, where attention writes its scores out: a token sees `keys` keys, and its
         calls hold `spread` copies of keys and values.
 
-        A layer keeps: of each norm its input in fp32, its normalised input and its output; the scores in
-        fp32, and their copy in 16 bits where values are. `widened`: the CPU has no bf16 products, and attention
+        A layer keeps: of each norm its input and its normalised input in fp32 (as the residual stream) and its output; the
+        scores in fp32, and their copy in 16 bits where values are. `widened`: the CPU has no bf16 products, and attention
         multiplies fp32 copies of queries, keys and values.
         """
         q_size, kv_size = self.heads * self.head, 2 * self.kv_heads * self.head
         wide = 4 if widened else bytes_each
         cast = bytes_each if wide < 4 else 0
         layer = (
-            2 * (4 + 2 * bytes_each) * self.hidden
+            2 * (8 + bytes_each) * self.hidden
             + bytes_each * q_size
             + wide * (q_size + kv_size * spread)
             + self.heads * keys * (4 + cast)
@@ -254,12 +254,12 @@ def kept_bytes(
 ) -> float:
     """Activations of a token for the backward pass, in bytes: of `everything`, what `trainer.memory.recompute` keeps.
 
-    layers   the input of each layer (where it waits elsewhere, of two layers), and one layer's own at a time
+    layers   the input of each layer, in fp32 (where it waits elsewhere, of two layers), and one layer's own at a time
     mlp      all but what the feed-forward parts keep, and one layer's at a time
     """
     if recompute == "layers":
         inputs = shape.layers if activations == "device" else min(2, shape.layers)
-        return bytes_each * inputs * shape.hidden + everything / shape.layers
+        return 4 * inputs * shape.hidden + everything / shape.layers
     if recompute == "mlp":
         return everything - bytes_each * shape.feed_forward_size * (1 - 1 / shape.layers)
     return everything

@@ -34,6 +34,9 @@ def pick_device(wanted: str) -> str:
     return wanted
 
 
+MMAP_MAX, MMAP_THRESHOLD, TRIM_THRESHOLD, TOP_PAD, ARENA_MAX = -4, -3, -1, -2, -8  # glibc's mallopt
+
+
 def prepare_process() -> bool:
     """Settings of a process that computes; must run before the first large allocation.
 
@@ -41,15 +44,26 @@ def prepare_process() -> bool:
     -> whether the allocator took it (glibc only).
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: large tensors in huge pages, 512 times fewer faults
+    return _set_allocator({MMAP_MAX: 0, TRIM_THRESHOLD: -1, TOP_PAD: 64 << 20, ARENA_MAX: 1})
+
+
+def prepare_controller() -> bool:
+    """The same of a process that computes nothing and passes on what others computed, a million tokens at times: a large
+    array has pages of its own, which go back to the kernel with it. glibc would learn from the first one that was freed
+    to take the next from its heap, where whatever lies behind keeps its pages. Arrow takes its memory there, too.
+    """
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+    return _set_allocator({MMAP_THRESHOLD: 1 << 20, TRIM_THRESHOLD: 8 << 20, ARENA_MAX: 1})
+
+
+def _set_allocator(settings: dict[int, int]) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):
         return False
-    trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8
-    settings = [(mmap_max, 0), (trim_threshold, -1), (top_pad, 64 << 20), (arena_max, 1)]
-    return all(mallopt(key, value) for key, value in settings)
+    return all(mallopt(key, value) for key, value in settings.items())
 
 
 class Device:

@@ -90,9 +90,11 @@ class WeightUpdate:
         self._one = asyncio.Lock()
         self._said: dict[str, list[float]] = {}  # what the trainer said of the probe at the last update, by policy
         self._usual: dict[str, float] = {}  # the gap after the first one
-        self._seen: dict[
-            tuple[str, str], tuple[int, np.ndarray, np.ndarray]
-        ] = {}  # version, trainer's and engine's logprobs it last followed at
+        # by policy and replica: version, trainer's and engine's logprobs at which it last followed; the largest gap of those;
+        # who did not follow at the update before
+        self._seen: dict[tuple[str, str], tuple[int, np.ndarray, np.ndarray]] = {}
+        self._noise: dict[tuple[str, str], float] = {}
+        self._doubted: set[tuple[str, str]] = set()
 
     async def __call__(self, trainer: Trainer, *engines: RolloutEngine) -> int:
         async with self._one:
@@ -342,16 +344,21 @@ class WeightUpdate:
         the server computes the same again. So |d| below
         the noise adds up over updates and decides nothing; at once the noise no movement at all
         is enough, at `CLEAR` times the noise one of
-        less than half, sum(sign(d) e) / sum |d|, which noise of the size that both gaps have cannot
-        bring about. The noise is the gap at the first update.
+        less than half, sum(sign(d) e) / sum |d|, twice in a row. The noise is the largest gap of the updates that it
+        followed: that of the first one says little, for a policy that is still vague is scored alike by everybody.
         """
-        since, before, then = self._seen.setdefault((policy, replica), (version, ours, theirs))
+        who = policy, replica
+        since, before, then = self._seen.setdefault(who, (version, ours, theirs))
         d, e = ours - before, theirs - then
-        moved, noise = float(np.abs(d).mean()), max(self._usual[policy], self.tolerance / 100)
+        moved = float(np.abs(d).mean())
+        noise = max(self._noise.get(who, 0.0), self._usual[policy], self.tolerance / 100)
         still = not e.any()
         if moved <= noise * (1 if still else CLEAR):
             return
         share = float((np.sign(d) * e).sum() / np.abs(d).sum())
+        if share < HALF and not still and who not in self._doubted:
+            self._doubted.add(who)
+            return
         if share < HALF:
             raise SyncError(
                 f"from version {since} to {version} the trainer's log-probabilities of the probe moved by {moved:.2g} "
@@ -361,7 +368,9 @@ class WeightUpdate:
                 "Check that the server loads what it is given (its log, its version, copies it keeps of the weights), "
                 "and start it again"
             )
-        self._seen[policy, replica] = version, ours, theirs
+        self._seen[who] = version, ours, theirs
+        self._noise[who] = max(self._noise.get(who, 0.0), float(np.abs(ours - theirs).mean()))
+        self._doubted.discard(who)
 
     def _check_gap_growth(self, gap: float, ours: list[float], version: int, policy: str, whose: str) -> None:
         """A gap that has grown far beyond the first one and is a part of what the update itself

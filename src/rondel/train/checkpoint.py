@@ -20,13 +20,13 @@ import json
 import math
 import shutil
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rondel.core.errors import CheckpointError, error_boundary, size_text
@@ -42,6 +42,7 @@ from rondel.system.files import (
     sync_folder,
     sync_tree,
 )
+from rondel.train.part_checkpoint import OptimizerFile, lies_in_shards, save_parts
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
@@ -66,20 +67,17 @@ class TrainerState(Protocol):
     bad_steps: int
 
 
-MODEL = "model.safetensors"
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 
 
 # -- the trainer's part --------------------------------------------------------------------------
 
 
 def save_trainer(trainer: TrainerState, folder: Path) -> None:
-    """Model and optimizer into `folder`, then read back what can be checked cheaply."""
+    """Model and optimizer into `folder`, then read back what can be checked cheaply. Ranks that have shards write them
+    themselves, into the same files.
+    """
     weights, loaded = trainer.weights, trainer.loaded
-    file, state = (
-        (MODEL, _model_tensors(trainer))
-        if loaded.adapter is None
-        else (adapter_files.WEIGHTS, dict(trainer.ranks.full_weights(loaded.model)))
-    )
     optimizer = {
         "rng": torch.get_rng_state(),
         "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps]),
@@ -87,6 +85,19 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
     optimizer |= {
         f"{name}_coef": torch.tensor(coef, dtype=torch.float64) for name, coef in trainer.coefs.values.items()
     }
+    critic = trainer.critic
+    if lies_in_shards(loaded, trainer.ranks, [weights, *([] if critic is None else [critic.weights])]):
+        files = [OptimizerFile("optimizer", weights, loaded.model, optimizer | _loss_scale(weights), alone=False)]
+        if critic is not None:
+            small = {"steps": torch.tensor(critic.steps)} | _loss_scale(critic.weights)
+            files.append(OptimizerFile("critic", critic.weights, critic.loaded.model, small))
+        save_parts(loaded, trainer.ranks, folder, files, bytes_needed(trainer))
+        return
+    file, state = (
+        (MODEL, _model_tensors(trainer))
+        if loaded.adapter is None
+        else (adapter_files.WEIGHTS, dict(trainer.ranks.full_weights(loaded.model)))
+    )
     masters, moments = _master_tensors(weights), _moments(weights)
     beside = {}  # every rank gives its shards of each
     if trainer.draft is not None:
@@ -105,9 +116,11 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
         optimizer |= {
             key: master
             for key, master in masters.items()
-            if rounded or names.published_name(key.removeprefix("master.")) not in plain
+            if rounded
+            or (name := key.removeprefix("master.")) in weights.formatted_names
+            or names.published_name(name) not in plain
         }
-        save_file(optimizer | moments, folder / "optimizer.safetensors")
+        save_file(optimizer | moments, folder / OPTIMIZER)
         for name, tensors in beside.items():
             save_file(tensors, folder / f"{name}.safetensors")
 
@@ -146,16 +159,16 @@ def _moments(weights: MasterWeights) -> dict[str, Tensor]:
     } | _loss_scale(weights)
 
 
-def _load_moments(weights: MasterWeights, saved: dict[str, Tensor]) -> None:
-    found: dict[str, dict[str, Tensor]] = {}
+def _load_moments(weights: MasterWeights, saved: StoredTensors) -> None:
     if weights.loss_scale is not None and "loss_scale" in saved:
         weights.loss_scale.load(saved["loss_scale"])
-    for name, value in saved.items():
+    keys: dict[str, dict[str, str]] = {}
+    for name in saved:
         key, _, of = name.partition(".")
-        if key != "master":
-            found.setdefault(of, {})[key] = value
+        if of and key != "master":
+            keys.setdefault(of, {})[key] = name
     for i, name in enumerate(weights.names):
-        weights.load_moments(i, found.get(name, {}))
+        weights.load_moments(i, {key: saved[stored] for key, stored in keys.get(name, {}).items()})
 
 
 def _model_tensors(trainer: TrainerState) -> dict[str, Tensor]:
@@ -166,22 +179,41 @@ def _model_tensors(trainer: TrainerState) -> dict[str, Tensor]:
     return {name: t.detach().cpu().contiguous() for name, t in [*trainer.ranks.full_weights(model), *buffers.items()]}
 
 
+class StoredTensors(Mapping[str, Tensor]):
+    """Tensors of a file, each read when it is asked for, under `prefix` + name. `behind`: those that the file lacks."""
+
+    def __init__(self, path: Path, prefix: str = "", behind: Mapping[str, Tensor] | None = None) -> None:
+        self._file, self._prefix, self._behind = safe_open(path, "pt"), prefix, behind or {}
+        self._names = {name for name in list(self._file.keys()) if name.startswith(prefix)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if (stored := self._prefix + name) in self._names:
+            return self._file.get_tensor(stored)
+        return self._behind[names.published_name(name)]
+
+    def __contains__(self, name: object) -> bool:
+        return f"{self._prefix}{name}" in self._names or name in self._behind
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted({name.removeprefix(self._prefix) for name in self._names} | set(self._behind)))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 def load_trainer(trainer: TrainerState, folder: Path) -> None:
-    """Masters, moments, step numbers; the compute copy is written in place, so an engine that shares it sees it too."""
+    """Masters, moments, step numbers; the compute copy is written in place, so an engine that shares it sees it too. A rank
+    reads one tensor at a time, and keeps its part.
+    """
     weights = trainer.weights
     with error_boundary(CheckpointError, f"reading {folder}"):
         model = (
-            load_file(folder / MODEL)
+            StoredTensors(folder / MODEL)
             if trainer.loaded.adapter is None
             else adapter_files.read_adapter(trainer.loaded, folder)
         )
-        optimizer = load_file(folder / "optimizer.safetensors")
-        weights.load_masters(
-            {
-                n: optimizer[f"master.{n}"] if f"master.{n}" in optimizer else model[names.published_name(n)]
-                for n in weights.names
-            }
-        )
+        optimizer = StoredTensors(folder / OPTIMIZER)
+        weights.load_masters(StoredTensors(folder / OPTIMIZER, "master.", behind=model))
         _load_moments(weights, optimizer)
         trainer.step_number, trainer.version, trainer.bad_steps = optimizer["numbers"].tolist()
         trainer.coefs.values = {
@@ -189,10 +221,9 @@ def load_trainer(trainer: TrainerState, folder: Path) -> None:
         }
         torch.set_rng_state(optimizer["rng"])
         if trainer.critic is not None:
-            saved = load_file(folder / "critic.safetensors")
-            trainer.critic.weights.load_masters(
-                {name: saved[f"master.{name}"] for name in trainer.critic.weights.names}
-            )
+            path = folder / "critic.safetensors"
+            trainer.critic.weights.load_masters(StoredTensors(path, "master."))
+            saved = StoredTensors(path)
             _load_moments(trainer.critic.weights, saved)
             trainer.critic.steps = int(saved["steps"])
         if trainer.draft is not None:
@@ -209,9 +240,8 @@ def _load_draft(weights: MasterWeights, path: Path) -> None:
             )
         )
         return
-    saved = load_file(path)
-    weights.load_masters({name: saved[f"master.{name}"] for name in weights.names})
-    _load_moments(weights, saved)
+    weights.load_masters(StoredTensors(path, "master."))
+    _load_moments(weights, StoredTensors(path))
 
 
 def bytes_needed(trainer: TrainerState) -> int:
@@ -330,7 +360,7 @@ def find_flaw(folder: Path) -> str | None:
     for name in expected.keys() | {
         "state.json",
         adapter_files.WEIGHTS if adapter_files.CONFIG in expected else MODEL,
-        "optimizer.safetensors",
+        OPTIMIZER,
     }:
         path = folder / name
         if not path.is_file():

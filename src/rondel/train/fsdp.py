@@ -16,7 +16,7 @@ import math
 import os
 import statistics
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MethodType
@@ -39,6 +39,7 @@ from rondel.models.collectives import RankGroup, gather_runs
 from rondel.models.context_parallel import PRODUCTS, ContextRanks
 from rondel.models.deferred_weights import fill_parameters
 from rondel.models.expert_parallel import cut_experts, routed_experts
+from rondel.models.fp32_sums import keeps_fp32_stream
 from rondel.models.head import LMHead
 from rondel.models.layer_split import StageLayers, drop_parameters, layers_of_stage
 from rondel.models.load_check import PARITY
@@ -272,7 +273,8 @@ class FsdpRank(SingleRank):
         _prefetch([block for block in blocks if isinstance(block, FSDPModule)], self.mesh.prefetch)
         if layers is not None:
             assert self.link is not None
-            self._stages[model] = PipelineStage(model, layers, self.link, dtype)
+            stream = torch.float32 if keeps_fp32_stream(model) else dtype
+            self._stages[model] = PipelineStage(model, layers, self.link, stream)
         model.enter = MethodType(_forward_root, model)
         register_fsdp_forward_method(model, "enter")
 
@@ -318,13 +320,13 @@ class FsdpRank(SingleRank):
         kind, inner = self.fsdp_mesh.device_type, self.size // self.mesh.pp
         return self._arrange(kind, ("stage",), pp=self.mesh.pp, stage=inner)["stage"].get_group()
 
-    def full_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(self, model: nn.Module, only: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         dtype, cuts = computes_in(model), (self._cuts.get(model), self._expert_cuts.get(model))
         stage = self._stages.get(model)
 
         def own_weights() -> Iterator[tuple[str, dict[str, Tensor]]]:
             for name, parameter in names.named_weights(model):
-                if not parameter.is_meta:
+                if not parameter.is_meta and (only is None or name in only):
                     whole = parameter.full_tensor().to(dtype) if isinstance(parameter, DTensor) else parameter
                     yield name, {"": join_cuts(cuts, name, whole)}
 
@@ -332,15 +334,14 @@ class FsdpRank(SingleRank):
             yield name, found[""]
 
     def held_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        _reshard(model)
         dtype = computes_in(model)
         for name, parameter in names.named_weights(model):
             if not parameter.is_meta:
                 yield name, parameter.to_local().to(dtype) if isinstance(parameter, DTensor) else parameter
 
     def weight_parts(self, model: nn.Module) -> dict[str, TensorPart]:
+        _reshard(model)
         cuts, experts, found = self._cuts.get(model), self._expert_cuts.get(model), {}
         for name, parameter in names.named_weights(model):
             if not parameter.is_meta:
@@ -427,6 +428,13 @@ def _failed_operation(error: BaseException) -> str:
 def _forward_root(model: nn.Module, work: Callable[[], Any]) -> Any:
     """A pass through the model: FSDP gathers what lies at its root, and lets go of it after the backward pass."""
     return work()
+
+
+def _reshard(model: nn.Module) -> None:
+    """What a pass has left gathered, such as embedding and head, lies in shards again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _output_embeddings(model: Any) -> Any:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from rondel.models.main_grad import own_parameter, weights_changed
+from rondel.models.rounded_weights import take_whole, weight_format
 from rondel.train.loss_scale import LossScale
 from rondel.train.optimizers import TABLES, build_optimizers, bytes_each, is_hidden
 
@@ -28,6 +29,8 @@ PIECE = 1 << 20  # weights spread or rounded at a time: temporary tensors of 4 M
 
 class MasterWeights:
     """Masters, their gradients and their optimizers for one module; with `host` all of them in host memory."""
+
+    in_shards = False  # whether each rank has a part of them
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class MasterWeights:
         """`loss_scale`: of a model that computes in float16."""
         self.on_host, self.loss_scale = host, loss_scale
         self.names, self.compute = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
+        self._forms = [weight_format(p) for p in self.compute]  # how each is rounded, where it lies in a number format
         self.masters = self._make_masters()
         hidden = is_hidden(model)
         self.optimizers = build_optimizers(
@@ -61,11 +65,21 @@ class MasterWeights:
 
     def _make_masters(self) -> list[Tensor]:
         def make_master(name: str, parameter: Tensor) -> Tensor:
+            if (
+                weight_format(parameter) is not None
+            ):  # its rounding swallows no update: the master moves on between two codes
+                whole = take_whole(parameter).detach()
+                return whole.to("cpu" if self.on_host else whole.device, torch.float32, copy=True)
             if parameter.dtype == torch.float32:
                 return parameter.detach().to("cpu", copy=True) if self.on_host else parameter
             return spread_within_rounding(name, parameter.detach().cpu() if self.on_host else parameter)
 
         return [make_master(name, p) for name, p in zip(self.names, self.compute)]
+
+    @property
+    def formatted_names(self) -> set[str]:
+        """Of the weights whose compute copy lies in a number format."""
+        return {name for name, form in zip(self.names, self._forms) if form is not None}
 
     def _install_gradient_hooks(self) -> None:
         """Below fp32, or with masters elsewhere, every gradient moves into its master's fp32 accumulator as soon as autograd is done with it."""
@@ -129,8 +143,13 @@ class MasterWeights:
     def _changed_share(self) -> float:
         changed = total = 0
         with torch.no_grad():
-            for parameter, master in zip(self.compute, self.masters):
-                if parameter is not master:
+            for parameter, master, form in zip(self.compute, self.masters, self._forms):
+                if form is not None:
+                    rounded = form.fake(master, parameter.dtype).to(parameter.device)
+                    total += parameter.numel()
+                    changed += int((rounded != parameter).sum())
+                    parameter.copy_(rounded)
+                elif parameter is not master:
                     rounds = parameter.dtype != master.dtype
                     total += parameter.numel() * rounds
                     for held, moved in zip(parameter.view(-1).split(PIECE), master.view(-1).split(PIECE)):
@@ -141,9 +160,12 @@ class MasterWeights:
 
     def moments(self, i: int) -> dict[str, Tensor]:
         """What the optimizer remembers of master `i`, whole, by the optimizer's names, without its constant tables."""
+        return {key: self.gather_full(i, value) for key, value in self.held_moments(i).items()}
+
+    def held_moments(self, i: int) -> dict[str, Tensor]:
+        """The same as it is kept here."""
         state = self._moved_by[id(self.masters[i])].state.get(self.masters[i], {})
-        found = {key: torch.as_tensor(value) for key, value in state.items() if key not in TABLES}
-        return {key: self.gather_full(i, value.detach()) for key, value in found.items()}
+        return {key: torch.as_tensor(value).detach() for key, value in state.items() if key not in TABLES}
 
     def load_moments(self, i: int, moments: dict[str, Tensor]) -> None:
         """What `moments` told; nothing: as if no step had been."""
@@ -202,11 +224,13 @@ class MasterWeights:
             master.grad = torch.zeros_like(master)
         self._graded = []
 
-    def load_masters(self, weights: dict[str, Tensor]) -> None:
+    def load_masters(self, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
-            for name, parameter, master in zip(self.names, self.compute, self.masters):
+            for name, parameter, master, form in zip(self.names, self.compute, self.masters, self._forms):
                 master.copy_(weights[name])
-                if parameter is not master:
+                if form is not None:
+                    parameter.copy_(form.fake(master, parameter.dtype))
+                elif parameter is not master:
                     parameter.copy_(master)
 
 

@@ -9,7 +9,7 @@ What one rank found out about its tokens is exchanged, so that all of them go on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,9 +50,9 @@ class SingleRank:
         """Masters and optimizers of what this rank keeps of a model; `how` as `MasterWeights` has it."""
         return MasterWeights(model, loss_scale=loss_scale_of(model), **how)
 
-    def full_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, tensor in the compute dtype) of everything a receiver needs."""
-        return names.named_weights(model)
+    def full_weights(self, model: nn.Module, only: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, tensor in the compute dtype) of everything a receiver needs, or `only` of these names."""
+        return ((name, t) for name, t in names.named_weights(model) if only is None or name in only)
 
     def held_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor in the compute dtype) of what this rank holds of them; nothing is gathered."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +55,8 @@ class ShardedWeights(MasterWeights):
     Where matrices are cut by tp, too, a shard is one of this rank's part. What a layer's part keeps whole has a part of
     its gradient on each of the tp ranks: summed once an update, when the norm is asked for.
     """
+
+    in_shards = True
 
     def __init__(
         self,
@@ -178,7 +180,7 @@ class ShardedWeights(MasterWeights):
         pieces, rank = full.chunk(holders.size(holders.ndim - 1), 0), holders.get_local_rank(holders.ndim - 1)
         return pieces[rank] if rank < len(pieces) else full[:0]
 
-    def load_masters(self, weights: dict[str, Tensor]) -> None:
+    def load_masters(self, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for i, (name, master) in enumerate(zip(self.names, self.masters)):
                 master.copy_(self.local_shard(i, weights[name]))

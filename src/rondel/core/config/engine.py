@@ -76,10 +76,11 @@ class EngineConfig(ConfigSection):
     url: str | list[str] | None = Field(
         None, description="where servers of another kind listen: one address or several"
     )
-    numerics: Literal["fast", "aligned"] = Field(
+    numerics: Literal["fast", "aligned", "rounded"] = Field(
         "fast",
-        description="`aligned`: the same bits in every batch and in the trainer; slower, dense models, refused where "
-        "it does not hold",
+        description="of engine, trainer and reference. `fast`: a model of 16 bits keeps its residual stream and its logits "
+        "in float32; `rounded`: rounds them, too, as other engines do; `aligned`: the same bits in every batch and in the "
+        "trainer; slower, dense models, refused where it does not hold",
     )
     compile: bool = Field(
         False,

@@ -77,7 +77,7 @@ class Job(ConfigSection):
     def _bound_answers(self) -> Job:
         loop, algo = self.__dict__["loop"].__dict__, self.__dict__["algo"].__dict__
         for key, groups, size in (
-            ("loop.groups_per_step", loop["groups_per_step"] + loop["oversample"], algo["group_size"]),
+            ("loop.groups_per_step", loop["groups_per_step"] + loop["oversample"].groups, algo["group_size"]),
             ("loop.warmup.groups_per_step", loop["warmup"].__dict__["groups_per_step"], 1),
         ):
             if groups * size > MOST_ANSWERS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,28 @@ class WarmupConfig(SettingsTable):
     steps: int = Field(0, ge=0, description="steps of the supervised phase; 0 is none")
     lr: float = Field(1e-4, ge=0, description="its learning rate, constant")
     groups_per_step: int = Field(32, ge=1, description="its demonstrations in one step")
+
+
+class OversampleConfig(SettingsTable):
+    """Groups begun beyond those that a step trains; `oversample = 4` is `oversample = { groups = 4 }`."""
+
+    groups: int = Field(
+        0,
+        ge=0,
+        description="begun beyond those that are waited for: the first to finish are trained, who is late is lost",
+    )
+    late: Literal["drop", "retry"] = Field(
+        "drop", description="what becomes of the task of a group that is late: gone and counted, or asked again"
+    )
+
+    @model_validator(mode="after")
+    def _check_late(self) -> OversampleConfig:
+        if self.__dict__["late"] == "retry" and not self.__dict__["groups"]:
+            raise ValueError(
+                'late = "retry" has no effect: without groups beyond the step\'s no group is ever late, it is waited for. '
+                "Set groups, or remove it"
+            )
+        return self
 
 
 class LoopConfig(ConfigSection):
@@ -49,18 +71,20 @@ class LoopConfig(ConfigSection):
         description="how many younger groups may be trained before an unfinished one; 1 is first in, first out; "
         '"auto": as many as leave it its time',
     )
-    oversample: int = Field(
-        0,
-        ge=0,
-        description="groups begun beyond those that are waited for: the first to finish are trained, who is late is "
-        "lost",
-    )
-    late: Literal["drop", "retry"] = Field(
-        "drop", description="what becomes of the task of a group that is late: gone and counted, or asked again"
+    oversample: OversampleConfig = Field(
+        OversampleConfig(), description="groups begun beyond those that a step trains; a number is its `groups`"
     )
     seed: int = Field(0, description="of the order of tasks and of all noise")
     max_refills: int = Field(20, ge=1, description="a step stops refilling after this many times P dropped groups")
     warmup: WarmupConfig = Field(WarmupConfig(), description="a supervised phase before the loop")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_shorthand(cls, given: Any) -> Any:
+        told = given.get("oversample") if isinstance(given, dict) else None
+        return (
+            given | {"oversample": {"groups": told}} if isinstance(told, int) and not isinstance(told, bool) else given
+        )
 
     @model_validator(mode="after")
     def _check_together(self) -> LoopConfig:
@@ -86,16 +110,12 @@ class LoopConfig(ConfigSection):
             raise ValueError(
                 f"replays = {mine['replays']} is more than a step has: groups_per_step = {mine['groups_per_step']}"
             )
-        if mine["late"] == "retry" and not mine["oversample"]:
-            raise ValueError(
-                'late = "retry" has no effect: without oversample no group is ever late, it is waited for. Set '
-                "oversample, or remove it"
-            )
-        if mine["oversample"] and mine["window"] != "auto":
+        oversample = mine["oversample"].__dict__["groups"]
+        if oversample and mine["window"] != "auto":
             raise ValueError(
                 "window has no effect with oversample, which takes whoever has finished: remove one of them"
             )
-        if mine["oversample"] and mine["in_flight"] == "drain":
+        if oversample and mine["in_flight"] == "drain":
             raise ValueError(
                 'in_flight = "drain" would wait for those that oversample means not to wait for: use "hold" or "abort"'
             )

@@ -86,6 +86,11 @@ class ModelConfig(ConfigSection):
         description="compute dtype; master weights are always float32; float16 trains under a dynamic loss scale "
         "(arXiv:1710.03740)",
     )
+    format: Literal["none", "fp8", "fp8_row", "fp8_tensor", "mxfp8", "int4", "int4_128", "mxfp4", "nvfp4"] = Field(
+        "none",
+        description="number format of the layers' matrices, in engine, trainer and reference alike: rounded to it at every "
+        "update, while their masters stay whole (quantisation-aware training)",
+    )
     adapter: AdapterConfig = Field(
         AdapterConfig(), description="few new weights beside the model's own, which alone are trained"
     )

@@ -50,6 +50,8 @@ def translate_moved_keys(tree: dict[str, Any]) -> None:
         trainer["optimizer"] = optimizer
     if "offload" in trainer:
         trainer["memory"] = {"offload": trainer.pop("offload")}
+    if "late" in (loop := tree.get("loop", {})):
+        loop["oversample"] = {"groups": loop.get("oversample", 0), "late": loop.pop("late")}
     sinks = {"metrics_port": ("prometheus", "port", 0), "traces": ("opentelemetry", "url", "")}
     for old, (name, setting, default) in sinks.items():
         if (value := run.pop(old, default)) != default:

@@ -46,6 +46,7 @@ SYNONYMS = {  # what other trainers call a key of ours
     "system_prompt": "task.system",
 }
 MOVED_KEYS = {  # a key of earlier versions -> what says it now
+    "loop.late": "loop.oversample = { groups = ..., late = ... }",
     "trainer.offload": "trainer.memory = { offload = ... }",
     "task.suffix": 'task.env = { kind = "single_turn", suffix = ... }',
     "task.examples": 'task.env = { kind = "single_turn", examples = [...] }',

@@ -91,6 +91,8 @@ def set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
     for depth, name in enumerate(parents, 1):
         if isinstance(tree.get(name), str) and ".".join(parents[:depth]) in ("task.env", "task.reward"):
             tree[name] = {"kind": tree[name]}
+        elif isinstance(tree.get(name), int) and ".".join(parents[:depth]) == "loop.oversample":
+            tree[name] = {"groups": tree[name]}
         tree = tree.setdefault(name, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"--{dotted}: '{name}' is a value, not a section")

@@ -82,19 +82,22 @@ class Engine:
     ) -> Engine:
         """A folder, hub id, GGUF file, "smollm2-135m", or { random = ... }, on the GPU if there is one.
 
-        numerics      "aligned": the same bits whatever else is in the batch, and in the trainer
+        numerics      "aligned": the same bits whatever else is in the batch, and in the trainer; "rounded": a model of 16
+                      bits rounds its residual stream and logits, too
         speculative   "ngram", or "draft:MODEL" with a smaller model of the same tokenizer: guess ahead;
                       no token changes its distribution
         settings      kv_pages, max_running, compile
         """
         where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        if numerics not in ("fast", "aligned"):
-            raise UserError(f"numerics = '{numerics}'; it is fast or aligned")
+        if numerics not in ("fast", "aligned", "rounded"):
+            raise UserError(f"numerics = '{numerics}'; it is fast, aligned or rounded")
 
         def load_models() -> tuple[LoadedModel, SpeculativeDecoder | None]:
             loaded = load_model(path, dtype=dtype, device=where)
             if numerics == "aligned":
                 align_numerics(loaded)
+            if numerics == "rounded":
+                loaded.round_sums()
             return loaded, speculation_of(speculative, dtype=dtype, device=where)
 
         # its threads end with it: arithmetic on the caller's thread would halve the engine's speed

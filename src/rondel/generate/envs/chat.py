@@ -10,6 +10,7 @@ reply ─> ...
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ class ConversationMark:
 
 START = ConversationMark()
 TURNS = 1 << 20  # more than one conversation has
+TURN_TOKENS = 1 << 17  # of an answer that are appended at once: some three milliseconds
 
 
 class TokenChat:
@@ -183,18 +185,32 @@ class TokenChat:
                 media=tuple(self.trajectory.media),
             )
         )
-        self.trajectory.extend(done.tokens, logprobs=done.logprobs, versions=done.versions, support=done.support)
-        self.trajectory.laps.append(("chat", began, now() - began, len(tokens), len(done.tokens)))
+        took = now() - began
+        if done.text is None:  # before its tokens are there twice
+            done.text = await decode_answer(self.tokenizer, done.tokens)
+        await self._extend_in_turns(done)
+        self.trajectory.laps.append(("chat", began, took, len(tokens), len(done.tokens)))
         if done.experts is not None:
             # of the whole stream: every turn's request carries all tokens so far
             self.trajectory.experts = done.experts
         for what, seconds in done.timings.items():
             self.trajectory.timings[what] = self.trajectory.timings.get(what, 0.0) + seconds
-        if done.text is None:
-            done.text = await decode_answer(self.tokenizer, done.tokens)
         self._close_turn(done.tokens, done.text)
         self.trajectory.finish_reason = done.finish_reason
         return done
+
+    async def _extend_in_turns(self, done: Completion) -> None:
+        """Its tokens into the trajectory, in passes of the event loop that are short however many they are."""
+        for at in range(0, len(done.tokens) or 1, TURN_TOKENS):
+            if at:
+                await asyncio.sleep(0)
+            part = slice(at, at + TURN_TOKENS)
+            self.trajectory.extend(
+                done.tokens[part],
+                logprobs=done.logprobs[part],
+                versions=done.versions[part],
+                support=None if done.support is None else done.support[part],
+            )
 
     def calls(self, done: Completion) -> list[ToolCall]:
         """The tools that a reply asks for, as the template writes calls; what it only thought of is not asked for."""

@@ -25,7 +25,8 @@ from rondel.runtime.journal.image_store import ImageStore
 from rondel.system.files import guard_write, make_folder, numbered_paths, open_replacement
 from rondel.text.unicode import read_exact_json, write_json
 
-PerToken = Mapping[tuple[int, int], Any]  # (group id, sample index) -> one number for each of the T tokens
+# (group id, sample index) -> one number for each of the T tokens; read on the store's thread, a trajectory at a time
+PerToken = Mapping[tuple[int, int], Any]
 OUTCOMES: dict[str, type] = {"ok": Ok, "env_fault": EnvFault, "policy_fault": PolicyFault}
 
 
@@ -228,6 +229,9 @@ def _rollout_schema() -> Any:
 
 
 JSON = ("task_data", "reward_parts", "timings", "media")  # columns of small trees, as strict JSON text
+# columns whose values repeat; of numbers of every token a dictionary is slow, larger than they are, and eight times
+# as much in memory while it is made
+REPEATED = ["task", "env", "outcome", "outcome_reason", "finish_reason", "failed", "policy", "agent"]
 
 
 PART = 1 << 18  # tokens of a step that are made into columns together
@@ -274,7 +278,7 @@ def _replace_tables(path: Path, tables: Iterator[Any]) -> None:
     first = next(tables)
     with (
         open_replacement(path, first.nbytes) as file,
-        pq.ParquetWriter(file, _rollout_schema(), compression="zstd") as writer,
+        pq.ParquetWriter(file, _rollout_schema(), compression="zstd", use_dictionary=REPEATED) as writer,
     ):
         for table in chain([first], tables):
             writer.write_table(table)

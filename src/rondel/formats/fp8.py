@@ -1,0 +1,86 @@
+"""Eight bits: E4M3 codes under scales of float32 (DeepSeek-V3, arXiv:2412.19437) or of a power of two (OCP MX 1.0)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rondel.formats.blocks import (
+    BIAS,
+    E4M3,
+    E4M3_MOST,
+    cut_blocks,
+    join_blocks,
+    largest_of,
+    power_below,
+    round_up_to_bf16,
+    to_e4m3,
+)
+from rondel.formats.number_format import NumberFormat, Parts, check_finite
+
+TOP = 8  # the exponent of its largest number
+
+
+@dataclass(frozen=True)
+class Fp8(NumberFormat):
+    """w = code · s: E4M3 codes [..., O, I], one float32 scale a block, s = max|w|/448.
+
+    block    (128, 128) as checkpoints have it; (1, 128); (1, 0) a row; (0, 0) a tensor. 0: all of that dimension.
+    """
+
+    name: ClassVar[str] = "fp8"
+    source: ClassVar[str] = "arXiv:2412.19437"
+    block: tuple[int, int] = (128, 128)
+
+    def encode(self, weight: Tensor) -> Parts:
+        blocks = cut_blocks(weight, *self._size(weight.shape))
+        largest = largest_of(blocks)
+        check_finite(largest, self.name)
+        scale = round_up_to_bf16(largest / E4M3_MOST)
+        codes = join_blocks(to_e4m3(blocks / scale).view(torch.uint8), weight.shape).contiguous().view(E4M3)
+        return {"weight": codes, "weight_scale_inv": scale[..., :, 0, :, 0].contiguous()}
+
+    def decode(self, parts: Parts, dtype: torch.dtype = torch.float32) -> Tensor:
+        codes, scale = parts["weight"], parts["weight_scale_inv"]
+        blocks = cut_blocks(codes, *self._size(codes.shape))
+        return join_blocks(blocks * scale[..., :, None, :, None].float(), codes.shape).to(dtype)
+
+    def stored_bytes(self, shape: tuple[int, ...]) -> int:
+        *lead, o, i = shape
+        rows, columns = self._size(shape)
+        return torch.Size(lead).numel() * (o * i + 4 * -(-o // rows) * -(-i // columns))
+
+    def _size(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        return self.block[0] or shape[-2], self.block[1] or shape[-1]
+
+
+@dataclass(frozen=True)
+class Mxfp8(NumberFormat):
+    """w = code · 2^e: E4M3 codes [..., O, I], a byte e + 127 for 32 numbers of a row, e = ⌊log₂ max|w|⌋ - 8."""
+
+    name: ClassVar[str] = "mxfp8"
+    source: ClassVar[str] = "OCP Microscaling Formats 1.0"
+    block: tuple[int, int] = (1, 32)
+
+    def encode(self, weight: Tensor) -> Parts:
+        blocks = cut_blocks(weight, *self.block)
+        largest = largest_of(blocks)
+        check_finite(largest, self.name)
+        power = (power_below(largest) - TOP).clamp(-BIAS, BIAS)
+        codes = to_e4m3(torch.ldexp(blocks, -power))
+        return {
+            "weight": join_blocks(codes.view(torch.uint8), weight.shape).contiguous().view(E4M3),
+            "weight_scale": (power + BIAS)[..., :, 0, :, 0].to(torch.uint8),
+        }
+
+    def decode(self, parts: Parts, dtype: torch.dtype = torch.float32) -> Tensor:
+        codes = parts["weight"]
+        power = parts["weight_scale"][..., :, None, :, None].int() - BIAS
+        return join_blocks(torch.ldexp(cut_blocks(codes, *self.block), power), codes.shape).to(dtype)
+
+    def stored_bytes(self, shape: tuple[int, ...]) -> int:
+        *lead, o, i = shape
+        return torch.Size(lead).numel() * o * (i + -(-i // self.block[1]))

@@ -1,0 +1,62 @@
+"""Which weights hold what a number format decodes to, how each is rounded again, and their numbers before that: what loading
+and optimizers tell each other (models/weight_formats.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Rounding(Protocol):
+    """The part of a `rondel.formats.NumberFormat` that rounds."""
+
+    def decode(self, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor: ...
+
+    def encode(self, weight: Tensor) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How one parameter is rounded: [..., O, I], or `transposed` [..., I, O]."""
+
+    form: Rounding
+    transposed: bool = False
+
+    def fake(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """What the format decodes `weight` to, in the parameter's own layout."""
+        if not self.transposed:
+            return self.form.decode(self.form.encode(weight), dtype)
+        return self.form.decode(self.form.encode(weight.mT.contiguous()), dtype).mT
+
+
+_formats: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> WeightFormat
+_whole: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its numbers before they were rounded
+
+
+def weight_format(parameter: Tensor) -> WeightFormat | None:
+    """Of a parameter that `apply_format` rounded."""
+    return _formats.get(parameter)
+
+
+def take_whole(parameter: Tensor) -> Tensor:
+    """The numbers from which a parameter was rounded, once; later its own."""
+    return _whole.pop(parameter, parameter)
+
+
+@torch.no_grad()
+def round_weight(parameter: nn.Parameter, form: WeightFormat) -> None:
+    """Round a parameter in place; its whole numbers are kept until `take_whole` asks."""
+    _formats[parameter] = form
+    _whole[parameter] = parameter.detach().clone()
+    parameter.copy_(form.fake(parameter, parameter.dtype))
+
+
+def forget_whole(model: nn.Module) -> None:
+    """Where nothing is trained."""
+    for parameter in model.parameters():
+        _whole.pop(parameter, None)
