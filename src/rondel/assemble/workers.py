@@ -224,8 +224,9 @@ def follow_leader(job: Job, needs: frozenset[str], sampling: Sampling, device: s
     rank, size = torchrun.rank_and_size()
     # it gives its shards and sends nothing itself
     host = TrainerHost(job, needs, sampling, device, threads, FromTensor())
-    calls = host.device.call(torchrun.init_process_groups, device, collective_patience(job))
-    host.join(rank, size)
+    with torchrun.lost_ranks_named():
+        calls = host.device.call(torchrun.init_process_groups, device, collective_patience(job))
+        host.join(rank, size)
     torchrun.follow_leader(host, calls)
 
 

@@ -36,7 +36,8 @@ VERBS = (
     "card",
     "dashboard",
     "doctor",
-    "launch",
+    "prepare",
+    "submit",
     "engines",
     "bench",
 )
