@@ -43,8 +43,8 @@ def script_of(work: Path, *more: str) -> Path:
     ]
     job, _ = read_job(str(RECIPE), *words, "--place.kind=split", "--place.cluster=torchrun")
     layout = ClusterLayout(RECIPE, job, 2, 0, tuple(words)).check_layout("torchrun")
-    (work / "run.sh").write_text(slurm_script(layout, way="torchrun", bin_folder=str(work / "bin")))
-    return work / "run.sh"
+    (work / "job.sh").write_text(slurm_script(layout, way="torchrun", bin_folder=str(work / "bin")))
+    return work / "job.sh"
 
 
 def put_tools(work: Path, made: list[nodes.Node]) -> None:

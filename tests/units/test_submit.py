@@ -54,10 +54,10 @@ def trained(text: str) -> Job:
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 2), (2, 8), (16, 4)])
 def test_a_batch_script_is_good_shell_and_fills_the_cluster(tmp_path, way, nodes, gpus):
     text = slurm_script(layout(nodes, gpus, "--loop.steps=7", way=way), way=way)
-    (tmp_path / "run.sh").write_text(text)
-    assert subprocess.run(["bash", "-n", tmp_path / "run.sh"], capture_output=True, text=True).stderr == ""
+    (tmp_path / "job.sh").write_text(text)
+    assert subprocess.run(["bash", "-n", tmp_path / "job.sh"], capture_output=True, text=True).stderr == ""
     if found := shutil.which("shellcheck"):
-        done = subprocess.run([found, "--severity=style", tmp_path / "run.sh"], capture_output=True, text=True)
+        done = subprocess.run([found, "--severity=style", tmp_path / "job.sh"], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", text, re.MULTILINE))
     assert (asked["nodes"], asked["gpus-per-node"], asked["ntasks-per-node"]) == (str(nodes), str(gpus), "1")
@@ -101,7 +101,7 @@ def test_a_batch_script_starts_what_it_should_where_it_should(tmp_path, way):
     for name, body in FAKES.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "run.sh").write_text(slurm_script(layout(3, 4, "--place.engines=2", way=way), way=way))
+    (tmp_path / "job.sh").write_text(slurm_script(layout(3, 4, "--place.engines=2", way=way), way=way))
     env = {
         "PATH": f"{tmp_path}:/usr/bin:/bin",
         "SLURM_JOB_ID": "41",
@@ -109,7 +109,7 @@ def test_a_batch_script_starts_what_it_should_where_it_should(tmp_path, way):
         "CALLS": str(tmp_path / "calls"),
     }
     done = subprocess.run(
-        ["bash", tmp_path / "run.sh"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        ["bash", tmp_path / "job.sh"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
@@ -295,8 +295,8 @@ def test_a_job_of_slurm_is_submitted_asked_about_and_cancelled(tools, tmp_path, 
     tools("squeue", "echo 'RUNNING 0:12 of 1:00:00, 2 nodes, n[0-1]'")
     tools("scancel", "exit 0")
     submit(*given, "--partition", "gpu", "--time", "1:00:00")
-    assert "slurm job 41, by runs/a/submit/run.sh" in capfd.readouterr().out
-    script = (tmp_path / "runs/a/submit/run.sh").read_text()
+    assert "slurm job 41, by runs/a/submit/job.sh" in capfd.readouterr().out
+    script = (tmp_path / "runs/a/submit/job.sh").read_text()
     assert "#SBATCH --partition=gpu\n" in script and "#SBATCH --time=1:00:00\n" in script and "--account" not in script
     submit("runs/a", "--status")
     assert "slurm job 41, submitted" in (said := capfd.readouterr().out) and "RUNNING 0:12" in said
@@ -312,7 +312,7 @@ def test_a_job_of_slurm_is_submitted_asked_about_and_cancelled(tools, tmp_path, 
     tools("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
     assert "sbatch --parsable refused (exit 1): sbatch: error: invalid partition" in refused(capfd, *given)
     calls = (tmp_path / "calls").read_text()
-    assert "sbatch --parsable --output=runs/a/submit/slurm-%j.log runs/a/submit/run.sh\n" in calls
+    assert "sbatch --parsable --output=runs/a/submit/slurm-%j.log runs/a/submit/job.sh\n" in calls
     assert "scancel 41\n" in calls and submitted_job(tmp_path / "runs/a").id == "41"
 
 
@@ -368,7 +368,7 @@ def test_a_ray_job_runs_a_script_that_every_node_sees(tools, tmp_path, capfd):
     assert "Status for job: RUNNING" in said and "step 1" in said
     submit("runs/a", "--cancel")
     calls, job = (tmp_path / "calls").read_text().splitlines(), submitted_job(tmp_path / "runs/a")
-    script = tmp_path / "runs/a/submit/run.sh"
+    script = tmp_path / "runs/a/submit/job.sh"
     assert calls[0].endswith(f"--submission-id {job.id} --no-wait -- bash {script}") and calls[-1].endswith(job.id)
     assert all("--address http://head:8265" in c for c in calls) and f"\ncd {tmp_path}\n" in script.read_text()
     assert trained(script.read_text()).place.ranks == 7

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rondel.runtime.cluster.schedulers import Scheduler, SubmittedJob
 
 SETTINGS = OVERRIDES
-FILES = {"slurm": "run.sh", "kubernetes": "job.yaml", "kuberay": "rayjob.yaml", "ray": "run.sh"}
+FILES = {"slurm": "job.sh", "kubernetes": "job.yaml", "kuberay": "rayjob.yaml", "ray": "job.sh"}
 Target = Literal["slurm", "kubernetes", "kuberay", "ray"]
 
 
