@@ -36,6 +36,7 @@ VERBS = (
     "card",
     "dashboard",
     "doctor",
+    "export",
     "prepare",
     "submit",
     "engines",
