@@ -1,7 +1,8 @@
 """The stages of `rondel prepare`, each done once: locate, convert, stage, verify.
 
     locate    the files of a model: a folder, a GGUF (converted), the hub's cache (downloaded where something is missing)
-    convert   where ranks could not read their shards of it: FP8, .bin files, foreign names -> safetensors of at most 4 GB
+    convert   where ranks could not read their shards of it: FP8, MXFP4, compressed-tensors, GPTQ, AWQ, .bin files, foreign
+              names -> safetensors of at most 4 GB
     stage     copied, a file at a time, with the digest of each
     verify    digests of the copy; names, dtypes and shapes of all tensors against the model's config
 
@@ -10,7 +11,9 @@ What is interrupted goes on with the file that it was at; a conversion begins ag
 
 from __future__ import annotations
 
+import json
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,11 +24,13 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig
 from transformers import logging as hf_logging
 
 from rondel.core.errors import ModelError, UserError, error_boundary
+from rondel.formats.stored import METHODS, SUFFIXES, decode_stored
 from rondel.models.architectures import auto_class, refuse_architecture
 from rondel.models.deferred_weights import parameters_on_meta, stored_files
 from rondel.models.model_folder import source_folder
@@ -170,9 +175,16 @@ def _write_converted(source: Path, draft: Path) -> None:
             from transformers.utils.quantization_config import Mxfp4Config
 
             more["quantization_config"] = Mxfp4Config(dequantize=True)
+        elif method in METHODS:
+            with tempfile.TemporaryDirectory(dir=draft.parent, prefix=f"{draft.name}-") as scratch:
+                _decode_weights(
+                    source, Path(scratch), quantised if isinstance(quantised, dict) else quantised.to_dict()
+                )
+                return _write_converted(Path(scratch), draft)
         else:
             raise ModelError(
-                f"{source} is stored in {method}, which is not decoded here (fp8 and mxfp4 are): take the model in 16 bits"
+                f"{source} is stored in {method}, which is not decoded here (fp8, mxfp4, {', '.join(METHODS)} are): take the "
+                "model in 16 bits"
             )
     loaded = auto_class(config).from_pretrained(source, dtype=torch.bfloat16 if more else "auto", **more)
     config = loaded.config
@@ -187,6 +199,38 @@ def _write_converted(source: Path, draft: Path) -> None:
     for file in model_files(source):
         if file.suffix not in WEIGHTS and not file.name.endswith(".index.json") and not (draft / file.name).exists():
             shutil.copyfile(file, draft / file.name)
+
+
+def _decode_weights(source: Path, into: Path, config: dict[str, Any]) -> None:
+    """The same checkpoint with whole weights in bfloat16, a file at a time."""
+    files = sorted(set(stored_files(str(source)).values()))
+    coded: dict[str, set[str]] = {}  # module -> the ends of the names of its tensors
+    for name, (_, dtype) in [found for file in files for found in _headers_of(file).items()]:
+        module, _, part = name.rpartition(".")
+        if part in SUFFIXES or dtype not in FLOATS:
+            coded.setdefault(module, set()).add(part)
+    waiting: dict[str, dict[str, torch.Tensor]] = {}  # of modules whose tensors lie in several files
+    for number, file in enumerate(files):
+        found: dict[str, torch.Tensor] = {}
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                module, _, part = name.rpartition(".")
+                if part not in coded.get(module, ()):
+                    found[name] = opened.get_tensor(name)
+                    continue
+                parts = waiting.setdefault(module, {})
+                parts[part] = opened.get_tensor(name)
+                if parts.keys() == coded[module]:
+                    found[f"{module}.weight"] = decode_stored(waiting.pop(module), config, module).to(torch.bfloat16)
+        save_file(found, into / f"part-{number:05d}.safetensors", metadata={"format": "pt"})
+    names = {name: file.name for file in sorted(into.glob("part-*")) for name in _headers_of(str(file))}
+    (into / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    for beside in model_files(source):
+        if beside.suffix not in WEIGHTS and not beside.name.endswith(".index.json"):
+            shutil.copyfile(beside, into / beside.name)
+    told = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    told.pop("quantization_config", None)
+    (into / "config.json").write_text(json.dumps(told | {"dtype": "bfloat16"}))
 
 
 def _stage_files(path: str, source: Path, target: Path, progress: Progress, reread: bool) -> Path:
