@@ -22,7 +22,7 @@ SMALL = {"loop__warmup__steps": 0, "loop__steps": 3, "algo__kl": {"coef": 0.05}}
 def formatted(kind: str, name: str, dtype: str = "float32"):
     loaded = copy.deepcopy(family(kind)) if kind not in ("llama", "tied") else model(kind, dtype)
     plain = {n: p.detach().clone() for n, p in loaded.model.named_parameters()}
-    apply_format(loaded.model, format_of(name))
+    apply_format(loaded.model, name)
     return loaded, plain
 
 

@@ -552,8 +552,9 @@ def _join_ranks(trainers: list[Any], host: str) -> tuple[ModelInfo, dict[str, st
 def _lead_torchrun(plan: DeploymentPlan, ranks: int, device: str, each: int | None) -> tuple[list[Any], Any]:
     """This process is the first rank, the others follow it."""
     host = TrainerHost(plan.job, plan.needs, plan.sampling, device, each, plan.new_transport())
-    calls = host.device.call(torchrun.init_process_groups, host.device.name, collective_patience(plan.job))
-    told = host.join(0, ranks)
+    with torchrun.lost_ranks_named():
+        calls = host.device.call(torchrun.init_process_groups, host.device.name, collective_patience(plan.job))
+        told = host.join(0, ranks)
     leader = torchrun.LeaderWorker(host, calls)
     plan.ends.callback(leader.close)
     return [leader], told

@@ -23,7 +23,6 @@ from rondel.core.errors import ConfigError
 from rondel.core.media import ImageProcessorConfig
 from rondel.core.protocols import MemoryClaim, Transport
 from rondel.core.types import Sampling, StepStats
-from rondel.formats import format_of
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
@@ -36,7 +35,7 @@ from rondel.models.loaded_model import LoadedModel
 from rondel.models.rendezvous import Rendezvous
 from rondel.models.rounded_weights import forget_whole
 from rondel.models.vocabulary import same_words
-from rondel.models.weight_formats import apply_format
+from rondel.models.weight_formats import apply_format, forget_format
 from rondel.planner import resolve as planner
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import Device
@@ -224,8 +223,9 @@ def follow_leader(job: Job, needs: frozenset[str], sampling: Sampling, device: s
     rank, size = torchrun.rank_and_size()
     # it gives its shards and sends nothing itself
     host = TrainerHost(job, needs, sampling, device, threads, FromTensor())
-    calls = host.device.call(torchrun.init_process_groups, device, collective_patience(job))
-    host.join(rank, size)
+    with torchrun.lost_ranks_named():
+        calls = host.device.call(torchrun.init_process_groups, device, collective_patience(job))
+        host.join(rank, size)
     torchrun.follow_leader(host, calls)
 
 
@@ -380,7 +380,9 @@ def policy_of(job: Job, device: str, *, deferred: bool = False) -> LoadedModel:
         nf4.refuse_other(loaded.model, loaded.name, wanted=wanted.kind == "qlora")
         adapters.add_adapter(loaded, rank=wanted.rank, alpha=wanted.alpha, targets=wanted.targets, seed=job.loop.seed)
     if job.model.format != "none":
-        apply_format(loaded.model, format_of(job.model.format))
+        apply_format(loaded.model, job.model.format)
+    else:
+        forget_format(loaded.model)
     if job.engine.numerics == "aligned":
         align_numerics(loaded)
     if job.engine.numerics == "rounded":

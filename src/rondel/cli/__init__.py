@@ -36,7 +36,9 @@ VERBS = (
     "card",
     "dashboard",
     "doctor",
-    "launch",
+    "export",
+    "prepare",
+    "submit",
     "engines",
     "bench",
 )

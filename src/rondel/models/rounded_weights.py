@@ -49,9 +49,11 @@ def take_whole(parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def round_weight(parameter: nn.Parameter, form: WeightFormat) -> None:
-    """Round a parameter in place; its whole numbers are kept until `take_whole` asks."""
+def round_weight(parameter: nn.Parameter, form: WeightFormat, *, done: bool = False) -> None:
+    """Round a parameter in place; its whole numbers are kept until `take_whole` asks. `done`: it is rounded already."""
     _formats[parameter] = form
+    if done:
+        return
     _whole[parameter] = parameter.detach().clone()
     parameter.copy_(form.fake(parameter, parameter.dtype))
 

@@ -16,10 +16,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rondel.core.errors import ConfigError
-from rondel.formats import NumberFormat
+from rondel.formats import format_of
 from rondel.models.expert_parallel import routed_experts
 from rondel.models.rounded_weights import WeightFormat, round_weight
 from rondel.models.vision_families import tower_parts
+
+MARK = "rondel_number_format"  # in a config: what the matrices of the layers are rounded to
 
 
 def formatted_parameters(model: Any) -> dict[str, bool]:
@@ -38,10 +40,20 @@ def formatted_parameters(model: Any) -> dict[str, bool]:
     return found
 
 
-def apply_format(model: Any, form: NumberFormat) -> None:
-    """Round the matrices of its layers in place."""
-    parameters = dict(model.named_parameters())
+def apply_format(model: Any, name: str) -> None:
+    """Round the matrices of its layers in place, and say so in its config; a checkpoint that says so is rounded already:
+    in 16 bits a second time would not find the same scales.
+    """
+    form, parameters = format_of(name), dict(model.named_parameters())
     if not (chosen := formatted_parameters(model)):
-        raise ConfigError(f"the model has no linear layers to hold in {form.name}: leave model.format out")
-    for name, transposed in chosen.items():
-        round_weight(parameters[name], WeightFormat(form, transposed))
+        raise ConfigError(f'the model has no linear layers to hold in {name}: leave model.format = "{name}" out')
+    done = getattr(model.config, MARK, None) == name
+    for own, transposed in chosen.items():
+        round_weight(parameters[own], WeightFormat(form, transposed), done=done)
+    setattr(model.config, MARK, name)
+
+
+def forget_format(model: Any) -> None:
+    """Of a model that was rounded once and is trained on whole."""
+    if hasattr(model.config, MARK):
+        delattr(model.config, MARK)

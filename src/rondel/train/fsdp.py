@@ -74,11 +74,8 @@ class FsdpRank(SingleRank):
         self._expert_cuts: WeakKeyDictionary[nn.Module, TensorCuts] = WeakKeyDictionary()
         self._stages: WeakKeyDictionary[nn.Module, PipelineStage] = WeakKeyDictionary()
         if meeting is not None:
-            if sockets.is_loopback(
-                meeting.address[0]
-            ):  # all on this machine: nobody else may speak to a rank. NCCL's: not yet run on hardware
-                for library in ("GLOO", "NCCL"):
-                    os.environ.setdefault(f"{library}_SOCKET_IFNAME", sockets.loopback_interface())
+            # all on this machine: nobody else may speak to a rank. NCCL's: not yet run on hardware
+            sockets.set_interface(meeting.address[0])
             backend, wait = "gloo" if device == "cpu" else "nccl", datetime.timedelta(seconds=patience)
             dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=mesh.world, timeout=wait)
         kind, both = device.partition(":")[0], ("replicas", "shards") if mesh.replicas > 1 else ("shards",)
@@ -178,7 +175,7 @@ class FsdpRank(SingleRank):
         try:
             found = logprobs_of(held, probe)
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError) as error:
-            if _is_timeout(error) or _is_lost_peer(error):
+            if _is_timeout(error) or sockets.is_lost_peer(error):
                 raise
             fault = f"{type(error).__name__}: {error}"
             found = [math.nan] if held.stage is None else held.stage.give_up(len(probe)).tolist()
@@ -413,11 +410,6 @@ def _prefetch(blocks: list[Any], ahead: int) -> None:
 def _is_timeout(error: BaseException) -> bool:
     """Whether a collective waited for a rank that did not come."""
     return "timed out" in (said := str(error).lower()) or "timeout" in said
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    """Whether a rank ended while others waited for it in a collective."""
-    return any(words in str(error).lower() for words in ("connection closed by peer", "connection reset by peer"))
 
 
 def _gather_objects(value: Any, group: Any) -> list[Any]:

@@ -14,13 +14,16 @@ from __future__ import annotations
 import asyncio
 import datetime
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
 
-from rondel.core.errors import ConfigError
+from rondel.core.errors import ConfigError, TrainError
+from rondel.system import sockets
 from rondel.system.signals import leave_to_controller
 
 PATIENCE = datetime.timedelta(days=30)  # a follower waits for the next call for as long as the leader's loop takes
@@ -49,8 +52,42 @@ def ranks_here() -> int:
 def init_process_groups(device: str, patience: float) -> Any:
     """The group of all ranks, which is then torch's default, and one beside it for calls."""
     if not dist.is_initialized():
+        sockets.set_interface(_other_machine(patience))
         dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=datetime.timedelta(seconds=patience))
     return dist.new_group(backend="gloo", timeout=PATIENCE)
+
+
+def _other_machine(patience: float) -> str:
+    """An address of a machine that ranks of this one must reach; this one's own if torchrun started no others.
+
+    The first machine's name may lead to a loopback address there (Debian's 127.0.1.1), so there the last rank's is asked
+    for, in the store that torchrun keeps.
+    """
+    rank, size = rank_and_size()
+    first = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if ranks_here() == size or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return first
+    wait = datetime.timedelta(seconds=patience)
+    store = dist.TCPStore(first, int(os.environ["MASTER_PORT"]), is_master=False, timeout=wait)
+    if rank == size - 1:
+        store.set("rondel/last_rank", sockets.own_address(first))
+    return store.get("rondel/last_rank").decode()
+
+
+@contextmanager
+def lost_ranks_named() -> Iterator[None]:
+    """A rank that ended, or whose machine did, is an error with a remedy: torchrun cannot bring it back."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not sockets.is_lost_peer(error):
+            raise
+        told = re.search(r"(?:peer|error) \[(.+?)\]", str(error))
+        whom = f"the rank at {told[1].rpartition(':')[0]}" if told else "another rank"
+        raise TrainError(
+            f"{whom} ended, or its machine did, or it cannot be reached: its own log says why. torchrun ends all ranks "
+            f"with it; the same command continues from the last checkpoint ({' '.join(str(error).split())[:200]})"
+        ) from error
 
 
 class LeaderWorker:
@@ -69,14 +106,16 @@ class LeaderWorker:
             raise AttributeError(verb)
 
         async def call(*args: Any) -> Any:
-            await asyncio.wrap_future(self._thread.submit(self._broadcast_call, verb, args))
-            value = getattr(self._object, verb)(*args)
-            return await value if asyncio.iscoroutine(value) else value
+            with lost_ranks_named():
+                await asyncio.wrap_future(self._thread.submit(self._broadcast_call, verb, args))
+                value = getattr(self._object, verb)(*args)
+                return await value if asyncio.iscoroutine(value) else value
 
         return call
 
     def close(self) -> None:
-        self._thread.submit(self._broadcast_call, "close", ()).result()
+        with suppress(TrainError), lost_ranks_named():  # who is lost has been named
+            self._thread.submit(self._broadcast_call, "close", ()).result()
         self._thread.shutdown()
         self._object.close()
 
@@ -89,7 +128,7 @@ def follow_leader(made: Any, calls: Any) -> None:
     the first one decides what they mean.
     """
     leave_to_controller()
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, lost_ranks_named():
         while True:
             heard: list[Any] = [None, None]
             dist.broadcast_object_list(heard, src=0, group=calls)

@@ -1,0 +1,135 @@
+"""Quantised checkpoints of others are read: each layout against a loop over its definition, and whole models through `rondel prepare`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kits.train import model
+from rondel.core.errors import ModelError
+from rondel.formats import format_of
+from rondel.formats.stored import decode_stored
+from rondel.models.prepare import prepare_model
+from rondel.models.save import save_model
+
+G = torch.Generator().manual_seed(0)
+
+
+def draw(*shape, high=16):
+    return torch.randint(0, high, shape, generator=G)
+
+
+def words(codes, order=range(8)):
+    """[..., 8 N] of 0 to 15 -> int32 [..., N]: the nibble at place i is code order[i]."""
+    out = torch.zeros(*codes.shape[:-1], codes.shape[-1] // 8, dtype=torch.int64)
+    for n in range(out.shape[-1]):
+        for place, which in enumerate(order):
+            out[..., n] |= codes[..., 8 * n + which] << (4 * place)
+    return torch.where(out >= 1 << 31, out - (1 << 32), out).to(torch.int32)
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_gptq(version, shuffled):
+    o, i, groups = 16, 64, 4
+    codes, zeros, scales = draw(i, o), draw(groups, o), torch.rand(groups, o, generator=G).half()
+    index = torch.arange(i) // (i // groups)
+    index = index[torch.randperm(i, generator=G)] if shuffled else index
+    parts = {"qweight": words(codes.t()).t().contiguous(), "qzeros": words(zeros), "scales": scales}
+    parts |= {"g_idx": index.int()} if shuffled else {}
+    got = decode_stored(parts, {"quant_method": "gptq", "bits": 4, "checkpoint_format": version})
+    for row in range(o):
+        for column in range(0, i, 7):
+            g = int(index[column])
+            zero = int(zeros[g, row]) + (version == "gptq")
+            assert float(got[row, column]) == (int(codes[column, row]) - zero) * float(scales[g, row])
+
+
+def test_awq():
+    o, i, groups = 16, 64, 4
+    codes, zeros, scales = draw(i, o), draw(groups, o), torch.rand(groups, o, generator=G).half()
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    parts = {"qweight": words(codes, order), "qzeros": words(zeros, order), "scales": scales}
+    got = decode_stored(parts, {"quant_method": "awq", "bits": 4, "version": "gemm"})
+    group = torch.arange(i) // (i // groups)
+    assert torch.equal(got, ((codes - zeros[group]) * scales.float()[group]).t())
+
+
+@pytest.mark.parametrize("name", ["int4", "mxfp4", "nvfp4", "mxfp8"])
+def test_compressed_tensors(name):
+    w = torch.randn(64, 128, generator=G)
+    parts = format_of(name).encode(w)
+    if "fp" in name:
+        parts.pop("weight_shape", None)
+    config = {"quant_method": "compressed-tensors", "format": f"{name}-quantized"}
+    assert torch.equal(decode_stored(parts, config), format_of(name).fake(w))
+
+
+def test_compressed_tensors_of_whole_numbers_and_zero_points():
+    codes, scale = draw(32, 64, high=255) - 127, torch.rand(32, 1, generator=G)
+    config = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    got = decode_stored({"weight": codes.to(torch.int8), "weight_scale": scale}, config)
+    assert torch.equal(got, codes.float() * scale)
+    codes, zeros, scale = draw(32, 64), draw(32, 2), torch.rand(32, 2, generator=G)
+    packed = {"weight_packed": words(codes), "weight_scale": scale, "weight_shape": torch.tensor([32, 64])}
+    packed |= {"weight_zero_point": words(zeros.t()).t().contiguous()}
+    config = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 32}}},
+    }
+    group = torch.arange(64) // 32
+    assert torch.equal(decode_stored(packed, config), (codes - zeros[:, group]) * scale[:, group])
+
+
+def test_what_is_not_known_says_so():
+    with pytest.raises(ModelError, match="stored in bitnet; what is decoded is compressed-tensors, gptq, awq"):
+        decode_stored({}, {"quant_method": "bitnet"}, "w")
+    with pytest.raises(ModelError, match="w is stored in gptq, but without 'qweight'"):
+        decode_stored({}, {"quant_method": "gptq"}, "w")
+    with pytest.raises(ModelError, match="3 bits a weight do not fill a word"):
+        decode_stored({}, {"quant_method": "gptq", "bits": 3})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_quantised_model_is_prepared(tmp_path, monkeypatch, files):
+    """Its tensors in one file, and spread so that a weight and its scales are apart."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    loaded = model("llama", "bfloat16")
+    source = tmp_path / "source"
+    save_model(loaded, source)
+    whole, stored = load_file(source / "model.safetensors"), {}
+    wanted = dict(whole)
+    for name, w in whole.items():
+        if not name.endswith("proj.weight"):
+            stored[name] = w
+            continue
+        parts = format_of("int4").encode(w)
+        wanted[name] = format_of("int4").decode(parts, torch.bfloat16)
+        stored |= {name.removesuffix("weight") + part: t for part, t in parts.items()}
+    (source / "model.safetensors").unlink()
+    names = sorted(stored)
+    index = {}
+    for n in range(files):
+        own = names[n::files]
+        save_file({name: stored[name] for name in own}, source / f"m{n}.safetensors", metadata={"format": "pt"})
+        index |= dict.fromkeys(own, f"m{n}.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    config = json.loads((source / "config.json").read_text())
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"g": group},
+    }
+    (source / "config.json").write_text(json.dumps(config))
+    said = []
+    ready = prepare_model(str(source), None, tmp_path / "cache", lambda *words: said.append(words))
+    got = load_file(ready / "model.safetensors")
+    assert got.keys() == wanted.keys()
+    assert [n for n in got if not torch.equal(got[n], wanted[n])] == []
+    assert all(torch.equal(got[n], wanted[n]) for n in got)
+    assert any("stored in compressed-tensors" in text for _, text in said)
