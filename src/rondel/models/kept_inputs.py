@@ -99,7 +99,7 @@ def _is_gated(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _has_plain_forward(kind: type[nn.Module]) -> bool:
+def _has_plain_forward(kind: Any) -> bool:
     """Whether the class computes `GATED` and nothing else."""
     try:
         lines = [line.strip() for line in inspect.getsource(kind.forward).splitlines()]
