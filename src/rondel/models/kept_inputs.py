@@ -24,7 +24,7 @@ from rondel.models.linear import is_tracing
 GATED = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"  # the forward of 125 families' MLP
 
 
-def install_kept_inputs(decoder: nn.Module) -> None:
+def install_kept_inputs(decoder: Any) -> None:
     """Every norm and every plain gated MLP of a decoder keeps its inputs alone from now on."""
     for module in decoder.modules():
         if _is_norm(module):
@@ -90,7 +90,7 @@ def _is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Norm") and not [*module.children()] and not [*module.buffers()]
 
 
-def _is_gated(module: nn.Module) -> bool:
+def _is_gated(module: Any) -> bool:
     if "forward" in module.__dict__ or not all(
         hasattr(module, n) for n in ("gate_proj", "up_proj", "down_proj", "act_fn")
     ):
