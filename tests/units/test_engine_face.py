@@ -125,7 +125,7 @@ def test_it_aligns_guesses_and_compiles_on_request():
             assert c.logprobs == pytest.approx(alone, abs=1e-6) and engine.loaded.aligned
         engine.close()
     assert all(tokens == told["plain"] for tokens in told.values())
-    for wrong, says in ({"numerics": "alinged"}, "fast or aligned"), ({"speculative": "draft"}, "draft:MODEL"):
+    for wrong, says in ({"numerics": "alinged"}, "fast, aligned or rounded"), ({"speculative": "draft"}, "draft:MODEL"):
         with pytest.raises(UserError, match=says):
             load(size, **how, **wrong)
 
