@@ -95,7 +95,8 @@ def _is_gated(module: Any) -> bool:
         hasattr(module, n) for n in ("gate_proj", "up_proj", "down_proj", "act_fn")
     ):
         return False
-    return not [*module.act_fn.parameters()] and _has_plain_forward(type(module))
+    kind: Any = type(module)
+    return not [*module.act_fn.parameters()] and _has_plain_forward(kind)
 
 
 @functools.cache
