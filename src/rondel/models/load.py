@@ -28,6 +28,7 @@ from rondel.models.embedding_lookup import adopt_embedding
 from rondel.models.fp32_sums import install_fp32_stream
 from rondel.models.head import LMHead, decoder_of
 from rondel.models.indexer import check_indexers, install_indexers
+from rondel.models.kept_inputs import install_kept_inputs
 from rondel.models.latent_attention import check_up_projections, install_latent_attention
 from rondel.models.load_check import PARITY, check_loaded
 from rondel.models.loaded_model import LoadedModel
@@ -144,6 +145,7 @@ def _install(model: Any) -> tuple[list[Any], int, list[Any], list[int]]:
     recurrent = found[3]
     if model.dtype in processor.HALVES and not recurrent and vision.sight_of(model.config) is None:
         install_fp32_stream(model, decoder_of(model))
+    install_kept_inputs(decoder_of(model))
     return found
 
 

@@ -217,7 +217,7 @@ class ModelShape:
         attention fused (its scores are never kept).
 
         A layer keeps: both norms' inputs and outputs 4D, q k v and its output, and the gate, the
-        up side, their activation and product 4F.
+        up side and their product 3F.
         """
         q_size = self.heads * self.head
         attention = self.layers * (4 * self.hidden + 2 * q_size + 2 * self.kv_heads * self.head)
@@ -227,7 +227,7 @@ class ModelShape:
         """The same on a CPU, where attention writes its scores out: a token sees `keys` keys, and its
         calls hold `spread` copies of keys and values.
 
-        A layer keeps: of each norm its input and its normalised input in fp32 (as the residual stream) and its output; the
+        A layer keeps: of each norm its input in fp32 (as the residual stream) and its output; the
         scores in fp32, and their copy in 16 bits where values are. `widened`: the CPU has no bf16 products, and attention
         multiplies fp32 copies of queries, keys and values.
         """
@@ -235,7 +235,7 @@ class ModelShape:
         wide = 4 if widened else bytes_each
         cast = bytes_each if wide < 4 else 0
         layer = (
-            2 * (8 + bytes_each) * self.hidden
+            2 * (4 + bytes_each) * self.hidden
             + bytes_each * q_size
             + wide * (q_size + kv_size * spread)
             + self.heads * keys * (4 + cast)
@@ -244,9 +244,9 @@ class ModelShape:
 
     @property
     def feed_forward_size(self) -> int:
-        """Numbers that the feed-forward parts of all layers keep of a token: gate, up, their activation and product."""
+        """Numbers that the feed-forward parts of all layers keep of a token: gate, up and their product."""
         sparse = (self.layers - self.dense_layers) * (self.per_token * self.expert + self.shared)
-        return 4 * (self.dense_layers * self.intermediate + sparse)
+        return 3 * (self.dense_layers * self.intermediate + sparse)
 
 
 def kept_bytes(

@@ -1,0 +1,110 @@
+"""Norms and gated activations of which autograd keeps the inputs alone; the rest is computed again in the backward pass.
+
+                plain, bytes a number        here
+    norm        x 4, normalised 4 (or 2)     x in its own dtype     bf16 stream: 2, fp32 stream: 4
+    act(g) * u  g, u, act(g)                 g, u
+
+The backward pass runs the module's own forward once more, on the same numbers, so every family's norm is covered and
+values and gradients have the plain ones' bits. Without a gradient nothing changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from rondel.models.linear import is_tracing
+
+GATED = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"  # the forward of 125 families' MLP
+
+
+def install_kept_inputs(decoder: Any) -> None:
+    """Every norm and every plain gated MLP of a decoder keeps its inputs alone from now on."""
+    for module in decoder.modules():
+        if _is_norm(module):
+            setattr(module, "forward", functools.partial(_norm, module, module.forward))  # noqa: B010
+        elif _is_gated(module):
+            setattr(module, "forward", functools.partial(_gated_mlp, module))  # noqa: B010
+        elif hasattr(module, "_apply_gate"):  # joined experts: transformers' own seam
+            setattr(module, "_apply_gate", functools.partial(_apply_gate, module._apply_gate))  # noqa: B010
+
+
+def keep_inputs(run: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[nn.Parameter] = ()) -> Tensor:
+    """run(*inputs), differentiable in the inputs and in the `weights` that `run` reads; only these are kept."""
+    is_wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *weights))
+    if not is_wanted or is_tracing() or torch.compiler.is_compiling():
+        return run(*inputs)
+    return KeptInputs.apply(run, len(inputs), *inputs, *weights)
+
+
+class KeptInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, run: Callable[..., Tensor], count: int, *tensors: Tensor) -> Tensor:
+        ctx.run, ctx.weights = run, tensors[count:]
+        ctx.save_for_backward(*tensors)  # the weights, too: torch then notices when one was written to
+        return run(*tensors[:count])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Any:
+        kept, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        count = len(kept) - len(ctx.weights)
+        inputs = [x.detach().requires_grad_(wants) for x, wants in zip(kept[:count], wanted)]
+        with torch.enable_grad():
+            out = ctx.run(*inputs)
+        chosen = [x for x, wants in zip([*inputs, *ctx.weights], wanted) if wants]
+        found = iter(torch.autograd.grad(out, chosen, grad, allow_unused=True))
+        return None, None, *(next(found) if wants else None for wants in wanted)
+
+
+def _norm(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):  # norms that have a gate of their own
+        return forward(*args, **kwargs)
+    return keep_inputs(forward, args, [*module.parameters()])
+
+
+def _gated_mlp(module: Any, x: Tensor) -> Tensor:
+    return module.down_proj(
+        keep_inputs(functools.partial(_gate, module.act_fn), [module.gate_proj(x), module.up_proj(x)])
+    )
+
+
+def _apply_gate(gate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
+    return keep_inputs(gate, [gate_up])
+
+
+def _gate(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    return act(gate) * up
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """One that has no state but its weights, and no parts. torch's own keep their input alone anyway."""
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)):
+        return False
+    return type(module).__name__.endswith("Norm") and not [*module.children()] and not [*module.buffers()]
+
+
+def _is_gated(module: Any) -> bool:
+    if "forward" in module.__dict__ or not all(
+        hasattr(module, n) for n in ("gate_proj", "up_proj", "down_proj", "act_fn")
+    ):
+        return False
+    kind: Any = type(module)
+    return not [*module.act_fn.parameters()] and _has_plain_forward(kind)
+
+
+@functools.cache
+def _has_plain_forward(kind: Any) -> bool:
+    """Whether the class computes `GATED` and nothing else."""
+    try:
+        lines = [line.strip() for line in inspect.getsource(kind.forward).splitlines()]
+    except (OSError, TypeError):  # no source: stays plain
+        return False
+    body = [line for line in lines if line and not line.startswith(("def ", "#"))]
+    return body in ([f"down_proj = {GATED}", "return down_proj"], [f"return {GATED}"])
