@@ -86,7 +86,8 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
         f"{name}_coef": torch.tensor(coef, dtype=torch.float64) for name, coef in trainer.coefs.values.items()
     }
     critic = trainer.critic
-    if lies_in_shards(loaded, trainer.ranks, [weights, *([] if critic is None else [critic.weights])]):
+    trained = [weights, *([] if critic is None else [critic.weights])]
+    if trainer.ranks.size > 1 and lies_in_shards(loaded, trained):
         files = [OptimizerFile("optimizer", weights, loaded.model, optimizer | _loss_scale(weights), alone=False)]
         if critic is not None:
             small = {"steps": torch.tensor(critic.steps)} | _loss_scale(critic.weights)

@@ -76,9 +76,9 @@ class OptimizerFile:
     alone: bool = True
 
 
-def lies_in_shards(loaded: LoadedModel, ranks: SingleRank, trained: Sequence[MasterWeights]) -> bool:
-    """Whether several ranks have shards of all that is trained, under names of a family that stores views of them."""
-    if ranks.size == 1 or not all(weights.in_shards for weights in trained):
+def lies_in_shards(loaded: LoadedModel, trained: Sequence[MasterWeights]) -> bool:
+    """Whether ranks have shards of all that is trained, under names of a family that stores views of them."""
+    if not all(weights.in_shards for weights in trained):
         return False
     try:
         names.checkpoint_pieces(loaded.model)
