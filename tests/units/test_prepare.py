@@ -16,9 +16,9 @@ from kits.runs import context
 from rondel.cli import main
 from rondel.core.errors import ModelError
 from rondel.models.load import load_model
+from rondel.models.model_copies import MODELS, read_manifest
 from rondel.models.model_folder import model_folder
 from rondel.models.prepare import check_tensors, prepare_model, why_not_by_shards
-from rondel.models.prepared import MODELS, read_manifest
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.toml"
 TINY = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from kits.train import model
 from rondel.core.errors import ModelError
 from rondel.formats import format_of
-from rondel.formats.stored import decode_stored
+from rondel.formats.checkpoint_layouts import decode_stored
 from rondel.models.prepare import prepare_model
 from rondel.models.save import save_model
 

@@ -28,9 +28,9 @@ def run(
     locate, convert, stage, verify: what is done is skipped, what was interrupted goes on.
     """
     job, _ = read_job(recipe, *ctx.args)
+    from rondel.models.model_copies import MODELS
     from rondel.models.model_folder import cache_folder
     from rondel.models.prepare import prepare_model
-    from rondel.models.prepared import MODELS
 
     paths = models_of(job)
     for path in paths:

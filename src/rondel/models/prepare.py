@@ -30,18 +30,18 @@ from transformers import AutoConfig
 from transformers import logging as hf_logging
 
 from rondel.core.errors import ModelError, UserError, error_boundary
-from rondel.formats.stored import METHODS, SUFFIXES, decode_stored
+from rondel.formats.checkpoint_layouts import METHODS, SUFFIXES, decode_stored
 from rondel.models.architectures import auto_class, refuse_architecture
 from rondel.models.deferred_weights import parameters_on_meta, stored_files
-from rondel.models.model_folder import source_folder
-from rondel.models.names import checkpoint_pieces
-from rondel.models.prepared import (
+from rondel.models.model_copies import (
     WEIGHTS,
     model_files,
     prepared_name,
     read_manifest,
     write_manifest,
 )
+from rondel.models.model_folder import source_folder
+from rondel.models.names import checkpoint_pieces
 from rondel.system.files import make_folder, open_replacement
 
 SHARD = "4GB"  # of one file of a converted model

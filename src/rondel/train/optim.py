@@ -46,6 +46,7 @@ class MasterWeights:
         self.on_host, self.loss_scale = host, loss_scale
         self.names, self.compute = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
         self._forms = [weight_format(p) for p in self.compute]  # how each is rounded, where it lies in a number format
+        self.formatted_names = {name for name, form in zip(self.names, self._forms) if form is not None}
         self.masters = self._make_masters()
         hidden = is_hidden(model)
         self.optimizers = build_optimizers(
@@ -75,11 +76,6 @@ class MasterWeights:
             return spread_within_rounding(name, parameter.detach().cpu() if self.on_host else parameter)
 
         return [make_master(name, p) for name, p in zip(self.names, self.compute)]
-
-    @property
-    def formatted_names(self) -> set[str]:
-        """Of the weights whose compute copy lies in a number format."""
-        return {name for name, form in zip(self.names, self._forms) if form is not None}
 
     def _install_gradient_hooks(self) -> None:
         """Below fp32, or with masters elsewhere, every gradient moves into its master's fp32 accumulator as soon as autograd is done with it."""
