@@ -1,4 +1,4 @@
-"""Number formats of weights: fp8, mxfp8, int4, mxfp4, nvfp4. Each encodes, decodes, and says what a trainer computes with."""
+"""Number formats of weights: fp8, mxfp8, int4, mxfp4, nvfp4. Each encodes, decodes, and fakes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """MXFP4 as FP8 without loss: engines that have products of FP8 alone compute with a checkpoint of MXFP4 bit for bit.
 
-A block of 128 x 128 has one scale 2^b where MXFP4 has 512 scales 2^e. A number v · 2^(e-b), v of E2M1, is in E4M3 wherever
-the largest of the e lies at most 14 above the smallest one in use: from 6 · 2^6 (below 448) down to ½ · 2^-8 (the smallest
-subnormal number of E4M3 is 2^-9). (DeepSeek-V4 report.)
+A block of 128 x 128 has one scale 2^b where MXFP4 has 512 scales 2^e. A number v · 2^(e-b), v of E2M1, is in E4M3
+wherever the largest of the e lies at most 14 above the smallest one in use: from 6 · 2^6 (below 448) down to ½ · 2^-8
+(the smallest subnormal number of E4M3 is 2^-9). (DeepSeek-V4 report.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UP = 6  # 6 · 2^6 = 384 is the largest number of E2M1 times a power of two that
 
 
 def fold_to_fp8(parts: Parts) -> tuple[Parts, Tensor]:
-    """Of MXFP4 -> parts of Fp8(128, 128), and which blocks [..., H, W] lost something: those whose scales lie too far apart.
+    """Of MXFP4 -> parts of Fp8(128, 128), and which blocks [..., H, W] lost something: their scales lie too far apart.
     Where one did, decode to bfloat16 instead.
     """
     form, shape = Mxfp4(), torch.Size(parts["weight_shape"].tolist())

@@ -1,10 +1,12 @@
-"""What a number format is: weights as codes and scales, and what a trainer computes with so that both are the same bits.
+"""What a number format is: weights as codes and scales, and what a trainer
+computes with so that both are the same bits.
 
     encode(w) -> {name: tensor}      what is stored and travels
     decode(parts) -> w               what an engine computes with
-    fake(w) = decode(encode(w))      what a trainer computes with; the gradient passes as if nothing were there (arXiv:1308.3432)
+    fake(w) = decode(encode(w))      what a trainer computes with; its gradient passes unchanged (arXiv:1308.3432)
 
-Laws: what an engine decodes is what the trainer fakes, bit for bit; encode(decode(encode(w))) = encode(w), decoded in float32.
+Laws: what an engine decodes is what the trainer fakes, bit for bit; encode(decode(encode(w))) = encode(w), decoded in
+float32.
 """
 
 from __future__ import annotations

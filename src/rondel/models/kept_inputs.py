@@ -1,4 +1,4 @@
-"""Norms and gated activations of which autograd keeps the inputs alone; the rest is computed again in the backward pass.
+"""Norms and gated activations of which autograd keeps the inputs alone; the backward pass computes the rest again.
 
                 plain, bytes a number        here
     norm        x 4, normalised 4 (or 2)     x in its own dtype     bf16 stream: 2, fp32 stream: 4

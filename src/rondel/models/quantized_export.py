@@ -1,7 +1,7 @@
-"""A checkpoint of a run in a number format, as other tools load it: codes and scales in safetensors, and a config that says how.
+"""A checkpoint of a run in a number format, as other tools load it: codes and scales, and a config that says how.
 
-int4, mxfp4, nvfp4 and mxfp8 as compressed-tensors lays them out, fp8 as DeepSeek's checkpoints do: what vLLM, SGLang and
-transformers read. Each weight is encoded from its master, and has to decode to the bits that the run computed with.
+int4, mxfp4, nvfp4 and mxfp8 as compressed-tensors lays them out, fp8 as DeepSeek's checkpoints do: what vLLM, SGLang
+and transformers read. Each weight is encoded from its master, and has to decode to the bits that the run computed with.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ LAYOUTS = {  # -> format of compressed-tensors, its words for the weights
 
 
 def export_quantized(checkpoint: Path, into: Path) -> tuple[str, int, int]:
-    """Write `checkpoint` encoded to the folder `into`, which must not exist. -> format, bytes of its weights before and after.
+    """Write `checkpoint` encoded to the folder `into`, which must not exist. -> format, bytes before and after.
 
-    ModelError where other tools have no place for the format or the model; CheckpointError where a weight would not decode to
-    what the run computed with.
+    ModelError where other tools have no place for the format or the model; CheckpointError where a weight
+    would not decode to what the run computed with.
     """
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     if (name := config.pop(MARK, None)) is None:

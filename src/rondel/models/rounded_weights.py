@@ -1,5 +1,5 @@
-"""Which weights hold what a number format decodes to, how each is rounded again, and their numbers before that: what loading
-and optimizers tell each other (models/weight_formats.py).
+"""Which weights hold what a number format decodes to, how each is rounded again, and their numbers before that:
+what loading and optimizers tell each other (models/weight_formats.py).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Weights in a number format: the matrices of the layers hold what the format decodes to; masters hold the whole numbers.
+"""Weights in a number format: the layers' matrices hold what the format decodes to; masters hold the whole numbers.
 
     load     W -> decode(encode(W)), in place, in engine, trainer and reference alike; a trainer's masters begin as W
     step     the masters move; compute weights = decode(encode(masters)): the gradient of the one is that of the other
              (quantisation-aware training, straight through; INT4 QAT, FP8 on both sides)
 
-What it is applied to: the matrices of linear layers and of joined experts. Embeddings, the head, norms, biases, routers and
-towers that look at pictures stay as they are. Blocks run along what a product sums over, whichever way a model lays it.
+What it is applied to: the matrices of linear layers and of joined experts. Embeddings, the head, norms, biases, routers
+and towers that look at pictures stay as they are. Blocks run along what a product sums over, whichever way a model lays it.
 """
 
 from __future__ import annotations
