@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rondel.core.errors import ModelError
+
 LEAST = 2.0**-100  # a scale: of a block of zeros, too
 BIAS = 127  # of an E8M0 scale: 2^(byte - 127)
 E4M3, E4M3_MOST = torch.float8_e4m3fn, 448.0
@@ -32,9 +34,17 @@ def join_blocks(blocks: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
     return blocks.reshape(*lead, high * rows, wide * columns)[..., :o, :i].reshape(shape)
 
 
-def largest_of(blocks: Tensor) -> Tensor:
-    """Of [..., H, rows, W, columns] the largest absolute value of each block, [..., H, 1, W, 1]."""
-    return blocks.abs().amax((-3, -1), keepdim=True)
+def largest_of(blocks: Tensor, name: str) -> Tensor:
+    """Of [..., H, rows, W, columns] the largest absolute value of each block, [..., H, 1, W, 1]. ModelError where one is not
+    finite; `name`: of the format.
+    """
+    largest = blocks.abs().amax((-3, -1), keepdim=True)
+    if not bool(torch.isfinite(largest).all()):
+        raise ModelError(
+            f"a weight that is not finite has no {name}: the training diverged, or the checkpoint is broken. "
+            "Go on from an earlier checkpoint, or lower trainer.lr"
+        )
+    return largest
 
 
 def round_up_to_bf16(scale: Tensor) -> Tensor:
@@ -51,3 +61,17 @@ def round_up_to_bf16(scale: Tensor) -> Tensor:
 def power_below(x: Tensor) -> Tensor:
     """⌊log₂ x⌋ of positive numbers; of zero the exponent of LEAST."""
     return torch.frexp(x.clamp_min(LEAST)).exponent - 1
+
+
+def divide_by_power(weight: Tensor, block: tuple[int, int], top: int, name: str) -> tuple[Tensor, Tensor]:
+    """Each block over 2^e, e = floor(log2 max|w|) - top (OCP MX 1.0). -> [..., O, I] in float32, bytes e + 127 [..., H, W]."""
+    blocks = cut_blocks(weight, *block)
+    power = (power_below(largest_of(blocks, name)) - top).clamp(-BIAS, BIAS)
+    scaled = join_blocks(torch.ldexp(blocks, -power), weight.shape)
+    return scaled, (power + BIAS)[..., :, 0, :, 0].to(torch.uint8)
+
+
+def multiply_by_power(numbers: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """The reverse: [..., O, I] and bytes [..., H, W] -> [..., O, I] in float32."""
+    power = scale[..., :, None, :, None].int() - BIAS
+    return join_blocks(torch.ldexp(cut_blocks(numbers, *block), power), numbers.shape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rondel.formats.blocks import E4M3, cut_blocks, join_blocks
+from rondel.formats.blocks import BIAS, E4M3, cut_blocks, join_blocks
 from rondel.formats.fp4 import Mxfp4
 from rondel.formats.fp8 import Fp8
 from rondel.formats.number_format import Parts
@@ -27,7 +27,7 @@ def fold_to_fp8(parts: Parts) -> tuple[Parts, Tensor]:
     blocks = cut_blocks(numbers, *Fp8().block)
     columns = form.block[1]
     spread = parts["weight_scale"].int()[..., None].expand(*parts["weight_scale"].shape, columns).flatten(-2)
-    powers = cut_blocks(spread[..., : shape[-1]], *Fp8().block).int() - 127
+    powers = cut_blocks(spread[..., : shape[-1]], *Fp8().block).int() - BIAS
     used = blocks != 0
     top = torch.where(used, powers, -(1 << 20)).amax((-3, -1), keepdim=True)
     power = torch.where(used.any(-1, keepdim=True).any(-3, keepdim=True), top - UP, 0)

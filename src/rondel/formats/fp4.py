@@ -8,8 +8,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rondel.formats.blocks import BIAS, E4M3_MOST, LEAST, cut_blocks, join_blocks, largest_of, power_below, to_e4m3
-from rondel.formats.number_format import NumberFormat, Parts, check_finite
+from rondel.formats.blocks import (
+    E4M3_MOST,
+    LEAST,
+    cut_blocks,
+    divide_by_power,
+    join_blocks,
+    largest_of,
+    multiply_by_power,
+    to_e4m3,
+)
+from rondel.formats.number_format import NumberFormat, Parts
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MOST, TOP = 6.0, 2  # the largest number, and its exponent
@@ -55,22 +64,17 @@ class Mxfp4(NumberFormat):
     block: tuple[int, int] = (1, 32)
 
     def encode(self, weight: Tensor) -> Parts:
-        blocks = cut_blocks(weight, *self.block)
-        largest = largest_of(blocks)
-        check_finite(largest, self.name)
-        power = (power_below(largest) - TOP).clamp(-BIAS, BIAS)
-        codes = join_blocks(to_e2m1(torch.ldexp(blocks, -power)), weight.shape)
+        scaled, scale = divide_by_power(weight, self.block, TOP, self.name)
         return {
-            "weight_packed": pack_pairs(codes),
-            "weight_scale": (power + BIAS)[..., :, 0, :, 0].to(torch.uint8),
+            "weight_packed": pack_pairs(to_e2m1(scaled)),
+            "weight_scale": scale,
             "weight_shape": torch.tensor(weight.shape),
         }
 
     def decode(self, parts: Parts, dtype: torch.dtype = torch.float32) -> Tensor:
         shape = torch.Size(parts["weight_shape"].tolist())
         numbers = from_e2m1(unpack_pairs(parts["weight_packed"], shape[-1]))
-        power = parts["weight_scale"][..., :, None, :, None].int() - BIAS
-        return join_blocks(torch.ldexp(cut_blocks(numbers, *self.block), power), shape).to(dtype)
+        return multiply_by_power(numbers, parts["weight_scale"], self.block).to(dtype)
 
     def stored_bytes(self, shape: tuple[int, ...]) -> int:
         *lead, o, i = shape
@@ -89,8 +93,7 @@ class Nvfp4(NumberFormat):
 
     def encode(self, weight: Tensor) -> Parts:
         blocks = cut_blocks(weight, *self.block)
-        largest = largest_of(blocks)
-        check_finite(largest, self.name)
+        largest = largest_of(blocks, self.name)
         # of eight bits, so that the largest number that is decoded leads to it again
         whole = (MOST * E4M3_MOST / largest.amax().clamp_min(LEAST)).to(torch.bfloat16).float()
         scale = to_e4m3((largest * whole / MOST).clamp_min(LEAST_BLOCK))

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from rondel.formats.blocks import (
-    BIAS,
     E4M3,
     E4M3_MOST,
     cut_blocks,
+    divide_by_power,
     join_blocks,
     largest_of,
-    power_below,
+    multiply_by_power,
     round_up_to_bf16,
     to_e4m3,
 )
-from rondel.formats.number_format import NumberFormat, Parts, check_finite
+from rondel.formats.number_format import NumberFormat, Parts
 
 TOP = 8  # the exponent of its largest number
 
@@ -37,9 +37,7 @@ class Fp8(NumberFormat):
 
     def encode(self, weight: Tensor) -> Parts:
         blocks = cut_blocks(weight, *self._size(weight.shape))
-        largest = largest_of(blocks)
-        check_finite(largest, self.name)
-        scale = round_up_to_bf16(largest / E4M3_MOST)
+        scale = round_up_to_bf16(largest_of(blocks, self.name) / E4M3_MOST)
         codes = join_blocks(to_e4m3(blocks / scale).view(torch.uint8), weight.shape).contiguous().view(E4M3)
         return {"weight": codes, "weight_scale_inv": scale[..., :, 0, :, 0].contiguous()}
 
@@ -66,20 +64,11 @@ class Mxfp8(NumberFormat):
     block: tuple[int, int] = (1, 32)
 
     def encode(self, weight: Tensor) -> Parts:
-        blocks = cut_blocks(weight, *self.block)
-        largest = largest_of(blocks)
-        check_finite(largest, self.name)
-        power = (power_below(largest) - TOP).clamp(-BIAS, BIAS)
-        codes = to_e4m3(torch.ldexp(blocks, -power))
-        return {
-            "weight": join_blocks(codes.view(torch.uint8), weight.shape).contiguous().view(E4M3),
-            "weight_scale": (power + BIAS)[..., :, 0, :, 0].to(torch.uint8),
-        }
+        scaled, scale = divide_by_power(weight, self.block, TOP, self.name)
+        return {"weight": to_e4m3(scaled), "weight_scale": scale}
 
     def decode(self, parts: Parts, dtype: torch.dtype = torch.float32) -> Tensor:
-        codes = parts["weight"]
-        power = parts["weight_scale"][..., :, None, :, None].int() - BIAS
-        return join_blocks(torch.ldexp(cut_blocks(codes, *self.block), power), codes.shape).to(dtype)
+        return multiply_by_power(parts["weight"], parts["weight_scale"], self.block).to(dtype)
 
     def stored_bytes(self, shape: tuple[int, ...]) -> int:
         *lead, o, i = shape

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rondel.formats.blocks import LEAST, cut_blocks, join_blocks, largest_of
-from rondel.formats.number_format import NumberFormat, Parts, check_finite
+from rondel.formats.number_format import NumberFormat, Parts
 
 MOST = 7.0  # codes -7 to 7; -8 is read, never written
 ZERO = 8  # what a nibble of 0 stands for is -8
@@ -29,9 +29,7 @@ class Int4(NumberFormat):
 
     def encode(self, weight: Tensor) -> Parts:
         blocks = cut_blocks(weight, *self.block)
-        largest = largest_of(blocks)
-        check_finite(largest, self.name)
-        scale = (largest / MOST).clamp_min(LEAST).to(torch.bfloat16)
+        scale = (largest_of(blocks, self.name) / MOST).clamp_min(LEAST).to(torch.bfloat16)
         codes = (blocks / scale.float()).round_().clamp_(-MOST, MOST)
         codes = join_blocks(codes, weight.shape)
         return {

@@ -18,8 +18,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rondel.core.errors import ModelError
-
 Parts = dict[str, Tensor]  # "weight", "weight_scale", ...: of one weight, by what a checkpoint of the format calls them
 
 
@@ -58,12 +56,3 @@ class _Fake(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.to(ctx.dtype), None, None
-
-
-def check_finite(largest: Tensor, name: str) -> None:
-    """`largest`: absolute values of blocks."""
-    if not bool(torch.isfinite(largest).all()):
-        raise ModelError(
-            f"a weight that is not finite has no {name}: the training diverged, or the checkpoint is broken. "
-            "Go on from an earlier checkpoint, or lower trainer.lr"
-        )
