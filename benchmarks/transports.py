@@ -7,8 +7,8 @@ and what share of copying memory that is.
     rondel bench transports --pause smollm2-135m --json       how long an engine that decodes stands still, instead
 Random bf16 weights of the size's shapes; every update publishes other bits, is taken by a
 second process, and each tensor's digest is computed at both ends. `moved` leaves the
-digests out. The limit is torch's copy of 1
-GB, measured in between by the same thread.
+digests out. The limit is torch's copy of as
+many bytes, 1 GB at most, measured in between by the same thread.
 """
 
 from __future__ import annotations

@@ -86,6 +86,7 @@ def test_engine_trainer_and_reference_have_the_same_weights(tmp_path, name, plac
     run(tmp_path, **SMALL, model__format=name, **place)
     done = [e["metrics"] for e in events(tmp_path, "StepDone") if "train/gap_max" in e["metrics"]]
     assert done and max(m["train/gap_max"] for m in done) < 1e-4, done
+    assert done[0]["train/kl_ref"] == 0.0 < done[-1]["train/kl_ref"]
     assert all(e["probe_gap"] < 1e-4 for e in events(tmp_path, "Synced"))
     held = final(tmp_path)
     matrices = [t for n, t in held.items() if n.startswith("model/") and n.endswith("proj.weight")]

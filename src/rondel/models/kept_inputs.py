@@ -5,7 +5,7 @@
     act(g) * u  g, u, act(g)                 g, u
 
 The backward pass runs the module's own forward once more, on the same numbers, so every family's norm is covered and
-values and gradients have the plain ones' bits. Without a gradient nothing changes.
+each module's values and gradients have the plain ones' bits. Without a gradient nothing changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from rondel.models.linear import is_tracing
 
-GATED = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"  # the forward of 125 families' MLP
+GATED = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"  # as transformers writes it in most families
 
 
 def install_kept_inputs(decoder: Any) -> None:
