@@ -96,6 +96,15 @@ FAMILIES = {
     "deepseek_v2": SIZE | LATENT | ROUTED,
     "deepseek_v3": SIZE | LATENT | ROUTED,
     "deepseek_v32": SIZE | LATENT | ROUTED | INDEX,
+    "deepseek_v4": SIZE
+    | WINDOW
+    | EXPERTS
+    | INDEX
+    | {"num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 16, "partial_rotary_factor": 0.5}
+    | {"q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 16, "n_routed_experts": 4, "moe_intermediate_size": 32}
+    | {"compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 5}}
+    | {"layer_types": ["sliding_attention", "heavily_compressed_attention", *["compressed_sparse_attention"] * 2]}
+    | {"mlp_layer_types": ["hash_moe", "moe", "moe", "moe"], "hc_mult": 2, "index_topk": 4},
     "diffllama": SIZE,
     "dots1": SIZE | HEAD | ROUTED | {"n_shared_experts": 1},
     "dots3_note_text": SIZE
@@ -312,7 +321,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "bart": ({}, "encoder-decoder"),
     "bert": ({}, "an encoder"),
     "codegen": ({}, INTERFACE),
-    "deepseek_v4": ({}, "layers of type compressed_sparse_attention"),
     "doge": ({}, "mask of its own"),
     "falcon": ({}, INTERFACE),
     "gpt_neo": ({}, INTERFACE),
@@ -335,6 +343,7 @@ PARTS = {  # what no key of these configs says
     **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), "attention sinks"),
     **dict.fromkeys(("bloom", "mpt"), "ALiBi"),
     **dict.fromkeys(("zamba", "zamba2"), "shared attention blocks with keys and values of each layer that calls"),
+    "deepseek_v4": "attention sinks, windows compressed to keys, several residual streams, hash routing",
     "diffllama": "differential attention",
     "hrm_text": "stacks run several times with keys and values of each run, prompts are read causally",
 }

@@ -21,6 +21,7 @@ RECURRENT_KINDS = frozenset(
     {
         "bailing_hybrid",
         "bamba",
+        "deepseek_v4",
         "falcon_h1",
         "falcon_mamba",
         "granitemoehybrid",
@@ -50,6 +51,11 @@ RECURRENT_KINDS = frozenset(
 INDEXED_KINDS = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"})
 
 
+# families whose layers compress windows of tokens (models/compressed_attention.py)
+COMPRESSED_KINDS = frozenset({"deepseek_v4"})
+COMPRESSED_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention"}
+
+
 def auto_class(config: Any) -> Any:
     return AutoModelForCausalLM if config.model_type not in FAMILIES else AutoModelForImageTextToText
 
@@ -65,6 +71,7 @@ def refuse_architecture(config: Any) -> None:
         - recurrent
         - {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "dense", "sparse"}
         - {"moe", "mlp"}
+        - (COMPRESSED_LAYERS if kind in COMPRESSED_KINDS else set())
     )
     if kind in RECURRENT_KINDS or kind in ODD:
         recurrent = set()

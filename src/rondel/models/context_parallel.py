@@ -11,7 +11,7 @@ Gathered keys and values are not kept for the backward pass, they are gathered a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection
+    from rondel.models.compressed_attention import CompressedEntries
 
 PRODUCTS = 6  # times the hidden size: keys whose scores cost as much as a token's own products in a layer
 
@@ -114,9 +115,17 @@ class ContextLayout(PackedLayout):
 
         return _computed_again(attend_gathered, q, c, r)
 
+    def attend_compressed(
+        self, layer: int, q: Tensor, kv: Tensor, entries: CompressedEntries | None, rule: ScoreRule
+    ) -> Tensor:
+        def attend_gathered(q: Tensor, kv: Tensor, *rows: Tensor) -> Tensor:
+            older = None if entries is None else replace(entries, rows=self._gather(rows[0]))
+            return PackedLayout.attend_compressed(self, layer, q, self._gather(kv), older, rule)
+
+        return _computed_again(attend_gathered, q, kv, *([] if entries is None else [entries.rows]))
+
     def choose_keys(self, layer: int, tokens: IndexedTokens) -> Tensor:
-        whole = IndexedTokens(tokens.q, self._gather(tokens.k), tokens.weights, tokens.count)
-        return choose_in_pack(self.calls, whole)
+        return choose_in_pack(self.calls, replace(tokens, k=self._gather(tokens.k)))
 
     @property
     def states(self) -> Any:

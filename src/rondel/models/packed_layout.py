@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rondel.models.compressed_calls import WindowEnds, attend_compressed_call
 from rondel.models.dense_attention import sdpa
 from rondel.models.key_choice import IndexedTokens, choose_in_pack, is_chosen
 from rondel.models.processor import is_widened
@@ -24,6 +25,7 @@ from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection
+    from rondel.models.compressed_attention import CompressedEntries
 
 LONG = 1 << 22  # pairs of a query and a key (of a head, where each has its own) in one mask of packed training
 
@@ -98,6 +100,30 @@ class PackedLayout:
     ) -> Tensor:
         return self.attend(layer, q, *up.expand(c, r), rule)
 
+    def attend_compressed(
+        self, layer: int, q: Tensor, kv: Tensor, entries: CompressedEntries | None, rule: ScoreRule
+    ) -> Tensor:
+        heads, size = q.shape[1:]
+        queries, keys = self._query_rows(heads)(q), self._context_rows(1)(kv[:, None])
+        ends = [None if entries is None else call.window_ends(entries.rate) for call in self.calls]
+        older = None if entries is None else self._entry_rows(entries.rate)(entries.rows[:, None])
+        parts, a, b, c = [], 0, 0, 0
+        for call, last in zip(self.calls, ends, strict=True):
+            rows, width = call.queries.shape
+            held, count = call.keys.shape[1], 0 if last is None else last.places.shape[1]
+            q_end, k_end, e_end = a + rows * heads * width, b + rows * held, c + rows * count
+            out = attend_compressed_call(
+                call,
+                queries[a:q_end].view(rows, heads, width, size),
+                keys[b:k_end].view(rows, 1, held, size),
+                None if older is None or last is None else older[c:e_end].view(rows, 1, count, size),
+                last,
+                rule,
+            )
+            parts.append(out.reshape(-1, size))
+            a, b, c = q_end, k_end, e_end
+        return self._collect_rows(heads)(torch.cat(parts)).view(-1, heads, size)
+
     def choose_keys(self, layer: int, tokens: IndexedTokens) -> Tensor:
         """Positions [T,k] of the keys that an indexer chooses."""
         return choose_in_pack(self.calls, tokens)
@@ -119,6 +145,16 @@ class PackedLayout:
     def _context_rows(self, heads: int) -> _Rows:
         """Tokens to the calls' keys."""
         return self._cached_rows("keys", heads, lambda: self._rows_of("keys", "used", heads, self.total, 0))
+
+    def _entry_rows(self, rate: int) -> _Rows:
+        """Tokens to the compressed entries of the calls' contexts."""
+
+        def build_rows() -> _Rows:
+            ends = [call.window_ends(rate) for call in self.calls]
+            places, used = (torch.cat([getattr(e, side).flatten() for e in ends]) for side in ("places", "used"))
+            return _Rows(places, used >= 0, self.total, self.device)
+
+        return self._cached_rows("entries", rate, build_rows)
 
     def _collect_rows(self, heads: int) -> _Rows:
         """The calls' queries back to tokens."""
@@ -251,6 +287,13 @@ class AttentionCall:
         if bool((depth == depth[0]).all()):  # one mask for all rows
             self.at, self.of = self.at[:1], self.of[:1]
         self._masks: dict[tuple[int | None, int | None], Tensor] = {}
+        self._ends: dict[int, WindowEnds] = {}
+
+    def window_ends(self, rate: int) -> WindowEnds:
+        """The keys at which windows of `rate` positions end."""
+        if rate not in self._ends:
+            self._ends[rate] = WindowEnds.from_keys(self.keys, self.used, self.of, rate)
+        return self._ends[rate]
 
     def distance(self) -> Tensor:
         """[S or 1, 1, L, P+L] from a query back to a key."""

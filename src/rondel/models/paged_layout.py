@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rondel.models.cache_pools import CachePool, PoolSlots, StepCache, read_kv
+from rondel.models.compressed_calls import attend_compressed_chunk, attend_compressed_decode
 from rondel.models.dense_attention import sdpa
 from rondel.models.key_choice import ALL, IndexedTokens, choose_over_pages, is_chosen
 from rondel.models.processor import is_widened
@@ -20,6 +21,7 @@ from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection
+    from rondel.models.compressed_attention import CompressedEntries
 
 
 @dataclass(slots=True)
@@ -53,6 +55,10 @@ class PrefillChunk:
         out = sdpa(by_head, k, v, rule, mask=mask, distance=distance, widened=widened, dense=dense)
         return out[0].transpose(0, 1)
 
+    def window_ends(self, rate: int) -> PoolSlots:
+        """Slots of the tokens at which windows of `rate` positions end."""
+        return self.slots if rate == 1 else PoolSlots(self.context[None, rate - 1 :: rate])
+
     def attend_latents(self, q: Tensor, pool: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
         """q [length,H,N+E] over the context's latents in a pool [1,pages,R+E] -> [length,H,V]."""
         latents = self.slots.read(pool)
@@ -83,6 +89,7 @@ class DecodeBatch:
     grid: Tensor | None = None
     place: Tensor | None = None
     masks: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)
+    spans: dict[tuple[str, int], tuple[PoolSlots, Tensor]] = field(default_factory=dict)
     near: PoolSlots = field(init=False)
     above: PoolSlots | None = field(init=False)
 
@@ -135,6 +142,36 @@ class DecodeBatch:
         return (self.lengths[:, None] - 1 + shared - self.distance()).masked_fill(
             ~self.attention_mask(whole)[:, 0], ALL
         )
+
+    def last_position(self) -> Tensor:
+        """[B,1] of the new tokens."""
+        return self.lengths[:, None] - 1 + (0 if self.prefix is None else self._shared_length())
+
+    def window_ends(self, rate: int) -> tuple[PoolSlots, Tensor]:
+        """Slots [B,N] of the tokens at which windows of `rate` positions end, and these positions, ALL for padding."""
+        if ("ends", rate) not in self.spans:
+            slots = self._slots_by_position()[:, rate - 1 :: rate]
+            at = torch.arange(slots.shape[1], device=slots.device) * rate + rate - 1
+            self.spans["ends", rate] = PoolSlots(slots), torch.where(at <= self.last_position(), at, ALL)
+        return self.spans["ends", rate]
+
+    def recent(self, window: int) -> tuple[PoolSlots, Tensor]:
+        """Slots [B,N] of the last `window` tokens, and their positions, ALL for padding."""
+        if ("recent", window) not in self.spans:
+            slots = self._slots_by_position()
+            at = self.last_position() - torch.arange(min(window, slots.shape[1]), device=slots.device)
+            self.spans["recent", window] = PoolSlots(slots.gather(1, at.clamp_min(0))), at.clamp_min(ALL)
+        return self.spans["recent", window]
+
+    def _slots_by_position(self) -> Tensor:
+        """[B,P+C] slots of each row's whole context, in order; slot 0 behind it."""
+        slots = self.own
+        if self.prefix is not None:
+            assert self.place is not None and self.grid is not None
+            slots = torch.cat([self.prefix[self.place // self.grid.shape[1]], self.own], 1)
+        at, width = self.positions(), slots.shape[1]
+        table = slots.new_zeros(len(slots), width + 1)
+        return table.scatter_(1, at.masked_fill(at == ALL, width), slots)[:, :width]
 
     def context_keys(self, pool: Tensor) -> Tensor:
         """[B,P+C,D] of a pool with one head."""
@@ -211,6 +248,22 @@ class PagedLayout(StepCache):
             last = up.absorb_queries(q[len(q) - len(self.decoding.own) :])
             out = self.decoding.attend(last, pool, pool[..., : up.rank], rule)
             parts.append(up.project_values(out))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def attend_compressed(
+        self, layer: int, q: Tensor, kv: Tensor, entries: CompressedEntries | None, rule: ScoreRule
+    ) -> Tensor:
+        """The keys are the values, so the layer's pool of values holds the entries: that of a window with its last token."""
+        tokens = self.keys.layer_pool(layer, kv[:, None])
+        self._into.write(tokens, kv[:, None])
+        older = None
+        if entries is not None:
+            older = self.values.layer_pool(layer, entries.rows[:, None])
+            self._into.write(older, entries.rows[:, None])
+        rate = 0 if entries is None else entries.rate
+        parts = [attend_compressed_chunk(chunk, q, tokens, older, rate, rule) for chunk in self.chunks]
+        if self.decoding is not None:
+            parts.append(attend_compressed_decode(self.decoding, q, tokens, older, rate, rule))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def choose_keys(self, layer: int, tokens: IndexedTokens) -> Tensor:

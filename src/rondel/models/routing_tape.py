@@ -13,6 +13,8 @@ plus one (0 for none), in as many rows of k numbers more as they take.
 
     rows     router 0 ... router n-1 | indexer 0: ceil(width / k) rows | indexer 1 ...
 
+A router that looks its experts up by token (hash routing) chooses nothing, and leaves no record.
+
 Without it rounding sends tokens to other experts in the trainer than in the engine, and
 the ratio of the two policies is noise.
 """
@@ -228,6 +230,14 @@ def install_routing_tape(model: Any) -> int:
     for layer, router in enumerate(routers):
         router.forward = functools.partial(_taped_forward, router, type(router).forward, layer)
     return len(routers)
+
+
+def fill_hash_routers(model: Any) -> None:
+    """Experts by token, drawn at random: transformers leaves the tables of a random model at zero."""
+    for router in model.modules():
+        if isinstance(table := getattr(router, "tid2eid", None), Tensor):
+            drawn = torch.rand(len(table), router.weight.shape[0]).argsort(1)
+            table.copy_(drawn[:, : table.shape[1]])
 
 
 def expert_count(text: Any) -> int:
