@@ -35,7 +35,7 @@ PAIRS = [
 FAMILIES = ("llama", "tied", "qwen3", "gemma2", "qwen3_5_text", "lfm2", "mixtral", "deepseek_v3", "gpt_oss")
 CASES = [  # what each axis changes: all of them through tp; through cp who sees whom, and who keeps a state
     *((TP, kind) for kind in FAMILIES),
-    *((CP, kind) for kind in ("llama", "gemma2", "qwen3_5_text", "mixtral", "deepseek_v3")),
+    *((CP, kind) for kind in ("llama", "gemma2", "qwen3_5_text", "mixtral", "deepseek_v3", "deepseek_v4")),
     *((PLAIN_TP, kind) for kind in ("tied", "mixtral", "lfm2")),
     *((PP, kind) for kind in ("llama", "qwen3", "gemma2", "qwen3_5_text", "qwen3_moe")),
     *((Mesh(pp=4), kind) for kind in ("deep",)),

@@ -15,6 +15,7 @@ from rondel.models.recurrent.gated_delta import GatedDelta
 from rondel.models.recurrent.mamba import SelectiveScan
 from rondel.models.recurrent.mamba2 import Mamba2Scan
 from rondel.models.recurrent.rg_lru import LinearRecurrence, _bounded_sqrt
+from rondel.models.recurrent.window_compression import WindowCompression
 from rondel.models.recurrent.wkv import FadingAverage, PreviousToken
 
 B, L, H, K, V = 2, 37, 4, 6, 5
@@ -31,6 +32,28 @@ def delta(channels, steep=1.0):
     return GatedDelta(H, K, V), [
         q, k, draw(3, B, L, H, V), -steep * draw(4, B, L, H, channels).abs(), draw(5, B, L, H).sigmoid(),
     ]  # fmt: skip
+
+
+def windows(width):
+    rule = WindowCompression(draw(1, 5, width), K, torch.float32)
+    return rule, [draw(2, B, L, width), draw(3, B, L, width), torch.arange(L).expand(B, -1)]
+
+
+@pytest.mark.parametrize("width", [K, 2 * K])
+def test_a_window_is_the_weighted_sum_of_its_definition(width):
+    rule, (kv, gate, _) = windows(width)
+    out, _ = rule(start(rule), [kv, gate, torch.arange(L).expand(B, -1)], None)
+    for t in range(L):
+        own = slice(t - 4, t + 1)
+        if (t + 1) % 5:
+            assert not out[:, t].any()
+            continue
+        values, logits = kv[:, own, -K:], gate[:, own, -K:] + rule.bias[:, -K:]
+        if width > K and t > 4:
+            before = slice(t - 9, t - 4)
+            values = torch.cat([kv[:, before, :K], values], 1)
+            logits = torch.cat([gate[:, before, :K] + rule.bias[:, :K], logits], 1)
+        assert torch.allclose(out[:, t], (values * logits.softmax(1)).sum(1), atol=1e-6)
 
 
 RULES = {
@@ -51,6 +74,8 @@ RULES = {
         [40 * draw(3, B, L, H), draw(4, B, L, H)],
     ),
     "previous token": lambda: (PreviousToken(H, torch.float32, "x"), [draw(1, B, L, H)]),
+    "windows": lambda: windows(K),
+    "overlapping windows": lambda: windows(2 * K),
 }
 
 
@@ -70,7 +95,7 @@ def test_many_tokens_at_once_are_one_after_the_other(name):
     single = torch.cat(outs, 1)
     first, middle = rule(start(rule), [x[:, :20] for x in inputs], None)
     rest, end = rule(middle, [x[:, 20:] for x in inputs], None)
-    leaves = [x for x in inputs]
+    leaves = [x for x in inputs if x.requires_grad]
     weight = draw(9, *whole.shape).detach()
     grads = [torch.autograd.grad((x * weight).sum(), leaves) for x in (whole, single, torch.cat([first, rest], 1))]
     for other in (single, torch.cat([first, rest], 1)):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import AttentionInterface
@@ -23,9 +23,6 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from rondel.core.errors import ModelError
 from rondel.models.score_rule import ScoreRule
-
-if TYPE_CHECKING:
-    from rondel.models.compressed_attention import CompressedEntries
 
 NAME = "rondel"
 
@@ -38,13 +35,6 @@ class AttentionLayout(Protocol):
         self, layer: int, q: Tensor, c: Tensor, r: Tensor, up: LatentProjection, rule: ScoreRule
     ) -> Tensor:
         """q [T,H,N+E] over latents c [T,R] and rotary keys r [T,E] (models/latent_attention.py) -> [T,H,V]."""
-
-    def attend_compressed(
-        self, layer: int, q: Tensor, kv: Tensor, entries: CompressedEntries | None, rule: ScoreRule
-    ) -> Tensor:
-        """q [T,H,D] over keys that are their values [T,D], in the rule's window, and over entries of what is older
-        (models/compressed_attention.py) -> [T,H,D].
-        """
 
 
 class LatentProjection(Protocol):

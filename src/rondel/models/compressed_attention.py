@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rondel.core.errors import ModelError
 from rondel.models.attention import attention_layout, current_layout
+from rondel.models.compressed_entries import CompressedEntries
 from rondel.models.key_choice import IndexedTokens, choose_keys, index_scores
 from rondel.models.recurrent.layout import RecurrentLayout, SegmentStates
 from rondel.models.recurrent.window_compression import WindowCompression
@@ -32,14 +33,6 @@ from rondel.models.score_rule import ScoreRule
 ATTENTION = "DeepseekV4Attention"
 WINDOWS = 7  # of a compressor when it is proved; its indexer chooses fewer
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # of the largest entry or score
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CompressedEntries:
-    """Beside each token [T, D] the entry of the window that ends there: where (position + 1) % rate is 0."""
-
-    rows: Tensor
-    rate: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rondel.models.collectives import RankGroup, gather_rows
+from rondel.models.compressed_entries import CompressedEntries
 from rondel.models.key_choice import IndexedTokens, choose_in_pack
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.recurrent.layout import SegmentStates, StateRule
@@ -28,7 +29,6 @@ from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection
-    from rondel.models.compressed_attention import CompressedEntries
 
 PRODUCTS = 6  # times the hidden size: keys whose scores cost as much as a token's own products in a layer
 

@@ -11,7 +11,7 @@ from rondel.core.errors import LawError, ModelError
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, position_rows
 from rondel.models import vision
 from rondel.models.attention import NAME, LatentProjection, use_attention_layout
-from rondel.models.compressed_attention import CompressedEntries
+from rondel.models.compressed_entries import CompressedEntries
 from rondel.models.fp32_sums import StreamProbe, keep_fp32_stream, keeps_fp32_stream
 from rondel.models.head import LMHead, decoder_of
 from rondel.models.image_features import VisionFeatures

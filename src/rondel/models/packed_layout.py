@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rondel.models.compressed_calls import WindowEnds, attend_compressed_call
+from rondel.models.compressed_entries import CompressedEntries, WindowEnds
 from rondel.models.dense_attention import sdpa
 from rondel.models.key_choice import IndexedTokens, choose_in_pack, is_chosen
 from rondel.models.processor import is_widened
@@ -25,7 +25,6 @@ from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection
-    from rondel.models.compressed_attention import CompressedEntries
 
 LONG = 1 << 22  # pairs of a query and a key (of a head, where each has its own) in one mask of packed training
 
@@ -112,8 +111,7 @@ class PackedLayout:
             rows, width = call.queries.shape
             held, count = call.keys.shape[1], 0 if last is None else last.places.shape[1]
             q_end, k_end, e_end = a + rows * heads * width, b + rows * held, c + rows * count
-            out = attend_compressed_call(
-                call,
+            out = call.attend_compressed(
                 queries[a:q_end].view(rows, heads, width, size),
                 keys[b:k_end].view(rows, 1, held, size),
                 None if older is None or last is None else older[c:e_end].view(rows, 1, count, size),
@@ -332,7 +330,7 @@ class AttentionCall:
         Kernels keep their mask for the backward pass. Here a block is computed again in it, so that what is kept grows
         with the length of a sample and not with its square.
         """
-        context, length, widened = self.keys.shape[1] - self.queries.shape[1], q.shape[2], is_widened(q.dtype)
+        widened = is_widened(q.dtype)
 
         def attend_block(first: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             at, of = self.at[:, first : first + q.shape[2]], self.of[:, : k.shape[2]]
@@ -343,12 +341,44 @@ class AttentionCall:
                 mask = mask & is_chosen(rule.chosen[places], of)[:, None]
             return sdpa(q, k, v, rule, mask=mask, distance=distance, widened=widened, train=True)
 
-        blocks = []
-        for first in range(0, length, size):
-            last = min(first + size, length)
-            rows = q[:, :, first:last], k[:, :, : context + last], v[:, :, : context + last]
-            if torch.is_grad_enabled():
-                blocks.append(checkpoint(attend_block, first, *rows, use_reentrant=False, preserve_rng_state=False))
-            else:
-                blocks.append(attend_block(first, *rows))
-        return torch.cat(blocks, 2)
+        return _run_blocks(attend_block, size, q, (k, v))
+
+    def attend_compressed(
+        self, q: Tensor, kv: Tensor, entries: Tensor | None, ends: WindowEnds | None, rule: ScoreRule
+    ) -> Tensor:
+        """q [S,H,L,D] over keys that are values [S,1,P+L,D] and entries at `ends` [S,1,N,D] -> [S,H,L,D]."""
+        length, widened = q.shape[2], is_widened(q.dtype)
+        pairs = len(q) * (kv.shape[2] + (0 if entries is None else entries.shape[2]))
+
+        def attend_block(first: int, q: Tensor, kv: Tensor, entries: Tensor | None = None) -> Tensor:
+            at, of = self.at[:, first : first + q.shape[2]], self.of[:, : kv.shape[2]]
+            mask = rule.visible(at[:, :, None], at[:, :, None] - of[:, None]) & (of >= 0)[:, None]
+            if entries is not None and ends is not None:  # and be it none: ranks that share a row need one graph
+                over = (ends.of[:, None] >= 0) & (ends.of[:, None] <= at[:, :, None])
+                if rule.chosen is not None and entries.shape[2]:
+                    asked = self.asked[:, first : first + q.shape[2]].to(q.device)
+                    over = over & is_chosen(rule.chosen[asked], ends.of)
+                kv = torch.cat([kv, entries], 2)
+                mask = torch.cat([mask.expand(len(over), -1, -1), over], 2)
+            return sdpa(q, kv, kv, rule, mask=mask[:, None], widened=widened, train=True)
+
+        older = () if entries is None else (entries,)
+        if pairs * length <= LONG:
+            return attend_block(0, q, kv, *older)
+        return _run_blocks(attend_block, max(1, LONG // pairs), q, (kv,), *older)
+
+
+def _run_blocks(
+    attend_block: Callable[..., Tensor], size: int, q: Tensor, keys: Sequence[Tensor], *whole: Tensor
+) -> Tensor:
+    """attend_block(first, q, *keys, *whole) of `size` queries at a time, with the keys up to the last of them."""
+    blocks, length = [], q.shape[2]
+    context = keys[0].shape[2] - length
+    for first in range(0, length, size):
+        last = min(first + size, length)
+        rows = q[:, :, first:last], *(x[:, :, : context + last] for x in keys), *whole
+        if torch.is_grad_enabled():
+            blocks.append(checkpoint(attend_block, first, *rows, use_reentrant=False, preserve_rng_state=False))
+        else:
+            blocks.append(attend_block(first, *rows))
+    return torch.cat(blocks, 2)

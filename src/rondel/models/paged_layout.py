@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rondel.models.cache_pools import CachePool, PoolSlots, StepCache, read_kv
-from rondel.models.compressed_calls import attend_compressed_chunk, attend_compressed_decode
 from rondel.models.dense_attention import sdpa
 from rondel.models.key_choice import ALL, IndexedTokens, choose_over_pages, is_chosen
 from rondel.models.processor import is_widened
@@ -21,7 +20,7 @@ from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection
-    from rondel.models.compressed_attention import CompressedEntries
+    from rondel.models.compressed_entries import CompressedEntries
 
 
 @dataclass(slots=True)
@@ -68,6 +67,28 @@ class PrefillChunk:
         shared = latents[None]
         out = self.attend(up.absorb_queries(q), shared, shared[..., : up.rank], rule, dense=True)
         return up.project_values(out)
+
+    def attend_compressed(
+        self, q: Tensor, tokens: Tensor, entries: Tensor | None, rate: int, rule: ScoreRule
+    ) -> Tensor:
+        """q [length,H,D] over the recent tokens of a pool [1,pages,D] whose keys are values, and the entries of another,
+        which lie with the last token of every `rate` (models/compressed_attention.py) -> [length,H,D].
+        """
+        new, context, window = self.length, len(self.context), rule.window or len(self.context)
+        first = max(0, context - new - window + 1)
+        positions = torch.arange(context, device=q.device)
+        at, of = positions[context - new :, None], positions[first:]
+        kv, mask = tokens[:, self.context[first:]], rule.visible(at, at - of)
+        if entries is not None and context >= rate:
+            ends = positions[rate - 1 :: rate]
+            over = ends <= at
+            if rule.chosen is not None:
+                over = over & is_chosen(rule.chosen[None, self.start : self.start + new], ends[None])[0]
+            kv = torch.cat([kv, self.window_ends(rate).read(entries)], 1)
+            mask = torch.cat([mask, over], 1)
+        by_head = q.transpose(0, 1)[None]
+        out = sdpa(by_head, kv[None], kv[None], rule, mask=mask[None, None], widened=is_widened(q.dtype))
+        return out[0].transpose(0, 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +147,21 @@ class DecodeBatch:
             over = self._by_row(torch.bmm(self._by_family(weights[..., :common], heads), above_v), heads)
             out = torch.bmm(weights[..., common:], v).add_(over)
         return out.view(heads, rows, repeats, size).transpose(0, 1).reshape(rows, -1, size)
+
+    def attend_compressed(
+        self, q: Tensor, tokens: Tensor, entries: Tensor | None, rate: int, rule: ScoreRule
+    ) -> Tensor:
+        """q [B,H,D] over pools [1,pages,D], as `PrefillChunk.attend_compressed` -> [B,H,D]."""
+        slots, of = self.recent(rule.window or self._slots_by_position().shape[1])
+        kv, seen = slots.read(tokens), of != ALL  # [B,C,D], [B,C]
+        if entries is not None and (ends := self.window_ends(rate))[1].shape[1]:
+            over = ends[1] != ALL
+            if rule.chosen is not None:
+                over = over & is_chosen(rule.chosen[-len(q) :, None], ends[1])[:, 0]
+            kv, seen = torch.cat([kv, ends[0].read(entries)], 1), torch.cat([seen, over], 1)
+        scores = torch.bmm(q, kv.transpose(1, 2)).float().mul_(rule.scale)  # [B,H,C+N]
+        weights = rule.softmax(scores.masked_fill_(~seen[:, None], float("-inf")), 1, -1, 1)
+        return torch.bmm(weights.to(kv.dtype), kv)
 
     def distance(self) -> Tensor:
         """[B,P+C] from the new token back to each key; below zero for what pads the own context."""
@@ -261,9 +297,13 @@ class PagedLayout(StepCache):
             older = self.values.layer_pool(layer, entries.rows[:, None])
             self._into.write(older, entries.rows[:, None])
         rate = 0 if entries is None else entries.rate
-        parts = [attend_compressed_chunk(chunk, q, tokens, older, rate, rule) for chunk in self.chunks]
+        parts = [
+            chunk.attend_compressed(q[chunk.start : chunk.start + chunk.length], tokens, older, rate, rule)
+            for chunk in self.chunks
+        ]
         if self.decoding is not None:
-            parts.append(attend_compressed_decode(self.decoding, q, tokens, older, rate, rule))
+            last = q[len(q) - len(self.decoding.own) :]
+            parts.append(self.decoding.attend_compressed(last, tokens, older, rate, rule))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def choose_keys(self, layer: int, tokens: IndexedTokens) -> Tensor:

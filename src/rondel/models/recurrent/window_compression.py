@@ -60,7 +60,8 @@ class WindowCompression:
         """Tokens ends [B, n] of rows that follow their state, at positions `at` -> entries [B, n, D]."""
         kv, gate = seen.chunk(2, -1)
         width = self.state_shape[0] + 1
-        own = ends[:, :, None] + torch.arange(width - self.rate, width, device=seen.device)  # [B, n, m] places in `seen`
+        # places in `seen` [B, n, m]
+        own = ends[:, :, None] + torch.arange(width - self.rate, width, device=seen.device)
         kvs, gates = (_take(x[..., -self.size :], own) for x in (kv, gate))
         gates = gates + self.bias[:, -self.size :]
         if self.overlaps:
