@@ -1,4 +1,4 @@
-"""Compressed entries of DeepSeek V4 (arXiv:2512.02556 is its indexer): m tokens become one key that is its value, too.
+"""Compressed entries of DeepSeek V4 (its report, section 2.3): m tokens become one key that is its value, too.
 
     entry of window w = sum_j softmax_j(gate_j + bias_j) * kv_j        channel by channel, j over
     heavily compressed    the m tokens of window w
