@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rondel.core.errors import ModelError
 from rondel.models.attention import NAME, attention_layout, current_layout
+from rondel.models.recurrent.fused_kernels import fused_kernels
 from rondel.models.recurrent.gated_delta import forward_gated_delta
 from rondel.models.recurrent.kimi_delta import forward_kimi_delta
 from rondel.models.recurrent.lightning_attention import forward_lightning
@@ -23,7 +24,8 @@ from rondel.models.recurrent.rg_lru import forward_rg_lru
 from rondel.models.recurrent.short_conv import forward_short_conv
 from rondel.models.recurrent.wkv import forward_channel_mix, forward_wkv
 
-Forward = Callable[..., Any]  # (mixer, RecurrentLayout, hidden [1, T, D], what else its layer hands it) -> as its own
+# (mixer, RecurrentLayout, hidden [1, T, D], kernels=FindKernels, what else its layer hands it) -> as its own
+Forward = Callable[..., Any]
 MIXERS: dict[str, Forward] = {  # by the mixer's class
     "Lfm2ShortConv": forward_short_conv,
     "Lfm2MoeShortConv": forward_short_conv,
@@ -70,4 +72,4 @@ def _forward_with_layout(
         return type(mixer).forward(mixer, hidden_states, *args, **kwargs)
     if hidden_states.shape[0] != 1:
         raise ModelError(f"batch of {hidden_states.shape[0]}: tokens are packed into one row [1, T], without padding")
-    return forward(mixer, current_layout().states, hidden_states, **kwargs)
+    return forward(mixer, current_layout().states, hidden_states, kernels=fused_kernels, **kwargs)
