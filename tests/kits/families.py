@@ -290,6 +290,7 @@ FAMILIES = {
     "stablelm": SIZE,
     "starcoder2": SIZE | WINDOW,
     "vaultgemma": MIXED | HEAD | APART,
+    "xlstm": dict(hidden_size=64, num_hidden_layers=2, num_heads=4, qk_dim_factor=1.0),
     "youtu": SIZE | LATENT,
     "zamba": SIZE
     | APART
@@ -307,6 +308,11 @@ FAMILIES = {
     }
     | {"num_key_value_heads": 4, "mamba_d_state": 16, "mamba_ngroups": 2, "n_mamba_heads": 8, "num_mem_blocks": 2}
     | {"use_shared_attention_adapter": True, "adapter_rank": 8, "use_mem_rope": True},
+    "zaya": {k: v for k, v in SIZE.items() if k != "intermediate_size"}
+    | HEAD
+    | WINDOW
+    | {"layer_types": ["hybrid_sliding", "hybrid"], "num_experts": 4, "moe_intermediate_size": 32}
+    | {"router_hidden_size": 16},
 }
 
 ENCODERS = "bert-generation camembert data2vec-text electra ernie roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod"
@@ -336,8 +342,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "t5": ({}, "encoder-decoder"),
     "xglm": ({}, INTERFACE),
     "xlnet": ({}, INTERFACE),
-    "xlstm": ({}, "recurrent"),
-    "zaya": ({}, "convolutions inside of attention"),
 }
 PARTS = {  # what no key of these configs says
     **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), "attention sinks"),
@@ -361,6 +365,7 @@ NOTES = {  # a key of its config -> what it brings
 
 STATES = {  # a mixer's forward pass -> what it keeps a state of
     "forward_short_conv": "short convolutions keep a state",
+    "forward_convolved_qkv": "queries, keys and values look back a few tokens, which are a state",
     "forward_gated_delta": "gated delta rule keeps a state",
     "forward_kimi_delta": "gated delta rule with a decay for each channel keeps a state",
     "forward_lightning": "lightning attention keeps a state",
@@ -369,6 +374,7 @@ STATES = {  # a mixer's forward pass -> what it keeps a state of
     "forward_rg_lru": "RG-LRU layers keep a state",
     "forward_wkv": "WKV layers keep a state",
     "forward_channel_mix": "feed-forward parts keep the last token",
+    "forward_mlstm": "matrix memories keep a state",
     "forward_mamba": "Mamba layers keep a state",
 }
 

@@ -43,7 +43,9 @@ RECURRENT_KINDS = frozenset(
         "recurrent_gemma",
         "rwkv",
         "zamba",
+        "xlstm",
         "zamba2",
+        "zaya",
     }
 )
 
@@ -75,14 +77,15 @@ def refuse_architecture(config: Any) -> None:
     )
     if kind in RECURRENT_KINDS or kind in ODD:
         recurrent = set()
-    state = "cannot be packed or paged yet"
     reasons = [
         (
             getattr(config, "is_encoder_decoder", False),
             "it is an encoder-decoder; only decoder-only models are carried",
         ),
-        (bool(recurrent), f"it has recurrent layers ({', '.join(sorted(recurrent))}); their state {state}"),
-        (kind == "xlstm", f"it is recurrent; its state {state}"),
+        (
+            bool(recurrent),
+            f"it has recurrent layers ({', '.join(sorted(recurrent))}); their state cannot be packed or paged yet",
+        ),
         (kind in ODD, ODD.get(kind, "")),
         (
             bool(strange),
@@ -115,7 +118,6 @@ ODD = {
         ("inkling_text", "inkling2_text"),
         "its scores have a learned bias for each distance, and keys and values pass through convolutions",
     ),
-    "zaya": "its queries and keys pass through convolutions inside of attention, whose states are not carried",
     "doge": "its attention makes a mask of its own",
     "modernbert-decoder": "its head has a dense layer and a norm before the logits, and Rondel's has one product",
 }

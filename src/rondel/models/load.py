@@ -37,6 +37,7 @@ from rondel.models.model_folder import model_folder
 from rondel.models.query_scale import install_query_scale
 from rondel.models.random_model import random_config, random_tokenizer
 from rondel.models.recurrent.mixers import install_recurrent
+from rondel.models.recurrent.mlstm import keep_whole_rows
 from rondel.models.recurrent.wkv import keep_unscaled
 from rondel.models.routing_tape import RoutingTape, expert_count, fill_hash_routers, install_routing_tape
 from rondel.models.vision_families import FAMILIES
@@ -139,6 +140,7 @@ def _install(model: Any) -> tuple[list[Any], int, list[Any], list[int], Compress
     install_cache_slots(model)
     install_differential(model)
     keep_unscaled(model)
+    keep_whole_rows(model)
     compressed = install_compressed_attention(model)
     recurrent = sorted({*install_recurrent(model), *compressed.compressing})
     found = (

@@ -171,14 +171,15 @@ class _Choice(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if (
             func not in (torch.topk, Tensor.topk)
-            or out[1].ndim != 2
+            or out[1].shape[:-2] not in ((), (1,))
             or args[0].shape[-1] != self.experts
             or out[1].shape[-1] != self.k
         ):
             return out
-        chosen = self.tape.select_experts(self.layer, out[1].detach())
-        if chosen is out[1] or self.tape.routes is None:
+        chosen = self.tape.select_experts(self.layer, out[1].detach().flatten(0, -2))
+        if self.tape.routes is None:
             return out
+        chosen = chosen.view_as(out[1])
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
 
@@ -216,6 +217,7 @@ ROUTERS = (
     "MoEV1Gate",
     "TopKGating",
     "DbrxFFN",
+    "ZayaRouter",
 )
 
 
@@ -260,9 +262,10 @@ def _taped_forward(router: Any, own: Any, layer: int, *args: Any, **kwargs: Any)
 
 
 def _expert_count_of(router: Any) -> int:
-    """How many experts it chooses among; longcat_flash's count those that do nothing, too."""
+    """How many experts it chooses among; longcat_flash and zaya count those that do nothing, too."""
     owners = (router, getattr(router, "config", None), getattr(router, "experts", None))
-    counts = (getattr(owner, key, None) for owner in owners for key in ("n_routed_experts", "num_experts"))
+    keys = ("num_router_classes", "n_routed_experts", "num_experts")
+    counts = (getattr(owner, key, None) for owner in owners for key in keys)
     return next((n for n in counts if isinstance(n, int)), None) or router.weight.shape[0]
 
 

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from rondel.core.errors import ModelError
 from rondel.models.attention import NAME, attention_layout, current_layout
+from rondel.models.recurrent.convolved_qkv import forward_convolved_qkv
 from rondel.models.recurrent.fused_kernels import fused_kernels
 from rondel.models.recurrent.gated_delta import forward_gated_delta
 from rondel.models.recurrent.kimi_delta import forward_kimi_delta
 from rondel.models.recurrent.lightning_attention import forward_lightning
 from rondel.models.recurrent.mamba import forward_mamba, forward_mamba_heads
 from rondel.models.recurrent.mamba2 import forward_mamba2
+from rondel.models.recurrent.mlstm import forward_mlstm
 from rondel.models.recurrent.rg_lru import forward_rg_lru
 from rondel.models.recurrent.short_conv import forward_short_conv
 from rondel.models.recurrent.wkv import forward_channel_mix, forward_wkv
@@ -50,6 +52,8 @@ MIXERS: dict[str, Forward] = {  # by the mixer's class
     "JambaMambaMixer": forward_mamba,
     "ZambaMambaMixer": forward_mamba_heads,
     "Zamba2MambaMixer": forward_mamba2,
+    "ZayaCCAProjection": forward_convolved_qkv,
+    "xLSTMLayer": forward_mlstm,
 }
 
 
