@@ -39,7 +39,7 @@ def tiny(kind: str = "llama", **config) -> LoadedModel:
                 p.mul_(8 if any(end in name for end in ("embed", "wte", "wpe", "lm_head")) else 3)
             elif name.endswith("sinks"):
                 p.copy_(torch.linspace(-1, 3, len(p)))
-            if name.endswith(("position_bias", "qk_norm.temp")):  # zeros at first
+            if name.endswith(("position_bias", "qk_norm.temp", "ple.conv1d.weight")):  # zeros at first
                 p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
             elif name.endswith(
                 ("igate_preact.weight", "fgate_preact.weight")

@@ -278,6 +278,16 @@ FAMILIES = {
     "qwen3_5_text": MIXING | LINEAR | HEAD,
     "qwen3_moe": SIZE | HEAD | EXPERTS | FEW,
     "qwen3_next": MIXING | LINEAR | HEAD | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
+    "qwen4_exp_text": {k: v for k, v in MIXING.items() if k != "intermediate_size"}
+    | LINEAR
+    | HEAD
+    | EXPERTS
+    | FEW
+    | {"layer_types": ["linear_attention", "indexed_attention", "indexed_attention"], "hc_count": 2, "hc_lowrank": 8}
+    | {"shared_expert_intermediate_size": 32, "ple_layer_ids": [1], "heads_per_ngram": 4, "ngram_vocab_size_base": 40}
+    | {"make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 2}
+    | {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 12}
+    | {"indexer_compress_ratio": 3},
     "recurrent_gemma": {k: v for k, v in SIZE.items() if k != "max_position_embeddings"}
     | WINDOW
     | {"num_hidden_layers": 3, "num_key_value_heads": 1, "block_types": ["recurrent", "attention", "recurrent"]},
@@ -337,7 +347,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "llava": ({}, "looks at images in a way of its own"),
     "modernbert-decoder": ({"pad_token_id": 0}, "head"),
     "openai-gpt": ({}, INTERFACE),
-    "qwen4_exp_text": ({}, "blocks of averaged keys"),
+    "qwen4_exp": ({}, "its tower and its three rows of positions"),
     "roberta": ({}, "an encoder"),
     "t5": ({}, "encoder-decoder"),
     "xglm": ({}, INTERFACE),
@@ -356,6 +366,7 @@ NOTES = {  # a key of its config -> what it brings
     "attention_chunk_size": "chunked attention",
     "attn_logit_softcapping": "softcapped scores and logits",
     "index_topk": "indexers choose the keys",
+    "indexer_budget": "indexers choose blocks of keys, several residual streams",
     "kv_lora_rank": "latent attention, cached as latents",
     "num_kv_shared_layers": "the last layers reuse keys and values",
     "per_layer_config": "head sizes differ by layer",
@@ -368,6 +379,7 @@ STATES = {  # a mixer's forward pass -> what it keeps a state of
     "forward_convolved_qkv": "queries, keys and values look back a few tokens, which are a state",
     "forward_gated_delta": "gated delta rule keeps a state",
     "forward_kimi_delta": "gated delta rule with a decay for each channel keeps a state",
+    "forward_ngram_layer": "embedded n-grams keep the last tokens",
     "forward_lightning": "lightning attention keeps a state",
     "forward_mamba2": "Mamba-2 layers keep a state",
     "forward_mamba_heads": "Mamba layers with several heads keep a state",

@@ -1,5 +1,5 @@
-"""Attention over windows that are compressed to keys (DeepSeek V4): what the laws of families and of recurrent layers do
-not say. Those are in test_families.py and test_recurrent.py.
+"""Attention over windows that are compressed to keys (DeepSeek V4), and to blocks that an indexer chooses (Qwen4-Exp):
+what the laws of families and of recurrent layers do not say. Those are in test_families.py and test_recurrent.py.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from kits.engine import all_of, ask, engine, idle, prompt, watched
 from kits.families import FAMILIES, model, own
 from kits.train import apart, awkward_groups, batch, gradient, row, trainer
 from rondel.core.errors import ConfigError, ModelError
-from rondel.models import compressed_attention, packed_layout
+from rondel.models import block_indexer, compressed_attention, packed_layout
 from rondel.models.adapters import add_adapter
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.attention import use_attention_layout
+from rondel.models.block_indexer import check_block_indexers
 from rondel.models.compilation import CompiledModel
 from rondel.models.compressed_attention import check_compressors
 from rondel.models.key_choice import ALL
 from rondel.models.load import load_model
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 
-KIND = "deepseek_v4"
-COUNT, RATE = 4, 3  # entries that its indexers choose, tokens of one
+KIND, BLOCKS = "deepseek_v4", "qwen4_exp_text"
+COUNT, RATE = 4, 3  # entries or blocks that their indexers choose, tokens of one
 
 
 def indexers(loaded_or_module):
-    return [m for m in loaded_or_module.modules() if type(m).__name__ == "DeepseekV4Indexer"]
+    names = ("DeepseekV4Indexer", "Qwen4ExpTextQSAIndexer")
+    return [m for m in loaded_or_module.modules() if type(m).__name__ in names]
 
 
 def logprobs(loaded, tokens, tape=None):
@@ -42,13 +44,21 @@ def logprobs(loaded, tokens, tape=None):
     return loaded.head.logits(hidden).log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
-def rollout(**settings):
+def rollout(kind, **settings):
     given = prompt(3, 22)
-    e = watched(engine(model(KIND), routes=True, **settings))
+    e = watched(engine(model(kind), routes=True, **settings))
     asked = [replace(ask(given, key=i, n=13), wants=frozenset({"experts"})) for i in range(4)]
     done = asyncio.run(all_of(e, asked))
     idle(e)
     return given, done
+
+
+def ends_of(choice):
+    """Of each token the last positions of what it sees: of windows [T,k], -1 for none, or in a mask of tokens [1,T,T]."""
+    if choice.dtype != torch.bool:
+        return [{w * RATE + RATE - 1 for w in line if w >= 0} for line in choice.tolist()]
+    ends = range(RATE - 1, choice.shape[2], RATE)
+    return [{e for e in ends if line[e]} for line in choice[0].tolist()]
 
 
 def chosen_sets(tape, routes):
@@ -59,12 +69,13 @@ def chosen_sets(tape, routes):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [KIND, BLOCKS])
 @pytest.mark.parametrize("how", [{}, {"prefill_tokens": 16}, {"kv_pages": 70}], ids=["plain", "chunked", "retracted"])
 @torch.no_grad()
-def test_engine_and_transformers_choose_the_same_entries(how):
+def test_engine_and_transformers_choose_the_same_entries(kind, how):
     """The record of a token is the set of windows that transformers' own indexer takes, by the positions of their ends."""
-    loaded, fresh = model(KIND), own(KIND)
-    given, done = rollout(**how)
+    loaded, fresh = model(kind), own(kind)
+    given, done = rollout(kind, **how)
     theirs = []
     hooks = [m.register_forward_hook(lambda m, _, out: theirs.append(out[0])) for m in indexers(fresh)]
     try:
@@ -74,7 +85,7 @@ def test_engine_and_transformers_choose_the_same_entries(how):
             mine = chosen_sets(loaded.routing_tape(), c.experts)
             assert len(mine) == loaded.indexers == len(theirs) == 2
             for keys, wanted in zip(mine, theirs):
-                ends = [{w * RATE + RATE - 1 for w in line if w >= 0} for line in wanted.tolist()]
+                ends = ends_of(wanted)
                 assert keys == [ends[t] if (t + 1) // RATE > COUNT else set() for t in range(len(keys))]
     finally:
         for hook in hooks:
@@ -82,12 +93,14 @@ def test_engine_and_transformers_choose_the_same_entries(how):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [KIND, BLOCKS])
 @torch.no_grad()
-def test_the_trainer_repeats_the_engines_choice():
-    loaded, moved = model(KIND), copy.deepcopy(model(KIND))
+def test_the_trainer_repeats_the_engines_choice(kind):
+    loaded, moved = model(kind), copy.deepcopy(model(kind))
     for indexer in indexers(moved.model):
-        indexer.kv_proj.weight.copy_(indexer.kv_proj.weight.flip(1))
-    given, done = rollout()
+        weight = (indexer.kv_proj if kind == KIND else indexer.index_qk_proj).weight
+        weight.copy_(weight.flip(1))
+    given, done = rollout(kind)
     for c in done:
         tokens, routes = (given + c.tokens)[: len(c.experts)], torch.from_numpy(c.experts.astype(np.int64))
         experts, both = (
@@ -139,6 +152,15 @@ def test_a_compressor_that_is_not_carried_is_noticed_at_load(monkeypatch):
         with monkeypatch.context() as patched, pytest.raises(ModelError, match="compresses its windows to, or chooses"):
             patched.setattr(compressed_attention, name, other)
             check_compressors(plain, "it")
+
+
+def test_a_block_indexer_that_is_not_carried_is_noticed_at_load(monkeypatch):
+    plain = load_model({"random": BLOCKS, "seed": 3, **FAMILIES[BLOCKS]}, dtype="float32").model
+    found = indexers(plain)
+    check_block_indexers(plain, "it", found)
+    monkeypatch.setattr(block_indexer, "_rotated", lambda x, cos, sin: x)
+    with pytest.raises(ModelError, match="chooses blocks that score"):
+        check_block_indexers(plain, "it", found)
 
 
 def test_a_random_model_sends_tokens_to_different_experts():

@@ -40,6 +40,7 @@ RECURRENT_KINDS = frozenset(
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_next",
+        "qwen4_exp_text",
         "recurrent_gemma",
         "rwkv",
         "zamba",
@@ -49,8 +50,8 @@ RECURRENT_KINDS = frozenset(
     }
 )
 
-# families whose indexers are all carried (models/indexer.py)
-INDEXED_KINDS = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"})
+# families whose indexers are all carried (models/indexer.py, models/block_indexer.py)
+INDEXED_KINDS = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "qwen4_exp_text"})
 
 
 # families whose layers compress windows of tokens (models/compressed_attention.py)
@@ -111,9 +112,7 @@ REMEDY = (
     "equal in docs/families.md."
 )
 ODD = {
-    **dict.fromkeys(
-        ("qwen4_exp", "qwen4_exp_text"), "its indexer chooses blocks of averaged keys, and some layers embed n-grams"
-    ),
+    "qwen4_exp": "its tower and its three rows of positions are not carried; its part for text is (qwen4_exp_text)",
     **dict.fromkeys(
         ("inkling_text", "inkling2_text"),
         "its scores have a learned bias for each distance, and keys and values pass through convolutions",

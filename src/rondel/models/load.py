@@ -21,6 +21,7 @@ from rondel.core.media import ImageProcessorConfig
 from rondel.models import adapter_files, adapters, alibi, linear, nf4, processor, vision
 from rondel.models.architectures import auto_class, refuse_architecture
 from rondel.models.attention import NAME
+from rondel.models.block_indexer import check_block_indexers, install_block_indexers
 from rondel.models.cache_slots import install_cache_slots
 from rondel.models.compressed_attention import CompressedLayers, check_compressors, install_compressed_attention
 from rondel.models.deferred_weights import DeferredWeights, keep_in_full_precision, parameters_on_meta
@@ -107,8 +108,8 @@ def load_model(
     check_up_projections(model, name, projections)
     check_compressors(model, name)
     width = indexers[0].index_topk if indexers else 0
-    if indexers and not compressed.indexers:
-        check_indexers(model, name, indexers, torch.arange(5, 17, device=device)[None])
+    check_block_indexers(model, name, indexers)
+    check_indexers(model, name, indexers, torch.arange(5, 17, device=device)[None])
     tape = RoutingTape(routers, indexers=len(indexers), width=width) if routers else None
     cached, states = check_loaded(model, name, sight, tape, recurrent)
     context, stops = _max_context(model.config.get_text_config()), _stop_ids(model, tokenizer)
@@ -141,12 +142,13 @@ def _install(model: Any) -> tuple[list[Any], int, list[Any], list[int], Compress
     install_differential(model)
     keep_unscaled(model)
     keep_whole_rows(model)
-    compressed = install_compressed_attention(model)
-    recurrent = sorted({*install_recurrent(model), *compressed.compressing})
+    compressed, blocks = install_compressed_attention(model), install_block_indexers(model)
+    keeping = {*compressed.compressing, *(indexer.layer_idx for indexer in blocks)}
+    recurrent = sorted({*install_recurrent(model), *keeping})
     found = (
         install_latent_attention(model),
         install_routing_tape(model),
-        [*install_indexers(model), *compressed.indexers],
+        [*install_indexers(model), *compressed.indexers, *blocks],
         recurrent,
         compressed,
     )

@@ -7,6 +7,7 @@ the model is switched to another attention than ours, its mixers are transformer
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from rondel.models.recurrent.lightning_attention import forward_lightning
 from rondel.models.recurrent.mamba import forward_mamba, forward_mamba_heads
 from rondel.models.recurrent.mamba2 import forward_mamba2
 from rondel.models.recurrent.mlstm import forward_mlstm
+from rondel.models.recurrent.ngram_embedding import forward_ngram_layer
 from rondel.models.recurrent.rg_lru import forward_rg_lru
 from rondel.models.recurrent.short_conv import forward_short_conv
 from rondel.models.recurrent.wkv import forward_channel_mix, forward_wkv
@@ -35,6 +37,7 @@ MIXERS: dict[str, Forward] = {  # by the mixer's class
     "Qwen3NextGatedDeltaNet": forward_gated_delta,
     "Qwen3_5GatedDeltaNet": forward_gated_delta,
     "Qwen3_5MoeGatedDeltaNet": forward_gated_delta,
+    "Qwen4ExpTextGatedDeltaNet": forward_gated_delta,
     "OlmoHybridGatedDeltaNet": forward_gated_delta,
     "KimiLinearDeltaAttention": forward_kimi_delta,
     "BailingHybridDeltaAttention": forward_kimi_delta,
@@ -54,6 +57,7 @@ MIXERS: dict[str, Forward] = {  # by the mixer's class
     "Zamba2MambaMixer": forward_mamba2,
     "ZayaCCAProjection": forward_convolved_qkv,
     "xLSTMLayer": forward_mlstm,
+    "Qwen4ExpTextPLELayer": forward_ngram_layer,
 }
 
 
@@ -76,4 +80,5 @@ def _forward_with_layout(
         return type(mixer).forward(mixer, hidden_states, *args, **kwargs)
     if hidden_states.shape[0] != 1:
         raise ModelError(f"batch of {hidden_states.shape[0]}: tokens are packed into one row [1, T], without padding")
-    return forward(mixer, current_layout().states, hidden_states, kernels=fused_kernels, **kwargs)
+    named = dict(zip([*inspect.signature(type(mixer).forward).parameters][2:], args))
+    return forward(mixer, current_layout().states, hidden_states, kernels=fused_kernels, **named, **kwargs)
