@@ -115,7 +115,7 @@ ODD = {
     "qwen4_exp": "its tower and its three rows of positions are not carried; its part for text is (qwen4_exp_text)",
     **dict.fromkeys(
         ("inkling_text", "inkling2_text"),
-        "its scores have a learned bias for each distance, and keys and values pass through convolutions",
+        "its scores have a learned bias for each query, head and distance, which no attention here adds",
     ),
     "doge": "its attention makes a mask of its own",
     "modernbert-decoder": "its head has a dense layer and a norm before the logits, and Rondel's has one product",
