@@ -195,6 +195,7 @@ def test_each_rank_holds_its_share(ranks):
         (TP, "llama + fresh", "adapter"),
         (Mesh(tp=4), "deepseek_v32", "indexer"),
         (PP, "deepseek_v32", "indexers"),
+        (PP, "deepseek_v4", "several residual streams"),
         (PP, "zamba2", "cut over pp = 2 ranks, its logprobs differ by nan"),
         (PP, "hrm_text", "cut over pp = 2 ranks, it does not run"),
         (Mesh(pp=4), "llama", "has 2 layers"),

@@ -163,15 +163,15 @@ def repeated_tape() -> AbstractContextManager[None]:
 class _Choice(TorchFunctionMode):
     """Inside one router: its topk over all experts takes what the tape says."""
 
-    def __init__(self, tape: RoutingTape, layer: int, experts: int, k: int) -> None:
+    def __init__(self, tape: RoutingTape, layer: int, experts: int, k: int, axes: int) -> None:
         super().__init__()
-        self.tape, self.layer, self.experts, self.k = tape, layer, experts, k
+        self.tape, self.layer, self.experts, self.k, self.axes = tape, layer, experts, k, axes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if (
             func not in (torch.topk, Tensor.topk)
-            or out[1].shape[:-2] not in ((), (1,))
+            or out[1].ndim != self.axes
             or args[0].shape[-1] != self.experts
             or out[1].shape[-1] != self.k
         ):
@@ -257,7 +257,8 @@ def _taped_forward(router: Any, own: Any, layer: int, *args: Any, **kwargs: Any)
     if type(router).__name__ == "PhimoeTopKRouter":
         with _TwoMaxima(tape, layer):
             return own(router, *args, **kwargs)
-    with _Choice(tape, layer, tape.experts[layer], _experts_per_token(router)):
+    axes = 3 if type(router).__name__ == "ZayaRouter" else 2  # scores [1, T, E]; elsewhere those of groups have three
+    with _Choice(tape, layer, tape.experts[layer], _experts_per_token(router), axes):
         return own(router, *args, **kwargs)
 
 
