@@ -104,7 +104,7 @@ FAMILIES = {
     | {"q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 16, "n_routed_experts": 4, "moe_intermediate_size": 32}
     | {"compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 5}}
     | {"layer_types": ["sliding_attention", "heavily_compressed_attention", *["compressed_sparse_attention"] * 2]}
-    | {"mlp_layer_types": ["hash_moe", "moe", "moe", "moe"], "hc_mult": 2, "index_topk": 4},
+    | {"mlp_layer_types": ["hash_moe", "moe", "moe", "moe"], "hc_mult": 2, "hc_sinkhorn_iters": 3, "index_topk": 4},
     "diffllama": SIZE,
     "dots1": SIZE | HEAD | ROUTED | {"n_shared_experts": 1},
     "dots3_note_text": SIZE

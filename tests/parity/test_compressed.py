@@ -70,7 +70,7 @@ def chosen_sets(tape, routes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [KIND, BLOCKS])
-@pytest.mark.parametrize("how", [{}, {"prefill_tokens": 16}, {"kv_pages": 70}], ids=["plain", "chunked", "retracted"])
+@pytest.mark.parametrize("how", [{"prefill_tokens": 16}, {"kv_pages": 70}], ids=["chunked", "retracted"])
 @torch.no_grad()
 def test_engine_and_transformers_choose_the_same_entries(kind, how):
     """The record of a token is the set of windows that transformers' own indexer takes, by the positions of their ends."""
@@ -118,9 +118,8 @@ def test_the_gradient_is_one_for_any_split_and_for_blocks_of_queries(monkeypatch
     algo = row("grpo")
     b = batch(awkward_groups(), algo)
     whole = gradient(trainer(copy.deepcopy(model(KIND))), b, algo)
-    for micro_tokens, share in ((10**6, False), (40, True)):
-        t = trainer(copy.deepcopy(model(KIND)))
-        assert apart(gradient(t, b, algo, micro_tokens=micro_tokens, share=share), whole) <= 1e-5
+    t = trainer(copy.deepcopy(model(KIND)))
+    assert apart(gradient(t, b, algo, micro_tokens=40, share=False), whole) <= 1e-5
     monkeypatch.setattr(packed_layout, "LONG", 64)
     t = trainer(copy.deepcopy(model(KIND)), recompute="layers")
     assert apart(gradient(t, b, algo, micro_tokens=60), whole) <= 1e-5
