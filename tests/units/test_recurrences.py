@@ -6,14 +6,17 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from kits.engine import prompt
 from kits.families import FAMILIES
 from rondel.models.load import load_model
 from rondel.models.packed_layout import PackedLayout, PackedSegment
+from rondel.models.recurrent.convolved_qkv import ConvolutionPair
 from rondel.models.recurrent.gated_delta import GatedDelta
 from rondel.models.recurrent.mamba import SelectiveScan
 from rondel.models.recurrent.mamba2 import Mamba2Scan
+from rondel.models.recurrent.mlstm import FadingMaximum
 from rondel.models.recurrent.rg_lru import LinearRecurrence, _bounded_sqrt
 from rondel.models.recurrent.window_compression import WindowCompression
 from rondel.models.recurrent.wkv import FadingAverage, PreviousToken
@@ -76,6 +79,11 @@ RULES = {
     "previous token": lambda: (PreviousToken(H, torch.float32, "x"), [draw(1, B, L, H)]),
     "windows": lambda: windows(K),
     "overlapping windows": lambda: windows(2 * K),
+    "fading maximum": lambda: (FadingMaximum(H), [-draw(1, B, L, H).abs(), 3 * draw(2, B, L, H)]),
+    "two convolutions": lambda: (
+        ConvolutionPair(nn.Conv1d(8, 8, 3, groups=8), nn.Conv1d(8, 8, 2, groups=2)),
+        [draw(1, B, L, 8)],
+    ),
 }
 
 
@@ -144,3 +152,14 @@ def test_rwkv_is_not_halved_where_it_serves():
     assert float((ours - training).detach().abs().max()) <= 1e-5
     # a norm's eps counts for more beside halved numbers
     assert float((ours - serving).detach().abs().max()) <= 1e-3
+
+
+@torch.no_grad()
+def test_rows_of_xlstm_are_not_cut():
+    """transformers serves rows above a length in parts, and the states between them would be those of no segment."""
+    loaded = load_model({"random": "xlstm", **FAMILIES["xlstm"], "max_inference_chunksize": 8}, dtype="float32")
+    rows = [torch.tensor(prompt(3, 11)), torch.tensor(prompt(4, 14))]
+    apart = [loaded.hidden_states(r, torch.arange(len(r)), PackedLayout([PackedSegment(0, len(r))])) for r in rows]
+    layout = PackedLayout([PackedSegment(0, 11), PackedSegment(11, 14)])
+    both = loaded.hidden_states(torch.cat(rows), torch.cat([torch.arange(11), torch.arange(14)]), layout)
+    assert torch.allclose(both, torch.cat(apart), atol=1e-5)
