@@ -319,7 +319,8 @@ def lines_of(loaded: LoadedModel, rows: int, pages: int) -> BlockTable | None:
 def has_kernel(loaded: LoadedModel) -> bool:
     mutual = loaded.sight is not None and loaded.sight.mutual
     # the kernel reads whole contexts, none of them beyond its query; ranks are told of a PagedLayout
-    fits = not loaded.aligned and not loaded.indexers and not mutual and not loaded.leads_ranks
+    gathers = loaded.indexers > 0 or loaded.compressed
+    fits = not loaded.aligned and not gathers and not mutual and not loaded.leads_ranks
     return loaded.device.type == "cuda" and fits and importlib.util.find_spec("triton") is not None
 
 
