@@ -56,7 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         write_tasks(place, a.questions)
-        plain = evaluate(place, "hf", {"pretrained": a.model, "dtype": "float32"})
+        plain = evaluate(place, "hf", {"pretrained": a.model, "dtype": "float32", "device": "cpu"})
         with Served(a.model, place) as url:
             how = {"model": "evaluated", "base_url": f"{url}/v1/completions", "tokenizer": a.model, "num_concurrent": 4}
             served = evaluate(place, "local-completions", {**how, "tokenized_requests": True, "max_retries": 1})
