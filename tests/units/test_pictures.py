@@ -22,8 +22,8 @@ from rondel.cli.view import trajectory_view as card
 from rondel.core.errors import CheckpointError, DataError
 from rondel.core.types import Completion, Group, Sampling, Score, Task
 from rondel.generate import pictures
+from rondel.generate.chat_apis import anthropic, responses
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.gateway import anthropic, responses
 from rondel.generate.envs.gateway.agent import function_agent
 from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.gateway.openai import read_messages

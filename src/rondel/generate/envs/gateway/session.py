@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from rondel.core.types import Completion
+from rondel.generate.chat_apis.chat_request import ChatReply, ChatRequest
+from rondel.generate.chat_apis.messages import canonical_messages, key_of
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.gateway.chat_request import ChatReply, ChatRequest
 from rondel.generate.envs.gateway.conversation_tree import AnsweredTurn, ConversationTree
 from rondel.generate.envs.gateway.errors import TooLong
-from rondel.generate.envs.gateway.messages import canonical_messages, key_of
 from rondel.generate.pictures import (
     TooLarge,
     count_image_tokens,
