@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import gc
 import importlib
-import json
 import os
 import sys
 import tempfile
@@ -112,12 +111,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=4, help="of a step, in one group")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--staleness", type=int, default=0, help="above 0 a checkpoint has finished answers in it")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    report(measure(args.tokens, args.samples, args.steps, args.ranks), only_json=args.json)
+    report(measure(args.tokens, args.samples, args.steps, args.ranks, args.staleness), only_json=args.json)
 
 
-def measure(tokens: int, samples: int, steps: int, ranks: int) -> dict[str, Any]:
+def measure(tokens: int, samples: int, steps: int, ranks: int, staleness: int) -> dict[str, Any]:
     from rondel.assemble.remote_workers import RemoteTrainer
     from rondel.core.events import subscribe
     from rondel.generate.engine.router import EngineRouter
@@ -142,7 +142,9 @@ def measure(tokens: int, samples: int, steps: int, ranks: int) -> dict[str, Any]
         trainer = RemoteTrainer(workers)
         warmup[0].engine = EngineRouter({"engine-0": engine}, max_inflight=samples)
         held = Held()
-        asyncio.run(drive(*warmup, samples, 1, trainer, stored, Watch(), held))  # imports are not what is measured
+        asyncio.run(
+            drive(*warmup, samples, 1, trainer, stored, Watch(), held, staleness)
+        )  # imports are not what is measured
         engine.now("allow", tokens)
         gc.collect()
         release_freed_memory()
@@ -150,14 +152,14 @@ def measure(tokens: int, samples: int, steps: int, ranks: int) -> dict[str, Any]
         threading.Thread(target=watch.look, daemon=True).start()
         began = time.perf_counter()
         try:
-            trained = asyncio.run(drive(parts, tasks, samples, steps, trainer, stored, watch, held))
+            trained = asyncio.run(drive(parts, tasks, samples, steps, trainer, stored, watch, held, staleness))
         finally:
             watch.over.set()
             end()
             stored.close()
             cluster.close()
     return {
-        "tokens": tokens, "samples": samples, "steps": steps, "ranks": ranks, "trained": trained,
+        "tokens": tokens, "samples": samples, "steps": steps, "ranks": ranks, "staleness": staleness, "trained": trained,
         "seconds": round(time.perf_counter() - began, 1), "longest_pass_ms": round(1e3 * watch.longest, 1),
         "longest_work_ms": round(1e3 * watch.work, 1), "where": watch.where, "peak_mb": round(watch.peak, 1), "columns_mb": round(held.columns / 2**20, 1),
         "arrays_mb": round(held.arrays / 2**20, 1), "peak_to_arrays": round(watch.peak * 2**20 / held.arrays, 2),
@@ -187,27 +189,41 @@ def _bytes_of(known: Any) -> int:
 
 
 async def drive(
-    parts: Any, tasks: Any, samples: int, steps: int, trainer: Any, stored: Any, watch: Watch, held: Held
+    parts: Any,
+    tasks: Any,
+    samples: int,
+    steps: int,
+    trainer: Any,
+    stored: Any,
+    watch: Watch,
+    held: Held,
+    staleness: int,
 ) -> int:
     """The loop as a run has it, with a checkpoint's state after every step."""
     from rondel import loop as house
     from rondel.buffer import Buffer
+    from rondel.buffer.state import encode
     from rondel.core.events import GroupsTaken, subscribe
     from rondel.core.types import KEEP
     from rondel.driver.phases import PerToken
     from rondel.driver.rollouts import GroupRollouts, prepare
     from rondel.runtime.devices import SplitDevices
+    from rondel.train.checkpoint import Checkpoints
 
-    buffer, work = Buffer(groups_per_step=1, max_staleness=0), GroupRollouts(parts, samples)
+    buffer, work = Buffer(groups_per_step=1, max_staleness=staleness), GroupRollouts(parts, samples)
+    checkpoints = Checkpoints(stored.folder / "checkpoints", 1)
     parts.judge = lambda group: KEEP
     pulse = asyncio.create_task(watch.pulse())
 
     async def sync(trainer: Any, engine: Any) -> int:
         return buffer.version + 1
 
+    async def save(folder: Path) -> None:
+        (folder / "weights").write_text("")
+
     async def milestone(step: int, version: int, batch: Any) -> None:
         await stored.annotate_rollouts(step, advantages=PerToken(batch, "advantages"))
-        json.dumps(buffer.state_dict(version))
+        await checkpoints.write(step, save, {"step": step, "buffer": buffer.snapshot(version)}, encode)
 
     def taken(event: Any) -> None:
         if isinstance(event, GroupsTaken):

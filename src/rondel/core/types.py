@@ -6,7 +6,6 @@ T tokens of one trajectory · G trajectories of one group · P groups of one ste
 from __future__ import annotations
 
 from array import array
-from base64 import b64decode, b64encode
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -18,6 +17,8 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+
+from rondel.core.base64_text import bytes_to_text, text_to_bytes
 
 if TYPE_CHECKING:
     from rondel.core.media import ImagePlaceholder
@@ -153,12 +154,14 @@ class TokenColumn(array):
 
     @classmethod
     def from_text(cls, kind: str, text: str | list[Any]) -> TokenColumn:
-        """The inverse of `to_text`; a list is taken, too."""
-        return cls(kind, text) if isinstance(text, list) else _from_bytes(kind, b64decode(text))
+        """The inverse of `to_text`; a list of numbers is taken, too."""
+        if isinstance(text, list) and not (text and isinstance(text[0], str)):
+            return cls(kind, text)
+        return _from_bytes(kind, text_to_bytes(text))
 
-    def to_text(self) -> str:
-        """Its bytes, little-endian, in base64: what JSON can hold, of a million tokens in milliseconds."""
-        return b64encode(self).decode()
+    def to_text(self) -> str | list[str]:
+        """Its bytes, little-endian, in base64; in pieces if there are many."""
+        return bytes_to_text(self)
 
     def copy(self) -> TokenColumn:
         return type(self)(self.typecode, self)
