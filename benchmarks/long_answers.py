@@ -59,13 +59,17 @@ class LongEngine:
 
 
 class EchoRank:
-    """Says of every sample what a trainer would say, without one."""
+    """Says of every sample what a trainer would say, without one, after so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
 
     async def step(self, batch: Any, algo: Any) -> Any:
         import torch
 
         from rondel.core.types import StepStats
 
+        await asyncio.sleep(self.seconds)
         for sample in batch.samples:
             sample.known.trained = sample.known.behavior.clone()
             sample.known.advantages = torch.zeros(len(sample.trainable))
@@ -111,13 +115,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=4, help="of a step, in one group")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--train", type=float, default=1.0, help="seconds of a step; a million tokens take a trainer more"
+    )
     parser.add_argument("--staleness", type=int, default=0, help="above 0 a checkpoint has finished answers in it")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    report(measure(args.tokens, args.samples, args.steps, args.ranks, args.staleness), only_json=args.json)
+    report(measure(args.tokens, args.samples, args.steps, args.ranks, args.staleness, args.train), only_json=args.json)
 
 
-def measure(tokens: int, samples: int, steps: int, ranks: int, staleness: int) -> dict[str, Any]:
+def measure(tokens: int, samples: int, steps: int, ranks: int, staleness: int, train: float) -> dict[str, Any]:
     from rondel.assemble.remote_workers import RemoteTrainer
     from rondel.core.events import subscribe
     from rondel.generate.engine.router import EngineRouter
@@ -132,7 +139,7 @@ def measure(tokens: int, samples: int, steps: int, ranks: int, staleness: int) -
     cluster = ProcessCluster()
     own = importlib.import_module("long_answers")  # by the name under which workers find it
     engine = cluster.spawn("engine-0", own.LongEngine, tokens)
-    workers = [cluster.spawn(f"trainer-{i}", own.EchoRank) for i in range(ranks)]
+    workers = [cluster.spawn(f"trainer-{i}", own.EchoRank, train) for i in range(ranks)]
     for worker in (engine, *workers):
         worker.now()
     parts.engine = EngineRouter({"engine-0": engine}, max_inflight=samples)
@@ -159,7 +166,7 @@ def measure(tokens: int, samples: int, steps: int, ranks: int, staleness: int) -
             stored.close()
             cluster.close()
     return {
-        "tokens": tokens, "samples": samples, "steps": steps, "ranks": ranks, "staleness": staleness, "trained": trained,
+        "tokens": tokens, "samples": samples, "steps": steps, "ranks": ranks, "staleness": staleness, "train": train, "trained": trained,
         "seconds": round(time.perf_counter() - began, 1), "longest_pass_ms": round(1e3 * watch.longest, 1),
         "longest_work_ms": round(1e3 * watch.work, 1), "where": watch.where, "peak_mb": round(watch.peak, 1), "columns_mb": round(held.columns / 2**20, 1),
         "arrays_mb": round(held.arrays / 2**20, 1), "peak_to_arrays": round(watch.peak * 2**20 / held.arrays, 2),

@@ -12,8 +12,7 @@ import pytest
 
 from kits.chat import tokenizer as chat_tokenizer
 from kits.engine import tiny
-from rondel.core.base64_text import PIECE
-from rondel.core.types import FLAGS, IDS, NUMBERS, Completion, Sampling, TokenColumn, Trajectory
+from rondel.core.types import FLAGS, IDS, NUMBERS, PIECE, Completion, Sampling, TokenColumn, Trajectory
 from rondel.generate.envs.chat import TokenChat
 from rondel.text.decode import decode_answer, decode_in_pieces
 

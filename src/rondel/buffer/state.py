@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from rondel.core.base64_text import bytes_to_text, text_to_bytes
 from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import (
     FLAGS,
@@ -23,6 +22,8 @@ from rondel.core.types import (
     TokenColumn,
     Trajectory,
     Turn,
+    bytes_to_text,
+    text_to_bytes,
 )
 
 COLUMNS = {"tokens": IDS, "mask": FLAGS, "logprobs": NUMBERS, "versions": IDS}

@@ -6,6 +6,7 @@ T tokens of one trajectory · G trajectories of one group · P groups of one ste
 from __future__ import annotations
 
 from array import array
+from base64 import b64decode, b64encode
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -17,8 +18,6 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-
-from rondel.core.base64_text import bytes_to_text, text_to_bytes
 
 if TYPE_CHECKING:
     from rondel.core.media import ImagePlaceholder
@@ -212,6 +211,21 @@ class TokenColumn(array):
 
     def __repr__(self) -> str:
         return repr(self.tolist())
+
+
+PIECE = 3 << 18  # bytes that are encoded at once, a whole number of letters: two milliseconds of the interpreter
+
+
+def bytes_to_text(data: Any) -> str | list[str]:
+    """Whatever has a buffer, as JSON can hold it: base64, in pieces if it is long; `text_to_bytes` gives it back."""
+    view = memoryview(data)
+    raw = view.cast("B") if view.nbytes else memoryview(b"")
+    pieces = [b64encode(raw[at : at + PIECE]).decode() for at in range(0, len(raw) or 1, PIECE)]
+    return pieces if len(pieces) > 1 else pieces[0]
+
+
+def text_to_bytes(text: str | list[str]) -> bytes:
+    return b64decode(text) if isinstance(text, str) else b"".join(map(b64decode, text))
 
 
 def _from_bytes(kind: str, raw: Any) -> TokenColumn:

@@ -66,7 +66,8 @@ class TrainSample:
     def from_trajectory(
         cls, trajectory: Trajectory, *, group: int, index: int, baseline: float | None = None, stream: str = ""
     ) -> TrainSample:
-        trainable = np.asarray(trajectory.mask, dtype=bool).nonzero()[0].astype(np.int32)
+        # four bytes a token on the way, where nonzero() and a row of float64 take eight
+        trainable = np.arange(len(trajectory.tokens), dtype=np.int32)[np.asarray(trajectory.mask, dtype=bool)]
         if len(trainable) and trainable[0] == 0:
             raise ValueError(
                 f"group {group}, sample {index}: the first token has no predecessor, so it cannot be trained"
@@ -87,7 +88,7 @@ class TrainSample:
             float(trajectory.reward or 0.0),
             TokenBatch(
                 torch.zeros(1, dtype=torch.int64).expand(len(trainable)),
-                behavior=torch.from_numpy(np.asarray(trajectory.logprobs)[trainable].astype(np.float32)),
+                behavior=torch.from_numpy(np.asarray(trajectory.logprobs, dtype=np.float32)[trainable]),
                 versions=torch.from_numpy(np.asarray(trajectory.versions)[trainable]),
             ),
             dict(trajectory.score.parts) if isinstance(trajectory.score, Score) else {},
