@@ -4,9 +4,11 @@ train nothing; the real rollouts, buffer, router, store, batch and checkpoint be
 rondel bench long_answers --tokens 1000000 --samples 4 --steps 3
 
 `longest_pass_ms`  how long anything that is ready waited for its turn on the event loop, without the time in which the
-                   machine was busy elsewhere; `where` is what the loop was at. A thread that holds the interpreter
-                   while others have its core counts, so on a busy machine see `longest_work_ms`, too: what the
-                   loop itself computed in a pass
+                   loop's thread waited for a core; `where` is what the loop was at. A thread that holds the interpreter
+                   and waits for a core itself counts, so on a busy machine see the next two
+`computed_ms`      the same by processor time: what all threads of this process computed in a pass at most, and no more
+                   than the pass was long. Alone on its cores no pass would be longer
+`longest_work_ms`  what the loop itself computed in a pass
 `peak_mb`          resident memory of this process above what it had before the first request
 `arrays_mb`        what a step consists of, counted where it is: the trajectories' columns (`columns_mb`, 17 bytes a
                    token), their texts, and the arrays of the batch that is trained
@@ -82,6 +84,7 @@ class Watch:
     def __init__(self) -> None:
         self.longest, self.where, self.peak, self.beat = 0.0, "", 0.0, time.perf_counter()
         self.work, self.worked = 0.0, time.thread_time()
+        self.computed, self.used = 0.0, time.process_time()
         self.loop = threading.get_ident()
         # kept open: each call that lets other threads run may cost a turn of the interpreter
         self.queue = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
@@ -93,10 +96,11 @@ class Watch:
 
     async def pulse(self) -> None:
         while True:
-            now, waited, worked = time.perf_counter(), self._in_queue(), time.thread_time()
-            self.longest = max(self.longest, now - self.beat - (waited - self.waited))
-            self.work = max(self.work, worked - self.worked)
-            self.beat, self.waited, self.worked = now, waited, worked
+            now, waited, worked, used = time.perf_counter(), self._in_queue(), time.thread_time(), time.process_time()
+            took = now - self.beat - (waited - self.waited)
+            self.longest, self.work = max(self.longest, took), max(self.work, worked - self.worked)
+            self.computed = max(self.computed, min(took, used - self.used))
+            self.beat, self.waited, self.worked, self.used = now, waited, worked, used
             await asyncio.sleep(0)
 
     def look(self) -> None:
@@ -168,7 +172,7 @@ def measure(tokens: int, samples: int, steps: int, ranks: int, staleness: int, t
     return {
         "tokens": tokens, "samples": samples, "steps": steps, "ranks": ranks, "staleness": staleness, "train": train, "trained": trained,
         "seconds": round(time.perf_counter() - began, 1), "longest_pass_ms": round(1e3 * watch.longest, 1),
-        "longest_work_ms": round(1e3 * watch.work, 1), "where": watch.where, "peak_mb": round(watch.peak, 1), "columns_mb": round(held.columns / 2**20, 1),
+        "computed_ms": round(1e3 * watch.computed, 1), "longest_work_ms": round(1e3 * watch.work, 1), "where": watch.where, "peak_mb": round(watch.peak, 1), "columns_mb": round(held.columns / 2**20, 1),
         "arrays_mb": round(held.arrays / 2**20, 1), "peak_to_arrays": round(watch.peak * 2**20 / held.arrays, 2),
     }  # fmt: skip
 
