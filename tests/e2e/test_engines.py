@@ -229,7 +229,6 @@ def test_a_server_takes_weights_by_broadcast(url, server, folder, tmp_path):
         ({"engine__url": None}, "needs an address"),
         ({"place__kind": "shared"}, 'set place.kind = "split"'),
         ({"sync__kind": "ipc"}, "engines of others read"),
-        ({"sync__kind": "distributed", "engine__kind": "vllm"}, "'vllm' is sent none"),
         ({"engine__numerics": "aligned"}, "bit by bit"),
         ({"engine__sampling": {"max_tokens": 4, "top_k": 5}}, "which tokens it drew from"),
         ({"engine__sampling": {"max_tokens": 4, "stop": ["END"]}, "loop__max_staleness": 1}, "its token ids"),

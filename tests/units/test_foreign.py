@@ -479,6 +479,40 @@ class BroadcastServer:
         self.serves = body.get("weight_version", self.serves)
 
 
+class VllmTransferServer(BroadcastServer):
+    """vLLM's weight transfer, with the backend of vllm_worker.py in its worker: an update is begun, comes in buckets, and is
+    finished; anything else is its error.
+    """
+
+    def __init__(self, workers: int = 1) -> None:
+        super().__init__()
+        self.workers, self.updating = workers, False
+
+    def engine(self) -> ForeignEngine:
+        server = VllmServer("http://127.0.0.1:1")
+        server.link = ServerClient("http://127.0.0.1:1", remedy="", transport=httpx2.MockTransport(self.answer))
+        return ForeignEngine(server, version=0)
+
+    async def answer(self, request):
+        path, body = request.url.path, json.loads(request.content or b"{}")
+        self.calls.append((path, body))
+        if path in ("/update_weights", "/finish_weight_update") and not self.updating:
+            return httpx2.Response(500, text="no update is active")
+        if path == "/init_weight_transfer_engine":
+            info = body["init_info"]
+            names = {"rank": "rank_offset", "size": "world_size", "name": "group_name"}
+            names |= {"host": "master_address", "port": "master_port", "deadline": "deadline"}
+            await asyncio.to_thread(self.join, {names[key]: value for key, value in info.items()})
+        if path == "/update_weights":
+            await asyncio.to_thread(self.load, body["update_info"])
+        if path == "/finish_weight_update":
+            self.serves = body["weight_version"]
+        if path in ("/start_weight_update", "/finish_weight_update"):
+            self.updating = path == "/start_weight_update"
+        told = {"/get_world_size": {"world_size": self.workers}, "/weight_info": {"weight_version": self.serves}}
+        return httpx2.Response(200, json=told.get(path, {"success": True}))
+
+
 def published(transport, engines, version, seed):
     """-> tensors, manifest, route, of weights in three dtypes."""
     draw = torch.Generator().manual_seed(seed)
@@ -491,8 +525,9 @@ def published(transport, engines, version, seed):
     return tensors, *transport.publish(route, version, iter(zip(rows, tensors.values())))
 
 
-def test_servers_take_a_broadcast_in_buckets_and_serve_its_bits():
-    servers = [BroadcastServer(), BroadcastServer()]
+@pytest.mark.parametrize("kind", [BroadcastServer, VllmTransferServer])
+def test_servers_take_a_broadcast_in_buckets_and_serve_its_bits(kind):
+    servers = [kind(), kind()]
     engines, transport = [server.engine() for server in servers], ToServers(bucket=128, deadline=20)
 
     async def deliver(tensors, manifest, route):
@@ -514,6 +549,14 @@ def test_servers_take_a_broadcast_in_buckets_and_serve_its_bits():
         for server in servers:
             assert server.held.keys() == tensors.keys() and server.serves == str(version)
             assert all(torch.equal(server.held[n], t) and server.held[n].dtype == t.dtype for n, t in tensors.items())
+    transport.close()
+    if kind is VllmTransferServer:
+        update = ["/start_weight_update", *["/update_weights"] * len(route.data["buckets"]), "/finish_weight_update"]
+        once = ["/get_world_size", "/init_weight_transfer_engine"]
+        for server in servers:
+            paths = [path for path, _ in server.calls if path not in ("/weight_info", "/reset_prefix_cache")]
+            assert paths == once + 2 * update
+        return
     for server in servers:
         paths = [path for path, _ in server.calls]
         loads = [body for path, body in server.calls if path == "/update_weights_from_distributed"]
@@ -523,12 +566,14 @@ def test_servers_take_a_broadcast_in_buckets_and_serve_its_bits():
         assert last == ([False] * (len(loads) // 2 - 1) + [True]) * 2
         assert [body.get("rollback") for body in loads if body["flush_cache"]] == [True, None]  # it served 7 before
     assert sorted(body["rank_offset"] for s in servers for path, body in s.calls if "init" in path) == [1, 2]
-    transport.close()
 
 
-def test_a_server_that_does_not_join_holds_up_nobody():
+@pytest.mark.parametrize(
+    "server, why", [(BroadcastServer("backend: nccl"), "backend: nccl"), (VllmTransferServer(2), "has 2 workers")]
+)
+def test_a_server_that_does_not_join_holds_up_nobody(server, why):
     """The trainer is told why, long before its deadline, and the engine refuses until a good update."""
-    servers = [BroadcastServer("backend: nccl"), BroadcastServer("backend: nccl")]
+    servers = [server, server]
     engines, transport = [server.engine() for server in servers], ToServers(deadline=300)
     tensors, manifest, route = published(transport, engines, 1, seed=0)
 
@@ -540,7 +585,7 @@ def test_a_server_that_does_not_join_holds_up_nobody():
         return await asyncio.gather(sent, *(e.receive(route) for e in engines), return_exceptions=True)
 
     told = asyncio.run(deliver())
-    assert all(isinstance(error, SyncError) and "backend: nccl" in str(error) for error in told)
+    assert all(isinstance(error, SyncError) and why in str(error) for error in told)
     assert [e.state for e in engines] == ["refusing"] * 2
     again = published(transport, engines, 2, seed=1)[2].data["name"]
     assert again != route.data["name"]  # the next update makes a group anew

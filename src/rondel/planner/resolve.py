@@ -117,17 +117,17 @@ def resolve_transport(
             )
         return ResolvedValue("tensor", "one process: copied from memory to memory")
     if apart == "server":
-        if wanted == "distributed" and server == "sglang":
+        if wanted == "distributed" and server in ("sglang", "vllm"):
             return ResolvedValue(wanted, "set: the trainer and the servers form a group")
         if wanted == "distributed":
             raise ConfigError(
-                f"sync.kind = 'distributed': engines of others read new weights from a folder; those of engine.kind = "
-                f"'sglang' take a broadcast, too, '{server}' is sent none. Leave it at 'auto'"
+                f"sync.kind = 'distributed': engines of others read new weights from a folder; sglang and vllm take a "
+                f"broadcast, too, '{server}' is sent none. Leave it at 'auto'"
             )
         if wanted not in ("auto", "disk"):
             raise ConfigError(
                 f"sync.kind = '{wanted}': engines of others read new weights from a folder, or by 'distributed' "
-                f"(engine.kind = 'sglang'). Leave it at 'auto'"
+                f"(sglang, vllm). Leave it at 'auto'"
             )
         return ResolvedValue("disk", "engines of others read new weights from a folder")
     if wanted == "tensor":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -42,7 +43,9 @@ class ServerGroup:
         for prefix in (where["name"], f"{where['name']}/", f"{device.type}/"):
             inside = dist.PrefixStore(prefix, inside)
         if device.type == "cuda":  # not yet run on hardware
-            self.group: Any = dist.ProcessGroupNCCL(inside, 0, where["size"])  # type: ignore[attr-defined]
+            options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+            options._timeout = timedelta(seconds=deadline)
+            self.group: Any = dist.ProcessGroupNCCL(inside, 0, where["size"], options)  # type: ignore[attr-defined]
         else:
             self.group = dist.ProcessGroupGloo(inside, 0, where["size"], sockets.gloo_at(where["host"], deadline))
 

@@ -12,16 +12,15 @@ SGLANG_MM_AVOID_RETOKENIZE, or without it) is found out where its prompt has ano
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Awaitable
 from typing import Any
 from uuid import uuid4
 
 from rondel.core.errors import EngineError
 from rondel.core.types import FinishReason, Manifest, Sampling
 from rondel.generate.engine.foreign import DrawnTokens, Media, common_sampling_fields
-from rondel.generate.engine.http import DEADLINE, ServerClient, ServerRefusal
+from rondel.generate.engine.http import DEADLINE, ServerClient
+from rondel.generate.engine.trainer_group import TrainerGroup, described
 from rondel.generate.pictures import run_on_image_thread, url_of
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -38,7 +37,7 @@ class SglangServer:
 
     def __init__(self, url: str) -> None:
         self.link = ServerClient(url, remedy=f"is a server running there? {self.__doc__}")
-        self._group = ""  # of a trainer that broadcasts, once it is in one
+        self._group = TrainerGroup()
 
     def open(self, sampling: Sampling) -> int:
         self.link.get_blocking("/get_model_info")
@@ -91,44 +90,22 @@ class SglangServer:
 
     async def take_broadcast(self, group: dict[str, Any], manifest: Manifest) -> None:
         """A bucket a call. Its cache is flushed, and its version changes, with the last one."""
-        if self._group != group["name"]:
-            await self._join_group(group)
-        for first, end in group["buckets"]:
-            rows = manifest.tensors[first:end]
-            body: dict[str, Any] = {
-                "names": [row.name for row in rows],
-                "dtypes": [row.dtype for row in rows],
-                "shapes": [list(row.shape) for row in rows],
-                "group_name": self._group,
-                "load_format": "flattened_bucket",
-                "flush_cache": end == len(manifest.tensors),
-            }
-            if body["flush_cache"]:
-                body |= await self._version_fields(str(manifest.version))
-            await self._update("/update_weights_from_distributed", body)
 
-    async def _join_group(self, group: dict[str, Any]) -> None:
-        """The trainer waits for as many as there are; a number of its own makes each a rank."""
-        left, self._group = self._group, ""
-        if left:
-            with suppress(ServerRefusal):  # a server that was started anew is in none
-                await self.link.post("/destroy_weights_update_group", {"group_name": left})
-        store = await asyncio.to_thread(_store_of, group)
-        rank = store.add(f"{group['name']}/joined", 1)
-        body = {
-            "master_address": group["host"],
-            "master_port": group["port"],
-            "rank_offset": rank,
-            "world_size": group["size"],
-            "group_name": group["name"],
-            "backend": group["backend"],
-        }
-        try:
-            await self._update("/init_weights_update_group", body)
-        except Exception as error:
-            store.set(f"{group['name']}/refused", str(error))
-            raise
-        self._group = group["name"]
+        def ask(rank: int) -> Awaitable[None]:
+            body = {"master_address": group["host"], "master_port": group["port"], "rank_offset": rank}
+            body |= {"world_size": group["size"], "group_name": group["name"], "backend": group["backend"]}
+            return self._update("/init_weights_update_group", body)
+
+        def leave(name: str) -> Awaitable[Any]:
+            return self.link.post("/destroy_weights_update_group", {"group_name": name})
+
+        await self._group.join(group, ask, leave)
+        for first, end in group["buckets"]:
+            body: dict[str, Any] = described(manifest.tensors[first:end])
+            body |= {"group_name": group["name"], "load_format": "flattened_bucket", "flush_cache": False}
+            if end == len(manifest.tensors):
+                body |= {"flush_cache": True} | await self._version_fields(str(manifest.version))
+            await self._update("/update_weights_from_distributed", body)
 
     async def _update(self, path: str, body: dict[str, Any]) -> None:
         told = await self.link.post(path, body, deadline=None)
@@ -143,13 +120,6 @@ class SglangServer:
 
     async def version(self) -> str:
         return str((await self.link.get("/get_model_info"))["weight_version"])
-
-
-def _store_of(group: dict[str, Any]) -> Any:
-    """Where the group meets; the trainer listens there."""
-    from torch import distributed as dist
-
-    return dist.TCPStore(group["host"], group["port"], is_master=False, timeout=timedelta(seconds=DEADLINE))
 
 
 def sampling_params(s: Sampling, seed: int) -> dict[str, Any]:
