@@ -234,7 +234,7 @@ async def drive(
 
     async def milestone(step: int, version: int, batch: Any) -> None:
         await stored.annotate_rollouts(step, advantages=PerToken(batch, "advantages"))
-        await checkpoints.write(step, save, {"step": step, "buffer": buffer.snapshot(version)}, encode)
+        await checkpoints.write(step, save, {"step": step, "buffer": buffer.state_dict(version, encoded=False)}, encode)
 
     def taken(event: Any) -> None:
         if isinstance(event, GroupsTaken):

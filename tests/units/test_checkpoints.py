@@ -58,7 +58,7 @@ def test_finished_groups_are_encoded_beside_the_event_loop(tmp_path):
             t.extend([2, 3], logprobs=[-0.5, -0.25], versions=[0, 0])
             slot = await buffer.claim()
             await buffer.put(slot, Group(slot.number, slot.task, [t], slot.born))
-        await store.write(1, save, {"step": 1, "buffer": buffer.snapshot(0)}, counted)
+        await store.write(1, save, {"step": 1, "buffer": buffer.state_dict(0, encoded=False)}, counted)
 
     asyncio.run(scenario())
     state = json.loads((tmp_path / "step-000001" / "state.json").read_text())

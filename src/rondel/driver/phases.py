@@ -324,7 +324,7 @@ class RunPhases:
         self.done = (
             step,
             version,
-            None if self.buffer.rule.max_staleness else self.buffer.snapshot(version),
+            None if self.buffer.rule.max_staleness else self.buffer.state_dict(version, encoded=False),
             self.parts.order.state_dict(),
         )
         if step < last:
@@ -349,7 +349,7 @@ class RunPhases:
         if step == self.saved:
             return
         await self.buffer.waiters.pass_gate("save", version, who="learner")
-        began, state = time.perf_counter(), then or self.buffer.snapshot(version)
+        began, state = time.perf_counter(), then or self.buffer.state_dict(version, encoded=False)
         told = {"step": step, "config": self.config, "buffer": state, "order": order}
         await self.rollouts.wait_until_written()
         path = await self.checkpoints.write(step, self.parts.trainer.save, told, encode)
