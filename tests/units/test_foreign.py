@@ -525,6 +525,7 @@ def published(transport, engines, version, seed):
     return tensors, *transport.publish(route, version, iter(zip(rows, tensors.values())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [BroadcastServer, VllmTransferServer])
 def test_servers_take_a_broadcast_in_buckets_and_serve_its_bits(kind):
     servers = [kind(), kind()]
