@@ -13,19 +13,20 @@ from transformers.activations import ACT2FN
 
 @dataclass(frozen=True, slots=True)
 class CausalConv:
-    """weight [C, K], bias [C]; inputs one x [B, L, C], state [B, K-1, C]."""
+    """weight [C, K], bias [C]; inputs one x [B, L, C], state [B, K-1, C]; with a dilation d it looks back d (K-1)."""
 
     weight: Tensor
     bias: Tensor | None
     name: str = "window"
+    dilation: int = 1
 
     @classmethod
-    def of(cls, layer: nn.Conv1d) -> CausalConv:
-        return cls(layer.weight[:, 0], layer.bias)
+    def of(cls, layer: nn.Conv1d, name: str = "window") -> CausalConv:
+        return cls(layer.weight[:, 0], layer.bias, name, layer.dilation[0])
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        return self.weight.shape[1] - 1, self.weight.shape[0]
+        return (self.weight.shape[1] - 1) * self.dilation, self.weight.shape[0]
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -35,10 +36,12 @@ class CausalConv:
         (x,) = inputs
         seen = torch.cat([state.to(x.dtype), x], 1)  # [B, K-1+L, C]
         weight = self.weight.to(x.dtype)
-        out = F.conv1d(seen.transpose(1, 2), weight[:, None], self.bias, groups=len(weight)).transpose(1, 2)
+        out = F.conv1d(
+            seen.transpose(1, 2), weight[:, None], self.bias, dilation=self.dilation, groups=len(weight)
+        ).transpose(1, 2)
         if lengths is None:
             return out, seen[:, x.shape[1] :]
-        last = lengths[:, None] + torch.arange(weight.shape[1] - 1, device=x.device)  # [B, K-1]
+        last = lengths[:, None] + torch.arange(state.shape[1], device=x.device)  # [B, K-1]
         return out, seen.gather(1, last[:, :, None].expand(-1, -1, seen.shape[2]))
 
 
