@@ -69,7 +69,7 @@ class FsdpRank(SingleRank):
         self, rank: int, mesh: Mesh, meeting: Rendezvous | None, *, device: str = "cpu", patience: float = 600.0
     ) -> None:
         self.rank, self.size, self.patience, self.mesh = rank, mesh.world, patience, mesh
-        self.data_rank, self.data_size = mesh.data_index(rank), mesh.data
+        self.data_rank, self.data_size, self.stages = mesh.data_index(rank), mesh.data, mesh.pp
         self._cuts: WeakKeyDictionary[nn.Module, TensorCuts] = WeakKeyDictionary()
         self._expert_cuts: WeakKeyDictionary[nn.Module, TensorCuts] = WeakKeyDictionary()
         self._stages: WeakKeyDictionary[nn.Module, PipelineStage] = WeakKeyDictionary()
