@@ -397,7 +397,14 @@ def test_anthropics_client_and_responses_are_answered_too(server, model):
 
     create = server.client.responses.create
     function = {"type": "function", **ADD["function"]}
-    first = create(model="tiny", input="1 + 2?", tools=[function], tool_choice="required", parallel_tool_calls=False, max_output_tokens=200)
+    first = create(
+        model="tiny",
+        input="1 + 2?",
+        tools=[function],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=200,
+    )
     (call,) = first.output
     assert call.type == "function_call" and json.loads(call.arguments)["b"] in ("x", "y")
     output = [{"type": "function_call_output", "call_id": call.call_id, "output": "3"}]
