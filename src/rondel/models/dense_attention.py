@@ -5,16 +5,20 @@ B rows · H query heads · K key/value heads · Lq queries · Lk keys · D head 
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rondel.models.kept_inputs import keep_inputs
+
 if TYPE_CHECKING:
     from rondel.models.score_rule import ScoreRule
 
 DENSE = 1 << 24  # largest number of scores that are written out at once
+KEPT = 1 << 22  # most of them that are kept for a backward pass; more are computed again in it, with the same bits
 
 
 def sdpa(
@@ -39,7 +43,10 @@ def sdpa(
     if mask is None and (dense or rule.sinks is not None or rule.slopes is not None):
         mask, causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(), False
     if dense:
-        return dense_attention(q, k, v, rule, mask, distance, widened)
+        run = functools.partial(dense_attention, rule=rule, mask=mask, distance=distance, widened=widened)
+        if q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= KEPT:
+            return run(q, k, v)
+        return keep_inputs(run, [q, k, v], [] if rule.sinks is None else [rule.sinks])
     dtype = q.dtype
     if widened and q.device.type == "cpu":
         q, k, v = q.float(), k.float(), v.float()
