@@ -92,7 +92,10 @@ def as_line(row: dict[str, Any]) -> str:
     name = "{who:6s}  {tokens:6d} tokens  {recompute:6s}  {activations:6s}  {optimizer:10s}".format(**row)
     if "ended" in row:
         return f"{name}  ended at {row['ended']}"
-    return f"{name}  {row['seconds']:7.1f} s  {row['peak']:6.2f} GB at most, {row['before']:5.2f} before the step"
+    return (
+        f"{name}  {row['seconds']:7.1f} s, {row['cpu_seconds']:7.1f} of a core  {row['peak']:6.2f} GB at most, "
+        f"{row['before']:5.2f} before the step"
+    )
 
 
 def measure(
@@ -125,20 +128,20 @@ def measure(
         written.score = Score(reward)
         return written
 
-    def seconds_of_a_step(number: int, length: int) -> float:
+    def time_step(number: int, length: int) -> tuple[float, float]:
         """A group of two: the sample that counts, and a short one whose reward differs."""
         both = [sample(2 * number, length, 1.0), sample(2 * number + 1, SHORT, 0.0)]
         batch = batch_of([Group(number, Task("t", "bench", {}), both, 0)])
-        began = time.perf_counter()
+        began = time.perf_counter(), time.process_time()
         done = asyncio.run(trainer.step(batch, algo))
         assert done.stepped and done.metrics["train/grad_norm"] > 0, done
-        return time.perf_counter() - began
+        return time.perf_counter() - began[0], time.process_time() - began[1]
 
     before = resident_gb()
-    seconds = [seconds_of_a_step(number, length) for number, length in enumerate((SHORT, tokens))][-1]
+    seconds, spent = [time_step(number, length) for number, length in enumerate((SHORT, tokens))][-1]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     moments = sum(tensor.nbytes for tensor in trainer.weights.state_tensors()["moments"]) / 1e9
-    return {"seconds": seconds, "peak": peak, "before": before, "moments": moments}
+    return {"seconds": seconds, "cpu_seconds": spent, "peak": peak, "before": before, "moments": moments}
 
 
 def resident_gb(pid: int | str = "self") -> float:

@@ -29,11 +29,11 @@ gb = lambda: int(open("/proc/self/statm").read().split()[1]) * resource.getpages
 row = dict(trl=trl.__version__, transformers=transformers.__version__, torch=torch.__version__, tokens=a.tokens, dtype=a.dtype, amp=a.amp, checkpointing=a.checkpointing, optim=a.optim, threads=a.threads)
 
 class Clock(TrainerCallback):
-    began, seconds = time.perf_counter(), []
+    seconds, spent = [], []
     def on_step_begin(self, *_, **__):
-        Clock.began = time.perf_counter()
+        self.began = time.perf_counter(), time.process_time()
     def on_step_end(self, *_, **__):
-        self.seconds.append(time.perf_counter() - self.began)
+        self.seconds.append(time.perf_counter() - self.began[0]); self.spent.append(time.process_time() - self.began[1])
 
 cfg = GRPOConfig(output_dir=tempfile.mkdtemp(), use_cpu=True, max_steps=2, per_device_train_batch_size=1, steps_per_generation=2, gradient_accumulation_steps=1, num_generations=2,
     max_completion_length=a.tokens // 2, learning_rate=1e-6, lr_scheduler_type="constant", beta=0.0, bf16=a.amp, fp16=False, gradient_checkpointing=a.checkpointing, optim=a.optim,
@@ -51,4 +51,4 @@ samples = iter([given(64, 0), given(a.tokens, 1)])
 trainer._prepare_inputs = lambda _: next(samples)
 before = gb()
 trainer.train()
-print(json.dumps(row | dict(seconds=round(clock.seconds[1], 2), before=round(before, 2), peak=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2))), flush=True)
+print(json.dumps(row | dict(seconds=round(clock.seconds[1], 2), cpu_seconds=round(clock.spent[1], 2), before=round(before, 2), peak=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2))), flush=True)
