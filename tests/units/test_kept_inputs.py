@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +11,8 @@ import torch
 from kits.engine import SIZE
 from kits.families import model as family
 from kits.train import apart, awkward_groups, batch, gradient, row, trainer
-from rondel.models import dense_attention, kept_inputs
+from rondel.models import kept_inputs
 from rondel.models.load import load_model
-from rondel.models.score_rule import ScoreRule
 
 KINDS = ["llama", "qwen3", "qwen3_moe", "gemma3_text", "cohere"]
 
@@ -96,30 +94,3 @@ def test_a_weight_that_was_written_to_before_the_backward_pass_is_noticed():
         norm.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         out.sum().backward()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("odd", [{}, {"sinks": True}, {"softcap": 3.0}, {"slopes": True}])
-def test_written_out_scores_have_the_plain_bits_where_they_are_computed_again(dtype, odd, monkeypatch):
-    found = []
-    for most in (1 << 40, 0):
-        monkeypatch.setattr(dense_attention, "KEPT", most)
-        g = torch.Generator().manual_seed(0)
-        q, k, v = (torch.randn(2, h, 33, 8, generator=g).to(dtype).requires_grad_() for h in (4, 2, 2))
-        sinks = torch.nn.Parameter(torch.randn(4, generator=g))
-        rule = ScoreRule(0.3, softcap=odd.get("softcap"), sinks=sinks if "sinks" in odd else None)
-        distance = None
-        if "slopes" in odd:
-            rule = replace(rule, slopes=torch.rand(4, generator=g))
-            distance = (torch.arange(33)[:, None] - torch.arange(33))[None, None]
-        out = []
-
-        def run(out=out, tensors=(q, k, v), rule=rule, distance=distance) -> None:
-            out.append(dense_attention.sdpa(*tensors, rule, distance=distance, train=True))
-
-        size = kept_bytes(run)
-        out[0].float().square().sum().backward()
-        found.append((size, out[0], *(x.grad for x in (q, k, v, sinks) if x.grad is not None)))
-    (more, *plain_bits), (less, *bits) = found
-    assert len(bits) == 5 - ("sinks" not in odd) and all(torch.equal(a, b) for a, b in zip(bits, plain_bits))
-    assert less < more / 2

@@ -5,20 +5,17 @@ B rows · H query heads · K key/value heads · Lq queries · Lk keys · D head 
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rondel.models.kept_inputs import keep_inputs
-
 if TYPE_CHECKING:
     from rondel.models.score_rule import ScoreRule
 
 DENSE = 1 << 24  # largest number of scores that are written out at once
-KEPT = 1 << 22  # most of them that are kept for a backward pass; more are computed again in it, with the same bits
+SHORT = 256  # queries from which torch's fused kernels train as fast on a CPU; they keep no scores
 
 
 def sdpa(
@@ -37,16 +34,13 @@ def sdpa(
     a query to a key, which slopes need, both [B or 1, 1, Lq, Lk]; `widened` where products of the dtype are computed
     in fp32 (models/processor.py); `train` for packed training; `dense` to write the scores out. -> [B,H,Lq,D].
     """
-    small = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= DENSE
+    small = q.shape[2] < SHORT and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= DENSE
     dense = dense or rule.softcap is not None or (train and q.device.type == "cpu" and small)
     causal = mask is None
     if mask is None and (dense or rule.sinks is not None or rule.slopes is not None):
         mask, causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(), False
     if dense:
-        run = functools.partial(dense_attention, rule=rule, mask=mask, distance=distance, widened=widened)
-        if q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= KEPT:
-            return run(q, k, v)
-        return keep_inputs(run, [q, k, v], [] if rule.sinks is None else [rule.sinks])
+        return dense_attention(q, k, v, rule, mask, distance, widened)
     dtype = q.dtype
     if widened and q.device.type == "cpu":
         q, k, v = q.float(), k.float(), v.float()
@@ -84,7 +78,7 @@ def _with_sink_key(
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, mask: Tensor | None, distance: Tensor | None, widened: bool
 ) -> Tensor:
-    """The scores written out. Training on a CPU takes it: torch's fused backward pass is 8
+    """The scores written out. Training on a CPU takes it for short segments: torch's fused backward pass is up to 8
     times slower there in bf16 (docs/LOG.md).
     """
     dtype = q.dtype

@@ -35,7 +35,7 @@ def install_kept_inputs(decoder: Any) -> None:
             setattr(module, "_apply_gate", functools.partial(_apply_gate, module._apply_gate))  # noqa: B010
 
 
-def keep_inputs(run: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor] = ()) -> Tensor:
+def keep_inputs(run: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[nn.Parameter] = ()) -> Tensor:
     """run(*inputs), differentiable in the inputs and in the `weights` that `run` reads; only these are kept."""
     is_wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *weights))
     if not is_wanted or is_tracing() or torch.compiler.is_compiling():

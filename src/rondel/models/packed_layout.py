@@ -263,11 +263,12 @@ class AttentionCall:
             self._masks[rule.reach] = seen & (self.of >= 0)[:, None, None]
         return self._masks[rule.reach]
 
-    def same_image(self, images: Tensor) -> Tensor:
-        """[S, L, P+L]: True where a key lies behind a query in the same image."""
+    def same_image(self, images: Tensor, asked: slice = slice(None)) -> Tensor:
+        """[S, L, P+L]: True where a key lies behind a query in the same image; `asked`: for these queries alone."""
         real = torch.where(self.used < 0, -1, images.cpu()[self.keys]).to(images.device)
-        own = images[self.queries.to(images.device)][:, :, None]
-        return (own >= 0) & (own == real[:, None]) & (self.distance()[:, 0] < 0)
+        own = images[self.queries[:, asked].to(images.device)][:, :, None]
+        behind = self.at[:, asked, None] < self.of[:, None]
+        return (own >= 0) & (own == real[:, None]) & behind
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         causal = self.keys.shape[1] == self.queries.shape[1] and rule.sees_all(self.queries.shape[1])
@@ -298,12 +299,15 @@ class AttentionCall:
             if rule.chosen is not None:
                 places = self.asked[:, first : first + q.shape[2]].to(q.device)
                 mask = mask & is_chosen(rule.chosen[places], of)[:, None]
+            if rule.images is not None:
+                mask = mask | self.same_image(rule.images, slice(first, first + q.shape[2]))[:, None]
             return sdpa(q, k, v, rule, mask=mask, distance=distance, widened=widened, train=True)
 
         blocks = []
         for first in range(0, length, size):
             last = min(first + size, length)
-            rows = q[:, :, first:last], k[:, :, : context + last], v[:, :, : context + last]
+            keys = context + (last if rule.images is None else length)  # an image may end behind the block
+            rows = q[:, :, first:last], k[:, :, :keys], v[:, :, :keys]
             if torch.is_grad_enabled():
                 blocks.append(checkpoint(attend_block, first, *rows, use_reentrant=False, preserve_rng_state=False))
             else:

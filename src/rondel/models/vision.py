@@ -72,7 +72,7 @@ def hidden_states(model: Any, tokens: Tensor, positions: Tensor, seen: VisionFea
             mask = torch.zeros(1, len(tokens), dtype=torch.bool, device=tokens.device)
             mask[0, seen.rows] = True
             more |= {"visual_pos_masks": mask, "deepstack_visual_embeds": list(seen.features.deep)}
-        if family.mutual:
+        if family.mutual(model.config):
             more["image_of_token"] = seen.image_numbers(len(tokens))
     rows = positions if positions.ndim == 2 else positions.expand(4, -1)
     at = rows[1:, None] if family.mrope else rows[:1]
@@ -103,7 +103,7 @@ def sight_of(config: Any, folder: str | Path | None = None) -> ImageProcessorCon
         mean=tuple(given.get("image_mean") or family.pixels.mean),
         std=tuple(given.get("image_std") or family.pixels.std),
         form=family.form.name,
-        mutual=family.mutual,
+        mutual=family.mutual(config),
     )
 
 

@@ -36,8 +36,7 @@ LIBRARIES = 0.55 * GB  # resident of a process with torch and transformers befor
 # that the allocator keeps (runtime/devices.py)
 KEPT = 0.15
 DENSE = 1 << 24  # scores of one call that are written out on a CPU (models/dense_attention.py)
-KEPT_SCORES = 1 << 22  # scores of one call that are kept for its backward pass
-JOINED = 1 << 20  # scores of one head that segments of one call have together (models/packed_layout.py)
+SHORT = 256  # tokens of a segment whose scores are not, since a kernel is as fast
 LOGITS = 1 << 25  # entries of a chunk of logits in fp32 (train/logprobs.py); three of that size are alive at once
 
 
@@ -285,12 +284,12 @@ def micro_batch_tokens(setting: Workload) -> float:
 def activation_bytes(setting: Workload, tokens: float) -> float:
     """Activations of a token that a backward pass needs, in bytes."""
     s, long = setting.shape, setting.prompt + setting.mean
-    keys = (setting.new_tokens * long + setting.prompts * setting.prompt**2) / setting.packed_tokens
+    written = [setting.new_tokens * long * (setting.mean < SHORT)]
+    written.append(setting.prompts * setting.prompt**2 * (setting.prompt < SHORT))
+    keys = sum(written) / setting.packed_tokens  # whose scores a token keeps
     if setting.hardware.on_gpu or tokens * s.heads * keys > DENSE * max(1.0, tokens / long):
         return s.activation_bytes(setting.width)
     spread = (setting.samples * long + setting.prompts * setting.prompt) / setting.packed_tokens
-    if s.heads * min(tokens * keys, max(JOINED, long * keys)) > KEPT_SCORES:  # of a call; its scores are computed again
-        keys = 0.0
     return s.saved_dense(setting.width, keys, spread, widened=setting.packed_width > setting.width)
 
 
