@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from rondel.models.image_form import ImageForm, PixelDefaults
 from rondel.models.patch_grids import PatchGrids
@@ -17,10 +17,10 @@ from rondel.models.tiled_images import TiledImages
 
 HALF = PixelDefaults()
 CLIP = PixelDefaults((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), 56 * 56, 28 * 28 * 1280)
-VIDEO_PIXELS = (
-    128 * 32 * 32,
-    768 * 32 * 32,
-)  # least and most of all frames together, as Qwen3VLVideoProcessor has them
+VIDEO_PIXELS = {  # least and most: of all frames together as Qwen3VLVideoProcessor has them, of each as Qwen2VLVideoProcessor
+    "apart": (128 * 32 * 32, 768 * 32 * 32),
+    "joined": (128 * 28 * 28, 768 * 28 * 28),
+}
 
 
 def _has_tower(config: Any) -> bool:
@@ -51,7 +51,7 @@ class VisionFamily:
     pixels  what holds of images where the model's folder does not say
     mrope   a token's position is a time, a row and a column (M-RoPE); else it is its index
     mutual  whether in a model with this config the tokens of an image attend to each other, also to those behind them
-    video   steps of a video stand apart in the text, each behind its time; else its frames are images
+    video   steps of a video stand apart in the text, each behind its time, or joined; else its frames are images
     reads   whether a model with this config looks at images here; else it reads text alone
     other_ids  keys of the config, each the id of a token that is embedded as padding, as the placeholder is; where
             layers have embeddings of their own (Gemma 4)
@@ -65,14 +65,14 @@ class VisionFamily:
     pixels: PixelDefaults = HALF
     mrope: bool = True
     mutual: Callable[[Any], bool] = _causal
-    video: bool = False
+    video: Literal["apart", "joined"] | None = None
     reads: Callable[[Any], bool] = _has_tower
     other_ids: tuple[str, ...] = ()
     marks: tuple[str, str, str] = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
 
 
-_QWEN3 = VisionFamily(PatchGrids(), video=True)
-_QWEN2 = VisionFamily(PatchGrids(), pixels=CLIP)
+_QWEN3 = VisionFamily(PatchGrids(), video="apart")
+_QWEN2 = VisionFamily(PatchGrids(), pixels=CLIP, video="joined")
 
 _IDEFICS3 = VisionFamily(
     TiledImages(),

@@ -310,7 +310,9 @@ class FsdpRank(SingleRank):
                 "shard each: leave it out"
             )
         stage, experts = self._stages.get(model), self._expert_cuts.get(model)
-        how["loss_scale"] = LossScale() if computes_in(model) == torch.float16 else None  # equal norms move it on all ranks
+        how["loss_scale"] = (
+            LossScale() if computes_in(model) == torch.float16 else None
+        )  # equal norms move it on all ranks
         if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad):
             return ShardedWeights(model, self.shard_group, self._cuts.get(model), experts=experts, stage=stage, **how)
         return ReplicatedWeights(model, self._stage_group(), stage=stage, **how)
