@@ -200,9 +200,7 @@ def test_several_ranks_in_float16_have_the_gradient_and_the_loss_scale_of_one(ra
     algo, every, (exact, alone) = row("grpo", entropy={"coef": 0.02}), ranks(mesh), (Rank(0), Rank(0))
     for rank, dtype in ((exact, "float32"), (alone, "float16"), (every, "float16")):
         rank.make(kind, dtype, algo, micro_tokens=40)
-    truth, scaled = (
-        rank.gradient(batch(awkward_groups(), algo), algo, micro_tokens=40) for rank in (exact, alone)
-    )
+    truth, scaled = (rank.gradient(batch(awkward_groups(), algo), algo, micro_tokens=40) for rank in (exact, alone))
     scale, _ = alone.loss_scale()
     for got in every.gradient(batch(awkward_groups(), algo), algo, micro_tokens=40):
         assert apart(got / scale, truth) <= 1.5 * apart(scaled / scale, truth) < 0.02

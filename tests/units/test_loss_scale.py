@@ -10,7 +10,7 @@ import torch
 from kits.engine import ask, engine, prompt
 from kits.runs import events, final, run, run_and_die, steps
 from kits.train import apart, awkward_groups, batch, bits, gradient, model, row, step, trainer
-from rondel.core.errors import ConfigError, TrainError
+from rondel.core.errors import TrainError
 from rondel.core.events import Warned, subscribe
 from rondel.models.adapters import add_adapter
 from rondel.train import loss_scale
