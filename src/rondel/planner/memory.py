@@ -272,6 +272,10 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
         ]
         rows["images"] = {"train": own[0], "logprob": own[1]}
     rows["logits chunk"] = {"train": chunk, "logprob": chunk}
+    if each := _route_bytes(setting):
+        rows["replayed routes"] = dict.fromkeys(("train", "logprob"), 4.0 * each * tokens)  # int64 of a micro-batch
+        if not setting.hardware.on_gpu:
+            rows["routes of a step"] = dict.fromkeys(PHASES, setting.samples * (setting.prompt + setting.mean) * each)
     return rows
 
 
@@ -315,7 +319,23 @@ def engine_memory(setting: Workload) -> dict[str, dict[str, float]]:
     """
     held = kv_tokens(setting) * setting.shape.kv_bytes(setting.width, tensor=setting.tensor)
     asleep = ("train", "logprob", "sync") if setting.offload and not setting.split else ()
-    return _engine_without_cache(setting) | {"KV cache": {phase: 0.0 if phase in asleep else held for phase in PHASES}}
+    routes = 0.0 if setting.hardware.on_gpu else route_record_bytes(setting)["routes of cached tokens"]
+    return _engine_without_cache(setting) | {
+        "KV cache": {phase: 0.0 if phase in asleep else held for phase in PHASES},
+        "routes of cached tokens": dict.fromkeys(PHASES, routes),
+    }
+
+
+def route_record_bytes(setting: Workload) -> dict[str, float]:
+    """In host memory, of one engine and of the samples of a step: experts and chosen keys, to be replayed."""
+    each, tokens = _route_bytes(setting), setting.samples * (setting.prompt + setting.mean)
+    return {"routes of cached tokens": float(kv_tokens(setting) * each), "routes of a step": tokens * each}
+
+
+def _route_bytes(setting: Workload) -> int:
+    """A token's record, in an engine that has pages for what it runs at its longest."""
+    pages = setting.pages or setting.running * (setting.prompt + setting.output)
+    return setting.shape.route_bytes(pages) if setting.replays else 0
 
 
 def _engine_without_cache(setting: Workload) -> dict[str, dict[str, float]]:
