@@ -185,7 +185,7 @@ def test_what_needs_another_state_is_refused_by_name():
     with pytest.raises(ConfigError, match=re.escape('engine.speculative.kind = "off"')):
         engine(loaded, speculation=SpeculativeDecoder(2))
     for kind in ("qwen3_5_text", "bamba", "mamba", "recurrent_gemma"):
-        with pytest.raises(ConfigError, match="recurrent layers, whose sums depend on how a prompt is cut.*'fast'"):
+        with pytest.raises(ConfigError, match=r"recurrent layers, whose sums depend on how a prompt is cut.*'fast'"):
             align_numerics(model(kind))
     with pytest.raises(ConfigError, match=re.escape("engine.compile = false")):
         CompiledModel(loaded)
