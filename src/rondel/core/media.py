@@ -230,7 +230,7 @@ class Image:
     @classmethod
     def from_stored_fields(cls, stored: list[Any]) -> Image:
         cell, rows, columns, packed, *more = stored
-        frames, time = [*more, *[1, None][len(more) :]]
+        frames, time = more[0] if more else 1, more[1] if len(more) > 1 else None
         pixels = np.frombuffer(zlib.decompress(b64decode(packed)), np.uint8)
         return cls.from_pixels(pixels.reshape(frames * rows * cell, columns * cell, 3), cell, frames, time)
 

@@ -157,7 +157,7 @@ class AlignedPaged:
         self.fast = fast
 
     @property
-    def states(self) -> SlotStates:
+    def states(self) -> SlotStates | None:
         return self.fast.states
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
