@@ -17,7 +17,7 @@ from kits.engine import ask, engine, idle, plain_logprobs, prompt, tiny, twin
 from kits.sync import Publisher, update, wrote
 from rondel.core.errors import EngineError, SyncError
 from rondel.core.events import Synced, subscribe
-from rondel.core.types import Abort, Begin, Commit, Manifest, Route, TokenScores
+from rondel.core.types import POLICY, Abort, Begin, Commit, Route, TokenScores
 from rondel.models import names
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import WeightUpdate
@@ -305,7 +305,7 @@ def test_a_tensor_that_stays_behind_is_doubted_before_it_is_an_error():
         sync = WeightUpdate(FromTensor(), probe=[1, 2], score=score, tolerance=1e-3)
         for version in range(4):
             at[0] = 2e-3 * version
-            await sync._probe_gap(Engine(), Manifest(version, ()), await sync._score_probe())
+            await sync._probe_gap(Engine(), version, await sync._score_probe(), POLICY)
 
     stop = subscribe(heard.append)
     try:
@@ -342,7 +342,7 @@ def probed(moves, follows, *, noise=0.0, first=None, tolerance=0.25, versions=40
     async def work():
         sync = WeightUpdate(FromTensor(), probe=list(range(24)), score=score, tolerance=tolerance)
         for version in range(versions):
-            await sync._probe_gap(Engine(), Manifest(version, ()), await sync._score_probe())
+            await sync._probe_gap(Engine(), version, await sync._score_probe(), POLICY)
             at[:] += moves * signs
         return version
 

@@ -115,7 +115,7 @@ def test_state_and_restore_are_inverse(moves, p, s):
         unfinished = sorted([*buffer.groups.waiting, *rolling], key=lambda slot: slot.number)
         assert list(map(asdict, other.groups.waiting)) == list(map(asdict, unfinished)) and not other.groups.rolling
         assert other.state_dict(other.version) == state
-        other.check_ledger()
+        other.ledger()
 
     asyncio.run(scenario())
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rondel.algos.component import Component
-from rondel.algos.group_statistics import group_deviations, group_sizes, group_stds, over_group
-from rondel.algos.scored_samples import ScoredSamples
+from rondel.algos.scored_samples import ScoredSamples, group_deviations, group_sizes, group_stds, over_group
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
 

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from rondel.algos.component import Component
 from rondel.algos.exponent import bounded_exp
-from rondel.algos.group_statistics import group_sizes, over_group
+from rondel.algos.scored_samples import group_sizes, over_group
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
 from rondel.core.registry import one_of

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from rondel.algos.component import Component
 from rondel.algos.exponent import LIMIT, bounded_exp
-from rondel.algos.group_statistics import over_group
+from rondel.algos.scored_samples import over_group
 from rondel.algos.surrogate import Clip, Surrogate
 from rondel.algos.tensors import Tensor, torch
 from rondel.algos.tokens import Tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rondel.algos.component import Component
-from rondel.algos.group_statistics import over_group
+from rondel.algos.scored_samples import over_group
 from rondel.algos.tensors import Tensor
 from rondel.core.registry import one_of
 

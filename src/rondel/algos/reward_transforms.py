@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rondel.algos.component import Component
-from rondel.algos.group_statistics import over_group
-from rondel.algos.scored_samples import ScoredSamples
+from rondel.algos.scored_samples import ScoredSamples, over_group
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from rondel.algos.component import Component, check_weight
 from rondel.algos.exponent import LIMIT, bounded_exp
-from rondel.algos.group_statistics import over_group
+from rondel.algos.scored_samples import over_group
 from rondel.algos.surrogate import Surrogate, check_bounds
 from rondel.algos.tensors import Tensor, torch
 from rondel.algos.tokens import Tokens

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from rondel.buffer.open_groups import OpenGroups
 from rondel.core.errors import LawError, UserError
-from rondel.core.types import Group
+from rondel.core.types import Group, Slot
+
+SHORT = -1  # instead of a group's number: the batch stays as short as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,18 @@ class AdmissionRule:
             if older > left + (born + self.max_staleness - version) * self.groups_per_step:
                 return False
         return True
+
+    def next_pick(self, groups: OpenGroups, version: int, *, ended: bool) -> int | None:
+        """The oldest finished group, unless a place must be kept for older ones that have not finished; SHORT if none will come for
+        this step. `ended`: nothing more is admitted.
+        """
+        if (number := groups.oldest_finished()) is None:
+            return SHORT if ended and groups.are_all_taken else None
+        return number if self.may_pick(number, groups, version) else None
+
+    def remove_late(self, groups: OpenGroups, version: int) -> list[Slot]:
+        """Those that nobody works on, taken out; they are still open."""
+        return groups.remove_idle(lambda born: self.is_late(born, version))
 
     def check_lag(self, picked: list[Group], version: int) -> None:
         for group in picked:

@@ -22,12 +22,10 @@ its place is refunded, and its task is lost (and counted), or asked again from t
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
-from rondel.buffer.admission import AdmissionRule
+from rondel.buffer.admission import SHORT, AdmissionRule
 from rondel.buffer.ledger import GroupLedger
 from rondel.buffer.open_groups import OpenGroups
 from rondel.buffer.state import decode, encode
@@ -38,7 +36,6 @@ from rondel.core.schedule_gate import ScheduleGate
 from rondel.core.types import Group, Slot, Task
 
 LATE = "late"
-SHORT = -1  # instead of a group's number: the batch stays as short as it is
 
 
 class Buffer:
@@ -153,42 +150,18 @@ class Buffer:
         self.waiters.wake_one("feed")
         self.waiters.wake_one("learner")
 
-    async def in_time(self, slot: Slot, attempt: Callable[[Slot], Awaitable[Group]]) -> Group:
-        """What comes of the attempt; a group without trajectories as soon as it would be late. A
-        recorded order says which of the two it was.
-        """
-
-        async def until_late() -> None:
-            await self.waiters.wait_until(
-                lambda: self.rule.is_late(slot.born, self.version), who="late", waits_for="the end of its time"
-            )
-
-        known = self.waiters.gate.in_time(slot.number)
-        if known:
-            return await attempt(slot)
-        if known is None:
-            rolling, late = asyncio.ensure_future(attempt(slot)), asyncio.ensure_future(until_late())
-            try:
-                await asyncio.wait([rolling, late], return_when=asyncio.FIRST_COMPLETED)
-                if rolling.done():
-                    return rolling.result()
-            finally:
-                for each in (rolling, late):
-                    each.cancel()
-        await self.waiters.pass_gate("late", slot.number, who="late")
-        return Group(slot.number, slot.task, [], slot.born)
-
-    def _refund_late(self, slot: Slot) -> None:
-        """Its place is refunded, and taken again at once if its task is asked again: its
+    def _refund_late(self, *late: Slot) -> None:
+        """The place of each is refunded, and taken again at once if its task is asked again: its
         number, and so its noise, is a new one.
         """
-        self.groups.close(slot.number)
-        self.counts.record_late(LATE)
-        if self.retry:
-            self.counts.retried += 1
-            self._admit_task(slot.task)
-        self.waiters.wake_one("feed")
-        self.waiters.wake_one("learner")
+        for slot in late:
+            self.groups.close(slot.number)
+            self.counts.record_late(LATE)
+            if self.retry:
+                self.counts.retried += 1
+                self._admit_task(slot.task)
+            self.waiters.wake_one("feed")
+            self.waiters.wake_one("learner")
 
     # -- the learner's side ----------------------------------------------------------------------
 
@@ -213,17 +186,10 @@ class Buffer:
         return picked
 
     def next_pick(self) -> int | None:
-        """The oldest finished group, unless a place must be kept for older ones that have not
-        finished; SHORT if none will come for this step.
-        """
-        number = self.groups.oldest_finished()
-        if number is None:
-            return (
-                SHORT
-                if (self._closed or self.rule.is_exhausted(self.counts.dropped)) and self.groups.are_all_taken
-                else None
-            )
-        return number if self.rule.may_pick(number, self.groups, self.version) else None
+        """The number of the group that `take` picks now; SHORT if none will come for this step, None: it waits."""
+        return self.rule.next_pick(
+            self.groups, self.version, ended=self._closed or self.rule.is_exhausted(self.counts.dropped)
+        )
 
     def settle_groups(self, *, failed: str = "") -> None:
         """Book the taken groups: trained, or failed for the given reason. Nobody is woken, nothing is admitted.
@@ -232,7 +198,7 @@ class Buffer:
         """
         self.counts.record_consumed(len(self.groups.taken), failed=failed)
         self.groups.taken.clear()
-        self.check_ledger()
+        self.ledger()
 
     def begin_delivery(self) -> None:
         """Engines go on serving what they serve now, also beyond the next advance, until `end_delivery`."""
@@ -250,22 +216,15 @@ class Buffer:
         """
         await self.waiters.pass_gate("advance", version, who="learner")
         self.version, self._batch_complete = version, False
-        self._lose_late()
+        self._refund_late(*self.rule.remove_late(self.groups, version))
         self.waiters.wake_one("feed")
         self.waiters.wake_all("late")
-
-    def _lose_late(self) -> None:
-        for slot in self.groups.remove_idle(lambda born: self.rule.is_late(born, self.version)):
-            self._refund_late(slot)
 
     # -- the ledger ------------------------------------------------------------------------------
 
     def ledger(self) -> dict[str, int]:
-        """Law 1: issued = trained + filtered + failed + in flight."""
-        return self.counts.entries(self.groups.in_flight)
-
-    def check_ledger(self) -> None:
-        self.counts.check_balance(self.groups.in_flight)
+        """Law 1: issued = trained + filtered + failed + in flight; raises LawError where it is not."""
+        return self.counts.balanced_entries(self.groups.in_flight)
 
     def state_dict(self, version: int) -> dict[str, Any]:
         """What a resume needs, with `version` serving: finished groups whole, also those that a step
@@ -283,5 +242,6 @@ class Buffer:
         self.counts.load_state_dict(state)
         unfinished = [Slot(s["number"], Task(**s["task"]), s["born"]) for s in state["unfinished"]]
         self.groups.restore(unfinished, [decode(row) for row in state["finished"]], self.counts.admitted)
-        self._lose_late()  # the checkpoint was written before the advance
-        self.check_ledger()
+        # the checkpoint was written before the advance
+        self._refund_late(*self.rule.remove_late(self.groups, self.version))
+        self.ledger()

@@ -42,19 +42,17 @@ class GroupLedger:
         else:
             self.trained += groups
 
-    def entries(self, in_flight: int) -> dict[str, int]:
-        return {
+    def balanced_entries(self, in_flight: int) -> dict[str, int]:
+        book = {
             "issued": self.admitted,
             "trained": self.trained,
             "in_flight": in_flight,
             **{f"filtered/{rule}": n for rule, n in self.filtered.items()},
             **{f"failed/{reason}": n for reason, n in self.failed.items()},
         }
-
-    def check_balance(self, in_flight: int) -> None:
-        book = self.entries(in_flight)
         if 2 * book["issued"] != sum(book.values()):
             raise LawError(f"the ledger does not balance: {book}")
+        return book
 
     def explain_short_batch(self, size: int) -> None:
         """Why a batch stayed short when refills ran out: an error if nothing is left to train on."""

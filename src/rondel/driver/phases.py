@@ -15,6 +15,7 @@ import numpy as np
 from rondel import loop
 from rondel.algos.table import SFT
 from rondel.buffer import LATE, Buffer
+from rondel.buffer.deadline import attempt_in_time
 from rondel.core.config.job import Job
 from rondel.core.errors import RewardError
 from rondel.core.events import Checkpointed, Resumed, RunEnded, Warned, emit, subscribe
@@ -362,8 +363,8 @@ class RunPhases:
 
 def in_time(attempt: Attempt, judge: Judge, buffer: Buffer) -> tuple[Attempt, Judge]:
     """An attempt ends when it is late; then there is nothing to judge."""
-    return lambda slot: buffer.in_time(
-        slot, attempt
+    return lambda slot: attempt_in_time(
+        buffer, slot, attempt
     ), lambda group: judge(group) if group.trajectories else Verdict(False, LATE)
 
 

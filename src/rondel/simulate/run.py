@@ -14,6 +14,7 @@ from typing import Any
 
 from rondel import loop as house
 from rondel.buffer import Buffer
+from rondel.buffer.deadline import attempt_in_time
 from rondel.core.types import KEEP, Group, Slot, StepStats, Task, Verdict
 from rondel.planner import cost
 from rondel.planner.overlap import idle_share
@@ -203,7 +204,7 @@ class Simulation:
                 await work
                 return group
 
-            return await self.buffer.in_time(slot, finish_group)
+            return await attempt_in_time(self.buffer, slot, finish_group)
         await work
         return group
 

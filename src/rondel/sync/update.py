@@ -17,24 +17,19 @@ trainer may step in between. Its scores of the probe are those of the version th
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from rondel.core.errors import SyncError
 from rondel.core.events import Synced, Warned, emit, stalled_error
 from rondel.core.protocols import Interrupt, RolloutEngine, Trainer, Transport
 from rondel.core.types import POLICY, Abort, Begin, Commit, EngineStatus, Manifest, Message, Request, Route
 from rondel.sync.choice import TransportChoice
+from rondel.sync.probe import ProbeComparison, of_policy
 
-# so many times the noise is a movement that an engine with the same weights shows, at least by half
-CLEAR, HALF = 8, 0.5
-GROWN, SHARE = 10, 0.02  # a gap so many times the first one, and such a part of what an update moves, is doubted
 Score = Callable[[list[int]], Awaitable[list[float]]]  # the trainer's logprobs of a text
 LEASE = 600.0  # seconds after which a paused engine that nobody resumes goes on by itself
 
@@ -55,6 +50,63 @@ class Snapshot:
     holds: str
     scored: dict[str, list[float]]
     began: float
+
+
+class EngineMessages:
+    """The same to every engine at once.
+
+    deadline  seconds that an answer may take
+    how       what happens to requests in flight where engines must stand still: hold, drain, abort
+    """
+
+    def __init__(self, deadline: float, how: Interrupt) -> None:
+        self.deadline, self.how = deadline, how
+
+    async def send(
+        self, engines: Sequence[RolloutEngine], message: Message, also: dict[str, Awaitable[Any]] | None = None
+    ) -> list[int]:
+        """The same message to every engine at once. -> the version that each serves."""
+        waits = {f"engine {i}": engine.receive(message) for i, engine in enumerate(engines)}
+        return (await self.gather({**waits, **(also or {})}, type(message).__name__.lower()))[: len(engines)]
+
+    async def statuses(self, engines: Sequence[RolloutEngine]) -> list[EngineStatus]:
+        return await self.gather({f"engine {i}": engine.status() for i, engine in enumerate(engines)}, "its status")
+
+    async def pause(self, engines: Sequence[RolloutEngine]) -> list[RolloutEngine]:
+        """-> those that were decoding, between two steps now."""
+        serving = [
+            engine
+            for engine, status in zip(engines, await self.statuses(engines), strict=True)
+            if status.state == "serving"
+        ]
+        await self.gather({f"engine {i}": engine.pause(self.how, LEASE) for i, engine in enumerate(serving)}, "a pause")
+        return serving
+
+    async def resume(self, parked: Sequence[RolloutEngine], since: float) -> float:
+        await self.gather({f"engine {i}": engine.resume() for i, engine in enumerate(parked)}, "its resumption")
+        return time.perf_counter() - since if parked else 0.0
+
+    async def gather(self, waits: dict[str, Awaitable[Any]], what: str) -> list[Any]:
+        """All of them, or the first fault; the others end by themselves, because whoever
+        waits has a deadline of its own.
+        """
+        tasks = {asyncio.ensure_future(wait): name for name, wait in waits.items()}
+        if not tasks:
+            return []
+        try:
+            ended, late = await asyncio.wait(tasks, timeout=self.deadline, return_when=asyncio.FIRST_EXCEPTION)
+            failed = [task for task in ended if task.cancelled() or task.exception()]
+            if failed and late:
+                _, late = await asyncio.wait(late, timeout=self.deadline)
+            if failed:
+                failed[0].result()
+            if late:
+                names = ", ".join(sorted(tasks[task] for task in late))
+                raise stalled_error(f"{names}: no answer to {what} for {self.deadline:g} s; the update is aborted")
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [task.result() for task in tasks]
 
 
 class WeightUpdate:
@@ -81,20 +133,14 @@ class WeightUpdate:
         deadline: float = 600.0,
         how: Interrupt = "hold",
     ) -> None:
-        self.transport, self.probe, self.tolerance, self.moved = transport, probe, tolerance, moved
+        self.transport, self.probe, self.moved = transport, probe, moved
+        self.comparison = ProbeComparison(tolerance)
         self.scores = {POLICY: score, **(others or {})}
-        self.deadline, self.how = deadline, how
+        self.messages = EngineMessages(deadline, how)
         self.root: str | None = None
         self._last: Snapshot | None = None
         self._on_the_way = False  # did the last fault happen while a transport was at work?
         self._one = asyncio.Lock()
-        self._said: dict[str, list[float]] = {}  # what the trainer said of the probe at the last update, by policy
-        self._usual: dict[str, float] = {}  # the gap after the first one
-        # by policy and replica: version, trainer's and engine's logprobs at which it last followed; the largest gap of those;
-        # who did not follow at the update before
-        self._seen: dict[tuple[str, str], tuple[int, np.ndarray, np.ndarray]] = {}
-        self._noise: dict[tuple[str, str], float] = {}
-        self._doubted: set[tuple[str, str]] = set()
 
     async def __call__(self, trainer: Trainer, *engines: RolloutEngine) -> int:
         async with self._one:
@@ -153,7 +199,7 @@ class WeightUpdate:
             send=snapshot.trainer.send,
             scored=snapshot.scored,
         )
-        copied = sum(status.bytes_copied for status in await self._engine_statuses(engines))
+        copied = sum(status.bytes_copied for status in await self.messages.statuses(engines))
         # not before: an engine that ends has all of it made again
         self.root, self._last = manifest.root, snapshot
         emit(Synced(manifest.version, manifest.root, time.perf_counter() - snapshot.began, copied, gap, paused))
@@ -162,17 +208,24 @@ class WeightUpdate:
     async def _score_probe(self) -> dict[str, list[float]]:
         """The trainer's logprobs of the probe, by policy; none where it is switched off."""
         names = list(self.scores) if self.probe else []
-        scored = await self._gather_waits(
-            {f"the trainer{_of_policy(name)}": self.scores[name](self.probe) for name in names}, "the probe"
+        scored = await self.messages.gather(
+            {f"the trainer{of_policy(name)}": self.scores[name](self.probe) for name in names}, "the probe"
         )
         return dict(zip(names, scored, strict=True))
 
+    async def _probe_gap(
+        self, engine: RolloutEngine, version: int, scored: Mapping[str, list[float]], policy: str
+    ) -> float:
+        asked: dict[str, Awaitable[Any]] = {"the engine": engine.score(Request(list(self.probe), policy=policy))}
+        (answer,) = await self.messages.gather(asked, "the probe")
+        return self.comparison.compare(scored[policy], answer, version, policy)
+
     async def _publish_weights(self, trainer: Trainer, engines: Sequence[RolloutEngine]) -> tuple[Manifest, Route]:
-        (route,) = await self._gather_waits(
+        (route,) = await self.messages.gather(
             {"an engine": self.transport.plan_route(trainer, list(engines))}, "how many they are"
         )
         with self._by_transport():
-            return (await self._gather_waits({"the trainer": trainer.publish(route)}, "publish"))[0]
+            return (await self.messages.gather({"the trainer": trainer.publish(route)}, "publish"))[0]
 
     @contextmanager
     def _by_transport(self) -> Iterator[None]:
@@ -207,11 +260,6 @@ class WeightUpdate:
         emit(Warned(f"weights cannot travel by {change[0]} ({why}); from now on they go by {change[1]}"))
         return True
 
-    async def _engine_statuses(self, engines: Sequence[RolloutEngine]) -> list[EngineStatus]:
-        return await self._gather_waits(
-            {f"engine {i}": engine.status() for i, engine in enumerate(engines)}, "its status"
-        )
-
     async def _deliver_weights(
         self,
         manifest: Manifest,
@@ -227,73 +275,30 @@ class WeightUpdate:
         since = paused = gap = 0.0
         try:
             if holds == "begin":
-                parked, since = await self._pause_engines(engines), time.perf_counter()
-            await self._send_message(engines, Begin(manifest, beside=holds == "commit"))
+                parked, since = await self.messages.pause(engines), time.perf_counter()
+            await self.messages.send(engines, Begin(manifest, beside=holds == "commit"))
             with self._by_transport():
                 also = {"the trainer": send(route)} if send and holds == "begin" else {}
-                await self._send_message(engines, route, also=also)
+                await self.messages.send(engines, route, also=also)
             if holds == "commit":
-                parked, since = await self._pause_engines(engines), time.perf_counter()
-            for version in await self._send_message(engines, Commit(manifest.version, manifest.root)):
+                parked, since = await self.messages.pause(engines), time.perf_counter()
+            for version in await self.messages.send(engines, Commit(manifest.version, manifest.root)):
                 if version != manifest.version:
                     raise SyncError(
                         f"the engine says it serves version {version}, but {manifest.version} was committed"
                     )
             if holds == "commit":
-                paused, parked = await self._resume_engines(parked, since), []
+                paused, parked = await self.messages.resume(parked, since), []
             if scored:
-                gap = max([await self._probe_gap(engine, manifest, scored, of) for engine in engines for of in scored])
+                gap = max(
+                    [await self._probe_gap(engine, manifest.version, scored, of) for engine in engines for of in scored]
+                )
         except BaseException as error:  # a cancelled update is an aborted one, too
-            await self._send_message(engines, Abort(f"{type(error).__name__}: {error}"))
+            await self.messages.send(engines, Abort(f"{type(error).__name__}: {error}"))
             raise
         finally:
-            paused = await self._resume_engines(parked, since) if parked else paused
+            paused = await self.messages.resume(parked, since) if parked else paused
         return paused, gap
-
-    async def _pause_engines(self, engines: Sequence[RolloutEngine]) -> list[RolloutEngine]:
-        """-> those that were decoding, between two steps now."""
-        serving = [
-            engine
-            for engine, status in zip(engines, await self._engine_statuses(engines), strict=True)
-            if status.state == "serving"
-        ]
-        await self._gather_waits(
-            {f"engine {i}": engine.pause(self.how, LEASE) for i, engine in enumerate(serving)}, "a pause"
-        )
-        return serving
-
-    async def _resume_engines(self, parked: Sequence[RolloutEngine], since: float) -> float:
-        await self._gather_waits({f"engine {i}": engine.resume() for i, engine in enumerate(parked)}, "its resumption")
-        return time.perf_counter() - since if parked else 0.0
-
-    async def _send_message(
-        self, engines: Sequence[RolloutEngine], message: Message, also: dict[str, Awaitable[Any]] | None = None
-    ) -> list[int]:
-        """The same message to every engine at once. -> the version that each serves."""
-        waits = {f"engine {i}": engine.receive(message) for i, engine in enumerate(engines)}
-        return (await self._gather_waits({**waits, **(also or {})}, type(message).__name__.lower()))[: len(engines)]
-
-    async def _gather_waits(self, waits: dict[str, Awaitable[Any]], what: str) -> list[Any]:
-        """All of them, or the first fault; the others end by themselves, because whoever
-        waits has a deadline of its own.
-        """
-        tasks = {asyncio.ensure_future(wait): name for name, wait in waits.items()}
-        if not tasks:
-            return []
-        try:
-            ended, late = await asyncio.wait(tasks, timeout=self.deadline, return_when=asyncio.FIRST_EXCEPTION)
-            failed = [task for task in ended if task.cancelled() or task.exception()]
-            if failed and late:
-                _, late = await asyncio.wait(late, timeout=self.deadline)
-            if failed:
-                failed[0].result()
-            if late:
-                names = ", ".join(sorted(tasks[task] for task in late))
-                raise stalled_error(f"{names}: no answer to {what} for {self.deadline:g} s; the update is aborted")
-        finally:
-            for task in tasks:
-                task.cancel()
-        return [task.result() for task in tasks]
 
     def _check_moved(self, manifest: Manifest) -> None:
         """The digest changes if and only if a non-zero update was applied."""
@@ -305,98 +310,6 @@ class WeightUpdate:
             )
         if not self.moved() and manifest.root != self.root:
             raise SyncError("no update was applied, but the published weights changed")
-
-    async def _probe_gap(
-        self, engine: RolloutEngine, manifest: Manifest, scored: Mapping[str, list[float]], policy: str = POLICY
-    ) -> float:
-        whose, ours = _of_policy(policy), scored[policy]
-        waits: dict[str, Awaitable[Any]] = {"the engine": engine.score(Request(list(self.probe), policy=policy))}
-        (answer,) = await self._gather_waits(waits, "the probe")
-        theirs = answer.logprobs
-        if len(theirs) != len(ours):
-            raise SyncError(
-                f"the probe has {len(self.probe)} tokens; the trainer{whose} scored {len(ours)} of them, the engine "
-                f"{len(theirs)}"
-            )
-        # NaN wins; one unlikely token in bf16 may be off by a nat, the mean is not
-        gap = float(np.abs(np.subtract(theirs, ours)).mean())
-        if not gap <= self.tolerance:
-            overflown = "" if math.isfinite(gap) else ": the weights have overflowed, lower trainer.lr"
-            raise SyncError(
-                f"after version {manifest.version} trainer and engine{whose} differ by {gap:.3g} nats a token on the "
-                f"probe "
-                f"(limit {self.tolerance}){overflown}"
-            )
-        self._check_gap_growth(gap, ours, manifest.version, policy, whose)
-        for name, one in (answer.replicas or {"": theirs}).items():
-            self._check_follows(
-                np.array(ours), np.array(one), manifest.version, policy, whose + (f" '{name}'" if name else ""), name
-            )
-        return gap
-
-    def _check_follows(
-        self, ours: np.ndarray, theirs: np.ndarray, version: int, policy: str, whose: str, replica: str
-    ) -> None:
-        """The engine's scores of the probe move as the trainer's do, once these have moved by more than noise.
-
-        Since the version when it was last seen to follow the trainer's scores moved by d, the
-        engine's by e. With the new weights e is d and noise, with the old ones e is noise, or 0 where
-        the server computes the same again. So |d| below
-        the noise adds up over updates and decides nothing; at once the noise no movement at all
-        is enough, at `CLEAR` times the noise one of
-        less than half, sum(sign(d) e) / sum |d|, twice in a row. The noise is the largest gap of the updates that it
-        followed: that of the first one says little, for a policy that is still vague is scored alike by everybody.
-        """
-        who = policy, replica
-        since, before, then = self._seen.setdefault(who, (version, ours, theirs))
-        d, e = ours - before, theirs - then
-        moved = float(np.abs(d).mean())
-        noise = max(self._noise.get(who, 0.0), self._usual[policy], self.tolerance / 100)
-        still = not e.any()
-        if moved <= noise * (1 if still else CLEAR):
-            return
-        share = float((np.sign(d) * e).sum() / np.abs(d).sum())
-        if share < HALF and not still and who not in self._doubted:
-            self._doubted.add(who)
-            return
-        if share < HALF:
-            raise SyncError(
-                f"from version {since} to {version} the trainer's log-probabilities of the probe moved by {moved:.2g} "
-                f"nats a token, and those of the "
-                f"engine{whose} {'did not move' if still else f'followed by {share:.0%} of it'}: it acknowledges "
-                f"weights and serves others. "
-                "Check that the server loads what it is given (its log, its version, copies it keeps of the weights), "
-                "and start it again"
-            )
-        self._seen[who] = version, ours, theirs
-        self._noise[who] = max(self._noise.get(who, 0.0), float(np.abs(ours - theirs).mean()))
-        self._doubted.discard(who)
-
-    def _check_gap_growth(self, gap: float, ours: list[float], version: int, policy: str, whose: str) -> None:
-        """A gap that has grown far beyond the first one and is a part of what the update itself
-        moved: some of it may not have arrived.
-
-        The first probe says little, where both sides began with the same weights; a tensor
-        left behind shows as soon as they move.
-        """
-        before, self._said[policy] = self._said.get(policy), ours
-        usual = self._usual.setdefault(policy, gap)
-        if before is None:
-            return
-        moved = float(np.abs(np.subtract(ours, before)).mean())
-        if gap > GROWN * max(usual, self.tolerance / 100) and gap > SHARE * moved:
-            emit(
-                Warned(
-                    f"after version {version} trainer and engine{whose} differ by {gap:.1e} nats a token on the probe, "
-                    f"at the first update by {usual:.1e}; "
-                    f"the update moved it by {moved:.1e}. Does the engine take all tensors? One that it keeps a copy "
-                    f"of would stay as it was"
-                )
-            )
-
-
-def _of_policy(name: str) -> str:
-    return "" if name == POLICY else f" of '{name}'"
 
 
 def _needs_base(route: Route) -> bool:

@@ -27,6 +27,39 @@ if TYPE_CHECKING:
 SLICE = 0.005  # seconds that the device takes tensors in before it looks for a step to do
 
 
+class StagedWeights:
+    """Tensors beside those that serve, until the module points at them. `copied`: some of the module's were written over."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.copied = model, False
+        self.tensors: dict[str, Tensor] = {}  # by the module's name
+
+    def add(self, of: str, piece: names.TensorSlice | None, tensor: Tensor) -> None:
+        """A part of one of the module's tensors, as an expert of a mixture, goes to its place in a new one."""
+        if piece is None or piece.all:
+            self.tensors[of] = tensor
+            return
+        if of not in self.tensors:
+            self.tensors[of] = torch.empty_like(self.model.get_parameter(of))
+        piece.view(self.tensors[of]).copy_(tensor)
+
+    def swap_in(self) -> bool:
+        """The module's parameters become the staged tensors; those of another device are copied. -> were any copied?"""
+        for name, parameter in self.model.named_parameters():
+            if (tensor := self.tensors.get(names.published_name(name))) is None:
+                continue  # it lies under an adapter and did not travel
+            if tensor.device == parameter.device:
+                parameter.data = tensor
+            else:
+                self.copied = True
+                parameter.data.copy_(tensor)
+        for name, buffer in self.model.named_buffers():
+            if (tensor := self.tensors.get(name)) is not None and not torch.equal(buffer, tensor.to(buffer.device)):
+                self.copied = True
+                buffer.copy_(tensor)
+        return self.copied
+
+
 class WeightReceiver:
     """The engine's side of one update at a time. Tensors themselves need no transport;
     every other route names one of `transports`.
@@ -40,7 +73,7 @@ class WeightReceiver:
         self._came = False  # all of its data
         self._untouched = False  # since the last begin: what serves is still the old version, whole
         self._awaited: dict[str, TensorInfo] = {}
-        self._beside: dict[str, Tensor] = {}  # by the module's name
+        self._staged = StagedWeights(loaded.model)
         # where each of the checkpoint's tensors lies in one of the module's
         self._parts: Mapping[str, tuple[str, names.TensorSlice]] = {}
 
@@ -59,10 +92,8 @@ class WeightReceiver:
         if begin.manifest.version < version and not begin.anew:
             raise SyncError(f"version {begin.manifest.version} is older than {version}, which the engine serves")
         self._begun, self._came = begin, False
-        self._beside, self._parts = (
-            {},
-            names.tensor_slices(self.loaded.model, [row.name for row in begin.manifest.tensors]),
-        )
+        self._staged = StagedWeights(self.loaded.model)
+        self._parts = names.tensor_slices(self.loaded.model, [row.name for row in begin.manifest.tensors])
         self._awaited = {row.name: row for row in begin.manifest.tensors}
 
     def _check_manifest(self, manifest: Manifest) -> None:
@@ -160,7 +191,8 @@ class WeightReceiver:
         name = row.name
         if beside:
             self._check_digest(row, tensor)
-            self._stage_tensor(name, tensor)
+            of, piece = self._parts.get(name, (name, None))
+            self._staged.add(of, piece, tensor)
         elif tensor.data_ptr() != mine[name].data_ptr() or tensor.device != mine[name].device:
             mine[name].copy_(tensor)
             self.bytes_copied += tensor.numel() * tensor.element_size()
@@ -169,25 +201,13 @@ class WeightReceiver:
         if names.tensor_digest(tensor) != row.digest:
             raise SyncError(f"1 tensors arrived with other bits than were sent, first {row.name}")
 
-    def _stage_tensor(self, name: str, tensor: Tensor) -> None:
-        """Beside what serves. A part of one of the module's tensors, as an expert of a
-        mixture, goes to its place in a new one.
-        """
-        of, piece = self._parts.get(name, (name, None))
-        if piece is None or piece.all:
-            self._beside[of] = tensor
-            return
-        if of not in self._beside:
-            self._beside[of] = torch.empty_like(self.loaded.model.get_parameter(of))
-        piece.view(self._beside[of]).copy_(tensor)
-
     def commit_update(self, commit: Commit) -> None:
         """On the device's thread, between two steps."""
         begun = self._check_commit(commit)
-        if not begun.beside or self._swap_parameters():
+        if not begun.beside or self._staged.swap_in():
             self._compare_manifest(begun.manifest)
         self.root, self._untouched = commit.root, False
-        self._begun, self._beside = None, {}
+        self._begun, self._staged = None, StagedWeights(self.loaded.model)
 
     def _check_commit(self, commit: Commit) -> Begin:
         """Raises SyncError unless what has come is what is committed. -> how it was begun."""
@@ -207,23 +227,6 @@ class WeightReceiver:
             )
         return begun
 
-    def _swap_parameters(self) -> bool:
-        """The module's parameters become the tensors beside; those of another device are copied. -> were any copied?"""
-        copied = False
-        for name, parameter in self.loaded.model.named_parameters():
-            if (tensor := self._beside.get(names.published_name(name))) is None:
-                continue  # it lies under an adapter and did not travel
-            if tensor.device == parameter.device:
-                parameter.data = tensor
-            else:
-                self._untouched, copied = False, True
-                parameter.data.copy_(tensor)
-        for name, buffer in self.loaded.model.named_buffers():
-            if (tensor := self._beside.get(name)) is not None and not torch.equal(buffer, tensor.to(buffer.device)):
-                self._untouched, copied = False, True
-                buffer.copy_(tensor)
-        return copied
-
     def _compare_manifest(self, manifest: Manifest) -> None:
         arrived = names.build_manifest(self.loaded.model, manifest.version, [t.name for t in manifest.tensors])
         if arrived.root != manifest.root:
@@ -233,5 +236,6 @@ class WeightReceiver:
 
     def drop_update(self) -> bool:
         """Forget the update under way. -> is the old version whole?"""
-        self._begun, self._beside, self._awaited = None, {}, {}
-        return self._untouched
+        whole = self._untouched and not self._staged.copied
+        self._begun, self._staged, self._awaited = None, StagedWeights(self.loaded.model), {}
+        return whole
