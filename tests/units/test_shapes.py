@@ -14,7 +14,7 @@ from rondel.planner.families import DEFAULTS, MODELS, PUBLIC
 from rondel.planner.hardware import find_hardware
 from rondel.planner.host_memory import bytes_beside
 from rondel.planner.memory import memory_bills
-from rondel.planner.shapes import model_shape, of_config
+from rondel.planner.shapes import model_shape, of_config, route_bytes
 from rondel.planner.workload import Workload
 
 SMALL = {
@@ -212,7 +212,7 @@ def test_the_record_of_experts_and_chosen_keys_is_as_large_as_engine_and_trainer
         loaded = tiny(kind, **(sizes | TINY[kind]))
         e, given = engine(loaded, kv_pages=pages, routes=True), prompt(1, 4)
         done = asyncio.run(e.generate(replace(ask(given, n=3), wants=frozenset({"experts"}))))
-        each = of_config({"model_type": kind, **sizes, **TINY[kind]}).route_bytes(pages)
+        each = route_bytes(of_config({"model_type": kind, **sizes, **TINY[kind]}), pages)
         assert e.pages.routes.nbytes == (pages + 1) * each, kind
         t = Trajectory()
         t.extend(given)
@@ -224,14 +224,14 @@ def test_the_record_of_experts_and_chosen_keys_is_as_large_as_engine_and_trainer
         packed = pack_samples(sample_batch, [0])
         assert packed.routes.nbytes == 4 * len(packed.tokens) * each
         found.append(each)
-    assert found[0] > found[2] and of_config({"model_type": "llama", **SMALL}).route_bytes(100) == 0
+    assert found[0] > found[2] and route_bytes(of_config({"model_type": "llama", **SMALL}), 100) == 0
 
 
 def test_the_plan_bills_the_record_where_it_lies():
     """In host memory beside GPUs, 250 kB a token of DeepSeek V3.2; on a CPU with all the rest; not without a replay."""
     v32 = of_config({"model_type": "deepseek_v32", **DEFAULTS["deepseek_v32"]})
     gpu = Workload(v32, find_hardware("h200"), gpus=64)
-    each = gpu.shape.route_bytes(1 << 20)
+    each = route_bytes(gpu.shape, 1 << 20)
     assert each == 2 * (58 * 8 + 61 * 2048) and each / 1000 == pytest.approx(250, rel=0.01)
     told, tokens = bytes_beside(gpu)["host"], gpu.samples * (gpu.prompt + gpu.mean)
     assert told["routes of a step"] == tokens * each

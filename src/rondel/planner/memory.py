@@ -27,7 +27,7 @@ from rondel.planner.resolve import (
     prefill_bytes,
     state_slots,
 )
-from rondel.planner.shapes import kept_bytes
+from rondel.planner.shapes import kept_bytes, route_bytes
 from rondel.planner.workload import OtherPolicy, Workload
 
 PHASES = ("generate", "logprob", "train", "sync", "wake")
@@ -335,7 +335,7 @@ def route_record_bytes(setting: Workload) -> dict[str, float]:
 def _route_bytes(setting: Workload) -> int:
     """A token's record, in an engine that has pages for what it runs at its longest."""
     pages = setting.pages or setting.running * (setting.prompt + setting.output)
-    return setting.shape.route_bytes(pages) if setting.replays else 0
+    return route_bytes(setting.shape, pages) if setting.replays else 0
 
 
 def _engine_without_cache(setting: Workload) -> dict[str, dict[str, float]]:

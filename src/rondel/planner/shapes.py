@@ -180,17 +180,6 @@ class ModelShape:
             each = self.heads * (m.nope + m.rope + m.value)
         return int(self.attention_layers * each * bytes_each)
 
-    def route_bytes(self, pages: int) -> int:
-        """Record of the choices of one token, two bytes each (models/routing_tape.py): experts, and keys of indexers in an
-        engine of more `pages` than an indexer chooses.
-        """
-        if not self.experts:
-            return 0
-        rows, width = self.layers - self.dense_layers, self.indexer.count
-        if pages > width:
-            rows += self.indexer.layers * -(-width // self.per_token)
-        return 2 * rows * self.per_token
-
     def state_bytes(self, bytes_each: float = 2) -> int:
         """Recurrent states of one sequence in all layers."""
         own = self.recurrent
@@ -258,6 +247,18 @@ class ModelShape:
         """Numbers that the feed-forward parts of all layers keep of a token: gate, up and their product."""
         sparse = (self.layers - self.dense_layers) * (self.per_token * self.expert + self.shared)
         return 3 * (self.dense_layers * self.intermediate + sparse)
+
+
+def route_bytes(shape: ModelShape, pages: int) -> int:
+    """Record of the choices of one token, two bytes each (models/routing_tape.py): experts, and keys of indexers in an
+    engine of more `pages` than an indexer chooses.
+    """
+    if not shape.experts:
+        return 0
+    rows, width = shape.layers - shape.dense_layers, shape.indexer.count
+    if pages > width:
+        rows += shape.indexer.layers * -(-width // shape.per_token)
+    return 2 * rows * shape.per_token
 
 
 def kept_bytes(
