@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rondel.core.types import Sampling as Sampling
     from rondel.generate.engine.notebook import Engine as Engine
 
@@ -16,17 +18,24 @@ _HOMES = {
 }
 
 
-def run(recipe: str, *, quiet: bool = False, **sections: dict[str, Any]) -> dict[str, Any]:
-    """The whole loop in a notebook: `rondel.run("recipes/quickstart.toml", loop={"steps": 5})`. -> the run card.
+def run(recipe: str | Path | dict[str, Any], *, quiet: bool = False, **sections: dict[str, Any]) -> dict[str, Any]:
+    """The whole loop in a notebook or a script: `rondel.run("recipes/quickstart.toml", loop={"steps": 5})`. -> the run card.
 
-    Keyword arguments are sections of the recipe whose keys override it. Errors are `rondel.core.errors.RondelError`.
+    recipe    a TOML file, or its tables as dicts: {"model": {...}, "task": {...}, ...}
+    sections  tables of the recipe whose keys override it
+
+    Wherever a recipe names something of yours as "module:name", the function or class itself may stand: a reward, an environment, a
+    filter, a source of tasks; task.data may be a list of rows. Errors are `rondel.core.errors.RondelError`.
     """
     from concurrent.futures import ThreadPoolExecutor
 
     from rondel.assemble import train
     from rondel.core.config.job import Job
-    from rondel.core.errors import unwrap_exception_group
+    from rondel.core.errors import ConfigError, unwrap_exception_group
 
+    for section, keys in sections.items():
+        if not isinstance(keys, dict):
+            raise ConfigError(f"{section} = {keys!r}; it is a table of the recipe, as in loop={{'steps': 5}}")
     overrides = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
     job = Job.read(recipe, overrides)
     # a notebook's own event loop is already running in this one
@@ -37,6 +46,10 @@ def run(recipe: str, *, quiet: bool = False, **sections: dict[str, Any]) -> dict
 def __getattr__(name: str) -> Any:
     import importlib
 
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("rondel")
     if name not in _HOMES:
         raise AttributeError(f"module 'rondel' has no attribute '{name}'")
     return getattr(importlib.import_module(_HOMES[name]), name)

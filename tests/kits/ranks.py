@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import peft  # noqa: F401  (adapters import it when they are made: once, not in every rank)
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.rendezvous import Rendezvous
 from rondel.models.shard_cut import ShardCut, part_of, split_shards
+from rondel.runtime.cluster import forkserver
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
@@ -300,6 +302,7 @@ class EveryRank:
 @contextmanager
 def meshes(folder: Path) -> Iterator[Callable[[Mesh], EveryRank]]:
     """All ranks of a mesh: processes that are made once, and leave one mesh for the next."""
+    forkserver.OURS = ("rondel.", __name__)  # type: ignore[assignment]  # ranks begin with what this module imports
     cluster = ProcessCluster(folder)
     workers: list[Any] = []
     current: list[tuple[Mesh, EveryRank]] = []

@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+import rondel
 from rondel.core.errors import FULL, ConfigError, RondelError, Stopped, disk_refusal, leaf_errors, root_cause
 from rondel.system.streams import discard_output, reopen_closed_streams, replace_unencodable
 from rondel.text.unicode import visible_text
@@ -72,9 +73,18 @@ def _build_app(verbs: list[str], debug: bool) -> typer.Typer:
     return app
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rondel {rondel.__version__}")
+        raise typer.Exit
+
+
 def _rondel(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error; also after the verb.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     """Reinforcement-learning post-training for language models, whole on a laptop.

@@ -45,6 +45,17 @@ def find_registered(what: str, kind: str, known: dict[str, Any], *, called: bool
     )
 
 
+GIVEN: dict[
+    str, Any
+] = {}  # what a recipe was given as an object, by the name that stands for it (core/given_objects.py)
+MAIN = "__main__"
+
+
+def can_be_imported(name: str) -> bool:
+    """Whether another process finds it by this name."""
+    return not name.startswith(f"{MAIN}:") and not set("<>()") & set(name)
+
+
 _recipe: list[Path] = []  # the folder of the recipe that was read last
 
 
@@ -132,10 +143,19 @@ def refuse_missing_methods(key: str, kind: str, made: Any, methods: dict[str, tu
 
 
 def import_attribute(what: str, path: str) -> Any:
-    """`module:name` from the recipe's folder, the current folder or the Python path."""
+    """`module:name` from the recipe's folder, the current folder or the Python path; or what stands under that name because it was
+    given as an object.
+    """
+    if path in GIVEN:
+        return GIVEN[path]
     module, _, name = path.partition(":")
     if not (module and name):
         raise ConfigError(f"{what} '{path}': your own is written 'module:name'")
+    if not can_be_imported(path):
+        raise ConfigError(
+            f"{what} '{path}' was given as an object of Python, and this process does not have it: continue where it is defined, by "
+            "the same call of rondel.run, or put it into a file and name it 'module:name'"
+        )
     _add_to_path(Path.cwd())
     try:
         found = importlib.import_module(module)

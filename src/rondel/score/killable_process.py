@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import ConfigError
+from rondel.core.given_objects import pack_given
 
 if TYPE_CHECKING:
     from rondel.score import Spec
@@ -48,7 +49,7 @@ class RewardProcess:
             start_new_session=True,  # Ctrl-C is the parent's affair; and what a reward started dies with it
         )
         hello, late = self.run_jobs(
-            [pickle.dumps((spec, os.getpid(), timeout, folder, lends or {}, asleep))], START_SECONDS
+            [pickle.dumps((spec, os.getpid(), timeout, folder, lends or {}, asleep, pack_given()))], START_SECONDS
         )
         if not hello or "error" in hello[0]:
             why = (

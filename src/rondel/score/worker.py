@@ -1,6 +1,6 @@
 """The process in which a reward runs: reads jobs, writes one JSON line for each. Started by pool.py, without torch.
 
-stdin   pickle  (reward spec, parent's process id, timeout, folder, what it may lend, whether it begins asleep), then
+stdin   pickle  (reward spec, parent's process id, timeout, folder, what it may lend, whether it begins asleep, objects that the recipe was given), then
         (trajectory, task) for ever; its end is the end of the process
 stdout  JSON    {"together": 1, "naps": false} | {"error": ...}, then {"value": ..., "parts": ...,
         "steps": ...} | {"reason": ..., "detail": ...}
@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from rondel.core.given_objects import unpack_given
 from rondel.core.registry import import_attribute
 from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score import Lent, build_reward
@@ -38,7 +39,7 @@ def main() -> None:
     jobs, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what a reward reads and prints is not the protocol
     os.dup2(2, 1)
-    spec, parent, timeout, folder, lends, asleep = pickle.load(jobs)
+    spec, parent, timeout, folder, lends, asleep, given = pickle.load(jobs)
     die_with(parent)
     leave_to_controller()
 
@@ -48,6 +49,7 @@ def main() -> None:
 
     lent: Lent = {name: functools.partial(make_lent, path) for name, path in lends.items()}
     try:
+        unpack_given(given)
         reward: Any = build_reward(spec, {**lent, "deadline": lambda: timeout})
         if hasattr(reward, "open"):
             reward.open(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from copy import deepcopy
 from hashlib import blake2b
 from pathlib import Path
@@ -25,6 +26,7 @@ from rondel.core.config.toml_reader import drop_contradicted, read_toml, recipe_
 from rondel.core.config.trainer import TrainerConfig
 from rondel.core.config.validation_messages import explain_faults
 from rondel.core.errors import ConfigError
+from rondel.core.given_objects import name_objects
 from rondel.core.registry import look_beside
 from rondel.core.types import DATA, GREEDY, POLICY
 
@@ -118,20 +120,28 @@ class Job(ConfigSection):
         return self.model_copy(update=update)
 
     @classmethod
-    def read(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> Job:
-        """Parse a TOML recipe, apply dotted overrides, validate; every fault is one readable ConfigError."""
+    def read(cls, path: str | Path | Mapping[str, Any], overrides: dict[str, Any] | None = None) -> Job:
+        """Parse a TOML recipe, or take its tables as dicts, apply dotted overrides, validate; every fault is one readable ConfigError."""
+        if isinstance(path, Mapping):
+            tree = deepcopy(name_objects(path))
+            look_beside(Path("recipe.toml"))
+            return cls._with_overrides(tree, overrides or {}, "the recipe")
         path = Path(path)
         tree = read_toml(path)
         if path.name == "job.toml":
             translate_moved_keys(tree)
         look_beside(origin := recipe_origin(path))
-        drop_contradicted(tree, overrides or {})
-        for dotted, value in (overrides or {}).items():
-            set_dotted(tree, dotted, deepcopy(value))  # a later override may write into it
-        refuse_odd_text(tree, str(path))
-        job = cls.parse(tree, source=str(path))
+        job = cls._with_overrides(tree, overrides or {}, str(path))
         job._origin = str(origin.resolve())
         return job
+
+    @classmethod
+    def _with_overrides(cls, tree: dict[str, Any], overrides: dict[str, Any], source: str) -> Job:
+        drop_contradicted(tree, overrides)
+        for dotted, value in overrides.items():
+            set_dotted(tree, dotted, deepcopy(name_objects(value, dotted)))  # a later override may write into it
+        refuse_odd_text(tree, source)
+        return cls.parse(tree, source=source)
 
     @classmethod
     def parse(cls, tree: dict[str, Any], source: str = "recipe") -> Job:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rondel.core.errors import SilentError
+from rondel.core.given_objects import pack_given
 from rondel.runtime.cluster import forkserver, frames
 from rondel.runtime.cluster.worker import PULSE, RemoteWorker
 from rondel.runtime.stacks import SIGNAL
@@ -119,7 +120,7 @@ class ProcessWorker(RemoteWorker):
         self._sign: Any = None  # of what advances in the child, as it last said
         self._heard, self._speaks = time.monotonic(), False  # one that has not spoken yet does not know the signal
         self._end = weakref.finalize(self, _end_process, self._process)
-        self._outbox.put(frames.pack((name, cores, tells)))
+        self._outbox.put(frames.pack((name, cores, tells, pack_given())))
         self._made = self.ask("", make, args)
         for work in (self._write, self._read, self._watch):
             threading.Thread(target=work, name=f"{name}-{work.__name__[1:]}", daemon=True).start()

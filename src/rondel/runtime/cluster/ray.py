@@ -33,6 +33,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rondel.core.errors import ConfigError, SilentError, WorkerError
 from rondel.core.events import Warned, emit, subscribe
+from rondel.core.given_objects import pack_given, unpack_given
 from rondel.runtime.cluster.progress import WorkerProgress
 from rondel.runtime.cluster.worker import START, RemoteWorker
 from rondel.runtime.cluster.worker_main import portable_error
@@ -113,7 +114,9 @@ class RayCluster:
             max_concurrency=4096,
             scheduling_strategy=place,
         )
-        worker = RayWorker(name, actor.remote(name, tells), make, args, tells=tells, patience=self.patience)
+        worker = RayWorker(
+            name, actor.remote(name, tells, pack_given()), make, args, tells=tells, patience=self.patience
+        )
         self.workers.append(worker)
         return worker
 
@@ -259,7 +262,8 @@ def sort_bundles(bundles: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
 class WorkerActor:
     """The actor: one object, the calls on it, and what it tells."""
 
-    def __init__(self, name: str, tells: bool) -> None:
+    def __init__(self, name: str, tells: bool, given: bytes = b"") -> None:
+        unpack_given(given)
         self.name, self.object = name, None
         self.progress: WorkerProgress | None = None
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()  # events come from any thread of the object

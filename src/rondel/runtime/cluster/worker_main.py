@@ -21,6 +21,7 @@ from typing import Any
 
 from rondel.core.errors import RondelError, WorkerError
 from rondel.core.events import WorkerTime, subscribe
+from rondel.core.given_objects import unpack_given
 from rondel.runtime import stacks
 from rondel.runtime.cluster import frames
 from rondel.runtime.cluster.progress import WorkerProgress
@@ -32,10 +33,11 @@ def run_worker(socket: int, parent: int) -> None:
     """`parent`: who started this process."""
     _die_with(parent)
     pipe = Connection(socket)
-    name, cores, tells = frames.receive_frame(pipe)
+    name, cores, tells, given = frames.receive_frame(pipe)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     leave_to_controller()
+    unpack_given(given)
     stacks.register_stack_dump(sys.stderr)
     asyncio.run(WorkerMain(pipe, name, tells).serve())
 
