@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     from rondel.generate.engine.builtin.draft import DraftModel
     from rondel.generate.engine.builtin.engine import BuiltinEngine
     from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
-    from rondel.generate.envs.template import Template
+    from rondel.generate.template import Template
     from rondel.models.load import load_model
 
     device, loaded = opened(a.model, a.dtype, a.threads)

@@ -35,7 +35,7 @@ PAIRS = [
 FAMILIES = ("llama", "tied", "qwen3", "gemma2", "qwen3_5_text", "lfm2", "mixtral", "deepseek_v3", "gpt_oss")
 CASES = [  # what each axis changes: all of them through tp; through cp who sees whom, and who keeps a state
     *((TP, kind) for kind in FAMILIES),
-    *((CP, kind) for kind in ("llama", "gemma2", "qwen3_5_text", "mixtral", "deepseek_v3")),
+    *((CP, kind) for kind in ("llama", "gemma2", "qwen3_5_text", "mixtral", "deepseek_v3", "deepseek_v4")),
     *((PLAIN_TP, kind) for kind in ("tied", "mixtral", "lfm2")),
     *((PP, kind) for kind in ("llama", "qwen3", "gemma2", "qwen3_5_text", "qwen3_moe")),
     *((Mesh(pp=4), kind) for kind in ("deep",)),
@@ -195,6 +195,7 @@ def test_each_rank_holds_its_share(ranks):
         (TP, "llama + fresh", "adapter"),
         (Mesh(tp=4), "deepseek_v32", "indexer"),
         (PP, "deepseek_v32", "indexers"),
+        (PP, "deepseek_v4", "several residual streams"),
         (PP, "zamba2", "cut over pp = 2 ranks, its logprobs differ by nan"),
         (PP, "hrm_text", "cut over pp = 2 ranks, it does not run"),
         (Mesh(pp=4), "llama", "has 2 layers"),

@@ -39,6 +39,16 @@ def tiny(kind: str = "llama", **config) -> LoadedModel:
                 p.mul_(8 if any(end in name for end in ("embed", "wte", "wpe", "lm_head")) else 3)
             elif name.endswith("sinks"):
                 p.copy_(torch.linspace(-1, 3, len(p)))
+            if name.endswith(("position_bias", "qk_norm.temp", "ple.conv1d.weight")):  # zeros at first
+                p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
+            elif name.endswith(
+                ("igate_preact.weight", "fgate_preact.weight")
+            ):  # zeros, too, and biases of -10 and 3 to 6
+                p.copy_(torch.linspace(-0.1, 0.1, p.numel()).view_as(p))
+            elif name.endswith(
+                ("igate_preact.bias", "fgate_preact.bias")
+            ):  # larger, transformers is off by 1e-4 in fp32
+                p.copy_(torch.linspace(3, 5, len(p)) * (-1 if "igate" in name else 0.5))
     return loaded
 
 

@@ -96,6 +96,15 @@ FAMILIES = {
     "deepseek_v2": SIZE | LATENT | ROUTED,
     "deepseek_v3": SIZE | LATENT | ROUTED,
     "deepseek_v32": SIZE | LATENT | ROUTED | INDEX,
+    "deepseek_v4": SIZE
+    | WINDOW
+    | EXPERTS
+    | INDEX
+    | {"num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 16, "partial_rotary_factor": 0.5}
+    | {"q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 16, "n_routed_experts": 4, "moe_intermediate_size": 32}
+    | {"compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 5}}
+    | {"layer_types": ["sliding_attention", "heavily_compressed_attention", *["compressed_sparse_attention"] * 2]}
+    | {"mlp_layer_types": ["hash_moe", "moe", "moe", "moe"], "hc_mult": 2, "hc_sinkhorn_iters": 3, "index_topk": 4},
     "diffllama": SIZE,
     "dots1": SIZE | HEAD | ROUTED | {"n_shared_experts": 1},
     "dots3_note_text": SIZE
@@ -269,6 +278,16 @@ FAMILIES = {
     "qwen3_5_text": MIXING | LINEAR | HEAD,
     "qwen3_moe": SIZE | HEAD | EXPERTS | FEW,
     "qwen3_next": MIXING | LINEAR | HEAD | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
+    "qwen4_exp_text": {k: v for k, v in MIXING.items() if k != "intermediate_size"}
+    | LINEAR
+    | HEAD
+    | EXPERTS
+    | FEW
+    | {"layer_types": ["linear_attention", "indexed_attention", "indexed_attention"], "hc_count": 2, "hc_lowrank": 8}
+    | {"shared_expert_intermediate_size": 32, "ple_layer_ids": [1], "heads_per_ngram": 4, "ngram_vocab_size_base": 40}
+    | {"make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 2}
+    | {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 12}
+    | {"indexer_compress_ratio": 3},
     "recurrent_gemma": {k: v for k, v in SIZE.items() if k != "max_position_embeddings"}
     | WINDOW
     | {"num_hidden_layers": 3, "num_key_value_heads": 1, "block_types": ["recurrent", "attention", "recurrent"]},
@@ -281,6 +300,7 @@ FAMILIES = {
     "stablelm": SIZE,
     "starcoder2": SIZE | WINDOW,
     "vaultgemma": MIXED | HEAD | APART,
+    "xlstm": dict(hidden_size=64, num_hidden_layers=2, num_heads=4, qk_dim_factor=1.0),
     "youtu": SIZE | LATENT,
     "zamba": SIZE
     | APART
@@ -298,6 +318,11 @@ FAMILIES = {
     }
     | {"num_key_value_heads": 4, "mamba_d_state": 16, "mamba_ngroups": 2, "n_mamba_heads": 8, "num_mem_blocks": 2}
     | {"use_shared_attention_adapter": True, "adapter_rank": 8, "use_mem_rope": True},
+    "zaya": {k: v for k, v in SIZE.items() if k != "intermediate_size"}
+    | HEAD
+    | WINDOW
+    | {"layer_types": ["hybrid_sliding", "hybrid"], "num_experts": 4, "moe_intermediate_size": 32}
+    | {"router_hidden_size": 16},
 }
 
 ENCODERS = "bert-generation camembert data2vec-text electra ernie roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod"
@@ -312,29 +337,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "bart": ({}, "encoder-decoder"),
     "bert": ({}, "an encoder"),
     "codegen": ({}, INTERFACE),
-    "deepseek_v4": ({}, "layers of type compressed_sparse_attention"),
     "doge": ({}, "mask of its own"),
     "falcon": ({}, INTERFACE),
     "gpt_neo": ({}, INTERFACE),
     "gpt_neox_japanese": ({}, INTERFACE),
     "gptj": ({}, INTERFACE),
-    "inkling2_text": ({}, "learned bias for each distance"),
-    "inkling_text": ({}, "learned bias for each distance"),
+    "inkling2_text": ({}, "learned bias for each query"),
+    "inkling_text": ({}, "learned bias for each query"),
     "llava": ({}, "looks at images in a way of its own"),
     "modernbert-decoder": ({"pad_token_id": 0}, "head"),
     "openai-gpt": ({}, INTERFACE),
-    "qwen4_exp_text": ({}, "blocks of averaged keys"),
+    "qwen4_exp": ({}, "its tower and its three rows of positions"),
     "roberta": ({}, "an encoder"),
     "t5": ({}, "encoder-decoder"),
     "xglm": ({}, INTERFACE),
     "xlnet": ({}, INTERFACE),
-    "xlstm": ({}, "recurrent"),
-    "zaya": ({}, "convolutions inside of attention"),
 }
 PARTS = {  # what no key of these configs says
     **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), "attention sinks"),
     **dict.fromkeys(("bloom", "mpt"), "ALiBi"),
     **dict.fromkeys(("zamba", "zamba2"), "shared attention blocks with keys and values of each layer that calls"),
+    "deepseek_v4": "attention sinks, windows compressed to keys, several residual streams, hash routing",
     "diffllama": "differential attention",
     "hrm_text": "stacks run several times with keys and values of each run, prompts are read causally",
 }
@@ -343,6 +366,7 @@ NOTES = {  # a key of its config -> what it brings
     "attention_chunk_size": "chunked attention",
     "attn_logit_softcapping": "softcapped scores and logits",
     "index_topk": "indexers choose the keys",
+    "indexer_budget": "indexers choose blocks of keys, several residual streams",
     "kv_lora_rank": "latent attention, cached as latents",
     "num_kv_shared_layers": "the last layers reuse keys and values",
     "per_layer_config": "head sizes differ by layer",
@@ -352,14 +376,17 @@ NOTES = {  # a key of its config -> what it brings
 
 STATES = {  # a mixer's forward pass -> what it keeps a state of
     "forward_short_conv": "short convolutions keep a state",
+    "forward_convolved_qkv": "queries, keys and values look back a few tokens, which are a state",
     "forward_gated_delta": "gated delta rule keeps a state",
     "forward_kimi_delta": "gated delta rule with a decay for each channel keeps a state",
+    "forward_ngram_layer": "embedded n-grams keep the last tokens",
     "forward_lightning": "lightning attention keeps a state",
     "forward_mamba2": "Mamba-2 layers keep a state",
     "forward_mamba_heads": "Mamba layers with several heads keep a state",
     "forward_rg_lru": "RG-LRU layers keep a state",
     "forward_wkv": "WKV layers keep a state",
     "forward_channel_mix": "feed-forward parts keep the last token",
+    "forward_mlstm": "matrix memories keep a state",
     "forward_mamba": "Mamba layers keep a state",
 }
 

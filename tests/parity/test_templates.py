@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 
 from kits.chat import Engine, chat, tokenizer
 from rondel.core.errors import DataError, RondelError
-from rondel.generate.envs.template import Template
+from rondel.generate.template import Template
 from rondel.text.special_tokens import special_tokens
 
 trl = pytest.importorskip("trl", reason="make parity installs it")

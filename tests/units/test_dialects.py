@@ -12,8 +12,8 @@ import pytest
 
 from kits.chat import Engine, chat, tokenizer
 from rondel.core.types import Task
-from rondel.generate.envs.calls import JsonCalls, TaggedCalls, read_off
-from rondel.generate.envs.dialects import BracedCalls, ChannelCalls, KeyedCalls, PythonCalls, ToolCall
+from rondel.generate.calls import JsonCalls, TaggedCalls, read_off
+from rondel.generate.dialects import BracedCalls, ChannelCalls, KeyedCalls, PythonCalls, ToolCall
 from rondel.generate.envs.tools import Tools
 
 SHOWS = "{% if tools %}[tools {{ tools | tojson }}]{% endif %}{% for m in messages %}"

@@ -36,8 +36,8 @@ from rondel.generate.envs.gateway.app import build_app
 from rondel.generate.envs.gateway.session import GatewaySession
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import load_tasks
-from rondel.generate.envs.template import Template
 from rondel.generate.envs.tools import Tools
+from rondel.generate.template import Template
 from rondel.models.random_model import character_tokenizer
 from rondel.models.random_vision import MARKS
 from rondel.score.judge import Judge

@@ -15,7 +15,7 @@ from kits.gateway import AGAIN, ASK, TOOL, Policy, call, recorded, runs, tok
 from rondel.generate.envs.gateway.chat_request import ChatRequest
 from rondel.generate.envs.gateway.openai import read_messages
 from rondel.generate.envs.gateway.session import GatewaySession
-from rondel.generate.envs.template import Template
+from rondel.generate.template import Template
 from rondel.system.http.response import RequestRefusal
 
 SYSTEM = {"role": "system", "content": "be brief"}

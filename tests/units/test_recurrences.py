@@ -6,15 +6,19 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from kits.engine import prompt
 from kits.families import FAMILIES
 from rondel.models.load import load_model
 from rondel.models.packed_layout import PackedLayout, PackedSegment
+from rondel.models.recurrent.convolved_qkv import ConvolutionPair
 from rondel.models.recurrent.gated_delta import GatedDelta
 from rondel.models.recurrent.mamba import SelectiveScan
 from rondel.models.recurrent.mamba2 import Mamba2Scan
+from rondel.models.recurrent.mlstm import FadingMaximum
 from rondel.models.recurrent.rg_lru import LinearRecurrence, _bounded_sqrt
+from rondel.models.recurrent.window_compression import WindowCompression
 from rondel.models.recurrent.wkv import FadingAverage, PreviousToken
 
 B, L, H, K, V = 2, 37, 4, 6, 5
@@ -31,6 +35,28 @@ def delta(channels, steep=1.0):
     return GatedDelta(H, K, V), [
         q, k, draw(3, B, L, H, V), -steep * draw(4, B, L, H, channels).abs(), draw(5, B, L, H).sigmoid(),
     ]  # fmt: skip
+
+
+def windows(width):
+    rule = WindowCompression(draw(1, 5, width), K, torch.float32)
+    return rule, [draw(2, B, L, width), draw(3, B, L, width), torch.arange(L).expand(B, -1)]
+
+
+@pytest.mark.parametrize("width", [K, 2 * K])
+def test_a_window_is_the_weighted_sum_of_its_definition(width):
+    rule, (kv, gate, _) = windows(width)
+    out, _ = rule(start(rule), [kv, gate, torch.arange(L).expand(B, -1)], None)
+    for t in range(L):
+        own = slice(t - 4, t + 1)
+        if (t + 1) % 5:
+            assert not out[:, t].any()
+            continue
+        values, logits = kv[:, own, -K:], gate[:, own, -K:] + rule.bias[:, -K:]
+        if width > K and t > 4:
+            before = slice(t - 9, t - 4)
+            values = torch.cat([kv[:, before, :K], values], 1)
+            logits = torch.cat([gate[:, before, :K] + rule.bias[:, :K], logits], 1)
+        assert torch.allclose(out[:, t], (values * logits.softmax(1)).sum(1), atol=1e-6)
 
 
 RULES = {
@@ -51,6 +77,13 @@ RULES = {
         [40 * draw(3, B, L, H), draw(4, B, L, H)],
     ),
     "previous token": lambda: (PreviousToken(H, torch.float32, "x"), [draw(1, B, L, H)]),
+    "windows": lambda: windows(K),
+    "overlapping windows": lambda: windows(2 * K),
+    "fading maximum": lambda: (FadingMaximum(H), [-draw(1, B, L, H).abs(), 3 * draw(2, B, L, H)]),
+    "two convolutions": lambda: (
+        ConvolutionPair(nn.Conv1d(8, 8, 3, groups=8), nn.Conv1d(8, 8, 2, groups=2)),
+        [draw(1, B, L, 8)],
+    ),
 }
 
 
@@ -70,7 +103,7 @@ def test_many_tokens_at_once_are_one_after_the_other(name):
     single = torch.cat(outs, 1)
     first, middle = rule(start(rule), [x[:, :20] for x in inputs], None)
     rest, end = rule(middle, [x[:, 20:] for x in inputs], None)
-    leaves = [x for x in inputs]
+    leaves = [x for x in inputs if x.requires_grad]
     weight = draw(9, *whole.shape).detach()
     grads = [torch.autograd.grad((x * weight).sum(), leaves) for x in (whole, single, torch.cat([first, rest], 1))]
     for other in (single, torch.cat([first, rest], 1)):
@@ -119,3 +152,14 @@ def test_rwkv_is_not_halved_where_it_serves():
     assert float((ours - training).detach().abs().max()) <= 1e-5
     # a norm's eps counts for more beside halved numbers
     assert float((ours - serving).detach().abs().max()) <= 1e-3
+
+
+@torch.no_grad()
+def test_rows_of_xlstm_are_not_cut():
+    """transformers serves rows above a length in parts, and the states between them would be those of no segment."""
+    loaded = load_model({"random": "xlstm", **FAMILIES["xlstm"], "max_inference_chunksize": 8}, dtype="float32")
+    rows = [torch.tensor(prompt(3, 11)), torch.tensor(prompt(4, 14))]
+    apart = [loaded.hidden_states(r, torch.arange(len(r)), PackedLayout([PackedSegment(0, len(r))])) for r in rows]
+    layout = PackedLayout([PackedSegment(0, 11), PackedSegment(11, 14)])
+    both = loaded.hidden_states(torch.cat(rows), torch.cat([torch.arange(11), torch.arange(14)]), layout)
+    assert torch.allclose(both, torch.cat(apart), atol=1e-5)

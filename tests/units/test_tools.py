@@ -12,7 +12,7 @@ from kits.chat import Engine, chat, tokenizer
 from rondel.core.errors import ConfigError, EnvError
 from rondel.core.sandbox_types import BoxFileError
 from rondel.core.types import Task
-from rondel.generate.envs.calls import HERMES, JsonCalls, TaggedCalls, read_off
+from rondel.generate.calls import HERMES, JsonCalls, TaggedCalls, read_off
 from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tool, Tools
 

@@ -444,7 +444,18 @@ def test_a_mixture_leaves_under_the_names_of_its_checkpoints(kind, name, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "kind", ["gpt_neox", "granitemoe", "ernie4_5_moe", "deepseek_v3", "apertus", "gpt2", "qwen2_5_vl", "gemma3_text"]
+    "kind",
+    [
+        "gpt_neox",
+        "granitemoe",
+        "ernie4_5_moe",
+        "deepseek_v3",
+        "deepseek_v4",
+        "apertus",
+        "gpt2",
+        "qwen2_5_vl",
+        "gemma3_text",
+    ],
 )
 def test_published_tensors_are_those_of_save_pretrained_and_parts_of_the_module(kind, tmp_path):
     loaded = looking(kind) if kind in EYES else load_model({"random": kind, **FAMILIES[kind]}, dtype="bfloat16")

@@ -60,10 +60,10 @@ from rondel.generate.envs.order import MixedOrder, TaskAdmissions
 from rondel.generate.envs.python import GRACE, SECONDS, python_tool
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, load_tasks, question_text
-from rondel.generate.envs.template import Template
 from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tools
 from rondel.generate.envs.verifiers import agent_of_verifiers
+from rondel.generate.template import Template
 from rondel.models import adapters, nf4
 from rondel.models.load import tokenizer_of
 from rondel.runtime.sandbox.box import Sandbox

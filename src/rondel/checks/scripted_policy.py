@@ -19,10 +19,10 @@ from rondel.core.errors import EngineError, EnvError
 from rondel.core.media import ImageProcessorConfig
 from rondel.core.protocols import GoldEnv, MultiTurnEnv
 from rondel.core.types import Completion, EnvFault, Request, Sampling, Task, Trajectory
-from rondel.generate.envs.calls import JsonCalls
+from rondel.generate.calls import JsonCalls
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.episode import assign_parents, episode_of
-from rondel.generate.envs.template import Schemas, Template
+from rondel.generate.template import Schemas, Template
 
 Script = Callable[[Task, int], "str | list[int]"]
 RUNAWAY = 1000  # replies of one episode, of an environment that does not say how many `turns` it has

@@ -10,8 +10,8 @@ from rondel.driver.demonstration_stream import DemonstrationStream
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.gym import Gym
 from rondel.generate.envs.sources import TaskSet, control_tokens_in
-from rondel.generate.envs.template import Template
 from rondel.generate.envs.tools import Tools
+from rondel.generate.template import Template
 from rondel.text.special_tokens import SPLIT, special_tokens
 
 

@@ -556,6 +556,7 @@ class Completion:
     raw_logprobs      [T]      of the drawn tokens under the model alone: temperature 1, nothing changed
     top_logprobs      [T][K]   (token, raw log-probability) of the K most likely
     prompt_logprobs   [P]      raw, of the given tokens; the first entry is 0
+    prompt_top_logprobs [P,K]  the K most likely tokens in their places; the first entry is empty
     support           [T]      the ids a token was drawn from, ascending; None where nothing was cut
     The last four are None unless `Request.wants` names them.
     """
@@ -574,6 +575,7 @@ class Completion:
     raw_logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     prompt_logprobs: list[float] | None = None
+    prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
     support: list[list[int] | None] | None = None
 
     def __post_init__(self) -> None:

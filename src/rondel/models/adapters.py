@@ -100,6 +100,7 @@ def _find_layers(loaded: LoadedModel, targets: str | Iterable[str]) -> dict[str,
         for name, module in model.named_modules()
         if (isinstance(module, nn.Linear | Conv1D) or hasattr(module, "lora_A"))
         and module is not head
+        and not type(module).__name__.endswith("GroupedLinear")  # whose product is one for each group
         and not any(part in name for part in (".base_layer", ".lora_A.", ".lora_B."))
         and module not in tower
         and not any(name.startswith(f"{module}.") for module in choosing)

@@ -209,9 +209,9 @@ def align_numerics(loaded: LoadedModel) -> None:
             f"engine.numerics = 'aligned': the image tokens of '{loaded.name}' attend to those behind them, and the "
             f"aligned attention reads contexts that end with the query; use numerics = 'fast'"
         )
-    if loaded.indexers:
+    if loaded.indexers or loaded.compressed:
         raise ConfigError(
-            f"engine.numerics = 'aligned': '{loaded.name}' has indexers that choose keys, and the aligned attention reads "
+            f"engine.numerics = 'aligned': '{loaded.name}' has indexers that choose keys, or compressed ones, and the aligned attention reads "
             f"whole contexts; use numerics = 'fast'"
         )
     if loaded.state_bytes and not keep_sums_in_order(loaded.model):

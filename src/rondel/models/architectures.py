@@ -21,6 +21,7 @@ RECURRENT_KINDS = frozenset(
     {
         "bailing_hybrid",
         "bamba",
+        "deepseek_v4",
         "falcon_h1",
         "falcon_mamba",
         "granitemoehybrid",
@@ -39,15 +40,23 @@ RECURRENT_KINDS = frozenset(
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_next",
+        "qwen4_exp_text",
         "recurrent_gemma",
         "rwkv",
         "zamba",
+        "xlstm",
         "zamba2",
+        "zaya",
     }
 )
 
-# families whose indexers are all carried (models/indexer.py)
-INDEXED_KINDS = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"})
+# families whose indexers are all carried (models/indexer.py, models/block_indexer.py)
+INDEXED_KINDS = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "qwen4_exp_text"})
+
+
+# families whose layers compress windows of tokens (models/compressed_attention.py)
+COMPRESSED_KINDS = frozenset({"deepseek_v4"})
+COMPRESSED_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention"}
 
 
 def auto_class(config: Any) -> Any:
@@ -65,17 +74,19 @@ def refuse_architecture(config: Any) -> None:
         - recurrent
         - {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "dense", "sparse"}
         - {"moe", "mlp"}
+        - (COMPRESSED_LAYERS if kind in COMPRESSED_KINDS else set())
     )
     if kind in RECURRENT_KINDS or kind in ODD:
         recurrent = set()
-    state = "cannot be packed or paged yet"
     reasons = [
         (
             getattr(config, "is_encoder_decoder", False),
             "it is an encoder-decoder; only decoder-only models are carried",
         ),
-        (bool(recurrent), f"it has recurrent layers ({', '.join(sorted(recurrent))}); their state {state}"),
-        (kind == "xlstm", f"it is recurrent; its state {state}"),
+        (
+            bool(recurrent),
+            f"it has recurrent layers ({', '.join(sorted(recurrent))}); their state cannot be packed or paged yet",
+        ),
         (kind in ODD, ODD.get(kind, "")),
         (
             bool(strange),
@@ -101,14 +112,11 @@ REMEDY = (
     "equal in docs/families.md."
 )
 ODD = {
-    **dict.fromkeys(
-        ("qwen4_exp", "qwen4_exp_text"), "its indexer chooses blocks of averaged keys, and some layers embed n-grams"
-    ),
+    "qwen4_exp": "its tower and its three rows of positions are not carried; its part for text is (qwen4_exp_text)",
     **dict.fromkeys(
         ("inkling_text", "inkling2_text"),
-        "its scores have a learned bias for each distance, and keys and values pass through convolutions",
+        "its scores have a learned bias for each query, head and distance, which no attention here adds",
     ),
-    "zaya": "its queries and keys pass through convolutions inside of attention, whose states are not carried",
     "doge": "its attention makes a mask of its own",
     "modernbert-decoder": "its head has a dense layer and a norm before the logits, and Rondel's has one product",
 }

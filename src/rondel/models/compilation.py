@@ -91,6 +91,7 @@ def refuse_compilation(loaded: LoadedModel, how: str, reasons: dict[str, bool]) 
         is not None,
         "its recurrent layers ask for states, which the traced graph does not": loaded.state_bytes > 0,
         "its indexers choose keys by scores that the traced graph does not have": loaded.indexers > 0,
+        "its attention reads compressed entries, which the traced graph does not have": loaded.compressed,
         "its numerics are aligned, an order of sums that the faster step does not promise": loaded.aligned,
     }
     for why, holds in (reasons | shared).items():

@@ -11,7 +11,7 @@ Gathered keys and values are not kept for the backward pass, they are gathered a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rondel.models.collectives import RankGroup, gather_rows
+from rondel.models.compressed_entries import CompressedEntries
 from rondel.models.key_choice import IndexedTokens, choose_in_pack
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.recurrent.layout import SegmentStates, StateRule
@@ -114,9 +115,17 @@ class ContextLayout(PackedLayout):
 
         return _computed_again(attend_gathered, q, c, r)
 
+    def attend_compressed(
+        self, layer: int, q: Tensor, kv: Tensor, entries: CompressedEntries | None, rule: ScoreRule
+    ) -> Tensor:
+        def attend_gathered(q: Tensor, kv: Tensor, *rows: Tensor) -> Tensor:
+            older = None if entries is None else replace(entries, rows=self._gather(rows[0]))
+            return PackedLayout.attend_compressed(self, layer, q, self._gather(kv), older, rule)
+
+        return _computed_again(attend_gathered, q, kv, *([] if entries is None else [entries.rows]))
+
     def choose_keys(self, layer: int, tokens: IndexedTokens) -> Tensor:
-        whole = IndexedTokens(tokens.q, self._gather(tokens.k), tokens.weights, tokens.count)
-        return choose_in_pack(self.calls, whole)
+        return choose_in_pack(self.calls, replace(tokens, k=self._gather(tokens.k)))
 
     @property
     def states(self) -> Any:

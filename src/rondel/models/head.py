@@ -43,7 +43,8 @@ class LMHead:
             scale = config.logit_scale
         elif getattr(config, "lm_head_multiplier", None):  # and falcon_h1
             scale = config.lm_head_multiplier
-        caps = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap"))
+        names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+        caps = (getattr(config, name, None) for name in names)
         bias, softcap = getattr(linear, "bias", None), next(filter(None, caps), None)
         return cls(linear.weight, bias, scale, softcap, rounded=getattr(model, "rounded_logits", False))
 

@@ -93,7 +93,10 @@ def check_indexers(model: Any, name: str, indexers: list[Any], row: Tensor) -> N
     """A pass of transformers' own over tokens [1,T]: its choices must have the largest of our scores. Scores are
     compared and not positions, because either may be taken of two equal ones.
     """
+    indexers = [indexer for indexer in indexers if type(indexer).__name__ in ROTATION]
     seen: list[tuple[Any, tuple[Any, ...], Tensor]] = []
+    if not indexers:
+        return
     hooks = [i.register_forward_hook(lambda i, given, out: seen.append((i, given, out))) for i in indexers]
     counts = [i.index_topk for i in indexers]
     try:

@@ -22,12 +22,16 @@ ALL = -1  # in place of a position: nothing chosen
 
 @dataclass(frozen=True, slots=True)
 class IndexedTokens:
-    """What an indexer makes of the tokens of a pass: queries [T,H,d], keys [T,d], weights of heads [T,H], and k."""
+    """What an indexer makes of the tokens of a pass: queries [T,H,d], keys [T,d], weights of heads [T,H], and k.
+
+    rate  every so many tokens there is a key, at the last of them (models/compressed_attention.py)
+    """
 
     q: Tensor
     k: Tensor
     weights: Tensor
     count: int
+    rate: int = 1
 
     def no_choice(self) -> Tensor:
         """[T, k] for tokens that see all."""
@@ -65,11 +69,12 @@ def choose_in_pack(calls: Sequence[Any], tokens: IndexedTokens) -> Tensor:
     """Of a packed row, call by call (models/packed_layout.py: AttentionCall) -> [T, k]."""
     out = tokens.no_choice()
     for call in calls:
-        if call.keys.shape[1] <= tokens.count:
+        ends = call.window_ends(tokens.rate)
+        if ends.places.shape[1] <= tokens.count:
             continue
         queries = call.asked.to(out.device)
-        keys = tokens.k[call.keys.to(out.device)]
-        chosen = choose_keys(tokens.q[queries], keys, tokens.weights[queries], call.at, call.of, tokens.count)
+        keys = tokens.k[ends.places.to(out.device)]
+        chosen = choose_keys(tokens.q[queries], keys, tokens.weights[queries], call.at, ends.of, tokens.count)
         real = (call.real >= 0).to(out.device)
         out[queries[real]] = chosen[real]
     return out
@@ -79,21 +84,25 @@ def choose_over_pages(chunks: Sequence[Any], decoding: Any, pool: Tensor, tokens
     """Of an engine's step (PrefillChunk, DecodeBatch), whose index keys are in `pool` [1,pages,d] -> [T, k]."""
     out = tokens.no_choice()
     for chunk in chunks:
-        if (context := len(chunk.context)) > tokens.count:
+        if (context := len(chunk.context)) // tokens.rate > tokens.count:
             rows, positions = slice(chunk.start, chunk.start + chunk.length), torch.arange(context, device=out.device)
             out[rows] = choose_keys(
                 tokens.q[None, rows],
-                chunk.slots.read(pool),
+                chunk.window_ends(tokens.rate).read(pool),
                 tokens.weights[None, rows],
                 positions[None, context - chunk.length :],
-                positions[None],
+                positions[None, tokens.rate - 1 :: tokens.rate],
                 tokens.count,
             )[0]
     if decoding is not None:
-        keys, positions = decoding.context_keys(pool), decoding.positions()
+        if tokens.rate == 1:
+            keys, positions = decoding.context_keys(pool), decoding.positions()
+        else:
+            slots, positions = decoding.window_ends(tokens.rate)
+            keys = slots.read(pool)
         if keys.shape[1] > tokens.count:
             rows = slice(len(out) - len(keys), len(out))
-            at = positions.amax(1, keepdim=True)
+            at = decoding.last_position()
             out[rows] = choose_keys(
                 tokens.q[rows, None], keys, tokens.weights[rows, None], at, positions, tokens.count
             )[:, 0]

@@ -21,7 +21,9 @@ from rondel.core.media import ImageProcessorConfig
 from rondel.models import adapter_files, adapters, alibi, linear, nf4, processor, vision
 from rondel.models.architectures import auto_class, refuse_architecture
 from rondel.models.attention import NAME
+from rondel.models.block_indexer import check_block_indexers, install_block_indexers
 from rondel.models.cache_slots import install_cache_slots
+from rondel.models.compressed_attention import CompressedLayers, check_compressors, install_compressed_attention
 from rondel.models.deferred_weights import DeferredWeights, keep_in_full_precision, parameters_on_meta
 from rondel.models.differential import install_differential
 from rondel.models.embedding_lookup import adopt_embedding
@@ -36,8 +38,9 @@ from rondel.models.model_folder import model_folder
 from rondel.models.query_scale import install_query_scale
 from rondel.models.random_model import random_config, random_tokenizer
 from rondel.models.recurrent.mixers import install_recurrent
+from rondel.models.recurrent.mlstm import keep_whole_rows
 from rondel.models.recurrent.wkv import keep_unscaled
-from rondel.models.routing_tape import RoutingTape, expert_count, install_routing_tape
+from rondel.models.routing_tape import RoutingTape, expert_count, fill_hash_routers, install_routing_tape
 from rondel.models.vision_families import FAMILIES
 
 
@@ -101,11 +104,12 @@ def load_model(
             "model in 16 bits"
         )
     model = model.to(device).eval()
-    projections, routers, indexers, recurrent = _install(model)
+    projections, routers, indexers, recurrent, compressed = _install(model)
     check_up_projections(model, name, projections)
+    check_compressors(model, name)
     width = indexers[0].index_topk if indexers else 0
-    if indexers:
-        check_indexers(model, name, indexers, torch.arange(5, 17, device=device)[None])
+    check_block_indexers(model, name, indexers)
+    check_indexers(model, name, indexers, torch.arange(5, 17, device=device)[None])
     tape = RoutingTape(routers, indexers=len(indexers), width=width) if routers else None
     cached, states = check_loaded(model, name, sight, tape, recurrent)
     context, stops = _max_context(model.config.get_text_config()), _stop_ids(model, tokenizer)
@@ -123,12 +127,13 @@ def load_model(
         indexers=len(indexers),
         index_width=width,
         state_bytes=states,
+        compressed=compressed.any,
     )
 
 
-def _install(model: Any) -> tuple[list[Any], int, list[Any], list[int]]:
-    """What this system adds to a model's modules. -> up-projections of latents, how many routers, indexers, and the
-    layers with a recurrent mixer."""
+def _install(model: Any) -> tuple[list[Any], int, list[Any], list[int], CompressedLayers]:
+    """What this system adds to a model's modules. -> up-projections of latents, how many routers, indexers, the layers
+    that keep a state, and those whose attention is compressed."""
     linear.install_cpu_linear(model)
     adopt_embedding(model)
     alibi.install_alibi(model)
@@ -136,13 +141,17 @@ def _install(model: Any) -> tuple[list[Any], int, list[Any], list[int]]:
     install_cache_slots(model)
     install_differential(model)
     keep_unscaled(model)
+    keep_whole_rows(model)
+    compressed, blocks = install_compressed_attention(model), install_block_indexers(model)
+    keeping = {*compressed.compressing, *(indexer.layer_idx for indexer in blocks)}
+    recurrent = sorted({*install_recurrent(model), *keeping})
     found = (
         install_latent_attention(model),
         install_routing_tape(model),
-        install_indexers(model),
-        install_recurrent(model),
+        [*install_indexers(model), *compressed.indexers, *blocks],
+        recurrent,
+        compressed,
     )
-    recurrent = found[3]
     if model.dtype in processor.HALVES and not recurrent and vision.sight_of(model.config) is None:
         install_fp32_stream(model, decoder_of(model))
     install_kept_inputs(decoder_of(model))
@@ -172,7 +181,7 @@ def _load_deferred(path: str, dtype: torch.dtype, device: str, trust_remote_code
     for module in model.modules():
         module._buffers.update({n: b if b is None else b.to(device) for n, b in module._buffers.items()})
     weights.fill_buffers(model.eval())
-    _, routers, indexers, _ = _install(model)
+    _, routers, indexers, _, compressed = _install(model)
     local = Path(path).expanduser()
     return LoadedModel(
         model,
@@ -186,6 +195,7 @@ def _load_deferred(path: str, dtype: torch.dtype, device: str, trust_remote_code
         indexers=len(indexers),
         index_width=indexers[0].index_topk if indexers else 0,
         weights=weights,
+        compressed=compressed.any,
     )
 
 
@@ -223,6 +233,7 @@ def _random_model(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any,
         model = auto_class(config).from_config(config, attn_implementation="eager")
         if kind in FAMILIES:
             vision.fill_projections(model)
+        fill_hash_routers(model)
     return model.to(dtype), tokenizer, f"random-{kind}"
 
 

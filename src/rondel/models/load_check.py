@@ -11,6 +11,7 @@ from rondel.core.errors import LawError, ModelError
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, position_rows
 from rondel.models import vision
 from rondel.models.attention import NAME, LatentProjection, use_attention_layout
+from rondel.models.compressed_entries import CompressedEntries
 from rondel.models.fp32_sums import StreamProbe, keep_fp32_stream, keeps_fp32_stream
 from rondel.models.head import LMHead, decoder_of
 from rondel.models.image_features import VisionFeatures
@@ -150,6 +151,13 @@ class CountingLayout(PackedLayout):
         self.cached += (c.nbytes + r.nbytes) // len(c)
         k, v = up.expand(c, r)
         return super().attend(layer, q, k, v, rule)
+
+    def attend_compressed(
+        self, layer: int, q: torch.Tensor, kv: torch.Tensor, entries: CompressedEntries | None, rule: ScoreRule
+    ) -> torch.Tensor:
+        self.layers.append(layer)
+        self.cached += (kv.nbytes + (0 if entries is None else entries.rows.nbytes)) // len(kv)
+        return super().attend_compressed(layer, q, kv, entries, rule)
 
     def choose_keys(self, layer: int, tokens: IndexedTokens) -> torch.Tensor:
         self.cached += tokens.k.nbytes // len(tokens.k)

@@ -56,6 +56,7 @@ class LoadedModel:
     weights: DeferredWeights | None = None  # still in the checkpoint, and on "meta" here
     context: ContextRanks | None = None  # who shares its packed rows
     stage: PipelineStage | None = None  # which of its layers are here, where other ranks have the others
+    compressed: bool = False  # attends to compressed entries of windows (models/compressed_attention.py)
     state_bytes: int = 0  # of the recurrent states of one sequence, in all layers; 0: it has no recurrent layer
 
     @property

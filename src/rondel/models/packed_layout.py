@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rondel.models.compressed_entries import CompressedEntries, WindowEnds
 from rondel.models.dense_attention import sdpa
 from rondel.models.key_choice import IndexedTokens, choose_in_pack, is_chosen
 from rondel.models.processor import is_widened
@@ -98,6 +99,29 @@ class PackedLayout:
     ) -> Tensor:
         return self.attend(layer, q, *up.expand(c, r), rule)
 
+    def attend_compressed(
+        self, layer: int, q: Tensor, kv: Tensor, entries: CompressedEntries | None, rule: ScoreRule
+    ) -> Tensor:
+        heads, size = q.shape[1:]
+        queries, keys = self._query_rows(heads)(q), self._context_rows(1)(kv[:, None])
+        ends = [None if entries is None else call.window_ends(entries.rate) for call in self.calls]
+        older = None if entries is None else self._entry_rows(entries.rate)(entries.rows[:, None])
+        parts, a, b, c = [], 0, 0, 0
+        for call, last in zip(self.calls, ends, strict=True):
+            rows, width = call.queries.shape
+            held, count = call.keys.shape[1], 0 if last is None else last.places.shape[1]
+            q_end, k_end, e_end = a + rows * heads * width, b + rows * held, c + rows * count
+            out = call.attend_compressed(
+                queries[a:q_end].view(rows, heads, width, size),
+                keys[b:k_end].view(rows, 1, held, size),
+                None if older is None or last is None else older[c:e_end].view(rows, 1, count, size),
+                last,
+                rule,
+            )
+            parts.append(out.reshape(-1, size))
+            a, b, c = q_end, k_end, e_end
+        return self._collect_rows(heads)(torch.cat(parts)).view(-1, heads, size)
+
     def choose_keys(self, layer: int, tokens: IndexedTokens) -> Tensor:
         """Positions [T,k] of the keys that an indexer chooses."""
         return choose_in_pack(self.calls, tokens)
@@ -119,6 +143,16 @@ class PackedLayout:
     def _context_rows(self, heads: int) -> _Rows:
         """Tokens to the calls' keys."""
         return self._cached_rows("keys", heads, lambda: self._rows_of("keys", "used", heads, self.total, 0))
+
+    def _entry_rows(self, rate: int) -> _Rows:
+        """Tokens to the compressed entries of the calls' contexts."""
+
+        def build_rows() -> _Rows:
+            ends = [call.window_ends(rate) for call in self.calls]
+            places, used = (torch.cat([getattr(e, side).flatten() for e in ends]) for side in ("places", "used"))
+            return _Rows(places, used >= 0, self.total, self.device)
+
+        return self._cached_rows("entries", rate, build_rows)
 
     def _collect_rows(self, heads: int) -> _Rows:
         """The calls' queries back to tokens."""
@@ -251,6 +285,13 @@ class AttentionCall:
         if bool((depth == depth[0]).all()):  # one mask for all rows
             self.at, self.of = self.at[:1], self.of[:1]
         self._masks: dict[tuple[int | None, int | None], Tensor] = {}
+        self._ends: dict[int, WindowEnds] = {}
+
+    def window_ends(self, rate: int) -> WindowEnds:
+        """The keys at which windows of `rate` positions end."""
+        if rate not in self._ends:
+            self._ends[rate] = WindowEnds.from_keys(self.keys, self.used, self.of, rate)
+        return self._ends[rate]
 
     def distance(self) -> Tensor:
         """[S or 1, 1, L, P+L] from a query back to a key."""
@@ -290,7 +331,7 @@ class AttentionCall:
         Kernels keep their mask for the backward pass. Here a block is computed again in it, so that what is kept grows
         with the length of a sample and not with its square.
         """
-        context, length, widened = self.keys.shape[1] - self.queries.shape[1], q.shape[2], is_widened(q.dtype)
+        widened = is_widened(q.dtype)
 
         def attend_block(first: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             at, of = self.at[:, first : first + q.shape[2]], self.of[:, : k.shape[2]]
@@ -303,13 +344,46 @@ class AttentionCall:
                 mask = mask | self.same_image(rule.images, slice(first, first + q.shape[2]))[:, None]
             return sdpa(q, k, v, rule, mask=mask, distance=distance, widened=widened, train=True)
 
-        blocks = []
-        for first in range(0, length, size):
-            last = min(first + size, length)
-            keys = context + (last if rule.images is None else length)  # an image may end behind the block
-            rows = q[:, :, first:last], k[:, :, :keys], v[:, :, :keys]
-            if torch.is_grad_enabled():
-                blocks.append(checkpoint(attend_block, first, *rows, use_reentrant=False, preserve_rng_state=False))
-            else:
-                blocks.append(attend_block(first, *rows))
-        return torch.cat(blocks, 2)
+        if rule.images is not None:  # an image may end behind the block
+            return _run_blocks(attend_block, size, q, (), k, v)
+        return _run_blocks(attend_block, size, q, (k, v))
+
+    def attend_compressed(
+        self, q: Tensor, kv: Tensor, entries: Tensor | None, ends: WindowEnds | None, rule: ScoreRule
+    ) -> Tensor:
+        """q [S,H,L,D] over keys that are values [S,1,P+L,D] and entries at `ends` [S,1,N,D] -> [S,H,L,D]."""
+        length, widened = q.shape[2], is_widened(q.dtype)
+        pairs = len(q) * (kv.shape[2] + (0 if entries is None else entries.shape[2]))
+
+        def attend_block(first: int, q: Tensor, kv: Tensor, entries: Tensor | None = None) -> Tensor:
+            at, of = self.at[:, first : first + q.shape[2]], self.of[:, : kv.shape[2]]
+            mask = rule.visible(at[:, :, None], at[:, :, None] - of[:, None]) & (of >= 0)[:, None]
+            if entries is not None and ends is not None:  # and be it none: ranks that share a row need one graph
+                over = (ends.of[:, None] >= 0) & (ends.of[:, None] <= at[:, :, None])
+                if rule.chosen is not None and entries.shape[2]:
+                    asked = self.asked[:, first : first + q.shape[2]].to(q.device)
+                    over = over & is_chosen(rule.chosen[asked], ends.of)
+                kv = torch.cat([kv, entries], 2)
+                mask = torch.cat([mask.expand(len(over), -1, -1), over], 2)
+            return sdpa(q, kv, kv, rule, mask=mask[:, None], widened=widened, train=True)
+
+        older = () if entries is None else (entries,)
+        if pairs * length <= LONG:
+            return attend_block(0, q, kv, *older)
+        return _run_blocks(attend_block, max(1, LONG // pairs), q, (kv,), *older)
+
+
+def _run_blocks(
+    attend_block: Callable[..., Tensor], size: int, q: Tensor, keys: Sequence[Tensor], *whole: Tensor
+) -> Tensor:
+    """attend_block(first, q, *keys, *whole) of `size` queries at a time, with the keys up to the last of them."""
+    blocks, length = [], q.shape[2]
+    context = keys[0].shape[2] - length if keys else 0
+    for first in range(0, length, size):
+        last = min(first + size, length)
+        rows = q[:, :, first:last], *(x[:, :, : context + last] for x in keys), *whole
+        if torch.is_grad_enabled():
+            blocks.append(checkpoint(attend_block, first, *rows, use_reentrant=False, preserve_rng_state=False))
+        else:
+            blocks.append(attend_block(first, *rows))
+    return torch.cat(blocks, 2)

@@ -20,6 +20,7 @@ from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection
+    from rondel.models.compressed_entries import CompressedEntries
 
 
 @dataclass(slots=True)
@@ -53,6 +54,10 @@ class PrefillChunk:
         out = sdpa(by_head, k, v, rule, mask=mask, distance=distance, widened=widened, dense=dense)
         return out[0].transpose(0, 1)
 
+    def window_ends(self, rate: int) -> PoolSlots:
+        """Slots of the tokens at which windows of `rate` positions end."""
+        return self.slots if rate == 1 else PoolSlots(self.context[None, rate - 1 :: rate])
+
     def attend_latents(self, q: Tensor, pool: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
         """q [length,H,N+E] over the context's latents in a pool [1,pages,R+E] -> [length,H,V]."""
         latents = self.slots.read(pool)
@@ -62,6 +67,28 @@ class PrefillChunk:
         shared = latents[None]
         out = self.attend(up.absorb_queries(q), shared, shared[..., : up.rank], rule, dense=True)
         return up.project_values(out)
+
+    def attend_compressed(
+        self, q: Tensor, tokens: Tensor, entries: Tensor | None, rate: int, rule: ScoreRule
+    ) -> Tensor:
+        """q [length,H,D] over the recent tokens of a pool [1,pages,D] whose keys are values, and the entries of another,
+        which lie with the last token of every `rate` (models/compressed_attention.py) -> [length,H,D].
+        """
+        new, context, window = self.length, len(self.context), rule.window or len(self.context)
+        first = max(0, context - new - window + 1)
+        positions = torch.arange(context, device=q.device)
+        at, of = positions[context - new :, None], positions[first:]
+        kv, mask = tokens[:, self.context[first:]], rule.visible(at, at - of)
+        if entries is not None and context >= rate:
+            ends = positions[rate - 1 :: rate]
+            over = ends <= at
+            if rule.chosen is not None:
+                over = over & is_chosen(rule.chosen[None, self.start : self.start + new], ends[None])[0]
+            kv = torch.cat([kv, self.window_ends(rate).read(entries)], 1)
+            mask = torch.cat([mask, over], 1)
+        by_head = q.transpose(0, 1)[None]
+        out = sdpa(by_head, kv[None], kv[None], rule, mask=mask[None, None], widened=is_widened(q.dtype))
+        return out[0].transpose(0, 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +110,7 @@ class DecodeBatch:
     grid: Tensor | None = None
     place: Tensor | None = None
     masks: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)
+    spans: dict[tuple[str, int], tuple[PoolSlots, Tensor]] = field(default_factory=dict)
     near: PoolSlots = field(init=False)
     above: PoolSlots | None = field(init=False)
 
@@ -120,6 +148,21 @@ class DecodeBatch:
             out = torch.bmm(weights[..., common:], v).add_(over)
         return out.view(heads, rows, repeats, size).transpose(0, 1).reshape(rows, -1, size)
 
+    def attend_compressed(
+        self, q: Tensor, tokens: Tensor, entries: Tensor | None, rate: int, rule: ScoreRule
+    ) -> Tensor:
+        """q [B,H,D] over pools [1,pages,D], as `PrefillChunk.attend_compressed` -> [B,H,D]."""
+        slots, of = self.recent(rule.window or self._slots_by_position().shape[1])
+        kv, seen = slots.read(tokens), of != ALL  # [B,C,D], [B,C]
+        if entries is not None and (ends := self.window_ends(rate))[1].shape[1]:
+            over = ends[1] != ALL
+            if rule.chosen is not None:
+                over = over & is_chosen(rule.chosen[-len(q) :, None], ends[1])[:, 0]
+            kv, seen = torch.cat([kv, ends[0].read(entries)], 1), torch.cat([seen, over], 1)
+        scores = torch.bmm(q, kv.transpose(1, 2)).float().mul_(rule.scale)  # [B,H,C+N]
+        weights = rule.softmax(scores.masked_fill_(~seen[:, None], float("-inf")), 1, -1, 1)
+        return torch.bmm(weights.to(kv.dtype), kv)
+
     def distance(self) -> Tensor:
         """[B,P+C] from the new token back to each key; below zero for what pads the own context."""
         distance = self.lengths[:, None] - 1 - torch.arange(self.own.shape[1], device=self.own.device)
@@ -135,6 +178,36 @@ class DecodeBatch:
         return (self.lengths[:, None] - 1 + shared - self.distance()).masked_fill(
             ~self.attention_mask(whole)[:, 0], ALL
         )
+
+    def last_position(self) -> Tensor:
+        """[B,1] of the new tokens."""
+        return self.lengths[:, None] - 1 + (0 if self.prefix is None else self._shared_length())
+
+    def window_ends(self, rate: int) -> tuple[PoolSlots, Tensor]:
+        """Slots [B,N] of the tokens at which windows of `rate` positions end, and these positions, ALL for padding."""
+        if ("ends", rate) not in self.spans:
+            slots = self._slots_by_position()[:, rate - 1 :: rate]
+            at = torch.arange(slots.shape[1], device=slots.device) * rate + rate - 1
+            self.spans["ends", rate] = PoolSlots(slots), torch.where(at <= self.last_position(), at, ALL)
+        return self.spans["ends", rate]
+
+    def recent(self, window: int) -> tuple[PoolSlots, Tensor]:
+        """Slots [B,N] of the last `window` tokens, and their positions, ALL for padding."""
+        if ("recent", window) not in self.spans:
+            slots = self._slots_by_position()
+            at = self.last_position() - torch.arange(min(window, slots.shape[1]), device=slots.device)
+            self.spans["recent", window] = PoolSlots(slots.gather(1, at.clamp_min(0))), at.clamp_min(ALL)
+        return self.spans["recent", window]
+
+    def _slots_by_position(self) -> Tensor:
+        """[B,P+C] slots of each row's whole context, in order; slot 0 behind it."""
+        slots = self.own
+        if self.prefix is not None:
+            assert self.place is not None and self.grid is not None
+            slots = torch.cat([self.prefix[self.place // self.grid.shape[1]], self.own], 1)
+        at, width = self.positions(), slots.shape[1]
+        table = slots.new_zeros(len(slots), width + 1)
+        return table.scatter_(1, at.masked_fill(at == ALL, width), slots)[:, :width]
 
     def context_keys(self, pool: Tensor) -> Tensor:
         """[B,P+C,D] of a pool with one head."""
@@ -211,6 +284,26 @@ class PagedLayout(StepCache):
             last = up.absorb_queries(q[len(q) - len(self.decoding.own) :])
             out = self.decoding.attend(last, pool, pool[..., : up.rank], rule)
             parts.append(up.project_values(out))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def attend_compressed(
+        self, layer: int, q: Tensor, kv: Tensor, entries: CompressedEntries | None, rule: ScoreRule
+    ) -> Tensor:
+        """The keys are the values, so the layer's pool of values holds the entries: that of a window with its last token."""
+        tokens = self.keys.layer_pool(layer, kv[:, None])
+        self._into.write(tokens, kv[:, None])
+        older = None
+        if entries is not None:
+            older = self.values.layer_pool(layer, entries.rows[:, None])
+            self._into.write(older, entries.rows[:, None])
+        rate = 0 if entries is None else entries.rate
+        parts = [
+            chunk.attend_compressed(q[chunk.start : chunk.start + chunk.length], tokens, older, rate, rule)
+            for chunk in self.chunks
+        ]
+        if self.decoding is not None:
+            last = q[len(q) - len(self.decoding.own) :]
+            parts.append(self.decoding.attend_compressed(last, tokens, older, rate, rule))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def choose_keys(self, layer: int, tokens: IndexedTokens) -> Tensor:

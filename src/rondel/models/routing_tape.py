@@ -13,6 +13,8 @@ plus one (0 for none), in as many rows of k numbers more as they take.
 
     rows     router 0 ... router n-1 | indexer 0: ceil(width / k) rows | indexer 1 ...
 
+A router that looks its experts up by token (hash routing) chooses nothing, and leaves no record.
+
 Without it rounding sends tokens to other experts in the trainer than in the engine, and
 the ratio of the two policies is noise.
 """
@@ -161,22 +163,23 @@ def repeated_tape() -> AbstractContextManager[None]:
 class _Choice(TorchFunctionMode):
     """Inside one router: its topk over all experts takes what the tape says."""
 
-    def __init__(self, tape: RoutingTape, layer: int, experts: int, k: int) -> None:
+    def __init__(self, tape: RoutingTape, layer: int, experts: int, k: int, axes: int) -> None:
         super().__init__()
-        self.tape, self.layer, self.experts, self.k = tape, layer, experts, k
+        self.tape, self.layer, self.experts, self.k, self.axes = tape, layer, experts, k, axes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if (
             func not in (torch.topk, Tensor.topk)
-            or out[1].ndim != 2
+            or out[1].ndim != self.axes
             or args[0].shape[-1] != self.experts
             or out[1].shape[-1] != self.k
         ):
             return out
-        chosen = self.tape.select_experts(self.layer, out[1].detach())
-        if chosen is out[1] or self.tape.routes is None:
+        chosen = self.tape.select_experts(self.layer, out[1].detach().flatten(0, -2))
+        if self.tape.routes is None:
             return out
+        chosen = chosen.view_as(out[1])
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
 
@@ -214,6 +217,7 @@ ROUTERS = (
     "MoEV1Gate",
     "TopKGating",
     "DbrxFFN",
+    "ZayaRouter",
 )
 
 
@@ -228,6 +232,14 @@ def install_routing_tape(model: Any) -> int:
     for layer, router in enumerate(routers):
         router.forward = functools.partial(_taped_forward, router, type(router).forward, layer)
     return len(routers)
+
+
+def fill_hash_routers(model: Any) -> None:
+    """Experts by token, drawn at random: transformers leaves the tables of a random model at zero."""
+    for router in model.modules():
+        if isinstance(table := getattr(router, "tid2eid", None), Tensor):
+            drawn = torch.rand(len(table), router.weight.shape[0]).argsort(1)
+            table.copy_(drawn[:, : table.shape[1]])
 
 
 def expert_count(text: Any) -> int:
@@ -245,14 +257,16 @@ def _taped_forward(router: Any, own: Any, layer: int, *args: Any, **kwargs: Any)
     if type(router).__name__ == "PhimoeTopKRouter":
         with _TwoMaxima(tape, layer):
             return own(router, *args, **kwargs)
-    with _Choice(tape, layer, tape.experts[layer], _experts_per_token(router)):
+    axes = 3 if type(router).__name__ == "ZayaRouter" else 2  # scores [1, T, E]; elsewhere those of groups have three
+    with _Choice(tape, layer, tape.experts[layer], _experts_per_token(router), axes):
         return own(router, *args, **kwargs)
 
 
 def _expert_count_of(router: Any) -> int:
-    """How many experts it chooses among; longcat_flash's count those that do nothing, too."""
+    """How many experts it chooses among; longcat_flash and zaya count those that do nothing, too."""
     owners = (router, getattr(router, "config", None), getattr(router, "experts", None))
-    counts = (getattr(owner, key, None) for owner in owners for key in ("n_routed_experts", "num_experts"))
+    keys = ("num_router_classes", "n_routed_experts", "num_experts")
+    counts = (getattr(owner, key, None) for owner in owners for key in keys)
     return next((n for n in counts if isinstance(n, int)), None) or router.weight.shape[0]
 
 

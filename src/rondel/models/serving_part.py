@@ -137,6 +137,7 @@ def _refuse(loaded: LoadedModel, tp: int) -> None:
         (loaded.sight is not None, "a model with images needs whole matrices"),
         (loaded.aligned, 'numerics = "aligned" is proved for whole matrices'),
         (loaded.indexers > 0, "an indexer cannot be cut"),
+        (loaded.compressed, "compressed attention cannot be cut"),
         (loaded.in_four_bits, "weights in 4 bits cannot be cut"),
     ):
         if found:

@@ -206,6 +206,8 @@ class FsdpRank(SingleRank):
                 'numerics = "aligned" is proved for whole rows and matrices',
             ),
             (self.mesh.tp > 1 and loaded.indexers > 0, "an indexer cannot be cut by tp"),
+            (self.mesh.tp > 1 and loaded.compressed, "compressed attention cannot be cut by tp"),
+            (self.mesh.pp > 1 and loaded.compressed, "several residual streams cannot go from stage to stage of pp"),
             (self.mesh.pp > 1 and loaded.indexers > 0, "indexers cannot be laid apart by pp"),
         ):
             if found:

@@ -55,6 +55,7 @@ def join_completions(pieces: list[Completion]) -> Completion:
         top_logprobs=_join_pieces(pieces, "top_logprobs"),
         support=_join_pieces(pieces, "support"),
         prompt_logprobs=first.prompt_logprobs,
+        prompt_top_logprobs=first.prompt_top_logprobs,
     )
 
 

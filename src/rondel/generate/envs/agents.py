@@ -27,7 +27,7 @@ from rondel.core.registry import suggest_name
 from rondel.core.types import Task, Trajectory
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.single_turn import opening_messages
-from rondel.generate.envs.template import Messages, Schemas
+from rondel.generate.template import Messages, Schemas
 
 PROMPT = "prompt"  # in `says`: what task.data's "prompt" or "messages" ask
 

@@ -19,9 +19,9 @@ from typing import Any
 from rondel.core.errors import DataError, EnvError
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, message_text
 from rondel.core.types import POLICY, Completion, FinishReason, Request, Sampling, Trajectory, Turn
-from rondel.generate.envs.calls import ToolCall
-from rondel.generate.envs.template import Messages, Schemas, Template
+from rondel.generate.calls import ToolCall
 from rondel.generate.pictures import place_images
+from rondel.generate.template import Messages, Schemas, Template
 from rondel.generate.video import process_media, split_media
 from rondel.system.clock import now
 from rondel.text.decode import decode_answer

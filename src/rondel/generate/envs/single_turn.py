@@ -8,7 +8,7 @@ from typing import Any
 from rondel.core.errors import DataError
 from rondel.core.protocols import Chat
 from rondel.core.types import Task, Trajectory
-from rondel.generate.envs.template import Messages, Schemas
+from rondel.generate.template import Messages, Schemas
 from rondel.text.special_tokens import SPLIT
 
 Example = dict[str, str]  # {"prompt": "2 + 2 =", "answer": "4"}

@@ -30,10 +30,10 @@ from rondel.core.media import message_text
 from rondel.core.protocols import Chat
 from rondel.core.sandbox_types import BoxFileError
 from rondel.core.types import Task, Trajectory
-from rondel.generate.envs.calls import ToolCall
+from rondel.generate.calls import ToolCall
 from rondel.generate.envs.single_turn import opening_messages
-from rondel.generate.envs.template import Messages, Schemas
 from rondel.generate.pictures import tool_image_parts
+from rondel.generate.template import Messages, Schemas
 from rondel.system.clock import now
 
 # what the system says of a path that a policy chose

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,9 @@ from torch import Tensor
 from rondel.models.recurrent.chunks import CHUNK, chunk_decay, in_chunks
 from rondel.models.recurrent.convolution import CausalConv, activated
 from rondel.models.recurrent.layout import RecurrentLayout
+
+if TYPE_CHECKING:
+    from rondel.models.recurrent.fused_kernels import FindKernels, FusedKernels
 
 CHANNELWISE = 16  # tokens of a chunk whose decays are [C, C, K] numbers
 
@@ -37,6 +40,7 @@ class GatedDelta:
     heads: int
     key: int
     value: int
+    kernels: FusedKernels | None = None  # in place of the formulas
     name: str = "delta"
 
     @property
@@ -49,6 +53,10 @@ class GatedDelta:
 
     def __call__(self, state: Tensor, inputs: Sequence[Tensor], lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """Padded tokens have k = 0 and g = 0: they write nothing and nothing fades."""
+        if self.kernels is not None:
+            q, k, v, g, beta = inputs
+            q, k = (x.repeat_interleave(self.heads // x.shape[2], 2) for x in (q, k))
+            return self.kernels.delta_rule(state, q, k, v, g, beta)
         q, k, v, g, beta = (x.transpose(1, 2) for x in inputs)  # [B, H, L, ...]
         q, k = (x.repeat_interleave(self.heads // x.shape[1], 1) for x in (q, k))
         q = q * self.key**-0.5
@@ -99,7 +107,9 @@ def unit_length(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def forward_gated_delta(mixer: Any, states: RecurrentLayout, hidden: Tensor, **_: Any) -> Tensor:
+def forward_gated_delta(
+    mixer: Any, states: RecurrentLayout, hidden: Tensor, *, kernels: FindKernels, **_: Any
+) -> Tensor:
     """hidden [1, T, D] -> [1, T, D], for Qwen3-Next, Qwen3.5 and OLMo hybrid, whose projections differ."""
     mixed, gate, b, a = _project(mixer, hidden)  # [T, 2 Hk K + Hv V], [T, Hv, V], [T, Hv], [T, Hv]
     mixed = activated(mixer.activation, states.scan(mixer.layer_idx, CausalConv.of(mixer.conv1d), mixed))
@@ -109,7 +119,8 @@ def forward_gated_delta(mixer: Any, states: RecurrentLayout, hidden: Tensor, **_
     q, k = unit_length(q), unit_length(k)
     beta = b.sigmoid() * (2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0)
     g = -mixer.A_log.float().exp() * F.softplus(a.float() + mixer.dt_bias)
-    rule = GatedDelta(mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim)
+    found = kernels(hidden, mixer.head_k_dim)
+    rule = GatedDelta(mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim, found)
     y = states.scan(mixer.layer_idx, rule, q, k, v, g[..., None], beta.float()).to(hidden.dtype)
     norm, out = (mixer.o_norm, mixer.o_proj) if hasattr(mixer, "o_norm") else (mixer.norm, mixer.out_proj)
     return out(norm(y.flatten(0, 1), gate.flatten(0, 1)).view(1, len(y), -1))

@@ -9,19 +9,25 @@ T tokens · H heads of size d
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from rondel.models.recurrent.layout import RecurrentLayout
 from rondel.models.recurrent.mamba2 import Mamba2Scan
 
+if TYPE_CHECKING:
+    from rondel.models.recurrent.fused_kernels import FindKernels
 
-def forward_lightning(mixer: Any, states: RecurrentLayout, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+
+def forward_lightning(
+    mixer: Any, states: RecurrentLayout, hidden: Tensor, *, kernels: FindKernels, **_: Any
+) -> tuple[Tensor, None]:
     """hidden [1, T, D] -> [1, T, D] and None, for MiniMax."""
     heads, size = mixer.num_attention_heads, mixer.head_dim
     mixed = mixer.act_fn(mixer.qkv_proj(hidden))[0].float()
     q, k, v = mixed.unflatten(-1, (heads, 3 * size)).chunk(3, -1)  # [T, H, d]
     fade = -mixer.slope_rate.float().flatten().expand(len(v), heads)
-    y = states.scan(mixer.layer_idx, Mamba2Scan(heads, size, size), v, fade, k, q).to(hidden.dtype)
+    rule = Mamba2Scan(heads, size, size, kernels(hidden, size))
+    y = states.scan(mixer.layer_idx, rule, v, fade, k, q).to(hidden.dtype)
     return mixer.out_proj(mixer.output_gate(hidden).sigmoid() * mixer.norm(y.flatten(1)[None])), None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from rondel.models.recurrent.chunks import CHUNK, chunk_decay, in_chunks
 from rondel.models.recurrent.convolution import CausalConv, activated
 from rondel.models.recurrent.layout import RecurrentLayout
 
+if TYPE_CHECKING:
+    from rondel.models.recurrent.fused_kernels import FindKernels, FusedKernels
+
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Scan:
@@ -30,6 +33,7 @@ class Mamba2Scan:
     heads: int
     size: int
     state: int
+    kernels: FusedKernels | None = None  # in place of the formulas
     name: str = "scan"
 
     @property
@@ -42,6 +46,10 @@ class Mamba2Scan:
 
     def __call__(self, state: Tensor, inputs: Sequence[Tensor], lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """Padded tokens have dt = 0: they write nothing and nothing fades."""
+        if self.kernels is not None:
+            x, fade, b, c = inputs
+            b, c = (i.repeat_interleave(self.heads // i.shape[2], 2) for i in (b, c))
+            return self.kernels.fading_sum(state, c, b, x, fade)
         x, fade, b, c = (i.transpose(1, 2) for i in inputs)  # [B, H, L, ...]
         b, c = (i.repeat_interleave(self.heads // i.shape[1], 1) for i in (b, c))
         length = x.shape[2]
@@ -60,7 +68,7 @@ class Mamba2Scan:
         return torch.cat(out, 2)[:, :, :length].transpose(1, 2), state
 
 
-def forward_mamba2(mixer: Any, states: RecurrentLayout, hidden: Tensor, **_: Any) -> Tensor:
+def forward_mamba2(mixer: Any, states: RecurrentLayout, hidden: Tensor, *, kernels: FindKernels, **_: Any) -> Tensor:
     """hidden [1, T, D] -> [1, T, D], for Mamba-2, Bamba, Granite hybrid, Nemotron-H, Falcon-H1 and Zamba2."""
     scaled = getattr(mixer, "ssm_in_multiplier", None)  # Falcon-H1
     projected = mixer.in_proj(hidden if scaled is None else hidden * scaled)[0]
@@ -73,7 +81,7 @@ def forward_mamba2(mixer: Any, states: RecurrentLayout, hidden: Tensor, **_: Any
     x, b, c = mixed.float().split([width, groups * state, groups * state], -1)
     x, b, c = (i.unflatten(-1, (n, -1)) for i, n in ((x, heads), (b, groups), (c, groups)))
     dt = F.softplus(dt + mixer.dt_bias).clamp(*mixer.time_step_limit).float()
-    rule = Mamba2Scan(heads, x.shape[-1], state)
+    rule = Mamba2Scan(heads, x.shape[-1], state, kernels(hidden, state))
     fade = -mixer.A_log.float().exp() * dt
     y = states.scan(mixer.layer_idx, rule, x * dt[..., None], fade, b, c) + mixer.D[:, None] * x
     y = y.flatten(1)[None]

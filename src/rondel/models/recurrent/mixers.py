@@ -7,6 +7,7 @@ the model is switched to another attention than ours, its mixers are transformer
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +15,21 @@ from torch import Tensor
 
 from rondel.core.errors import ModelError
 from rondel.models.attention import NAME, attention_layout, current_layout
+from rondel.models.recurrent.convolved_qkv import forward_convolved_qkv
+from rondel.models.recurrent.fused_kernels import fused_kernels
 from rondel.models.recurrent.gated_delta import forward_gated_delta
 from rondel.models.recurrent.kimi_delta import forward_kimi_delta
 from rondel.models.recurrent.lightning_attention import forward_lightning
 from rondel.models.recurrent.mamba import forward_mamba, forward_mamba_heads
 from rondel.models.recurrent.mamba2 import forward_mamba2
+from rondel.models.recurrent.mlstm import forward_mlstm
+from rondel.models.recurrent.ngram_embedding import forward_ngram_layer
 from rondel.models.recurrent.rg_lru import forward_rg_lru
 from rondel.models.recurrent.short_conv import forward_short_conv
 from rondel.models.recurrent.wkv import forward_channel_mix, forward_wkv
 
-Forward = Callable[..., Any]  # (mixer, RecurrentLayout, hidden [1, T, D], what else its layer hands it) -> as its own
+# (mixer, RecurrentLayout, hidden [1, T, D], kernels=FindKernels, what else its layer hands it) -> as its own
+Forward = Callable[..., Any]
 MIXERS: dict[str, Forward] = {  # by the mixer's class
     "Lfm2ShortConv": forward_short_conv,
     "Lfm2MoeShortConv": forward_short_conv,
@@ -31,6 +37,7 @@ MIXERS: dict[str, Forward] = {  # by the mixer's class
     "Qwen3NextGatedDeltaNet": forward_gated_delta,
     "Qwen3_5GatedDeltaNet": forward_gated_delta,
     "Qwen3_5MoeGatedDeltaNet": forward_gated_delta,
+    "Qwen4ExpTextGatedDeltaNet": forward_gated_delta,
     "OlmoHybridGatedDeltaNet": forward_gated_delta,
     "KimiLinearDeltaAttention": forward_kimi_delta,
     "BailingHybridDeltaAttention": forward_kimi_delta,
@@ -48,6 +55,9 @@ MIXERS: dict[str, Forward] = {  # by the mixer's class
     "JambaMambaMixer": forward_mamba,
     "ZambaMambaMixer": forward_mamba_heads,
     "Zamba2MambaMixer": forward_mamba2,
+    "ZayaCCAProjection": forward_convolved_qkv,
+    "xLSTMLayer": forward_mlstm,
+    "Qwen4ExpTextPLELayer": forward_ngram_layer,
 }
 
 
@@ -70,7 +80,8 @@ def _forward_with_layout(
         return type(mixer).forward(mixer, hidden_states, *args, **kwargs)
     if hidden_states.shape[0] != 1:
         raise ModelError(f"batch of {hidden_states.shape[0]}: tokens are packed into one row [1, T], without padding")
-    return forward(mixer, current_layout().states, hidden_states, **kwargs)
+    named = dict(zip([*inspect.signature(type(mixer).forward).parameters][2:], args))
+    return forward(mixer, current_layout().states, hidden_states, kernels=fused_kernels, **named, **kwargs)
 
 
 def keep_sums_in_order(model: Any) -> bool:
@@ -78,7 +89,7 @@ def keep_sums_in_order(model: Any) -> bool:
     recurrence, whose sums depend on how a prompt is cut into chunks.
     """
     mixers = [m for m in model.modules() if type(m).__name__ in MIXERS]
-    if any(MIXERS[type(m).__name__] is not forward_short_conv for m in mixers):
+    if not mixers or any(MIXERS[type(m).__name__] is not forward_short_conv for m in mixers):
         return False
     for mixer in mixers:
         mixer.in_order = True

@@ -3,6 +3,7 @@
 raw_logprobs      of the drawn tokens under the model alone: temperature 1, before anything changed the logits
 top_logprobs:K    the K most likely tokens there, with their log-probabilities
 prompt_logprobs   of the given tokens, computed with one extra pass over the prompt, whatever the cache holds
+prompt_top_logprobs:K    the K most likely tokens at each of them, from the same pass
 support           the ids that a token was drawn from where truncation, a grammar or min_tokens
                   cut some off
 """
@@ -24,15 +25,18 @@ class TokenChannels:
     raw_logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     prompt_logprobs: list[float] | None = None
+    prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
     support: list[list[int] | None] | None = None
     k: int = 0
+    prompt_k: int = 0
 
     @property
     def reads_raw(self) -> bool:
         return self.raw_logprobs is not None or self.top_logprobs is not None
 
     def token_lists(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("raw_logprobs", "top_logprobs", "prompt_logprobs", "support")}
+        names = ("raw_logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "support")
+        return {name: getattr(self, name) for name in names}
 
 
 def open_channels(wants: frozenset[str], vocab: int) -> TokenChannels | None:
@@ -40,10 +44,14 @@ def open_channels(wants: frozenset[str], vocab: int) -> TokenChannels | None:
     channels, unknown = TokenChannels(), []
     for want in sorted(wants):
         name, _, number = want.partition(":")
-        if name == "top_logprobs" and number.isdecimal() and 1 <= int(number) <= vocab:
-            channels.top_logprobs, channels.k = [], int(number)
-        elif name == "top_logprobs":
-            raise UserError(f"'{want}': write how many, as in top_logprobs:5, at least 1 and at most {vocab}")
+        if name in ("top_logprobs", "prompt_top_logprobs"):
+            if not (number.isdecimal() and 1 <= int(number) <= vocab):
+                raise UserError(f"'{want}': write how many, as in {name}:5, at least 1 and at most {vocab}")
+            setattr(channels, name, [])
+            if name == "top_logprobs":
+                channels.k = int(number)
+            else:
+                channels.prompt_k = int(number)
         elif want in ("raw_logprobs", "prompt_logprobs", "support"):
             setattr(channels, want, [])
         else:
@@ -51,7 +59,7 @@ def open_channels(wants: frozenset[str], vocab: int) -> TokenChannels | None:
     if unknown:
         raise UserError(
             f"the built-in engine has no {', '.join(unknown)}; it has raw_logprobs, top_logprobs:K, prompt_logprobs, "
-            f"support"
+            f"prompt_top_logprobs:K, support"
         )
     return channels if wants else None
 

@@ -151,14 +151,22 @@ class ModelRunner:
                 or live.written < sampling.min_tokens
             )
             channels.support.append(p.nonzero()[:, 0].tolist() if cut else None)
-        if channels.prompt_logprobs == []:
-            channels.prompt_logprobs = self.score(live.tokens[: live.prompt], live.gaze)
+        if channels.prompt_logprobs == [] or channels.prompt_top_logprobs == []:
+            scored, top = self._score_tokens(live.tokens[: live.prompt], live.gaze, channels.prompt_k)
+            channels.prompt_logprobs = None if channels.prompt_logprobs is None else scored
+            channels.prompt_top_logprobs = None if channels.prompt_top_logprobs is None else top
 
     @torch.inference_mode()
     def score(self, tokens: list[int], gaze: RequestImages | None = None) -> list[float]:
         """log p(token t | tokens before) through the paged path, on pages of its own:
         it needs no room and works asleep.
         """
+        return self._score_tokens(tokens, gaze)[0]
+
+    def _score_tokens(
+        self, tokens: list[int], gaze: RequestImages | None, top: int = 0
+    ) -> tuple[list[float], list[list[tuple[int, float]]]]:
+        """-> log p of each, 0 for the first; and the `top` likeliest in its place, none for the first."""
         n = len(tokens)
         where, ids = torch.arange(n, device=self.device), torch.tensor(tokens, device=self.device)
         layout = PagedLayout(LayerPools(n), LayerPools(n), where, [PrefillChunk(0, n, where)])
@@ -166,12 +174,15 @@ class ModelRunner:
             layout.states = SlotStates(StateMemory(1), [(0, n, 0, True)], self.device)
         at = where if gaze is None else torch.from_numpy(gaze.position_ids(0, n)).to(self.device)
         hidden = self._forward_pass(ids, at, layout, [(0, n, gaze)])
-        out = [0.0]
+        out, likely = [0.0], [[]]  # type: list[float], list[list[tuple[int, float]]]
         for first in range(0, n - 1, ROWS):
             rows = where[first : min(first + ROWS, n - 1)]
             logprobs = self.loaded.logits(hidden, rows).log_softmax(-1)
             out += logprobs.gather(1, ids[rows + 1][:, None])[:, 0].tolist()
-        return out
+            if top:
+                values, best = logprobs.topk(top)
+                likely += [list(zip(*row)) for row in zip(best.tolist(), values.tolist())]
+        return out, likely
 
     def _forward_step(self, plan: StepPlan) -> tuple[Tensor, list[tuple[SequenceState, int]]]:
         """Hidden states of the step's new tokens, and the first of the rows from which a
@@ -308,7 +319,8 @@ def lines_of(loaded: LoadedModel, rows: int, pages: int) -> BlockTable | None:
 def has_kernel(loaded: LoadedModel) -> bool:
     mutual = loaded.sight is not None and loaded.sight.mutual
     # the kernel reads whole contexts, none of them beyond its query; ranks are told of a PagedLayout
-    fits = not loaded.aligned and not loaded.indexers and not mutual and not loaded.leads_ranks
+    gathers = loaded.indexers > 0 or loaded.compressed
+    fits = not loaded.aligned and not gathers and not mutual and not loaded.leads_ranks
     return loaded.device.type == "cuda" and fits and importlib.util.find_spec("triton") is not None
 
 

@@ -59,6 +59,13 @@ class SampleAnswer:
         half = len(text) - max((_stop_overlap(text, stop) for stop in self.stops), default=0)
         return half if whole is None else min(half, whole)
 
+    def cut_to(self, n: int) -> None:
+        """No more than the first n tokens, as if it had been limited to them."""
+        del self.tokens[n:], self.logprobs[n:], self.versions[n:], self.top[n:]
+        self.text = self.text if n else ""
+        if self.completion is not None:
+            self.completion.finish_reason = "length"
+
     def finish_answer(self, completion: Completion) -> str:
         """-> the rest of the text."""
         rest = (completion.text or "")[len(self.text) :]

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rondel.core.errors import StalledError
-from rondel.generate.engine.server import broadcast, control, native, openai, weights
+from rondel.generate.engine.server import broadcast, control, native, openai, text_endpoints, weights
 from rondel.generate.engine.server.answers import RequestSamples
 from rondel.generate.engine.server.errors import refusal_response, to_refusal
 from rondel.generate.engine.server.fields import read_fields
@@ -46,7 +46,9 @@ CONTROL: dict[str, Handler] = {
     "/init_weights_update_group": broadcast.init_weights_update_group,
     "/destroy_weights_update_group": broadcast.destroy_weights_update_group,
 }
+TEXT: dict[str, Handler] = {"/tokenize": text_endpoints.tokenize, "/detokenize": text_endpoints.detokenize}
 FACTS: dict[str, Handler] = {
+    "/version": text_endpoints.get_version,
     "/get_weight_version": control.get_weight_version,
     "/get_model_info": control.get_model_info,
     "/get_server_info": control.get_server_info,
@@ -86,6 +88,10 @@ def build_app(service: GenerationService) -> ServerAuth:
         *(
             Route(path, _catch_errors(service, bind_handler(_generation_handler(*how))), methods=["POST"])
             for path, how in GENERATING.items()
+        ),
+        *(
+            Route(path, _catch_errors(service, bind_handler(handler)), methods=["POST"])
+            for path, handler in TEXT.items()
         ),
         *(
             Route(path, _catch_errors(service, bind_handler(handler)), methods=["GET"])

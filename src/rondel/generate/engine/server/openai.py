@@ -6,6 +6,7 @@ every choice, prompt_token_ids of the reply. `weight_version` is always there.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,12 +19,16 @@ from rondel.generate.engine.server.answers import AnswerDelta, SampleAnswer
 from rondel.generate.engine.server.fields import RequestFields, shorten_json
 from rondel.generate.engine.server.sampling_fields import BIGGEST, read_draw, read_prompts, read_seed
 from rondel.generate.engine.server.service import GenerationRequest, GenerationService
+from rondel.generate.engine.server.tool_calls import CallReader, call_fields, read_sent_calls, read_tools
 from rondel.generate.pictures import parse_image_part
 from rondel.system.http.response import RequestRefusal
 from rondel.text.special_tokens import SPLIT
 
 HARMLESS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
+TEMPLATE_OWN = frozenset(
+    {"tools", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "return_tensors"}
 )
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -35,7 +40,11 @@ def read_completion(f: RequestFields, service: GenerationService) -> CompletionR
     asked = _read_common_fields(f, service, default_tokens=16)
     asked.prompts, asked.split = read_prompts(f, prompt), f.read_flag(SPLIT, True)
     top = f.read_integer("logprobs", None, 0, 5)
-    f.allow_only("echo", False)
+    asked.echo = f.read_flag("echo")
+    if asked.echo and asked.stream:
+        raise f.field_error("echo", "a stream tells what is new: ask without stream, or without echo")
+    if asked.echo and top is not None:
+        asked.wants |= {"prompt_logprobs", *([f"prompt_top_logprobs:{top}"] if top else [])}
     f.allow_only("suffix", "")
     f.allow_only("best_of", 1, asked.n)
     return _build_reply(f, service, asked, chat=False, logprobs=top is not None, top=top or 0)
@@ -43,18 +52,18 @@ def read_completion(f: RequestFields, service: GenerationService) -> CompletionR
 
 def read_chat(f: RequestFields, service: GenerationService) -> CompletionReply:
     """OpenAI's chat: messages go through the model's own template, `tools` with them."""
-    messages = _read_messages(f, f.read_field("messages"))
+    messages = read_messages(f, f.read_field("messages"))
     asked = _read_common_fields(f, service, default_tokens=None)
-    asked.messages, asked.tools = messages, f.read_field("tools")
-    if asked.tools is not None and not (
-        isinstance(asked.tools, list) and all(isinstance(t, dict) for t in asked.tools)
-    ):
-        raise f.field_error("tools", "it must be a list of objects")
-    f.allow_only("tool_choice", "auto", "none")
-    if f.read_field("tool_choice") == "none":
-        asked.tools = None
-    f.allow_only("parallel_tool_calls", True)
-    asked.draw["grammar"] = _response_grammar(f)
+    asked.messages, asked.tools = messages, read_tools(f)
+    read_template_fields(f, asked)
+    grammar = _response_grammar(f)
+    if grammar and asked.draw["grammar"]:
+        raise f.field_error("response_format", "structured_outputs says it, too; give one of the two")
+    asked.draw["grammar"] = asked.draw["grammar"] or grammar
+    if asked.tools and asked.tools.required:
+        if asked.draw["grammar"]:
+            raise f.field_error("tool_choice", "an answer cannot be a call and have another form, too")
+        asked.draw["grammar"] = asked.tools.grammar(service)
     f.allow_only("modalities", ["text"])
     logprobs = f.read_flag("logprobs")
     top = f.read_integer("top_logprobs", 0, 0, 20)
@@ -76,17 +85,54 @@ def _read_common_fields(
         )
     draw = read_draw(f)
     draw["min_tokens"] = f.read_integer("min_tokens", 0, 0, BIGGEST)
-    old, new = f.read_integer("max_tokens", None, 1, BIGGEST), f.read_integer("max_completion_tokens", None, 1, BIGGEST)
+    draw["grammar"] = _structured_grammar(f)
+    old, new = f.read_integer("max_tokens", None, 0, BIGGEST), f.read_integer("max_completion_tokens", None, 0, BIGGEST)
     if None not in (old, new) and old != new:
         raise f.field_error("max_tokens", f"max_completion_tokens says {new}; give one of the two")
+    limit = default_tokens if (given := old if new is None else new) is None else given
+    told = f.read_integer("prompt_logprobs", None, 0, 20)
+    wants = set[str]() if told is None else {"prompt_logprobs"} | ({f"prompt_top_logprobs:{told}"} if told else set())
     return GenerationRequest(
         draw=draw,
-        max_tokens=new or old or default_tokens,
+        max_tokens=limit,
+        wants=frozenset(wants),
+        tells_prompt=told is not None,
         n=f.read_integer("n", 1, 1, service.limits.samples),
         seed=read_seed(f),
         id=f.read_string("rid") or "",
         stream=f.read_flag("stream"),
     )
+
+
+def read_template_fields(f: RequestFields, asked: GenerationRequest) -> None:
+    """What else a chat template is told, and whether the last message is the beginning of the answer (vLLM's fields)."""
+    asked.template = f.read_field("chat_template_kwargs", {})
+    if not isinstance(asked.template, dict) or asked.template.keys() & TEMPLATE_OWN:
+        raise f.field_error("chat_template_kwargs", f"it is an object without {', '.join(sorted(TEMPLATE_OWN))}")
+    asked.goes_on = f.read_flag("continue_final_message")
+    if asked.goes_on:
+        f.allow_only("add_generation_prompt", False)
+        if not asked.messages or asked.messages[-1]["role"] != "assistant":
+            raise f.field_error("continue_final_message", "the last message must be the assistant's")
+    else:
+        f.allow_only("add_generation_prompt", True)
+
+
+def _structured_grammar(f: RequestFields) -> dict[str, Any] | None:
+    """vLLM's structured_outputs as Sampling's grammar."""
+    wanted = f.take_object("structured_outputs")
+    found: list[dict[str, Any]] = []
+    if (schema := wanted.read_field("json")) is not None:
+        found.append({"json_schema": schema})
+    if wanted.read_flag("json_object"):
+        found.append({"json_schema": {"type": "object"}})
+    found += [{kind: text} for kind in ("regex", "grammar") if (text := wanted.read_string(kind)) is not None]
+    if choices := wanted.read_strings("choice", 1024):
+        found.append({"grammar": f"start: {' | '.join(json.dumps(choice) for choice in choices)}\n"})
+    wanted.refuse_unknown_fields()
+    if len(found) > 1:
+        raise f.field_error("structured_outputs", "give one of json, json_object, regex, grammar, choice")
+    return found[0] if found else None
 
 
 def _response_grammar(f: RequestFields) -> dict[str, Any] | None:
@@ -109,7 +155,7 @@ def _response_grammar(f: RequestFields) -> dict[str, Any] | None:
     return {"json_schema": {"type": "object"}} if kind == "json_object" else None
 
 
-def _read_messages(f: RequestFields, given: Any) -> list[dict[str, Any]]:
+def read_messages(f: RequestFields, given: Any) -> list[dict[str, Any]]:
     """Contents as plain text, a list of text parts joined; or as parts, where a user or a tool shows an image."""
     if not isinstance(given, list) or not given or not all(isinstance(m, dict) for m in given):
         raise f.field_error("messages", "it must be a list of objects with role and content, at least one")
@@ -122,7 +168,8 @@ def _read_messages(f: RequestFields, given: Any) -> list[dict[str, Any]]:
             content = ""
         out.append(
             {
-                **message,
+                **{k: v for k, v in message.items() if k != "tool_calls"},
+                **read_sent_calls(message, where),
                 "content": _read_content(content, f"{where}.content", images=message["role"] in ("user", "tool")),
             }
         )
@@ -169,9 +216,15 @@ def _build_reply(
     options.refuse_unknown_fields()
     token_ids = f.read_flag("return_token_ids")
     f.refuse_unknown_fields()
+    if asked.max_tokens == 0:
+        if asked.stream:
+            raise f.field_error("max_tokens", "a stream of no tokens; ask without stream")
+        asked.draw["min_tokens"], asked.keeps = 0, 0
+        asked.max_tokens = 1  # what is computed anyway is not told
     asked.top = top
     asked.id = asked.id or f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
-    return CompletionReply(service, asked, chat, logprobs, token_ids, usage)
+    calls = CallReader(service.call_format, service.tokenizer, asked.tools) if asked.tools else None
+    return CompletionReply(service, asked, chat, logprobs, token_ids, usage, calls)
 
 
 @dataclass(slots=True)
@@ -184,18 +237,28 @@ class CompletionReply:
     logprobs: bool
     token_ids: bool
     usage_at_end: bool
+    calls: CallReader | None = None
 
     def response_body(self, answers: list[SampleAnswer]) -> dict[str, Any]:
         choices = []
         for a in answers:
-            said = (
-                {"message": {"role": "assistant", "content": a.text, "refusal": None}}
-                if self.chat
-                else {"text": a.text}
-            )
-            choices.append(
-                {"index": a.index, **said, **self._token_fields(AnswerDelta(a, a.text, 0, len(a.tokens), ends=True))}
-            )
+            if self.asked.keeps is not None:
+                a.cut_to(self.asked.keeps)
+            text, called = self.calls.split(a) if self.calls else (a.text, [])
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": text or (None if called else ""),
+                "refusal": None,
+            }
+            if called:
+                message["tool_calls"] = call_fields(self.asked.id, a.index, called)
+            said = {"message": message} if self.chat else {"text": self._echoed_text(a) + text}
+            choice = {"index": a.index, **said, **self._token_fields(AnswerDelta(a, text, 0, len(a.tokens), ends=True))}
+            if called:
+                choice["finish_reason"] = "tool_calls"
+            if self.asked.tells_prompt:
+                choice["prompt_logprobs"] = self._prompt_logprobs(a)
+            choices.append(choice)
         prompts = {"prompt_token_ids": answers[0].prompt} if self.token_ids else {}
         return {
             **self._response_header(chunk=False),
@@ -218,15 +281,35 @@ class CompletionReply:
                 yield {**self._response_header(), **prompts, "choices": [role]}
 
     def stream_chunk(self, piece: AnswerDelta) -> dict[str, Any]:
-        said: dict[str, Any] = (
-            {"delta": {"content": piece.text} if piece.text or not piece.ends else {}}
-            if self.chat
-            else {"text": piece.text}
-        )
-        return {
-            **self._response_header(),
-            "choices": [{"index": piece.answer.index, **said, **self._token_fields(piece)}],
-        }
+        text = self.calls.next_text(piece) if self.calls else piece.text
+        delta: dict[str, Any] = {"content": text} if text or not piece.ends else {}
+        called = self.calls.split(piece.answer)[1] if self.calls and piece.ends else []
+        if called:
+            delta["tool_calls"] = call_fields(self.asked.id, piece.answer.index, called, streamed=True)
+        said: dict[str, Any] = {"delta": delta} if self.chat else {"text": text}
+        choice = {"index": piece.answer.index, **said, **self._token_fields(piece)}
+        if called:
+            choice["finish_reason"] = "tool_calls"
+        return {**self._response_header(), "choices": [choice]}
+
+    def _echoed_text(self, a: SampleAnswer) -> str:
+        return self.service.tokenizer.decode(a.prompt, skip_special_tokens=True) if self.asked.echo else ""
+
+    def _prompt_logprobs(self, a: SampleAnswer) -> list[dict[str, Any] | None]:
+        """vLLM's: for each token of the prompt but the first, it and the likeliest by their ids."""
+        known = a.completion.prompt_logprobs if a.completion else None
+        tops = (a.completion.prompt_top_logprobs if a.completion else None) or [[] for _ in a.prompt]
+        rows: list[dict[str, Any] | None] = [None]
+        for token, logprob, top in list(zip(a.prompt, known or [], tops))[1:]:
+            ranked = {t: (lp, rank) for rank, (t, lp) in enumerate(top, 1)}
+            told = {token: ranked.get(token, (logprob, None)), **ranked}
+            rows.append(
+                {
+                    str(t): {"logprob": lp, "rank": rank, "decoded_token": self._decode_token(t)}
+                    for t, (lp, rank) in told.items()
+                }
+            )
+        return rows
 
     def end_stream(self, answers: list[SampleAnswer]) -> Iterator[dict[str, Any]]:
         if self.usage_at_end:
@@ -255,14 +338,20 @@ class CompletionReply:
     def _logprob_fields(self, a: SampleAnswer, part: slice) -> dict[str, Any]:
         texts, tops = [self._decode_token(t) for t in a.tokens[part]], a.top[part]
         if not self.chat:
+            logprobs: list[float | None] = list(a.logprobs[part])
+            likely: list[dict[str, float] | None] = [self._by_text(top) for top in tops]
+            if self.asked.echo and a.completion:  # the first token has nothing before it
+                given = a.completion.prompt_top_logprobs or []
+                texts = [self._decode_token(t) for t in a.prompt] + texts
+                logprobs = [None, *(a.completion.prompt_logprobs or [])[1:], *logprobs]
+                likely = [None, *map(self._by_text, given[1:]), *likely] if given else likely
             offsets = [0]
             for text in texts:
                 offsets.append(offsets[-1] + len(text))
-            likely = [{self._decode_token(t): lp for t, lp in top} for top in tops] or None
             return {
                 "tokens": texts,
-                "token_logprobs": a.logprobs[part],
-                "top_logprobs": likely,
+                "token_logprobs": logprobs,
+                "top_logprobs": likely or None,
                 "text_offset": offsets[:-1],
             }
         rows = zip(texts, a.logprobs[part], tops or [[]] * len(texts))
@@ -271,6 +360,12 @@ class CompletionReply:
             for text, lp, top in rows
         ]
         return {"content": content, "refusal": None}
+
+    def _by_text(self, top: list[tuple[int, float]]) -> dict[str, float]:
+        """Pieces of a character are told by their names in the vocabulary, for all of them are decoded alike."""
+        texts = [self._decode_token(t) for t, _ in top]
+        names = self.service.tokenizer.convert_ids_to_tokens([t for t, _ in top])
+        return {name if HALF in text else text: lp for text, name, (_, lp) in zip(texts, names, top)}
 
     def _decode_token(self, token: int) -> str:
         return self.service.engine.loaded.tokenizer.decode([token])

@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any
 from rondel.core.errors import DataError
 from rondel.core.media import Image, ImagePlaceholder, ImageProcessorConfig
 from rondel.core.types import Request, Sampling, sample_key
+from rondel.generate.calls import CallFormat
 from rondel.generate.engine.builtin.text import IncrementalDetokenizer, split_stops
 from rondel.generate.engine.server.answers import RequestSamples, SampleAnswer
 from rondel.generate.engine.server.metrics import ServerMetrics
+from rondel.generate.engine.server.tool_calls import OfferedTools
 from rondel.generate.pictures import TooLarge, all_seen, load_message_images, place_images, split_images
+from rondel.generate.template import Template, describe_tools
 from rondel.system.http.response import RequestRefusal
 from rondel.text.special_tokens import special_tokens
 
@@ -56,7 +59,9 @@ class GenerationRequest:
     images: list[list[str]] = field(default_factory=list)
     split: bool = True
     messages: list[dict[str, Any]] | None = None
-    tools: list[Any] | None = None
+    tools: OfferedTools | None = None
+    goes_on: bool = False  # the last message is the beginning of the answer
+    template: dict[str, Any] = field(default_factory=dict)  # what else the chat template is given
     draw: dict[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     n: int = 1
@@ -65,6 +70,9 @@ class GenerationRequest:
     stream: bool = False
     top: int = 0  # how many of the likeliest tokens are told beside each
     wants: frozenset[str] = frozenset()
+    echo: bool = False  # the prompt is told before the answer, with its log-probabilities where these are asked for
+    tells_prompt: bool = False  # vLLM's prompt_logprobs
+    keeps: int | None = None  # of an answer, no more than so many tokens are told
 
 
 class GenerationService:
@@ -91,6 +99,7 @@ class GenerationService:
         # the engine decodes with its own; the two must not share a borrow
         self.tokenizer = copy.deepcopy(engine.loaded.tokenizer)
         self.plain = not getattr(self.tokenizer, "chat_template", None)
+        self.template = Template(self.tokenizer, engine.loaded.sight)
         self.special = special_tokens(self.tokenizer)
         self._image_marks = self.special.of_images(self.image_config.placeholder) if self.image_config else set[str]()
         self._longest = max(map(len, self.tokenizer.get_vocab()))
@@ -100,6 +109,14 @@ class GenerationService:
     def max_context_tokens(self) -> int:
         """Tokens that a prompt and its answer can have together."""
         return min(self.engine.loaded.max_context, self.engine.pages.count)
+
+    @property
+    def call_format(self) -> CallFormat:
+        """How the model calls tools; refused where its template shows tools and writes calls in a form that is not read."""
+        try:
+            return self.template.call_format
+        except DataError as error:
+            raise RequestRefusal(400, str(error), param="tools") from None
 
     @property
     def image_config(self) -> ImageProcessorConfig | None:
@@ -151,7 +168,7 @@ class GenerationService:
             if self.image_config is not None and self.image_config.tiles is not None:  # the text says how they are cut
                 messages = await self._cut_images(messages)
             plain, shown = split_images(messages)
-            tokens = await self._off_loop(self._render_chat, plain, asked.tools)
+            tokens = await self.off_loop(self.render_chat, plain, asked)
             prompts = [await self._prepare_images(tokens, shown) if self.image_config or shown else (tokens, ())]
         wants = asked.wants | ({f"top_logprobs:{asked.top}"} if asked.top else set())
         stops = split_stops(self.tokenizer, asked.draw.get("stop", ()))[1]
@@ -226,35 +243,32 @@ class GenerationService:
                 code="context_length_exceeded",
             )
         covered = self.special.cover_but(text, meant) if split else self.special.cover_control_tokens(text, split=False)
-        return await self._off_loop(partial(self.special.encode, covered, add_special_tokens=True))
+        return await self.off_loop(partial(self.special.encode, covered, add_special_tokens=True))
 
-    async def _off_loop(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def off_loop(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._text, function, *args)
 
     def _decode_tokens(self, tokens: list[int]) -> str:
         return self.engine.loaded.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def _render_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[int]:
+    def render_chat(self, messages: list[dict[str, Any]], asked: GenerationRequest) -> list[int]:
         """The model's chat template, of messages in which no control token is meant. What it
-        raises is the client's to read: it knows which roles and orders it takes."""
+        raises is the client's to read: it knows which roles and orders it takes. Tools that it does not show are described in words."""
         if self.plain:
             raise RequestRefusal(
                 400, f"'{self.name}' has no chat template: use /v1/completions", code="no_chat_template"
             )
 
-        messages, tools = self.special.cover_control_tokens(messages), self.special.cover_control_tokens(tools)
-
-        def apply_template(**more: Any) -> str:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
-
+        messages = self.template.calls_as_text(self.special.cover_control_tokens(messages))
+        tools = self.special.cover_control_tokens(asked.tools.functions if asked.tools else [])
+        if tools and self.call_format.told:
+            messages, tools = describe_tools(messages, tools, speaker=self.template.speaker), []
+        how = dict(asked.template)
+        if tools:
+            how["tools"] = tools
+        how["continue_final_message" if asked.goes_on else "add_generation_prompt"] = True
         try:
-            text = apply_template(tools=tools) if tools else apply_template()
-            if tools and text == apply_template():
-                raise RequestRefusal(
-                    400, f"the chat template of '{self.name}' does not show tools to the model", param="tools"
-                )
-        except RequestRefusal:
-            raise
+            text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, **how))
         except Exception as error:
             raise RequestRefusal(
                 400,

@@ -16,7 +16,7 @@ from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.gateway.agent import Agent, score_of
 from rondel.generate.envs.gateway.session import GatewaySession
 from rondel.generate.envs.single_turn import opening_messages
-from rondel.generate.envs.template import Messages, Schemas
+from rondel.generate.template import Messages, Schemas
 
 
 class Gateway:

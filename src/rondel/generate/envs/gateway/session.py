@@ -18,7 +18,6 @@ from rondel.generate.envs.gateway.chat_request import ChatReply, ChatRequest
 from rondel.generate.envs.gateway.conversation_tree import AnsweredTurn, ConversationTree
 from rondel.generate.envs.gateway.errors import TooLong
 from rondel.generate.envs.gateway.messages import canonical_messages, key_of
-from rondel.generate.envs.template import Messages
 from rondel.generate.pictures import (
     TooLarge,
     count_image_tokens,
@@ -26,6 +25,7 @@ from rondel.generate.pictures import (
     run_on_image_thread,
     split_images,
 )
+from rondel.generate.template import Messages
 from rondel.system.http.response import RequestRefusal
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rondel.core.errors import DataError
-from rondel.generate.envs.dialects import Dialect, ToolCall, detect_dialect, parse_value
+from rondel.generate.dialects import Dialect, ToolCall, detect_dialect, parse_value
 
 NAME, KEY, VALUE = "probe_name", "probe_key", "probe value"
 PROBE: dict[str, Any] = {

@@ -24,7 +24,7 @@ from typing import Any
 
 from rondel.core.errors import DataError, RondelError, TemplateError
 from rondel.core.media import ImageProcessorConfig
-from rondel.generate.envs.calls import HERMES, PROBE, TOLD, CallFormat, read_off
+from rondel.generate.calls import HERMES, PROBE, TOLD, CallFormat, read_off
 from rondel.text.special_tokens import special_tokens
 
 Messages = list[dict[str, Any]]
@@ -60,11 +60,11 @@ class Template:
         write. TemplateError where it refuses them.
         """
         messages, tools = (
-            self._calls_as_text(self.special.cover_messages(messages)),
+            self.calls_as_text(self.special.cover_messages(messages)),
             self.special.cover_control_tokens(tools),
         )
         if tools and self.call_format.told:
-            messages, tools = _with_words(messages, tools, speaker="system" if self._has_system else "user"), ()
+            messages, tools = describe_tools(messages, tools, speaker=self.speaker), ()
         if self.plain:
             return self._encode_plain(messages, opening=True)
         with _template_errors(messages):
@@ -81,7 +81,7 @@ class Template:
 
     def _render_after_call(self, tokens: Sequence[int], messages: Messages) -> list[int]:
         """What follows the mark that closes a call, but for what the policy has written behind it."""
-        messages, ends = self._calls_as_text(self.special.cover_messages(messages)), self.call_format.ends
+        messages, ends = self.calls_as_text(self.special.cover_messages(messages)), self.call_format.ends
         written = self._render_text([USER, _build_calling_turn(messages), *messages], (), prompt=True)
         behind = self._encode_text(written[written.index(ends) + len(ends) :])
         mark = self._encode_text(ends)
@@ -97,7 +97,7 @@ class Template:
         """Messages that follow a finished turn of the policy, up to where it writes again.
         TemplateError where it refuses them.
         """
-        messages = self._calls_as_text(self.special.cover_messages(messages))
+        messages = self.calls_as_text(self.special.cover_messages(messages))
         if self.plain:
             return self._encode_plain(messages, opening=False)
         refused, asking = "", _build_calling_turn(messages)
@@ -115,7 +115,7 @@ class Template:
             f"{' or raises ' + refused if refused else ''}; use roles it knows, or a template that only appends"
         )
 
-    def _calls_as_text(self, messages: Messages) -> Messages:
+    def calls_as_text(self, messages: Messages) -> Messages:
         """Calls and what came of them, as the template can say them."""
         if not any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
             return messages
@@ -129,11 +129,13 @@ class Template:
         return HERMES if self.plain else read_off(self._render_text)
 
     @cached_property
-    def _has_system(self) -> bool:
+    def speaker(self) -> str:
+        """Whose words describe tools where the template does not: "system", or "user" where it has none."""
         try:
-            return self.plain or "s7x" in self._render_text([{"role": "system", "content": "s7x"}, USER], ())
+            has = self.plain or "s7x" in self._render_text([{"role": "system", "content": "s7x"}, USER], ())
         except Exception:  # a template refuses a role by raising whatever it likes
-            return False
+            has = False
+        return "system" if has else "user"
 
     @cached_property
     def turn_end_tokens(self) -> list[int]:
@@ -230,7 +232,7 @@ def _build_calling_turn(messages: Messages) -> dict[str, Any]:
     return {**PROBE, "tool_calls": calls} if calls else PROBE
 
 
-def _with_words(messages: Messages, tools: Schemas, *, speaker: str) -> Messages:
+def describe_tools(messages: Messages, tools: Schemas, *, speaker: str) -> Messages:
     """For a template that knows no tools: they are described at the head of the conversation."""
     words = TOLD.format(tools="\n".join(json.dumps(tool) for tool in tools))
     if messages and messages[0]["role"] == speaker:

@@ -1,0 +1,204 @@
+"""Tools in a chat: what an answer calls, what of it a stream may show before it is certain, and the grammar of an answer that must call.
+
+answer   |thoughts, text|<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
+          content         tool_calls, finish_reason "tool_calls"
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rondel.generate.calls import JsonCalls
+from rondel.generate.dialects import ToolCall
+from rondel.generate.engine.server.answers import AnswerDelta, SampleAnswer
+from rondel.system.http.response import RequestRefusal
+
+if TYPE_CHECKING:
+    from rondel.generate.calls import CallFormat
+    from rondel.generate.engine.server.fields import RequestFields
+    from rondel.generate.engine.server.service import GenerationService
+
+MARKS = 24  # characters of the longest beginning of a call
+
+
+@dataclass(slots=True)
+class OfferedTools:
+    """The tools of one request.
+
+    functions  as templates want them
+    required   whether an answer must call one of them, and which may be called then
+    parallel   whether an answer may call several
+    """
+
+    functions: list[dict[str, Any]]
+    required: list[str] = field(default_factory=list)
+    parallel: bool = True
+
+    def grammar(self, service: GenerationService) -> dict[str, Any] | None:
+        """Of an answer that calls; None where it may also speak."""
+        if not self.required:
+            return None
+        form = service.call_format
+        special = set(service.tokenizer.all_special_tokens)
+        if not isinstance(form, JsonCalls) or form.opens in special or form.closes in special:
+            raise RequestRefusal(
+                400,
+                f"'{service.name}' writes calls in a form that cannot be demanded here ({type(form).__name__}): use tool_choice 'auto'",
+                param="tool_choice",
+            )
+        schemas = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": function["name"]},
+                    form.arguments: function.get("parameters") or {"type": "object"},
+                },
+                "required": ["name", form.arguments],
+                "additionalProperties": False,
+            }
+            for function in (tool["function"] for tool in self.functions)
+            if function["name"] in self.required
+        ]
+        call = "NEWLINE? body NEWLINE?"
+        if form.opens:
+            call = (
+                f"{json.dumps(form.opens)} {call} {json.dumps(form.closes)}"
+                if form.closes
+                else f"{json.dumps(form.opens)} {call}"
+            )
+        more = " (NEWLINE? call)*" if self.parallel and form.closes else ""
+        body = json.dumps({"x-guidance": {"whitespace_pattern": " ?"}, "anyOf": schemas})
+        return {"grammar": f"start: call{more}\ncall: {call}\nbody: %json {body}\nNEWLINE: /\\n/\n"}
+
+
+def read_tools(f: RequestFields) -> OfferedTools | None:
+    """OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`."""
+    given, choice = f.read_field("tools"), f.read_field("tool_choice", "auto")
+    parallel = f.read_flag("parallel_tool_calls", True)
+    if given is None:
+        if choice not in ("auto", "none"):
+            raise f.field_error("tool_choice", "there are no tools to choose from")
+        return None
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        raise f.field_error("tools", "it must be a list of objects")
+    functions = [_read_function(f, tool) for tool in given]
+    names = [tool["function"]["name"] for tool in functions]
+    if choice == "none" or not functions:
+        return None
+    if choice == "auto":
+        return OfferedTools(functions, [], parallel)
+    if choice == "required":
+        return OfferedTools(functions, names, parallel)
+    chosen = choice.get("function") if isinstance(choice, dict) else None
+    name = str((chosen if isinstance(chosen, dict) else choice if isinstance(choice, dict) else {}).get("name"))
+    if name not in names:
+        raise f.field_error(
+            "tool_choice", f"it is 'auto', 'none', 'required' or one of the functions {', '.join(names)}"
+        )
+    return OfferedTools(functions, [name], parallel=False)
+
+
+def _read_function(f: RequestFields, tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        raise f.field_error("tools", "a tool is {'type': 'function', 'function': {'name': ..., 'parameters': ...}}")
+    if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters", {}), dict | None):
+        raise f.field_error("tools", "a function has a name, and a JSON schema as its parameters")
+    return {"type": "function", "function": {k: v for k, v in function.items() if k != "strict" and v is not None}}
+
+
+def read_sent_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """The calls of an assistant's message that a client sends back: arguments as objects, as templates want them."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return {}
+    if not isinstance(calls, list) or not all(
+        isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
+    ):
+        raise RequestRefusal(400, f"{where}.tool_calls must be a list of objects, each with a function", param=where)
+    out = []
+    for call in calls:
+        name, arguments = call["function"].get("name"), call["function"].get("arguments")
+        if not isinstance(name, str):
+            raise RequestRefusal(400, f"{where}.tool_calls has a call without a name", param=where)
+        if isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments) if arguments else {}
+        out.append(
+            {"id": str(call.get("id", "")), "type": "function", "function": {"name": name, "arguments": arguments}}
+        )
+    return {"tool_calls": out}
+
+
+class CallReader:
+    """Text and calls of the answers of one request."""
+
+    def __init__(self, form: CallFormat, tokenizer: Any, tools: OfferedTools) -> None:
+        self.form, self.tokenizer, self.tools = form, tokenizer, tools
+        opens = getattr(form, "opens", None)
+        self._marks = ("<tool_call>", "<function=") if opens is None else (opens,) if opens else ()
+        self._shown: dict[int, int] = {}  # characters of an answer that its stream has been given, by its index
+
+    def split(self, a: SampleAnswer) -> tuple[str, list[ToolCall]]:
+        """What an answer says, and what it calls; a call that cannot be read is text."""
+        if a.completion is None or a.completion.finish_reason != "stop":
+            return a.text, []
+        raw = self.tokenizer.decode(a.tokens, skip_special_tokens=False)
+        thought = len(raw) - len(raw.rpartition("</think>")[2])
+        calls = self.form.parse_calls(self._without_end(raw[thought:], a))
+        if not calls or any(call.fault for call in calls):
+            return a.text, []
+        said = raw[: thought + self.form.find_call_start(raw[thought:])].rstrip()
+        return said, calls if self.tools.parallel else calls[:1]
+
+    def _without_end(self, text: str, a: SampleAnswer) -> str:
+        """Without the token that ended the answer, which a format of bare JSON would stumble over."""
+        end = self.tokenizer.decode(a.tokens[-1:], skip_special_tokens=False) if a.tokens else ""
+        return text.removesuffix(end) if a.tokens and a.tokens[-1] in self.tokenizer.all_special_ids else text
+
+    def next_text(self, piece: AnswerDelta) -> str:
+        """What a stream may show: nothing that may turn out to be a call."""
+        a = piece.answer
+        shown = self._shown.get(a.index, 0)
+        if piece.ends:
+            said, _ = self.split(a)
+            return said[shown:]
+        text, upto = a.text, len(a.text)
+        if not self._marks or any(t in self.tokenizer.all_special_ids for t in a.tokens[: piece.last]):
+            return ""
+        if text.lstrip()[:1] in ("{", "["):
+            return ""
+        at = min((i for mark in self._marks if (i := text.find(mark)) >= 0), default=-1)
+        if at >= 0:
+            upto = at
+        else:
+            upto -= max(
+                (
+                    n
+                    for mark in self._marks
+                    for n in range(min(len(mark), len(text), MARKS), 0, -1)
+                    if text.endswith(mark[:n])
+                ),
+                default=0,
+            )
+        upto = len(text[:upto].rstrip())  # space before a call is dropped with it
+        if upto <= shown:
+            return ""
+        self._shown[a.index] = upto
+        return text[shown:upto]
+
+
+def call_fields(id: str, index: int, calls: list[ToolCall], *, streamed: bool = False) -> list[dict[str, Any]]:
+    """As OpenAI tells them; ids are of the request, the answer and the place."""
+    return [
+        {
+            **({"index": place} if streamed else {}),
+            "id": f"call_{id[-16:]}_{index}_{place}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for place, call in enumerate(calls)
+    ]
