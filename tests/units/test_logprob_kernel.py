@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kits.kernels import bfloat16_interpreter, moved_bytes, run_compiled
+from kits.kernels import bfloat16_interpreter, moved_bytes
 from rondel.models.head import LMHead
 from rondel.models.linear import as_factor
 from rondel.system import kernel_choice
@@ -195,21 +195,3 @@ def test_the_trainer_takes_the_kernel_where_it_is_chosen(monkeypatch):
     assert type(ours[0].grad_fn).__name__ == "_FusedLogprobsBackward"
     for a, b in zip(ours, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_it_compiles_for_cards_that_are_not_here():
-    """To machine code with tensor cores, within the shared memory of an A100."""
-    run_compiled("""
-from rondel.models import logprob_kernel as module
-kinds = {"target": "*i64"} | dict.fromkeys(("scale", "softcap", "temperature"), "fp32")
-kinds |= dict.fromkeys(("parts", "lse", "entropy", "grad_logprob", "grad_entropy", "out", "out_bias"), "*fp32")
-for capability, dtype in (80, "bf16"), (90, "bf16"), (100, "bf16"), (80, "fp32"):
-    for kernel in (module._forward_kernel, module._dhidden_kernel, module._dweight_kernel)[: 1 if dtype == "fp32" else 3]:
-        of = kinds | dict.fromkeys(("hidden", "weight", "bias"), "*" + dtype)
-        fixed = dict(CAPPED=capability == 80, BIAS=capability == 90, WANTS_BIAS=capability == 90, SPLITS=module.SPLITS)
-        fixed |= module.tile_of(4 if dtype == "fp32" else 2).blocks
-        made = compile_kernel(kernel, capability, of, module.OPTIONS, **fixed)
-        assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 160 * 1024, made.metadata
-        assert dtype == "fp32" or {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}[capability] in made.asm["ptx"]
-""")
