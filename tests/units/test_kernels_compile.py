@@ -14,12 +14,12 @@ LOGPROBS = """
 from rondel.models import logprob_kernel as module
 kinds = {"target": "*i64"} | dict.fromkeys(("scale", "softcap", "temperature"), "fp32")
 kinds |= dict.fromkeys(("parts", "lse", "entropy", "grad_logprob", "grad_entropy", "out", "out_bias"), "*fp32")
-kinds |= dict.fromkeys(("hidden", "weight", "bias"), "*bf16")
+kinds |= dict.fromkeys(("hidden", "weight", "bias", "buffer"), "*bf16")
 whole = {(module._forward_kernel, 80), (module._dhidden_kernel, 90), (module._dweight_kernel, 100)}
 for capability in (80, 90, 100):
     for kernel in (module._forward_kernel, module._dhidden_kernel, module._dweight_kernel):
         tile = module.tile_of(2) if (kernel, capability) in whole else module.TileShape(16, 16, 16)
-        extras = dict(CAPPED=capability == 80, BIAS=capability == 90, WANTS_BIAS=capability == 90, SPLITS=module.SPLITS)
+        extras = dict(CAPPED=capability == 80, BIAS=capability == 90, WANTS_BIAS=capability == 90, SPLITS=module.SPLITS, PROGRAMS=148)
         made = compile_kernel(kernel, capability, kinds, module.OPTIONS, **tile.blocks, **extras)
         assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 * 1024, made.metadata
         cores = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}[capability]

@@ -19,10 +19,11 @@ from rondel.train import logprobs
 from rondel.train.logprobs import choose_logprob_kernel, logprob_and_entropy
 
 pytest.importorskip("triton", reason="pip install triton")
+from rondel.models import logprob_kernel
 from rondel.models.logprob_kernel import TileShape, bytes_moved, fused_logprob_and_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-T, V, D = 21, 301, 20
+T, V, D = 37, 301, 20
 TILE = TileShape(
     16, 128, 16
 )  # nothing is a multiple: of tokens, of the vocabulary (whose splits 3 to 7 are empty), of D
@@ -129,10 +130,15 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_logits_exist_as_tiles_alone():
+def test_logits_exist_as_tiles_alone(monkeypatch):
+    """With two programs, which take all tiles in turn; they change no bits."""
     hidden, target, head = setup()
+    tile = TileShape(16, 64, 16, kept=1)
+    more = gradients(fused(hidden, target, head, tile=tile), (1.0, 1.0), [hidden, head.weight])
+    monkeypatch.setattr(logprob_kernel, "PROGRAMS", 2)
     with Largest() as seen:
-        gradients(fused(hidden, target, head), (1.0, 1.0), [hidden, head.weight])
+        few = gradients(fused(hidden, target, head, tile=tile), (1.0, 1.0), [hidden, head.weight])
+    assert all(torch.equal(a, b) for a, b in zip(more, few))
     assert seen.numbers == V * D < T * V  # the gradient of the head
 
 

@@ -3,8 +3,10 @@
     forward    a program: one tile of tokens, one split of the vocabulary     tiles of hidden [B_t, D] and weight [B_v, D]
                online softmax: max m, sum e^(z-m), sum e^(z-m) (z-m)          are multiplied D block by D block
                splits are merged by torch: 4 numbers a token and split
-    dhidden    a program: one tile of tokens, the whole vocabulary            logits again, dz from lse and entropy,
-    dweight    a program: one tile of the vocabulary, all tokens              sums in fp32 in rows that it alone writes
+    dhidden    a program: tiles of tokens, the whole vocabulary               logits again, dz from lse and entropy. The dz
+    dweight    a program: tiles of the vocabulary, all tokens                 of `kept` tiles wait in 16 bits in a buffer
+                                                                              of the program, [kept, B_t, B_v], and are
+                                                                              multiplied from there for each slice of D
 
 The order of all sums is fixed, so results have the same bits in every run, and those of a token in every batch. The plain
 code is train/logprobs.py: formulas there. Tests compare the two through Triton's interpreter, count what is read and
@@ -20,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+PROGRAMS = 148  # of a backward kernel at most, each with a buffer: as many as a B200 has multiprocessors
 SPLITS = 8  # of the vocabulary in the forward pass: few tokens occupy a GPU, too
 NEGATIVE = tl.constexpr(-1.0e30)  # of a column that does not exist: finite, so that an empty split stays a number
 
@@ -30,13 +33,14 @@ class TileShape(NamedTuple):
     tokens: int = 64
     vocab: int = 128
     size: int = 64
+    kept: int = 16  # tiles of dz whose products are summed in registers before they meet the sum in memory
 
     def counts(self, tokens: int, vocab: int) -> tuple[int, int]:
         return triton.cdiv(tokens, self.tokens), triton.cdiv(vocab, self.vocab)
 
     @property
     def blocks(self) -> dict[str, int]:
-        return {"TOKENS": self.tokens, "VOCAB": self.vocab, "SIZE": self.size}
+        return {"TOKENS": self.tokens, "VOCAB": self.vocab, "SIZE": self.size, "KEPT": self.kept, "WIDE": 2 * self.size}
 
 
 def tile_of(element: int) -> TileShape:
@@ -56,17 +60,21 @@ class Traffic(NamedTuple):
 
 
 def bytes_moved(tokens: int, vocab: int, size: int, element: int, tile: TileShape | None = None) -> Traffic:
-    """Of a head [vocab, size] without bias, `element` bytes a number. A tile of logits reads B_t + B_v rows; a tile of
-    gradients reads one of them again, and an fp32 sum of as many rows is read and written.
+    """Of a head [vocab, size] without bias, `element` bytes a number. A tile of logits reads B_t + B_v rows; a tile of dz
+    reads one of them again, and an fp32 sum of as many rows is read and written for every `kept` tiles.
     """
     tile = tile or tile_of(element)
     n, m = tile.counts(tokens, vocab)
     logits = (m * tokens + n * vocab) * size * element  # every token for every tile of the vocabulary, and the reverse
+    dz = (
+        n * m * tile.tokens * tile.vocab * element * (1 + triton.cdiv(size, 2 * tile.size))
+    )  # once written, read a slice
+    sums = [size * 4 * (2 * triton.cdiv(tiles, tile.kept) - 1) for tiles in (m, n)]  # of a row; the first is not read
     of_tokens = 8 + 4 * 4  # target, lse, entropy, two gradients
     return Traffic(
         logits + SPLITS * tokens * (8 + 4 * 4),  # target, four numbers of a split
-        logits + n * vocab * size * element + m * tokens * size * 8 + tokens * of_tokens,
-        logits + m * tokens * size * element + n * vocab * size * 8 + m * tokens * of_tokens,
+        logits + dz + n * vocab * size * element + tokens * (sums[0] + of_tokens),
+        logits + dz + m * tokens * (size * element + of_tokens) + vocab * sums[1],
     )
 
 
@@ -107,13 +115,16 @@ class _FusedLogprobs(torch.autograd.Function):
         if wants_hidden:
             dhidden = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
             if n:
-                _dhidden_kernel[(n,)](*given, dhidden, **ctx.fixed)
+                buffer = _dz_buffer(n, weight, ctx.tile)
+                _dhidden_kernel[(len(buffer),)](*given, buffer, dhidden, PROGRAMS=len(buffer), **ctx.fixed)
             dhidden = dhidden.to(rows.dtype)
         if wants_weight or wants_bias:
             dweight = torch.zeros(weight.shape, dtype=torch.float32, device=rows.device)
             dbias = dweight.new_zeros(len(weight) if wants_bias else 0)
             if n:
-                _dweight_kernel[(m,)](*given, dweight, dbias, WANTS_BIAS=wants_bias, **ctx.fixed)
+                buffer = _dz_buffer(m, weight, ctx.tile)
+                more = {"PROGRAMS": len(buffer), "WANTS_BIAS": wants_bias}
+                _dweight_kernel[(len(buffer),)](*given, buffer, dweight, dbias, **more, **ctx.fixed)
             dweight = dweight.to(weight.dtype) if wants_weight else None
             dbias = dbias.to(bias.dtype) if wants_bias else None
         return dhidden, dweight, dbias, None, None, None, None, None
@@ -153,6 +164,11 @@ def _fixed_arguments(
         **tile.blocks,
         **OPTIONS,
     }
+
+
+def _dz_buffer(tiles: int, weight: Tensor, tile: TileShape) -> Tensor:
+    """[programs, kept, tokens, vocab] of a tile: what a program keeps of dz."""
+    return weight.new_empty(min(tiles, PROGRAMS), tile.kept, tile.tokens, tile.vocab)
 
 
 def _or_any(bias: Tensor | None, other: Tensor) -> Tensor:
@@ -203,7 +219,7 @@ def _logit_tile(
 def _forward_kernel(
     hidden, weight, bias, target, parts, tokens, vocab, size, scale, softcap, temperature,
     CAPPED: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, VOCAB: tl.constexpr, SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, KEPT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     token = tile.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -252,68 +268,94 @@ def _dz_tile(z, bend, word, vocab, chosen, lse, entropy, grad_logprob, grad_entr
 
 @triton.jit
 def _dhidden_kernel(
-    hidden, weight, bias, target, lse, entropy, grad_logprob, grad_entropy, out,
+    hidden, weight, bias, target, lse, entropy, grad_logprob, grad_entropy, buffer, out,
     tokens, vocab, size, scale, softcap, temperature,
     CAPPED: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, VOCAB: tl.constexpr, SIZE: tl.constexpr,
+    KEPT: tl.constexpr, WIDE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    real = token < tokens
-    chosen = tl.load(target + token, mask=real, other=-1)
-    whole, mixed = tl.load(lse + token, mask=real, other=0.0), tl.load(entropy + token, mask=real, other=0.0)
-    pull = tl.load(grad_logprob + token, mask=real, other=0.0)
-    spread = tl.load(grad_entropy + token, mask=real, other=0.0)
-    for first in range(0, vocab, VOCAB):
-        word = first + tl.arange(0, VOCAB).to(tl.int64)
-        z, bend = _logit_tile(
-            hidden, weight, bias, token, word, tokens, vocab, size, scale, softcap, temperature,
-            CAPPED, BIAS, TOKENS, VOCAB, SIZE,
-        )  # fmt: skip
-        dz = _dz_tile(z, bend, word, vocab, chosen, whole, mixed, pull, spread).to(weight.dtype.element_ty)
-        for at in range(0, size, SIZE):
-            d = at + tl.arange(0, SIZE)
-            w = tl.load(
-                weight + word[:, None] * size + d[None, :],
-                mask=(word[:, None] < vocab) & (d[None, :] < size),
-                other=0.0,
-            )
-            place, mine = out + token[:, None] * size + d[None, :], real[:, None] & (d[None, :] < size)
-            so_far = tl.load(place, mask=mine, other=0.0)
-            tl.store(place, tl.dot(dz, w, so_far, input_precision="ieee"), mask=mine)
-        tl.debug_barrier()  # another thread of the program may read what this one wrote
-
-
-@triton.jit
-def _dweight_kernel(
-    hidden, weight, bias, target, lse, entropy, grad_logprob, grad_entropy, out, out_bias,
-    tokens, vocab, size, scale, softcap, temperature,
-    CAPPED: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, VOCAB: tl.constexpr, SIZE: tl.constexpr,
-    WANTS_BIAS: tl.constexpr,
-):  # fmt: skip
-    word = tl.program_id(0).to(tl.int64) * VOCAB + tl.arange(0, VOCAB)
-    of_bias = tl.zeros([VOCAB], tl.float32)
-    for first in range(0, tokens, TOKENS):
-        token = first + tl.arange(0, TOKENS).to(tl.int64)
+    own, column = tl.arange(0, TOKENS), tl.arange(0, VOCAB)
+    kept = buffer + tl.program_id(0).to(tl.int64) * KEPT * TOKENS * VOCAB + own[:, None] * VOCAB + column[None, :]
+    for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), PROGRAMS):
+        token = tile * TOKENS + own.to(tl.int64)
         real = token < tokens
         chosen = tl.load(target + token, mask=real, other=-1)
         whole, mixed = tl.load(lse + token, mask=real, other=0.0), tl.load(entropy + token, mask=real, other=0.0)
         pull = tl.load(grad_logprob + token, mask=real, other=0.0)
         spread = tl.load(grad_entropy + token, mask=real, other=0.0)
-        z, bend = _logit_tile(
-            hidden, weight, bias, token, word, tokens, vocab, size, scale, softcap, temperature,
-            CAPPED, BIAS, TOKENS, VOCAB, SIZE,
-        )  # fmt: skip
-        dz = _dz_tile(z, bend, word, vocab, chosen, whole, mixed, pull, spread)
+        for first in range(0, vocab, KEPT * VOCAB):
+            tiles = tl.cdiv(tl.minimum(vocab - first, KEPT * VOCAB), VOCAB)
+            for k in range(0, tiles):
+                word = first + k * VOCAB + column.to(tl.int64)
+                z, bend = _logit_tile(
+                    hidden, weight, bias, token, word, tokens, vocab, size, scale, softcap, temperature,
+                    CAPPED, BIAS, TOKENS, VOCAB, SIZE,
+                )  # fmt: skip
+                dz = _dz_tile(z, bend, word, vocab, chosen, whole, mixed, pull, spread)
+                tl.store(kept + k * TOKENS * VOCAB, dz.to(weight.dtype.element_ty))
+            tl.debug_barrier()  # what other threads of the program wrote is read from here on
+            for at in range(0, size, WIDE):
+                d = at + tl.arange(0, WIDE)
+                place, mine = out + token[:, None] * size + d[None, :], real[:, None] & (d[None, :] < size)
+                so_far = tl.load(place, mask=mine & (first > 0), other=0.0)
+                for k in range(0, tiles):
+                    word = first + k * VOCAB + column.to(tl.int64)
+                    w = tl.load(
+                        weight + word[:, None] * size + d[None, :],
+                        mask=(word[:, None] < vocab) & (d[None, :] < size),
+                        other=0.0,
+                    )
+                    so_far = tl.dot(tl.load(kept + k * TOKENS * VOCAB), w, so_far, input_precision="ieee")
+                tl.store(place, so_far, mask=mine)
+            tl.debug_barrier()
+
+
+@triton.jit
+def _dweight_kernel(
+    hidden, weight, bias, target, lse, entropy, grad_logprob, grad_entropy, buffer, out, out_bias,
+    tokens, vocab, size, scale, softcap, temperature,
+    CAPPED: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, VOCAB: tl.constexpr, SIZE: tl.constexpr,
+    KEPT: tl.constexpr, WIDE: tl.constexpr, PROGRAMS: tl.constexpr, WANTS_BIAS: tl.constexpr,
+):  # fmt: skip
+    row, own = tl.arange(0, TOKENS), tl.arange(0, VOCAB)
+    kept = buffer + tl.program_id(0).to(tl.int64) * KEPT * TOKENS * VOCAB + row[:, None] * VOCAB + own[None, :]
+    for tile in range(tl.program_id(0), tl.cdiv(vocab, VOCAB), PROGRAMS):
+        word = tile * VOCAB + own.to(tl.int64)
+        of_bias = tl.zeros([VOCAB], tl.float32)
+        for first in range(0, tokens, KEPT * TOKENS):
+            tiles = tl.cdiv(tl.minimum(tokens - first, KEPT * TOKENS), TOKENS)
+            for k in range(0, tiles):
+                token = first + k * TOKENS + row.to(tl.int64)
+                real = token < tokens
+                chosen = tl.load(target + token, mask=real, other=-1)
+                whole, mixed = (
+                    tl.load(lse + token, mask=real, other=0.0),
+                    tl.load(entropy + token, mask=real, other=0.0),
+                )
+                pull = tl.load(grad_logprob + token, mask=real, other=0.0)
+                spread = tl.load(grad_entropy + token, mask=real, other=0.0)
+                z, bend = _logit_tile(
+                    hidden, weight, bias, token, word, tokens, vocab, size, scale, softcap, temperature,
+                    CAPPED, BIAS, TOKENS, VOCAB, SIZE,
+                )  # fmt: skip
+                dz = _dz_tile(z, bend, word, vocab, chosen, whole, mixed, pull, spread)
+                if WANTS_BIAS:
+                    of_bias += tl.sum(dz, 0)
+                tl.store(kept + k * TOKENS * VOCAB, dz.to(weight.dtype.element_ty))
+            tl.debug_barrier()  # what other threads of the program wrote is read from here on
+            for at in range(0, size, WIDE):
+                d = at + tl.arange(0, WIDE)
+                place, mine = out + word[:, None] * size + d[None, :], (word[:, None] < vocab) & (d[None, :] < size)
+                so_far = tl.load(place, mask=mine & (first > 0), other=0.0)
+                for k in range(0, tiles):
+                    token = first + k * TOKENS + row.to(tl.int64)
+                    h = tl.load(
+                        hidden + token[:, None] * size + d[None, :],
+                        mask=(token[:, None] < tokens) & (d[None, :] < size),
+                        other=0.0,
+                    )
+                    dz = tl.trans(tl.load(kept + k * TOKENS * VOCAB))
+                    so_far = tl.dot(dz, h, so_far, input_precision="ieee")
+                tl.store(place, so_far, mask=mine)
+            tl.debug_barrier()
         if WANTS_BIAS:
-            of_bias += tl.sum(dz, 0)
-        dz = tl.trans(dz.to(weight.dtype.element_ty))
-        for at in range(0, size, SIZE):
-            d = at + tl.arange(0, SIZE)
-            h = tl.load(
-                hidden + token[:, None] * size + d[None, :], mask=real[:, None] & (d[None, :] < size), other=0.0
-            )
-            place, mine = out + word[:, None] * size + d[None, :], (word[:, None] < vocab) & (d[None, :] < size)
-            so_far = tl.load(place, mask=mine, other=0.0)
-            tl.store(place, tl.dot(dz, h, so_far, input_precision="ieee"), mask=mine)
-        tl.debug_barrier()  # another thread of the program may read what this one wrote
-    if WANTS_BIAS:
-        tl.store(out_bias + word, of_bias, mask=word < vocab)
+            tl.store(out_bias + word, of_bias, mask=word < vocab)
