@@ -61,7 +61,7 @@ class Component:
 
     @property
     def anchor(self) -> str:
-        """Of a ratio: "proximal" or "behavior", whose log-probability the policy's is compared with."""
+        """Of a ratio: "proximal", "behavior" or "reference", whose log-probability the policy's is compared with."""
         return "proximal"
 
     @property
@@ -90,6 +90,11 @@ class Component:
         return False
 
     @property
+    def counts_groups(self) -> bool:
+        """Of an aggregate: it is called with (lengths_N, group_N), for it counts the tokens of a group."""
+        return False
+
+    @property
     def counts_samples(self) -> bool:
         """Of an aggregate: its denominator is a number of samples, so one that is masked is counted out again."""
         return False
@@ -102,6 +107,11 @@ class Component:
     def select(self, tokens: Tokens) -> Tensor:
         """[T] bool: the chosen tokens, asked for once, over the whole update, at the proximal policy."""
         raise NotImplementedError(f"{type(self).__name__} has no `select`")
+
+    def weights_of(self, tokens: Tokens) -> Tensor:
+        """[T]: of a correction, the weight of every token; overridden by one that looks at more than its call is given."""
+        weight_T: Tensor = self(tokens.log_weight, tokens.sample, tokens.advantages)
+        return weight_T
 
     def counts(self, log_weight_T: Tensor, sample_T: Tensor, weight_T: Tensor) -> Tensor:
         """[T] bool: of a correction whose denominator is not "all", the tokens that count."""

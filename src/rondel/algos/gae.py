@@ -94,7 +94,7 @@ class Gae(Component):
     needs: ClassVar[frozenset[str]] = frozenset({"values"})
 
     def __post_init__(self) -> None:
-        _check_shares(gamma=self.gamma, lam=self.lam)
+        check_shares(gamma=self.gamma, lam=self.lam)
 
     def __call__(self, scored: ScoredSamples) -> Tensor:
         advantages_T, _ = self._compute_gae(scored)
@@ -133,7 +133,7 @@ class Returns(Component):
     per_token: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_shares(gamma=self.gamma)
+        check_shares(gamma=self.gamma)
 
     def __call__(self, scored: ScoredSamples) -> Tensor:
         returns_T = discounted_returns(scored.token_rewards, scored.sample_T, gamma=self.gamma)
@@ -144,7 +144,8 @@ class Returns(Component):
         return f"({text}), whitened over the step" if self.whiten else text
 
 
-def _check_shares(**knobs: float) -> None:
+def check_shares(**knobs: float) -> None:
+    """Of what lies in the future."""
     for name, value in knobs.items():
         if not 0 <= value <= 1:
             raise ConfigError(

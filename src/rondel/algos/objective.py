@@ -36,6 +36,7 @@ FIELDS = {
     "advantages": "advantages",
     "behavior_logprobs": "behavior",
     "ref_logprobs": "reference",
+    "ages": "age",
     "teacher_hidden": "full_kl",
 }
 
@@ -56,7 +57,7 @@ def objective(row: Algorithm, batch: TokenBatch, weight_T: Tensor) -> tuple[Tens
     tokens = tokens_of(row, batch)
     correction_T = batch.correction
     if correction_T is None:
-        correction_T = row.correction(tokens.log_weight, tokens.sample, tokens.advantages)
+        correction_T = row.correction.weights_of(tokens)
     surrogate = row.surrogate(tokens)
     token_T = correction_T * surrogate.loss_T
     counts_T = 1.0 if batch.counts is None else batch.counts

@@ -24,76 +24,30 @@ from rondel.algos.advantage import (
     SignalCenter,
     WhitenedCenter,
 )
-from rondel.algos.aggregate import FixedNorm, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
+from rondel.algos.aggregate import FixedNorm, PromptMean, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from rondel.algos.component import Component, LossTerm
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
 from rondel.algos.distill import Distill, FullDistill
 from rondel.algos.entropy import EntropyBonus
+from rondel.algos.families import FAMILIES
 from rondel.algos.gae import Gae, Returns, discounted_returns
+from rondel.algos.group_advantages import AgentBaseline, BatchNorm, Classify, Redistribute, SoftValue
 from rondel.algos.kl import Kl
+from rondel.algos.mask_corrections import BinaryKlMask, VariationMask
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
 from rondel.algos.off_policy_surrogates import CappedWeight, Guided, SecondMoment, Tapered
 from rondel.algos.override import override_knobs
 from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from rondel.algos.reward_transforms import ClipReward, KimiLength, NoShaping, Overlong
 from rondel.algos.scored_samples import ScoredSamples
+from rondel.algos.soft_surrogates import DivergencePenalty, FutureKl, GammaWeight, SquaredGap, UnboundedPositive
 from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient
 from rondel.algos.tensors import Tensor
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
+from rondel.algos.turn_advantages import StepGroups, TurnGae
 from rondel.algos.value import ClippedValue
 from rondel.core.errors import ConfigError
 from rondel.core.registry import find_registered, suggest_name
-
-FAMILIES: dict[str, dict[str, type]] = {
-    "shaping": {"none": NoShaping, "clip": ClipReward, "overlong": Overlong, "kimi_length": KimiLength},
-    "advantage": {
-        "group_norm": GroupNorm,
-        "group_center": GroupCenter,
-        "leave_one_out": LeaveOneOut,
-        "length_baseline": LengthBaseline,
-        "greedy": Greedy,
-        "pass_at_k": PassAtK,
-        "mean_norm": MeanNorm,
-        "signal_center": SignalCenter,
-        "parts_norm": PartsNorm,
-        "whitened_center": WhitenedCenter,
-        "accept": Accept,
-        "raw": Raw,
-        "gae": Gae,
-        "returns": Returns,
-        "constant": Constant,
-        "preference": Preference,
-    },
-    "distill": {"distill": Distill, "full": FullDistill},
-    "ratio": {"token": TokenRatio, "sequence": SequenceRatio, "sequence_token": SequenceTokenRatio},
-    "surrogate": {
-        "clip": Clip,
-        "policy_gradient": PolicyGradient,
-        "log_likelihood": LogLikelihood,
-        "clipped_weight": ClippedWeight,
-        "soft_gate": SoftGate,
-        "geometric_mean": GeometricMean,
-        "divergence_mask": DivergenceMask,
-        "mirror_descent": MirrorDescent,
-        "clip_cov": ClipCov,
-        "kl_cov": KlCov,
-        "forking": Forking,
-        "tapered": Tapered,
-        "capped_weight": CappedWeight,
-        "second_moment": SecondMoment,
-        "guided": Guided,
-    },
-    "correction": {"none": NoCorrection, "importance": Importance, "off_policy_mask": OffPolicyMask},
-    "kl": {"kl": Kl},
-    "entropy": {"bonus": EntropyBonus},
-    "aggregate": {
-        "token_mean": TokenMean,
-        "seq_mean_token_mean": SeqMeanTokenMean,
-        "seq_mean_token_sum": SeqMeanTokenSum,
-        "fixed_norm": FixedNorm,
-    },
-    "value": {"clipped": ClippedValue},
-}
 
 
 @dataclass(frozen=True)
@@ -160,7 +114,7 @@ class Algorithm:
     @property
     def corrects_staleness(self) -> bool:
         """Whether tokens that an older policy drew are weighed, masked or dropped for it."""
-        return self.uses_behavior_ratio or "behavior_logprobs" in self.correction.needs
+        return self.uses_behavior_ratio or bool(self.correction.needs & {"behavior_logprobs", "ages"})
 
     @cached_property
     def idle(self) -> dict[str, str]:
@@ -184,7 +138,7 @@ class Algorithm:
         if "values" not in self.advantage.needs:
             idle["value"] = "the row has no critic"
         if (
-            isinstance(self.correction, OffPolicyMask)
+            isinstance(self.correction, OffPolicyMask | VariationMask)
             and isinstance(self.advantage, Constant | Accept)
             and not self.distill.coef
         ):
@@ -354,6 +308,47 @@ LUFFY = replace(
     GRPO, name="luffy", paper="arXiv:2504.14945", advantage=GroupCenter(), surrogate=Guided(), aggregate=FixedNorm()
 )
 
+# 2026
+VESPO = replace(GRPO, name="vespo", paper="arXiv:2602.10693", surrogate=GammaWeight(), aggregate=TokenMean())
+LUSPO = replace(
+    GSPO, name="luspo", paper="arXiv:2602.05261", surrogate=Clip(low=2e-3, high=2.5e-3), aggregate=SeqMeanTokenSum()
+)
+DRPO = replace(
+    DR_GRPO, name="drpo", paper="arXiv:2606.09821", ratio=TokenRatio("behavior"), surrogate=DivergencePenalty()
+)
+UP = replace(GRPO, name="up", paper="arXiv:2607.06987", surrogate=UnboundedPositive(), aggregate=TokenMean())
+FIPO = replace(DAPO, name="fipo", paper="arXiv:2603.19835", surrogate=FutureKl(low=0.2, high=0.28))
+VACO = replace(
+    CISPO,
+    name="vaco",
+    paper="arXiv:2603.01365",
+    ratio=TokenRatio("behavior"),
+    surrogate=ClippedWeight(low=1.0, high=19.0),
+    correction=VariationMask(),
+)
+KPOP = replace(DECOUPLED, name="kpop", paper="https://ringtech.notion.site/kpop", correction=BinaryKlMask())
+A_STAR_PO = replace(
+    REINFORCE,
+    name="a_star_po",
+    paper="arXiv:2505.20686",
+    advantage=SoftValue(),
+    ratio=TokenRatio("reference"),
+    surrogate=SquaredGap(),
+)
+REAL = replace(REINFORCE, name="real", paper="arXiv:2602.05630", advantage=Classify(), aggregate=SeqMeanTokenMean())
+SCALERL = replace(
+    CISPO,
+    name="scalerl",
+    paper="arXiv:2510.13786",
+    advantage=BatchNorm(),
+    aggregate=PromptMean(),
+    filters=("signal",),
+)
+GAR = replace(DR_GRPO, name="gar", paper="https://github.com/PrimeIntellect-ai/prime-rl", advantage=Redistribute())
+RAE = replace(REINFORCE, name="rae", paper="arXiv:2506.24119", advantage=AgentBaseline())
+GIGPO = replace(GRPO, name="gigpo", paper="arXiv:2505.10978", advantage=StepGroups())
+TURN_PPO = replace(PPO, name="turn_ppo", paper="https://github.com/areal-project/AReaL/pull/1600", advantage=TurnGae())
+
 TABLE = {
     row.name: row
     for row in (
@@ -361,6 +356,7 @@ TABLE = {
         *(GSPO, GSPO_TOKEN, GMPO, CISPO, SAPO, DPPO_TV, DPPO_KL, KIMI, CLIP_COV, KL_COV, FORKING),
         *(OPO, REMAX, PASS_AT_K, MAXRL, GPG, GDPO, REINFORCE_PP, REINFORCE_PP_BASELINE, RAFT),
         *(DECOUPLED, TOPR, AIPO, M2PO, LUFFY, OPD, ONLINE_DPO),
+        *(VESPO, LUSPO, DRPO, UP, FIPO, VACO, KPOP, A_STAR_PO, REAL, SCALERL, GAR, RAE, GIGPO, TURN_PPO),
     )
 }
 

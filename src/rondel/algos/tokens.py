@@ -24,6 +24,7 @@ class TokenBatch:
     entropy: Tensor | None = None  # of the policy at the token, in nats
     behavior: Tensor | None = None  # log-probability when the token was drawn, by the engine
     versions: Tensor | None = None  # int64: of the weights that drew it
+    age: Tensor | None = None  # versions between those weights and the ones that begin the step
     proximal: Tensor | None = None  # log-probability by the weights that began the step
     trained: Tensor | None = None  # by the same weights, in the pass that trained the token
     start: Tensor | None = None  # by the weights that began the run
@@ -105,3 +106,4 @@ class Tokens:
     entropy: Tensor  # of the policy at the token
     guided: Tensor  # bool: the token is of a demonstration, not of the policy
     selected: Tensor  # bool: what the surrogate's own `select` chose of the whole update
+    age: Tensor  # versions since it was drawn

@@ -149,6 +149,13 @@ def annotate_logprobs(
     return batch
 
 
+def annotate_ages(batch: TrainBatch, version: int) -> None:
+    """Write how many versions lie between the weights that drew each token and those of `version`, which begin the step."""
+    drawn = batch.tokens().versions
+    if drawn is not None:
+        batch.write_tokens(age=(version - drawn).clamp(min=0))
+
+
 @torch.no_grad()
 def logprobs_of(loaded: LoadedModel, tokens: list[int]) -> list[float]:
     """Of every token of one text; 0 for the first."""

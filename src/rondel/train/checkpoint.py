@@ -42,6 +42,7 @@ from rondel.system.files import (
     sync_folder,
     sync_tree,
 )
+from rondel.train.adaptive_coefs import BASELINE, STEERED
 from rondel.train.part_checkpoint import OptimizerFile, lies_in_shards, save_parts
 
 if TYPE_CHECKING:
@@ -218,7 +219,9 @@ def load_trainer(trainer: TrainerState, folder: Path) -> None:
         _load_moments(weights, optimizer)
         trainer.step_number, trainer.version, trainer.bad_steps = optimizer["numbers"].tolist()
         trainer.coefs.values = {
-            name: float(optimizer[f"{name}_coef"]) for name in ("kl", "entropy") if f"{name}_coef" in optimizer
+            name: float(optimizer[f"{name}_coef"])
+            for name in (stored.removesuffix("_coef") for stored in optimizer if stored.endswith("_coef"))
+            if name in STEERED or name.startswith(BASELINE)
         }
         torch.set_rng_state(optimizer["rng"])
         if trainer.critic is not None:

@@ -27,6 +27,7 @@ from rondel.models.image_features import VisionFeatures
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.train.balance import PromptFamilies, balance_micro_batches, in_order
 from rondel.train.sampling_mask import SupportMask
+from rondel.train.turns import turns_of
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
@@ -115,6 +116,11 @@ class TrainSample:
         return int(self.trainable[0]) if len(self.trainable) else len(self.tokens)
 
     @property
+    def several_turns(self) -> bool:
+        """Something that it only read stands between what it wrote."""
+        return len(self.trainable) > 0 and int(self.trainable[-1] - self.trainable[0]) >= len(self.trainable)
+
+    @property
     def earned_tokens(self) -> np.ndarray:
         """[m] where its reward was earned."""
         if self.earned is None:
@@ -140,6 +146,11 @@ class TrainBatch:
         return torch.tensor([len(s.trainable) for s in self.samples], dtype=torch.int64)
 
     @property
+    def group_N(self) -> Tensor:
+        """Which samples answer one prompt."""
+        return torch.tensor([s.group for s in self.samples], dtype=torch.int64)
+
+    @property
     def scored_samples(self) -> ScoredSamples:
         """What advantages are made of."""
         names = dict.fromkeys(name for s in self.samples for name in s.parts)
@@ -163,6 +174,8 @@ class TrainBatch:
             ref_T=_double(tokens.reference),
             teacher_T=_double(tokens.teacher),
             proximal_T=_double(tokens.proximal),
+            agents=tuple(s.agent for s in self.samples),
+            **(turns_of(self.samples) if any(s.several_turns for s in self.samples) else {}),
         )
 
     @property

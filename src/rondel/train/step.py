@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondel.algos.aggregate import masked_scale
+from rondel.algos.aggregate import masked_scale, sample_weights
 from rondel.algos.kl import k3
 from rondel.algos.mixture import Mixture
 from rondel.algos.objective import FIELDS, objective
@@ -222,6 +222,8 @@ class LocalTrainer:
                     notes.annotate_logprobs(
                         source, batch, FIELDS.get(need, need.removesuffix("_logprobs")), replay=replay, drawn=own, **how
                     )
+        if "ages" in needs:
+            notes.annotate_ages(batch, self.version)
         if "teacher_logprobs" in needs:
 
             def annotate_teacher(teacher: LoadedModel, own: TrainBatch, number: int) -> None:
@@ -432,7 +434,7 @@ class LocalTrainer:
         device = self.loaded.device
         decided = _decide_masks(batch, algo) if proximal_noted else None
         counted_N = counted_tokens(batch.lengths_N, decided.counts if decided is not None else None)
-        weight_N = weight * algo.aggregate(counted_N).float().to(device)
+        weight_N = weight * sample_weights(algo.aggregate, counted_N, batch.group_N).float().to(device)
         score_N = torch.tensor([s.reward for s in batch.samples], dtype=torch.float32, device=device)
         guided_N = torch.tensor([s.guided for s in batch.samples], dtype=torch.bool, device=device)
         faults: list[str] = []
