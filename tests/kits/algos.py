@@ -176,6 +176,7 @@ class Ragged:
             score=scored.spread_to_tokens(scored.rewards_N),
             demonstration=scored.spread_to_tokens(self.guided_N[order]),
             age=self.age_T[at_T],
+            teacher=scored.teacher_T,
         )
         if noted:
             known = decide_update(row, known)

@@ -59,6 +59,7 @@ def naive(row: Algorithm, batch: Ragged) -> tuple[Tensor, Tensor]:
     nats = [h.item() for h in entropy]
     chosen, acts = selected(row, advantages, old, mu, nats), bonus_acts(row, nats)
     x = [logp[t] - anchor[t] for t in range(len(owner))]
+    name = type(row.distill).__name__
     for t in range(len(owner)):
         a, score, guided = advantages[t], float(batch.rewards_N[owner[t]]), bool(batch.guided_N[owner[t]])
         drift = [logp[s].item() - mu[s] for s in mates[t]]
@@ -70,6 +71,7 @@ def naive(row: Algorithm, batch: Ragged) -> tuple[Tensor, Tensor]:
         )  # fmt: skip
         total = total + per_token(row, counts, owner[t], batch.group_N.tolist()) * (
             weights[t] * loss
+            + (gated(row.distill, logp[t], batch.teacher_T[t].item()) if kept[t] and name == "GatedDistill" else 0.0)
             + row.kl.coef * (penalty(row.kl, logp[t], ref[t], mu[t]) if kept[t] and row.kl.in_loss else 0.0)
             - (row.entropy.coef * entropy[t] if acts[t] and kept[t] else 0.0)
         )
@@ -92,7 +94,21 @@ def token_advantages(row: Algorithm, batch: Ragged) -> list[float]:
             for m, r in zip(mu, ref, strict=True)
         ]
         earned = [a - sum(cost[s] for s in range(t, len(cost)) if owner[s] == owner[t]) for t, a in enumerate(earned)]
-    return [a - row.distill.coef * (m - q) for a, m, q in zip(earned, mu, teacher, strict=True)]
+    if type(row.distill).__name__ == "GatedDistill":
+        return earned
+    gaps = [m - q for m, q in zip(mu, teacher, strict=True)]
+    weights = [1.0] * len(gaps)
+    if type(row.distill).__name__ == "EarlyDistill":
+        owner = [i for i, n in enumerate(batch.lengths_N.tolist()) for _ in range(n)]
+        for t, i in enumerate(owner):
+            own = [abs(gaps[s]) for s in range(len(gaps)) if owner[s] == i]
+            before = [abs(gaps[s]) for s in range(t) if owner[s] == i]
+            weights[t] = 1 + row.distill.gamma * (1 - sum(before) / sum(own))
+    return [a - row.distill.coef * w * gap for a, w, gap in zip(earned, weights, gaps, strict=True)]
+
+
+def gated(rule, lp: Tensor, teacher: float) -> Tensor:
+    return rule.coef / (1 + math.exp(-rule.beta * (teacher - lp.item()))) * (teacher - lp)
 
 
 def preferred(rule, batch: Ragged, shaped: list[float]) -> list[float]:

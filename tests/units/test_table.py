@@ -33,7 +33,7 @@ from rondel.core.errors import ConfigError
 
 
 def test_the_rows_are_what_their_papers_say():
-    assert list(TABLE)[:7] == ["grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce", "sft"] and len(TABLE) == 48
+    assert list(TABLE)[:7] == ["grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce", "sft"] and len(TABLE) == 50
     assert GRPO.advantage == advantage.GroupNorm(1e-6) and GRPO.aggregate == aggregate.SeqMeanTokenMean()
     assert DR_GRPO.advantage == advantage.GroupCenter() and DR_GRPO.aggregate == aggregate.FixedNorm()
     assert DR_GRPO.surrogate == GRPO.surrogate == surrogate.Clip(0.2, 0.2) and DR_GRPO.kl == GRPO.kl == kl.Kl("k3", 0.0)
@@ -88,8 +88,9 @@ def test_a_row_needs_what_its_parts_read():
         "vaco",
         "kpop",
         "real",
+        "iw_opd",
     }
-    assert {name for name, row in TABLE.items() if "teacher_logprobs" in row.needs} == {"opd"}
+    assert {name for name, row in TABLE.items() if "teacher_logprobs" in row.needs} == {"opd", "iw_opd", "sdar"}
 
 
 def test_what_reads_the_behavior_need_not_correct_for_it():

@@ -20,7 +20,7 @@ from rondel.algos.advantage import (
 )
 from rondel.algos.aggregate import FixedNorm, PromptMean, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
-from rondel.algos.distill import Distill, FullDistill
+from rondel.algos.distill import Distill, EarlyDistill, FullDistill, GatedDistill
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.gae import Gae, Returns
 from rondel.algos.group_advantages import AgentBaseline, BatchNorm, Classify, Redistribute, SoftValue
@@ -63,7 +63,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "turn_gae": TurnGae,
         "preference": Preference,
     },
-    "distill": {"distill": Distill, "full": FullDistill},
+    "distill": {"distill": Distill, "early": EarlyDistill, "gated": GatedDistill, "full": FullDistill},
     "ratio": {"token": TokenRatio, "sequence": SequenceRatio, "sequence_token": SequenceTokenRatio},
     "surrogate": {
         "clip": Clip,

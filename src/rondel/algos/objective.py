@@ -9,6 +9,7 @@ from dataclasses import fields
 from inspect import cleandoc
 from typing import TYPE_CHECKING
 
+from rondel.algos.distill import GatedDistill
 from rondel.algos.exponent import bounded_exp
 from rondel.algos.precompute import tokens_of
 from rondel.algos.tensors import Tensor
@@ -72,6 +73,9 @@ def objective(row: Algorithm, batch: TokenBatch, weight_T: Tensor) -> tuple[Tens
     if batch.full_kl is not None:
         terms["taught"] = batch.full_kl
         token_T = token_T + counts_T * row.distill.coef * batch.full_kl
+    if isinstance(row.distill, GatedDistill) and row.distill.coef:
+        terms["taught"] = row.distill.term(batch)
+        token_T = token_T + counts_T * row.distill.coef * terms["taught"]
     for term in row.terms:
         terms[f"term_{term.name}"] = term(batch)
         token_T = token_T + counts_T * term.coef * terms[f"term_{term.name}"]

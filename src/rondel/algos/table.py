@@ -27,7 +27,7 @@ from rondel.algos.advantage import (
 from rondel.algos.aggregate import FixedNorm, PromptMean, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from rondel.algos.component import Component, LossTerm
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
-from rondel.algos.distill import Distill, FullDistill
+from rondel.algos.distill import Distill, EarlyDistill, FullDistill, GatedDistill
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.families import FAMILIES
 from rondel.algos.gae import Gae, Returns, discounted_returns
@@ -68,7 +68,7 @@ class Algorithm:
     entropy: EntropyBonus  # entropy_T -> bonus_T, on the tokens that `select` chose
     aggregate: Component  # lengths_N -> weight_N
     # (behavior_T, teacher_T) -> cost_T, or a term of the loss
-    distill: Distill | FullDistill = field(default_factory=Distill)
+    distill: Distill | GatedDistill | FullDistill = field(default_factory=Distill)
     value: ClippedValue = field(default_factory=ClippedValue)  # (values_T, old_T, returns_T) -> loss_T, clipped_T
     terms: tuple[LossTerm, ...] = ()  # per-token terms of your own, beside the surrogate
     filters: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ class Algorithm:
             idle["kl"] = f"it is part of the reward, and {idle['shaping']}"
         if "advantage" in idle and self.kl.in_advantage:
             idle["kl"] = f"it is part of the advantage, and {idle['advantage']}"
-        if "advantage" in idle and not isinstance(self.distill, FullDistill):
+        if "advantage" in idle and isinstance(self.distill, Distill):
             idle["distill"] = idle["advantage"]
         if "values" not in self.advantage.needs:
             idle["value"] = "the row has no critic"
@@ -169,8 +169,7 @@ class Algorithm:
             found_T = found_T - discounted_returns(cost_T, scored.sample_T, gamma=1.0)
         if not isinstance(self.distill, Distill) or not self.distill.coef:
             return found_T
-        assert scored.behavior_T is not None and scored.teacher_T is not None
-        return found_T - self.distill(scored.behavior_T, scored.teacher_T).to(found_T.dtype)
+        return found_T - self.distill.charge(scored).to(found_T.dtype)
 
     def returns_T(self, scored: ScoredSamples) -> Tensor:
         """What the critic of a row with one is to learn."""
@@ -345,6 +344,8 @@ SCALERL = replace(
     filters=("signal",),
 )
 GAR = replace(DR_GRPO, name="gar", paper="https://github.com/PrimeIntellect-ai/prime-rl", advantage=Redistribute())
+IW_OPD = replace(OPD, name="iw_opd", paper="arXiv:2606.22600", distill=EarlyDistill(coef=1.0))
+SDAR = replace(GRPO, name="sdar", paper="arXiv:2605.15155", distill=GatedDistill())
 RAE = replace(REINFORCE, name="rae", paper="arXiv:2506.24119", advantage=AgentBaseline())
 GIGPO = replace(GRPO, name="gigpo", paper="arXiv:2505.10978", advantage=StepGroups())
 TURN_PPO = replace(PPO, name="turn_ppo", paper="https://github.com/areal-project/AReaL/pull/1600", advantage=TurnGae())
@@ -356,7 +357,7 @@ TABLE = {
         *(GSPO, GSPO_TOKEN, GMPO, CISPO, SAPO, DPPO_TV, DPPO_KL, KIMI, CLIP_COV, KL_COV, FORKING),
         *(OPO, REMAX, PASS_AT_K, MAXRL, GPG, GDPO, REINFORCE_PP, REINFORCE_PP_BASELINE, RAFT),
         *(DECOUPLED, TOPR, AIPO, M2PO, LUFFY, OPD, ONLINE_DPO),
-        *(VESPO, LUSPO, DRPO, UP, FIPO, VACO, KPOP, A_STAR_PO, REAL, SCALERL, GAR, RAE, GIGPO, TURN_PPO),
+        *(VESPO, LUSPO, DRPO, UP, FIPO, VACO, KPOP, A_STAR_PO, REAL, SCALERL, GAR, RAE, GIGPO, TURN_PPO, IW_OPD, SDAR),
     )
 }
 

@@ -36,7 +36,7 @@ class TokenBatch:
     advantages: Tensor | None = None
     score: Tensor | None = None  # the reward of the token's sample
     demonstration: Tensor | None = None  # bool: nobody drew it
-    full_kl: Tensor | None = None  # KL(policy || teacher) over the whole vocabulary
+    full_kl: Tensor | None = None  # divergence of policy and teacher over the whole vocabulary, of the row's kind
     # decided over the whole update before its first micro-batch (`decide_update`):
     correction: Tensor | None = None  # weight of the surrogate
     counts: Tensor | None = None  # 0 or 1: counts in the denominators, and pays KL and entropy

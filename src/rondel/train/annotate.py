@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rondel.algos.divergence import Divergence
 from rondel.core.errors import TrainError
 from rondel.models.head import LMHead
 from rondel.models.packed_layout import PackedLayout, PackedSegment
@@ -74,17 +75,18 @@ def forward_taught(
     loaded: LoadedModel,
     packed: PackedBatch,
     taught: TeacherDistribution,
+    apart_by: Divergence,
     *,
     temperature: float,
     tape: RoutingTape | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, and how far the whole distribution is from that of the teachers: KL(policy || teacher) [M]."""
+    """The same, and how far the whole distribution is from that of the teachers [M]."""
 
     def compute_logprobs_and_kl(head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
         hidden = loaded.hidden_states(
             packed.tokens, packed.positions, packed.layout, tape, packed.encode_images(loaded)
         ).index_select(0, packed.source)
-        return logprob_entropy_and_kl(hidden, packed.target, head, taught, temperature=temperature)
+        return logprob_entropy_and_kl(hidden, packed.target, head, taught, temperature=temperature, apart_by=apart_by)
 
     return loaded.run_with_head(compute_logprobs_and_kl)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rondel.algos.aggregate import masked_scale, sample_weights
+from rondel.algos.distill import FullDistill
 from rondel.algos.kl import k3
 from rondel.algos.mixture import Mixture
 from rondel.algos.objective import FIELDS, objective
@@ -450,7 +451,9 @@ class LocalTrainer:
             full_kl: Tensor | None = None
             if "teacher_hidden" in algo.needs:
                 taught = self.teachers.teacher_distribution(batch, packed, self.settings.temperature)
-                logprobs, entropy, full_kl = notes.forward_taught(self.loaded, packed, taught, **how)
+                assert isinstance(algo.distill, FullDistill)
+                by = algo.distill.divergence
+                logprobs, entropy, full_kl = notes.forward_taught(self.loaded, packed, taught, by, **how)
             else:
                 logprobs, entropy = notes.forward(self.loaded, packed, drawn=True, **how)
             known = _visible_tokens(batch.tokens(packed.samples, device), algo, decides=proximal_noted)

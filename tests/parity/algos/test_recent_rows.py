@@ -15,8 +15,10 @@ from kits.train import model, step, trainer, trajectory
 from kits.train import row as row_of
 from rondel.algos import advantage, aggregate, gae, group_advantages, kl, table, turn_advantages
 from rondel.algos.mask_corrections import BinaryKlMask, Freshness, VariationMask
+from rondel.algos.objective import objective
 from rondel.algos.soft_surrogates import DivergencePenalty, FutureKl, GammaWeight, SquaredGap, UnboundedPositive
 from rondel.algos.surrogate import Clip
+from rondel.algos.tokens import TokenBatch
 from rondel.algos.trust_region_surrogates import binary_kl
 from rondel.core.errors import ConfigError
 from rondel.core.types import Group, Score, Task
@@ -185,6 +187,28 @@ def test_gar_shares_what_the_winners_earned_by_the_judges_opinion():
         rule(scored(rewards, right=judged))
     with pytest.raises(ConfigError, match="must lie in"):
         rule(scored(rewards, quality=tensor(2, 0, 0, 0)))
+
+
+def test_early_tokens_are_taught_more():
+    """TRL's weights: 1 + gamma·(1 - prefix / total) of |log q - log p|, the prefix without the token itself."""
+    behavior, teacher = tensor(-1.0, -2.0, -1.0, -0.5), tensor(-2.0, -1.5, -1.0, -3.0)
+    told = replace(scored(tensor(0, 0), lengths=torch.tensor([3, 1])), behavior_T=behavior, teacher_T=teacher)
+    gaps = [1.0, -0.5, 0.0, 2.5]
+    weights = [1.5, 1 + 0.5 * (1 - 1 / 1.5), 1.0, 1.5]
+    assert near(table.IW_OPD.advantages_T(told), [-w * gap for w, gap in zip(weights, gaps, strict=True)])
+
+
+def test_sdar_learns_what_the_teacher_finds_likelier():
+    logp, teacher = tensor(-3.0, -1.0, -0.1).requires_grad_(), tensor(-0.5, -1.0, -4.0)
+    known = TokenBatch(
+        torch.zeros(3).long(), logprobs=logp, teacher=teacher, proximal=logp.detach(), advantages=tensor(0, 0, 0)
+    )
+    loss, terms = objective(table.SDAR, known, torch.ones(3, dtype=F64))
+    gate = torch.sigmoid(5.0 * (teacher - logp.detach()))
+    assert near(terms["taught"], gate * (teacher - logp.detach())) and near(loss, 0.1 * terms["taught"].sum())
+    assert (
+        near(torch.autograd.grad(loss, logp)[0], -0.1 * gate) and gate[0] > 0.99 and gate[1] == 0.5 and gate[2] < 1e-6
+    )
 
 
 # -- agents, turns and ages in the trainer
