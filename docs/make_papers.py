@@ -58,6 +58,7 @@ TITLES = {
     "arXiv:2506.24119": "SPIRAL",
     "arXiv:2505.10978": "GiGPO",
     "arXiv:2606.22600": "IW-OPD",
+    "arXiv:2602.07078": "Optimal token baseline",
     "arXiv:2605.15155": "SDAR",
     "https://github.com/areal-project/AReaL/pull/1600": "AReaL",
 }
@@ -109,6 +110,7 @@ ORACLES = {  # beside the one of every row: the test of what is its own
     "rae": "test_each_agent_is_compared_with_what_it_usually_earns",
     "gigpo": "test_turns_that_saw_the_same_are_compared",
     "turn_ppo": "test_turns_are_the_steps_of_gae",
+    "otb": "test_the_baseline_of_a_place_has_the_least_variance_there",
     "iw_opd": "test_early_tokens_are_taught_more",
     "sdar": "test_sdar_learns_what_the_teacher_finds_likelier",
     "luffy": "test_luffy_weighs_a_demonstrated_token_by_how_undecided_the_policy_is_about_it",

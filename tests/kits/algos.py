@@ -99,6 +99,7 @@ class Ragged:
             "ref_T": ref_T,
             "teacher_T": self.teacher_T,
             "turn_T": self.turn_T,
+            "collision_T": self.collision_T,
             "state_T": self.state_T,
         }
         by_token = {name: self._ordered(x_T, at.tolist()) for name, x_T in by_token.items()}
@@ -139,6 +140,11 @@ class Ragged:
     def state_T(self) -> Tensor:
         """Every other turn of a group saw the same."""
         return 2 * self.group_N.repeat_interleave(self.lengths_N) + self.turn_T % 1000 % 2
+
+    @property
+    def collision_T(self) -> Tensor:
+        """Of the policy."""
+        return self.logits_TV.softmax(-1).square().sum(-1)
 
     @property
     def age_T(self) -> Tensor:

@@ -141,6 +141,8 @@ def rewarded(row: Algorithm, batch: Ragged) -> list[float]:
     rule, name = row.advantage, type(row.advantage).__name__
     mates = [[j for j in range(len(group)) if group[j] == g] for g in group]
     shaped = [shape(row.shaping, rewards[i], lengths[i], [lengths[j] for j in mates[i]]) for i in range(len(group))]
+    if name == "TokenBaseline":
+        return by_place(batch, shaped)
     if name in ("StepGroups", "TurnGae"):
         return by_turn(rule, name, batch, shaped)
     if name == "Returns":
@@ -218,6 +220,23 @@ def redistributed(rule, batch: Ragged, shaped: list[float], mates: list[list[int
         for i in members:
             out[i] = own[i] - shift
     return out
+
+
+def by_place(batch: Ragged, shaped: list[float]) -> list[float]:
+    """verl's optimal token baseline, a place at a time: returns are the reward at every token of an answer."""
+    lengths, group, flat = batch.lengths_N.tolist(), batch.group_N.tolist(), []
+    pi, square = batch.others_3T[0].exp().tolist(), batch.collision_T.tolist()
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    w = [
+        [sum(1 - 2 * pi[s + j] + square[s + j] for j in range(t + 1)) for t in range(n)]
+        for s, n in zip(starts, lengths, strict=True)
+    ]
+    for i, n in enumerate(lengths):
+        for t in range(n):
+            there = [j for j in range(len(group)) if group[j] == group[i] and lengths[j] > t]
+            base = sum(w[j][t] * shaped[j] for j in there) / sum(w[j][t] for j in there) if len(there) > 1 else 0.0
+            flat.append(shaped[i] - base)
+    return flat
 
 
 def by_turn(rule, name: str, batch: Ragged, shaped: list[float]) -> list[float]:

@@ -33,7 +33,7 @@ from rondel.algos.reward_transforms import ClipReward, KimiLength, NoShaping, Ov
 from rondel.algos.soft_surrogates import DivergencePenalty, FutureKl, GammaWeight, SquaredGap, UnboundedPositive
 from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
-from rondel.algos.turn_advantages import StepGroups, TurnGae
+from rondel.algos.turn_advantages import StepGroups, TokenBaseline, TurnGae
 from rondel.algos.value import ClippedValue
 
 FAMILIES: dict[str, dict[str, type]] = {
@@ -61,6 +61,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "agent_baseline": AgentBaseline,
         "step_groups": StepGroups,
         "turn_gae": TurnGae,
+        "token_baseline": TokenBaseline,
         "preference": Preference,
     },
     "distill": {"distill": Distill, "early": EarlyDistill, "gated": GatedDistill, "full": FullDistill},

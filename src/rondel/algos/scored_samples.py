@@ -58,6 +58,7 @@ class ScoredSamples:
     ref_T: Tensor | None = None
     teacher_T: Tensor | None = None
     proximal_T: Tensor | None = None
+    collision_T: Tensor | None = None  # sum of p² over the vocabulary at the token
     turn_T: Tensor | None = None  # int64: the same number along a turn, another in the next; None: a sample is one turn
     # int64: turns with the same number began in the same state, and their samples are compared; None: all of a group did
     state_T: Tensor | None = None

@@ -44,7 +44,7 @@ from rondel.algos.soft_surrogates import DivergencePenalty, FutureKl, GammaWeigh
 from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient
 from rondel.algos.tensors import Tensor
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
-from rondel.algos.turn_advantages import StepGroups, TurnGae
+from rondel.algos.turn_advantages import StepGroups, TokenBaseline, TurnGae
 from rondel.algos.value import ClippedValue
 from rondel.core.errors import ConfigError
 from rondel.core.registry import find_registered, suggest_name
@@ -344,6 +344,7 @@ SCALERL = replace(
     filters=("signal",),
 )
 GAR = replace(DR_GRPO, name="gar", paper="https://github.com/PrimeIntellect-ai/prime-rl", advantage=Redistribute())
+OTB = replace(REINFORCE, name="otb", paper="arXiv:2602.07078", advantage=TokenBaseline(), aggregate=TokenMean())
 IW_OPD = replace(OPD, name="iw_opd", paper="arXiv:2606.22600", distill=EarlyDistill(coef=1.0))
 SDAR = replace(GRPO, name="sdar", paper="arXiv:2605.15155", distill=GatedDistill())
 RAE = replace(REINFORCE, name="rae", paper="arXiv:2506.24119", advantage=AgentBaseline())
@@ -357,7 +358,25 @@ TABLE = {
         *(GSPO, GSPO_TOKEN, GMPO, CISPO, SAPO, DPPO_TV, DPPO_KL, KIMI, CLIP_COV, KL_COV, FORKING),
         *(OPO, REMAX, PASS_AT_K, MAXRL, GPG, GDPO, REINFORCE_PP, REINFORCE_PP_BASELINE, RAFT),
         *(DECOUPLED, TOPR, AIPO, M2PO, LUFFY, OPD, ONLINE_DPO),
-        *(VESPO, LUSPO, DRPO, UP, FIPO, VACO, KPOP, A_STAR_PO, REAL, SCALERL, GAR, RAE, GIGPO, TURN_PPO, IW_OPD, SDAR),
+        *(
+            VESPO,
+            LUSPO,
+            DRPO,
+            UP,
+            FIPO,
+            VACO,
+            KPOP,
+            A_STAR_PO,
+            REAL,
+            SCALERL,
+            GAR,
+            RAE,
+            GIGPO,
+            TURN_PPO,
+            OTB,
+            IW_OPD,
+            SDAR,
+        ),
     )
 }
 

@@ -34,6 +34,7 @@ class TokenBatch:
     values: Tensor | None = None  # what the critic expected before the token
     returns: Tensor | None = None  # what the critic is to learn
     advantages: Tensor | None = None
+    collision: Tensor | None = None  # sum of p² over the vocabulary, by the weights that began the step
     score: Tensor | None = None  # the reward of the token's sample
     demonstration: Tensor | None = None  # bool: nobody drew it
     full_kl: Tensor | None = None  # divergence of policy and teacher over the whole vocabulary, of the row's kind

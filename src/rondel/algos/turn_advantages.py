@@ -1,4 +1,5 @@
-"""Advantages along the turns of an episode: a turn is what the policy wrote between two observations.
+"""Advantages along an episode without or with a critic: by turns, or by the place of a token. A turn is what the policy
+wrote between two observations.
 
 K turns · T trainable tokens, those of a turn side by side. `ScoredSamples.turn_T` says whose turn a token is of,
 `state_T` what the policy saw before that turn: turns of one group with the same number saw the same.
@@ -12,7 +13,7 @@ from typing import ClassVar
 from rondel.algos.advantage import standardize_rewards, whiten_values
 from rondel.algos.component import Component
 from rondel.algos.gae import check_shares, discounted_returns, gae, sample_lengths
-from rondel.algos.scored_samples import ScoredSamples, group_deviations
+from rondel.algos.scored_samples import ScoredSamples, group_deviations, group_sizes, over_group
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
 
@@ -93,6 +94,50 @@ class StepGroups(Component):
         return (
             f"(R - mean){over} over its group + {self.weight:g}·(G - mean){over} over the turns that began in the same state, "
             f"G = sum of {self.gamma:g}^k·reward over the k turns that follow"
+        )
+
+
+@dataclass(frozen=True)
+class TokenBaseline(Component):
+    """A_t = G_t - sum of W_t·G_t / sum of W_t over the answers of its group that have a t-th token.  -> [T].
+    arXiv:2602.07078 (OTB).
+
+    G_t is what token t and those behind it earned, W_t = sum over j <= t of (1 - 2·pi_j + sum of pi²) the squared gradients
+    of the logits so far: the baseline of least variance at that place, for an answer that was undecided so far varies
+    most. Where no other answer is as long the baseline is 0, as verl has it, so the end of the longest one gets G itself.
+
+    tail    false: the end of an answer that no other reaches gets 0 instead
+    """
+
+    tail: bool = True
+    per_token: ClassVar[bool] = True
+    compares: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"proximal_logprobs", "collisions"})
+
+    def __call__(self, scored: ScoredSamples) -> Tensor:
+        earned_T, sample_T = scored.token_rewards, scored.sample_T
+        if not len(earned_T):
+            return earned_T
+        assert scored.proximal_T is not None and scored.collision_T is not None
+        lengths_N = sample_lengths(sample_T)
+        place_T = torch.arange(len(sample_T), device=sample_T.device)
+        place_T = place_T - (lengths_N.cumsum(0) - lengths_N).repeat_interleave(lengths_N)
+        returns_T = discounted_returns(earned_T, sample_T, gamma=1.0)
+        energy_T = (1 - 2 * scored.proximal_T.exp() + scored.collision_T).to(earned_T.dtype)
+        # the sum up to a token is the whole less what follows it
+        left_T = discounted_returns(energy_T, sample_T, gamma=1.0)
+        weight_T = over_group(energy_T, sample_T, "sum") - left_T + energy_T
+        group_T = scored.spread_to_tokens(scored.group_N.unique(return_inverse=True)[1])
+        at_T = group_T * (int(place_T.max()) + 1) + place_T
+        total_T = over_group(weight_T, at_T, "sum").clamp(min=1e-12)
+        baseline_T = over_group(weight_T * returns_T, at_T, "sum") / total_T
+        alone_T = group_sizes(earned_T, at_T) == 1
+        return torch.where(alone_T, returns_T if self.tail else 0.0, returns_T - baseline_T)
+
+    def __str__(self) -> str:
+        return (
+            "G - mean of G over its group at the same place, weighed by the squared gradients of the logits so far, G = the "
+            "rewards of the token and of those behind it"
         )
 
 

@@ -46,7 +46,7 @@ def forward(
         )
 
     logprobs, entropy = loaded.run_with_head(compute_logprobs)
-    _join_flips(own, tape)
+    join_flips(own, tape)
     return own.join_targets(logprobs), own.join_targets(entropy)
 
 
@@ -62,11 +62,12 @@ def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | 
         return loaded.stage.send_forward(loaded.hidden_states(own.tokens, own.positions, own.layout, tape, seen))
 
     sent: Tensor = loaded.run_with_head(compute_states)
-    _join_flips(own, tape)
+    join_flips(own, tape)
     return sent
 
 
-def _join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:
+def join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:
+    """Of a row that ranks share: each rank's tape gets the routes of its own part of it."""
     if tape is not None and tape.routes is not None and not isinstance(own, PackedBatch):
         tape.flips = [own.join_rows(flips_t) if i in tape.own else flips_t for i, flips_t in enumerate(tape.flips)]
 

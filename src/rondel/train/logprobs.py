@@ -177,6 +177,25 @@ def logprob_and_entropy(
     return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, kept, None, REVERSE_KL)[:2]
 
 
+@torch.no_grad()
+def collision_probability(
+    hidden: Tensor, head: LMHead, *, temperature: float = 1.0, kept: SupportMask | None = None
+) -> Tensor:
+    """hidden [M,D] -> sum of p² [M] of the same distributions."""
+    part, out = head.part, []
+    if part is not None and kept is not None:
+        kept = kept.of_vocabulary(part.first, part.size)
+    for rows in _row_chunks(len(hidden), len(head.weight)):
+        z = head.logits(hidden[rows])
+        if temperature != 1.0:
+            z.div_(temperature)
+        if kept is not None:
+            z = kept.mask_logits(z, rows)
+        own = (torch.softmax(z, -1) if part is None else part.softmax(z)).square_().sum(-1)
+        out.append(own if part is None else part.sum(own))
+    return _cat_pieces(out, hidden)
+
+
 def logprob_entropy_and_kl(
     hidden: Tensor,
     target: Tensor,

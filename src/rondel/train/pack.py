@@ -174,6 +174,7 @@ class TrainBatch:
             ref_T=_double(tokens.reference),
             teacher_T=_double(tokens.teacher),
             proximal_T=_double(tokens.proximal),
+            collision_T=_double(tokens.collision),
             agents=tuple(s.agent for s in self.samples),
             **(turns_of(self.samples) if any(s.several_turns for s in self.samples) else {}),
         )

@@ -35,6 +35,7 @@ from rondel.train import annotate as notes
 from rondel.train import checkpoint
 from rondel.train.adaptive_coefs import AdaptiveCoefs
 from rondel.train.advantages import compute_advantages
+from rondel.train.collisions import annotate_collisions
 from rondel.train.mismatch import MismatchAlarm
 from rondel.train.offload import Offload
 from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, micro_batches
@@ -223,6 +224,8 @@ class LocalTrainer:
                     notes.annotate_logprobs(
                         source, batch, FIELDS.get(need, need.removesuffix("_logprobs")), replay=replay, drawn=own, **how
                     )
+        if "collisions" in needs:
+            annotate_collisions(self.loaded, batch, replay=settings.replay_routes, **how)
         if "ages" in needs:
             notes.annotate_ages(batch, self.version)
         if "teacher_logprobs" in needs:

@@ -22,6 +22,7 @@ from rondel.algos.tokens import TokenBatch
 from rondel.algos.trust_region_surrogates import binary_kl
 from rondel.core.errors import ConfigError
 from rondel.core.types import Group, Score, Task
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.train.advantages import compute_advantages
 from rondel.train.checkpoint import load_trainer, save_trainer
 from rondel.train.pack import batch_of
@@ -187,6 +188,40 @@ def test_gar_shares_what_the_winners_earned_by_the_judges_opinion():
         rule(scored(rewards, right=judged))
     with pytest.raises(ConfigError, match="must lie in"):
         rule(scored(rewards, quality=tensor(2, 0, 0, 0)))
+
+
+def test_the_baseline_of_a_place_has_the_least_variance_there():
+    """Two answers of two tokens: the baseline is the mean weighed by the squared gradients so far, at each place."""
+    pi, square = tensor(0.5, 0.9, 0.2, 0.1), tensor(0.5, 0.82, 0.3, 0.4)
+    told = replace(scored(tensor(1, 0), lengths=torch.tensor([2, 2])), proximal_T=pi.log(), collision_T=square)
+    first = [1 - 2 * 0.5 + 0.5, 1 - 2 * 0.2 + 0.3]
+    second = [first[0] + 1 - 1.8 + 0.82, first[1] + 1 - 0.2 + 0.4]
+    found = turn_advantages.TokenBaseline()(told)
+    b = [first[0] / sum(first), second[0] / sum(second)]
+    assert near(found, [1 - b[0], 1 - b[1], -b[0], -b[1]])
+    longer = replace(told, lengths_N=torch.tensor([1, 3]))
+    assert near(turn_advantages.TokenBaseline()(longer)[2:], [0.0, 0.0]) and near(
+        turn_advantages.TokenBaseline(False)(longer)[2:], [0.0, 0.0]
+    )
+    alone = replace(longer, rewards_N=tensor(0, 1))
+    assert near(turn_advantages.TokenBaseline()(alone)[2:], [1.0, 1.0])
+    # the variance of (G - b)·|score|² over the two answers is least there
+    w, g = torch.tensor(first, dtype=F64), tensor(1, 0)
+    spread = [float((w * (g - at).square()).sum()) for at in (b[0] - 0.05, b[0], b[0] + 0.05)]
+    assert spread[1] < min(spread[0], spread[2])
+
+
+def test_the_trainer_says_how_likely_two_draws_are_the_same():
+    row = row_of("otb")
+    t, b = trainer(model(), row, micro_tokens=12), batch_of([episodes()])
+    step(t, b, row)
+    other = model()
+    for s in b.samples:
+        with torch.no_grad():
+            ids = torch.from_numpy(s.tokens.astype(np.int64))
+            layout = PackedLayout([PackedSegment(0, len(ids))], "cpu")
+            logits = other.head.logits(other.hidden_states(ids, torch.arange(len(ids)), layout)[s.trainable - 1])
+        assert torch.allclose(s.known.collision, logits.softmax(-1).square().sum(-1), atol=1e-6)
 
 
 def test_early_tokens_are_taught_more():
