@@ -123,6 +123,28 @@ class GatedDistill(Component):
 
 
 @dataclass(frozen=True)
+class Observations(Component):
+    """d = mean of -log pi over the tokens that the policy only read after it began to write, in the loss.  prime-rl's ECHO.
+
+    The environment is the teacher: the policy learns to foresee what its tools will say. They are read anyway, but learned
+    in a pass of their own, which costs as much again. The mean is over all such tokens of the update; the markers of a
+    turn count as what stands in it. Pictures are left out, and the prompt is not learned.
+
+    coef    weight of that mean beside the row's own loss; 0 leaves it out
+    """
+
+    coef: float = 0.1
+    charged: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        check_weight("coef", self.coef, "what its tools say")
+
+    def __str__(self) -> str:
+        return "mean of -logp over the tokens that it only read after it began to write"
+
+
+@dataclass(frozen=True)
 class FullDistill(Component):
     """d_t = sum_v p(v)·(log p(v) - log q(v)) over the whole vocabulary, in the loss and not in the
     advantage.  arXiv:2306.13649 (GKD).

@@ -20,7 +20,7 @@ from rondel.algos.advantage import (
 )
 from rondel.algos.aggregate import FixedNorm, PromptMean, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
-from rondel.algos.distill import Distill, EarlyDistill, FullDistill, GatedDistill
+from rondel.algos.distill import Distill, EarlyDistill, FullDistill, GatedDistill, Observations
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.gae import Gae, Returns
 from rondel.algos.group_advantages import AgentBaseline, BatchNorm, Classify, Redistribute, SoftValue
@@ -64,7 +64,13 @@ FAMILIES: dict[str, dict[str, type]] = {
         "token_baseline": TokenBaseline,
         "preference": Preference,
     },
-    "distill": {"distill": Distill, "early": EarlyDistill, "gated": GatedDistill, "full": FullDistill},
+    "distill": {
+        "distill": Distill,
+        "early": EarlyDistill,
+        "gated": GatedDistill,
+        "full": FullDistill,
+        "observations": Observations,
+    },
     "ratio": {"token": TokenRatio, "sequence": SequenceRatio, "sequence_token": SequenceTokenRatio},
     "surrogate": {
         "clip": Clip,

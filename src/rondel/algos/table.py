@@ -27,7 +27,7 @@ from rondel.algos.advantage import (
 from rondel.algos.aggregate import FixedNorm, PromptMean, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from rondel.algos.component import Component, LossTerm
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
-from rondel.algos.distill import Distill, EarlyDistill, FullDistill, GatedDistill
+from rondel.algos.distill import Distill, EarlyDistill, FullDistill, GatedDistill, Observations
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.families import FAMILIES
 from rondel.algos.gae import Gae, Returns, discounted_returns
@@ -68,7 +68,7 @@ class Algorithm:
     entropy: EntropyBonus  # entropy_T -> bonus_T, on the tokens that `select` chose
     aggregate: Component  # lengths_N -> weight_N
     # (behavior_T, teacher_T) -> cost_T, or a term of the loss
-    distill: Distill | GatedDistill | FullDistill = field(default_factory=Distill)
+    distill: Distill | GatedDistill | FullDistill | Observations = field(default_factory=Distill)
     value: ClippedValue = field(default_factory=ClippedValue)  # (values_T, old_T, returns_T) -> loss_T, clipped_T
     terms: tuple[LossTerm, ...] = ()  # per-token terms of your own, beside the surrogate
     filters: tuple[str, ...] = ()
@@ -346,6 +346,7 @@ SCALERL = replace(
 GAR = replace(DR_GRPO, name="gar", paper="https://github.com/PrimeIntellect-ai/prime-rl", advantage=Redistribute())
 OTB = replace(REINFORCE, name="otb", paper="arXiv:2602.07078", advantage=TokenBaseline(), aggregate=TokenMean())
 IW_OPD = replace(OPD, name="iw_opd", paper="arXiv:2606.22600", distill=EarlyDistill(coef=1.0))
+ECHO = replace(DR_GRPO, name="echo", paper="https://github.com/PrimeIntellect-ai/prime-rl", distill=Observations())
 SDAR = replace(GRPO, name="sdar", paper="arXiv:2605.15155", distill=GatedDistill())
 RAE = replace(REINFORCE, name="rae", paper="arXiv:2506.24119", advantage=AgentBaseline())
 GIGPO = replace(GRPO, name="gigpo", paper="arXiv:2505.10978", advantage=StepGroups())
@@ -358,25 +359,8 @@ TABLE = {
         *(GSPO, GSPO_TOKEN, GMPO, CISPO, SAPO, DPPO_TV, DPPO_KL, KIMI, CLIP_COV, KL_COV, FORKING),
         *(OPO, REMAX, PASS_AT_K, MAXRL, GPG, GDPO, REINFORCE_PP, REINFORCE_PP_BASELINE, RAFT),
         *(DECOUPLED, TOPR, AIPO, M2PO, LUFFY, OPD, ONLINE_DPO),
-        *(
-            VESPO,
-            LUSPO,
-            DRPO,
-            UP,
-            FIPO,
-            VACO,
-            KPOP,
-            A_STAR_PO,
-            REAL,
-            SCALERL,
-            GAR,
-            RAE,
-            GIGPO,
-            TURN_PPO,
-            OTB,
-            IW_OPD,
-            SDAR,
-        ),
+        *(VESPO, LUSPO, DRPO, UP, FIPO, VACO, KPOP, A_STAR_PO, REAL, SCALERL),
+        *(GAR, RAE, GIGPO, TURN_PPO, OTB, IW_OPD, SDAR, ECHO),
     )
 }
 

@@ -215,6 +215,11 @@ class TrainBatch:
         found = algo.split_by_row([s.stream for s in self.samples])
         return [(row, weight, TrainBatch([self.samples[i] for i in places])) for row, weight, places in found]
 
+    @property
+    def is_noted(self) -> bool:
+        """Whether the proximal log-probabilities are with the samples."""
+        return all(s.known.proximal is not None for s in self.samples)
+
     def trainable_samples(self, row: Algorithm) -> TrainBatch:
         """The samples that give a gradient: all, or those that were not cut off where the row masks truncated ones."""
         return TrainBatch([s for s in self.samples if not s.truncated]) if row.mask_truncated else self

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from rondel.algos.aggregate import masked_scale, sample_weights
-from rondel.algos.distill import FullDistill
+from rondel.algos.distill import FullDistill, Observations
 from rondel.algos.kl import k3
 from rondel.algos.mixture import Mixture
 from rondel.algos.objective import FIELDS, objective
 from rondel.algos.precompute import counted_tokens, decide_update
+from rondel.algos.table import SFT
 from rondel.algos.tokens import TokenBatch
 from rondel.core.errors import TrainError, UserError
 from rondel.core.events import Warned, emit
@@ -37,6 +38,7 @@ from rondel.train.adaptive_coefs import AdaptiveCoefs
 from rondel.train.advantages import compute_advantages
 from rondel.train.collisions import annotate_collisions
 from rondel.train.mismatch import MismatchAlarm
+from rondel.train.observations import observed_batch
 from rondel.train.offload import Offload
 from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
@@ -378,6 +380,9 @@ class LocalTrainer:
             critic_norm = torch.zeros(())
             shares = [(*found, found[2].trainable_samples(found[0])) for found in update.split_by_row(algo)]
             shares = [found for found in shares if found[3].samples]  # not all of them were cut off
+            for row, weight, _, own in list(shares):
+                if isinstance(row.distill, Observations) and row.distill.coef and (read := observed_batch(own)).samples:
+                    shares.append((SFT, weight * row.distill.coef, read, read))
             for number, (row, weight, share, own) in enumerate(shares, 1):
                 scale = masked_scale(row.aggregate, own.lengths_N, share.lengths_N)
                 if not frozen:
@@ -386,7 +391,7 @@ class LocalTrainer:
                         row,
                         sums,
                         weight=weight * scale,
-                        proximal_noted="proximal_logprobs" in row.needs | more,
+                        proximal_noted="proximal_logprobs" in row.needs | more and own.is_noted,
                         last=number == len(shares),
                     )
                 if critic is not None and row is main:

@@ -307,6 +307,35 @@ def test_turns_that_saw_the_same_are_compared():
     assert second == pytest.approx([0.5 + 0.5, -0.5 - 0.5, 0.0]), "the last one's state was seen by no other"
 
 
+def test_echo_learns_the_tokens_that_came_back_as_a_likelihood_of_their_own():
+    """Its gradient less that of dr_grpo is 0.1 times that of the mean -log pi of what was read, in any split."""
+
+    def gradient_of(row, **settings):
+        t, made = trainer(model(), row, lr=0.0, clip=1e9, **settings), batch_with_advantages([episodes()], row)
+        step(t, made, row)
+        return torch.cat([m.grad.flatten() for m in t.weights.masters]).double()
+
+    echo, plain = (row_of(kind) for kind in ("echo", "dr_grpo"))
+    found = gradient_of(echo) - gradient_of(plain)
+    other = model()
+    for parameter in other.model.parameters():
+        parameter.requires_grad_()
+    total, count = torch.zeros(()), 0
+    for t in episodes().trajectories:
+        ids = torch.tensor(list(t.tokens))
+        layout = PackedLayout([PackedSegment(0, len(ids))], "cpu")
+        logp = other.head.logits(other.hidden_states(ids, torch.arange(len(ids)), layout)).log_softmax(-1)
+        read = [i for i in range(5, len(ids)) if not t.mask[i]]
+        total, count = total - sum(logp[i - 1, ids[i]] for i in read), count + len(read)
+    assert count == 5
+    (0.1 * total / count).backward()
+    names = dict(other.model.named_parameters())
+    wanted = torch.cat([p.grad.flatten() for p in names.values()]).double()
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-4
+    assert gradient_of(echo, epochs=2).isfinite().all(), "a second pass does not ask what was read for its ratio"
+    assert float((gradient_of(echo, micro_tokens=9) - gradient_of(echo)).norm() / wanted.norm()) < 1e-5
+
+
 def test_turns_are_the_steps_of_gae():
     draw = torch.Generator().manual_seed(2)
     values = torch.randn(15, generator=draw, dtype=F64)

@@ -80,7 +80,11 @@ class AlgorithmConfig(ConfigSection):
         {}, description="rewards -> rewards before the advantage: none, clip, overlong, kimi_length"
     )
     entropy: dict[str, Any] = Field({}, description="entropy bonus: coef, target, top")
-    distill: dict[str, Any] = Field({}, description="a teacher's opinion of every token: coef; needs model.teacher")
+    distill: dict[str, Any] = Field(
+        {},
+        description="a teacher's opinion of every token: distill, early, gated, full (with beta and top); they need "
+        "model.teacher. observations: learn what tools sent back. coef",
+    )
     value: dict[str, Any] = Field({}, description="what a critic minimises: clip")
     terms: list[dict[str, Any]] = Field(
         [], description='per-token loss terms of your own: kind = "module:NAME", coef and its knobs'
