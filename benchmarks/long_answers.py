@@ -4,9 +4,11 @@ train nothing; the real rollouts, buffer, router, store, batch and checkpoint be
 rondel bench long_answers --tokens 1000000 --samples 4 --steps 3
 
 `longest_pass_ms`  how long anything that is ready waited for its turn on the event loop, without the time in which the
-                   machine was busy elsewhere; `where` is what the loop was at. A thread that holds the interpreter
-                   while others have its core counts, so on a busy machine see `longest_work_ms`, too: what the
-                   loop itself computed in a pass
+                   loop's thread waited for a core; `where` is what the loop was at. A thread that holds the interpreter
+                   and waits for a core itself counts, so on a busy machine see the next two
+`computed_ms`      the same by processor time: what all threads of this process computed in a pass at most, and no more
+                   than the pass was long. Alone on its cores no pass would be longer
+`longest_work_ms`  what the loop itself computed in a pass
 `peak_mb`          resident memory of this process above what it had before the first request
 `arrays_mb`        what a step consists of, counted where it is: the trajectories' columns (`columns_mb`, 17 bytes a
                    token), their texts, and the arrays of the batch that is trained
@@ -18,7 +20,6 @@ import argparse
 import asyncio
 import gc
 import importlib
-import json
 import os
 import sys
 import tempfile
@@ -60,13 +61,17 @@ class LongEngine:
 
 
 class EchoRank:
-    """Says of every sample what a trainer would say, without one."""
+    """Says of every sample what a trainer would say, without one, after so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
 
     async def step(self, batch: Any, algo: Any) -> Any:
         import torch
 
         from rondel.core.types import StepStats
 
+        await asyncio.sleep(self.seconds)
         for sample in batch.samples:
             sample.known.trained = sample.known.behavior.clone()
             sample.known.advantages = torch.zeros(len(sample.trainable))
@@ -79,6 +84,7 @@ class Watch:
     def __init__(self) -> None:
         self.longest, self.where, self.peak, self.beat = 0.0, "", 0.0, time.perf_counter()
         self.work, self.worked = 0.0, time.thread_time()
+        self.computed, self.used = 0.0, time.process_time()
         self.loop = threading.get_ident()
         # kept open: each call that lets other threads run may cost a turn of the interpreter
         self.queue = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
@@ -90,10 +96,11 @@ class Watch:
 
     async def pulse(self) -> None:
         while True:
-            now, waited, worked = time.perf_counter(), self._in_queue(), time.thread_time()
-            self.longest = max(self.longest, now - self.beat - (waited - self.waited))
-            self.work = max(self.work, worked - self.worked)
-            self.beat, self.waited, self.worked = now, waited, worked
+            now, waited, worked, used = time.perf_counter(), self._in_queue(), time.thread_time(), time.process_time()
+            took = now - self.beat - (waited - self.waited)
+            self.longest, self.work = max(self.longest, took), max(self.work, worked - self.worked)
+            self.computed = max(self.computed, min(took, used - self.used))
+            self.beat, self.waited, self.worked, self.used = now, waited, worked, used
             await asyncio.sleep(0)
 
     def look(self) -> None:
@@ -112,12 +119,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=4, help="of a step, in one group")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--train", type=float, default=1.0, help="seconds of a step; a million tokens take a trainer more"
+    )
+    parser.add_argument("--staleness", type=int, default=0, help="above 0 a checkpoint has finished answers in it")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    report(measure(args.tokens, args.samples, args.steps, args.ranks), only_json=args.json)
+    report(measure(args.tokens, args.samples, args.steps, args.ranks, args.staleness, args.train), only_json=args.json)
 
 
-def measure(tokens: int, samples: int, steps: int, ranks: int) -> dict[str, Any]:
+def measure(tokens: int, samples: int, steps: int, ranks: int, staleness: int, train: float) -> dict[str, Any]:
     from rondel.assemble.remote_workers import RemoteTrainer
     from rondel.core.events import subscribe
     from rondel.generate.engine.router import EngineRouter
@@ -132,7 +143,7 @@ def measure(tokens: int, samples: int, steps: int, ranks: int) -> dict[str, Any]
     cluster = ProcessCluster()
     own = importlib.import_module("long_answers")  # by the name under which workers find it
     engine = cluster.spawn("engine-0", own.LongEngine, tokens)
-    workers = [cluster.spawn(f"trainer-{i}", own.EchoRank) for i in range(ranks)]
+    workers = [cluster.spawn(f"trainer-{i}", own.EchoRank, train) for i in range(ranks)]
     for worker in (engine, *workers):
         worker.now()
     parts.engine = EngineRouter({"engine-0": engine}, max_inflight=samples)
@@ -142,7 +153,9 @@ def measure(tokens: int, samples: int, steps: int, ranks: int) -> dict[str, Any]
         trainer = RemoteTrainer(workers)
         warmup[0].engine = EngineRouter({"engine-0": engine}, max_inflight=samples)
         held = Held()
-        asyncio.run(drive(*warmup, samples, 1, trainer, stored, Watch(), held))  # imports are not what is measured
+        asyncio.run(
+            drive(*warmup, samples, 1, trainer, stored, Watch(), held, staleness)
+        )  # imports are not what is measured
         engine.now("allow", tokens)
         gc.collect()
         release_freed_memory()
@@ -150,16 +163,16 @@ def measure(tokens: int, samples: int, steps: int, ranks: int) -> dict[str, Any]
         threading.Thread(target=watch.look, daemon=True).start()
         began = time.perf_counter()
         try:
-            trained = asyncio.run(drive(parts, tasks, samples, steps, trainer, stored, watch, held))
+            trained = asyncio.run(drive(parts, tasks, samples, steps, trainer, stored, watch, held, staleness))
         finally:
             watch.over.set()
             end()
             stored.close()
             cluster.close()
     return {
-        "tokens": tokens, "samples": samples, "steps": steps, "ranks": ranks, "trained": trained,
+        "tokens": tokens, "samples": samples, "steps": steps, "ranks": ranks, "staleness": staleness, "train": train, "trained": trained,
         "seconds": round(time.perf_counter() - began, 1), "longest_pass_ms": round(1e3 * watch.longest, 1),
-        "longest_work_ms": round(1e3 * watch.work, 1), "where": watch.where, "peak_mb": round(watch.peak, 1), "columns_mb": round(held.columns / 2**20, 1),
+        "computed_ms": round(1e3 * watch.computed, 1), "longest_work_ms": round(1e3 * watch.work, 1), "where": watch.where, "peak_mb": round(watch.peak, 1), "columns_mb": round(held.columns / 2**20, 1),
         "arrays_mb": round(held.arrays / 2**20, 1), "peak_to_arrays": round(watch.peak * 2**20 / held.arrays, 2),
     }  # fmt: skip
 
@@ -187,27 +200,41 @@ def _bytes_of(known: Any) -> int:
 
 
 async def drive(
-    parts: Any, tasks: Any, samples: int, steps: int, trainer: Any, stored: Any, watch: Watch, held: Held
+    parts: Any,
+    tasks: Any,
+    samples: int,
+    steps: int,
+    trainer: Any,
+    stored: Any,
+    watch: Watch,
+    held: Held,
+    staleness: int,
 ) -> int:
     """The loop as a run has it, with a checkpoint's state after every step."""
     from rondel import loop as house
     from rondel.buffer import Buffer
+    from rondel.buffer.state import encode
     from rondel.core.events import GroupsTaken, subscribe
     from rondel.core.types import KEEP
     from rondel.driver.phases import PerToken
     from rondel.driver.rollouts import GroupRollouts, prepare
     from rondel.runtime.devices import SplitDevices
+    from rondel.train.checkpoint import Checkpoints
 
-    buffer, work = Buffer(groups_per_step=1, max_staleness=0), GroupRollouts(parts, samples)
+    buffer, work = Buffer(groups_per_step=1, max_staleness=staleness), GroupRollouts(parts, samples)
+    checkpoints = Checkpoints(stored.folder / "checkpoints", 1)
     parts.judge = lambda group: KEEP
     pulse = asyncio.create_task(watch.pulse())
 
     async def sync(trainer: Any, engine: Any) -> int:
         return buffer.version + 1
 
+    async def save(folder: Path) -> None:
+        (folder / "weights").write_text("")
+
     async def milestone(step: int, version: int, batch: Any) -> None:
         await stored.annotate_rollouts(step, advantages=PerToken(batch, "advantages"))
-        json.dumps(buffer.state_dict(version))
+        await checkpoints.write(step, save, {"step": step, "buffer": buffer.state_dict(version, encoded=False)}, encode)
 
     def taken(event: Any) -> None:
         if isinstance(event, GroupsTaken):

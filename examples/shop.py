@@ -56,7 +56,7 @@ class Shop:
         chat.give([{"role": "user", "content": task.data["prompt"]}], [Tool(change).schema, Tool(cancel).schema])
         for left in reversed(range(self.turns)):
             done = await chat.reply()
-            calls = chat.calls(done) if done.finish_reason == "stop" else []
+            calls = await chat.calls(done) if done.finish_reason == "stop" else []
             if not left or done.finish_reason == "length" or (not calls and spoken == 2):
                 break
             if calls:

@@ -40,6 +40,7 @@ doc_to_target: "{{{{target}}}}"
 generation_kwargs: {{until: ["\\n"], do_sample: false, temperature: 0.0, max_gen_toks: 12}}
 metric_list: [{{metric: exact_match, ignore_case: true, ignore_punctuation: true}}]
 """
+SHOWN = "Q: 2 + 3 =\nA: 5\nQ: The capital of Spain is\nA: Madrid\n"
 FACTS = [
     ("The capital of France is", ["Paris", "Rome", "Oslo", "Berlin"]), ("The capital of Italy is", ["Rome", "Paris", "Lima", "Cairo"]),
     ("The opposite of hot is", ["cold", "warm", "red", "tall"]), ("A cat says", ["meow", "woof", "moo", "quack"]),
@@ -56,7 +57,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         write_tasks(place, a.questions)
-        plain = evaluate(place, "hf", {"pretrained": a.model, "dtype": "float32"})
+        plain = evaluate(place, "hf", {"pretrained": a.model, "dtype": "float32", "device": "cpu"})
         with Served(a.model, place) as url:
             how = {"model": "evaluated", "base_url": f"{url}/v1/completions", "tokenizer": a.model, "num_concurrent": 4}
             served = evaluate(place, "local-completions", {**how, "tokenized_requests": True, "max_retries": 1})
@@ -75,7 +76,7 @@ def write_tasks(place: Path, n: int) -> None:
         options = [right, *wrong]
         rng.shuffle(options)
         choice.append({"question": question, "choices": options, "answer": options.index(right)})
-        write.append({"question": f"Q: {question}\nA:", "target": right})
+        write.append({"question": f"{SHOWN}Q: {question}\nA:", "target": right})
     for name, rows, text in (("choice", choice, CHOICE), ("write", write, WRITE)):
         path = place / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -110,7 +111,7 @@ class Served:
     def __enter__(self) -> str:
         for _ in range(600):
             if self.port.exists():
-                return f"http://127.0.0.1:{self.port.read_text()}"
+                return f"http://127.0.0.1:{self.port.read_text().strip()}"
             if self.process.poll() is not None:
                 raise SystemExit("rondel serve ended: its output says why")
             time.sleep(0.2)

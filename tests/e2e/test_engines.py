@@ -209,6 +209,20 @@ def test_a_whole_run_over_http(url, server, folder, tmp_path):
         run(tmp_path, **{**more, "engine__url": url + "/x"})
 
 
+def test_a_server_takes_weights_by_broadcast(url, server, folder, tmp_path):
+    """The trainer leads a group that the server joins over SGLang's endpoints; nothing is written for it. It has served a
+    later version before, and a second run makes a group of its own.
+    """
+    server.ok("/update_weights_from_disk", model_path=str(folder), weight_version=40)
+    more = {**HTTP, "engine__url": url, "model__path": str(folder), "engine__sampling": {"max_tokens": 8}}
+    for number in range(2):
+        run(tmp_path / str(number), **more, loop__warmup__steps=0, loop__steps=2, sync__kind="distributed")
+        synced = events(tmp_path / str(number), "Synced")
+        assert [e["version"] for e in synced] == [0, 1, 2] and len({e["root"] for e in synced}) == 3
+        assert max(e["probe_gap"] for e in synced) < 1e-4 and min(e["bytes_copied"] for e in synced) > 0
+        assert not (tmp_path / str(number) / "weights").exists()
+
+
 @pytest.mark.parametrize(
     "changes, told",
     [

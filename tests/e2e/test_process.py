@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -37,7 +38,14 @@ def test_calls_are_the_same_and_run_side_by_side(cluster):
 
     assert asyncio.run(work()) == [6, 8]
     big = np.random.default_rng(0).random(1 << 20)
-    np.testing.assert_array_equal(worker.now("doubled", big), big * 2)
+    answer = worker.now("doubled", big)
+    np.testing.assert_array_equal(answer, big * 2)
+    kept = weakref.ref(answer)
+    del answer
+    for _ in range(50):  # the thread that read it is about to wait for the next message, and keeps nothing of this one
+        if kept() is not None:
+            time.sleep(0.01)
+    assert kept() is None
 
 
 @pytest.mark.slow

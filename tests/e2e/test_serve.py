@@ -362,6 +362,63 @@ def test_an_answer_that_must_call_calls_at_once_and_as_a_stream(server):
         assert refused.value.param == param
 
 
+def test_anthropics_client_and_responses_are_answered_too(server, model):
+    """A tool that must be called, its answer, streams, tokens counted, a conversation that goes on, and refusals in each shape."""
+    anthropic = pytest.importorskip("anthropic")
+    client = anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="none", max_retries=0)
+    tool = {"name": "add", "description": "a + b", "input_schema": ADD["function"]["parameters"]}
+    ask = dict(model="tiny", max_tokens=200, messages=[{"role": "user", "content": "1 + 2?"}], tools=[tool])
+    got = client.messages.create(**ask, tool_choice={"type": "tool", "name": "add"}, extra_body={"temperature": 0.5})
+    (call,) = got.content
+    assert got.stop_reason == "tool_use" and call.name == "add" and call.input["b"] in ("x", "y")
+    assert client.messages.count_tokens(
+        **{k: ask[k] for k in ("model", "messages", "tools")}
+    ).input_tokens == got.usage.input_tokens + (got.usage.cache_read_input_tokens or 0)
+    answered = [
+        *ask["messages"],
+        {"role": "assistant", "content": [call.model_dump()]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "3"}]},
+    ]
+    said = client.messages.create(**{**ask, "messages": answered, "max_tokens": 5, "extra_body": {"temperature": 0}})
+    with client.messages.stream(
+        **{**ask, "messages": answered, "max_tokens": 5, "extra_body": {"temperature": 0}}
+    ) as stream:
+        assert stream.get_final_message().content[0].text == said.content[0].text and said.usage.output_tokens == 5
+    for wrong in (
+        {"tool_choice": {"type": "tool", "name": "sub"}},
+        {"extra_body": {"temperature": 3}},
+        {"extra_body": {"beams": 3}},
+    ):
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            client.messages.create(**{**ask, **wrong})
+        assert refused.value.body["type"] == "error"
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(**{**ask, "model": "other"})
+
+    create = server.client.responses.create
+    function = {"type": "function", **ADD["function"]}
+    first = create(
+        model="tiny",
+        input="1 + 2?",
+        tools=[function],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=200,
+    )
+    (call,) = first.output
+    assert call.type == "function_call" and json.loads(call.arguments)["b"] in ("x", "y")
+    output = [{"type": "function_call_output", "call_id": call.call_id, "output": "3"}]
+    then = create(model="tiny", input=output, previous_response_id=first.id, max_output_tokens=4, temperature=0)
+    assert then.status == "incomplete" and then.usage.output_tokens == 4
+    events = list(create(model="tiny", input="hi", max_output_tokens=4, temperature=0, stream=True))
+    assert (
+        events[-1].response.output_text
+        == create(model="tiny", input="hi", max_output_tokens=4, temperature=0).output_text
+    )
+    with pytest.raises(openai.BadRequestError):
+        create(model="tiny", input="hi", previous_response_id="resp_unknown")
+
+
 def test_a_prompt_is_told_with_its_logprobs(server, model):
     """As evaluations of multiple choice read them: echo, one token or none, the likeliest beside each."""
     prompt = model.tokenizer.encode("Once upon a time")

@@ -8,9 +8,11 @@ import os
 import socket
 import subprocess
 import urllib.request
+from pathlib import Path
 
 import pytest
 
+import rondel
 from kits.runs import balances, events
 from kits.serve import until
 from rondel.assemble import train
@@ -45,6 +47,7 @@ def url(model, tmp_path_factory):
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "2",
+        "PYTHONPATH": str(Path(rondel.__file__).parents[1]),
     }
     command = [
         PYTHON,
@@ -56,6 +59,11 @@ def url(model, tmp_path_factory):
         "127.0.0.1",
         "--port",
         str(port),
+        "--enforce-eager",
+        "--worker-extension-cls",
+        "rondel.generate.engine.vllm_worker.RondelBroadcast",
+        "--weight-transfer-config",
+        '{"backend": "rondel"}',
     ]
     log = tmp_path_factory.mktemp("vllm") / "log"
     with log.open("w") as out:
@@ -78,8 +86,9 @@ def url(model, tmp_path_factory):
         server.wait(60)
 
 
-def test_three_steps_with_vllm(url, model, tmp_path):
-    """Weights change live under samples in flight; what vLLM says of a token is what the
+@pytest.mark.parametrize("kind", ["auto", "distributed"])
+def test_three_steps_with_vllm(url, model, tmp_path, kind):
+    """Weights change live under samples in flight, from a folder or by broadcast; what vLLM says of a token is what the
     trainer computes, up to its arithmetic.
     """
     tree = {
@@ -90,6 +99,7 @@ def test_three_steps_with_vllm(url, model, tmp_path):
         "engine": {"kind": "vllm", "url": url, "max_running": 32, "sampling": {"max_tokens": 24}},
         "trainer": {"lr": 5e-6},
         "place": {"kind": "split", "device": "cpu"},
+        "sync": {"kind": kind},
         "run": {"folder": str(tmp_path), "checkpoint": {"every": 0}, "sinks": []},
     }
     train(Job.parse(tree), quiet=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import shutil
+import threading
 from collections import namedtuple
 
 import pytest
@@ -10,7 +13,10 @@ import torch
 
 from kits.runs import run
 from kits.train import awkward_groups, batch, model, row, step, trainer
+from rondel.buffer import Buffer
+from rondel.buffer.state import encode
 from rondel.core.errors import CheckpointError
+from rondel.core.types import Group, Task, Trajectory
 from rondel.train.checkpoint import Checkpoints, save_trainer
 
 
@@ -30,6 +36,34 @@ def test_what_lies_there_already_is_not_asked_for_again(tmp_path, monkeypatch):
     Checkpoints(tmp_path, 2).check_disk(100)
     with pytest.raises(CheckpointError):
         Checkpoints(tmp_path, 3).check_disk(100)
+
+
+def test_finished_groups_are_encoded_beside_the_event_loop(tmp_path):
+    """One after the other when their turn comes, and what lies in the checkpoint is the buffer's state."""
+    store, own, threads = Checkpoints(tmp_path, 2), threading.get_ident(), []
+    buffer = Buffer(groups_per_step=2, max_staleness=1)
+
+    def counted(group):
+        threads.append(threading.get_ident())
+        return encode(group)
+
+    async def save(folder):
+        (folder / "weights").write_text("")
+
+    async def scenario():
+        for n in range(3):
+            await buffer.admit(Task(f"t{n}", "e", {}))
+            t = Trajectory()
+            t.extend([1])
+            t.extend([2, 3], logprobs=[-0.5, -0.25], versions=[0, 0])
+            slot = await buffer.claim()
+            await buffer.put(slot, Group(slot.number, slot.task, [t], slot.born))
+        await store.write(1, save, {"step": 1, "buffer": buffer.state_dict(0, encoded=False)}, counted)
+
+    asyncio.run(scenario())
+    state = json.loads((tmp_path / "step-000001" / "state.json").read_text())
+    assert state["buffer"] == json.loads(json.dumps(buffer.state_dict(0))) and len(state["buffer"]["finished"]) == 3
+    assert len(threads) == 3 and own not in threads
 
 
 @pytest.mark.slow

@@ -14,7 +14,9 @@ from dataclasses import replace
 import httpx2
 import numpy as np
 import pytest
+import torch
 from PIL import Image as Pillow
+from torch import distributed as dist
 
 from rondel.core.errors import ConfigError, EngineError, StalledError, SyncError, UserError
 from rondel.core.media import Image, ImagePlaceholder
@@ -26,6 +28,8 @@ from rondel.generate.engine.sglang import drawn_tokens as sglang_piece
 from rondel.generate.engine.sglang import sampling_params as sglang_params
 from rondel.generate.engine.vllm import VllmServer
 from rondel.generate.engine.vllm import drawn_tokens as vllm_piece
+from rondel.sync.to_servers import ToServers
+from rondel.system.sockets import gloo_at
 
 
 class Fake:
@@ -425,3 +429,171 @@ def test_vllm_takes_weights_in_order_and_forgets_its_cache(tmp_path):
             await server.load(str(tmp_path), "5")
 
     asyncio.run(work())
+
+
+# -- by broadcast ------------------------------------------------------------------------------------
+
+
+class BroadcastServer:
+    """What SGLang does at its endpoints: it joins with torch's own stores and helper, and loads each bucket as it comes."""
+
+    def __init__(self, refuses: str = "") -> None:
+        self.refuses, self.held, self.calls, self.serves = refuses, {}, [], "7"
+
+    def engine(self) -> ForeignEngine:
+        server = SglangServer("http://127.0.0.1:1")
+        server.link = ServerClient(
+            "http://127.0.0.1:1", remedy="", transport=httpx2.MockTransport(lambda r: self.answer(r))
+        )
+        return ForeignEngine(server, version=0)
+
+    async def answer(self, request):
+        path, body = request.url.path, json.loads(request.content or b"{}")
+        self.calls.append((path, body))
+        if path == "/get_model_info":
+            return httpx2.Response(200, json={"weight_version": self.serves})
+        if self.refuses and path == "/init_weights_update_group":
+            return httpx2.Response(400, text=self.refuses)
+        work = {"/init_weights_update_group": self.join, "/update_weights_from_distributed": self.load}.get(path)
+        if work:
+            await asyncio.to_thread(work, body)
+        return httpx2.Response(200, json={"success": True, "message": ""})
+
+    def join(self, body):
+        rank, size, name = body["rank_offset"], body["world_size"], body["group_name"]
+        store = dist.TCPStore(body["master_address"], body["master_port"], size, is_master=False)
+        for prefix in (name, f"{name}/", "cpu/"):
+            store = dist.PrefixStore(prefix, store)
+        self.group = dist.ProcessGroupGloo(store, rank, size, gloo_at(body["master_address"], 20))
+
+    def load(self, body):
+        shapes = [(getattr(torch, kind), shape) for kind, shape in zip(body["dtypes"], body["shapes"])]
+        tensors = [torch.empty(shape, dtype=kind) for kind, shape in shapes]
+        flat = torch.empty(sum(t.nbytes for t in tensors), dtype=torch.uint8)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self.group.broadcast([flat], options).wait()
+        for name, tensor, piece in zip(body["names"], tensors, flat.split([t.nbytes for t in tensors])):
+            tensor.view(-1).view(torch.uint8).copy_(piece)
+            self.held[name] = tensor
+        self.serves = body.get("weight_version", self.serves)
+
+
+class VllmTransferServer(BroadcastServer):
+    """vLLM's weight transfer, with the backend of vllm_worker.py in its worker: an update is begun, comes in buckets, and is
+    finished; anything else is its error.
+    """
+
+    def __init__(self, workers: int = 1) -> None:
+        super().__init__()
+        self.workers, self.updating = workers, False
+
+    def engine(self) -> ForeignEngine:
+        server = VllmServer("http://127.0.0.1:1")
+        server.link = ServerClient("http://127.0.0.1:1", remedy="", transport=httpx2.MockTransport(self.answer))
+        return ForeignEngine(server, version=0)
+
+    async def answer(self, request):
+        path, body = request.url.path, json.loads(request.content or b"{}")
+        self.calls.append((path, body))
+        if path in ("/update_weights", "/finish_weight_update") and not self.updating:
+            return httpx2.Response(500, text="no update is active")
+        if path == "/init_weight_transfer_engine":
+            info = body["init_info"]
+            names = {"rank": "rank_offset", "size": "world_size", "name": "group_name"}
+            names |= {"host": "master_address", "port": "master_port", "deadline": "deadline"}
+            await asyncio.to_thread(self.join, {names[key]: value for key, value in info.items()})
+        if path == "/update_weights":
+            await asyncio.to_thread(self.load, body["update_info"])
+        if path == "/finish_weight_update":
+            self.serves = body["weight_version"]
+        if path in ("/start_weight_update", "/finish_weight_update"):
+            self.updating = path == "/start_weight_update"
+        told = {"/get_world_size": {"world_size": self.workers}, "/weight_info": {"weight_version": self.serves}}
+        return httpx2.Response(200, json=told.get(path, {"success": True}))
+
+
+def published(transport, engines, version, seed):
+    """-> tensors, manifest, route, of weights in three dtypes."""
+    draw = torch.Generator().manual_seed(seed)
+    kinds = [torch.float32, torch.bfloat16, torch.float32, torch.int64]
+    tensors = {f"w{i}": torch.randn(3 + i, 5, generator=draw).mul(100).to(kind) for i, kind in enumerate(kinds)} | {
+        "one": torch.randn((), generator=draw)
+    }
+    rows = [TensorInfo(n, tuple(t.shape), str(t.dtype)[6:], f"{seed}{n}") for n, t in tensors.items()]
+    route = asyncio.run(transport.plan_route(None, engines))
+    return tensors, *transport.publish(route, version, iter(zip(rows, tensors.values())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [BroadcastServer, VllmTransferServer])
+def test_servers_take_a_broadcast_in_buckets_and_serve_its_bits(kind):
+    servers = [kind(), kind()]
+    engines, transport = [server.engine() for server in servers], ToServers(bucket=128, deadline=20)
+
+    async def deliver(tensors, manifest, route):
+        for e in engines:
+            await e.pause("hold")
+            await e.receive(Begin(manifest, beside=False))
+        sent = asyncio.to_thread(transport.send, route, iter(tensors.items()))
+        await asyncio.gather(sent, *(e.receive(route) for e in engines))
+        with pytest.raises(EngineError, match="on its way"):
+            await engines[0].generate(ask())
+        for e in engines:
+            assert await e.receive(Commit(manifest.version, manifest.root)) == manifest.version
+            await e.resume()
+            assert (e.version, e.state, e.bytes_copied) == (manifest.version, "serving", route.bytes)
+
+    for version in (1, 2):
+        tensors, manifest, route = published(transport, engines, version, seed=version)
+        asyncio.run(deliver(tensors, manifest, route))
+        for server in servers:
+            assert server.held.keys() == tensors.keys() and server.serves == str(version)
+            assert all(torch.equal(server.held[n], t) and server.held[n].dtype == t.dtype for n, t in tensors.items())
+    transport.close()
+    if kind is VllmTransferServer:
+        update = ["/start_weight_update", *["/update_weights"] * len(route.data["buckets"]), "/finish_weight_update"]
+        once = ["/get_world_size", "/init_weight_transfer_engine"]
+        for server in servers:
+            paths = [path for path, _ in server.calls if path not in ("/weight_info", "/reset_prefix_cache")]
+            assert paths == once + 2 * update
+        return
+    for server in servers:
+        paths = [path for path, _ in server.calls]
+        loads = [body for path, body in server.calls if path == "/update_weights_from_distributed"]
+        assert paths.count("/init_weights_update_group") == 1  # the group is kept
+        assert len(loads) == 2 * len(route.data["buckets"]) and len(route.data["buckets"]) > 2
+        last = [body["flush_cache"] for body in loads]
+        assert last == ([False] * (len(loads) // 2 - 1) + [True]) * 2
+        assert [body.get("rollback") for body in loads if body["flush_cache"]] == [True, None]  # it served 7 before
+    assert sorted(body["rank_offset"] for s in servers for path, body in s.calls if "init" in path) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "server, why", [(BroadcastServer("backend: nccl"), "backend: nccl"), (VllmTransferServer(2), "has 2 workers")]
+)
+def test_a_server_that_does_not_join_holds_up_nobody(server, why):
+    """The trainer is told why, long before its deadline, and the engine refuses until a good update."""
+    servers = [server, server]
+    engines, transport = [server.engine() for server in servers], ToServers(deadline=300)
+    tensors, manifest, route = published(transport, engines, 1, seed=0)
+
+    async def deliver():
+        for e in engines:
+            await e.pause("hold")
+            await e.receive(Begin(manifest, beside=False))
+        sent = asyncio.to_thread(transport.send, route, iter(tensors.items()))
+        return await asyncio.gather(sent, *(e.receive(route) for e in engines), return_exceptions=True)
+
+    told = asyncio.run(deliver())
+    assert all(isinstance(error, SyncError) and why in str(error) for error in told)
+    assert [e.state for e in engines] == ["refusing"] * 2
+    again = published(transport, engines, 2, seed=1)[2].data["name"]
+    assert again != route.data["name"]  # the next update makes a group anew
+    transport.close()
+
+
+def test_a_server_that_reads_folders_alone_takes_no_broadcast():
+    e, _ = engine()
+    with pytest.raises(SyncError, match="takes weights from a folder"):
+        asyncio.run(e.receive(Begin(Manifest(1, ()), beside=False)))

@@ -12,7 +12,7 @@ import pytest
 
 from kits.chat import Engine, chat, tokenizer
 from kits.gateway import AGAIN, ASK, TOOL, Policy, call, recorded, runs, tok
-from rondel.generate.envs.gateway.chat_request import ChatRequest
+from rondel.generate.chat_apis.chat_request import ChatRequest
 from rondel.generate.envs.gateway.openai import read_messages
 from rondel.generate.envs.gateway.session import GatewaySession
 from rondel.generate.template import Template

@@ -120,6 +120,78 @@ def test_any_config_becomes_a_recipe_in_which_every_key_has_one_fate(name, data)
     assert all(f"  {key}" in render_lists(report) for key in [*report.missing, *report.unknown, *report.same])
 
 
+VERL_ACTOR, MEGATRON = "actor_rollout_ref.actor", "actor_rollout_ref.actor.megatron"
+VERL_ENGINE = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    "name, given, place",
+    [
+        ("verl", {f"{VERL_ACTOR}.ulysses_sequence_parallel_size": 4}, {"kind": "shared", "mesh": {"cp": 4}}),
+        (
+            "verl",
+            {
+                f"{MEGATRON}.tensor_model_parallel_size": 2,
+                f"{MEGATRON}.pipeline_model_parallel_size": 2,
+                f"{MEGATRON}.context_parallel_size": 1,
+                f"{VERL_ENGINE}.tensor_model_parallel_size": 4,
+            },
+            {"kind": "split", "mesh": {"tp": 2, "pp": 2}, "engines": {"tp": 4}},
+        ),
+        ("verl", {f"{MEGATRON}.expert_model_parallel_size": 8}, {"kind": "shared", "mesh": {"ep": 8}}),
+        ("verl", {f"{VERL_ENGINE}.tensor_model_parallel_size": 1}, None),
+        (
+            "trl",
+            {"parallelism_config.tp_size": 2, "parallelism_config.dp_replicate_size": 2},
+            {"kind": "shared", "mesh": {"replicas": 2, "tp": 2}},
+        ),
+        (
+            "trl",
+            {"use_vllm": True, "vllm_mode": "server", "vllm_tensor_parallel_size": 2},
+            {"kind": "split", "engines": {"tp": 2}},
+        ),
+        ("trl", {"vllm_tensor_parallel_size": 2}, None),
+        (
+            "openrlhf",
+            {"ds_tensor_parallel_size": 2, "ring_attn_size": 2, "vllm_num_engines": 4, "vllm_tensor_parallel_size": 2},
+            {"kind": "split", "mesh": {"tp": 2, "cp": 2}, "engines": {"count": 4, "tp": 2}},
+        ),
+        (
+            "openrlhf",
+            {"ring_attn_size": 2, "vllm_num_engines": 4, "colocate_all_models": True},
+            {"kind": "shared", "mesh": {"cp": 2}},
+        ),
+    ],
+)
+def test_parallel_sizes_become_a_mesh_and_engines(name, given, place):
+    """With the world of the mesh; what needs no line has none."""
+    report = translate_config(PEERS[name], given | ALIVE[name], ROWS)
+    one_fate_each(report, given | ALIVE[name])
+    assert nest_lines(report.lines).get("place") == place
+    job = whole(report)
+    sizes = (place or {}).get("mesh", {})
+    assert job.place.ranks == math.prod(sizes.values())
+    assert job.place.engine_tp == (place or {}).get("engines", {}).get("tp", 1)
+
+
+def test_parallel_sizes_that_nothing_here_has_are_named():
+    given = {
+        f"{MEGATRON}.tensor_model_parallel_size": 2,
+        f"{MEGATRON}.expert_model_parallel_size": 2,
+        f"{MEGATRON}.virtual_pipeline_model_parallel_size": 2,
+        f"{VERL_ENGINE}.expert_parallel_size": 2,
+        f"{VERL_ENGINE}.tensor_model_parallel_size": "$TP",
+    }
+    report = translate_config(VERL, given, ROWS)
+    one_fate_each(report, given)
+    assert list(report.translated) == [f"{MEGATRON}.tensor_model_parallel_size"]
+    assert "together with tensor parallel" in report.missing[f"{MEGATRON}.expert_model_parallel_size"]
+    assert "variable" in report.missing[f"{VERL_ENGINE}.tensor_model_parallel_size"]
+    shared = {f"{VERL_ENGINE}.tensor_model_parallel_size": 2}
+    [line] = translate_config(VERL, shared, ROWS).open_questions[-1:]
+    assert line.key == "place.kind" and line.value == "split" and "share the trainer's devices" in line.ask
+
+
 @pytest.mark.parametrize("name", PEERS)
 def test_a_bare_config_is_written_with_their_defaults(name):
     """Nothing set but the model: whatever is not ours is written, and nothing else is."""

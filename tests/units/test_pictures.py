@@ -22,8 +22,8 @@ from rondel.cli.view import trajectory_view as card
 from rondel.core.errors import CheckpointError, DataError
 from rondel.core.types import Completion, Group, Sampling, Score, Task
 from rondel.generate import pictures
+from rondel.generate.chat_apis import anthropic, responses
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.gateway import anthropic, responses
 from rondel.generate.envs.gateway.agent import function_agent
 from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.gateway.openai import read_messages
@@ -127,7 +127,9 @@ def test_a_conversation_with_images_only_grows(template):
 
 def test_what_stands_for_an_image_must_have_one():
     m = model()
-    with pytest.raises(DataError, match="1 image placeholders for 0 images: a text contains the placeholder itself"):
+    with pytest.raises(
+        DataError, match="1 image placeholders for 0 images and steps of videos: a text contains the placeholder itself"
+    ):
         chat(m).give([{"role": "user", "content": "see <|image_pad|>", "split_special_tokens": False}])
     (c := chat(m)).give([{"role": "user", "content": "see <|image_pad|>"}])  # text, unless the data means it
     assert m.sight.placeholder not in c.trajectory.tokens and not c.trajectory.media

@@ -9,7 +9,8 @@ pytest.importorskip("starlette")
 from rondel.generate.calls import HERMES, JsonCalls, TaggedCalls
 from rondel.generate.dialects import PythonCalls
 from rondel.generate.engine.server.answers import AnswerDelta, SampleAnswer
-from rondel.generate.engine.server.tool_calls import CallReader, OfferedTools
+from rondel.generate.engine.server.chat_fields import OfferedTools
+from rondel.generate.engine.server.tool_calls import CallReader
 
 SPECIAL = {"<|tool_call_start|>": 1, "<|tool_call_end|>": 2, "<eos>": 3}
 

@@ -106,6 +106,26 @@ def test_what_is_known_after_training_is_added(tmp_path):
     assert groups_of([first, second]) == batch
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 12, 13, 14])
+def test_a_long_trajectory_is_stored_in_parts_and_comes_back_whole(tmp_path, monkeypatch, tokens):
+    """However its length and theirs fit; the file has no more tokens together than a part."""
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr("rondel.runtime.journal.store.PART", tokens)
+    g = group(1, 0, [1.0, 0.0], 8)
+    n = len(g.trajectories[0].tokens)
+    g.trajectories[0].support = [None] * (n - 1) + [[2, 9]]
+    write_step(tmp_path, 1, [g, group(2, 0, [0.5])], version=2)
+    advantages = {(1, 1): np.arange(n) / 2, (2, 0): np.arange(len(group(2, 0, [0.5]).trajectories[0].tokens)) / 4}
+    annotate_step(tmp_path, 1, advantages=advantages)
+    rows = read_step(tmp_path, 1)
+    assert groups_of(rows) == [g, group(2, 0, [0.5])] and [row["trained_at"] for row in rows] == [2, 2, 2]
+    assert [row["advantages"] for row in rows] == [None, *(list(values) for values in advantages.values())]
+    file = pq.ParquetFile(path_of(tmp_path, 1))
+    held = [sum(map(len, file.read_row_group(i)["tokens"].to_pylist())) for i in range(file.num_row_groups)]
+    assert sum(held) == sum(len(row["tokens"]) for row in rows) and max(held) < 2 * tokens
+
+
 def test_numbers_of_every_token_are_stored_without_a_dictionary(tmp_path):
     """Arrow makes one in eight times the memory of the numbers, which are a million of a long answer."""
     import pyarrow.parquet as pq

@@ -5,12 +5,15 @@ import copy
 import json
 import pickle
 import sys
+import threading
 
 import numpy as np
 import pytest
 
+from kits.chat import tokenizer as chat_tokenizer
 from kits.engine import tiny
-from rondel.core.types import FLAGS, IDS, NUMBERS, TokenColumn, Trajectory
+from rondel.core.types import FLAGS, IDS, NUMBERS, PIECE, Completion, Sampling, TokenColumn, Trajectory
+from rondel.generate.envs.chat import TokenChat
 from rondel.text.decode import decode_answer, decode_in_pieces
 
 
@@ -34,6 +37,14 @@ def test_it_is_a_list_to_whoever_reads_it(kind, values):
     assert column == values and len(twin) == 6 and type(copy.copy(column)) is TokenColumn
     text = json.loads(json.dumps(column.to_text()))
     assert TokenColumn.from_text(kind, text) == values == TokenColumn.from_text(kind, values)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_a_long_column_is_written_in_pieces(more):
+    """Each a few milliseconds of the interpreter, and no bit is lost where they meet."""
+    column = TokenColumn(IDS, range(PIECE // 4 + more))
+    text = json.loads(json.dumps(column.to_text()))
+    assert isinstance(text, list if more > 0 else str) and TokenColumn.from_text(IDS, text) == column
 
 
 def test_what_it_cannot_hold_is_refused_and_changes_nothing():
@@ -74,7 +85,8 @@ class Spaces:
 
 @pytest.mark.parametrize("tokenizer", [Bytes(), Spaces(), "real"])
 @pytest.mark.parametrize("size", [1, 7, 64])
-def test_pieces_say_what_the_whole_says(tokenizer, size):
+@pytest.mark.parametrize("skip", [True, False])
+def test_pieces_say_what_the_whole_says(tokenizer, size, skip):
     random = np.random.default_rng(size)
     if tokenizer == "real":
         tokenizer = tiny().tokenizer
@@ -82,7 +94,8 @@ def test_pieces_say_what_the_whole_says(tokenizer, size):
     else:
         text = "".join(random.choice(list("aé€😀 \n"), 500)).encode()
         ids = [*text, *[0] * 30, *text, *random.integers(0, 256, 300).tolist()]
-    assert decode_in_pieces(tokenizer, ids, size) == tokenizer.decode(ids, skip_special_tokens=True)
+    pieces = decode_in_pieces(tokenizer, ids, size, skip_special_tokens=skip)
+    assert pieces == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 def test_a_long_answer_leaves_the_event_loop_alone(monkeypatch):
@@ -97,6 +110,26 @@ def test_a_long_answer_leaves_the_event_loop_alone(monkeypatch):
     ids = [97 + i % 26 for i in range(30_000)]
     assert len(asyncio.run(decode_answer(Slow(), TokenColumn(IDS, ids)))) == len(ids)
     assert len(threads) > 3 and max(threads) <= 8192 + 8
+
+
+def test_calls_of_a_long_answer_are_read_beside_the_event_loop():
+    """Its special tokens are kept, its pieces decoded on another thread, and the calls found behind them all."""
+    calls, own = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', threading.get_ident()
+    seen = set()
+
+    class Slow(Bytes):
+        def decode(self, ids, skip_special_tokens):
+            assert not skip_special_tokens
+            seen.add(threading.get_ident())
+            return super().decode(ids, skip_special_tokens)
+
+    chat = TokenChat(chat_tokenizer(), None, sampling=Sampling(), key=int, max_context=1)
+    expected = chat.template.call_format.parse_calls(calls)
+    chat.tokenizer = Slow()
+    ids = TokenColumn(IDS, [*b"x" * 20_000, *calls.encode()])
+    done = Completion(ids, TokenColumn(NUMBERS, [0.0] * len(ids)), TokenColumn(IDS, [0] * len(ids)), "stop")
+    assert asyncio.run(chat.calls(done)) == expected and expected[0].name == "add"
+    assert own not in seen
 
 
 def test_beside_a_pickle_it_is_read_whatever_its_bytes_are_called():

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
@@ -147,7 +148,13 @@ class DeploymentPlan:
             apart = "server"
         # those of a GPU are read where they lie
         weights = bytes_sent(self.job) if apart == "process" and self.device == "cpu" else 0
-        way = planner.resolve_transport(self.job.sync.kind, apart=apart, weights=weights, room=planner.shared_memory())
+        way = planner.resolve_transport(
+            self.job.sync.kind,
+            apart=apart,
+            weights=weights,
+            room=planner.shared_memory(),
+            server=self.job.engine.kind,
+        )
         self.kind, self.resolved = way.value, {"sync.kind": f"{way.value} ({way.why})"}
         # on devices of their own: a broadcast from a worker to itself would wait for itself
         between = where.kind == "split" and where.cluster == "process" and apart == "process"
@@ -164,7 +171,8 @@ class DeploymentPlan:
         # others read it from where they are
         folder = (self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}").resolve() / within
         one = self.job.place.one_module
-        return {kind: transport_of(kind, folder=folder, one_module=one) for kind in self.kinds}
+        server = "" if self.job.engine.kind == "builtin" else urlsplit(self.job.engine.urls[0]).hostname or ""
+        return {kind: transport_of(kind, folder=folder, one_module=one, server=server) for kind in self.kinds}
 
     def choose_way(self, transport: Transport, known: ModelInfo, trainer: Any, engine: Any) -> None:
         """The driver's transport takes the fastest way first, where weights are large enough for a difference."""

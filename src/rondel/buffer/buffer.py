@@ -226,15 +226,17 @@ class Buffer:
         """Law 1: issued = trained + filtered + failed + in flight; raises LawError where it is not."""
         return self.counts.balanced_entries(self.groups.in_flight)
 
-    def state_dict(self, version: int) -> dict[str, Any]:
+    def state_dict(self, version: int, *, encoded: bool = True) -> dict[str, Any]:
         """What a resume needs, with `version` serving: finished groups whole, also those that a step
-        has picked and not trained, unfinished ones as tasks that are started again."""
+        has picked and not trained, unfinished ones as tasks that are started again. Finished groups change no more: with
+        `encoded` false who writes them encodes one after the other, and not on the event loop (`state.encode`)."""
         groups = self.groups
+        finished = [group for _, group in sorted((groups.finished | groups.taken).items())]
         return {
             "version": version,
             **self.counts.state_dict(),
             "unfinished": [asdict(slot) for slot in groups.unfinished()],
-            "finished": [encode(group) for _, group in sorted((groups.finished | groups.taken).items())],
+            "finished": [encode(group) if encoded else group for group in finished],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

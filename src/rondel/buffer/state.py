@@ -22,6 +22,8 @@ from rondel.core.types import (
     TokenColumn,
     Trajectory,
     Turn,
+    bytes_to_text,
+    text_to_bytes,
 )
 
 COLUMNS = {"tokens": IDS, "mask": FLAGS, "logprobs": NUMBERS, "versions": IDS}
@@ -46,7 +48,8 @@ def encode(group: Group) -> dict[str, Any]:
         if whole.support is not None:
             plain["support"] = [None if ids is None else [int(i) for i in ids] for ids in whole.support]
         if whole.experts is not None:
-            plain["experts"] = [str(whole.experts.dtype), whole.experts.tolist()]
+            experts = np.ascontiguousarray(whole.experts)
+            plain["experts"] = [str(experts.dtype), list(experts.shape), bytes_to_text(experts)]
         plain["outcome"] = [type(whole.outcome).__name__, asdict(whole.outcome)]
     return row
 
@@ -70,8 +73,12 @@ def decode(row: dict[str, Any]) -> Group:
         given["media"] = [ImagePlaceholder(start, images[digest]) for start, digest in plain.get("media", ())]
         given["conversation"] = [Turn(*turn) for turn in plain.get("conversation", ())]
         if plain["experts"] is not None:
-            dtype, routes = plain["experts"]
-            given["experts"] = np.asarray(routes, dtype)
+            dtype, *shape, routes = plain["experts"]
+            given["experts"] = (
+                np.frombuffer(text_to_bytes(routes), dtype).reshape(*shape).copy()
+                if shape
+                else np.asarray(routes, dtype)  # of a checkpoint that lists them
+            )
         return Trajectory(**{**plain, **given})
 
     return Group(

@@ -75,7 +75,7 @@ class Chat(Protocol):
     # render once, append, mask 0
     def give(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> None: ...
     async def reply(self) -> Completion: ...  # the policy writes, mask 1
-    def calls(self, done: Completion) -> list[Any]: ...  # the tools that a reply asks for
+    async def calls(self, done: Completion) -> list[Any]: ...  # the tools that a reply asks for
     # another agent's conversation in the same episode, written by the policy that plays it
     def beside(self, agent: str = "") -> Chat: ...
 

@@ -153,12 +153,14 @@ class TokenColumn(array):
 
     @classmethod
     def from_text(cls, kind: str, text: str | list[Any]) -> TokenColumn:
-        """The inverse of `to_text`; a list is taken, too."""
-        return cls(kind, text) if isinstance(text, list) else _from_bytes(kind, b64decode(text))
+        """The inverse of `to_text`; a list of numbers is taken, too."""
+        if isinstance(text, list) and not (text and isinstance(text[0], str)):
+            return cls(kind, text)
+        return _from_bytes(kind, text_to_bytes(text))
 
-    def to_text(self) -> str:
-        """Its bytes, little-endian, in base64: what JSON can hold, of a million tokens in milliseconds."""
-        return b64encode(self).decode()
+    def to_text(self) -> str | list[str]:
+        """Its bytes, little-endian, in base64; in pieces if there are many."""
+        return bytes_to_text(self)
 
     def copy(self) -> TokenColumn:
         return type(self)(self.typecode, self)
@@ -209,6 +211,21 @@ class TokenColumn(array):
 
     def __repr__(self) -> str:
         return repr(self.tolist())
+
+
+PIECE = 3 << 18  # bytes that are encoded at once, a whole number of letters: two milliseconds of the interpreter
+
+
+def bytes_to_text(data: Any) -> str | list[str]:
+    """Whatever has a buffer, as JSON can hold it: base64, in pieces if it is long; `text_to_bytes` gives it back."""
+    view = memoryview(data)
+    raw = view.cast("B") if view.nbytes else memoryview(b"")
+    pieces = [b64encode(raw[at : at + PIECE]).decode() for at in range(0, len(raw) or 1, PIECE)]
+    return pieces if len(pieces) > 1 else pieces[0]
+
+
+def text_to_bytes(text: str | list[str]) -> bytes:
+    return b64decode(text) if isinstance(text, str) else b"".join(map(b64decode, text))
 
 
 def _from_bytes(kind: str, raw: Any) -> TokenColumn:

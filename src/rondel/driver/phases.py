@@ -16,6 +16,7 @@ from rondel import loop
 from rondel.algos.table import SFT
 from rondel.buffer import LATE, Buffer
 from rondel.buffer.deadline import attempt_in_time
+from rondel.buffer.state import encode
 from rondel.core.config.job import Job
 from rondel.core.errors import RewardError
 from rondel.core.events import Checkpointed, Resumed, RunEnded, Warned, emit, subscribe
@@ -323,7 +324,7 @@ class RunPhases:
         self.done = (
             step,
             version,
-            None if self.buffer.rule.max_staleness else self.buffer.state_dict(version),
+            None if self.buffer.rule.max_staleness else self.buffer.state_dict(version, encoded=False),
             self.parts.order.state_dict(),
         )
         if step < last:
@@ -348,10 +349,10 @@ class RunPhases:
         if step == self.saved:
             return
         await self.buffer.waiters.pass_gate("save", version, who="learner")
-        began, state = time.perf_counter(), then or self.buffer.state_dict(version)
+        began, state = time.perf_counter(), then or self.buffer.state_dict(version, encoded=False)
         told = {"step": step, "config": self.config, "buffer": state, "order": order}
         await self.rollouts.wait_until_written()
-        path = await self.checkpoints.write(step, self.parts.trainer.save, told)
+        path = await self.checkpoints.write(step, self.parts.trainer.save, told, encode)
         self.saved = step
         emit(Checkpointed(step, version, str(path), time.perf_counter() - began))
 

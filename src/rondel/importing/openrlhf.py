@@ -25,6 +25,7 @@ from rondel.importing.peer import (
     translate_adapter,
     translate_truncation,
 )
+from rondel.importing.placement import translate_placement
 
 ROWS = {  # algo.advantage.estimator -> (row, advantage laid over it, its eps)
     "gae": ("ppo", None, None),
@@ -412,6 +413,16 @@ def _translate_run(s: PeerSettings) -> Iterator[Part]:
         )
 
 
+def _translate_placement(s: PeerSettings) -> Iterator[Part]:
+    yield from translate_placement(
+        s,
+        axes={"tp": ("ds.tensor_parallel_size",), "cp": ("ds.ring_attn_size",)},
+        engine_tp="vllm.tensor_parallel_size",
+        engines="" if s["train.colocate_all"] else "vllm.num_engines",
+        apart=not s["train.colocate_all"],
+    )
+
+
 OPENRLHF = PeerFormat.from_parts(
     "openrlhf",
     (
@@ -423,6 +434,7 @@ OPENRLHF = PeerFormat.from_parts(
         _translate_loop,
         _translate_sampling,
         _translate_optimizer,
+        _translate_placement,
         _translate_run,
     ),
     REASONS,

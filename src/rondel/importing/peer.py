@@ -11,7 +11,7 @@ from typing import Any
 
 from rondel.core.errors import ConfigError
 
-DEVICE = "one device: nothing is spread or sharded"
+DEVICE = "place.kind, place.ranks and place.mesh say here where a run is spread"
 MEMORY = "speed and memory only; trainer.micro_tokens bounds it here"
 PACKED = "samples are always packed, so there is no padding"
 ENGINE = "it steers another engine; the one here is built in"

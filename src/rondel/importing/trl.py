@@ -24,6 +24,7 @@ from rondel.importing.peer import (
     translate_sinks,
     translate_truncation,
 )
+from rondel.importing.placement import translate_placement
 
 BATCH = (
     "per_device_train_batch_size",
@@ -62,6 +63,7 @@ REASONS = {
     "load_in_4bit": "whole weights cannot be trained in 4 bits: with use_peft it is model.adapter.kind = 'qlora'",
     "fsdp*": DEVICE,
     "deepspeed": DEVICE,
+    "parallelism_config*": DEVICE,
     "ds3_*": DEVICE,
     "ddp_*": DEVICE,
     "gradient_checkpointing*": MEMORY,
@@ -453,6 +455,22 @@ def _translate_run(s: PeerSettings) -> Iterator[Part]:
         yield from translate_sinks(s, "report_to")
 
 
+def _translate_placement(s: PeerSettings) -> Iterator[Part]:
+    """accelerate's ParallelismConfig, and vLLM's devices, which are its server's or the trainer's."""
+    sizes = {
+        "replicas": ("dp_replicate_size",),
+        "shards": ("dp_shard_size",),
+        "cp": ("cp_size", "sp_size"),
+        "tp": ("tp_size",),
+    }
+    yield from translate_placement(
+        s,
+        axes={axis: tuple(f"parallelism_config.{name}" for name in names) for axis, names in sizes.items()},
+        engine_tp="vllm_tensor_parallel_size" if s["use_vllm"] else "",
+        apart=bool(s["use_vllm"]) and s["vllm_mode"] == "server",
+    )
+
+
 TRL = PeerFormat.from_parts(
     "trl",
     (
@@ -462,6 +480,7 @@ TRL = PeerFormat.from_parts(
         _batch_lines,
         _translate_sampling,
         _translate_optimizer,
+        _translate_placement,
         _translate_run,
     ),
     REASONS,

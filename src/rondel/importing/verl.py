@@ -25,6 +25,7 @@ from rondel.importing.peer import (
     translate_sinks,
     translate_truncation,
 )
+from rondel.importing.placement import translate_placement
 
 ACTOR, ROLLOUT, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"
 ROWS = {  # algorithm.adv_estimator -> (row, advantage laid over it)
@@ -638,6 +639,33 @@ def _distillation_lines(s: PeerSettings) -> Iterator[Part]:
     yield RecipeLine("algo.distill.coef", float(weigh), keys, ask=ask)
 
 
+def _translate_placement(s: PeerSettings) -> Iterator[Part]:
+    megatron = f"{ACTOR}.megatron"
+    axes = {
+        "tp": (f"{megatron}.tensor_model_parallel_size",),
+        "pp": (f"{megatron}.pipeline_model_parallel_size",),
+        "cp": (
+            f"{megatron}.context_parallel_size",
+            f"{ACTOR}.ulysses_sequence_parallel_size",
+            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
+        ),
+        "ep": (f"{megatron}.expert_model_parallel_size",),
+    }
+    without = {
+        f"{ROLLOUT}.data_parallel_size": "an engine is one copy of the weights here; place.engines says how many there are",
+        f"{megatron}.virtual_pipeline_model_parallel_size": "a stage is one run of layers here",
+        f"{megatron}.expert_tensor_parallel_size": "an expert lies whole on a rank here",
+        f"{ROLLOUT}.pipeline_model_parallel_size": "an engine of several devices divides every matrix here, not its layers",
+        f"{ROLLOUT}.expert_parallel_size": "an engine of several devices divides every matrix here, not its experts",
+    }
+    yield from translate_placement(
+        s,
+        axes=axes,
+        engine_tp=f"{ROLLOUT}.tensor_model_parallel_size",
+        without=without,
+    )
+
+
 VERL = PeerFormat.from_parts(
     "verl",
     (
@@ -650,6 +678,7 @@ VERL = PeerFormat.from_parts(
         _translate_loop,
         _translate_sampling,
         _translate_optimizer,
+        _translate_placement,
         _translate_run,
     ),
     REASONS,

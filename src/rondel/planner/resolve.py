@@ -95,9 +95,11 @@ def micro_tokens(wanted: int | str, *, on_gpu: bool) -> ResolvedValue:
     )
 
 
-def resolve_transport(wanted: str, *, apart: Apart, weights: int = 0, room: int = 0) -> ResolvedValue:
+def resolve_transport(
+    wanted: str, *, apart: Apart, weights: int = 0, room: int = 0, server: str = "sglang"
+) -> ResolvedValue:
     """How new weights reach the engines. `weights`: bytes of one version. `room`: free bytes
-    of the shared memory, 0 where there is none.
+    of the shared memory, 0 where there is none. `server`: engine.kind of engines of others.
     """
     if apart == "module":
         if wanted not in ("auto", "tensor"):
@@ -115,9 +117,17 @@ def resolve_transport(wanted: str, *, apart: Apart, weights: int = 0, room: int 
             )
         return ResolvedValue("tensor", "one process: copied from memory to memory")
     if apart == "server":
+        if wanted == "distributed" and server in ("sglang", "vllm"):
+            return ResolvedValue(wanted, "set: the trainer and the servers form a group")
+        if wanted == "distributed":
+            raise ConfigError(
+                f"sync.kind = 'distributed': engines of others read new weights from a folder; sglang and vllm take a "
+                f"broadcast, too, '{server}' is sent none. Leave it at 'auto'"
+            )
         if wanted not in ("auto", "disk"):
             raise ConfigError(
-                f"sync.kind = '{wanted}': engines of others read new weights from a folder. Leave it at 'auto'"
+                f"sync.kind = '{wanted}': engines of others read new weights from a folder, or by 'distributed' "
+                f"(sglang, vllm). Leave it at 'auto'"
             )
         return ResolvedValue("disk", "engines of others read new weights from a folder")
     if wanted == "tensor":

@@ -16,6 +16,7 @@ from rondel.sync.from_disk import FromDisk
 from rondel.sync.from_distributed import FromDistributed
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
+from rondel.sync.to_servers import ToServers
 
 
 def _takes_folder(found: Any) -> bool:
@@ -35,15 +36,15 @@ VERBS = {  # of a user's transport, and what each is called with
 CHOICES = {"holds": ("never", "begin", "commit"), "names": ("module", "checkpoint")}
 
 
-def transport_of(kind: str, *, folder: str | Path, one_module: bool = False) -> Transport:
+def transport_of(kind: str, *, folder: str | Path, one_module: bool = False, server: str = "") -> Transport:
     """`folder`: where versions lie, seen by all under this name. `one_module`:
-    trainer and engine have the same tensors. A user's class is made with the folder.
+    trainer and engine have the same tensors. `server`: host of an engine of others. A user's class is made with the folder.
     """
     known = {
         "tensor": lambda: FromTensor("never" if one_module else "begin"),
         "ipc": FromIpc,
         "disk": lambda: FromDisk(folder),
-        "distributed": FromDistributed,
+        "distributed": lambda: ToServers(server) if server else FromDistributed(),
         "delta": lambda: Delta(folder),
     }
     found = find_registered("sync.kind", kind, known)

@@ -123,7 +123,7 @@ class FromDistributed:
     def __init__(self, host: str = "127.0.0.1", *, bucket: int = BUCKET, deadline: float = 300.0) -> None:
         self.host, self.bucket, self.deadline = host, bucket, deadline
         self._store: dist.TCPStore | None = None
-        self._group: BroadcastGroup | None = None
+        self._group: Any = None
         self._made = self._rounds = 0
         self._asked: tuple[int, ...] = ()
         self._for = (0, 0)  # whom the group was made for

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 LONG = 2048  # tokens that are decoded at once: two or three milliseconds
@@ -13,21 +14,22 @@ _decoder = ThreadPoolExecutor(1, "decode")
 HALF = "\ufffd"  # how a decoder shows bytes that are not yet a character
 
 
-async def decode_answer(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """What `tokenizer.decode(tokens, skip_special_tokens=True)` says. A million tokens take a second in which a tokenizer
+async def decode_answer(tokenizer: Any, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """What `tokenizer.decode(tokens, skip_special_tokens=...)` says. A million tokens take a second in which a tokenizer
     lets no other thread run, so long answers are decoded in pieces, beside the event loop and one after the other:
     several at once would each take a turn of the interpreter before the loop gets one.
     """
     if len(tokens) <= LONG:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-    return await asyncio.get_running_loop().run_in_executor(_decoder, decode_in_pieces, tokenizer, tokens)
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+    decode = partial(decode_in_pieces, tokenizer, tokens, skip_special_tokens=skip_special_tokens)
+    return await asyncio.get_running_loop().run_in_executor(_decoder, decode)
 
 
-def decode_in_pieces(tokenizer: Any, ids: Sequence[int], size: int = LONG) -> str:
+def decode_in_pieces(tokenizer: Any, ids: Sequence[int], size: int = LONG, *, skip_special_tokens: bool = True) -> str:
     """The same text, from pieces that end where a character does."""
 
     def say(first: int, end: int) -> str:
-        return str(tokenizer.decode(list(ids[first:end]), skip_special_tokens=True))
+        return str(tokenizer.decode(list(ids[first:end]), skip_special_tokens=skip_special_tokens))
 
     pieces, at = [], 0
     while at < len(ids):

@@ -130,9 +130,8 @@ def annotate_logprobs(
               log pi_ref is that of the cut policy
     """
     done: list[int] = []
-    for packed in micro_batches(
-        batch, budget, share=share, device=loaded.device, rank=ranks.data_rank, ranks=ranks.data_size
-    ):
+    where = {"rank": ranks.data_rank, "ranks": ranks.data_size, "stages": ranks.stages}
+    for packed in micro_batches(batch, budget, share=share, device=loaded.device, **where):
         tape = replay_tape(loaded, packed) if replay else None
         if not loaded.has_head:
             forward_stage(loaded, packed, tape)

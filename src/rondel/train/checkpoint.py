@@ -285,9 +285,15 @@ class Checkpoints:
                 "free some space, set run.checkpoint.keep lower, or move run.folder"
             )
 
-    async def write(self, step: int, save: Callable[[Path], Awaitable[None]], state: dict[str, Any]) -> Path:
+    async def write(
+        self,
+        step: int,
+        save: Callable[[Path], Awaitable[None]],
+        state: dict[str, Any],
+        encode: Callable[[Any], Any] | None = None,
+    ) -> Path:
         """All files into a scratch folder, manifest last, then one rename. Files are read
-        back on a thread: they may be large.
+        back on a thread: they may be large. What JSON cannot hold in `state` is encoded there, too, when its turn comes.
         """
         final, scratch = self.folder / f"step-{step:06d}", self.folder / f".writing-{step:06d}"
         with guard_write(final, self.needed):
@@ -296,17 +302,20 @@ class Checkpoints:
                     shutil.rmtree(left, ignore_errors=True)
                 scratch.mkdir(parents=True)
                 await save(scratch)
-                await asyncio.to_thread(self._finalize_checkpoint, scratch, final, step, state)
+                await asyncio.to_thread(self._finalize_checkpoint, scratch, final, step, state, encode)
             except Exception:
                 shutil.rmtree(scratch, ignore_errors=True)
                 raise
         return final
 
-    def _finalize_checkpoint(self, scratch: Path, final: Path, step: int, state: dict[str, Any]) -> None:
+    def _finalize_checkpoint(
+        self, scratch: Path, final: Path, step: int, state: dict[str, Any], encode: Callable[[Any], Any] | None
+    ) -> None:
         """Nothing older goes before all of this one is on the disk: a power cut leaves one or the other."""
         for model in [scratch, *sorted(scratch.glob("policies/*"))]:
             make_readable(model)
-        (scratch / "state.json").write_text(json.dumps(state))
+        with (scratch / "state.json").open("w") as file:
+            json.dump(state, file, default=encode)  # in pieces: `dumps` would have the interpreter for itself
         files = sorted(p for p in scratch.rglob("*") if p.is_file())
         rows = {p.relative_to(scratch).as_posix(): {"bytes": p.stat().st_size, "crc32": _file_crc(p)} for p in files}
         (scratch / "manifest.json").write_text(json.dumps({"step": step, "files": rows}, indent=1))

@@ -136,4 +136,5 @@ class Critic:
             device=self.loaded.device,
             rank=self.ranks.data_rank,
             ranks=self.ranks.data_size,
+            stages=self.ranks.stages,
         )

@@ -50,6 +50,7 @@ from rondel.models.tensor_cuts import TensorCuts, join_cuts
 from rondel.models.tensor_parallel import cut_model
 from rondel.system import sockets
 from rondel.train.annotate import logprobs_of
+from rondel.train.loss_scale import LossScale
 from rondel.train.mesh_layout import rank_part
 from rondel.train.optim import MasterWeights, spread_within_rounding
 from rondel.train.optimizers import ONE_RANK
@@ -69,7 +70,7 @@ class FsdpRank(SingleRank):
         self, rank: int, mesh: Mesh, meeting: Rendezvous | None, *, device: str = "cpu", patience: float = 600.0
     ) -> None:
         self.rank, self.size, self.patience, self.mesh = rank, mesh.world, patience, mesh
-        self.data_rank, self.data_size = mesh.data_index(rank), mesh.data
+        self.data_rank, self.data_size, self.stages = mesh.data_index(rank), mesh.data, mesh.pp
         self._cuts: WeakKeyDictionary[nn.Module, TensorCuts] = WeakKeyDictionary()
         self._expert_cuts: WeakKeyDictionary[nn.Module, TensorCuts] = WeakKeyDictionary()
         self._stages: WeakKeyDictionary[nn.Module, PipelineStage] = WeakKeyDictionary()
@@ -311,6 +312,9 @@ class FsdpRank(SingleRank):
                 "shard each: leave it out"
             )
         stage, experts = self._stages.get(model), self._expert_cuts.get(model)
+        how["loss_scale"] = (
+            LossScale() if computes_in(model) == torch.float16 else None
+        )  # equal norms move it on all ranks
         if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad):
             return ShardedWeights(model, self.shard_group, self._cuts.get(model), experts=experts, stage=stage, **how)
         return ReplicatedWeights(model, self._stage_group(), stage=stage, **how)

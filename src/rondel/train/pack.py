@@ -67,7 +67,8 @@ class TrainSample:
     def from_trajectory(
         cls, trajectory: Trajectory, *, group: int, index: int, baseline: float | None = None, stream: str = ""
     ) -> TrainSample:
-        trainable = np.asarray(trajectory.mask, dtype=bool).nonzero()[0].astype(np.int32)
+        # four bytes a token on the way, where nonzero() and a row of float64 take eight
+        trainable = np.arange(len(trajectory.tokens), dtype=np.int32)[np.asarray(trajectory.mask, dtype=bool)]
         if len(trainable) and trainable[0] == 0:
             raise ValueError(
                 f"group {group}, sample {index}: the first token has no predecessor, so it cannot be trained"
@@ -88,7 +89,7 @@ class TrainSample:
             float(trajectory.reward or 0.0),
             TokenBatch(
                 torch.zeros(1, dtype=torch.int64).expand(len(trainable)),
-                behavior=torch.from_numpy(np.asarray(trajectory.logprobs)[trainable].astype(np.float32)),
+                behavior=torch.from_numpy(np.asarray(trajectory.logprobs, dtype=np.float32)[trainable]),
                 versions=torch.from_numpy(np.asarray(trajectory.versions)[trainable]),
             ),
             dict(trajectory.score.parts) if isinstance(trajectory.score, Score) else {},
@@ -331,17 +332,18 @@ def micro_batches(
     device: torch.device | str = "cpu",
     rank: int = 0,
     ranks: int = 1,
+    stages: int = 1,
 ) -> MicroBatches:
     """Those of one rank, in turn; every rank gets as many, the last ones idle where there are too few."""
-    cuts = _split_batch(batch, budget, share=share, ranks=ranks)
+    cuts = _split_batch(batch, budget, share=share, ranks=ranks, even=ranks * stages > 1)
     return MicroBatches(batch, cuts, share=share, device=device, rank=rank, ranks=ranks)
 
 
-def _split_batch(batch: TrainBatch, budget: int, *, share: bool, ranks: int) -> list[list[int]]:
+def _split_batch(batch: TrainBatch, budget: int, *, share: bool, ranks: int, even: bool) -> list[list[int]]:
     """Samples of each micro-batch, by a token budget that cannot change the result. Siblings
     stay together, to share their prompt, while they fit, and groups whose prompts begin
-    alike share that; between several ranks the
-    micro-batches are of equal size."""
+    alike share that. `even`: the micro-batches are of equal size, for ranks beside each other and stages behind each
+    other wait for the fullest."""
     families = _prompt_families(batch, list(range(len(batch.samples))), share)
     # any part of a family shares at least as much
     prompts = [_common_prompt([batch.samples[i] for i in family]) for family in families]
@@ -351,7 +353,7 @@ def _split_batch(batch: TrainBatch, budget: int, *, share: bool, ranks: int) -> 
     own = [len(s.tokens) - prompts[f] for s, f in zip(batch.samples, number)]
     beyond = [prompt - trees[of[f]][1] for f, prompt in enumerate(prompts)]
     sizes = PromptFamilies(own, number, beyond, [of[f] for f in range(len(families))], [root for _, root in trees])
-    return balance_micro_batches(sizes, budget=budget, ranks=ranks) if own and ranks > 1 else in_order(sizes, budget)
+    return balance_micro_batches(sizes, budget=budget, ranks=ranks) if own and even else in_order(sizes, budget)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,12 @@ class SingleRank:
 
     rank, size             among all processes of the trainer
     data_rank, data_size   among those that take different samples; the others of a data rank compute the same together
+    stages                 of layers, one behind the other: each waits for the fullest micro-batch
     """
 
     rank, size = 0, 1
     data_rank, data_size = 0, 1
+    stages = 1
 
     @property
     def is_leader(self) -> bool:

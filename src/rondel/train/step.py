@@ -516,6 +516,7 @@ class LocalTrainer:
             device=device,
             rank=self.ranks.data_rank,
             ranks=self.ranks.data_size,
+            stages=self.ranks.stages,
         )
         self.ranks.run_passes(packs, forward, backward)
         # no rank leaves a pass that the others wait for

@@ -1,4 +1,4 @@
-"""An update of weights that lie in a folder, between its begin and its commit."""
+"""An update of the weights of a server, in a folder or by broadcast, between its begin and its commit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from rondel.core.errors import SyncError, error_boundary
-from rondel.core.types import Begin, Commit, Route
+from rondel.core.types import Begin, Commit, Manifest, Route
 
 
 class FolderUpdate:
@@ -18,8 +18,9 @@ class FolderUpdate:
         self._begun: Begin | None = None
         self._route: Route | None = None
 
-    def begin(self, begin: Begin) -> None:
-        if not begin.beside:
+    def begin(self, begin: Begin, *, broadcast: bool) -> None:
+        """`broadcast`: whether the server takes one; then it stands still from here on."""
+        if not begin.beside and not broadcast:
             raise SyncError(f'{self.server} takes weights from a folder: sync.kind = "disk"')
         self._begun, self._route, self.committed = begin, None, False
 
@@ -35,6 +36,15 @@ class FolderUpdate:
             raise SyncError(
                 f"{route.data} holds weights with root {found[:8]}, and {self._begun.manifest.root[:8]} was announced"
             )
+        self._route = route
+
+    def announced(self, route: Route) -> Manifest:
+        """What a broadcast brings."""
+        if self._begun is None or self._begun.beside:
+            raise SyncError(f"a broadcast to {self.server} that was not begun")
+        return self._begun.manifest
+
+    def arrived(self, route: Route) -> None:
         self._route = route
 
     def take_route(self, commit: Commit) -> Route:

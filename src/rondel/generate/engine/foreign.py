@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -65,6 +66,9 @@ class ServerDriver(Protocol):
     name   of the kind
     lacks  sampling settings that it does not have, or not under the logprob that law 4 asks for
     blind  why it is sent no images; "" where it sees them
+
+    One that can has `async def take_broadcast(self, group, manifest)`, too: join the trainer's group and load what it
+    broadcasts (sync/to_servers.py).
     """
 
     name: str
@@ -272,12 +276,14 @@ class ForeignEngine:
     # -- weights ---------------------------------------------------------------------------------
 
     async def receive(self, message: Message) -> int:
-        """A folder. Until the commit the old version serves; a commit that fails leaves an
-        engine that refuses until a good update.
+        """A folder: until the commit the old version serves, and a commit that fails leaves an engine that refuses until
+        a good update. A broadcast is loaded as it comes: from its route on the engine refuses until the commit.
         """
         match message:
             case Begin():
-                self._update.begin(message)
+                self._update.begin(message, broadcast=self._takes_broadcasts)
+            case Route() if message.kind == "distributed" and self._takes_broadcasts:
+                await self._take_broadcast(message)
             case Route():
                 self._update.check_folder(message)
             case Commit():
@@ -288,24 +294,41 @@ class ForeignEngine:
                     self._broken = f"the update was aborted after its commit: {message.reason}"
         return self.version
 
+    @property
+    def _takes_broadcasts(self) -> bool:
+        return hasattr(self.server, "take_broadcast")
+
+    async def _take_broadcast(self, route: Route) -> None:
+        manifest = self._update.announced(route)
+        async with self._while_loading(manifest.version):
+            await self.server.take_broadcast(route.data, manifest)  # type: ignore[attr-defined]
+        self._update.arrived(route)
+
     async def _commit_update(self, commit: Commit) -> None:
         route = self._update.take_route(commit)
-        if self.gate.drawing or self.state == "serving":
-            raise SyncError("a commit while requests run: pause the engine first")
-        self._broken = f"version {commit.version} is on its way"
-        try:
-            async with asyncio.timeout(self.patience):
+        async with self._while_loading(commit.version):
+            if route.kind == "disk":
                 await self.server.load(str(Path(route.data).resolve()), str(commit.version))
-                serves = await self.server.version()
+            serves = await self.server.version()
             if serves != str(commit.version):
                 raise SyncError(f"it says it serves '{serves}'")
+        self._broken, self.version, self.root, self.bytes_copied = "", commit.version, commit.root, route.bytes
+        self._update.committed = True
+
+    @asynccontextmanager
+    async def _while_loading(self, version: int) -> AsyncIterator[None]:
+        """The engine refuses, and does so afterwards if that fails."""
+        if self.gate.drawing or self.state == "serving":
+            raise SyncError("a commit while requests run: pause the engine first")
+        self._broken = f"version {version} is on its way"
+        try:
+            async with asyncio.timeout(self.patience):
+                yield
         except BaseException as error:
-            self._broken = f"{self.server.name} did not take version {commit.version}: {type(error).__name__}: {error}"
+            self._broken = f"{self.server.name} did not take version {version}: {type(error).__name__}: {error}"
             if not isinstance(error, Exception):
                 raise
             raise SyncError(f"{self._broken}; the engine refuses to generate until a good update") from error
-        self._broken, self.version, self.root, self.bytes_copied = "", commit.version, commit.root, route.bytes
-        self._update.committed = True
 
     def _refuse_if_broken(self) -> None:
         if self._broken:

@@ -12,13 +12,15 @@ SGLANG_MM_AVOID_RETOKENIZE, or without it) is found out where its prompt has ano
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 from uuid import uuid4
 
 from rondel.core.errors import EngineError
-from rondel.core.types import FinishReason, Sampling
+from rondel.core.types import FinishReason, Manifest, Sampling
 from rondel.generate.engine.foreign import DrawnTokens, Media, common_sampling_fields
 from rondel.generate.engine.http import DEADLINE, ServerClient
+from rondel.generate.engine.trainer_group import TrainerGroup, described
 from rondel.generate.pictures import run_on_image_thread, url_of
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -35,6 +37,7 @@ class SglangServer:
 
     def __init__(self, url: str) -> None:
         self.link = ServerClient(url, remedy=f"is a server running there? {self.__doc__}")
+        self._group = TrainerGroup()
 
     def open(self, sampling: Sampling) -> int:
         self.link.get_blocking("/get_model_info")
@@ -82,12 +85,38 @@ class SglangServer:
 
     async def load(self, folder: str, version: str) -> None:
         """The reply comes when they serve; the cache is flushed with it."""
-        body: dict[str, Any] = {"model_path": folder, "weight_version": version, "flush_cache": True}
-        if (serves := await self.version()).isdecimal() and int(serves) > int(version):
-            body["rollback"] = True  # this run goes on from an earlier step: `rondel serve` wants that said
-        told = await self.link.post("/update_weights_from_disk", body, deadline=None)
+        body = {"model_path": folder, "flush_cache": True} | await self._version_fields(version)
+        await self._update("/update_weights_from_disk", body)
+
+    async def take_broadcast(self, group: dict[str, Any], manifest: Manifest) -> None:
+        """A bucket a call. Its cache is flushed, and its version changes, with the last one."""
+
+        def ask(rank: int) -> Awaitable[None]:
+            body = {"master_address": group["host"], "master_port": group["port"], "rank_offset": rank}
+            body |= {"world_size": group["size"], "group_name": group["name"], "backend": group["backend"]}
+            return self._update("/init_weights_update_group", body)
+
+        def leave(name: str) -> Awaitable[Any]:
+            return self.link.post("/destroy_weights_update_group", {"group_name": name})
+
+        await self._group.join(group, ask, leave)
+        for first, end in group["buckets"]:
+            body: dict[str, Any] = described(manifest.tensors[first:end])
+            body |= {"group_name": group["name"], "load_format": "flattened_bucket", "flush_cache": False}
+            if end == len(manifest.tensors):
+                body |= {"flush_cache": True} | await self._version_fields(str(manifest.version))
+            await self._update("/update_weights_from_distributed", body)
+
+    async def _update(self, path: str, body: dict[str, Any]) -> None:
+        told = await self.link.post(path, body, deadline=None)
         if not told["success"]:
-            raise EngineError(f"{self.link.url}/update_weights_from_disk: {told['message']}")
+            raise EngineError(f"{self.link.url}{path}: {told['message']}")
+
+    async def _version_fields(self, version: str) -> dict[str, Any]:
+        """`rondel serve` wants it said if a run goes on from an earlier step."""
+        serves = await self.version()
+        back = serves.isdecimal() and int(serves) > int(version)
+        return {"weight_version": version} | ({"rollback": True} if back else {})
 
     async def version(self) -> str:
         return str((await self.link.get("/get_model_info"))["weight_version"])

@@ -15,13 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from rondel.core.errors import ConfigError, EngineError
-from rondel.core.types import FinishReason, Sampling
+from rondel.core.types import FinishReason, Manifest, Sampling
 from rondel.generate.engine.foreign import DrawnTokens, Media, common_sampling_fields
 from rondel.generate.engine.http import ServerClient, ServerRefusal
+from rondel.generate.engine.trainer_group import TrainerGroup, described
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 PROCESSED = "processed_logprobs"
 HEAD = "lm_head.weight"
+TIED_HEAD = (
+    f"vLLM on a CPU would go on with the old {HEAD} of a model whose head is tied to its embeddings: train a copy that was "
+    'saved with tie_word_embeddings = false, or use a GPU or engine.kind = "sglang"'
+)
+WAIT = 300.0  # seconds that a worker waits for the trainer's group
 
 
 class VllmServer:
@@ -38,7 +44,7 @@ class VllmServer:
 
     def __init__(self, url: str) -> None:
         self.link = ServerClient(url, remedy=f"is a server running there? {self.__doc__}")
-        self.model, self.packs = "", False
+        self.model, self.packs, self._group = "", False, TrainerGroup()
 
     def open(self, sampling: Sampling) -> int:
         try:
@@ -89,15 +95,37 @@ class VllmServer:
             self.packs
             and HEAD not in json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]
         ):
-            raise EngineError(
-                f"vLLM on a CPU would go on with the old {HEAD} of a model whose head is tied to its embeddings: train a copy that was saved "
-                'with tie_word_embeddings = false, or use a GPU or engine.kind = "sglang"'
-            )
+            raise EngineError(TIED_HEAD)
         rpc = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         await self.link.post("/collective_rpc", rpc, deadline=None)
+        await self._reset_cache()
+        await self.link.post("/update_weight_version", {"new_version": version})
+
+    async def take_broadcast(self, group: dict[str, Any], manifest: Manifest) -> None:
+        """By its own weight transfer, with the backend of vllm_worker.py: begin, a bucket a call, finish."""
+        if self.packs and HEAD not in (row.name for row in manifest.tensors):
+            raise EngineError(TIED_HEAD)
+
+        async def ask(rank: int) -> None:
+            if (size := (await self.link.get("/get_world_size"))["world_size"]) > 1:
+                raise EngineError(
+                    f'{self.link.url} has {size} workers: a broadcast is for servers of one, leave sync.kind at "auto"'
+                )
+            info = {name: group[name] for name in ("host", "port", "name", "size")}
+            info |= {"rank": rank, "deadline": WAIT}
+            await self.link.post("/init_weight_transfer_engine", {"init_info": info}, deadline=None)
+
+        await self._group.join(group, ask, lambda _: self.link.post("/shutdown_weight_transfer_engine"))
+        await self.link.post("/start_weight_update", deadline=None)
+        for first, end in group["buckets"]:
+            told = described(manifest.tensors[first:end])
+            await self.link.post("/update_weights", {"update_info": told}, deadline=None)
+        await self.link.post("/finish_weight_update", {"weight_version": str(manifest.version)}, deadline=None)
+        await self._reset_cache()
+
+    async def _reset_cache(self) -> None:
         if not (told := await self.link.post("/reset_prefix_cache"))["success"]:
             raise EngineError(f"{self.link.url}/reset_prefix_cache: {told}; requests of somebody else run there")
-        await self.link.post("/update_weight_version", {"new_version": version})
 
     async def version(self) -> str:
         return str((await self.link.get("/weight_info"))["weight_version"])

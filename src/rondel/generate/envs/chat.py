@@ -24,7 +24,7 @@ from rondel.generate.pictures import place_images
 from rondel.generate.template import Messages, Schemas, Template
 from rondel.generate.video import process_media, split_media
 from rondel.system.clock import now
-from rondel.text.decode import decode_answer
+from rondel.text.decode import LONG, decode_answer
 from rondel.text.unicode import valid_unicode
 
 
@@ -212,11 +212,11 @@ class TokenChat:
                 support=None if done.support is None else done.support[part],
             )
 
-    def calls(self, done: Completion) -> list[ToolCall]:
+    async def calls(self, done: Completion) -> list[ToolCall]:
         """The tools that a reply asks for, as the template writes calls; what it only thought of is not asked for."""
-        found = self.template.call_format.parse_calls(
-            self.tokenizer.decode(done.tokens, skip_special_tokens=False).rpartition("</think>")[2]
-        )
+        said = await decode_answer(self.tokenizer, done.tokens, skip_special_tokens=False)
+        parse, said = self.template.call_format.parse_calls, said.rpartition("</think>")[2]
+        found = await asyncio.to_thread(parse, said) if len(done.tokens) > LONG else parse(said)
         # JSON may spell half a character
         return [
             ToolCall(valid_unicode(call.name), valid_unicode(call.arguments), valid_unicode(call.fault))

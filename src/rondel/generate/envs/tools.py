@@ -142,7 +142,7 @@ class Tools:
             chat.give(*self.prompt(task, tools))
             for left in reversed(range(self.turns)):
                 done = await chat.reply()
-                calls = chat.calls(done) if done.finish_reason == "stop" else []
+                calls = await chat.calls(done) if done.finish_reason == "stop" else []
                 if not calls:
                     break
                 if not left:

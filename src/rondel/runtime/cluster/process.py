@@ -170,22 +170,25 @@ class ProcessWorker(RemoteWorker):
     def _read(self) -> None:
         try:
             while True:
-                number, kind, value = frames.receive_frame(self._pipe)
-                self._speaks = True
-                if kind != "pulse" or value != self._sign or not self._pending_verbs():
-                    self._heard = time.monotonic()
-                self._sign = value if kind == "pulse" else self._sign
-                if kind == "event":
-                    self._forward_event(value)
-                elif kind == "broken":
-                    self._mark_lost(str(value))
-                    self._process.kill()
-                elif number:
-                    self._resolve_call(number, kind, value)
+                self._take_message(*frames.receive_frame(self._pipe))
         except (EOFError, OSError):
             code = self._process.wait()
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             self._mark_lost(f"worker {self._name} (process {self.pid}) {how}", words=self._last_words)
+
+    def _take_message(self, number: int, kind: str, value: Any) -> None:
+        """Nothing of it stays here while the next one is waited for: it may be an answer of a million tokens."""
+        self._speaks = True
+        if kind != "pulse" or value != self._sign or not self._pending_verbs():
+            self._heard = time.monotonic()
+        self._sign = value if kind == "pulse" else self._sign
+        if kind == "event":
+            self._forward_event(value)
+        elif kind == "broken":
+            self._mark_lost(str(value))
+            self._process.kill()
+        elif number:
+            self._resolve_call(number, kind, value)
 
     # -- life and death --------------------------------------------------------------------------
 

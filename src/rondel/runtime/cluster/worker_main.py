@@ -82,17 +82,20 @@ class WorkerMain:
     def _receive_messages(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             while True:
-                received = frames.receive_bytes(self.pipe)
-                self.progress.reads = True
-                message = frames.unpack(received)
-                self.progress.reads = False
-                loop.call_soon_threadsafe(self._accept_call, *message)
+                self._hand_over(loop, frames.receive_bytes(self.pipe))
         except (EOFError, OSError):
             loop.call_soon_threadsafe(self.over.set)
         except Exception as error:  # whose call it was is not known, so it is everyone's
             self.put(
                 0, "broken", WorkerError(f"{self.name} cannot read what it was asked: {type(error).__name__}: {error}")
             )
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop, received: frames.Received) -> None:
+        """Nothing of the message stays in its thread while the next one is waited for."""
+        self.progress.reads = True
+        message = frames.unpack(received)
+        self.progress.reads = False
+        loop.call_soon_threadsafe(self._accept_call, *message)
 
     def _send_messages(self) -> None:
         try:

@@ -141,11 +141,14 @@ def annotate_step(
     path, schema = path_of(folder, step), _rollout_schema()
 
     def annotated(table: Any) -> Any:
-        keys = list(zip(table["group"].to_pylist(), table["sample"].to_pylist(), strict=True))
+        keys = list(zip(*(table[name].to_pylist() for name in ("group", "sample", "part")), strict=True))
         for name, told in (("trainer_logprobs", trainer_logprobs), ("advantages", advantages)):
             if told:
                 old = table[name]
-                values = [told[key] if key in told else old[i].as_py() for i, key in enumerate(keys)]
+                values = [
+                    _part_of(told[group, sample], part) if (group, sample) in told else old[i].as_py()
+                    for i, (group, sample, part) in enumerate(keys)
+                ]
                 table = table.set_column(
                     schema.get_field_index(name), schema.field(name), _build_column(values, schema.field(name).type)
                 )
@@ -161,6 +164,7 @@ def _rollout_row(group: Group, sample: int, t: Trajectory) -> dict[str, Any]:
     return {
         "group": group.id,
         "sample": sample,
+        "part": 0,
         "task": group.task.id,
         "env": group.task.env,
         "task_data": group.task.data,
@@ -196,6 +200,7 @@ def _rollout_schema() -> Any:
     columns = {
         "group": pa.int64(),
         "sample": pa.int32(),
+        "part": pa.int32(),
         "task": pa.string(),
         "env": pa.string(),
         "task_data": pa.string(),
@@ -232,9 +237,11 @@ JSON = ("task_data", "reward_parts", "timings", "media")  # columns of small tre
 # columns whose values repeat; of numbers of every token a dictionary is slow, larger than they are, and eight times
 # as much in memory while it is made
 REPEATED = ["task", "env", "outcome", "outcome_reason", "finish_reason", "failed", "policy", "agent"]
+# columns whose smallest and largest value a reader may ask for; of a long text they would be copies of it
+COUNTED = ["group", "sample", "part", "born", "trained_at", "reward"]
+PER_TOKEN = ("tokens", "mask", "behavior_logprobs", "versions", "support", "trainer_logprobs", "advantages")
 
-
-PART = 1 << 18  # tokens of a step that are made into columns together
+PART = 1 << 16  # tokens of a step that are made into columns together
 
 
 def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
@@ -245,7 +252,9 @@ def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 
 def _row_tables(rows: Iterable[dict[str, Any]], album: ImageStore) -> Iterator[Any]:
-    """Tables of PART tokens, or of one row that has more."""
+    """Tables of PART tokens. A longer trajectory has several rows, one behind the other: parquet's writer wants four times
+    as much memory as a row's numbers take.
+    """
     part: list[dict[str, Any]] = []
     tokens = 0
     for row in rows:
@@ -254,19 +263,55 @@ def _row_tables(rows: Iterable[dict[str, Any]], album: ImageStore) -> Iterator[A
             "media": album.store_images(row["media"]) or None,
         }
         row = {**row, **more}
-        part.append({**row, **{name: write_json(row[name]) for name in JSON}, "experts": _pack_experts(row["experts"])})
-        tokens += len(row["tokens"])
-        if tokens >= PART:
-            yield _rows_table(part)
-            part, tokens = [], 0
+        row |= {name: write_json(row[name]) for name in JSON} | {"experts": _pack_experts(row["experts"])}
+        for piece in _split_row(row):
+            part.append(piece)
+            tokens += len(piece["tokens"])
+            if tokens >= PART:
+                yield _rows_table(part)
+                part, tokens = [], 0
     yield _rows_table(part)
+
+
+def _split_row(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row for each PART tokens, at least one; the text in as many equal pieces, all else in the first."""
+    count = -(-len(row["tokens"]) // PART) or 1
+    size = -(-len(row["text"]) // count)
+    for number in range(count):
+        own = row if number == 0 else {"group": row["group"], "sample": row["sample"], "part": number}
+        text = row["text"][number * size : (number + 1) * size]
+        yield own | {"text": text} | {name: _part_of(row[name], number) for name in PER_TOKEN}
+
+
+def _part_of(values: Any, number: int) -> Any:
+    return None if values is None else values[number * PART : (number + 1) * PART]
+
+
+def _join_parts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The inverse of `_split_row`; a file of before there were parts has none."""
+    whole: list[dict[str, Any]] = []
+    texts: list[list[str]] = []
+    for row in rows:
+        if row.pop("part"):
+            texts[-1].append(row["text"])
+            for name in PER_TOKEN:
+                if row[name] is not None:
+                    whole[-1][name] += row[name]
+        else:
+            whole.append(row)
+            texts.append([row["text"]])
+    for row, text in zip(whole, texts):
+        row["text"] = "".join(text)
+    return whole
 
 
 def _rows_table(rows: list[dict[str, Any]]) -> Any:
     import pyarrow as pa
 
     schema = _rollout_schema()
-    columns = {f.name: _build_column([_replace_invalid_unicode(row[f.name]) for row in rows], f.type) for f in schema}
+    columns = {
+        f.name: _build_column([_replace_invalid_unicode(row.get(f.name)) for row in rows], f.type) for f in schema
+    }
     return pa.table(columns, schema=schema)
 
 
@@ -278,7 +323,9 @@ def _replace_tables(path: Path, tables: Iterator[Any]) -> None:
     first = next(tables)
     with (
         open_replacement(path, first.nbytes) as file,
-        pq.ParquetWriter(file, _rollout_schema(), compression="zstd", use_dictionary=REPEATED) as writer,
+        pq.ParquetWriter(
+            file, _rollout_schema(), compression="zstd", use_dictionary=REPEATED, write_statistics=COUNTED
+        ) as writer,
     ):
         for table in chain([first], tables):
             writer.write_table(table)
@@ -306,7 +353,9 @@ def _replace_invalid_unicode(value: Any) -> Any:
     """Text that is no valid Unicode (a tool may return such) is stored with replacement
     marks rather than stopping the run.
     """
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+    if not isinstance(value, str) or value.isascii():
+        return value
+    return value.encode("utf-8", "replace").decode()
 
 
 def _pack_experts(experts: Any) -> bytes | None:
@@ -332,7 +381,7 @@ def read_step(folder: str | Path, step: int) -> list[dict[str, Any]]:
     with error_boundary(
         CheckpointError, f"{path} cannot be read; the file is damaged, the other steps are not affected"
     ):
-        rows = pq.read_table(path, schema=_rollout_schema()).to_pylist()
+        rows = _join_parts(pq.read_table(path, schema=_rollout_schema()).to_pylist())
         album = ImageStore(path.parent)
         for row in rows:
             row.update({name: read_exact_json(row[name]) for name in JSON if row[name] is not None})

@@ -18,7 +18,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rondel.core.errors import StalledError
-from rondel.generate.engine.server import broadcast, control, native, openai, text_endpoints, weights
+from rondel.generate.chat_apis.anthropic import error_body
+from rondel.generate.engine.server import broadcast, chat_endpoints, control, native, openai, text_endpoints, weights
 from rondel.generate.engine.server.answers import RequestSamples
 from rondel.generate.engine.server.errors import refusal_response, to_refusal
 from rondel.generate.engine.server.fields import read_fields
@@ -76,6 +77,18 @@ def build_app(service: GenerationService) -> ServerAuth:
     async def show_metrics(request: Request) -> Response:
         return Response(service.metrics.render_metrics(), media_type="text/plain; version=0.0.4")
 
+    def in_anthropics_shape(
+        handler: Callable[[Request], Awaitable[Response]],
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except Exception as error:
+                said = error_refusal(service, error)
+                return JSONResponse(error_body(said), said.status, headers=said.headers)
+
+        return endpoint
+
     def bind_handler(handler: Handler) -> Any:
         return lambda request: handler(service, request)
 
@@ -88,6 +101,14 @@ def build_app(service: GenerationService) -> ServerAuth:
         *(
             Route(path, _catch_errors(service, bind_handler(_generation_handler(*how))), methods=["POST"])
             for path, how in GENERATING.items()
+        ),
+        *(
+            Route(
+                path,
+                in_anthropics_shape(answer) if "messages" in path else _catch_errors(service, answer),
+                methods=["POST"],
+            )
+            for path, answer in chat_endpoints.bind_session(service).items()
         ),
         *(
             Route(path, _catch_errors(service, bind_handler(handler)), methods=["POST"])
@@ -290,7 +311,10 @@ class ServerAuth:
 
     def _turned_away(self, request: Request) -> RequestRefusal | None:
         if self.service.api_key:
-            if request.scope["path"] in OPEN or keys_match(bearer_token(request), self.service.api_key):
+            if request.scope["path"] in OPEN or any(
+                keys_match(key, self.service.api_key)
+                for key in (bearer_token(request), request.headers.get("x-api-key", ""))
+            ):
                 return None
             return RequestRefusal(
                 401,

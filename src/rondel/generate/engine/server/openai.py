@@ -13,24 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from rondel.core.errors import DataError
 from rondel.generate.engine.builtin.text import HALF
 from rondel.generate.engine.server.answers import AnswerDelta, SampleAnswer
-from rondel.generate.engine.server.fields import RequestFields, shorten_json
+from rondel.generate.engine.server.chat_fields import read_messages, read_template_fields, read_tools
+from rondel.generate.engine.server.fields import RequestFields
 from rondel.generate.engine.server.sampling_fields import BIGGEST, read_draw, read_prompts, read_seed
 from rondel.generate.engine.server.service import GenerationRequest, GenerationService
-from rondel.generate.engine.server.tool_calls import CallReader, call_fields, read_sent_calls, read_tools
-from rondel.generate.pictures import parse_image_part
+from rondel.generate.engine.server.tool_calls import CallReader, call_fields, call_grammar
 from rondel.system.http.response import RequestRefusal
 from rondel.text.special_tokens import SPLIT
 
 HARMLESS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 )
-TEMPLATE_OWN = frozenset(
-    {"tools", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "return_tensors"}
-)
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_completion(f: RequestFields, service: GenerationService) -> CompletionReply:
@@ -55,7 +50,7 @@ def read_chat(f: RequestFields, service: GenerationService) -> CompletionReply:
     messages = read_messages(f, f.read_field("messages"))
     asked = _read_common_fields(f, service, default_tokens=None)
     asked.messages, asked.tools = messages, read_tools(f)
-    read_template_fields(f, asked)
+    asked.template, asked.goes_on = read_template_fields(f, messages)
     grammar = _response_grammar(f)
     if grammar and asked.draw["grammar"]:
         raise f.field_error("response_format", "structured_outputs says it, too; give one of the two")
@@ -63,7 +58,7 @@ def read_chat(f: RequestFields, service: GenerationService) -> CompletionReply:
     if asked.tools and asked.tools.required:
         if asked.draw["grammar"]:
             raise f.field_error("tool_choice", "an answer cannot be a call and have another form, too")
-        asked.draw["grammar"] = asked.tools.grammar(service)
+        asked.draw["grammar"] = call_grammar(asked.tools, service.call_format, service.tokenizer)
     f.allow_only("modalities", ["text"])
     logprobs = f.read_flag("logprobs")
     top = f.read_integer("top_logprobs", 0, 0, 20)
@@ -104,20 +99,6 @@ def _read_common_fields(
     )
 
 
-def read_template_fields(f: RequestFields, asked: GenerationRequest) -> None:
-    """What else a chat template is told, and whether the last message is the beginning of the answer (vLLM's fields)."""
-    asked.template = f.read_field("chat_template_kwargs", {})
-    if not isinstance(asked.template, dict) or asked.template.keys() & TEMPLATE_OWN:
-        raise f.field_error("chat_template_kwargs", f"it is an object without {', '.join(sorted(TEMPLATE_OWN))}")
-    asked.goes_on = f.read_flag("continue_final_message")
-    if asked.goes_on:
-        f.allow_only("add_generation_prompt", False)
-        if not asked.messages or asked.messages[-1]["role"] != "assistant":
-            raise f.field_error("continue_final_message", "the last message must be the assistant's")
-    else:
-        f.allow_only("add_generation_prompt", True)
-
-
 def _structured_grammar(f: RequestFields) -> dict[str, Any] | None:
     """vLLM's structured_outputs as Sampling's grammar."""
     wanted = f.take_object("structured_outputs")
@@ -153,59 +134,6 @@ def _response_grammar(f: RequestFields) -> dict[str, Any] | None:
     if kind not in ("text", "json_object"):
         raise wanted.field_error("type", "it is one of text, json_object, json_schema")
     return {"json_schema": {"type": "object"}} if kind == "json_object" else None
-
-
-def read_messages(f: RequestFields, given: Any) -> list[dict[str, Any]]:
-    """Contents as plain text, a list of text parts joined; or as parts, where a user or a tool shows an image."""
-    if not isinstance(given, list) or not given or not all(isinstance(m, dict) for m in given):
-        raise f.field_error("messages", "it must be a list of objects with role and content, at least one")
-    out = []
-    for i, message in enumerate(given):
-        where, content = f"messages[{i}]", message.get("content")
-        if message.get("role") not in ROLES:
-            raise RequestRefusal(400, f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
-        if content is None and message.get("tool_calls"):
-            content = ""
-        out.append(
-            {
-                **{k: v for k, v in message.items() if k != "tool_calls"},
-                **read_sent_calls(message, where),
-                "content": _read_content(content, f"{where}.content", images=message["role"] in ("user", "tool")),
-            }
-        )
-    return out
-
-
-def _read_content(content: Any, where: str, *, images: bool) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    kinds = ("text", "image_url") if images else ("text",)
-    if not isinstance(content, list) or not all(isinstance(p, dict) and p.get("type") in kinds for p in content):
-        raise RequestRefusal(
-            400, f"{where} must be a string or a list of parts of type {' or '.join(kinds)}", param=where
-        )
-    parts = []
-    for part in content:
-        if part["type"] == "image_url":
-            parts.append(_read_image(part, where))
-        elif isinstance(part.get("text"), str):
-            parts.append({"type": "text", "text": part["text"]})
-        else:
-            raise RequestRefusal(400, f"{where} has a part of type text without a text", param=where)
-    return parts if any(p["type"] == "image" for p in parts) else "".join(p["text"] for p in parts)
-
-
-def _read_image(part: dict[str, Any], where: str) -> dict[str, Any]:
-    url = part.get("image_url")
-    if isinstance(url, dict) and url.get("detail") not in (None, "auto", "high"):
-        rule = "an image is shown as large as the model takes it; leave it out, or send a smaller image"
-        raise RequestRefusal(
-            400, f"{where} has an image with detail = {shorten_json(url['detail'])}; {rule}", param=where
-        )
-    try:
-        return parse_image_part(part, where)
-    except DataError as error:
-        raise RequestRefusal(400, str(error), param=where, code="invalid_image") from None
 
 
 def _build_reply(

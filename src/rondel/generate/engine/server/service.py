@@ -20,7 +20,6 @@ from rondel.generate.calls import CallFormat
 from rondel.generate.engine.builtin.text import IncrementalDetokenizer, split_stops
 from rondel.generate.engine.server.answers import RequestSamples, SampleAnswer
 from rondel.generate.engine.server.metrics import ServerMetrics
-from rondel.generate.engine.server.tool_calls import OfferedTools
 from rondel.generate.pictures import TooLarge, all_seen, load_message_images, place_images, split_images
 from rondel.generate.template import Template, describe_tools
 from rondel.system.http.response import RequestRefusal
@@ -28,6 +27,7 @@ from rondel.text.special_tokens import special_tokens
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.engine import BuiltinEngine
+    from rondel.generate.engine.server.chat_fields import OfferedTools
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,11 @@ from typing import Any
 
 from starlette.requests import Request
 
+from rondel.generate.engine.server.chat_fields import read_messages, read_template_fields, read_tools
 from rondel.generate.engine.server.fields import RequestFields
-from rondel.generate.engine.server.openai import read_messages, read_template_fields
 from rondel.generate.engine.server.sampling_fields import BIGGEST, read_prompts
 from rondel.generate.engine.server.service import GenerationRequest, GenerationService
 from rondel.generate.engine.server.told import fields_of
-from rondel.generate.engine.server.tool_calls import read_tools
 
 
 async def tokenize(service: GenerationService, request: Request) -> dict[str, Any]:
@@ -23,7 +22,7 @@ async def tokenize(service: GenerationService, request: Request) -> dict[str, An
     add_special, texts = f.read_flag("add_special_tokens", True), f.read_flag("return_token_strs")
     if (given := f.read_field("messages")) is not None:
         asked = GenerationRequest(messages=read_messages(f, given), tools=read_tools(f))
-        read_template_fields(f, asked)
+        asked.template, asked.goes_on = read_template_fields(f, asked.messages or [])
         f.refuse_unknown_fields()
         tokens = (await service.prepare_samples(asked)).answers[0].prompt
     else:

@@ -7,8 +7,6 @@ answer   |thoughts, text|<tool_call>{"name": "add", "arguments": {"a": 1}}</tool
 from __future__ import annotations
 
 import json
-from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rondel.generate.calls import JsonCalls
@@ -18,119 +16,9 @@ from rondel.system.http.response import RequestRefusal
 
 if TYPE_CHECKING:
     from rondel.generate.calls import CallFormat
-    from rondel.generate.engine.server.fields import RequestFields
-    from rondel.generate.engine.server.service import GenerationService
+    from rondel.generate.engine.server.chat_fields import OfferedTools
 
 MARKS = 24  # characters of the longest beginning of a call
-
-
-@dataclass(slots=True)
-class OfferedTools:
-    """The tools of one request.
-
-    functions  as templates want them
-    required   whether an answer must call one of them, and which may be called then
-    parallel   whether an answer may call several
-    """
-
-    functions: list[dict[str, Any]]
-    required: list[str] = field(default_factory=list)
-    parallel: bool = True
-
-    def grammar(self, service: GenerationService) -> dict[str, Any] | None:
-        """Of an answer that calls; None where it may also speak."""
-        if not self.required:
-            return None
-        form = service.call_format
-        special = set(service.tokenizer.all_special_tokens)
-        if not isinstance(form, JsonCalls) or form.opens in special or form.closes in special:
-            raise RequestRefusal(
-                400,
-                f"'{service.name}' writes calls in a form that cannot be demanded here ({type(form).__name__}): use tool_choice 'auto'",
-                param="tool_choice",
-            )
-        schemas = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": function["name"]},
-                    form.arguments: function.get("parameters") or {"type": "object"},
-                },
-                "required": ["name", form.arguments],
-                "additionalProperties": False,
-            }
-            for function in (tool["function"] for tool in self.functions)
-            if function["name"] in self.required
-        ]
-        call = "NEWLINE? body NEWLINE?"
-        if form.opens:
-            call = (
-                f"{json.dumps(form.opens)} {call} {json.dumps(form.closes)}"
-                if form.closes
-                else f"{json.dumps(form.opens)} {call}"
-            )
-        more = " (NEWLINE? call)*" if self.parallel and form.closes else ""
-        body = json.dumps({"x-guidance": {"whitespace_pattern": " ?"}, "anyOf": schemas})
-        return {"grammar": f"start: call{more}\ncall: {call}\nbody: %json {body}\nNEWLINE: /\\n/\n"}
-
-
-def read_tools(f: RequestFields) -> OfferedTools | None:
-    """OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`."""
-    given, choice = f.read_field("tools"), f.read_field("tool_choice", "auto")
-    parallel = f.read_flag("parallel_tool_calls", True)
-    if given is None:
-        if choice not in ("auto", "none"):
-            raise f.field_error("tool_choice", "there are no tools to choose from")
-        return None
-    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
-        raise f.field_error("tools", "it must be a list of objects")
-    functions = [_read_function(f, tool) for tool in given]
-    names = [tool["function"]["name"] for tool in functions]
-    if choice == "none" or not functions:
-        return None
-    if choice == "auto":
-        return OfferedTools(functions, [], parallel)
-    if choice == "required":
-        return OfferedTools(functions, names, parallel)
-    chosen = choice.get("function") if isinstance(choice, dict) else None
-    name = str((chosen if isinstance(chosen, dict) else choice if isinstance(choice, dict) else {}).get("name"))
-    if name not in names:
-        raise f.field_error(
-            "tool_choice", f"it is 'auto', 'none', 'required' or one of the functions {', '.join(names)}"
-        )
-    return OfferedTools(functions, [name], parallel=False)
-
-
-def _read_function(f: RequestFields, tool: dict[str, Any]) -> dict[str, Any]:
-    function = tool.get("function")
-    if tool.get("type", "function") != "function" or not isinstance(function, dict):
-        raise f.field_error("tools", "a tool is {'type': 'function', 'function': {'name': ..., 'parameters': ...}}")
-    if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters", {}), dict | None):
-        raise f.field_error("tools", "a function has a name, and a JSON schema as its parameters")
-    return {"type": "function", "function": {k: v for k, v in function.items() if k != "strict" and v is not None}}
-
-
-def read_sent_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """The calls of an assistant's message that a client sends back: arguments as objects, as templates want them."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return {}
-    if not isinstance(calls, list) or not all(
-        isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
-    ):
-        raise RequestRefusal(400, f"{where}.tool_calls must be a list of objects, each with a function", param=where)
-    out = []
-    for call in calls:
-        name, arguments = call["function"].get("name"), call["function"].get("arguments")
-        if not isinstance(name, str):
-            raise RequestRefusal(400, f"{where}.tool_calls has a call without a name", param=where)
-        if isinstance(arguments, str):
-            with suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments) if arguments else {}
-        out.append(
-            {"id": str(call.get("id", "")), "type": "function", "function": {"name": name, "arguments": arguments}}
-        )
-    return {"tool_calls": out}
 
 
 class CallReader:
@@ -202,3 +90,39 @@ def call_fields(id: str, index: int, calls: list[ToolCall], *, streamed: bool = 
         }
         for place, call in enumerate(calls)
     ]
+
+
+def call_grammar(tools: OfferedTools, form: CallFormat, tokenizer: Any) -> dict[str, Any] | None:
+    """Of an answer that calls; None where it may also speak."""
+    if not tools.required:
+        return None
+    special = set(tokenizer.all_special_tokens)
+    if not isinstance(form, JsonCalls) or form.opens in special or form.closes in special:
+        raise RequestRefusal(
+            400,
+            f"this model writes calls in a form that cannot be demanded here ({type(form).__name__}): use tool_choice 'auto'",
+            param="tool_choice",
+        )
+    schemas = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function["name"]},
+                form.arguments: function.get("parameters") or {"type": "object"},
+            },
+            "required": ["name", form.arguments],
+            "additionalProperties": False,
+        }
+        for function in (tool["function"] for tool in tools.functions)
+        if function["name"] in tools.required
+    ]
+    call = "NEWLINE? body NEWLINE?"
+    if form.opens:
+        call = (
+            f"{json.dumps(form.opens)} {call} {json.dumps(form.closes)}"
+            if form.closes
+            else f"{json.dumps(form.opens)} {call}"
+        )
+    more = " (NEWLINE? call)*" if tools.parallel and form.closes else ""
+    body = json.dumps({"x-guidance": {"whitespace_pattern": " ?"}, "anyOf": schemas})
+    return {"grammar": f"start: call{more}\ncall: {call}\nbody: %json {body}\nNEWLINE: /\\n/\n"}

@@ -10,9 +10,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rondel.generate.envs.gateway import anthropic, openai, responses
-from rondel.generate.envs.gateway.errors import anthropic_body, to_refusal
-from rondel.generate.envs.gateway.fields import ChatFields, parse_body
+from rondel.generate.chat_apis import anthropic, responses
+from rondel.generate.chat_apis.fields import ChatFields, parse_body
+from rondel.generate.envs.gateway import openai
+from rondel.generate.envs.gateway.errors import to_refusal
 from rondel.system.http.request import bearer_token, finish_or_cancel, read_body
 from rondel.system.http.response import GONE, RequestRefusal
 
@@ -56,7 +57,7 @@ def build_app(sessions: dict[str, GatewaySession], warn: Callable[[str, str], No
             except Exception as error:
                 said = to_refusal(error)
                 anthropic_client = "messages" in request.url.path or "anthropic-version" in request.headers
-                shape = anthropic_body(said) if anthropic_client else said.response_body
+                shape = anthropic.error_body(said) if anthropic_client else said.response_body
                 return JSONResponse(shape, said.status, headers={"x-should-retry": "false"})
 
         return endpoint

@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rondel.core.errors import UserError
 from rondel.system.http.response import RequestRefusal
-
-ANTHROPIC = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "api_error"}
-
-
-def anthropic_body(refusal: RequestRefusal) -> dict[str, Any]:
-    kind = ANTHROPIC.get(refusal.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": refusal.message}}
 
 
 class TooLong(RequestRefusal):

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from rondel.generate.envs.gateway.chat_request import ChatReply, ChatRequest
-from rondel.generate.envs.gateway.fields import ChatFields, read_functions
-from rondel.generate.envs.gateway.messages import ROLES, Messages, call_of, content_of, text_of
+from rondel.generate.chat_apis.chat_request import ChatReply, ChatRequest
+from rondel.generate.chat_apis.fields import ChatFields, read_functions
+from rondel.generate.chat_apis.messages import ROLES, Messages, call_of, content_of, text_of
 from rondel.system.http.response import RequestRefusal, sse_event
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from rondel.core.types import Completion
+from rondel.generate.chat_apis.chat_request import ChatReply, ChatRequest
+from rondel.generate.chat_apis.messages import canonical_messages, key_of
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.gateway.chat_request import ChatReply, ChatRequest
 from rondel.generate.envs.gateway.conversation_tree import AnsweredTurn, ConversationTree
 from rondel.generate.envs.gateway.errors import TooLong
-from rondel.generate.envs.gateway.messages import canonical_messages, key_of
 from rondel.generate.pictures import (
     TooLarge,
     count_image_tokens,
@@ -27,6 +27,7 @@ from rondel.generate.pictures import (
 )
 from rondel.generate.template import Messages
 from rondel.system.http.response import RequestRefusal
+from rondel.text.decode import decode_answer
 
 
 class GatewaySession:
@@ -126,7 +127,7 @@ class GatewaySession:
         except Exception as error:
             self.fault = self.fault or error
             raise RequestRefusal(500, f"the engine could not serve this: {error}") from error
-        return self._read_completion(done, chat, asked, prompt)
+        return await self._read_completion(done, chat, asked, prompt)
 
     def _encode_text(self, said: str | list[int], turns: list[AnsweredTurn]) -> list[int]:
         """New text as tokens. An agent that stops at a string writes that string again;
@@ -137,18 +138,18 @@ class GatewaySession:
         said = said.removeprefix(turns[-1].tail) if turns else said
         return self.chat.template.special.encode_text(said, add_special_tokens=not turns)
 
-    def _read_completion(self, done: Completion, chat: TokenChat, asked: ChatRequest, prompt: int) -> ChatReply:
+    async def _read_completion(self, done: Completion, chat: TokenChat, asked: ChatRequest, prompt: int) -> ChatReply:
         """Tokens as an API tells them: text before the first call, and the calls. One that cannot be read is text."""
         tokenizer = chat.tokenizer
-        whole = tokenizer.decode(done.tokens, skip_special_tokens=True)
+        whole = await decode_answer(tokenizer, done.tokens)
         text = done.text if done.text is not None else whole
         stopped = (
             next((s for s in asked.stop if s in whole and s not in text), "") if done.finish_reason == "stop" else ""
         )
-        calls = chat.calls(done) if asked.tools and asked.calls and done.finish_reason == "stop" else []
+        calls = await chat.calls(done) if asked.tools and asked.calls and done.finish_reason == "stop" else []
         if not calls or any(call.fault for call in calls):
             return ChatReply(text, [], done, prompt, stopped)
-        raw = tokenizer.decode(done.tokens, skip_special_tokens=False)
+        raw = await decode_answer(tokenizer, done.tokens, skip_special_tokens=False)
         thought = len(raw) - len(raw.rpartition("</think>")[2])
         text = raw[: thought + chat.template.call_format.find_call_start(raw[thought:])].strip()
         named = []

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from rondel.generate.envs.gateway.fields import ChatFields, read_functions
-from rondel.generate.envs.gateway.messages import ROLES, Messages, call_of, content_of, text_of
+from rondel.generate.chat_apis.fields import ChatFields, read_functions
+from rondel.generate.chat_apis.messages import ROLES, Messages, call_of, content_of, text_of
 from rondel.system.http.response import RequestRefusal, sse_event
 
 if TYPE_CHECKING:
-    from rondel.generate.envs.gateway.session import GatewaySession
+    from rondel.generate.chat_apis.chat_request import ChatSession
 
 
 def read_items(given: str | list[Any]) -> Messages:
@@ -57,13 +57,13 @@ def read_items(given: str | list[Any]) -> Messages:
     return out
 
 
-async def build_response(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
+async def build_response(session: ChatSession, f: ChatFields) -> dict[str, Any]:
     said = read_items(f.read_field("input", (str, list), []))
     if before := f.read_field("previous_response_id", str):
         if before not in session.stored:
             raise RequestRefusal(
                 400,
-                f"previous_response_id = '{before[:80]}' is none of this episode's",
+                f"previous_response_id = '{before[:80]}' is not known here",
                 code="previous_response_not_found",
             )
         said = [*session.stored[before], *said]
@@ -106,8 +106,8 @@ async def build_response(session: GatewaySession, f: ChatFields) -> dict[str, An
         "output": output,
         "parallel_tool_calls": True,
         "previous_response_id": before,
-        "temperature": session.chat.sampling.temperature,
-        "top_p": session.chat.sampling.top_p,
+        "temperature": f.sampling.temperature,
+        "top_p": f.sampling.top_p,
         "tool_choice": "auto",
         "tools": f.body.get("tools") or [],
         "usage": {

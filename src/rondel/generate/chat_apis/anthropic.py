@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from rondel.generate.envs.gateway.fields import ChatFields, read_functions
-from rondel.generate.envs.gateway.messages import Messages, call_of, content_of, text_of
+from rondel.generate.chat_apis.fields import ChatFields, read_functions
+from rondel.generate.chat_apis.messages import Messages, call_of, content_of, text_of
 from rondel.system.http.response import RequestRefusal, sse_event
 
 if TYPE_CHECKING:
-    from rondel.generate.envs.gateway.session import GatewaySession
+    from rondel.generate.chat_apis.chat_request import ChatSession
 
+ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "api_error"}
 THOUGHTS = ("thinking", "redacted_thinking")  # of another model: the policy has written none
 
 
@@ -81,7 +82,7 @@ def function_of(tool: dict[str, Any]) -> dict[str, Any]:
     return {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
 
 
-async def count_tokens(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
+async def count_tokens(session: ChatSession, f: ChatFields) -> dict[str, Any]:
     """Of a conversation as if it were new; nothing is asked of the policy."""
     said = read_messages(f.read_field("system", (str, list)), f.read_field("messages", list, []))
     if not said:
@@ -91,7 +92,7 @@ async def count_tokens(session: GatewaySession, f: ChatFields) -> dict[str, Any]
     }
 
 
-async def create_message(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
+async def create_message(session: ChatSession, f: ChatFields) -> dict[str, Any]:
     said = read_messages(f.read_field("system", (str, list)), f.read_field("messages", list, []))
     tools = read_functions(f.read_field("tools", list, []), function_of)
     (reply,) = await session.generate_replies(
@@ -148,3 +149,8 @@ def stream_chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterator[by
         "message_delta", delta={k: whole[k] for k in ends}, usage={"output_tokens": whole["usage"]["output_tokens"]}
     )
     yield make_event("message_stop")
+
+
+def error_body(refusal: RequestRefusal) -> dict[str, Any]:
+    kind = ERRORS.get(refusal.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": refusal.message}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from rondel.core.types import Completion
 
@@ -14,6 +14,8 @@ class ChatRequest:
 
     said        messages, or a text, or token ids, to go on from
     calls       whether tool calls are looked for in the answer
+    draw, required, parallel, seed   where a client decides: fields of Sampling, the functions of which one must be called, whether
+                                     several may be, and whose noise it is
     """
 
     said: list[dict[str, Any]] | str | list[int]
@@ -22,6 +24,10 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     n: int = 1
     calls: bool = True
+    draw: dict[str, Any] = field(default_factory=dict)
+    required: list[str] = field(default_factory=list)
+    parallel: bool = True
+    seed: int = 0
 
 
 @dataclass(slots=True)
@@ -46,3 +52,16 @@ class ChatReply:
             for id, name, given in self.calls
         ]
         return {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}
+
+
+class ChatSession(Protocol):
+    """Who answers: an episode of the gateway, or a server.
+
+    stored   the conversations that /v1/responses may go on from, by the id of what ended them
+    """
+
+    stored: dict[str, list[dict[str, Any]]]
+
+    async def generate_replies(self, asked: ChatRequest) -> list[ChatReply]: ...
+
+    async def count_tokens(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> int: ...

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rondel.core.types import Sampling
-from rondel.generate.envs.gateway.chat_request import ChatRequest
+from rondel.generate.chat_apis.chat_request import ChatRequest
 from rondel.system.http.response import RequestRefusal
 from rondel.text.unicode import read_json
 
