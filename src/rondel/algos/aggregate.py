@@ -91,7 +91,9 @@ class PromptMean(Component):
 
     counts_groups: ClassVar[bool] = True
 
-    def __call__(self, lengths_N: Tensor, group_N: Tensor) -> Tensor:
+    def __call__(self, lengths_N: Tensor, group_N: Tensor | None = None) -> Tensor:
+        """Without `group_N` every sample answers a prompt of its own."""
+        group_N = torch.arange(len(lengths_N), device=lengths_N.device) if group_N is None else group_N
         groups = len(group_N[lengths_N > 0].unique())
         return _reciprocal_where(lengths_N > 0, groups * over_group(lengths_N, group_N, "sum"))
 

@@ -7,14 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rondel.core.errors import ConfigError
-
 if TYPE_CHECKING:
     from rondel.algos.scored_samples import ScoredSamples
     from rondel.algos.tensors import Tensor
     from rondel.algos.tokens import Tokens
 
-LARGEST = 1e6  # of a weight in the loss, where a few thousandths to a few units are common
 NOTHING: frozenset[str] = frozenset()
 ADVANTAGE_AND_RATIO = frozenset({"advantage", "ratio"})
 
@@ -147,13 +144,3 @@ class LossTerm(Component):
     def name(self) -> str:
         """Of its metric, train/term_NAME: the class's, in lower case with underscores."""
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
-
-
-def check_weight(name: str, value: float, below_zero: str) -> None:
-    """Of a part of the loss: not negative, because of what it would then do, and small enough for float32."""
-    if not value >= 0:
-        raise ConfigError(
-            f"{name} = {value}; it must not be negative: that would drive the policy away from {below_zero}"
-        )
-    if value > LARGEST:
-        raise ConfigError(f"{name} = {value:g}; it must not exceed {LARGEST:g}: the loss would overflow")

@@ -7,9 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rondel.algos.component import Component, check_weight
+from rondel.algos.bounds import check_weight
+from rondel.algos.component import Component
+from rondel.algos.discount import discounted_returns
 from rondel.algos.divergence import Divergence
-from rondel.algos.gae import discounted_returns
 from rondel.algos.scored_samples import ScoredSamples, over_group
 from rondel.algos.tensors import Tensor, torch
 from rondel.algos.tokens import TokenBatch

@@ -67,3 +67,15 @@ class Divergence:
         if not self.top:
             return kind
         return f"{kind} of the policy's {self.top} likeliest tokens{', all others as one' if self.tail else ''}"
+
+
+def binary_tv(now_T: Tensor, before_T: Tensor) -> Tensor:
+    """|p - q| from log p, log q.  [T], [T] -> [T].  The total variation of "this token or another"."""
+    return (now_T.exp() - before_T.exp()).abs()
+
+
+def binary_kl(now_T: Tensor, before_T: Tensor) -> Tensor:
+    """q·log(q/p) + (1-q)·log((1-q)/(1-p)) from log p, log q.  [T], [T] -> [T].  1-p and 1-q are kept above 1e-7."""
+    q_T = before_T.exp()
+    other_now_T, other_before_T = (-torch.expm1(x_T).clamp(max=-1e-7) for x_T in (now_T, before_T))
+    return q_T * (before_T - now_T) + other_before_T * (other_before_T.log() - other_now_T.log())

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rondel.algos.component import LARGEST, Component, check_weight
+from rondel.algos.bounds import LARGEST, check_weight
+from rondel.algos.component import Component
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError

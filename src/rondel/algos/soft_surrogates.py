@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rondel.algos.component import Component, check_weight
+from rondel.algos.bounds import check_weight
+from rondel.algos.component import Component
+from rondel.algos.discount import discounted_returns
 from rondel.algos.exponent import LIMIT, bounded_exp
-from rondel.algos.gae import discounted_returns
 from rondel.algos.scored_samples import group_sizes, over_group
 from rondel.algos.surrogate import Clip, Surrogate
 from rondel.algos.tensors import Tensor, torch

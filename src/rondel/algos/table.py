@@ -27,16 +27,17 @@ from rondel.algos.advantage import (
 from rondel.algos.aggregate import FixedNorm, PromptMean, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from rondel.algos.component import Component, LossTerm
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
+from rondel.algos.discount import discounted_returns
 from rondel.algos.distill import Distill, EarlyDistill, FullDistill, GatedDistill, Observations
+from rondel.algos.divergence import Divergence
 from rondel.algos.entropy import EntropyBonus
-from rondel.algos.families import FAMILIES
-from rondel.algos.gae import Gae, Returns, discounted_returns
+from rondel.algos.gae import Gae, Returns
 from rondel.algos.group_advantages import AgentBaseline, BatchNorm, Classify, Redistribute, SoftValue
 from rondel.algos.kl import Kl
-from rondel.algos.mask_corrections import BinaryKlMask, VariationMask
+from rondel.algos.mask_corrections import BinaryKlMask, Freshness, VariationMask
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
 from rondel.algos.off_policy_surrogates import CappedWeight, Guided, SecondMoment, Tapered
-from rondel.algos.override import override_knobs
+from rondel.algos.override import checked_bool, filter_names, loss_terms, override_knobs
 from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from rondel.algos.reward_transforms import ClipReward, KimiLength, NoShaping, Overlong
 from rondel.algos.scored_samples import ScoredSamples
@@ -48,6 +49,84 @@ from rondel.algos.turn_advantages import StepGroups, TokenBaseline, TurnGae
 from rondel.algos.value import ClippedValue
 from rondel.core.errors import ConfigError
 from rondel.core.registry import find_registered, suggest_name
+
+FAMILIES: dict[str, dict[str, type]] = {
+    "shaping": {"none": NoShaping, "clip": ClipReward, "overlong": Overlong, "kimi_length": KimiLength},
+    "advantage": {
+        "group_norm": GroupNorm,
+        "group_center": GroupCenter,
+        "leave_one_out": LeaveOneOut,
+        "length_baseline": LengthBaseline,
+        "greedy": Greedy,
+        "pass_at_k": PassAtK,
+        "mean_norm": MeanNorm,
+        "signal_center": SignalCenter,
+        "parts_norm": PartsNorm,
+        "whitened_center": WhitenedCenter,
+        "accept": Accept,
+        "raw": Raw,
+        "gae": Gae,
+        "returns": Returns,
+        "constant": Constant,
+        "batch_norm": BatchNorm,
+        "soft_value": SoftValue,
+        "classify": Classify,
+        "redistribute": Redistribute,
+        "agent_baseline": AgentBaseline,
+        "step_groups": StepGroups,
+        "turn_gae": TurnGae,
+        "token_baseline": TokenBaseline,
+        "preference": Preference,
+    },
+    "distill": {
+        "distill": Distill,
+        "early": EarlyDistill,
+        "gated": GatedDistill,
+        "full": FullDistill,
+        "observations": Observations,
+    },
+    "ratio": {"token": TokenRatio, "sequence": SequenceRatio, "sequence_token": SequenceTokenRatio},
+    "surrogate": {
+        "clip": Clip,
+        "policy_gradient": PolicyGradient,
+        "log_likelihood": LogLikelihood,
+        "clipped_weight": ClippedWeight,
+        "soft_gate": SoftGate,
+        "geometric_mean": GeometricMean,
+        "divergence_mask": DivergenceMask,
+        "mirror_descent": MirrorDescent,
+        "clip_cov": ClipCov,
+        "kl_cov": KlCov,
+        "forking": Forking,
+        "tapered": Tapered,
+        "capped_weight": CappedWeight,
+        "second_moment": SecondMoment,
+        "guided": Guided,
+        "gamma_weight": GammaWeight,
+        "divergence_penalty": DivergencePenalty,
+        "unbounded_positive": UnboundedPositive,
+        "future_kl": FutureKl,
+        "squared_gap": SquaredGap,
+    },
+    "correction": {
+        "none": NoCorrection,
+        "importance": Importance,
+        "off_policy_mask": OffPolicyMask,
+        "binary_kl_mask": BinaryKlMask,
+        "variation_mask": VariationMask,
+        "freshness": Freshness,
+    },
+    "kl": {"kl": Kl},
+    "entropy": {"bonus": EntropyBonus},
+    "aggregate": {
+        "token_mean": TokenMean,
+        "seq_mean_token_mean": SeqMeanTokenMean,
+        "seq_mean_token_sum": SeqMeanTokenSum,
+        "prompt_mean": PromptMean,
+        "fixed_norm": FixedNorm,
+    },
+    "value": {"clipped": ClippedValue},
+}
 
 
 @dataclass(frozen=True)
@@ -146,6 +225,17 @@ class Algorithm:
         for family, part in self.parts.items():
             idle |= {f"{family}.{knob}": why for knob, why in part.idle.items()}
         return idle
+
+    @property
+    def divergence(self) -> Divergence:
+        """Between the policy and a teacher, of a row that compares their whole distributions."""
+        assert isinstance(self.distill, FullDistill), f"the row {self.name} compares drawn tokens"
+        return self.distill.divergence
+
+    @property
+    def reading(self) -> tuple[Algorithm, float] | None:
+        """The row by which it learns what its policy only read, and the weight of that beside its own loss."""
+        return (SFT, self.distill.coef) if isinstance(self.distill, Observations) and self.distill.coef else None
 
     def with_shaped_rewards(self, scored: ScoredSamples) -> ScoredSamples:
         """Rewards, shaped and charged with the KL: `rewards_N`, and the same by token in
@@ -378,11 +468,11 @@ def resolve_algorithm(section: dict[str, Any]) -> Algorithm:
         if family in section
     }
     if "terms" in section:
-        changes["terms"] = _loss_terms(section["terms"])
+        changes["terms"] = loss_terms(section["terms"])
     if "filters" in section:
-        changes["filters"] = _filter_names(section["filters"])
+        changes["filters"] = filter_names(section["filters"])
     if "mask_truncated" in section:
-        changes["mask_truncated"] = _checked_bool("algo.mask_truncated", section["mask_truncated"])
+        changes["mask_truncated"] = checked_bool("algo.mask_truncated", section["mask_truncated"])
     row = replace(row, **changes)
     for path, why in row.idle.items():
         family, _, knob = path.partition(".")
@@ -402,42 +492,3 @@ def _find_row(kind: Any) -> Algorithm:
             "replace(GRPO, name=..., advantage=MyAdvantage()), a row of ours with parts of yours"
         )
     return row
-
-
-# what the trainer can give a loss term, as fields of its TokenBatch; a critic's values belong to a row with a critic
-TERM_NEEDS = frozenset({"advantages", "behavior_logprobs", "proximal_logprobs", "ref_logprobs"})
-
-
-def _loss_terms(given: Any) -> tuple[LossTerm, ...]:
-    if not (isinstance(given, list | tuple) and all(isinstance(term, dict) and "kind" in term for term in given)):
-        raise ConfigError(f"algo.terms = {given!r}; write algo.terms = [{{ kind = 'module:MyTerm', coef = 0.1 }}]")
-    terms = []
-    for i, section in enumerate(given):
-        path, knobs = f"algo.terms[{i}]", {name: value for name, value in section.items() if name != "kind"}
-        cls = find_registered(f"{path}.kind", section["kind"], {})
-        if not (isinstance(cls, type) and issubclass(cls, LossTerm)):
-            raise ConfigError(
-                f"{path}.kind = '{section['kind']}' is {cls!r}; it must be a frozen dataclass that derives from "
-                f"rondel.algos.component.LossTerm"
-            )
-        terms.append(override_knobs(cls(), knobs, {}, path))
-        if odd := sorted(terms[-1].needs - TERM_NEEDS):
-            raise ConfigError(
-                f"{path}.kind = '{section['kind']}' needs {', '.join(odd)}; a loss term may need "
-                f"{', '.join(sorted(TERM_NEEDS))}"
-            )
-    if len({term.name for term in terms}) < len(terms):
-        raise ConfigError(f"algo.terms has a term twice: {', '.join(term.name for term in terms)}; each has one metric")
-    return tuple(terms)
-
-
-def _checked_bool(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} = {value!r} is not true or false")
-    return value
-
-
-def _filter_names(names: Any) -> tuple[str, ...]:
-    if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
-        raise ConfigError(f"algo.filters = {names!r} is not a list of names; write algo.filters = ['signal']")
-    return tuple(names)

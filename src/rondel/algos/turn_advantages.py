@@ -10,10 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rondel.algos.advantage import standardize_rewards, whiten_values
+from rondel.algos.bounds import check_shares
 from rondel.algos.component import Component
-from rondel.algos.gae import check_shares, discounted_returns, gae, sample_lengths
-from rondel.algos.scored_samples import ScoredSamples, group_deviations, group_sizes, over_group
+from rondel.algos.discount import discounted_returns, gae, sample_lengths
+from rondel.algos.scored_samples import (
+    ScoredSamples,
+    group_deviations,
+    group_sizes,
+    over_group,
+    standardize_rewards,
+    whiten_values,
+)
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from rondel.algos.group_advantages import AgentBaseline
 from rondel.algos.tokens import TokenBatch
@@ -24,6 +27,15 @@ class AdaptiveCoefs:
     """Where each coefficient with a target has got to, by its part of the row; a checkpoint keeps them."""
 
     values: dict[str, float] = field(default_factory=dict)
+
+    def stored(self) -> dict[str, Tensor]:
+        """As a checkpoint keeps them, among tensors of other names."""
+        return {f"{name}_coef": torch.tensor(value, dtype=torch.float64) for name, value in self.values.items()}
+
+    def restore(self, found: Mapping[str, Tensor]) -> None:
+        """From tensors whose names end in _coef: some may be those of weights with such a name."""
+        own = {name.removesuffix("_coef"): value for name, value in found.items() if value.numel() == 1}
+        self.values = {n: float(value) for n, value in own.items() if n in STEERED or n.startswith(BASELINE)}
 
     def update_coefs(self, batch: TrainBatch, algo: Algorithm | Mixture, main: Algorithm) -> dict[str, float]:
         """Coefficients with a target follow what the step measured of their samples. ->

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from rondel.core.errors import TrainError
 from rondel.models.head import LMHead
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.routing_tape import RoutingTape
-from rondel.train.logprobs import logprob_and_entropy, logprob_entropy_and_kl
+from rondel.train.logprobs import collision_probability, logprob_and_entropy, logprob_entropy_and_kl
 from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.row_share import RowShare, own_routes, own_share
@@ -46,7 +46,7 @@ def forward(
         )
 
     logprobs, entropy = loaded.run_with_head(compute_logprobs)
-    join_flips(own, tape)
+    _join_flips(own, tape)
     return own.join_targets(logprobs), own.join_targets(entropy)
 
 
@@ -62,11 +62,11 @@ def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | 
         return loaded.stage.send_forward(loaded.hidden_states(own.tokens, own.positions, own.layout, tape, seen))
 
     sent: Tensor = loaded.run_with_head(compute_states)
-    join_flips(own, tape)
+    _join_flips(own, tape)
     return sent
 
 
-def join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:
+def _join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:
     """Of a row that ranks share: each rank's tape gets the routes of its own part of it."""
     if tape is not None and tape.routes is not None and not isinstance(own, PackedBatch):
         tape.flips = [own.join_rows(flips_t) if i in tape.own else flips_t for i, flips_t in enumerate(tape.flips)]
@@ -149,6 +149,44 @@ def annotate_logprobs(
     written = ["teachers"] if isinstance(name, int) else ["proximal", "entropy"] if name == "proximal" else [name]
     ranks.exchange_tokens(batch, done, *written)
     return batch
+
+
+@torch.no_grad()
+def annotate_collisions(
+    loaded: LoadedModel,
+    batch: TrainBatch,
+    *,
+    budget: int,
+    temperature: float,
+    share: bool = True,
+    replay: bool = False,
+    ranks: SingleRank = ALONE,
+) -> None:
+    """Write the sum of p² over the vocabulary as the field `collision` of every sample's tokens, of the distributions that
+    they were drawn from: how likely two draws are the same. A pass of its own.
+    """
+    done: list[int] = []
+    for packed in micro_batches(
+        batch, budget, share=share, device=loaded.device, rank=ranks.data_rank, ranks=ranks.data_size
+    ):
+        tape = replay_tape(loaded, packed) if replay else None
+        if not loaded.has_head:
+            forward_stage(loaded, packed, tape)
+            continue
+        own: Any = packed if loaded.context is None else own_share(packed, loaded.context)
+
+        def compute_collisions(head: LMHead, own: Any = own, tape: Any = tape, packed: Any = packed) -> Tensor:
+            hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, tape, packed.encode_images(loaded))
+            return collision_probability(
+                hidden.index_select(0, own.source), head, temperature=temperature, kept=own.kept
+            )
+
+        found = own.join_targets(loaded.run_with_head(compute_collisions))
+        _join_flips(own, tape)
+        if not packed.idle:
+            done += packed.samples
+            batch.write_tokens(packed.samples, collision=found)
+    ranks.exchange_tokens(batch, done, "collision")
 
 
 def annotate_ages(batch: TrainBatch, version: int) -> None:

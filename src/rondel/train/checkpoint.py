@@ -42,7 +42,6 @@ from rondel.system.files import (
     sync_folder,
     sync_tree,
 )
-from rondel.train.adaptive_coefs import BASELINE, STEERED
 from rondel.train.part_checkpoint import OptimizerFile, lies_in_shards, save_parts
 
 if TYPE_CHECKING:
@@ -83,9 +82,7 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
         "rng": torch.get_rng_state(),
         "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps]),
     }
-    optimizer |= {
-        f"{name}_coef": torch.tensor(coef, dtype=torch.float64) for name, coef in trainer.coefs.values.items()
-    }
+    optimizer |= trainer.coefs.stored()
     critic = trainer.critic
     trained = [weights, *([] if critic is None else [critic.weights])]
     if trainer.ranks.size > 1 and lies_in_shards(loaded, trained):
@@ -218,11 +215,7 @@ def load_trainer(trainer: TrainerState, folder: Path) -> None:
         weights.load_masters(StoredTensors(folder / OPTIMIZER, "master.", behind=model))
         _load_moments(weights, optimizer)
         trainer.step_number, trainer.version, trainer.bad_steps = optimizer["numbers"].tolist()
-        trainer.coefs.values = {
-            name: float(optimizer[f"{name}_coef"])
-            for name in (stored.removesuffix("_coef") for stored in optimizer if stored.endswith("_coef"))
-            if name in STEERED or name.startswith(BASELINE)
-        }
+        trainer.coefs.restore({name: optimizer[name] for name in optimizer if name.endswith("_coef")})
         torch.set_rng_state(optimizer["rng"])
         if trainer.critic is not None:
             path = folder / "critic.safetensors"

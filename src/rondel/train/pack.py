@@ -177,8 +177,14 @@ class TrainBatch:
             proximal_T=_double(tokens.proximal),
             collision_T=_double(tokens.collision),
             agents=tuple(s.agent for s in self.samples),
-            **(turns_of(self.samples) if any(s.several_turns for s in self.samples) else {}),
+            **self._turns(),
         )
+
+    def _turns(self) -> dict[str, Tensor]:
+        if not any(s.several_turns for s in self.samples):
+            return {}
+        sides = [(s.group, s.agent) for s in self.samples]
+        return turns_of([s.trainable for s in self.samples], [s.keys for s in self.samples], sides)
 
     @property
     def total_tokens(self) -> int:

@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from rondel.algos.aggregate import masked_scale, sample_weights
-from rondel.algos.distill import FullDistill, Observations
 from rondel.algos.kl import k3
 from rondel.algos.mixture import Mixture
 from rondel.algos.objective import FIELDS, objective
 from rondel.algos.precompute import counted_tokens, decide_update
-from rondel.algos.table import SFT
 from rondel.algos.tokens import TokenBatch
 from rondel.core.errors import TrainError, UserError
 from rondel.core.events import Warned, emit
@@ -36,7 +34,6 @@ from rondel.train import annotate as notes
 from rondel.train import checkpoint
 from rondel.train.adaptive_coefs import AdaptiveCoefs
 from rondel.train.advantages import compute_advantages
-from rondel.train.collisions import annotate_collisions
 from rondel.train.mismatch import MismatchAlarm
 from rondel.train.observations import observed_batch
 from rondel.train.offload import Offload
@@ -227,7 +224,7 @@ class LocalTrainer:
                         source, batch, FIELDS.get(need, need.removesuffix("_logprobs")), replay=replay, drawn=own, **how
                     )
         if "collisions" in needs:
-            annotate_collisions(self.loaded, batch, replay=settings.replay_routes, **how)
+            notes.annotate_collisions(self.loaded, batch, replay=settings.replay_routes, **how)
         if "ages" in needs:
             notes.annotate_ages(batch, self.version)
         if "teacher_logprobs" in needs:
@@ -381,8 +378,8 @@ class LocalTrainer:
             shares = [(*found, found[2].trainable_samples(found[0])) for found in update.split_by_row(algo)]
             shares = [found for found in shares if found[3].samples]  # not all of them were cut off
             for row, weight, _, own in list(shares):
-                if isinstance(row.distill, Observations) and row.distill.coef and (read := observed_batch(own)).samples:
-                    shares.append((SFT, weight * row.distill.coef, read, read))
+                if row.reading is not None and (read := observed_batch(own)).samples:
+                    shares.append((row.reading[0], weight * row.reading[1], read, read))
             for number, (row, weight, share, own) in enumerate(shares, 1):
                 scale = masked_scale(row.aggregate, own.lengths_N, share.lengths_N)
                 if not frozen:
@@ -459,9 +456,7 @@ class LocalTrainer:
             full_kl: Tensor | None = None
             if "teacher_hidden" in algo.needs:
                 taught = self.teachers.teacher_distribution(batch, packed, self.settings.temperature)
-                assert isinstance(algo.distill, FullDistill)
-                by = algo.distill.divergence
-                logprobs, entropy, full_kl = notes.forward_taught(self.loaded, packed, taught, by, **how)
+                logprobs, entropy, full_kl = notes.forward_taught(self.loaded, packed, taught, algo.divergence, **how)
             else:
                 logprobs, entropy = notes.forward(self.loaded, packed, drawn=True, **how)
             known = _visible_tokens(batch.tokens(packed.samples, device), algo, decides=proximal_noted)

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from rondel.train.pack import TrainSample
 
-
-def turns_of(samples: Sequence[TrainSample]) -> dict[str, Tensor]:
-    """`turn_T` and `state_T` of ScoredSamples.
+def turns_of(
+    trainable: Sequence[np.ndarray], keys: Sequence[np.ndarray], sides: Sequence[Hashable]
+) -> dict[str, Tensor]:
+    """`turn_T` and `state_T` of ScoredSamples, of samples with these trainable positions, whole streams, and with whom each
+    is compared.
 
     A turn ends where the next trainable token does not follow at once. Its state is the tokens between the turn before
     and itself: for the first turn the prompt, for others what came back. Equal tokens are one state among the samples of
-    one group and agent, as long as the same pictures stand in them.
+    one side, as long as the same pictures stand in them.
     """
     turns, states = [], []
-    seen: dict[tuple[int, str, bytes], int] = {}
+    seen: dict[tuple[Hashable, bytes], int] = {}
     number = 0
-    for sample in samples:
-        first = np.flatnonzero(np.diff(sample.trainable, prepend=-2) != 1)
-        lengths = np.diff(first, append=len(sample.trainable))
+    for at, stream, side in zip(trainable, keys, sides, strict=True):
+        first = np.flatnonzero(np.diff(at, prepend=-2) != 1)
+        lengths = np.diff(first, append=len(at))
         for start, length in zip(first.tolist(), lengths.tolist()):
-            begin = int(sample.trainable[start - 1]) + 1 if start else 0
-            shown = sample.keys[begin : int(sample.trainable[start])].tobytes()
-            state = seen.setdefault((sample.group, sample.agent, shown), len(seen))
+            begin = int(at[start - 1]) + 1 if start else 0
+            shown = stream[begin : int(at[start])].tobytes()
+            state = seen.setdefault((side, shown), len(seen))
             turns.append(np.full(length, number, np.int64))
             states.append(np.full(length, state, np.int64))
             number += 1

@@ -21,7 +21,7 @@ from torch import Tensor
 from kits.algos import F64, Ragged, near, scored, tensor
 from kits.algos_oracle import CORR, ROOT, far_reference, of_verl
 from kits.algos_oracle import VERL as VERL_CASES
-from rondel.algos import advantage, aggregate, correction, gae, kl, ratio, surrogate, table
+from rondel.algos import advantage, aggregate, correction, discount, gae, kl, ratio, surrogate, table
 from rondel.algos.component import Component
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
@@ -269,7 +269,7 @@ def test_gae_and_the_value_loss_are_verls_with_observations_in_between(verl):
     rewards, values, later, returns = torch.randn(4, 6, 40, generator=draw, dtype=F64)
     sample = torch.arange(6)[:, None].expand(6, 40)[mask]
     theirs, wanted = verl.compute_gae_advantage_return(rewards * mask, values, mask.to(F64), 0.97, 0.9)
-    advantages, found = gae.gae(rewards[mask], values[mask], sample, gamma=0.97, lam=0.9)
+    advantages, found = discount.gae(rewards[mask], values[mask], sample, gamma=0.97, lam=0.9)
     assert near(found, wanted[mask]) and near(advantage.whiten_values(advantages), theirs[mask], LOOSE)
     loss, clipped = verl.compute_value_loss(later, returns, values, mask.to(F64), 0.2)
     terms = ClippedValue(0.2)(later[mask], values[mask], returns[mask])

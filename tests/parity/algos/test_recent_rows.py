@@ -14,12 +14,12 @@ from kits.train import batch as batch_with_advantages
 from kits.train import model, step, trainer, trajectory
 from kits.train import row as row_of
 from rondel.algos import advantage, aggregate, gae, group_advantages, kl, table, turn_advantages
+from rondel.algos.divergence import binary_kl
 from rondel.algos.mask_corrections import BinaryKlMask, Freshness, VariationMask
 from rondel.algos.objective import objective
 from rondel.algos.soft_surrogates import DivergencePenalty, FutureKl, GammaWeight, SquaredGap, UnboundedPositive
 from rondel.algos.surrogate import Clip
 from rondel.algos.tokens import TokenBatch
-from rondel.algos.trust_region_surrogates import binary_kl
 from rondel.core.errors import ConfigError
 from rondel.core.types import Group, Score, Task
 from rondel.models.packed_layout import PackedLayout, PackedSegment
