@@ -94,7 +94,7 @@ def token_advantages(row: Algorithm, batch: Ragged) -> list[float]:
             for m, r in zip(mu, ref, strict=True)
         ]
         earned = [a - sum(cost[s] for s in range(t, len(cost)) if owner[s] == owner[t]) for t, a in enumerate(earned)]
-    if type(row.distill).__name__ == "GatedDistill":
+    if type(row.distill).__name__ in ("GatedDistill", "Observations"):
         return earned
     gaps = [m - q for m, q in zip(mu, teacher, strict=True)]
     weights = [1.0] * len(gaps)
