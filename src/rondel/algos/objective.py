@@ -93,9 +93,11 @@ def explain_objective(row: Algorithm) -> str:
     idle = {path for path in row.idle if "." not in path} | {
         name for name in ("kl", "entropy", "distill") if not getattr(row, name).coef
     }
+    idle |= set() if row.reading is None else {"distill"}
+    taught = row.distill.coef if row.reading is None and not row.distill.charged else 0.0
     shown = {family: part for family, part in row.parts.items() if family not in idle}
     penalty = f" + {row.kl.coef:g}·k" if row.kl.in_loss else ""
-    penalty += f" + {row.distill.coef:g}·d" if row.distill.coef and not row.distill.charged else ""
+    penalty += f" + {taught:g}·d" if taught else ""
     penalty += "".join(f" + {term.coef:g}·{term.name}" for term in row.terms)
     bonus = f" - {row.entropy.coef:g}·H" if row.entropy.coef else ""
     slope = f" + {row.kl.coef:g}·({row.kl.slope})" if row.kl.in_loss else ""
@@ -112,7 +114,7 @@ def explain_objective(row: Algorithm) -> str:
     )
     push = f" - {row.entropy.coef:g}·∇H" if row.entropy.coef else ""
     push += "".join(f" + {term.coef:g}·∇{term.name}" for term in row.terms)
-    push += f" + {row.distill.coef:g}·∇d" if row.distill.coef and not row.distill.charged else ""
+    push += f" + {taught:g}·∇d" if taught else ""
     kept = row.correction.denominator != "all"
     lines = [
         f"{row.name}  ({row.paper})",
@@ -123,6 +125,7 @@ def explain_objective(row: Algorithm) -> str:
         f"  w counts {'what the correction keeps of ' if kept else ''}the whole batch before the first forward pass: micro-batches and ranks cannot change it",
         f"gradient  at r = 1: sum of w·((c·({row.surrogate.slope}){slope})·∇logp{push})",
         *critic,
+        *([] if row.reading is None else [f"reading   beside it, not weighed by w: {row.reading[1]:g}·{row.distill}"]),
         *(
             ["masked    answers that the token limit cut off: no gradient; their rewards stay in the baseline"]
             if row.mask_truncated

@@ -16,7 +16,7 @@ from kits.train import row as row_of
 from rondel.algos import advantage, aggregate, gae, group_advantages, kl, table, turn_advantages
 from rondel.algos.divergence import binary_kl
 from rondel.algos.mask_corrections import BinaryKlMask, Freshness, VariationMask
-from rondel.algos.objective import objective
+from rondel.algos.objective import explain_objective, objective
 from rondel.algos.soft_surrogates import DivergencePenalty, FutureKl, GammaWeight, SquaredGap, UnboundedPositive
 from rondel.algos.surrogate import Clip
 from rondel.algos.tokens import TokenBatch
@@ -328,6 +328,9 @@ def test_echo_learns_the_tokens_that_came_back_as_a_likelihood_of_their_own():
         read = [i for i in range(5, len(ids)) if not t.mask[i]]
         total, count = total - sum(logp[i - 1, ids[i]] for i in read), count + len(read)
     assert count == 5
+    text = explain_objective(echo)
+    assert "reading   beside it, not weighed by w: 0.1·mean of -logp" in text and "0.1·d" not in text
+    assert "distill.coef = 0.1" in text
     (0.1 * total / count).backward()
     names = dict(other.model.named_parameters())
     wanted = torch.cat([p.grad.flatten() for p in names.values()]).double()
