@@ -15,6 +15,7 @@ from rondel.algos.table import Algorithm
 from rondel.core.errors import TrainError, UserError
 from rondel.models import linear
 from rondel.system.process_memory import release_freed_memory
+from rondel.train.observations import observed_batch
 from rondel.train.pack import TrainBatch
 from rondel.train.step import LocalTrainer, NotFinite
 from rondel.train.step_metrics import StepMetricSums
@@ -43,7 +44,13 @@ def accumulate(
         if own.samples:
             scale = masked_scale(algo.aggregate, own.lengths_N, batch.lengths_N)
             noted = "proximal_logprobs" in algo.needs
-            trainer._accumulate_gradients(own, algo, sums, weight=weight * scale, proximal_noted=noted)
+            read = observed_batch(own) if algo.reading is not None else TrainBatch([])
+            trainer._accumulate_gradients(
+                own, algo, sums, weight=weight * scale, proximal_noted=noted, last=not read.samples
+            )
+            if algo.reading is not None and read.samples:
+                row, share = algo.reading
+                trainer._accumulate_gradients(read, row, sums, weight=weight * share, proximal_noted=False)
     except NotFinite as fault:
         trainer.weights.zero_grad()
         raise TrainError(f"{fault}. The gradient is gone; nothing has moved") from fault
