@@ -79,7 +79,7 @@ def checked_bool(name: str, value: Any) -> bool:
 def filter_names(names: Any) -> tuple[str, ...]:
     """A list of names."""
     if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
-        raise ConfigError(f"algo.filters = {names!r} is not a list of names; write algo.filters = ['signal']")
+        raise ConfigError(f"[algo] filters = {names!r} is not a list of names; write filters = ['signal']")
     return tuple(names)
 
 

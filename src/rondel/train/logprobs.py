@@ -1,5 +1,6 @@
 """Log-probability and entropy of chosen tokens, a chunk of rows at a time, with its
 own backward: full logits never exist. Where one chunk is enough, its exp(z - max) is kept for the backward.
+On a GPU the kernel of models/logprob_kernel.py computes the same tile by tile, where it can (`choose_logprob_kernel`).
 
 With z = logits / temperature, p = softmax(z):   logprob = z[target] - lse(z),   entropy = lse(z) - sum p z
     d logprob / dz = onehot(target) - p           d entropy / dz = -p (log p + entropy)
@@ -17,12 +18,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rondel.algos.divergence import Divergence
 from rondel.algos.exponent import select_logprobs
-from rondel.models.linear import add_product, matmul
+from rondel.models.linear import add_product, as_factor, matmul
 from rondel.models.main_grad import main_grad
+from rondel.models.processor import HALVES
+from rondel.system.kernel_choice import KernelChoice, choose_kernel
 from rondel.train.sampling_mask import SupportMask
 from rondel.train.teacher_distributions import TeacherDistribution
 
@@ -98,7 +101,7 @@ class _Chunked(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         main = main_grad(head.weight) if ctx.needs_input_grad[1] else None
         for rows in _row_chunks(len(hidden), len(weight)):
-            h = hidden[rows]
+            h = as_factor(hidden[rows], weight)
             bent = None
             if ctx.softmax is not None:
                 p, ctx.softmax = ctx.softmax, None
@@ -174,6 +177,13 @@ def logprob_and_entropy(
     """hidden [M,D], target [M] -> (logprob [M], entropy [M]) in fp32, of the distribution
     softmax(logits / temperature) over what was kept.
     """
+    if choose_logprob_kernel(hidden, head, kept).takes_kernel:
+        from rondel.models.logprob_kernel import fused_logprob_and_entropy
+
+        rows = as_factor(hidden, head.weight)
+        return fused_logprob_and_entropy(
+            rows, head.weight, head.bias, target, scale=head.scale, softcap=head.softcap, temperature=temperature
+        )
     return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, kept, None, REVERSE_KL)[:2]
 
 
@@ -194,6 +204,21 @@ def collision_probability(
         own = (torch.softmax(z, -1) if part is None else part.softmax(z)).square_().sum(-1)
         out.append(own if part is None else part.sum(own))
     return _cat_pieces(out, hidden)
+
+
+def choose_logprob_kernel(hidden: Tensor, head: LMHead, kept: SupportMask | None = None) -> KernelChoice:
+    """Whether `logprob_and_entropy` takes the kernel."""
+    weight, kind = head.weight, type(head.weight)
+    fits = weight.dtype in (torch.float32, *HALVES) and hidden.dtype in (torch.float32, weight.dtype)
+    unsupported = {
+        "a part of the vocabulary": head.part is not None,
+        "truncated support": kept is not None,
+        "aligned numerics": head.aligned,
+        "rounded logits": head.rounded and weight.dtype in HALVES,
+        f"a head that is a {kind.__name__}": kind not in (Tensor, nn.Parameter),
+        f"hidden states of {hidden.dtype} under a head of {weight.dtype}": not fits,
+    }
+    return choose_kernel(hidden.device.type, *(what for what, present in unsupported.items() if present))
 
 
 def logprob_entropy_and_kl(
