@@ -261,7 +261,7 @@ MISTAKES = [
     ({"kind": "dapo", "shaping": {"factor": -1}}, "algo.shaping: factor = -1; it must not be negative"),
     (
         {"kind": "grpo", "filters": "signal"},
-        "algo.filters = 'signal' is not a list of names; write algo.filters = ['signal']",
+        "[algo] filters = 'signal' is not a list of names; write filters = ['signal']",
     ),
     # overrides without effect
     (
