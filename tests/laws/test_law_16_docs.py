@@ -119,6 +119,9 @@ SNIPPETS: dict[
     'card = rondel.run("recipes/tiny.toml", task=task, run={"folder": "runs/ends_right"})': {
         'run={"folder"': 'quiet=True, loop={"steps": 1, "warmup": {"steps": 0}}, place={"threads": 1}, run={"folder"'
     },
+    'trainer = rondel.Trainer({"model": {"path": "smollm2-135m"}, "algo": {"kind": "grpo"}, "trainer": {"lr": 1e-5}})': {
+        '"smollm2-135m"': TINY
+    },
     'outs = engine.generate(["3 + 4 ="], rondel.Sampling(n=2, max_tokens=8))': {'"smollm2-135m"': TINY},
     'for sample in engine.generate(["The capital of France is"], rondel.Sampling(n=2, max_tokens=6, seed=1))[0]:': {
         '"smollm2-135m"': TINY

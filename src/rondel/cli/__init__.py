@@ -21,6 +21,8 @@ from rondel.system.streams import discard_output, reopen_closed_streams, replace
 from rondel.text.unicode import visible_text
 
 VERBS = (
+    "init",
+    "recipes",
     "train",
     "eval",
     "serve",
@@ -65,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _build_app(verbs: list[str], debug: bool) -> typer.Typer:
-    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False, no_args_is_help=True)
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
     app.callback()(_rondel)
     for verb in verbs:
         module = importlib.import_module(f"rondel.cli.{verb.replace('-', '_')}{'_' * keyword.iskeyword(verb)}")
@@ -89,7 +91,7 @@ def _rondel(
 ) -> None:
     """Reinforcement-learning post-training for language models, whole on a laptop.
 
-    Start with: rondel doctor, then rondel check RUN.toml, then rondel train RUN.toml.
+    Start with: rondel doctor, then rondel init FOLDER, or rondel recipes.
     """
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rondel.cli.shipped import shipped_folder
 from rondel.core.errors import UserError
 from rondel.core.registry import suggest_name
 
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-# source tree, installed wheel
-HOMES = (Path(__file__).parents[3] / "benchmarks", Path(__file__).parents[1] / "benchmarks")
 
 
 def run(
@@ -25,7 +23,7 @@ def run(
 
     With --json the last line on stdout is one JSON object.
     """
-    home = next((h for h in HOMES if h.is_dir()), None)
+    home = shipped_folder("benchmarks")
     known = sorted(p.stem for p in home.glob("*.py") if not p.stem.startswith("_")) if home else []
     if name in ("", "--help"):
         print(f"rondel bench NAME [--help]\n\nbenchmarks: {', '.join(known) or 'none installed'}")

@@ -127,7 +127,7 @@ def _chunk_size(module: Any, layer: int) -> int | None:
 
 def _stays_causal(module: Any, window: int | None) -> bool:
     """Whether image tokens see none behind them here, where elsewhere they may: full layers of Gemma 4."""
-    return window is None and getattr(module.config, "use_bidirectional_attention", None) == "vision"
+    return window is None and getattr(getattr(module, "config", None), "use_bidirectional_attention", None) == "vision"
 
 
 def _chosen_keys(indices: Tensor | None) -> Tensor | None:

@@ -5,7 +5,7 @@ On a GPU the kernel of models/logprob_kernel.py computes the same tile by tile, 
 With z = logits / temperature, p = softmax(z):   logprob = z[target] - lse(z),   entropy = lse(z) - sum p z
     d logprob / dz = onehot(target) - p           d entropy / dz = -p (log p + entropy)
     kl = sum p (log p - log q)                    d kl / dz = p (log p - log q - kl)
-    with q of teachers, rebuilt for the chunk
+    with q of teachers, rebuilt for the chunk; other divergences by `algos/divergence.py`
 
 A token that was drawn from a part of the vocabulary (top-k, top-p) has that part's
 distribution: lse, p and entropy run over the ids that its draw kept, as recorded (law 4). The
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from rondel.algos.divergence import Divergence
 from rondel.algos.exponent import select_logprobs
 from rondel.models.linear import add_product, as_factor, matmul
 from rondel.models.main_grad import main_grad
@@ -31,6 +32,7 @@ from rondel.train.teacher_distributions import TeacherDistribution
 if TYPE_CHECKING:
     from rondel.models.head import LMHead
 
+REVERSE_KL = Divergence()
 LOGITS = 1 << 25  # entries of a chunk of logits: 128 MB in fp32
 
 
@@ -53,6 +55,7 @@ class _Chunked(torch.autograd.Function):
         temperature: float,
         kept: SupportMask | None,
         taught: TeacherDistribution | None,
+        apart_by: Divergence,
     ):
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.set_materialize_grads(
@@ -61,7 +64,7 @@ class _Chunked(torch.autograd.Function):
         part = head.part
         if part is not None and kept is not None:
             kept = kept.of_vocabulary(part.first, part.size)
-        ctx.head, ctx.temperature, ctx.kept, ctx.taught = head, temperature, kept, taught
+        ctx.head, ctx.temperature, ctx.kept, ctx.taught, ctx.apart_by = head, temperature, kept, taught, apart_by
         logprobs, entropies, apart = [], [], []
         chunks = _row_chunks(len(hidden), len(weight))
         keeps = len(chunks) == 1 and head.softcap is None and any(ctx.needs_input_grad)
@@ -76,7 +79,9 @@ class _Chunked(torch.autograd.Function):
             logprobs.append(logprob)
             mean = shifted.mul_(e).sum(-1, keepdim=True)
             entropies.append((total.log() - (part.sum(mean) if part else mean) / total)[:, 0])
-            if taught is not None:
+            if taught is not None and not apart_by.is_reverse_kl:
+                apart.append(apart_by(e / total, taught.log_q(rows))[0])
+            elif taught is not None:
                 apart.append(-entropies[-1] - (taught.log_q(rows).mul_(e).sum(-1, keepdim=True) / total)[:, 0])
             if keeps:
                 ctx.softmax = e.div_(total)
@@ -110,7 +115,9 @@ class _Chunked(torch.autograd.Function):
                 del masked
                 del logits  # here a step needs most memory: two arrays of a chunk are held at a time, not four
             pull: Tensor | None = None
-            if ctx.taught is not None and grad_kl is not None:
+            if ctx.taught is not None and grad_kl is not None and not ctx.apart_by.is_reverse_kl:
+                pull = ctx.apart_by(p, ctx.taught.log_q(rows))[1].mul_(grad_kl[rows, None])
+            elif ctx.taught is not None and grad_kl is not None:
                 pull = (
                     p.clamp_min(1e-38)
                     .log_()
@@ -160,6 +167,7 @@ class _Chunked(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -176,7 +184,26 @@ def logprob_and_entropy(
         return fused_logprob_and_entropy(
             rows, head.weight, head.bias, target, scale=head.scale, softcap=head.softcap, temperature=temperature
         )
-    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, kept, None)[:2]
+    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, kept, None, REVERSE_KL)[:2]
+
+
+@torch.no_grad()
+def collision_probability(
+    hidden: Tensor, head: LMHead, *, temperature: float = 1.0, kept: SupportMask | None = None
+) -> Tensor:
+    """hidden [M,D] -> sum of p² [M] of the same distributions."""
+    part, out = head.part, []
+    if part is not None and kept is not None:
+        kept = kept.of_vocabulary(part.first, part.size)
+    for rows in _row_chunks(len(hidden), len(head.weight)):
+        z = head.logits(hidden[rows])
+        if temperature != 1.0:
+            z.div_(temperature)
+        if kept is not None:
+            z = kept.mask_logits(z, rows)
+        own = (torch.softmax(z, -1) if part is None else part.softmax(z)).square_().sum(-1)
+        out.append(own if part is None else part.sum(own))
+    return _cat_pieces(out, hidden)
 
 
 def choose_logprob_kernel(hidden: Tensor, head: LMHead, kept: SupportMask | None = None) -> KernelChoice:
@@ -195,10 +222,16 @@ def choose_logprob_kernel(hidden: Tensor, head: LMHead, kept: SupportMask | None
 
 
 def logprob_entropy_and_kl(
-    hidden: Tensor, target: Tensor, head: LMHead, taught: TeacherDistribution, *, temperature: float = 1.0
+    hidden: Tensor,
+    target: Tensor,
+    head: LMHead,
+    taught: TeacherDistribution,
+    *,
+    temperature: float = 1.0,
+    apart_by: Divergence = REVERSE_KL,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, and KL(policy || teacher) [M] of the whole distributions."""
-    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, None, taught)
+    """The same, and how far the whole distributions are apart [M], by KL(policy || teacher) or another divergence."""
+    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, None, taught, apart_by)
 
 
 def _cat_pieces(pieces: list[Tensor], like: Tensor) -> Tensor:

@@ -31,7 +31,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError as error:
         near = suggest_name(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
-        raise ConfigError(f"no recipe at {path}.{near}") from error
+        shipped = "" if near or path.suffix else " `rondel recipes` lists those that come with Rondel, and writes one"
+        raise ConfigError(f"no recipe at {path}.{near}{shipped}") from error
     except OSError as error:
         raise ConfigError(
             disk_refusal(error, f"reading the recipe {str(path)[:200]}") or f"reading the recipe {path}: {error}"

@@ -1,0 +1,79 @@
+"""rondel recipes: the recipes that come with Rondel."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rondel.cli.shipped import shipped_folder
+from rondel.core.errors import UserError
+from rondel.core.registry import suggest_name
+from rondel.system.files import write_text
+
+
+def list_recipes() -> dict[str, Path]:
+    """Name -> file."""
+    home = shipped_folder("recipes")
+    return {path.stem: path for path in sorted(home.glob("*.toml"))} if home else {}
+
+
+def run(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="[NAME]", help="Print this one.", autocompletion=lambda: list(list_recipes()), show_default=False
+        ),
+    ] = "",
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write it, and the modules that it names beside it."),
+    ] = None,
+) -> None:
+    """List the recipes that come with Rondel, or write one.
+
+    rondel recipes quickstart -o recipe.toml
+    """
+    known = list_recipes()
+    if not known:
+        raise UserError("this installation has no recipes: install Rondel from its wheel or its source tree")
+    if not name:
+        if output is not None:
+            raise UserError(f"-o {output} needs the name of a recipe: rondel recipes NAME -o {output}")
+        width = max(map(len, known))
+        for recipe, path in known.items():
+            print(f"{recipe:<{width}}  {first_comment(path.read_text(encoding='utf-8'))}")
+        print("\nrondel recipes NAME -o recipe.toml, then rondel train recipe.toml")
+        return
+    stem = name.removesuffix(".toml")
+    if stem not in known:
+        raise UserError(f"no recipe '{name}'.{suggest_name(stem, list(known))} Known: {', '.join(known)}")
+    text = known[stem].read_text(encoding="utf-8")
+    modules = named_examples(text)
+    if output is None:
+        print(text, end="")
+        if modules:
+            names = ", ".join(path.name for path in modules)
+            print(f"it names {names}: rondel recipes {stem} -o recipe.toml writes both", file=sys.stderr)
+        return
+    files = {output: text} | {output.parent / path.name: path.read_text(encoding="utf-8") for path in modules}
+    if there := [str(path) for path in files if path.exists()]:
+        raise UserError(f"{', '.join(there)}: there already, and nothing was written; name another file")
+    for path, content in files.items():
+        write_text(path, content)
+    print(f"wrote {', '.join(map(str, files))}\nrondel train {output}")
+
+
+def first_comment(text: str) -> str:
+    """The first comment line of a recipe."""
+    return next((line.lstrip("# ") for line in text.splitlines() if line.startswith("#")), "")
+
+
+def named_examples(text: str) -> list[Path]:
+    """The modules of examples/ that a recipe names: `kind = "sums:sums"` is sums.py."""
+    home = shipped_folder("examples")
+    names = dict.fromkeys(re.findall(r'"(\w+):\w+"', text))
+    return [path for name in names if home and (path := home / f"{name}.py").is_file()]
