@@ -147,4 +147,6 @@ def test_completion_knows_verbs_and_recipes():
 
 def test_templates_are_the_files_of_a_project():
     files = project_files("random")
-    assert tuple(files) == NAMES and "environment:sums" in files["recipe.toml"] and "reward:grade" in files["recipe.toml"]
+    assert (
+        tuple(files) == NAMES and "environment:sums" in files["recipe.toml"] and "reward:grade" in files["recipe.toml"]
+    )

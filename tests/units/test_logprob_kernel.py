@@ -169,9 +169,11 @@ def installed(monkeypatch):
     kernel_choice.choose_kernel.cache_clear()
 
 
-def test_which_code_computes_it_and_why(installed):
+def test_which_code_computes_it_and_why(installed, monkeypatch):
     hidden, _, head = setup("all", torch.bfloat16)
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    assert choose_logprob_kernel(on_gpu, head).reason.startswith("it has not been measured on a card yet")
+    monkeypatch.setenv("RONDEL_LOGPROB_KERNEL", "1")
     assert choose_logprob_kernel(on_gpu, head) == KernelChoice(True)
     if DEVICE == "cpu":
         assert choose_logprob_kernel(hidden, head).reason == "the tensors are on cpu, and kernels are for cuda"
