@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from _work import median, report
 
-    from rondel.algos.gae import gae
+    from rondel.algos.discount import gae
 
     if a.threads:
         torch.set_num_threads(a.threads)

@@ -44,6 +44,23 @@ TITLES = {
     "arXiv:2504.14945": "LUFFY",
     "arXiv:2306.08543": "MiniLLM",
     "arXiv:2402.04792": "Online AI feedback",
+    "arXiv:2602.10693": "VESPO",
+    "arXiv:2602.05261": "LUSPO",
+    "arXiv:2606.09821": "Rethinking the divergence regularization",
+    "arXiv:2607.06987": "UP",
+    "arXiv:2603.19835": "FIPO",
+    "arXiv:2603.01365": "Align and filter",
+    "https://ringtech.notion.site/kpop": "KPop",
+    "arXiv:2505.20686": "A*PO",
+    "arXiv:2602.05630": "REAL",
+    "arXiv:2510.13786": "ScaleRL",
+    "https://github.com/PrimeIntellect-ai/prime-rl": "prime-rl",
+    "arXiv:2506.24119": "SPIRAL",
+    "arXiv:2505.10978": "GiGPO",
+    "arXiv:2606.22600": "IW-OPD",
+    "arXiv:2602.07078": "Optimal token baseline",
+    "arXiv:2605.15155": "SDAR",
+    "https://github.com/areal-project/AReaL/pull/1600": "AReaL",
 }
 ORACLES = {  # beside the one of every row: the test of what is its own
     "grpo": "test_eps_matters_exactly_where_a_group_nearly_agrees",
@@ -79,6 +96,24 @@ ORACLES = {  # beside the one of every row: the test of what is its own
     "m2po": "test_m2po_drops_as_few_outliers_as_bring_the_second_moment_down",
     "opd": "test_its_expected_gradient_is_that_of_the_reverse_kl",
     "online_dpo": "test_a_preference_has_the_gradient_of_dpo",
+    "vespo": "test_vespo_weighs_an_answer_by_a_gamma_of_its_whole_ratio",
+    "luspo": "test_luspo_is_gspo_times_the_length",
+    "drpo": "test_drpo_attenuates_and_then_corrects",
+    "up": "test_up_holds_bad_tokens_only",
+    "fipo": "test_fipo_counts_what_followed_a_token",
+    "vaco": "test_vaco_masks_what_leaves_in_an_answer_that_has_left",
+    "kpop": "test_kpop_is_wide_in_ratios_for_a_rare_token_and_tight_for_a_common_one",
+    "a_star_po": "test_a_star_po_rests_where_the_implied_reward_is_the_advantage",
+    "real": "test_real_has_the_gradient_of_its_classification",
+    "scalerl": "test_a_prompt_counts_as_much_as_any_other_and_its_tokens_alike",
+    "gar": "test_gar_shares_what_the_winners_earned_by_the_judges_opinion",
+    "rae": "test_each_agent_is_compared_with_what_it_usually_earns",
+    "gigpo": "test_turns_that_saw_the_same_are_compared",
+    "turn_ppo": "test_turns_are_the_steps_of_gae",
+    "echo": "test_echo_learns_the_tokens_that_came_back_as_a_likelihood_of_their_own",
+    "otb": "test_the_baseline_of_a_place_has_the_least_variance_there",
+    "iw_opd": "test_early_tokens_are_taught_more",
+    "sdar": "test_sdar_learns_what_the_teacher_finds_likelier",
     "luffy": "test_luffy_weighs_a_demonstrated_token_by_how_undecided_the_policy_is_about_it",
 }
 
@@ -86,6 +121,8 @@ ORACLES = {  # beside the one of every row: the test of what is its own
 def linked(paper: str) -> str:
     """A title with its address."""
     kind, _, name = paper.partition(":")
+    if kind == "https":
+        return f"[{TITLES[paper]}]({paper})"
     return f"[{TITLES[paper]}](https://{'arxiv.org/abs' if kind == 'arXiv' else 'doi.org'}/{name})"
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rondel.assemble.own_loop import Trainer as Trainer
     from rondel.core.types import Sampling as Sampling
     from rondel.generate.engine.notebook import Engine as Engine
 
@@ -15,6 +16,7 @@ _HOMES = {
     "Task": "rondel.core.types",
     "Trajectory": "rondel.core.types",
     "Engine": "rondel.generate.engine.notebook",
+    "Trainer": "rondel.assemble.own_loop",
 }
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kits.algos import lively
+from kits.algos import FORMULAS_ONLY, lively
 from kits.ranks import Rank, apart
 from kits.train import awkward_groups, batch, make_stale, row
 from kits.vision import groups_with_images
@@ -56,7 +56,7 @@ def test_ranks_that_see_pictures_at_different_times_have_the_gradient_of_one(pai
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(TABLE))
+@pytest.mark.parametrize("name", [name for name in TABLE if name not in FORMULAS_ONLY])
 def test_every_row_has_the_same_gradient_on_two_ranks(pair, name):
     """As tests/laws/test_law_03_split.py has it for micro-batches: a stale batch with demonstrations and
     singled-out tokens.
@@ -187,6 +187,53 @@ def test_a_fault_on_one_rank_is_everyones(pair):
     (stepped, _, note, _), (other, _, same, _) = pair.step(b, row("grpo", correction={"kind": "importance"}))
     assert (stepped, other) == (False, False) and note == same and "group 3, sample 3" in note
     np.testing.assert_array_equal(pair.masters()[0], before)
+
+
+# -- float16: one loss scale ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "mesh"), [("llama", Mesh(shards=2)), ("llama + used", Mesh(shards=2)), ("llama", Mesh(pp=2))], ids=str
+)
+def test_several_ranks_in_float16_have_the_gradient_and_the_loss_scale_of_one(ranks, tmp_path, kind, mesh):
+    algo, every, (exact, alone) = row("grpo", entropy={"coef": 0.02}), ranks(mesh), (Rank(0), Rank(0))
+    for rank, dtype in ((exact, "float32"), (alone, "float16"), (every, "float16")):
+        rank.make(kind, dtype, algo, micro_tokens=40)
+    truth, scaled = (rank.gradient(batch(awkward_groups(), algo), algo, micro_tokens=40) for rank in (exact, alone))
+    scale, _ = alone.loss_scale()
+    for got in every.gradient(batch(awkward_groups(), algo), algo, micro_tokens=40):
+        assert apart(got / scale, truth) <= 1.5 * apart(scaled / scale, truth) < 0.02
+    (_, told, *_), theirs = (rank.step(batch(awkward_groups(), algo), algo) for rank in (alone, every))
+    for stepped, metrics, *_ in theirs:
+        assert stepped and metrics["train/grad_norm"] == pytest.approx(told["train/grad_norm"], rel=0.01)
+    assert every.loss_scale() == [alone.loss_scale()] * 2 == [(scale, 1)] * 2
+    every.loss_scale(2.0**60)
+    before = every.masters()
+    for stepped, metrics, note, _ in every.step(batch(awkward_groups(1), algo), algo):
+        assert not stepped and note.startswith("overflow: 1 of 1") and metrics["train/loss_scale"] == 2.0**59
+    assert all(np.array_equal(a, b) for a, b in zip(every.masters(), before))
+    every.save(tmp_path / "several")
+    alone.load(tmp_path / "several")
+    assert every.loss_scale() == [alone.loss_scale()] * 2 == [(2.0**59, 0)] * 2
+
+
+@pytest.mark.slow
+def test_what_overflows_on_one_rank_is_skipped_by_all(pair):
+    """The gradient of one group is infinite in float16, and one rank alone computes it."""
+    algo = row("dr_grpo")
+    pair.make("llama", "float16", algo, micro_tokens=1)
+    groups = awkward_groups()
+    plain = [batch(groups, algo), batch(groups[:-1], algo)]
+    for x, sign in zip(groups[-1].trajectories, (1, -1)):
+        x.score = Score(sign * 1e8)
+    assert all(stepped for b in plain for stepped, *_ in pair.step(b, algo))
+    before = pair.masters()
+    told = pair.step(batch(groups, algo), algo)
+    assert [(stepped, note[:9]) for stepped, _, note, _ in told] == [(False, "overflow:")] * 2
+    assert all(np.array_equal(a, b) for a, b in zip(pair.masters(), before))
+    assert pair.loss_scale() == [(told[0][1]["train/loss_scale"], 0)] * 2
+    assert all(stepped for stepped, *_ in pair.step(plain[0], algo))
 
 
 # -- an adapter: the base in shards, what is trained whole on every rank ------------------------------------

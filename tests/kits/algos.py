@@ -12,11 +12,14 @@ from torch import Tensor
 from rondel.algos import aggregate, correction, kl, table
 from rondel.algos.correction import Importance
 from rondel.algos.entropy import EntropyBonus
+from rondel.algos.group_advantages import AgentBaseline, Redistribute
+from rondel.algos.mask_corrections import BinaryKlMask
 from rondel.algos.masked_surrogates import ClipCov, KlCov
 from rondel.algos.objective import objective
 from rondel.algos.precompute import counted_tokens, decide_update
 from rondel.algos.reward_transforms import Overlong
 from rondel.algos.scored_samples import ScoredSamples
+from rondel.algos.soft_surrogates import DivergencePenalty, FutureKl, GammaWeight, SquaredGap, UnboundedPositive
 from rondel.algos.surrogate import Clip
 from rondel.algos.table import Algorithm
 from rondel.algos.tokens import TokenBatch, Tokens
@@ -42,7 +45,7 @@ def slope(value: Tensor, of: Tensor) -> Tensor:
 def tokens(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, **more: Tensor) -> Tokens:
     """Whatever is not given is 0: one sample, no behavior, nothing guided, nothing selected."""
     flat, none = torch.zeros_like(logprobs.detach()), torch.zeros(logprobs.shape, dtype=torch.bool)
-    zeros = dict.fromkeys(("log_weight", "log_drift", "score", "entropy"), flat)
+    zeros = dict.fromkeys(("log_weight", "log_drift", "score", "entropy", "age"), flat)
     rest = {**zeros, "sample": none.long(), "guided": none, "selected": none}
     return Tokens(logprobs=logprobs, log_ratio=log_ratio, advantages=advantages, **{**rest, **more})
 
@@ -73,6 +76,7 @@ class Ragged:
     def make(cls, lengths: list[int], seed: int, *, groups: int = 3, noise: float = 0.4) -> Ragged:
         make, n, t = torch.Generator().manual_seed(seed), len(lengths), sum(lengths)
         parts = {name: torch.randint(0, 3, (n,), generator=make).to(F64) for name in ("right", "form")}
+        parts["half"] = parts["form"] / 2
         logits_TV = 2 * torch.randn(t, 5, generator=make, dtype=F64)
         return cls(
             torch.tensor(lengths, dtype=torch.int64),
@@ -94,11 +98,20 @@ class Ragged:
             "behavior_T": mu_T,
             "ref_T": ref_T,
             "teacher_T": self.teacher_T,
+            "turn_T": self.turn_T,
+            "collision_T": self.collision_T,
+            "state_T": self.state_T,
         }
         by_token = {name: self._ordered(x_T, at.tolist()) for name, x_T in by_token.items()}
         greedy_N = self.group_N[at].to(F64) / 10
         return ScoredSamples(
-            self.rewards_N[at], self.group_N[at], self.lengths_N[at], parts, greedy_N=greedy_N, **by_token
+            self.rewards_N[at],
+            self.group_N[at],
+            self.lengths_N[at],
+            parts,
+            greedy_N=greedy_N,
+            **by_token,
+            agents=tuple("ab"[g % 2] for g in self.group_N[at].tolist()),
         )
 
     def _ordered(self, x_T: Tensor, order: list[int]) -> Tensor:
@@ -114,6 +127,29 @@ class Ragged:
     def values_T(self) -> Tensor:
         """What a critic might have said."""
         return self.others_3T.mean(0) / 3
+
+    @property
+    def turn_T(self) -> Tensor:
+        """A turn is three tokens long, or what is left of its sample."""
+        starts_N = self.lengths_N.cumsum(0) - self.lengths_N
+        return torch.cat(
+            [1000 * i + torch.arange(n) // 3 for i, n in enumerate(self.lengths_N.tolist())] or [starts_N]
+        ).long()
+
+    @property
+    def state_T(self) -> Tensor:
+        """Every other turn of a group saw the same."""
+        return 2 * self.group_N.repeat_interleave(self.lengths_N) + self.turn_T % 1000 % 2
+
+    @property
+    def collision_T(self) -> Tensor:
+        """Of the policy."""
+        return self.logits_TV.softmax(-1).square().sum(-1)
+
+    @property
+    def age_T(self) -> Tensor:
+        """How many versions ago a token might have been drawn."""
+        return (torch.arange(len(self.others_3T[0])) % 4).to(F64)
 
     def loss(
         self,
@@ -145,10 +181,13 @@ class Ragged:
             advantages=row.advantages_T(scored),
             score=scored.spread_to_tokens(scored.rewards_N),
             demonstration=scored.spread_to_tokens(self.guided_N[order]),
+            age=self.age_T[at_T],
+            teacher=scored.teacher_T,
         )
         if noted:
             known = decide_update(row, known)
-        weight_T = scored.spread_to_tokens(row.aggregate(counted_tokens(scored.lengths_N, known.counts)))
+        counted_N = counted_tokens(scored.lengths_N, known.counts)
+        weight_T = scored.spread_to_tokens(aggregate.sample_weights(row.aggregate, counted_N, scored.group_N))
         total, terms = torch.zeros((), dtype=F64), []
         for first, end in pairwise([0, *(cuts or []), len(order)]):
             here = slice(int(scored.lengths_N[:first].sum()), int(scored.lengths_N[:end].sum()))
@@ -175,17 +214,38 @@ def lively(row: Algorithm) -> Algorithm:
         "clip_cov": {"surrogate": ClipCov(share=0.1, least=0.05)},
         "kl_cov": {"surrogate": KlCov(share=0.2)},
         "decoupled": {"correction": Importance(high=1.2)},
+        "vespo": {"surrogate": GammaWeight(1.0, 1.0, 1.5, 0.5)},
+        "luspo": {"surrogate": Clip(0.05, 0.1)},
+        "drpo": {"surrogate": DivergencePenalty(0.05)},
+        "up": {"surrogate": UnboundedPositive(dual=1.25)},
+        "fipo": {"surrogate": FutureKl(half_life=3.0, least=0.7, most=1.5, safe=1.1)},
+        "kpop": {"correction": BinaryKlMask(0.02)},
+        "a_star_po": {"surrogate": SquaredGap(0.3)},
+        "gar": {"advantage": Redistribute("half", most=1.2)},
+        "rae": {"advantage": AgentBaseline(baselines={"a": 0.4, "b": -0.2})},
     }
     shaping = Overlong(10, 4) if isinstance(row.shaping, Overlong) else row.shaping
     return replace(row, shaping=shaping, **knobs.get(row.name, {})).bounded(9)
 
 
-AGGREGATES = [aggregate.TokenMean(), aggregate.SeqMeanTokenMean(), aggregate.SeqMeanTokenSum(), aggregate.FixedNorm(9)]
+AGGREGATES = [
+    aggregate.TokenMean(),
+    aggregate.SeqMeanTokenMean(),
+    aggregate.SeqMeanTokenSum(),
+    aggregate.FixedNorm(9),
+    aggregate.PromptMean(),
+]
 
 
 TOGETHER = correction.Importance(
     high=1.2, reject="geometric", reject_low=0.7, reject_high=1.5, normalize="token", denominator="kept"
 )
+
+
+# rows whose parts ask nothing new of the trainer: that no split changes their formulas is enough
+FORMULAS_ONLY = {
+    *("vespo", "luspo", "drpo", "up", "fipo", "vaco", "a_star_po", "real", "gar", "rae", "gigpo", "iw_opd", "echo"),
+}
 
 
 def rows():
@@ -197,7 +257,8 @@ def rows():
             if "behavior" in {*row.surrogate.reads, row.ratio.anchor}
             else TOGETHER
         )
-        yield pytest.param(row, id=row.name)
+        if row.name not in FORMULAS_ONLY:
+            yield pytest.param(row, id=row.name)
         full = replace(
             row, correction=beside, kl=kl.Kl("k3", 0.1, unbiased=True), entropy=EntropyBonus(0.01, target=9.0, top=0.4)
         )

@@ -154,6 +154,12 @@ class Rank:
         done = _now(self.trainer.step(b, algo))
         return done.stepped, done.metrics, done.note, [_numpy_fields(s.known) for s in b.samples]
 
+    def loss_scale(self, value: float | None = None) -> tuple[float, int]:
+        """Of float16; `value`: from now on."""
+        scale = self.trainer.weights.loss_scale
+        scale.value = scale.value if value is None else value
+        return scale.value, scale.finite
+
     def resident(self) -> dict[str, int]:
         """Numbers of this rank, by who is trained."""
         held = {"frozen": 0, "trained": 0}

@@ -154,7 +154,8 @@ def row(kind: str = "grpo", **knobs: Any) -> Algorithm:
 def batch(groups: list[Group], algo: Algorithm) -> TrainBatch:
     """With its advantages, where they are made of rewards alone."""
     b = batch_of(groups)
-    if not algo.needs & {"values", "ref_logprobs", "teacher_logprobs"}:
+    needs = algo.needs & {"values", "ref_logprobs", "teacher_logprobs"} | algo.advantage.needs & {"proximal_logprobs"}
+    if not needs:
         compute_advantages(b, algo)
     return b
 

@@ -90,6 +90,9 @@ MORE = {
 }
 
 
+MUTUAL = "gemma4 + mutual"  # a larger one: image tokens see each other in sliding layers
+
+
 def recipe(kind: str = "qwen2_5_vl", **more) -> dict:
     sizes = SIZE | MORE.get(kind, {})
     if kind == "qwen3_5_moe":  # every layer has experts alone
@@ -100,7 +103,9 @@ def recipe(kind: str = "qwen2_5_vl", **more) -> dict:
 @cache
 def _model(kind: str) -> LoadedModel:
     """Larger than initialised, so that attention and positions matter."""
-    loaded = load_model({**recipe(kind), "seed": 3}, dtype="float32")
+    name, _, odd = kind.partition(" + ")
+    more = {"use_bidirectional_attention": "vision"} if odd else {}
+    loaded = load_model({**recipe(name, **more), "seed": 3}, dtype="float32")
     with torch.no_grad():
         for name, p in loaded.model.named_parameters():
             if p.dim() > 1:

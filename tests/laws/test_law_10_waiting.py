@@ -220,7 +220,7 @@ def test_any_change_is_a_sign_of_life_for_all_who_wait():
 def test_nothing_in_an_update_waits_for_ever(who):
     """An answer that does not come, from one who lives: named, within the deadline (law 10)."""
     engine, update, _ = made("")
-    trainer, update.deadline = Trainer(), 0.2
+    trainer, update.messages.deadline = Trainer(), 0.2
 
     async def silent(*_):
         await asyncio.sleep(60)

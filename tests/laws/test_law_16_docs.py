@@ -121,6 +121,9 @@ SNIPPETS: dict[
     'card = rondel.run("recipes/tiny.toml", task=task, run={"folder": "runs/ends_right"})': {
         'run={"folder"': 'quiet=True, loop={"steps": 1, "warmup": {"steps": 0}}, place={"threads": 1}, run={"folder"'
     },
+    'trainer = rondel.Trainer({"model": {"path": "smollm2-135m"}, "algo": {"kind": "grpo"}, "trainer": {"lr": 1e-5}})': {
+        '"smollm2-135m"': TINY
+    },
     'outs = engine.generate(["3 + 4 ="], rondel.Sampling(n=2, max_tokens=8))': {'"smollm2-135m"': TINY},
     'for sample in engine.generate(["The capital of France is"], rondel.Sampling(n=2, max_tokens=6, seed=1))[0]:': {
         '"smollm2-135m"': TINY
@@ -162,6 +165,7 @@ EXAMPLES = {
     "repair.py": "and so on",
     "relay.py": "by recipes/relay.toml",
     "my_loss_term.py": "tests/units/test_table.py",  # a path: that test runs it
+    **dict.fromkeys(("my_cuda_kernel.py", "my_tilelang_kernel.py"), "tests/units/test_example_kernels.py"),
     **dict.fromkeys(
         ("my_transport.py", "my_filter.py", "my_shaping.py", "my_batch.py", "my_engine.py"), "tests/units/test_seams.py"
     ),

@@ -184,12 +184,33 @@ def test_what_needs_another_state_is_refused_by_name():
     loaded = model("lfm2")
     with pytest.raises(ConfigError, match=re.escape('engine.speculative.kind = "off"')):
         engine(loaded, speculation=SpeculativeDecoder(2))
-    with pytest.raises(ConfigError, match="numerics = 'fast'"):
-        align_numerics(loaded)
+    for kind in ("qwen3_5_text", "bamba", "mamba", "recurrent_gemma"):
+        with pytest.raises(ConfigError, match=r"recurrent layers, whose sums depend on how a prompt is cut.*'fast'"):
+            align_numerics(model(kind))
     with pytest.raises(ConfigError, match=re.escape("engine.compile = false")):
         CompiledModel(loaded)
     with pytest.raises(ModelError, match="use_attention_layout"):
         loaded.model(torch.tensor([[5, 6, 7]]), use_cache=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_short_convolutions_have_the_same_bits_in_any_chunk_and_in_the_trainer(dtype):
+    """Aligned numerics: prompts cut everywhere, cached and cold, siblings in one batch, and the trainer's packed row."""
+    loaded = load_model({"random": "lfm2", **FAMILIES["lfm2"]}, dtype=dtype)
+    align_numerics(loaded)
+    given, told = prompt(3, 21), []
+    for prefill_tokens in (1, 5, 64):
+        e = engine(loaded, prefill_tokens=prefill_tokens)
+        told += asyncio.run(all_of(e, [ask(given, key=k, n=12) for k in (1, 2, 1)]))
+        told.append(asyncio.run(e.generate(ask(given, key=2, n=12))))
+        idle(e)
+    for done in told:
+        same = told[0] if done.tokens == told[0].tokens else told[1]
+        assert done.tokens == same.tokens and done.logprobs == same.logprobs
+    t = trainer(loaded)
+    for done in told[:2]:
+        ours = asyncio.run(t.logprobs([*given, *done.tokens]))[len(given) :]
+        assert ours == done.logprobs
 
 
 @pytest.mark.slow

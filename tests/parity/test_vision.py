@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -12,12 +13,24 @@ from PIL import Image as Pillow
 
 from kits.engine import all_of, engine, idle, watched
 from kits.train import row, trainer
-from kits.vision import EYES, ask, gradient, groups_with_images, image, model, own_logprobs, recipe, stream, trajectory
+from kits.vision import (
+    EYES,
+    MUTUAL,
+    ask,
+    gradient,
+    groups_with_images,
+    image,
+    model,
+    own_logprobs,
+    recipe,
+    stream,
+    trajectory,
+)
 from rondel.core.errors import ConfigError, ModelError, UserError
 from rondel.core.media import rope_positions
 from rondel.core.types import Group, Sampling, Score, Task
 from rondel.generate.envs.chat import TokenChat
-from rondel.models import nf4, vision
+from rondel.models import nf4, packed_layout, vision
 from rondel.models.adapters import add_adapter
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.load import load_model
@@ -37,7 +50,7 @@ def streams(m):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, MUTUAL])
 def test_engine_trainer_and_transformers_agree(kind):
     m = model(kind)
     given = streams(m)
@@ -161,11 +174,32 @@ def test_positioned_patches_are_those_of_the_processor_of_transformers():
         assert torch.equal(mine["image_position_ids"], given["image_position_ids"])
 
 
-def test_gemma4_whose_image_tokens_see_each_other_reads_text_alone():
-    """In its sliding layers, and not in the others: what is not carried is not shown."""
-    assert model("gemma4").sight is not None
-    blind = load_model(recipe("gemma4", use_bidirectional_attention="vision"), dtype="float32")
-    assert blind.sight is None
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma3", MUTUAL])
+def test_greedy_answers_are_those_of_transformers_where_image_tokens_see_each_other(kind):
+    """In all layers of Gemma 3, in the sliding ones of Gemma 4; images are not cut, whatever a chunk may take."""
+    m = model(kind)
+    assert m.sight.mutual and not model("gemma4").sight.mutual
+    tokens, media = stream(m, 3, image(m, 1), 2, image(m, 2), 6)
+    other = copy.deepcopy(m.model)
+    other.set_attn_implementation("eager")
+    given = vision.as_given(m.sight, tokens, media)
+    theirs = other.generate(torch.tensor([tokens]), **given, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    for prefill_tokens in (1, 5, 64):
+        e = watched(engine(m, prefill_tokens=prefill_tokens))
+        mine = asyncio.run(e.generate(ask(tokens, media, temperature=0.0)))
+        assert mine.tokens == theirs[0, len(tokens) :].tolist()
+        idle(e)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", MUTUAL])
+def test_long_segments_are_computed_in_blocks_that_see_the_rest_of_an_image(kind, monkeypatch):
+    m = model(kind)
+    groups = groups_with_images(m)
+    whole, blocks = (trainer(m, ROW), trainer(m, ROW))
+    exact = gradient(whole, ROW, batch_of(groups))
+    monkeypatch.setattr(packed_layout, "LONG", 1 << 6)
+    assert (gradient(blocks, ROW, batch_of(groups)) - exact).norm() <= 1e-5 * exact.norm()
 
 
 @pytest.mark.parametrize(("kind", "breaks", "cells"), [("gemma3", "\n\n", 9), ("gemma4", "", 10)])
@@ -184,9 +218,10 @@ def test_an_image_stands_in_the_frame_that_the_processor_writes(kind, breaks, ce
     assert chat.trajectory.tokens[place.start : place.end] == [m.sight.placeholder] * cells
 
 
-def test_image_tokens_that_attend_both_ways_are_noticed():
+@pytest.mark.parametrize("kind", ["gemma3", MUTUAL])
+def test_image_tokens_that_attend_both_ways_are_noticed(kind):
     """Without those behind a token in its image the logprobs differ, in the trainer's pass and in the engine's."""
-    m = model("gemma3")
+    m = model(kind)
     tokens, media = stream(m, 3, image(m, 1), 6)
     [right] = own_logprobs(m, [(tokens, media)])
     ids, place = torch.tensor(tokens), media[0]
@@ -203,9 +238,10 @@ def test_image_tokens_that_attend_both_ways_are_noticed():
 
 
 @pytest.mark.slow
-def test_an_image_that_ends_a_prompt_is_cached_but_for_its_last_token():
+@pytest.mark.parametrize("kind", ["gemma3", MUTUAL])
+def test_an_image_that_ends_a_prompt_is_cached_but_for_its_last_token(kind):
     """A hit within an image: what is cached of it has seen all of it, and so does the token that is fed again."""
-    m = model("gemma3")
+    m = model(kind)
     a, b = image(m, 1), image(m, 2)
     given = stream(m, 3, b, 2, a, seed=4)
     e = watched(engine(m, prefill_tokens=7))
@@ -243,7 +279,7 @@ def test_experts_of_image_tokens_are_recorded_and_replayed(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind != "qwen2_5_vl"), MUTUAL])
 def test_each_family_finds_its_image_cached_and_takes_no_other(kind):
     """The same tokens under two images: a hit answers like a cold start, a swapped image is computed anew."""
     m = model(kind)
@@ -399,6 +435,7 @@ ROW = row("grpo", kl={"coef": 0.1})
         ("qwen3_5_moe", False),
         ("gemma3", True),
         ("gemma4", True),
+        (MUTUAL, True),
         ("smolvlm", True),
         ("idefics3", False),
     ],
@@ -415,7 +452,7 @@ def test_the_gradient_does_not_depend_on_the_cut(kind, trained):
         0 if trained else eye
     )
     # a recurrence adds up in another order; Gemma 4 rounds more, over text alone 2e-6
-    limit = 1e-5 if m.state_bytes or kind == "gemma4" else 1e-6
+    limit = 1e-5 if m.state_bytes or "gemma4" in kind else 1e-6
     for budget, share in ((10**6, True), (40, True), (25, False)):
         got = gradient(t, ROW, batch_of(groups), budget=budget, share=share)
         assert (got - exact).norm() <= limit * exact.norm()

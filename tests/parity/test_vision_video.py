@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as smart_resize_frame
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 
 from kits.engine import engine, idle, watched
 from kits.train import row, trainer
 from kits.vision import EYES, ask, gradient, groups_with_images, image, model, own_logprobs, stream, trajectory
-from rondel.core.media import rope_positions
+from rondel.core.media import Image, content_keys, position_shift, rope_positions
 from rondel.core.types import Group, Sampling, Score, Task
 from rondel.generate.envs.chat import TokenChat
 from rondel.models import vision
 from rondel.models.load import load_model
 from rondel.models.save import save_model
 from rondel.models.vision_families import FAMILIES
+from rondel.runtime.journal.image_store import ImageStore
 from rondel.train import annotate as notes
 from rondel.train.pack import batch_of
 
@@ -48,11 +52,11 @@ def processed(m, text: str, video: np.ndarray, fps: float):
     """What transformers' processor makes of a text with one video: its tokens and the inputs of its forward pass. The
     processor itself wants torchvision; its methods do not.
     """
-    sight, tok = m.sight, m.tokenizer
+    sight, tok, joined = m.sight, m.tokenizer, m.sight.video.frame is None
     mean, std = (torch.tensor(x)[:, None, None] for x in (sight.mean, sight.std))
     scaled = (torch.from_numpy(video).permute(0, 3, 1, 2) / 255 - mean) / std
     pixels, *grid = Qwen3VLVideoProcessor.patchify(None, scaled[None], sight.patch, sight.merge, sight.temporal)
-    p = object.__new__(Qwen3VLProcessor)
+    p = object.__new__(Qwen2_5_VLProcessor if joined else Qwen3VLProcessor)
     p.image_token, p.video_token = "<|image_pad|>", "<|video_pad|>"
     p.vision_start_token, p.vision_end_token = "<|vision_start|>", "<|vision_end|>"
     p.video_processor = SimpleNamespace(merge_size=sight.merge, temporal_patch_size=sight.temporal)
@@ -61,7 +65,10 @@ def processed(m, text: str, video: np.ndarray, fps: float):
     written = p.replace_video_token({"video_grid_thw": grids, "video_metadata": [metadata]}, 0)
     tokens = tok.encode(text.replace(p.video_token, written), add_special_tokens=False)
     kinds = 2 * (torch.tensor([tokens]) == sight.video.placeholder).long()
-    return tokens, {"pixel_values_videos": pixels[0], "video_grid_thw": grids, "mm_token_type_ids": kinds}
+    given = {"pixel_values_videos": pixels[0], "video_grid_thw": grids, "mm_token_type_ids": kinds}
+    if sight.video.rate is not None:
+        given["second_per_grid_ts"] = torch.tensor([sight.temporal / fps])
+    return tokens, given
 
 
 @pytest.mark.slow
@@ -70,17 +77,20 @@ def test_a_video_is_read_as_transformers_reads_it(kind):
     """Five frames in three steps: tokens, pixels, positions, greedy tokens, logprobs of engine and trainer."""
     m = model(kind)
     cell, video = m.sight.token_pixels, frames(5, 2 * m.sight.token_pixels, 3 * m.sight.token_pixels)
-    seen = conversation(m, "a ", {"type": "video", "video": list(video), "fps": 3.0}, " what?")
+    joined, fps = m.sight.video.frame is None, 8.0 if m.sight.video.frame is None else 3.0
+    seen = conversation(m, "a ", {"type": "video", "video": list(video), "fps": fps}, " what?")
     text = "<user>a <|vision_start|><|video_pad|><|vision_end|> what?<assistant>"
-    tokens, given = processed(m, text, video, 3.0)
-    assert seen.tokens == tokens and "<0.2 seconds>" in m.tokenizer.decode(tokens), "frames 0 and 1, at 3 a second"
+    tokens, given = processed(m, text, video, fps)
+    assert seen.tokens == tokens
+    assert joined or "<0.2 seconds>" in m.tokenizer.decode(tokens), "frames 0 and 1, at 3 a second"
+    assert [p.image.time for p in seen.media] == ([None, 1, 2] if joined else [None] * 3)
     assert [(p.image.frames, p.image.rows, p.image.columns, p.image.cell) for p in seen.media] == [(2, 2, 3, cell)] * 3
     ours = vision.as_given(m.sight, seen.tokens, seen.media)
     assert (ours["pixel_values_videos"] - given["pixel_values_videos"]).abs().max() < 1e-6
     assert torch.equal(ours["mm_token_type_ids"], given["mm_token_type_ids"])
-    theirs = m.model.model.get_rope_index(
-        torch.tensor([tokens]), given["mm_token_type_ids"], video_grid_thw=given["video_grid_thw"]
-    )[0]
+    times = {name: given[name] for name in ("video_grid_thw", "second_per_grid_ts") if name in given}
+    assert not joined or all(torch.equal(ours[name], value) for name, value in times.items())
+    theirs = m.model.model.get_rope_index(torch.tensor([tokens]), given["mm_token_type_ids"], **times)[0]
     assert np.array_equal(rope_positions(len(tokens), seen.media), theirs[:, 0].numpy())
 
     other = copy.deepcopy(m.model)
@@ -106,7 +116,63 @@ def test_a_video_is_read_as_transformers_reads_it(kind):
     assert np.abs(batch.samples[0].known.proximal.numpy() - own).max() < LIMIT, "trainer"
 
 
+def test_text_goes_on_behind_the_time_of_a_long_video():
+    """As the models were trained (arXiv:2409.12191: behind the largest position so far, and so transformers before 5.3),
+    where transformers 5.23 goes on behind rows and columns alone.
+    """
+    m = model("qwen2_5_vl")
+    cell = m.sight.token_pixels
+    seen = conversation(m, "a", {"type": "video", "video": frames(5, 2 * cell, 2 * cell), "fps": 1.5}, "b")
+    first, n = seen.media[0].start, len(seen.tokens)
+    times = [0, 5, 10]  # 4 positions a second, 2 / 1.5 seconds a step: 5.33 and 10.67
+    assert [place.image.time or 0 for place in seen.media] == times
+    at = rope_positions(n, seen.media)
+    cells = np.array([[t, row, column] for t in times for row in (0, 1) for column in (0, 1)]).T
+    assert np.array_equal(at[:, first : first + 12], first + cells)
+    behind = np.arange(n - first - 12) + first + 11
+    assert np.array_equal(at[:, first + 12 :], np.stack([behind] * 3))
+    assert n - 1 + position_shift(seen.media) == at[0, -1]
+    other = conversation(m, "a", {"type": "video", "video": frames(5, 2 * cell, 2 * cell), "fps": 3}, "b")
+    assert seen.tokens == other.tokens and content_keys(seen.tokens, seen.media) != content_keys(
+        other.tokens, other.media
+    )
+    stored = [Image.from_stored_fields(place.image.stored_fields) for place in seen.media]
+    assert [(x.digest, x.frames, x.time) for x in stored] == [
+        (p.image.digest, p.image.frames, p.image.time) for p in seen.media
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_joined_steps_are_cut_by_chunks_and_packs_and_change_nothing(kind, tmp_path):
+    """Engine in chunks of 5 tokens, an answer that is continued, a journal, a pack behind a shared prompt."""
+    m = model(kind)
+    a, b, c = (replace(image(m, seed, frames=2), time=time) for seed, time in ((1, None), (2, 1), (3, 4)))
+    a, b, c = (Image.from_pixels(x.pixels, x.cell, 2, x.time) for x in (a, b, c))
+    tokens, media = stream(m, 4, a, b, c, 6, image(m, 4), 3)
+    e = watched(engine(m, prefill_tokens=5))
+    first, again = (asyncio.run(e.generate(ask(tokens, media, key=k))) for k in (3, 3))
+    whole = asyncio.run(engine(m).generate(ask(tokens, media, key=3)))
+    assert first.tokens == whole.tokens == again.tokens and again.cached_tokens == len(tokens) - 1
+    assert first.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+    idle(e)
+    t = trajectory(m, (tokens, media), first.tokens, first.logprobs)
+    t.score = Score(1.0)
+    batch = notes.annotate_logprobs(
+        m, batch_of([Group(0, Task("t", "x", {}), [t, copy.deepcopy(t)], 0)]), "proximal", budget=10**6, temperature=1.0
+    )
+    for sample in batch.samples:
+        assert np.abs(sample.known.proximal.numpy() - np.array(first.logprobs)).max() < LIMIT
+    store = ImageStore(tmp_path)
+    assert ImageStore(tmp_path).load_images(store.store_images(media)) == media
+
+
 def test_frames_are_as_large_as_transformers_makes_them():
+    sight = replace(model("qwen2_vl").sight, most=1 << 40)
+    assert sight.video.frame is None
+    for height, width in ((64, 96), (613, 801), (20, 9), (1900, 1400)):
+        theirs = smart_resize_frame(height, width, sight.token_pixels, sight.video.least, sight.video.most)
+        assert sight.frame_size(width, height, 4) == theirs[::-1]
     video, cell = model("qwen3_vl").sight.video, model("qwen3_vl").sight.token_pixels
     for height, width, n in ((64, 96, 4), (613, 801, 5), (1900, 1400, 16), (20, 9, 2), (480, 640, 64), (33, 31, 7)):
         theirs = smart_resize(n, height, width, video.step, cell, video.least, video.most)

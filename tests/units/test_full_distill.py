@@ -11,6 +11,7 @@ import torch
 from kits.distill import TEACHER, reverse_kl, rollouts
 from kits.runs import events, run
 from kits.train import KINDS, SMALL, awkward_groups, batch, model, row, step, trainer
+from rondel.algos.divergence import Divergence
 from rondel.core.errors import ConfigError
 from rondel.models.head import LMHead
 from rondel.models.load import load_model
@@ -21,6 +22,59 @@ from rondel.train.teacher_distributions import TeacherDistribution, TeacherOpini
 from rondel.train.teachers import Teacher, TeacherEnsemble
 
 FULL = {"distill": {"kind": "full", "coef": 1.0}}
+
+
+DIVERGENCES = [Divergence(0.0), Divergence(0.3), Divergence(1.0, 4), Divergence(0.3, 4, False), Divergence(0.0, 5)]
+
+
+def naive_divergence(how: Divergence, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """By its definition, with every token of the support one by one; the choice of it takes no gradient.  [C, V] -> [C]."""
+    out = []
+    for a, b in zip(log_p, log_q):
+        at = a.detach().argsort(descending=True)[: how.top] if how.top else torch.arange(len(a))
+        p, q = a[at].exp(), b[at].exp()
+        if how.top and how.tail:
+            p, q = torch.cat([p, (1 - p.sum())[None]]), torch.cat([q, (1 - q.sum())[None]])
+        elif how.top:
+            p, q = p / p.sum(), q / q.sum()
+        m = (1 - how.beta) * p + how.beta * q
+        if how.beta in (0, 1):
+            p, q = (p, q) if how.beta else (q, p)
+            out.append((p * (p / q).log()).sum())
+        else:
+            out.append(how.beta * (q * (q / m).log()).sum() + (1 - how.beta) * (p * (p / m).log()).sum())
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("how", [Divergence(), *DIVERGENCES], ids=str)
+def test_a_divergence_and_its_pull_on_the_logits(how):
+    g = torch.Generator().manual_seed(3)
+    z, log_q = torch.randn(2, 7, 11, generator=g, dtype=torch.float64)
+    z, log_q = 2 * z.requires_grad_(), log_q.mul(2).log_softmax(-1)
+    leaf = z.detach().requires_grad_()
+    wanted = naive_divergence(how, leaf.log_softmax(-1), log_q)
+    slope = torch.autograd.grad(wanted.sum(), leaf)[0]
+    found, pull = how(leaf.detach().softmax(-1), log_q)
+    assert (found - wanted).abs().max() <= 1e-10 and (pull - slope).abs().max() <= 1e-10
+    same = how(log_q.exp(), log_q)
+    assert all(x.abs().max() <= 1e-10 for x in same), "a policy that is its teacher is not pulled"
+
+
+@pytest.mark.parametrize("how", DIVERGENCES, ids=str)
+def test_the_trainer_takes_another_divergence_in_chunks(monkeypatch, how):
+    monkeypatch.setattr(logprobs, "LOGITS", 3 * 29)
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, kept = (torch.randn(n, 8, generator=g) for n in (11, 29, 11))
+    target, pull, at = torch.randint(29, (11,), generator=g), torch.randn(11, generator=g), torch.arange(11)
+    teacher = LMHead(torch.randn(29, 8, generator=g))
+    taught = TeacherDistribution([TeacherOpinion(teacher, kept, at, torch.ones(11))], 0.7)
+    h, H = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    found = logprobs.logprob_entropy_and_kl(h, target, LMHead(weight), taught, temperature=0.7, apart_by=how)[2]
+    (pull * found).sum().backward()
+    ours, theirs = ((x @ w.double().T / 0.7).log_softmax(-1) for x, w in ((H, weight), (kept.double(), teacher.weight)))
+    wanted = naive_divergence(how, ours, theirs)
+    (pull.double() * wanted).sum().backward()
+    assert torch.allclose(found.double(), wanted, atol=2e-5) and torch.allclose(h.grad.double(), H.grad, atol=2e-4)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

@@ -13,10 +13,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kits.algos import Ragged, tokens
+from kits.algos import Ragged, scored, tokens
 from kits.algos_oracle import VERL as VERL_CASES
 from kits.algos_oracle import far_reference, of_verl
-from rondel.algos.table import FAMILIES, resolve_algorithm
+from rondel.algos.soft_surrogates import GammaWeight
+from rondel.algos.table import FAMILIES, TABLE, resolve_algorithm
 from rondel.cli import main
 from rondel.cli.import_ import RecipeTable, import_config
 from rondel.core.config.job import Job
@@ -273,7 +274,7 @@ def test_every_row_and_part_that_an_importer_knows_exists():
     aggregates = {a for _, a in trl.LOSSES.values()} | {*verl.AGGREGATES.values(), *openrlhf.AGGREGATES.values()}
     for family, kinds in (("advantage", advantages - {None}), ("aggregate", aggregates)):
         assert kinds <= FAMILIES[family].keys()
-    report = translate_config(TRL, ALIVE["trl"] | {"loss_type": "vespo"}, ROWS)
+    report = translate_config(TRL, ALIVE["trl"] | {"loss_type": "newpo"}, ROWS)
     assert "algo.kind" in {line.key for line in report.open_questions} and not any(
         line.key == "algo.aggregate.kind" for line in report.lines
     )
@@ -334,6 +335,24 @@ def test_their_trainer_is_read_among_other_commands(name, command):
 def test_the_losses_of_trl(loss, kind, aggregate):
     lines = {"algo.aggregate.kind": "seq_mean_token_mean"} | said("trl", loss_type=loss)
     assert lines["algo.kind"] == kind and lines["algo.aggregate.kind"] == aggregate
+
+
+def test_vespo_of_trl_is_the_row():
+    lines = nest_lines(
+        translate_config(TRL, ALIVE["trl"] | {"loss_type": "vespo", "vespo_k_neg": 4.0, "use_vllm": True}, ROWS).lines
+    )["algo"]
+    row = resolve_algorithm({k: v for k, v in lines.items() if k not in ("group_size", "mask_truncated")})
+    assert row.surrogate == GammaWeight(2.0, 3.0, 4.0, 2.0) and not row.correction.needs
+    assert row.aggregate == TABLE["vespo"].aggregate
+
+
+def test_a_deviation_over_the_batch_is_batch_norm():
+    """(r - mean of the group) / (std of all rewards + 1e-4), as TRL computes it."""
+    lines = nest_lines(translate_config(TRL, ALIVE["trl"] | {"scale_rewards": "batch"}, ROWS).lines)["algo"]
+    row = resolve_algorithm({k: v for k, v in lines.items() if k not in ("group_size", "mask_truncated")})
+    rewards, group = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.5, 0.0]).double(), torch.tensor([0, 0, 0, 1, 1, 1])
+    means = rewards.view(2, 3).mean(1).repeat_interleave(3)
+    assert torch.allclose(row.advantage(scored(rewards, group)), (rewards - means) / (rewards.std() + 1e-4))
 
 
 def test_the_clip_of_trl_is_one_number_unless_there_are_two():

@@ -15,7 +15,7 @@ from rondel.cli.shipped import PACKAGE, shipped_folder
 from rondel.core.config.job import Job
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("run.toml", "reward.py", "environment.py")
+NAMES = ("recipe.toml", "reward.py", "environment.py")
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def rondel(capsys, monkeypatch, tmp_path):
 def test_init_writes_three_files_and_the_next_three_commands(rondel, tmp_path):
     code, out, _ = rondel("init", "my project")
     assert code == 0 and {p.name for p in (tmp_path / "my project").iterdir()} == set(NAMES)
-    assert "\ncd 'my project'\nrondel check run.toml " in out and "\nrondel train run.toml " in out
-    assert f"\nrondel view {Job.read('my project/run.toml').run.folder} " in out
+    assert "\ncd 'my project'\nrondel check recipe.toml " in out and "\nrondel train recipe.toml " in out
+    assert f"\nrondel view {Job.read('my project/recipe.toml').run.folder} " in out
     assert "cd " not in rondel("init")[1] and {p.name for p in tmp_path.glob("*.*")} == set(NAMES)
 
 
@@ -64,9 +64,9 @@ def test_init_refuses_a_file_and_a_name_that_is_no_model(rondel, tmp_path):
 
 def test_init_of_a_pretrained_model_differs_in_the_recipe_alone(rondel):
     assert rondel("init", "a")[0] == rondel("init", "b", "--model", "Qwen/Qwen3-0.6B")[0] == 0
-    job = Job.read("b/run.toml")
+    job = Job.read("b/recipe.toml")
     assert job.model.path == "Qwen/Qwen3-0.6B" and job.loop.warmup.steps == 0
-    assert Job.read("a/run.toml").model.path["random"] == "llama"
+    assert Job.read("a/recipe.toml").model.path["random"] == "llama"
     assert all(Path("a", name).read_text() == Path("b", name).read_text() for name in NAMES[1:])
 
 
@@ -74,10 +74,10 @@ def test_init_of_a_pretrained_model_differs_in_the_recipe_alone(rondel):
 def test_what_init_wrote_is_checked_played_and_trained(rondel, tmp_path):
     assert rondel("init", "a")[0] == 0
     for verb in ("check", "check-env"):
-        code, out, err = rondel(verb, "a/run.toml", "--place.threads=1")
+        code, out, err = rondel(verb, "a/recipe.toml", "--place.threads=1")
         assert code == 0 and "checks passed" in out, out + err
     small = ("--loop.warmup.steps=2", "--loop.steps=2", "--loop.groups_per_step=2", "--place.threads=1")
-    code, out, err = rondel("train", "a/run.toml", *small)
+    code, out, err = rondel("train", "a/recipe.toml", *small)
     assert code == 0 and "run folder  runs/first   (4 steps" in out, err
     assert rondel("view", "runs/first", "--limit", 2)[0] == 0
 
@@ -91,10 +91,10 @@ def test_recipes_are_listed_with_their_first_line_printed_and_written(rondel, tm
     assert all(f"\n{name} " in f"\n{out}" for name in list_recipes()) and "tiny          A random 0.3M-parameter" in out
     text = (ROOT / "recipes" / "quickstart.toml").read_text(encoding="utf-8")
     assert rondel("recipes", "quickstart") == (0, text, "")
-    assert rondel("recipes", "quickstart.toml", "-o", "run.toml")[0] == 0
-    assert (tmp_path / "run.toml").read_text(encoding="utf-8") == text
-    code, _, err = rondel("recipes", "tiny", "-o", "run.toml")
-    assert code == 1 and "nothing was written" in err and (tmp_path / "run.toml").read_text(encoding="utf-8") == text
+    assert rondel("recipes", "quickstart.toml", "-o", "recipe.toml")[0] == 0
+    assert (tmp_path / "recipe.toml").read_text(encoding="utf-8") == text
+    code, _, err = rondel("recipes", "tiny", "-o", "recipe.toml")
+    assert code == 1 and "nothing was written" in err and (tmp_path / "recipe.toml").read_text(encoding="utf-8") == text
 
 
 def test_a_recipe_is_written_with_the_modules_that_it_names(rondel, tmp_path):
@@ -147,4 +147,6 @@ def test_completion_knows_verbs_and_recipes():
 
 def test_templates_are_the_files_of_a_project():
     files = project_files("random")
-    assert tuple(files) == NAMES and "environment:sums" in files["run.toml"] and "reward:grade" in files["run.toml"]
+    assert (
+        tuple(files) == NAMES and "environment:sums" in files["recipe.toml"] and "reward:grade" in files["recipe.toml"]
+    )

@@ -10,7 +10,7 @@ import torch
 from kits.engine import ask, engine, prompt
 from kits.runs import events, final, run, run_and_die, steps
 from kits.train import apart, awkward_groups, batch, bits, gradient, model, row, step, trainer
-from rondel.core.errors import ConfigError, TrainError
+from rondel.core.errors import TrainError
 from rondel.core.events import Warned, subscribe
 from rondel.models.adapters import add_adapter
 from rondel.train import loss_scale
@@ -168,8 +168,3 @@ def test_a_step_that_overflowed_is_booked_with_its_reason(tmp_path, monkeypatch)
     assert all(e["note"].startswith("overflow: 1 of 1 updates had a gradient beyond float16") for e in done)
     assert done[-1]["ledger"]["failed/overflow"] == 8 and done[-1]["metrics"]["train/overflows"] == 1
     assert [e["metrics"]["train/loss_scale"] for e in done] == [2.0**39, 2.0**38]
-
-
-def test_several_ranks_are_refused(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r'"float16" with place.ranks = 2: its loss scale is kept for one rank'):
-        run(tmp_path, model__dtype="float16", place__kind="split", place__ranks=2)

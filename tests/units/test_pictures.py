@@ -127,7 +127,9 @@ def test_a_conversation_with_images_only_grows(template):
 
 def test_what_stands_for_an_image_must_have_one():
     m = model()
-    with pytest.raises(DataError, match="1 image placeholders for 0 images: a text contains the placeholder itself"):
+    with pytest.raises(
+        DataError, match="1 image placeholders for 0 images and steps of videos: a text contains the placeholder itself"
+    ):
         chat(m).give([{"role": "user", "content": "see <|image_pad|>", "split_special_tokens": False}])
     (c := chat(m)).give([{"role": "user", "content": "see <|image_pad|>"}])  # text, unless the data means it
     assert m.sight.placeholder not in c.trajectory.tokens and not c.trajectory.media

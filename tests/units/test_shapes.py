@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from rondel.core.errors import ModelError
-from rondel.planner import tower
+from rondel.planner import memory, tower
 from rondel.planner.families import DEFAULTS, MODELS, PUBLIC
-from rondel.planner.shapes import model_shape, of_config
+from rondel.planner.hardware import find_hardware
+from rondel.planner.host_memory import bytes_beside
+from rondel.planner.memory import memory_bills
+from rondel.planner.shapes import model_shape, of_config, route_bytes
+from rondel.planner.workload import Workload
 
 SMALL = {
     "hidden_size": 64,
@@ -189,6 +194,52 @@ def test_the_cache_is_as_large_as_the_model_writes():
     assert v3.kv_bytes() == v3.kv_bytes(tensor=8) == 61 * (512 + 64) * 2, "every device has all of the latents"
     assert v3.trained_kv_bytes() == 61 * 128 * (192 + 128) * 2
     assert llama.kv_bytes() == llama.trained_kv_bytes() == 8 * llama.kv_bytes(tensor=8)
+
+
+def test_the_record_of_experts_and_chosen_keys_is_as_large_as_engine_and_trainer_keep_it():
+    """A token's, where indexers choose (more pages than keys that one chooses), where none needs to, and without any."""
+    import asyncio
+
+    import numpy as np
+
+    from kits.engine import ask, engine, prompt, tiny
+    from rondel.core.types import Group, Score, Task, Trajectory
+    from rondel.train.pack import batch_of, pack_samples
+
+    sizes = SMALL | {"max_position_embeddings": 64}
+    found = []
+    for kind, pages in (("deepseek_v32", 100), ("glm_moe_dsa", 100), ("deepseek_v32", 8), ("qwen3_moe", 100)):
+        loaded = tiny(kind, **(sizes | TINY[kind]))
+        e, given = engine(loaded, kv_pages=pages, routes=True), prompt(1, 4)
+        done = asyncio.run(e.generate(replace(ask(given, n=3), wants=frozenset({"experts"}))))
+        each = route_bytes(of_config({"model_type": kind, **sizes, **TINY[kind]}), pages)
+        assert e.pages.routes.nbytes == (pages + 1) * each, kind
+        t = Trajectory()
+        t.extend(given)
+        t.extend(done.tokens, logprobs=done.logprobs, versions=[0] * len(done.tokens))
+        t.experts = done.experts
+        t.score = Score(1.0)
+        sample_batch = batch_of([Group(0, Task("t", "x", {}), [t], 0)])
+        assert np.asarray(t.experts).nbytes == (len(t.tokens) - 1) * each
+        packed = pack_samples(sample_batch, [0])
+        assert packed.routes.nbytes == 4 * len(packed.tokens) * each
+        found.append(each)
+    assert found[0] > found[2] and route_bytes(of_config({"model_type": "llama", **SMALL}), 100) == 0
+
+
+def test_the_plan_bills_the_record_where_it_lies():
+    """In host memory beside GPUs, 250 kB a token of DeepSeek V3.2; on a CPU with all the rest; not without a replay."""
+    v32 = of_config({"model_type": "deepseek_v32", **DEFAULTS["deepseek_v32"]})
+    gpu = Workload(v32, find_hardware("h200"), gpus=64)
+    each = route_bytes(gpu.shape, 1 << 20)
+    assert each == 2 * (58 * 8 + 61 * 2048) and each / 1000 == pytest.approx(250, rel=0.01)
+    told, tokens = bytes_beside(gpu)["host"], gpu.samples * (gpu.prompt + gpu.mean)
+    assert told["routes of a step"] == tokens * each
+    assert told["routes of cached tokens"] == memory.kv_tokens(gpu) * gpu.engine_count * each
+    assert "routes of cached tokens" not in memory_bills(gpu)[0].rows
+    assert bytes_beside(replace(gpu, replays=False)) == {}
+    [cpu] = memory_bills(replace(gpu, hardware=find_hardware("cpu"), gpus=1))
+    assert {"routes of cached tokens", "routes of a step", "replayed routes"} <= cpu.rows.keys()
 
 
 def test_the_cache_is_as_large_as_the_engine_keeps():

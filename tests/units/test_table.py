@@ -33,7 +33,7 @@ from rondel.core.errors import ConfigError
 
 
 def test_the_rows_are_what_their_papers_say():
-    assert list(TABLE)[:7] == ["grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce", "sft"] and len(TABLE) == 34
+    assert list(TABLE)[:7] == ["grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce", "sft"] and len(TABLE) == 52
     assert GRPO.advantage == advantage.GroupNorm(1e-6) and GRPO.aggregate == aggregate.SeqMeanTokenMean()
     assert DR_GRPO.advantage == advantage.GroupCenter() and DR_GRPO.aggregate == aggregate.FixedNorm()
     assert DR_GRPO.surrogate == GRPO.surrogate == surrogate.Clip(0.2, 0.2) and DR_GRPO.kl == GRPO.kl == kl.Kl("k3", 0.0)
@@ -73,7 +73,7 @@ def test_a_row_needs_what_its_parts_read():
         "proximal_logprobs"
     }
     compares = {name for name, row in TABLE.items() if "proximal_logprobs" in row.needs}
-    assert compares == {"clip_cov", "kl_cov", "forking", "m2po", "online_dpo"}
+    assert compares == {"clip_cov", "kl_cov", "forking", "m2po", "online_dpo", "real", "otb"}
     assert {name for name, row in TABLE.items() if row.needs & {"greedy", "guidance"}} == {"remax", "luffy"}
     assert {name for name, row in TABLE.items() if "behavior_logprobs" in row.needs} == {
         "dppo_tv",
@@ -83,8 +83,14 @@ def test_a_row_needs_what_its_parts_read():
         "aipo",
         "m2po",
         "opd",
+        "vespo",
+        "drpo",
+        "vaco",
+        "kpop",
+        "real",
+        "iw_opd",
     }
-    assert {name for name, row in TABLE.items() if "teacher_logprobs" in row.needs} == {"opd"}
+    assert {name for name, row in TABLE.items() if "teacher_logprobs" in row.needs} == {"opd", "iw_opd", "sdar"}
 
 
 def test_what_reads_the_behavior_need_not_correct_for_it():
@@ -95,6 +101,10 @@ def test_what_reads_the_behavior_need_not_correct_for_it():
         "topr",
         "aipo",
         "m2po",
+        "vespo",
+        "drpo",
+        "vaco",
+        "kpop",
     }
     charged = replace(GRPO, kl=kl.Kl("k1", 0.1, where="reward"))
     assert "behavior_logprobs" in charged.needs and not charged.corrects_staleness
@@ -229,7 +239,10 @@ MISTAKES = [
         {"kind": "gdpo", "advantage": {"weights": {"form": "1"}}},
         "algo.advantage.weights = {'form': '1'} is not a table of numbers by name",
     ),
-    ({"kind": "grpo", "ratio": {"anchor": "ref"}}, "algo.ratio: anchor = 'ref'; it must be one of proximal, behavior."),
+    (
+        {"kind": "grpo", "ratio": {"anchor": "ref"}},
+        "algo.ratio: anchor = 'ref'; it must be one of proximal, behavior, reference.",
+    ),
     ({"kind": "topr", "correction": {"kind": "importance"}}, "would be weighed twice. Remove the correction"),
     (
         {"kind": "dppo_tv", "ratio": {"kind": "sequence"}},
@@ -248,7 +261,7 @@ MISTAKES = [
     ({"kind": "dapo", "shaping": {"factor": -1}}, "algo.shaping: factor = -1; it must not be negative"),
     (
         {"kind": "grpo", "filters": "signal"},
-        "algo.filters = 'signal' is not a list of names; write algo.filters = ['signal']",
+        "[algo] filters = 'signal' is not a list of names; write filters = ['signal']",
     ),
     # overrides without effect
     (

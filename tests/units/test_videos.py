@@ -191,12 +191,12 @@ def test_stored_rollouts_have_each_step_once_and_give_it_back(tmp_path):
 
 
 def test_an_engine_says_what_it_does_not_read():
-    m, other = model("qwen3_vl"), model("qwen2_5_vl")
+    m, other = model("qwen3_vl"), model("smolvlm")
     tokens, media = stream(m, 3, image(m, 1, frames=2), 2)
     with pytest.raises(UserError, match="an image of 4 tokens at token 3, where the prompt has no such run"):
         asyncio.run(engine(m).generate(ask([m.sight.placeholder] * len(tokens), media)))
     step = image(other, 1, frames=2)
-    with pytest.raises(UserError, match="a step of 2 frames for 'random-qwen2_5_vl', which does not read videos"):
+    with pytest.raises(UserError, match="a step of 2 frames for 'random-smolvlm', which does not read videos"):
         asyncio.run(engine(other).generate(ask([5] * 9, [type(media[0])(1, step)])))
     server = object.__new__(ForeignEngine)
     server.server = type("Server", (), {"name": "SGLang", "blind": ""})()

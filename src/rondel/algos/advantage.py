@@ -11,22 +11,17 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rondel.algos.component import Component
-from rondel.algos.scored_samples import ScoredSamples, group_deviations, group_sizes, group_stds, over_group
+from rondel.algos.scored_samples import (
+    ScoredSamples,
+    group_deviations,
+    group_sizes,
+    group_stds,
+    over_group,
+    standardize_rewards,
+    whiten_values,
+)
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
-
-
-def standardize_rewards(rewards_N: Tensor, group_N: Tensor, eps: float) -> Tensor:
-    """(r_i - mean) / (std + eps) over its group.  [N], [N] -> [N]."""
-    return group_deviations(rewards_N, group_N) / (group_stds(rewards_N, group_N) + eps)
-
-
-def whiten_values(values_M: Tensor) -> Tensor:
-    """(v - mean) / sqrt(var + 1e-8) over all of them, var unbiased.  [M] -> [M].  All 0
-    where they agree, or where there is only one.
-    """
-    whole_M = torch.zeros_like(values_M, dtype=torch.int64)
-    return group_deviations(values_M, whole_M) / (group_stds(values_M, whole_M).square() + 1e-8).sqrt()
 
 
 @dataclass(frozen=True)

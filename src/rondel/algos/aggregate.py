@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rondel.algos.component import Component
+from rondel.algos.scored_samples import over_group
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
 
@@ -31,6 +32,12 @@ def masked_scale(aggregate: Component, trained_N: Tensor, lengths_N: Tensor) -> 
     """
     samples = int((lengths_N > 0).sum())
     return int((trained_N > 0).sum()) / samples if samples and aggregate.counts_samples else 1.0
+
+
+def sample_weights(aggregate: Component, lengths_N: Tensor, group_N: Tensor) -> Tensor:
+    """The weight of every token of a sample; `group_N` says which samples answer one prompt.  [N], [N] -> [N]."""
+    weight_N: Tensor = aggregate(lengths_N, group_N) if aggregate.counts_groups else aggregate(lengths_N)
+    return weight_N
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,24 @@ class SeqMeanTokenSum(Component):
 
     def __str__(self) -> str:
         return "1 / samples"
+
+
+@dataclass(frozen=True)
+class PromptMean(Component):
+    """w_n = 1 / (P·tokens of its group).  [N], [N] -> [N].  arXiv:2510.13786 (ScaleRL's
+    prompt average).  Every prompt counts alike, and within it every token: P prompts with any token.
+    """
+
+    counts_groups: ClassVar[bool] = True
+
+    def __call__(self, lengths_N: Tensor, group_N: Tensor | None = None) -> Tensor:
+        """Without `group_N` every sample answers a prompt of its own."""
+        group_N = torch.arange(len(lengths_N), device=lengths_N.device) if group_N is None else group_N
+        groups = len(group_N[lengths_N > 0].unique())
+        return _reciprocal_where(lengths_N > 0, groups * over_group(lengths_N, group_N, "sum"))
+
+    def __str__(self) -> str:
+        return "1 / (prompts · trainable tokens of all answers to the prompt)"
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rondel.core.errors import ConfigError
-
 if TYPE_CHECKING:
     from rondel.algos.scored_samples import ScoredSamples
     from rondel.algos.tensors import Tensor
     from rondel.algos.tokens import Tokens
 
-LARGEST = 1e6  # of a weight in the loss, where a few thousandths to a few units are common
 NOTHING: frozenset[str] = frozenset()
 ADVANTAGE_AND_RATIO = frozenset({"advantage", "ratio"})
 
@@ -61,7 +58,7 @@ class Component:
 
     @property
     def anchor(self) -> str:
-        """Of a ratio: "proximal" or "behavior", whose log-probability the policy's is compared with."""
+        """Of a ratio: "proximal", "behavior" or "reference", whose log-probability the policy's is compared with."""
         return "proximal"
 
     @property
@@ -90,6 +87,11 @@ class Component:
         return False
 
     @property
+    def counts_groups(self) -> bool:
+        """Of an aggregate: it is called with (lengths_N, group_N), for it counts the tokens of a group."""
+        return False
+
+    @property
     def counts_samples(self) -> bool:
         """Of an aggregate: its denominator is a number of samples, so one that is masked is counted out again."""
         return False
@@ -102,6 +104,11 @@ class Component:
     def select(self, tokens: Tokens) -> Tensor:
         """[T] bool: the chosen tokens, asked for once, over the whole update, at the proximal policy."""
         raise NotImplementedError(f"{type(self).__name__} has no `select`")
+
+    def weights_of(self, tokens: Tokens) -> Tensor:
+        """[T]: of a correction, the weight of every token; overridden by one that looks at more than its call is given."""
+        weight_T: Tensor = self(tokens.log_weight, tokens.sample, tokens.advantages)
+        return weight_T
 
     def counts(self, log_weight_T: Tensor, sample_T: Tensor, weight_T: Tensor) -> Tensor:
         """[T] bool: of a correction whose denominator is not "all", the tokens that count."""
@@ -137,13 +144,3 @@ class LossTerm(Component):
     def name(self) -> str:
         """Of its metric, train/term_NAME: the class's, in lower case with underscores."""
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
-
-
-def check_weight(name: str, value: float, below_zero: str) -> None:
-    """Of a part of the loss: not negative, because of what it would then do, and small enough for float32."""
-    if not value >= 0:
-        raise ConfigError(
-            f"{name} = {value}; it must not be negative: that would drive the policy away from {below_zero}"
-        )
-    if value > LARGEST:
-        raise ConfigError(f"{name} = {value:g}; it must not exceed {LARGEST:g}: the loss would overflow")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rondel.algos.component import Component
 from rondel.algos.tensors import Tensor, torch
-from rondel.algos.tokens import Tokens
 from rondel.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rondel.algos.tokens import Tokens
 
 
 def top_share_mask(values_T: Tensor, share: float) -> Tensor:

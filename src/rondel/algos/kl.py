@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rondel.algos.component import Component, check_weight
+from rondel.algos.bounds import LARGEST, check_weight
+from rondel.algos.component import Component
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
@@ -62,6 +63,7 @@ class Kl(Component):
     through     own, or k2: where the gradient comes from
     unbiased    weigh by policy / behavior
     target      nats of a whole sample that the coefficient is steered to, starting from coef; None keeps it
+    steer       how the coefficient follows the target: proportional, or doubling, which doubles and halves it
     horizon     over how many samples it may change by a fifth
     clamp       the largest size of the estimate of one token, beyond which it has no gradient; None leaves it open
     """
@@ -72,6 +74,7 @@ class Kl(Component):
     through: str = "own"
     unbiased: bool = False
     target: float | None = None
+    steer: str = "proportional"
     horizon: int = 10_000
     clamp: float | None = None
 
@@ -79,6 +82,7 @@ class Kl(Component):
         one_of("kind", self.kind, ESTIMATORS)
         one_of("where", self.where, ("loss", "reward", "advantage"))
         one_of("through", self.through, ("own", "k2"))
+        one_of("steer", self.steer, ("proportional", "doubling"))
         if self.target is not None and not self.target > 0:
             raise ConfigError(
                 f"target = {self.target}; it must be positive: a policy that learns moves away from its reference"
@@ -123,8 +127,12 @@ class Kl(Component):
     def idle(self) -> dict[str, str]:
         """Knobs that change nothing as things stand, and why."""
         if not self.coef:
-            return dict.fromkeys(("kind", "where", "through", "unbiased", "target", "horizon", "clamp"), "kl.coef is 0")
-        idle = {} if self.target is not None else {"horizon": "kl.target is not set"}
+            return dict.fromkeys(
+                ("kind", "where", "through", "unbiased", "target", "steer", "horizon", "clamp"), "kl.coef is 0"
+            )
+        idle = {} if self.target is not None else dict.fromkeys(("steer", "horizon"), "kl.target is not set")
+        if self.target is not None and self.steer == "doubling":
+            idle["horizon"] = "kl.steer is doubling"
         if self.in_reward or self.in_advantage:
             return idle | dict.fromkeys(
                 ("through", "unbiased"), "a reward has no gradient, and the behavior drew the tokens"
@@ -137,12 +145,17 @@ class Kl(Component):
 
     def next_coef(self, measured: float, samples: int) -> float:
         """coef·(1 + clip(measured/target - 1, ±0.2)·samples/horizon): what comes after a step
-        of so many samples.  arXiv:1909.08593.
+        of so many samples.  arXiv:1909.08593.  By doubling: 2·coef where measured > 1.5·target, coef/2 where
+        measured < target/1.5, else coef: PPO's rule, arXiv:1707.06347, which has it of KL(old || new).
 
         `measured` is the mean over samples of sum_t log pi_behavior - log pi_ref.
         """
         if self.target is None:
             return self.coef
+        if self.steer == "doubling":
+            # bounded, for it doubles every step while the target is out of reach
+            coef = self.coef * (2.0 if measured > 1.5 * self.target else 0.5 if measured < self.target / 1.5 else 1.0)
+            return min(max(coef, 1e-9), LARGEST)
         return self.coef * (1 + min(max(measured / self.target - 1, -0.2), 0.2) * samples / self.horizon)
 
     def token_cost(self, behavior_T: Tensor, ref_T: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from inspect import cleandoc
 from typing import TYPE_CHECKING
 
+from rondel.algos.distill import GatedDistill
 from rondel.algos.exponent import bounded_exp
 from rondel.algos.precompute import tokens_of
 from rondel.algos.tensors import Tensor
@@ -36,6 +37,7 @@ FIELDS = {
     "advantages": "advantages",
     "behavior_logprobs": "behavior",
     "ref_logprobs": "reference",
+    "ages": "age",
     "teacher_hidden": "full_kl",
 }
 
@@ -56,7 +58,7 @@ def objective(row: Algorithm, batch: TokenBatch, weight_T: Tensor) -> tuple[Tens
     tokens = tokens_of(row, batch)
     correction_T = batch.correction
     if correction_T is None:
-        correction_T = row.correction(tokens.log_weight, tokens.sample, tokens.advantages)
+        correction_T = row.correction.weights_of(tokens)
     surrogate = row.surrogate(tokens)
     token_T = correction_T * surrogate.loss_T
     counts_T = 1.0 if batch.counts is None else batch.counts
@@ -71,6 +73,9 @@ def objective(row: Algorithm, batch: TokenBatch, weight_T: Tensor) -> tuple[Tens
     if batch.full_kl is not None:
         terms["taught"] = batch.full_kl
         token_T = token_T + counts_T * row.distill.coef * batch.full_kl
+    if isinstance(row.distill, GatedDistill) and row.distill.coef:
+        terms["taught"] = row.distill.term(batch)
+        token_T = token_T + counts_T * row.distill.coef * terms["taught"]
     for term in row.terms:
         terms[f"term_{term.name}"] = term(batch)
         token_T = token_T + counts_T * term.coef * terms[f"term_{term.name}"]
@@ -88,9 +93,11 @@ def explain_objective(row: Algorithm) -> str:
     idle = {path for path in row.idle if "." not in path} | {
         name for name in ("kl", "entropy", "distill") if not getattr(row, name).coef
     }
+    idle |= set() if row.reading is None else {"distill"}
+    taught = row.distill.coef if row.reading is None and not row.distill.charged else 0.0
     shown = {family: part for family, part in row.parts.items() if family not in idle}
     penalty = f" + {row.kl.coef:g}·k" if row.kl.in_loss else ""
-    penalty += f" + {row.distill.coef:g}·d" if row.distill.coef and not row.distill.charged else ""
+    penalty += f" + {taught:g}·d" if taught else ""
     penalty += "".join(f" + {term.coef:g}·{term.name}" for term in row.terms)
     bonus = f" - {row.entropy.coef:g}·H" if row.entropy.coef else ""
     slope = f" + {row.kl.coef:g}·({row.kl.slope})" if row.kl.in_loss else ""
@@ -107,7 +114,7 @@ def explain_objective(row: Algorithm) -> str:
     )
     push = f" - {row.entropy.coef:g}·∇H" if row.entropy.coef else ""
     push += "".join(f" + {term.coef:g}·∇{term.name}" for term in row.terms)
-    push += f" + {row.distill.coef:g}·∇d" if row.distill.coef and not row.distill.charged else ""
+    push += f" + {taught:g}·∇d" if taught else ""
     kept = row.correction.denominator != "all"
     lines = [
         f"{row.name}  ({row.paper})",
@@ -118,6 +125,7 @@ def explain_objective(row: Algorithm) -> str:
         f"  w counts {'what the correction keeps of ' if kept else ''}the whole batch before the first forward pass: micro-batches and ranks cannot change it",
         f"gradient  at r = 1: sum of w·((c·({row.surrogate.slope}){slope})·∇logp{push})",
         *critic,
+        *([] if row.reading is None else [f"reading   beside it, not weighed by w: {row.reading[1]:g}·{row.distill}"]),
         *(
             ["masked    answers that the token limit cut off: no gradient; their rewards stay in the baseline"]
             if row.mask_truncated

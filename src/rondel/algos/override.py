@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from rondel.algos.component import LossTerm
 from rondel.core.errors import ConfigError
 from rondel.core.registry import find_registered, suggest_name
 
@@ -38,6 +39,48 @@ def override_knobs(part: Any, section: Any, known: dict[str, type], path: str) -
         return replace(part, **knobs)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+# what the trainer can give a loss term, as fields of its TokenBatch; a critic's values belong to a row with a critic
+TERM_NEEDS = frozenset({"advantages", "behavior_logprobs", "proximal_logprobs", "ref_logprobs"})
+
+
+def loss_terms(given: Any) -> tuple[LossTerm, ...]:
+    """The terms of your own that a recipe names."""
+    if not (isinstance(given, list | tuple) and all(isinstance(term, dict) and "kind" in term for term in given)):
+        raise ConfigError(f"algo.terms = {given!r}; write algo.terms = [{{ kind = 'module:MyTerm', coef = 0.1 }}]")
+    terms = []
+    for i, section in enumerate(given):
+        path, knobs = f"algo.terms[{i}]", {name: value for name, value in section.items() if name != "kind"}
+        cls = find_registered(f"{path}.kind", section["kind"], {})
+        if not (isinstance(cls, type) and issubclass(cls, LossTerm)):
+            raise ConfigError(
+                f"{path}.kind = '{section['kind']}' is {cls!r}; it must be a frozen dataclass that derives from "
+                f"rondel.algos.component.LossTerm"
+            )
+        terms.append(override_knobs(cls(), knobs, {}, path))
+        if odd := sorted(terms[-1].needs - TERM_NEEDS):
+            raise ConfigError(
+                f"{path}.kind = '{section['kind']}' needs {', '.join(odd)}; a loss term may need "
+                f"{', '.join(sorted(TERM_NEEDS))}"
+            )
+    if len({term.name for term in terms}) < len(terms):
+        raise ConfigError(f"algo.terms has a term twice: {', '.join(term.name for term in terms)}; each has one metric")
+    return tuple(terms)
+
+
+def checked_bool(name: str, value: Any) -> bool:
+    """True or false, and nothing that Python takes for it."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} = {value!r} is not true or false")
+    return value
+
+
+def filter_names(names: Any) -> tuple[str, ...]:
+    """A list of names."""
+    if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
+        raise ConfigError(f"[algo] filters = {names!r} is not a list of names; write filters = ['signal']")
+    return tuple(names)
 
 
 def _select_kind(part: Any, kind: Any, known: dict[str, type], path: str) -> Any:

@@ -28,7 +28,8 @@ def tokens_of(row: Algorithm, batch: TokenBatch) -> Tokens:
     flat_T = torch.zeros_like(proximal_T)
     if batch.demonstration is not None:  # nobody drew a demonstration
         drawn_T = torch.where(batch.demonstration.bool(), proximal_T, drawn_T)
-    anchor_T = drawn_T if row.ratio.anchor == "behavior" else proximal_T
+    anchor_T = {"behavior": drawn_T, "reference": batch.reference}.get(row.ratio.anchor, proximal_T)
+    assert anchor_T is not None, "the ratio is anchored at the reference, and none is known"
     return Tokens(
         logprobs=batch.logprobs,
         log_ratio=row.ratio(batch.logprobs - anchor_T, batch.sample),
@@ -40,6 +41,7 @@ def tokens_of(row: Algorithm, batch: TokenBatch) -> Tokens:
         entropy=flat_T if batch.entropy is None else batch.entropy.detach(),
         guided=flat_T.bool() if batch.demonstration is None else batch.demonstration.bool(),
         selected=flat_T.bool() if batch.selected is None else batch.selected.bool(),
+        age=flat_T if batch.age is None else batch.age,
     )
 
 
@@ -47,7 +49,7 @@ def decide_update(row: Algorithm, batch: TokenBatch) -> TokenBatch:
     """`batch` are all tokens of the update; -> the same with what the row decides over all of them at once."""
     tokens = tokens_of(row, batch.with_fields(logprobs=batch.proximal))
     dtype = tokens.logprobs.dtype
-    correction_T = row.correction(tokens.log_weight, tokens.sample, tokens.advantages)
+    correction_T = row.correction.weights_of(tokens)
     counts_T: Tensor | None = None
     if row.correction.denominator != "all":
         counts_T = row.correction.counts(tokens.log_weight, tokens.sample, correction_T).to(correction_T.dtype)

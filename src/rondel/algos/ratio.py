@@ -2,7 +2,8 @@
 
 The anchor is the proximal policy, which began the step: what lies between it and the
 behavior is the correction's. Anchored at the behavior itself (bypass) the ratio spans
-both, and no correction is left to make.
+both, and no correction is left to make. Anchored at the reference it is how far the policy has come in all; it is then
+not 1 at the first update, and a clip would hold the policy there.
 """
 
 from __future__ import annotations
@@ -14,24 +15,28 @@ from rondel.algos.scored_samples import over_group
 from rondel.algos.tensors import Tensor
 from rondel.core.registry import one_of
 
-ANCHORS = ("proximal", "behavior")
+NEEDS = {
+    "proximal": frozenset[str](),
+    "behavior": frozenset({"behavior_logprobs"}),
+    "reference": frozenset({"ref_logprobs"}),
+}
 
 
 @dataclass(frozen=True)
 class TokenRatio(Component):
     """log r_t = log pi(t) - log pi_anchor(t).  [T], [T] -> [T].  arXiv:1707.06347.  Each token stands for itself.
 
-    anchor    where the ratio starts: proximal, or behavior (bypass)
+    anchor    where the ratio starts: proximal, behavior (bypass), or reference
     """
 
     anchor: str = "proximal"
 
     def __post_init__(self) -> None:
-        one_of("anchor", self.anchor, ANCHORS)
+        one_of("anchor", self.anchor, NEEDS)
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"behavior_logprobs"} if self.anchor == "behavior" else ())
+        return NEEDS[self.anchor]
 
     def __call__(self, log_ratio_T: Tensor, sample_T: Tensor) -> Tensor:
         return log_ratio_T
@@ -46,7 +51,7 @@ class SequenceRatio(TokenRatio):
 
     A sample is clipped as a whole, and each of its tokens moves it by its share.
 
-    anchor    where the ratio starts: proximal, or behavior (bypass)
+    anchor    where the ratio starts: proximal, behavior (bypass), or reference
     """
 
     def __call__(self, log_ratio_T: Tensor, sample_T: Tensor) -> Tensor:
@@ -64,7 +69,7 @@ class SequenceTokenRatio(TokenRatio):
     The value of the sequence ratio; with one advantage a sample its gradient too. Made for
     advantages that differ within a sample.
 
-    anchor    where the ratio starts: proximal, or behavior (bypass)
+    anchor    where the ratio starts: proximal, behavior (bypass), or reference
     """
 
     def __call__(self, log_ratio_T: Tensor, sample_T: Tensor) -> Tensor:

@@ -39,6 +39,19 @@ def group_stds(rewards_N: Tensor, group_N: Tensor) -> Tensor:
     return (over_group(group_deviations(rewards_N, group_N).square(), group_N, "sum") / freedom_N).sqrt()
 
 
+def standardize_rewards(rewards_N: Tensor, group_N: Tensor, eps: float) -> Tensor:
+    """(r_i - mean) / (std + eps) over its group.  [N], [N] -> [N]."""
+    return group_deviations(rewards_N, group_N) / (group_stds(rewards_N, group_N) + eps)
+
+
+def whiten_values(values_M: Tensor) -> Tensor:
+    """(v - mean) / sqrt(var + 1e-8) over all of them, var unbiased.  [M] -> [M].  All 0
+    where they agree, or where there is only one.
+    """
+    whole_M = torch.zeros_like(values_M, dtype=torch.int64)
+    return group_deviations(values_M, whole_M) / (group_stds(values_M, whole_M).square() + 1e-8).sqrt()
+
+
 @dataclass(frozen=True)
 class ScoredSamples:
     """N samples of whole groups; T trainable tokens, in the order of the samples.
@@ -58,6 +71,11 @@ class ScoredSamples:
     ref_T: Tensor | None = None
     teacher_T: Tensor | None = None
     proximal_T: Tensor | None = None
+    collision_T: Tensor | None = None  # sum of p² over the vocabulary at the token
+    turn_T: Tensor | None = None  # int64: the same number along a turn, another in the next; None: a sample is one turn
+    # int64: turns with the same number began in the same state, and their samples are compared; None: all of a group did
+    state_T: Tensor | None = None
+    agents: tuple[str, ...] = ()  # N: who acted
 
     @property
     def token_rewards(self) -> Tensor:

@@ -24,22 +24,28 @@ from rondel.algos.advantage import (
     SignalCenter,
     WhitenedCenter,
 )
-from rondel.algos.aggregate import FixedNorm, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
+from rondel.algos.aggregate import FixedNorm, PromptMean, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from rondel.algos.component import Component, LossTerm
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
-from rondel.algos.distill import Distill, FullDistill
+from rondel.algos.discount import discounted_returns
+from rondel.algos.distill import Distill, EarlyDistill, FullDistill, GatedDistill, Observations
+from rondel.algos.divergence import Divergence
 from rondel.algos.entropy import EntropyBonus
-from rondel.algos.gae import Gae, Returns, discounted_returns
+from rondel.algos.gae import Gae, Returns
+from rondel.algos.group_advantages import AgentBaseline, BatchNorm, Classify, Redistribute, SoftValue
 from rondel.algos.kl import Kl
+from rondel.algos.mask_corrections import BinaryKlMask, Freshness, VariationMask
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
 from rondel.algos.off_policy_surrogates import CappedWeight, Guided, SecondMoment, Tapered
-from rondel.algos.override import override_knobs
+from rondel.algos.override import checked_bool, filter_names, loss_terms, override_knobs
 from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from rondel.algos.reward_transforms import ClipReward, KimiLength, NoShaping, Overlong
 from rondel.algos.scored_samples import ScoredSamples
+from rondel.algos.soft_surrogates import DivergencePenalty, FutureKl, GammaWeight, SquaredGap, UnboundedPositive
 from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient
 from rondel.algos.tensors import Tensor
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
+from rondel.algos.turn_advantages import StepGroups, TokenBaseline, TurnGae
 from rondel.algos.value import ClippedValue
 from rondel.core.errors import ConfigError
 from rondel.core.registry import find_registered, suggest_name
@@ -62,9 +68,23 @@ FAMILIES: dict[str, dict[str, type]] = {
         "gae": Gae,
         "returns": Returns,
         "constant": Constant,
+        "batch_norm": BatchNorm,
+        "soft_value": SoftValue,
+        "classify": Classify,
+        "redistribute": Redistribute,
+        "agent_baseline": AgentBaseline,
+        "step_groups": StepGroups,
+        "turn_gae": TurnGae,
+        "token_baseline": TokenBaseline,
         "preference": Preference,
     },
-    "distill": {"distill": Distill, "full": FullDistill},
+    "distill": {
+        "distill": Distill,
+        "early": EarlyDistill,
+        "gated": GatedDistill,
+        "full": FullDistill,
+        "observations": Observations,
+    },
     "ratio": {"token": TokenRatio, "sequence": SequenceRatio, "sequence_token": SequenceTokenRatio},
     "surrogate": {
         "clip": Clip,
@@ -82,14 +102,27 @@ FAMILIES: dict[str, dict[str, type]] = {
         "capped_weight": CappedWeight,
         "second_moment": SecondMoment,
         "guided": Guided,
+        "gamma_weight": GammaWeight,
+        "divergence_penalty": DivergencePenalty,
+        "unbounded_positive": UnboundedPositive,
+        "future_kl": FutureKl,
+        "squared_gap": SquaredGap,
     },
-    "correction": {"none": NoCorrection, "importance": Importance, "off_policy_mask": OffPolicyMask},
+    "correction": {
+        "none": NoCorrection,
+        "importance": Importance,
+        "off_policy_mask": OffPolicyMask,
+        "binary_kl_mask": BinaryKlMask,
+        "variation_mask": VariationMask,
+        "freshness": Freshness,
+    },
     "kl": {"kl": Kl},
     "entropy": {"bonus": EntropyBonus},
     "aggregate": {
         "token_mean": TokenMean,
         "seq_mean_token_mean": SeqMeanTokenMean,
         "seq_mean_token_sum": SeqMeanTokenSum,
+        "prompt_mean": PromptMean,
         "fixed_norm": FixedNorm,
     },
     "value": {"clipped": ClippedValue},
@@ -114,7 +147,7 @@ class Algorithm:
     entropy: EntropyBonus  # entropy_T -> bonus_T, on the tokens that `select` chose
     aggregate: Component  # lengths_N -> weight_N
     # (behavior_T, teacher_T) -> cost_T, or a term of the loss
-    distill: Distill | FullDistill = field(default_factory=Distill)
+    distill: Distill | GatedDistill | FullDistill | Observations = field(default_factory=Distill)
     value: ClippedValue = field(default_factory=ClippedValue)  # (values_T, old_T, returns_T) -> loss_T, clipped_T
     terms: tuple[LossTerm, ...] = ()  # per-token terms of your own, beside the surrogate
     filters: tuple[str, ...] = ()
@@ -160,7 +193,7 @@ class Algorithm:
     @property
     def corrects_staleness(self) -> bool:
         """Whether tokens that an older policy drew are weighed, masked or dropped for it."""
-        return self.uses_behavior_ratio or "behavior_logprobs" in self.correction.needs
+        return self.uses_behavior_ratio or bool(self.correction.needs & {"behavior_logprobs", "ages"})
 
     @cached_property
     def idle(self) -> dict[str, str]:
@@ -179,12 +212,12 @@ class Algorithm:
             idle["kl"] = f"it is part of the reward, and {idle['shaping']}"
         if "advantage" in idle and self.kl.in_advantage:
             idle["kl"] = f"it is part of the advantage, and {idle['advantage']}"
-        if "advantage" in idle and not isinstance(self.distill, FullDistill):
+        if "advantage" in idle and isinstance(self.distill, Distill):
             idle["distill"] = idle["advantage"]
         if "values" not in self.advantage.needs:
             idle["value"] = "the row has no critic"
         if (
-            isinstance(self.correction, OffPolicyMask)
+            isinstance(self.correction, OffPolicyMask | VariationMask)
             and isinstance(self.advantage, Constant | Accept)
             and not self.distill.coef
         ):
@@ -192,6 +225,17 @@ class Algorithm:
         for family, part in self.parts.items():
             idle |= {f"{family}.{knob}": why for knob, why in part.idle.items()}
         return idle
+
+    @property
+    def divergence(self) -> Divergence:
+        """Between the policy and a teacher, of a row that compares their whole distributions."""
+        assert isinstance(self.distill, FullDistill), f"the row {self.name} compares drawn tokens"
+        return self.distill.divergence
+
+    @property
+    def reading(self) -> tuple[Algorithm, float] | None:
+        """The row by which it learns what its policy only read, and the weight of that beside its own loss."""
+        return (SFT, self.distill.coef) if isinstance(self.distill, Observations) and self.distill.coef else None
 
     def with_shaped_rewards(self, scored: ScoredSamples) -> ScoredSamples:
         """Rewards, shaped and charged with the KL: `rewards_N`, and the same by token in
@@ -215,8 +259,7 @@ class Algorithm:
             found_T = found_T - discounted_returns(cost_T, scored.sample_T, gamma=1.0)
         if not isinstance(self.distill, Distill) or not self.distill.coef:
             return found_T
-        assert scored.behavior_T is not None and scored.teacher_T is not None
-        return found_T - self.distill(scored.behavior_T, scored.teacher_T).to(found_T.dtype)
+        return found_T - self.distill.charge(scored).to(found_T.dtype)
 
     def returns_T(self, scored: ScoredSamples) -> Tensor:
         """What the critic of a row with one is to learn."""
@@ -354,6 +397,51 @@ LUFFY = replace(
     GRPO, name="luffy", paper="arXiv:2504.14945", advantage=GroupCenter(), surrogate=Guided(), aggregate=FixedNorm()
 )
 
+# 2026
+VESPO = replace(GRPO, name="vespo", paper="arXiv:2602.10693", surrogate=GammaWeight(), aggregate=TokenMean())
+LUSPO = replace(
+    GSPO, name="luspo", paper="arXiv:2602.05261", surrogate=Clip(low=2e-3, high=2.5e-3), aggregate=SeqMeanTokenSum()
+)
+DRPO = replace(
+    DR_GRPO, name="drpo", paper="arXiv:2606.09821", ratio=TokenRatio("behavior"), surrogate=DivergencePenalty()
+)
+UP = replace(GRPO, name="up", paper="arXiv:2607.06987", surrogate=UnboundedPositive(), aggregate=TokenMean())
+FIPO = replace(DAPO, name="fipo", paper="arXiv:2603.19835", surrogate=FutureKl(low=0.2, high=0.28))
+VACO = replace(
+    CISPO,
+    name="vaco",
+    paper="arXiv:2603.01365",
+    ratio=TokenRatio("behavior"),
+    surrogate=ClippedWeight(low=1.0, high=19.0),
+    correction=VariationMask(),
+)
+KPOP = replace(DECOUPLED, name="kpop", paper="https://ringtech.notion.site/kpop", correction=BinaryKlMask())
+A_STAR_PO = replace(
+    REINFORCE,
+    name="a_star_po",
+    paper="arXiv:2505.20686",
+    advantage=SoftValue(),
+    ratio=TokenRatio("reference"),
+    surrogate=SquaredGap(),
+)
+REAL = replace(REINFORCE, name="real", paper="arXiv:2602.05630", advantage=Classify(), aggregate=SeqMeanTokenMean())
+SCALERL = replace(
+    CISPO,
+    name="scalerl",
+    paper="arXiv:2510.13786",
+    advantage=BatchNorm(),
+    aggregate=PromptMean(),
+    filters=("signal",),
+)
+GAR = replace(DR_GRPO, name="gar", paper="https://github.com/PrimeIntellect-ai/prime-rl", advantage=Redistribute())
+OTB = replace(REINFORCE, name="otb", paper="arXiv:2602.07078", advantage=TokenBaseline(), aggregate=TokenMean())
+IW_OPD = replace(OPD, name="iw_opd", paper="arXiv:2606.22600", distill=EarlyDistill(coef=1.0))
+ECHO = replace(DR_GRPO, name="echo", paper="https://github.com/PrimeIntellect-ai/prime-rl", distill=Observations())
+SDAR = replace(GRPO, name="sdar", paper="arXiv:2605.15155", distill=GatedDistill())
+RAE = replace(REINFORCE, name="rae", paper="arXiv:2506.24119", advantage=AgentBaseline())
+GIGPO = replace(GRPO, name="gigpo", paper="arXiv:2505.10978", advantage=StepGroups())
+TURN_PPO = replace(PPO, name="turn_ppo", paper="https://github.com/areal-project/AReaL/pull/1600", advantage=TurnGae())
+
 TABLE = {
     row.name: row
     for row in (
@@ -361,6 +449,8 @@ TABLE = {
         *(GSPO, GSPO_TOKEN, GMPO, CISPO, SAPO, DPPO_TV, DPPO_KL, KIMI, CLIP_COV, KL_COV, FORKING),
         *(OPO, REMAX, PASS_AT_K, MAXRL, GPG, GDPO, REINFORCE_PP, REINFORCE_PP_BASELINE, RAFT),
         *(DECOUPLED, TOPR, AIPO, M2PO, LUFFY, OPD, ONLINE_DPO),
+        *(VESPO, LUSPO, DRPO, UP, FIPO, VACO, KPOP, A_STAR_PO, REAL, SCALERL),
+        *(GAR, RAE, GIGPO, TURN_PPO, OTB, IW_OPD, SDAR, ECHO),
     )
 }
 
@@ -378,11 +468,11 @@ def resolve_algorithm(section: dict[str, Any]) -> Algorithm:
         if family in section
     }
     if "terms" in section:
-        changes["terms"] = _loss_terms(section["terms"])
+        changes["terms"] = loss_terms(section["terms"])
     if "filters" in section:
-        changes["filters"] = _filter_names(section["filters"])
+        changes["filters"] = filter_names(section["filters"])
     if "mask_truncated" in section:
-        changes["mask_truncated"] = _checked_bool("algo.mask_truncated", section["mask_truncated"])
+        changes["mask_truncated"] = checked_bool("algo.mask_truncated", section["mask_truncated"])
     row = replace(row, **changes)
     for path, why in row.idle.items():
         family, _, knob = path.partition(".")
@@ -402,42 +492,3 @@ def _find_row(kind: Any) -> Algorithm:
             "replace(GRPO, name=..., advantage=MyAdvantage()), a row of ours with parts of yours"
         )
     return row
-
-
-# what the trainer can give a loss term, as fields of its TokenBatch; a critic's values belong to a row with a critic
-TERM_NEEDS = frozenset({"advantages", "behavior_logprobs", "proximal_logprobs", "ref_logprobs"})
-
-
-def _loss_terms(given: Any) -> tuple[LossTerm, ...]:
-    if not (isinstance(given, list | tuple) and all(isinstance(term, dict) and "kind" in term for term in given)):
-        raise ConfigError(f"algo.terms = {given!r}; write algo.terms = [{{ kind = 'module:MyTerm', coef = 0.1 }}]")
-    terms = []
-    for i, section in enumerate(given):
-        path, knobs = f"algo.terms[{i}]", {name: value for name, value in section.items() if name != "kind"}
-        cls = find_registered(f"{path}.kind", section["kind"], {})
-        if not (isinstance(cls, type) and issubclass(cls, LossTerm)):
-            raise ConfigError(
-                f"{path}.kind = '{section['kind']}' is {cls!r}; it must be a frozen dataclass that derives from "
-                f"rondel.algos.component.LossTerm"
-            )
-        terms.append(override_knobs(cls(), knobs, {}, path))
-        if odd := sorted(terms[-1].needs - TERM_NEEDS):
-            raise ConfigError(
-                f"{path}.kind = '{section['kind']}' needs {', '.join(odd)}; a loss term may need "
-                f"{', '.join(sorted(TERM_NEEDS))}"
-            )
-    if len({term.name for term in terms}) < len(terms):
-        raise ConfigError(f"algo.terms has a term twice: {', '.join(term.name for term in terms)}; each has one metric")
-    return tuple(terms)
-
-
-def _checked_bool(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} = {value!r} is not true or false")
-    return value
-
-
-def _filter_names(names: Any) -> tuple[str, ...]:
-    if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
-        raise ConfigError(f"algo.filters = {names!r} is not a list of names; write algo.filters = ['signal']")
-    return tuple(names)

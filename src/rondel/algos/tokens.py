@@ -24,6 +24,7 @@ class TokenBatch:
     entropy: Tensor | None = None  # of the policy at the token, in nats
     behavior: Tensor | None = None  # log-probability when the token was drawn, by the engine
     versions: Tensor | None = None  # int64: of the weights that drew it
+    age: Tensor | None = None  # versions between those weights and the ones that begin the step
     proximal: Tensor | None = None  # log-probability by the weights that began the step
     trained: Tensor | None = None  # by the same weights, in the pass that trained the token
     start: Tensor | None = None  # by the weights that began the run
@@ -33,9 +34,10 @@ class TokenBatch:
     values: Tensor | None = None  # what the critic expected before the token
     returns: Tensor | None = None  # what the critic is to learn
     advantages: Tensor | None = None
+    collision: Tensor | None = None  # sum of p² over the vocabulary, by the weights that began the step
     score: Tensor | None = None  # the reward of the token's sample
     demonstration: Tensor | None = None  # bool: nobody drew it
-    full_kl: Tensor | None = None  # KL(policy || teacher) over the whole vocabulary
+    full_kl: Tensor | None = None  # divergence of policy and teacher over the whole vocabulary, of the row's kind
     # decided over the whole update before its first micro-batch (`decide_update`):
     correction: Tensor | None = None  # weight of the surrogate
     counts: Tensor | None = None  # 0 or 1: counts in the denominators, and pays KL and entropy
@@ -105,3 +107,4 @@ class Tokens:
     entropy: Tensor  # of the policy at the token
     guided: Tensor  # bool: the token is of a demonstration, not of the policy
     selected: Tensor  # bool: what the surrogate's own `select` chose of the whole update
+    age: Tensor  # versions since it was drawn

@@ -7,11 +7,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rondel.algos.component import Component, check_weight
+from rondel.algos.bounds import check_weight
+from rondel.algos.component import Component
+from rondel.algos.divergence import binary_kl, binary_tv
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.scored_samples import over_group
 from rondel.algos.surrogate import Surrogate, check_bounds
-from rondel.algos.tensors import Tensor, torch
+from rondel.algos.tensors import torch
 from rondel.algos.tokens import Tokens
 from rondel.core.errors import ConfigError
 from rondel.core.registry import one_of
@@ -151,18 +153,6 @@ class DivergenceMask(Component):
 
     def __str__(self) -> str:
         return f"-{'r' if self.cap is None else f'min(r, {self.cap:g})'}·A, 0 where r has left 1 in the direction of A by a binary {self.divergence} above {self.high:g} (up), {self.low:g} (down)"
-
-
-def binary_tv(now_T: Tensor, before_T: Tensor) -> Tensor:
-    """|p - q| from log p, log q.  [T], [T] -> [T].  The total variation of "this token or another"."""
-    return (now_T.exp() - before_T.exp()).abs()
-
-
-def binary_kl(now_T: Tensor, before_T: Tensor) -> Tensor:
-    """q·log(q/p) + (1-q)·log((1-q)/(1-p)) from log p, log q.  [T], [T] -> [T].  1-p and 1-q are kept above 1e-7."""
-    q_T = before_T.exp()
-    other_now_T, other_before_T = (-torch.expm1(x_T).clamp(max=-1e-7) for x_T in (now_T, before_T))
-    return q_T * (before_T - now_T) + other_before_T * (other_before_T.log() - other_now_T.log())
 
 
 @dataclass(frozen=True)

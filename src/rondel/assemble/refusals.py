@@ -66,11 +66,6 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             f'trainer.memory.optimizer = "host" with place.ranks = {job.place.ranks}: each rank keeps a shard of the '
             "optimizer on its own device. Remove it, or use one rank"
         )
-    if job.model.dtype == "float16" and job.place.ranks > 1:
-        raise ConfigError(
-            f'model.dtype = "float16" with place.ranks = {job.place.ranks}: its loss scale is kept for one rank. Use '
-            '"bfloat16", or one rank'
-        )
     guess = job.engine.speculative
     if not job.place.one_module and guess.kind == "draft" and guess.lr > 0:
         raise ConfigError(

@@ -25,7 +25,7 @@ def run(
 ) -> None:
     """Write a recipe, a reward and an environment that run.
 
-    run.toml, reward.py and environment.py, to be changed. No file is overwritten.
+    recipe.toml, reward.py and environment.py, to be changed. No file is overwritten.
     """
     files = project_files(model)
     if folder.exists() and not folder.is_dir():
@@ -41,8 +41,8 @@ def run(
     print(f"wrote {', '.join(str(folder / name) for name in files)}\n")
     if folder.resolve() != Path.cwd():
         print(f"cd {shlex.quote(str(folder))}")
-    print("rondel check run.toml        tries recipe, data, reward and environment before training")
-    print("rondel train run.toml        trains; the same command continues an interrupted run")
+    print("rondel check recipe.toml        tries recipe, data, reward and environment before training")
+    print("rondel train recipe.toml        trains; the same command continues an interrupted run")
     print("rondel view runs/first       shows what the model read and wrote")
 
 
@@ -54,4 +54,4 @@ def project_files(model: str) -> dict[str, str]:
             raise UserError(f"--model {model!r} is no model folder and no hub id")
         recipe = recipe.replace(MODEL, f'path = "{model}"', 1)
     code = {name: (TEMPLATES / name).read_text("utf-8") for name in ("reward.py", "environment.py")}
-    return {"run.toml": recipe} | code
+    return {"recipe.toml": recipe} | code

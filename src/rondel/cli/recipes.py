@@ -35,7 +35,7 @@ def run(
 ) -> None:
     """List the recipes that come with Rondel, or write one.
 
-    rondel recipes quickstart -o run.toml
+    rondel recipes quickstart -o recipe.toml
     """
     known = list_recipes()
     if not known:
@@ -46,7 +46,7 @@ def run(
         width = max(map(len, known))
         for recipe, path in known.items():
             print(f"{recipe:<{width}}  {first_comment(path.read_text(encoding='utf-8'))}")
-        print("\nrondel recipes NAME -o run.toml, then rondel train run.toml")
+        print("\nrondel recipes NAME -o recipe.toml, then rondel train recipe.toml")
         return
     stem = name.removesuffix(".toml")
     if stem not in known:
@@ -57,7 +57,7 @@ def run(
         print(text, end="")
         if modules:
             names = ", ".join(path.name for path in modules)
-            print(f"it names {names}: rondel recipes {stem} -o run.toml writes both", file=sys.stderr)
+            print(f"it names {names}: rondel recipes {stem} -o recipe.toml writes both", file=sys.stderr)
         return
     files = {output: text} | {output.parent / path.name: path.read_text(encoding="utf-8") for path in modules}
     if there := [str(path) for path in files if path.exists()]:

@@ -14,8 +14,8 @@ import math
 import re
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +118,9 @@ class ImageProcessorConfig:
         """(width, height) at which each frame of a video is seen, where steps of videos are read."""
         assert self.video is not None, "a model that reads frames as images"
         _check_proportions("a frame", width, height)
+        if self.video.frame is None:
+            each = replace(self, least=self.video.least, most=min(self.video.most, self.most))
+            return each.target_size(width, height)
         return self.video.target_size(width, height, frames, cell=self.token_pixels, image_most=self.most)
 
     def target_size(self, width: int, height: int) -> tuple[int, int]:
@@ -167,15 +170,18 @@ class Image:
     pixels   [F*H, W, 3] uint8, whole cells; the frames of a step below each other
     digest   of size and pixels: equal pictures are one wherever they are stored, encoded or cached
     frames   F; 1 for a picture
+    time     of a step that stands right behind the one before it: how many positions behind the first one (Qwen2-VL);
+             None for the first one, and for all that stands alone
     """
 
     pixels: np.ndarray
     cell: int
     digest: str
     frames: int = 1
+    time: int | None = None
 
     @classmethod
-    def from_pixels(cls, pixels: np.ndarray, cell: int, frames: int = 1) -> Image:
+    def from_pixels(cls, pixels: np.ndarray, cell: int, frames: int = 1, time: int | None = None) -> Image:
         pixels = np.ascontiguousarray(pixels)
         if (
             pixels.dtype != np.uint8
@@ -188,8 +194,9 @@ class Image:
                 f"pixels {pixels.shape} of {pixels.dtype}; they must be [H, W, 3] uint8 of whole cells of {cell}"
             )
         times = f"{frames}*" if frames > 1 else ""
+        times += "" if time is None else f"@{time} "
         head = f"{times}{pixels.shape[0]}x{pixels.shape[1]}/{cell}:".encode()
-        return cls(pixels, cell, blake2b(pixels.tobytes(), digest_size=16, key=head).hexdigest(), frames)
+        return cls(pixels, cell, blake2b(pixels.tobytes(), digest_size=16, key=head).hexdigest(), frames, time)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Image) and self.digest == other.digest
@@ -213,14 +220,19 @@ class Image:
     def stored_fields(self) -> list[Any]:
         """JSON-shaped; `from_stored_fields` gives it back."""
         packed = b64encode(zlib.compress(self.pixels.tobytes(), 1)).decode()
-        return [self.cell, self.rows, self.columns, packed, *([self.frames] if self.frames > 1 else [])]
+        return [self.cell, self.rows, self.columns, packed, *self.step_fields]
+
+    @property
+    def step_fields(self) -> list[int]:
+        """What is stored of a step of a video beside its pixels; nothing of a picture."""
+        return [self.frames, *([] if self.time is None else [self.time])] if self.frames > 1 else []
 
     @classmethod
     def from_stored_fields(cls, stored: list[Any]) -> Image:
         cell, rows, columns, packed, *more = stored
-        frames = more[0] if more else 1
+        frames, time = more[0] if more else 1, more[1] if len(more) > 1 else None
         pixels = np.frombuffer(zlib.decompress(b64decode(packed)), np.uint8)
-        return cls.from_pixels(pixels.reshape(frames * rows * cell, columns * cell, 3), cell, frames)
+        return cls.from_pixels(pixels.reshape(frames * rows * cell, columns * cell, 3), cell, frames, time)
 
     @property
     def name(self) -> str:
@@ -305,22 +317,35 @@ def position_rows(n: int, media: Sequence[ImagePlaceholder]) -> np.ndarray:
 
 def rope_positions(n: int, media: Sequence[ImagePlaceholder]) -> np.ndarray:
     """[3, n] time, row and column of each token (M-RoPE, arXiv:2409.12191). Text counts on
-    in all three; the cells of a picture share one time and stand at their row and column; text
-    goes on behind the larger side. Of a prefix
-    they are a prefix, also where it cuts a picture."""
+    in all three; the cells of a picture share one time and stand at their row and column; those of joined steps
+    differ in time alone; text goes on behind the largest of the three. Of a prefix they are a prefix, also where it cuts
+    a picture."""
     whole = max([n, *(place.end for place in media)])
     out = np.empty((3, whole), np.int64)
-    at = shift = 0
-    for place in media:
-        out[:, at : place.start] = np.arange(at, place.start) + shift
-        base, image = place.start + shift, place.image
-        cells = np.stack([np.zeros(image.tokens, np.int64), *np.divmod(np.arange(image.tokens), image.columns)])
-        out[:, place.start : place.end] = base + cells
-        at, shift = place.end, shift + max(image.rows, image.columns) - image.tokens
+    at = shift = base = 0
+    for place, (_, behind) in zip(media, _position_shifts(media)):
+        image = place.image
+        if image.time is None:
+            out[:, at : place.start] = np.arange(at, place.start) + shift
+            base = place.start + shift
+        times = np.full(image.tokens, image.time or 0)
+        out[:, place.start : place.end] = base + np.stack([times, *np.divmod(np.arange(image.tokens), image.columns)])
+        at, shift = place.end, behind
     out[:, at:] = np.arange(at, whole) + shift
     return out[:, :n]
 
 
+def _position_shifts(media: Iterable[ImagePlaceholder]) -> Iterator[tuple[ImagePlaceholder, int]]:
+    """Each picture, and what the position of a token behind it is more than its index."""
+    shift = extent = 0  # positions that a picture takes, or a run of joined steps so far
+    for place in media:
+        image = place.image
+        before = 0 if image.time is None else extent
+        extent = max(before, (image.time or 0) + 1, image.rows, image.columns)
+        shift += extent - before - image.tokens
+        yield place, shift
+
+
 def position_shift(media: Iterable[ImagePlaceholder]) -> int:
     """What the position of a token behind all pictures is more than its index; mostly below 0."""
-    return sum(max(place.image.rows, place.image.columns) - place.image.tokens for place in media)
+    return next(reversed([shift for _, shift in _position_shifts(media)]), 0)

@@ -2,7 +2,8 @@
 
 frames   f0 f1 │ f2 f3 │ f4 f4    equal sizes; the last one is repeated until the steps are whole
 steps      0   │   1   │   2      each an Image of `step` frames, with a run of placeholders behind its time
-written  <0.2 seconds><start>░░<end><1.2 seconds><start>░░<end><2.0 seconds><start>░░<end>
+apart    <0.2 seconds><start>░░<end><1.2 seconds><start>░░<end><2.0 seconds><start>░░<end>
+joined   <start>░░░░░░<end>         the time of a step is in its positions alone
 """
 
 from __future__ import annotations
@@ -12,22 +13,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 
 @dataclass(frozen=True, slots=True)
 class VideoProcessorConfig:
-    """How a model reads videos whose steps stand apart in the text (Qwen3-VL).
+    """How a model reads videos in steps: apart in the text, each behind its time (Qwen3-VL), or joined (Qwen2-VL).
 
     placeholder   the token that stands where a step is seen
-    frame         tokens around each run of placeholders
+    frame         tokens around the placeholders of each step; None where steps are joined
     step          frames of a step, which its tower merges
-    least, most   pixels of all frames together, which are scaled to lie between
+    least, most   pixels of all frames together, of joined steps those of each frame; they are scaled to lie between
+    rate          positions a second, where steps are joined; None: one a step
     """
 
     placeholder: int
-    frame: tuple[int, int]
+    frame: tuple[int, int] | None
     step: int
     least: int
     most: int
+    rate: float | None = None
 
     def target_size(self, width: int, height: int, frames: int, *, cell: int, image_most: int) -> tuple[int, int]:
         """(width, height) of every frame: whole cells, proportions kept as far as they go. `image_most`: pixels that
@@ -55,5 +60,18 @@ class VideoProcessorConfig:
 
     def written(self, times: Sequence[float], tokenizer: Any) -> str:
         """What stands for a video whose frames have these times, in seconds: a placeholder for each step."""
+        if self.frame is None:
+            return tokenizer.convert_ids_to_tokens(self.placeholder) * math.ceil(len(times) / self.step)
         begin, slot, end = tokenizer.convert_ids_to_tokens([self.frame[0], self.placeholder, self.frame[1]])
         return "".join(f"<{time:.1f} seconds>{begin}{slot}{end}" for time in self.step_times(times))
+
+    def step_positions(self, times: Sequence[float]) -> list[int | None]:
+        """Where each step stands behind the first one, in positions; None: it begins anew (Image.time)."""
+        steps = math.ceil(len(times) / self.step)
+        if self.frame is not None:
+            return [None] * steps
+        apart = 1.0
+        if self.rate is not None:  # frames a second in the mean; one frame alone needs none
+            seconds = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+            apart = round(self.rate * self.step * seconds, 6)
+        return [None, *(int(np.float32(i) * np.float32(apart)) for i in range(1, steps))]

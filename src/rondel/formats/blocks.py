@@ -39,12 +39,22 @@ def largest_of(blocks: Tensor, name: str) -> Tensor:
     finite; `name`: of the format.
     """
     largest = blocks.abs().amax((-3, -1), keepdim=True)
+    refuse_infinite(largest, name)
+    return largest
+
+
+def refuse_infinite(largest: Tensor, name: str) -> None:
+    """ModelError where one of the blocks' largest numbers, or of their scales, is not finite."""
     if not bool(torch.isfinite(largest).all()):
         raise ModelError(
             f"a weight that is not finite has no {name}: the training diverged, or the checkpoint is broken. "
             "Go on from an earlier checkpoint, or lower trainer.lr"
         )
-    return largest
+
+
+def divide(x: Tensor, by: float) -> Tensor:
+    """x / by, rounded once. By a number of the host CUDA multiplies with its reciprocal, and 448 s / 448 is not s."""
+    return x / x.new_full((), by)
 
 
 def round_up_to_bf16(scale: Tensor) -> Tensor:

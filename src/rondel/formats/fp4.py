@@ -12,6 +12,7 @@ from rondel.formats.blocks import (
     E4M3_MOST,
     LEAST,
     cut_blocks,
+    divide,
     divide_by_power,
     join_blocks,
     largest_of,
@@ -96,7 +97,7 @@ class Nvfp4(NumberFormat):
         largest = largest_of(blocks, self.name)
         # of eight bits, so that the largest number that is decoded leads to it again
         whole = (MOST * E4M3_MOST / largest.amax().clamp_min(LEAST)).to(torch.bfloat16).float()
-        scale = to_e4m3((largest * whole / MOST).clamp_min(LEAST_BLOCK))
+        scale = to_e4m3(divide(largest * whole, MOST).clamp_min(LEAST_BLOCK))
         codes = join_blocks(to_e2m1(blocks / (scale.float() / whole)), weight.shape)
         return {
             "weight_packed": pack_pairs(codes),

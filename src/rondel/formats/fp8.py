@@ -12,14 +12,17 @@ from rondel.formats.blocks import (
     E4M3,
     E4M3_MOST,
     cut_blocks,
+    divide,
     divide_by_power,
     join_blocks,
     largest_of,
     multiply_by_power,
+    refuse_infinite,
     round_up_to_bf16,
     to_e4m3,
 )
 from rondel.formats.number_format import NumberFormat, Parts
+from rondel.system.kernel_choice import KernelChoice, choose_kernel
 
 TOP = 8  # the exponent of its largest number
 
@@ -36,13 +39,23 @@ class Fp8(NumberFormat):
     block: tuple[int, int] = (128, 128)
 
     def encode(self, weight: Tensor) -> Parts:
+        if self.choose_kernel(weight, weight.dtype).takes_kernel:
+            from rondel.formats.fp8_kernel import encode_blocks
+
+            codes, scale = encode_blocks(weight, self.block[0])
+            refuse_infinite(scale, self.name)
+            return {"weight": codes, "weight_scale_inv": scale}
         blocks = cut_blocks(weight, *self._size(weight.shape))
-        scale = round_up_to_bf16(largest_of(blocks, self.name) / E4M3_MOST)
+        scale = round_up_to_bf16(divide(largest_of(blocks, self.name), E4M3_MOST))
         codes = join_blocks(to_e4m3(blocks / scale).view(torch.uint8), weight.shape).contiguous().view(E4M3)
         return {"weight": codes, "weight_scale_inv": scale[..., :, 0, :, 0].contiguous()}
 
     def decode(self, parts: Parts, dtype: torch.dtype = torch.float32) -> Tensor:
         codes, scale = parts["weight"], parts["weight_scale_inv"]
+        if self.choose_kernel(codes, dtype).takes_kernel:
+            from rondel.formats.fp8_kernel import decode_blocks
+
+            return decode_blocks(codes, scale, self.block[0], dtype)
         blocks = cut_blocks(codes, *self._size(codes.shape))
         return join_blocks(blocks * scale[..., :, None, :, None].float(), codes.shape).to(dtype)
 
@@ -50,6 +63,14 @@ class Fp8(NumberFormat):
         *lead, o, i = shape
         rows, columns = self._size(shape)
         return torch.Size(lead).numel() * (o * i + 4 * -(-o // rows) * -(-i // columns))
+
+    def choose_kernel(self, x: Tensor, dtype: torch.dtype) -> KernelChoice:
+        """Whether the kernels of fp8_kernel.py encode or decode `x`, whose numbers are of `dtype`."""
+        unsupported = {
+            f"blocks of {self.block[0]} × {self.block[1]}": self.block not in ((1, 128), (128, 128)),
+            str(dtype): dtype not in (torch.float32, torch.bfloat16, torch.float16),
+        }
+        return choose_kernel(x.device.type, *(what for what, present in unsupported.items() if present))
 
     def _size(self, shape: tuple[int, ...]) -> tuple[int, int]:
         return self.block[0] or shape[-2], self.block[1] or shape[-1]

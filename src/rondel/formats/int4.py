@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rondel.formats.blocks import LEAST, cut_blocks, join_blocks, largest_of
+from rondel.formats.blocks import LEAST, cut_blocks, divide, join_blocks, largest_of
 from rondel.formats.number_format import NumberFormat, Parts
 
 MOST = 7.0  # codes -7 to 7; -8 is read, never written
@@ -29,7 +29,7 @@ class Int4(NumberFormat):
 
     def encode(self, weight: Tensor) -> Parts:
         blocks = cut_blocks(weight, *self.block)
-        scale = (largest_of(blocks, self.name) / MOST).clamp_min(LEAST).to(torch.bfloat16)
+        scale = divide(largest_of(blocks, self.name), MOST).clamp_min(LEAST).to(torch.bfloat16)
         codes = (blocks / scale.float()).round_().clamp_(-MOST, MOST)
         codes = join_blocks(codes, weight.shape)
         return {

@@ -173,8 +173,8 @@ def _process(video: VideoFrames, sight: ImageProcessorConfig) -> list[Image]:
     seen = [scaled_pixels(head, size, sight) for head in heads]
     seen += [seen[-1]] * (-len(seen) % how.step)
     return [
-        Image.from_pixels(np.concatenate(seen[i : i + how.step]), sight.token_pixels, how.step)
-        for i in range(0, len(seen), how.step)
+        Image.from_pixels(np.concatenate(seen[i * how.step : (i + 1) * how.step]), sight.token_pixels, how.step, time)
+        for i, time in enumerate(how.step_positions(video.times))
     ]
 
 

@@ -42,7 +42,9 @@ LOSSES = {  # loss_type -> (row, how token terms are added up)
     "luspo": ("grpo", "seq_mean_token_sum"),
     "cispo": ("cispo", "token_mean"),
     "sapo": ("sapo", "seq_mean_token_mean"),
+    "vespo": ("vespo", "token_mean"),
 }
+SHAPE = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")  # of VESPO's weight
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")} | {"constant_with_warmup": "constant"}
 REASONS = {
     "launcher *": LAUNCHER,
@@ -217,6 +219,9 @@ def _translate_surrogate(s: PeerSettings, row: str) -> Iterator[Part]:
         yield RecipeLine(
             "algo.surrogate.negative", float(s.require_number("sapo_temperature_neg")), ("sapo_temperature_neg",)
         )
+    elif row == "vespo":
+        for knob in SHAPE:
+            yield RecipeLine(f"algo.surrogate.{knob}", float(s.require_number(f"vespo_{knob}")), (f"vespo_{knob}",))
     else:
         bound, delta = s.require_number(high), s.require_number("delta")
         yield RecipeLine("algo.surrogate.low", s.require_number("epsilon"), ("epsilon",))
@@ -269,8 +274,13 @@ def _advantage_lines(s: PeerSettings) -> Iterator[Part]:
     elif scale == "group":
         yield RecipeLine("algo.advantage.kind", "group_norm", ("scale_rewards",))
         yield RecipeLine("algo.advantage.eps", 1e-4)
+    elif scale == "batch":
+        table = {"kind": "batch_norm", "over": "rewards", "eps": 1e-4}
+        yield RecipeLine(
+            "algo.advantage", table, ("scale_rewards",), "over the step here, over a generation batch there"
+        )
     else:
-        yield MissingKeys(("scale_rewards",), "the deviation is the group's here, not the batch's")
+        yield MissingKeys(("scale_rewards",), "known here: group, batch or none")
     if s[how] == "sum_then_normalize":
         yield SameKeys((how,), "rewards are added before they are normalised")
 
@@ -285,6 +295,13 @@ def _correction_lines(s: PeerSettings) -> Iterator[Part]:
             "algo.correction", {"kind": "off_policy_mask", "delta": float(s.require_number(threshold))}, (threshold,)
         )
     if not use:
+        return
+    if s["loss_type"] == "vespo":
+        yield MissingKeys(
+            ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"),
+            "the weight of an answer reaches from the engine to the policy here, uncut; there the part between the engine "
+            "and the trainer is cut first",
+        )
         return
     level, _, action = str(s["vllm_importance_sampling_mode"]).partition("_")
     low, high = s["vllm_importance_sampling_clip_min"], s["vllm_importance_sampling_clip_max"]

@@ -4,7 +4,7 @@ chunking and cache state, and in the trainer.
 What must not depend on the batch is the order of every sum:
 
     linear layers      models/linear.py: oneDNN's rows do not depend on each other (bf16: in blocks of 64)
-    norms, activations row by row, in torch as they are
+    norms, activations row by row, in torch as they are; short convolutions tap by tap
     attention          here: each query over its context from the first token on, in blocks of BLOCK
                        keys; scores and weighted values are one small product a block, blocks are
                        added in order, and blocks that
@@ -30,6 +30,8 @@ from rondel.core.errors import ConfigError
 from rondel.models.cache_pools import PoolSlots
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.paged_layout import PagedLayout
+from rondel.models.recurrent.layout import SegmentStates, SlotStates
+from rondel.models.recurrent.mixers import keep_sums_in_order
 from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:
@@ -102,6 +104,10 @@ class AlignedPacked:
     def __init__(self, fast: PackedLayout) -> None:
         self.fast = fast
 
+    @property
+    def states(self) -> SegmentStates:
+        return self.fast.states
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         return _Attend.apply(q, k, v, rule.sinks, self, layer, rule)
 
@@ -149,6 +155,10 @@ class AlignedPaged:
 
     def __init__(self, fast: PagedLayout) -> None:
         self.fast = fast
+
+    @property
+    def states(self) -> SlotStates | None:
+        return self.fast.states
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         keys, values = self.fast.store_kv(layer, k, v)
@@ -204,10 +214,10 @@ def align_numerics(loaded: LoadedModel) -> None:
             f"engine.numerics = 'aligned': '{loaded.name}' has indexers that choose keys, or compressed ones, and the aligned attention reads "
             f"whole contexts; use numerics = 'fast'"
         )
-    if loaded.state_bytes:
+    if loaded.state_bytes and not keep_sums_in_order(loaded.model):
         raise ConfigError(
             f"engine.numerics = 'aligned': '{loaded.name}' has recurrent layers, whose sums depend on how a prompt is cut "
-            f"into chunks; use numerics = 'fast'"
+            f"into chunks (short convolutions alone do not); use numerics = 'fast'"
         )
     loaded.aligned, loaded.align = True, aligned_layout
     loaded.head.aligned = True

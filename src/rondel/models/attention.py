@@ -110,7 +110,7 @@ def rondel_attention(
         kwargs.get("s_aux"),
         kwargs.get("alibi_slopes"),
         _chosen_keys(kwargs.get("indices")),
-        kwargs.get("image_of_token"),
+        None if _stays_causal(module, sliding_window) else kwargs.get("image_of_token"),
     )
     if (up := getattr(module, "up_projection", None)) is None:
         out = layout.attend(layer, q, k, v, rule)
@@ -123,6 +123,11 @@ def _chunk_size(module: Any, layer: int) -> int | None:
     """transformers tells it to the mask alone."""
     kinds = getattr(getattr(module, "config", None), "layer_types", None)
     return module.config.attention_chunk_size if kinds and kinds[layer] == "chunked_attention" else None
+
+
+def _stays_causal(module: Any, window: int | None) -> bool:
+    """Whether image tokens see none behind them here, where elsewhere they may: full layers of Gemma 4."""
+    return window is None and getattr(getattr(module, "config", None), "use_bidirectional_attention", None) == "vision"
 
 
 def _chosen_keys(indices: Tensor | None) -> Tensor | None:

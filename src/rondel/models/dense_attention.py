@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rondel.models.score_rule import ScoreRule
 
 DENSE = 1 << 24  # largest number of scores that are written out at once
+SHORT = 256  # queries from which torch's fused kernels train as fast on a CPU; they keep no scores
 
 
 def sdpa(
@@ -33,7 +34,7 @@ def sdpa(
     a query to a key, which slopes need, both [B or 1, 1, Lq, Lk]; `widened` where products of the dtype are computed
     in fp32 (models/processor.py); `train` for packed training; `dense` to write the scores out. -> [B,H,Lq,D].
     """
-    small = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= DENSE
+    small = q.shape[2] < SHORT and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= DENSE
     dense = dense or rule.softcap is not None or (train and q.device.type == "cpu" and small)
     causal = mask is None
     if mask is None and (dense or rule.sinks is not None or rule.slopes is not None):
@@ -77,7 +78,7 @@ def _with_sink_key(
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, mask: Tensor | None, distance: Tensor | None, widened: bool
 ) -> Tensor:
-    """The scores written out. Training on a CPU takes it: torch's fused backward pass is 8
+    """The scores written out. Training on a CPU takes it for short segments: torch's fused backward pass is up to 8
     times slower there in bf16 (docs/LOG.md).
     """
     dtype = q.dtype

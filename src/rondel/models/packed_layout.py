@@ -304,11 +304,12 @@ class AttentionCall:
             self._masks[rule.reach] = seen & (self.of >= 0)[:, None, None]
         return self._masks[rule.reach]
 
-    def same_image(self, images: Tensor) -> Tensor:
-        """[S, L, P+L]: True where a key lies behind a query in the same image."""
+    def same_image(self, images: Tensor, asked: slice = slice(None)) -> Tensor:
+        """[S, L, P+L]: True where a key lies behind a query in the same image; `asked`: for these queries alone."""
         real = torch.where(self.used < 0, -1, images.cpu()[self.keys]).to(images.device)
-        own = images[self.queries.to(images.device)][:, :, None]
-        return (own >= 0) & (own == real[:, None]) & (self.distance()[:, 0] < 0)
+        own = images[self.queries[:, asked].to(images.device)][:, :, None]
+        behind = self.at[:, asked, None] < self.of[:, None]
+        return (own >= 0) & (own == real[:, None]) & behind
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         causal = self.keys.shape[1] == self.queries.shape[1] and rule.sees_all(self.queries.shape[1])
@@ -339,8 +340,12 @@ class AttentionCall:
             if rule.chosen is not None:
                 places = self.asked[:, first : first + q.shape[2]].to(q.device)
                 mask = mask & is_chosen(rule.chosen[places], of)[:, None]
+            if rule.images is not None:
+                mask = mask | self.same_image(rule.images, slice(first, first + q.shape[2]))[:, None]
             return sdpa(q, k, v, rule, mask=mask, distance=distance, widened=widened, train=True)
 
+        if rule.images is not None:  # an image may end behind the block
+            return _run_blocks(attend_block, size, q, (), k, v)
         return _run_blocks(attend_block, size, q, (k, v))
 
     def attend_compressed(
@@ -373,7 +378,7 @@ def _run_blocks(
 ) -> Tensor:
     """attend_block(first, q, *keys, *whole) of `size` queries at a time, with the keys up to the last of them."""
     blocks, length = [], q.shape[2]
-    context = keys[0].shape[2] - length
+    context = keys[0].shape[2] - length if keys else 0
     for first in range(0, length, size):
         last = min(first + size, length)
         rows = q[:, :, first:last], *(x[:, :, : context + last] for x in keys), *whole

@@ -65,7 +65,12 @@ class PatchGrids:
         ):
             if video in of_videos:
                 given[values] = torch.cat([part for part, own in zip(rows, of_videos) if own == video])
-                given[grids] = _grid_sizes(sight, [p.image for p in media if (p.image.frames > 1) == video])
+                own_images = [p.image for p in media if (p.image.frames > 1) == video]
+                given[grids] = _join_steps(_grid_sizes(sight, own_images), [image.time for image in own_images])
+        if sight.video is not None and sight.video.rate is not None and "video_grid_thw" in given:
+            given["second_per_grid_ts"] = _step_seconds(
+                sight.video.rate, [p.image for p in media if p.image.frames > 1]
+            )
         return given
 
     def processor_config(self, sight: ImageProcessorConfig) -> dict[str, Any]:
@@ -83,3 +88,22 @@ class PatchGrids:
 def _grid_sizes(sight: ImageProcessorConfig, images: Sequence[Image]) -> Tensor:
     """[images, 3] times, rows and columns of patches. A tower attends within a time, so steps of a video are images."""
     return torch.tensor([[1, image.rows * sight.merge, image.columns * sight.merge] for image in images])
+
+
+def _join_steps(grids: Tensor, times: Sequence[int | None]) -> Tensor:
+    """One grid for all steps of a video that stand behind each other."""
+    first = torch.tensor([time is None for time in times])
+    joined = grids[first].clone()
+    joined[:, 0] = (first.cumsum(0) - 1).bincount()
+    return joined
+
+
+def _step_seconds(rate: float, steps: Sequence[Image]) -> Tensor:
+    """[videos] seconds from one step to the next, by the positions of the last ones."""
+    found: list[list[int]] = []
+    for step in steps:
+        if step.time is None:
+            found.append([])
+        else:
+            found[-1].append(step.time)
+    return torch.tensor([times[-1] / len(times) / rate if times else 1.0 for times in found])

@@ -72,7 +72,7 @@ def hidden_states(model: Any, tokens: Tensor, positions: Tensor, seen: VisionFea
             mask = torch.zeros(1, len(tokens), dtype=torch.bool, device=tokens.device)
             mask[0, seen.rows] = True
             more |= {"visual_pos_masks": mask, "deepstack_visual_embeds": list(seen.features.deep)}
-        if family.mutual:
+        if family.mutual(model.config):
             more["image_of_token"] = seen.image_numbers(len(tokens))
     rows = positions if positions.ndim == 2 else positions.expand(4, -1)
     at = rows[1:, None] if family.mrope else rows[:1]
@@ -98,26 +98,28 @@ def sight_of(config: Any, folder: str | Path | None = None) -> ImageProcessorCon
     if "tiles" in fields:
         fields["tiles"] = TileConfig(*fields["tiles"])
     return ImageProcessorConfig(
-        video=_video_config(config, family, folder) if family.video else None,
+        video=_video_config(config, family, family.video, folder) if family.video else None,
         **fields,
         mean=tuple(given.get("image_mean") or family.pixels.mean),
         std=tuple(given.get("image_std") or family.pixels.std),
         form=family.form.name,
-        mutual=family.mutual,
+        mutual=family.mutual(config),
     )
 
 
-def _video_config(config: Any, family: VisionFamily, folder: str | Path | None) -> VideoProcessorConfig:
+def _video_config(config: Any, family: VisionFamily, kind: str, folder: str | Path | None) -> VideoProcessorConfig:
     """The same of videos; a random model has no least size but a few cells."""
-    tower, size = config.vision_config, _read_settings(folder, "video_preprocessor_config.json").get("size") or {}
-    least = 4 * (tower.patch_size * tower.spatial_merge_size) ** 2 if folder is None else VIDEO_PIXELS[0]
+    tower, given = config.vision_config, _read_settings(folder, "video_preprocessor_config.json")
+    size, pixels = given.get("size") or {}, VIDEO_PIXELS[kind]
+    least = 4 * (tower.patch_size * tower.spatial_merge_size) ** 2 if folder is None else pixels[0]
     begin, end, _ = (getattr(config, mark) for mark in family.marks)
     return VideoProcessorConfig(
         placeholder=config.video_token_id,
-        frame=(begin, end),
+        frame=(begin, end) if kind == "apart" else None,
         step=tower.temporal_patch_size,
-        least=int(size.get("shortest_edge") or least),
-        most=int(size.get("longest_edge") or VIDEO_PIXELS[1]),
+        least=int(given.get("min_pixels") or size.get("shortest_edge") or least),
+        most=int(given.get("max_pixels") or size.get("longest_edge") or pixels[1]),
+        rate=getattr(tower, "tokens_per_second", None) if kind == "joined" else None,
     )
 
 
@@ -136,7 +138,7 @@ def preprocessor_config(sight: ImageProcessorConfig) -> dict[str, dict[str, Any]
         size = {"shortest_edge": sight.video.least, "longest_edge": sight.video.most}
         files["video_preprocessor_config.json"] = {
             **plain,
-            "video_processor_type": "Qwen3VLVideoProcessor",
+            "video_processor_type": "Qwen2VLVideoProcessor" if sight.video.frame is None else "Qwen3VLVideoProcessor",
             "size": size,
         }
     return files

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from rondel.models.image_form import ImageForm, PixelDefaults
 from rondel.models.patch_grids import PatchGrids
@@ -17,21 +17,27 @@ from rondel.models.tiled_images import TiledImages
 
 HALF = PixelDefaults()
 CLIP = PixelDefaults((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), 56 * 56, 28 * 28 * 1280)
-VIDEO_PIXELS = (
-    128 * 32 * 32,
-    768 * 32 * 32,
-)  # least and most of all frames together, as Qwen3VLVideoProcessor has them
+VIDEO_PIXELS = {  # least and most: of all frames together as Qwen3VLVideoProcessor has them, of each as Qwen2VLVideoProcessor
+    "apart": (128 * 32 * 32, 768 * 32 * 32),
+    "joined": (128 * 28 * 28, 768 * 28 * 28),
+}
 
 
 def _has_tower(config: Any) -> bool:
     return config.vision_config is not None
 
 
-def _is_causal(config: Any) -> bool:
-    """Gemma 4 where the tokens of an image attend to those before them alone: its larger models let them see each
-    other, in sliding layers and not in the others, which the packed attention does not carry.
-    """
-    return _has_tower(config) and config.get_text_config().use_bidirectional_attention != "vision"
+def _causal(config: Any) -> bool:
+    return False
+
+
+def _mutual(config: Any) -> bool:
+    return True
+
+
+def _mutual_where_told(config: Any) -> bool:
+    """Larger models of Gemma 4, in their sliding layers (models/attention.py); the others are causal."""
+    return config.get_text_config().use_bidirectional_attention == "vision"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +50,8 @@ class VisionFamily:
     width   key of the vision config that is the width of the features; None where a projector sees to it
     pixels  what holds of images where the model's folder does not say
     mrope   a token's position is a time, a row and a column (M-RoPE); else it is its index
-    mutual  the tokens of an image attend to each other, also to those behind them
-    video   steps of a video stand apart in the text, each behind its time; else its frames are images
+    mutual  whether in a model with this config the tokens of an image attend to each other, also to those behind them
+    video   steps of a video stand apart in the text, each behind its time, or joined; else its frames are images
     reads   whether a model with this config looks at images here; else it reads text alone
     other_ids  keys of the config, each the id of a token that is embedded as padding, as the placeholder is; where
             layers have embeddings of their own (Gemma 4)
@@ -58,15 +64,15 @@ class VisionFamily:
     width: str | None = "out_hidden_size"
     pixels: PixelDefaults = HALF
     mrope: bool = True
-    mutual: bool = False
-    video: bool = False
+    mutual: Callable[[Any], bool] = _causal
+    video: Literal["apart", "joined"] | None = None
     reads: Callable[[Any], bool] = _has_tower
     other_ids: tuple[str, ...] = ()
     marks: tuple[str, str, str] = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
 
 
-_QWEN3 = VisionFamily(PatchGrids(), video=True)
-_QWEN2 = VisionFamily(PatchGrids(), pixels=CLIP)
+_QWEN3 = VisionFamily(PatchGrids(), video="apart")
+_QWEN2 = VisionFamily(PatchGrids(), pixels=CLIP, video="joined")
 
 _IDEFICS3 = VisionFamily(
     TiledImages(),
@@ -89,7 +95,7 @@ FAMILIES: dict[str, VisionFamily] = {
         tower=("vision_tower", "multi_modal_projector"),
         width=None,
         mrope=False,
-        mutual=True,
+        mutual=_mutual,
         marks=("boi_token_index", "eoi_token_index", "image_token_index"),
     ),
     "gemma4": VisionFamily(
@@ -99,7 +105,7 @@ FAMILIES: dict[str, VisionFamily] = {
         pixels=PixelDefaults((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
         mrope=False,
         marks=("boi_token_id", "eoi_token_id", "image_token_id"),
-        reads=_is_causal,
+        mutual=_mutual_where_told,
         other_ids=("video_token_id", "audio_token_id"),
     ),
     "idefics3": _IDEFICS3,

@@ -1,6 +1,7 @@
 """Bytes beside the devices of one machine: what `trainer.memory.activations` and `trainer.memory.optimizer` send there.
 
-host   inputs of layers, pinned · masters, gradients and moments of the policy and of a critic
+host   inputs of layers, pinned · masters, gradients and moments of the policy and of a critic · beside GPUs the record of
+       experts and chosen keys, of each cached token and of the samples of a step
 disk   inputs of layers, in a file in the folder of the run
 
 traffic of an update   a gradient of each number from each micro-batch, and its weight back, over the link to the host
@@ -9,7 +10,7 @@ traffic of an update   a gradient of each number from each micro-batch, and its 
 from __future__ import annotations
 
 from rondel.planner.hardware import GB
-from rondel.planner.memory import bytes_per_number, micro_batch_tokens
+from rondel.planner.memory import bytes_per_number, micro_batch_tokens, route_record_bytes
 from rondel.planner.workload import Workload
 
 
@@ -24,6 +25,9 @@ def bytes_beside(setting: Workload) -> dict[str, dict[str, float]]:
         numbers += critic.body_parameters + critic.embedding_parameters if critic is not None else 0
         each = {"masters": 4, "gradients": state.gradient, "moments": state.moments}
         found.setdefault("host", {}).update({name: size * numbers for name, size in each.items()})
+    if setting.hardware.on_gpu and any((routes := route_record_bytes(setting)).values()):
+        routes["routes of cached tokens"] *= setting.engine_count
+        found.setdefault("host", {}).update(routes)
     return found
 
 

@@ -27,7 +27,7 @@ from rondel.planner.resolve import (
     prefill_bytes,
     state_slots,
 )
-from rondel.planner.shapes import kept_bytes
+from rondel.planner.shapes import kept_bytes, route_bytes
 from rondel.planner.workload import OtherPolicy, Workload
 
 PHASES = ("generate", "logprob", "train", "sync", "wake")
@@ -36,6 +36,7 @@ LIBRARIES = 0.55 * GB  # resident of a process with torch and transformers befor
 # that the allocator keeps (runtime/devices.py)
 KEPT = 0.15
 DENSE = 1 << 24  # scores of one call that are written out on a CPU (models/dense_attention.py)
+SHORT = 256  # tokens of a segment whose scores are not, since a kernel is as fast
 LOGITS = 1 << 25  # entries of a chunk of logits in fp32 (train/logprobs.py); three of that size are alive at once
 
 
@@ -271,6 +272,10 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
         ]
         rows["images"] = {"train": own[0], "logprob": own[1]}
     rows["logits chunk"] = {"train": chunk, "logprob": chunk}
+    if each := _route_bytes(setting):
+        rows["replayed routes"] = dict.fromkeys(("train", "logprob"), 4.0 * each * tokens)  # int64 of a micro-batch
+        if not setting.hardware.on_gpu:
+            rows["routes of a step"] = dict.fromkeys(PHASES, setting.samples * (setting.prompt + setting.mean) * each)
     return rows
 
 
@@ -283,7 +288,9 @@ def micro_batch_tokens(setting: Workload) -> float:
 def activation_bytes(setting: Workload, tokens: float) -> float:
     """Activations of a token that a backward pass needs, in bytes."""
     s, long = setting.shape, setting.prompt + setting.mean
-    keys = (setting.new_tokens * long + setting.prompts * setting.prompt**2) / setting.packed_tokens
+    written = [setting.new_tokens * long * (setting.mean < SHORT)]
+    written.append(setting.prompts * setting.prompt**2 * (setting.prompt < SHORT))
+    keys = sum(written) / setting.packed_tokens  # whose scores a token keeps
     if setting.hardware.on_gpu or tokens * s.heads * keys > DENSE * max(1.0, tokens / long):
         return s.activation_bytes(setting.width)
     spread = (setting.samples * long + setting.prompts * setting.prompt) / setting.packed_tokens
@@ -312,7 +319,23 @@ def engine_memory(setting: Workload) -> dict[str, dict[str, float]]:
     """
     held = kv_tokens(setting) * setting.shape.kv_bytes(setting.width, tensor=setting.tensor)
     asleep = ("train", "logprob", "sync") if setting.offload and not setting.split else ()
-    return _engine_without_cache(setting) | {"KV cache": {phase: 0.0 if phase in asleep else held for phase in PHASES}}
+    routes = 0.0 if setting.hardware.on_gpu else route_record_bytes(setting)["routes of cached tokens"]
+    return _engine_without_cache(setting) | {
+        "KV cache": {phase: 0.0 if phase in asleep else held for phase in PHASES},
+        "routes of cached tokens": dict.fromkeys(PHASES, routes),
+    }
+
+
+def route_record_bytes(setting: Workload) -> dict[str, float]:
+    """In host memory, of one engine and of the samples of a step: experts and chosen keys, to be replayed."""
+    each, tokens = _route_bytes(setting), setting.samples * (setting.prompt + setting.mean)
+    return {"routes of cached tokens": float(kv_tokens(setting) * each), "routes of a step": tokens * each}
+
+
+def _route_bytes(setting: Workload) -> int:
+    """A token's record, in an engine that has pages for what it runs at its longest."""
+    pages = setting.pages or setting.running * (setting.prompt + setting.output)
+    return route_bytes(setting.shape, pages) if setting.replays else 0
 
 
 def _engine_without_cache(setting: Workload) -> dict[str, dict[str, float]]:

@@ -24,11 +24,14 @@ class RecurrentShape:
 
 @dataclass(frozen=True, slots=True)
 class IndexerShape:
-    """How many layers have an indexer (arXiv:2512.02556), its numbers, and the size of its key, cached for each token."""
+    """How many layers have an indexer (arXiv:2512.02556), its numbers, the size of its key, cached for each token, and
+    how many keys it chooses for a token.
+    """
 
     layers: int = 0
     numbers: int = 0
     key: int = 0
+    count: int = 0
 
 
 NO_STATE, NO_INDEXER = RecurrentShape(), IndexerShape()
@@ -48,7 +51,9 @@ def indexer_shape(get: Get, hidden: int, layers: int) -> IndexerShape:
         return NO_INDEXER
     heads, key = get("index_n_heads"), get("index_head_dim")
     own = [t == "full" for t in _indexer_types(get, layers)]
-    return IndexerShape(sum(own), get("q_lora_rank") * heads * key + hidden * (key + heads) + 2 * key, key)
+    return IndexerShape(
+        sum(own), get("q_lora_rank") * heads * key + hidden * (key + heads) + 2 * key, key, get("index_topk")
+    )
 
 
 def _indexer_types(get: Get, layers: int) -> list[str]:

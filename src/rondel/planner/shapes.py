@@ -249,6 +249,18 @@ class ModelShape:
         return 3 * (self.dense_layers * self.intermediate + sparse)
 
 
+def route_bytes(shape: ModelShape, pages: int) -> int:
+    """Record of the choices of one token, two bytes each (models/routing_tape.py): experts, and keys of indexers in an
+    engine of more `pages` than an indexer chooses.
+    """
+    if not shape.experts:
+        return 0
+    rows, width = shape.layers - shape.dense_layers, shape.indexer.count
+    if pages > width:
+        rows += shape.indexer.layers * -(-width // shape.per_token)
+    return 2 * rows * shape.per_token
+
+
 def kept_bytes(
     shape: ModelShape, bytes_each: float, everything: float, recompute: str, activations: str = "device"
 ) -> float:

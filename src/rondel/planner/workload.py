@@ -15,10 +15,11 @@ from rondel.planner.shapes import ModelShape, hub_cache, model_shape, of_recipe
 if TYPE_CHECKING:
     from rondel.core.config.job import Job
 
-CRITICS, TEACHERS, REFERENCES = {"ppo"}, {"opd"}, {"online_dpo"}  # rows of the table that need one as they stand
+# rows of the table that need one as they stand
+CRITICS, TEACHERS, REFERENCES = {"ppo", "turn_ppo"}, {"opd", "iw_opd", "sdar"}, {"online_dpo", "a_star_po"}
 IMAGE = 1024  # tokens of an image whose size nobody says: some 900 x 900 pixels
 ON_THIS_CPU = "device = auto is planned as this machine's CPU; --what-if hardware=h100 plans another"
-PROXIMAL = {"clip_cov", "kl_cov", "forking", "m2po", "online_dpo"}
+PROXIMAL = {"clip_cov", "kl_cov", "forking", "m2po", "online_dpo", "real", "otb"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Workload:
     policies  those beside the main one, each with an engine and a trainer of its own
     rank      of an adapter, 0 for none;  four_bits: its base lies as NF4, and is decoded layer by layer for every pass
     activations  where inputs of layers wait;  host_optimizer: masters, gradients and moments lie in host memory
+    replays   the engine records experts and chosen keys, and the trainer repeats them
     prefill   tokens of prompts that an engine reads in one step;  sync: sync.kind of the recipe
     image     tokens of the one image of a prompt, which are among its `prompt`, where the model
               sees;  tower: whether its eye learns, too
@@ -85,6 +87,7 @@ class Workload:
     proximal: bool = False
     policies: tuple[OtherPolicy, ...] = ()
     pages: int = 0
+    replays: bool = True
     prefill: int = 2048
     sync: str = "auto"
     image: int = 0
@@ -215,6 +218,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         critic=of_recipe(job.trainer.critic.path or job.model.path, hub_cache()) if row in CRITICS else None,
         proximal=row in PROXIMAL or job.loop.updates_per_step * job.loop.epochs > 1,
         pages=0 if job.engine.kv_pages == "auto" else int(job.engine.kv_pages),
+        replays=job.trainer.routing_replay is not False,
         prefill=job.engine.prefill_tokens,
         sync=job.sync.kind,
         image=image,

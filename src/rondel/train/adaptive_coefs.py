@@ -1,11 +1,15 @@
-"""Coefficients of KL and entropy that follow a target."""
+"""Coefficients of KL and entropy that follow a target, and baselines that follow what was earned."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from rondel.algos.group_advantages import AgentBaseline
 from rondel.algos.tokens import TokenBatch
 from rondel.train.pack import TrainBatch, TrainSample
 
@@ -14,11 +18,24 @@ if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
 
 
+STEERED = ("kl", "entropy")  # parts of a row whose coefficient follows a target
+BASELINE = "baseline of "  # what an agent has earned so far, by its name
+
+
 @dataclass
 class AdaptiveCoefs:
     """Where each coefficient with a target has got to, by its part of the row; a checkpoint keeps them."""
 
     values: dict[str, float] = field(default_factory=dict)
+
+    def stored(self) -> dict[str, Tensor]:
+        """As a checkpoint keeps them, among tensors of other names."""
+        return {f"{name}_coef": torch.tensor(value, dtype=torch.float64) for name, value in self.values.items()}
+
+    def restore(self, found: Mapping[str, Tensor]) -> None:
+        """From tensors whose names end in _coef: some may be those of weights with such a name."""
+        own = {name.removesuffix("_coef"): value for name, value in found.items() if value.numel() == 1}
+        self.values = {n: float(value) for n, value in own.items() if n in STEERED or n.startswith(BASELINE)}
 
     def update_coefs(self, batch: TrainBatch, algo: Algorithm | Mixture, main: Algorithm) -> dict[str, float]:
         """Coefficients with a target follow what the step measured of their samples. ->
@@ -32,11 +49,17 @@ class AdaptiveCoefs:
         if main.entropy.is_adaptive and own:
             told["train/entropy_coef"] = main.entropy.coef
             self.values["entropy"] = main.entropy.next_coef(_mean_entropy(own))
+        if isinstance(main.advantage, AgentBaseline):
+            moved = main.advantage.next_baselines([s.agent for s in own], [s.reward for s in own])
+            self.values |= {f"{BASELINE}{agent}": value for agent, value in moved.items()}
         return told
 
     def apply_coefs(self, algo: Algorithm) -> Algorithm:
         """The row with the coefficients that earlier steps have led to."""
-        known = {name: coef for name, coef in self.values.items() if getattr(algo, name).is_adaptive}
+        baselines = {n.removeprefix(BASELINE): b for n, b in self.values.items() if n.startswith(BASELINE)}
+        if baselines and isinstance(algo.advantage, AgentBaseline):
+            algo = replace(algo, advantage=replace(algo.advantage, baselines=algo.advantage.baselines | baselines))
+        known = {n: coef for n, coef in self.values.items() if n in STEERED and getattr(algo, n).is_adaptive}
         return replace(algo, **{name: replace(getattr(algo, name), coef=coef) for name, coef in known.items()})
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from rondel.algos.divergence import Divergence
 from rondel.core.errors import TrainError
 from rondel.models.head import LMHead
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.routing_tape import RoutingTape
-from rondel.train.logprobs import logprob_and_entropy, logprob_entropy_and_kl
+from rondel.train.logprobs import collision_probability, logprob_and_entropy, logprob_entropy_and_kl
 from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.row_share import RowShare, own_routes, own_share
@@ -66,6 +67,7 @@ def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | 
 
 
 def _join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:
+    """Of a row that ranks share: each rank's tape gets the routes of its own part of it."""
     if tape is not None and tape.routes is not None and not isinstance(own, PackedBatch):
         tape.flips = [own.join_rows(flips_t) if i in tape.own else flips_t for i, flips_t in enumerate(tape.flips)]
 
@@ -74,17 +76,18 @@ def forward_taught(
     loaded: LoadedModel,
     packed: PackedBatch,
     taught: TeacherDistribution,
+    apart_by: Divergence,
     *,
     temperature: float,
     tape: RoutingTape | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, and how far the whole distribution is from that of the teachers: KL(policy || teacher) [M]."""
+    """The same, and how far the whole distribution is from that of the teachers [M]."""
 
     def compute_logprobs_and_kl(head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
         hidden = loaded.hidden_states(
             packed.tokens, packed.positions, packed.layout, tape, packed.encode_images(loaded)
         ).index_select(0, packed.source)
-        return logprob_entropy_and_kl(hidden, packed.target, head, taught, temperature=temperature)
+        return logprob_entropy_and_kl(hidden, packed.target, head, taught, temperature=temperature, apart_by=apart_by)
 
     return loaded.run_with_head(compute_logprobs_and_kl)
 
@@ -146,6 +149,51 @@ def annotate_logprobs(
     written = ["teachers"] if isinstance(name, int) else ["proximal", "entropy"] if name == "proximal" else [name]
     ranks.exchange_tokens(batch, done, *written)
     return batch
+
+
+@torch.no_grad()
+def annotate_collisions(
+    loaded: LoadedModel,
+    batch: TrainBatch,
+    *,
+    budget: int,
+    temperature: float,
+    share: bool = True,
+    replay: bool = False,
+    ranks: SingleRank = ALONE,
+) -> None:
+    """Write the sum of p² over the vocabulary as the field `collision` of every sample's tokens, of the distributions that
+    they were drawn from: how likely two draws are the same. A pass of its own.
+    """
+    done: list[int] = []
+    for packed in micro_batches(
+        batch, budget, share=share, device=loaded.device, rank=ranks.data_rank, ranks=ranks.data_size
+    ):
+        tape = replay_tape(loaded, packed) if replay else None
+        if not loaded.has_head:
+            forward_stage(loaded, packed, tape)
+            continue
+        own: Any = packed if loaded.context is None else own_share(packed, loaded.context)
+
+        def compute_collisions(head: LMHead, own: Any = own, tape: Any = tape, packed: Any = packed) -> Tensor:
+            hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, tape, packed.encode_images(loaded))
+            return collision_probability(
+                hidden.index_select(0, own.source), head, temperature=temperature, kept=own.kept
+            )
+
+        found = own.join_targets(loaded.run_with_head(compute_collisions))
+        _join_flips(own, tape)
+        if not packed.idle:
+            done += packed.samples
+            batch.write_tokens(packed.samples, collision=found)
+    ranks.exchange_tokens(batch, done, "collision")
+
+
+def annotate_ages(batch: TrainBatch, version: int) -> None:
+    """Write how many versions lie between the weights that drew each token and those of `version`, which begin the step."""
+    drawn = batch.tokens().versions
+    if drawn is not None:
+        batch.write_tokens(age=(version - drawn).clamp(min=0))
 
 
 @torch.no_grad()

@@ -82,9 +82,7 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
         "rng": torch.get_rng_state(),
         "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps]),
     }
-    optimizer |= {
-        f"{name}_coef": torch.tensor(coef, dtype=torch.float64) for name, coef in trainer.coefs.values.items()
-    }
+    optimizer |= trainer.coefs.stored()
     critic = trainer.critic
     trained = [weights, *([] if critic is None else [critic.weights])]
     if trainer.ranks.size > 1 and lies_in_shards(loaded, trained):
@@ -217,9 +215,7 @@ def load_trainer(trainer: TrainerState, folder: Path) -> None:
         weights.load_masters(StoredTensors(folder / OPTIMIZER, "master.", behind=model))
         _load_moments(weights, optimizer)
         trainer.step_number, trainer.version, trainer.bad_steps = optimizer["numbers"].tolist()
-        trainer.coefs.values = {
-            name: float(optimizer[f"{name}_coef"]) for name in ("kl", "entropy") if f"{name}_coef" in optimizer
-        }
+        trainer.coefs.restore({name: optimizer[name] for name in optimizer if name.endswith("_coef")})
         torch.set_rng_state(optimizer["rng"])
         if trainer.critic is not None:
             path = folder / "critic.safetensors"

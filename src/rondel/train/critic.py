@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from rondel.algos.aggregate import sample_weights
 from rondel.models.activation_offload import activation_store
 from rondel.models.head import LMHead
 from rondel.models.recompute import install_recompute
@@ -103,7 +104,7 @@ class Critic:
         first micro-batch (law 3). -> its norm.
         """
         self.weights.zero_grad()
-        weight_N = weight * row.aggregate(batch.lengths_N).float().to(self.loaded.device)
+        weight_N = weight * sample_weights(row.aggregate, batch.lengths_N, batch.group_N).float().to(self.loaded.device)
 
         def forward(packed: PackedBatch, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
             if not self.loaded.has_head:

@@ -50,6 +50,7 @@ from rondel.models.tensor_cuts import TensorCuts, join_cuts
 from rondel.models.tensor_parallel import cut_model
 from rondel.system import sockets
 from rondel.train.annotate import logprobs_of
+from rondel.train.loss_scale import LossScale
 from rondel.train.mesh_layout import rank_part
 from rondel.train.optim import MasterWeights, spread_within_rounding
 from rondel.train.optimizers import ONE_RANK
@@ -311,6 +312,9 @@ class FsdpRank(SingleRank):
                 "shard each: leave it out"
             )
         stage, experts = self._stages.get(model), self._expert_cuts.get(model)
+        how["loss_scale"] = (
+            LossScale() if computes_in(model) == torch.float16 else None
+        )  # equal norms move it on all ranks
         if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad):
             return ShardedWeights(model, self.shard_group, self._cuts.get(model), experts=experts, stage=stage, **how)
         return ReplicatedWeights(model, self._stage_group(), stage=stage, **how)

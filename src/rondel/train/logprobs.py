@@ -1,10 +1,11 @@
 """Log-probability and entropy of chosen tokens, a chunk of rows at a time, with its
 own backward: full logits never exist. Where one chunk is enough, its exp(z - max) is kept for the backward.
+On a GPU the kernel of models/logprob_kernel.py computes the same tile by tile, where it can (`choose_logprob_kernel`).
 
 With z = logits / temperature, p = softmax(z):   logprob = z[target] - lse(z),   entropy = lse(z) - sum p z
     d logprob / dz = onehot(target) - p           d entropy / dz = -p (log p + entropy)
     kl = sum p (log p - log q)                    d kl / dz = p (log p - log q - kl)
-    with q of teachers, rebuilt for the chunk
+    with q of teachers, rebuilt for the chunk; other divergences by `algos/divergence.py`
 
 A token that was drawn from a part of the vocabulary (top-k, top-p) has that part's
 distribution: lse, p and entropy run over the ids that its draw kept, as recorded (law 4). The
@@ -17,17 +18,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rondel.algos.divergence import Divergence
 from rondel.algos.exponent import select_logprobs
-from rondel.models.linear import add_product, matmul
+from rondel.models.linear import add_product, as_factor, matmul
 from rondel.models.main_grad import main_grad
+from rondel.models.processor import HALVES
+from rondel.system.kernel_choice import KernelChoice, choose_kernel
 from rondel.train.sampling_mask import SupportMask
 from rondel.train.teacher_distributions import TeacherDistribution
 
 if TYPE_CHECKING:
     from rondel.models.head import LMHead
 
+REVERSE_KL = Divergence()
 LOGITS = 1 << 25  # entries of a chunk of logits: 128 MB in fp32
 
 
@@ -50,6 +55,7 @@ class _Chunked(torch.autograd.Function):
         temperature: float,
         kept: SupportMask | None,
         taught: TeacherDistribution | None,
+        apart_by: Divergence,
     ):
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.set_materialize_grads(
@@ -58,7 +64,7 @@ class _Chunked(torch.autograd.Function):
         part = head.part
         if part is not None and kept is not None:
             kept = kept.of_vocabulary(part.first, part.size)
-        ctx.head, ctx.temperature, ctx.kept, ctx.taught = head, temperature, kept, taught
+        ctx.head, ctx.temperature, ctx.kept, ctx.taught, ctx.apart_by = head, temperature, kept, taught, apart_by
         logprobs, entropies, apart = [], [], []
         chunks = _row_chunks(len(hidden), len(weight))
         keeps = len(chunks) == 1 and head.softcap is None and any(ctx.needs_input_grad)
@@ -73,7 +79,9 @@ class _Chunked(torch.autograd.Function):
             logprobs.append(logprob)
             mean = shifted.mul_(e).sum(-1, keepdim=True)
             entropies.append((total.log() - (part.sum(mean) if part else mean) / total)[:, 0])
-            if taught is not None:
+            if taught is not None and not apart_by.is_reverse_kl:
+                apart.append(apart_by(e / total, taught.log_q(rows))[0])
+            elif taught is not None:
                 apart.append(-entropies[-1] - (taught.log_q(rows).mul_(e).sum(-1, keepdim=True) / total)[:, 0])
             if keeps:
                 ctx.softmax = e.div_(total)
@@ -93,7 +101,7 @@ class _Chunked(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         main = main_grad(head.weight) if ctx.needs_input_grad[1] else None
         for rows in _row_chunks(len(hidden), len(weight)):
-            h = hidden[rows]
+            h = as_factor(hidden[rows], weight)
             bent = None
             if ctx.softmax is not None:
                 p, ctx.softmax = ctx.softmax, None
@@ -107,7 +115,9 @@ class _Chunked(torch.autograd.Function):
                 del masked
                 del logits  # here a step needs most memory: two arrays of a chunk are held at a time, not four
             pull: Tensor | None = None
-            if ctx.taught is not None and grad_kl is not None:
+            if ctx.taught is not None and grad_kl is not None and not ctx.apart_by.is_reverse_kl:
+                pull = ctx.apart_by(p, ctx.taught.log_q(rows))[1].mul_(grad_kl[rows, None])
+            elif ctx.taught is not None and grad_kl is not None:
                 pull = (
                     p.clamp_min(1e-38)
                     .log_()
@@ -157,6 +167,7 @@ class _Chunked(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -166,14 +177,61 @@ def logprob_and_entropy(
     """hidden [M,D], target [M] -> (logprob [M], entropy [M]) in fp32, of the distribution
     softmax(logits / temperature) over what was kept.
     """
-    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, kept, None)[:2]
+    if choose_logprob_kernel(hidden, head, kept).takes_kernel:
+        from rondel.models.logprob_kernel import fused_logprob_and_entropy
+
+        rows = as_factor(hidden, head.weight)
+        return fused_logprob_and_entropy(
+            rows, head.weight, head.bias, target, scale=head.scale, softcap=head.softcap, temperature=temperature
+        )
+    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, kept, None, REVERSE_KL)[:2]
+
+
+@torch.no_grad()
+def collision_probability(
+    hidden: Tensor, head: LMHead, *, temperature: float = 1.0, kept: SupportMask | None = None
+) -> Tensor:
+    """hidden [M,D] -> sum of p² [M] of the same distributions."""
+    part, out = head.part, []
+    if part is not None and kept is not None:
+        kept = kept.of_vocabulary(part.first, part.size)
+    for rows in _row_chunks(len(hidden), len(head.weight)):
+        z = head.logits(hidden[rows])
+        if temperature != 1.0:
+            z.div_(temperature)
+        if kept is not None:
+            z = kept.mask_logits(z, rows)
+        own = (torch.softmax(z, -1) if part is None else part.softmax(z)).square_().sum(-1)
+        out.append(own if part is None else part.sum(own))
+    return _cat_pieces(out, hidden)
+
+
+def choose_logprob_kernel(hidden: Tensor, head: LMHead, kept: SupportMask | None = None) -> KernelChoice:
+    """Whether `logprob_and_entropy` takes the kernel."""
+    weight, kind = head.weight, type(head.weight)
+    fits = weight.dtype in (torch.float32, *HALVES) and hidden.dtype in (torch.float32, weight.dtype)
+    unsupported = {
+        "a part of the vocabulary": head.part is not None,
+        "truncated support": kept is not None,
+        "aligned numerics": head.aligned,
+        "rounded logits": head.rounded and weight.dtype in HALVES,
+        f"a head that is a {kind.__name__}": kind not in (Tensor, nn.Parameter),
+        f"hidden states of {hidden.dtype} under a head of {weight.dtype}": not fits,
+    }
+    return choose_kernel(hidden.device.type, *(what for what, present in unsupported.items() if present))
 
 
 def logprob_entropy_and_kl(
-    hidden: Tensor, target: Tensor, head: LMHead, taught: TeacherDistribution, *, temperature: float = 1.0
+    hidden: Tensor,
+    target: Tensor,
+    head: LMHead,
+    taught: TeacherDistribution,
+    *,
+    temperature: float = 1.0,
+    apart_by: Divergence = REVERSE_KL,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, and KL(policy || teacher) [M] of the whole distributions."""
-    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, None, taught)
+    """The same, and how far the whole distributions are apart [M], by KL(policy || teacher) or another divergence."""
+    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, None, taught, apart_by)
 
 
 def _cat_pieces(pieces: list[Tensor], like: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from rondel.models.image_features import VisionFeatures
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.train.balance import PromptFamilies, balance_micro_batches, in_order
 from rondel.train.sampling_mask import SupportMask
+from rondel.train.turns import turns_of
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
@@ -116,6 +117,11 @@ class TrainSample:
         return int(self.trainable[0]) if len(self.trainable) else len(self.tokens)
 
     @property
+    def several_turns(self) -> bool:
+        """Something that it only read stands between what it wrote."""
+        return len(self.trainable) > 0 and int(self.trainable[-1] - self.trainable[0]) >= len(self.trainable)
+
+    @property
     def earned_tokens(self) -> np.ndarray:
         """[m] where its reward was earned."""
         if self.earned is None:
@@ -141,6 +147,11 @@ class TrainBatch:
         return torch.tensor([len(s.trainable) for s in self.samples], dtype=torch.int64)
 
     @property
+    def group_N(self) -> Tensor:
+        """Which samples answer one prompt."""
+        return torch.tensor([s.group for s in self.samples], dtype=torch.int64)
+
+    @property
     def scored_samples(self) -> ScoredSamples:
         """What advantages are made of."""
         names = dict.fromkeys(name for s in self.samples for name in s.parts)
@@ -164,7 +175,16 @@ class TrainBatch:
             ref_T=_double(tokens.reference),
             teacher_T=_double(tokens.teacher),
             proximal_T=_double(tokens.proximal),
+            collision_T=_double(tokens.collision),
+            agents=tuple(s.agent for s in self.samples),
+            **self._turns(),
         )
+
+    def _turns(self) -> dict[str, Tensor]:
+        if not any(s.several_turns for s in self.samples):
+            return {}
+        sides = [(s.group, s.agent) for s in self.samples]
+        return turns_of([s.trainable for s in self.samples], [s.keys for s in self.samples], sides)
 
     @property
     def total_tokens(self) -> int:
@@ -201,6 +221,11 @@ class TrainBatch:
             return [(algo, 1.0, self)]
         found = algo.split_by_row([s.stream for s in self.samples])
         return [(row, weight, TrainBatch([self.samples[i] for i in places])) for row, weight, places in found]
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether the proximal log-probabilities are with the samples."""
+        return all(s.known.proximal is not None for s in self.samples)
 
     def trainable_samples(self, row: Algorithm) -> TrainBatch:
         """The samples that give a gradient: all, or those that were not cut off where the row masks truncated ones."""

@@ -94,7 +94,7 @@ class ShardedWeights(MasterWeights):
         dist.all_reduce(square, group=self.group)
         if self.stage is not None:
             self.stage.link.ranks.all_reduce(square)
-        return square.sqrt()
+        return square.sqrt() / self._gradient_scale
 
     def _sum_parts(self) -> None:
         """Gradients of which several ranks have a part, in place: tp of what its parts keep whole, the two ends of a pipeline

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondel.algos.aggregate import masked_scale
+from rondel.algos.aggregate import masked_scale, sample_weights
 from rondel.algos.kl import k3
 from rondel.algos.mixture import Mixture
 from rondel.algos.objective import FIELDS, objective
@@ -35,6 +35,7 @@ from rondel.train import checkpoint
 from rondel.train.adaptive_coefs import AdaptiveCoefs
 from rondel.train.advantages import compute_advantages
 from rondel.train.mismatch import MismatchAlarm
+from rondel.train.observations import observed_batch
 from rondel.train.offload import Offload
 from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
@@ -222,6 +223,10 @@ class LocalTrainer:
                     notes.annotate_logprobs(
                         source, batch, FIELDS.get(need, need.removesuffix("_logprobs")), replay=replay, drawn=own, **how
                     )
+        if "collisions" in needs:
+            notes.annotate_collisions(self.loaded, batch, replay=settings.replay_routes, **how)
+        if "ages" in needs:
+            notes.annotate_ages(batch, self.version)
         if "teacher_logprobs" in needs:
 
             def annotate_teacher(teacher: LoadedModel, own: TrainBatch, number: int) -> None:
@@ -372,6 +377,9 @@ class LocalTrainer:
             critic_norm = torch.zeros(())
             shares = [(*found, found[2].trainable_samples(found[0])) for found in update.split_by_row(algo)]
             shares = [found for found in shares if found[3].samples]  # not all of them were cut off
+            for row, weight, _, own in list(shares):
+                if row.reading is not None and (read := observed_batch(own)).samples:
+                    shares.append((row.reading[0], weight * row.reading[1], read, read))
             for number, (row, weight, share, own) in enumerate(shares, 1):
                 scale = masked_scale(row.aggregate, own.lengths_N, share.lengths_N)
                 if not frozen:
@@ -380,7 +388,7 @@ class LocalTrainer:
                         row,
                         sums,
                         weight=weight * scale,
-                        proximal_noted="proximal_logprobs" in row.needs | more,
+                        proximal_noted="proximal_logprobs" in row.needs | more and own.is_noted,
                         last=number == len(shares),
                     )
                 if critic is not None and row is main:
@@ -432,7 +440,7 @@ class LocalTrainer:
         device = self.loaded.device
         decided = _decide_masks(batch, algo) if proximal_noted else None
         counted_N = counted_tokens(batch.lengths_N, decided.counts if decided is not None else None)
-        weight_N = weight * algo.aggregate(counted_N).float().to(device)
+        weight_N = weight * sample_weights(algo.aggregate, counted_N, batch.group_N).float().to(device)
         score_N = torch.tensor([s.reward for s in batch.samples], dtype=torch.float32, device=device)
         guided_N = torch.tensor([s.guided for s in batch.samples], dtype=torch.bool, device=device)
         faults: list[str] = []
@@ -448,7 +456,7 @@ class LocalTrainer:
             full_kl: Tensor | None = None
             if "teacher_hidden" in algo.needs:
                 taught = self.teachers.teacher_distribution(batch, packed, self.settings.temperature)
-                logprobs, entropy, full_kl = notes.forward_taught(self.loaded, packed, taught, **how)
+                logprobs, entropy, full_kl = notes.forward_taught(self.loaded, packed, taught, algo.divergence, **how)
             else:
                 logprobs, entropy = notes.forward(self.loaded, packed, drawn=True, **how)
             known = _visible_tokens(batch.tokens(packed.samples, device), algo, decides=proximal_noted)

@@ -30,8 +30,16 @@ def test_the_explained_slope_of_a_row_is_its_gradient(row, u, score):
     if row.name in ("m2po", "forking"):  # these name the tokens they train
         seen = replace(seen, selected=kept)
     row.surrogate(seen).loss_T.sum().backward()
-    names = {"A": 0.7, "u": u, "min": min, "cap": getattr(row.surrogate, "cap", None), "good": score > 0, "kept": True}
-    slope = row.surrogate.slope.replace("·", "*").replace("where kept", "if kept").replace(", else", " else")
+    names = {
+        "exp": math.exp,
+        "A": 0.7,
+        "u": u,
+        "min": min,
+        "cap": getattr(row.surrogate, "cap", None),
+        "good": score > 0,
+        "kept": True,
+    }
+    slope = row.surrogate.slope.replace("·", "*").replace("where ", "if ").replace("^", "**").replace(", else", " else")
     assert near(logp.grad, [float(eval(slope, names))])
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rondel.algos.advantage import whiten_values
-from rondel.algos.gae import discounted_returns, gae, next_values, sample_lengths
+from rondel.algos.discount import discounted_returns, gae, next_values, sample_lengths
 
 
 def naive(rewards, values, mask, gamma: float, lam: float) -> tuple[list[float], list[float]]:

@@ -21,7 +21,18 @@ from torch import Tensor
 from kits.algos import F64, Ragged, near, scored, tensor
 from kits.algos_oracle import CORR, ROOT, far_reference, of_verl
 from kits.algos_oracle import VERL as VERL_CASES
-from rondel.algos import advantage, aggregate, correction, gae, kl, ratio, surrogate, table
+from rondel.algos import (
+    advantage,
+    aggregate,
+    correction,
+    discount,
+    gae,
+    kl,
+    ratio,
+    surrogate,
+    table,
+    turn_advantages,
+)
 from rondel.algos.component import Component
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
@@ -186,6 +197,11 @@ ADVANTAGES = [
     ("opo", advantage.LengthBaseline(), {}),
     ("reinforce_plus_plus", gae.Returns(0.9), {"config": SimpleNamespace(gamma=0.9)}),
     ("reinforce_plus_plus_baseline", advantage.WhitenedCenter(), {}),
+    (
+        "optimal_token_baseline",
+        turn_advantages.TokenBaseline(),
+        {"old_log_probs": padded(BATCH.others_3T[0]), "sum_pi_squared": padded(BATCH.collision_T)},
+    ),
     ("grpo_passk", advantage.PassAtK(divide=True), {"config": {"norm_adv_by_std_in_grpo": True}}),
     ("grpo_passk", advantage.PassAtK(), {"config": {"norm_adv_by_std_in_grpo": False}}),
 ]
@@ -269,7 +285,7 @@ def test_gae_and_the_value_loss_are_verls_with_observations_in_between(verl):
     rewards, values, later, returns = torch.randn(4, 6, 40, generator=draw, dtype=F64)
     sample = torch.arange(6)[:, None].expand(6, 40)[mask]
     theirs, wanted = verl.compute_gae_advantage_return(rewards * mask, values, mask.to(F64), 0.97, 0.9)
-    advantages, found = gae.gae(rewards[mask], values[mask], sample, gamma=0.97, lam=0.9)
+    advantages, found = discount.gae(rewards[mask], values[mask], sample, gamma=0.97, lam=0.9)
     assert near(found, wanted[mask]) and near(advantage.whiten_values(advantages), theirs[mask], LOOSE)
     loss, clipped = verl.compute_value_loss(later, returns, values, mask.to(F64), 0.2)
     terms = ClippedValue(0.2)(later[mask], values[mask], returns[mask])
@@ -288,6 +304,20 @@ def test_the_steered_coefficient_is_verls(verl):
 
 # -- TRL
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_vespo_is_trls_where_it_cuts_nothing():
+    """Its weight of the sampler is that of every token, uncut; here one drift reaches from there to the policy."""
+    trainer = pytest.importorskip("trl.trainer.grpo_trainer", exc_type=ImportError).GRPOTrainer
+    batch = replace(BATCH, guided_N=BATCH.guided_N & False)
+    logits, logp, _ = leaf()
+    old, mu, _ = (padded(x) for x in batch.others_3T)
+    advantages = padded(table.VESPO.advantages_T(batch.scored()))
+    weight = torch.where(MASK > 0, (old - mu).exp(), 1.0)
+    phi = trainer.get_gamma_weights(advantages[:, :1], (logp - old).detach(), MASK, weight)
+    wanted = (-phi * advantages * logp * MASK).sum() / MASK.sum()
+    loss, gradient, _ = batch.loss(table.VESPO)
+    assert near(loss, wanted.detach()) and near(gradient, torch.autograd.grad(wanted, logits)[0])
 
 
 def trl_loss(row: table.Algorithm, loss_type: str, *, masked: Tensor | None = None, **knobs):

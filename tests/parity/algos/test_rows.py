@@ -10,7 +10,8 @@ import torch
 
 from kits.algos import F64, Ragged, lively, near, slope, tensor
 from kits.algos_oracle import naive
-from rondel.algos import correction, kl, table
+from rondel.algos import aggregate as aggregates
+from rondel.algos import correction, group_advantages, kl, mask_corrections, table, turn_advantages
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.objective import objective
 from rondel.algos.off_policy_surrogates import Tapered
@@ -79,6 +80,15 @@ def variants():
     yield pytest.param(
         replace(table.DPPO_TV, surrogate=DivergenceMask("tv", 0.1, 0.1, cap=1.1)).bounded(9), id="dppo with a cap"
     )
+    for rule in (
+        mask_corrections.BinaryKlMask(0.02, denominator="kept"),
+        mask_corrections.VariationMask(0.1, denominator="kept"),
+        mask_corrections.Freshness(2.0, oldest=2, denominator="kept"),
+        mask_corrections.Freshness(3.0),
+    ):
+        yield pytest.param(replace(table.GRPO, correction=rule), id=str(rule))
+    for how in (group_advantages.BatchNorm("rewards"), turn_advantages.StepGroups(0.7, 0.8)):
+        yield pytest.param(replace(table.GRPO, advantage=how, aggregate=aggregates.PromptMean()), id=str(how))
     yield pytest.param(replace(table.TOPR, surrogate=Tapered("token", above=0.5)), id="topr, token")
     yield pytest.param(replace(table.KIMI, surrogate=MirrorDescent(0.5, "token")), id="kimi, token")
 

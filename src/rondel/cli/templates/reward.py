@@ -1,4 +1,4 @@
-"""The reward. run.toml names it: `reward = { kind = "reward:grade", first_try = 0.1 }`.
+"""The reward. recipe.toml names it: `reward = { kind = "reward:grade", first_try = 0.1 }`.
 
 It runs in a process of its own with a wall clock. What it raises is counted as a failure and is never a 0.
 """

@@ -55,8 +55,8 @@ class AlgorithmConfig(ConfigSection):
     )
     ratio: dict[str, Any] = Field(
         {},
-        description="over what the ratio is taken and from where: token, sequence, sequence_token; anchor = proximal "
-        "or behavior",
+        description="over what the ratio is taken and from where: token, sequence, sequence_token; anchor = proximal, "
+        "behavior or reference",
     )
     surrogate: dict[str, Any] = Field(
         {},
@@ -65,7 +65,7 @@ class AlgorithmConfig(ConfigSection):
     correction: dict[str, Any] = Field(
         {},
         description="weight for tokens that other weights or another numeric path sampled: none, importance, "
-        "off_policy_mask",
+        "off_policy_mask, binary_kl_mask, variation_mask, freshness",
     )
     kl: dict[str, Any] = Field(
         {},
@@ -73,13 +73,18 @@ class AlgorithmConfig(ConfigSection):
         "the baseline: kind k1, k2, k3; coef; where; target; through; unbiased",
     )
     aggregate: dict[str, Any] = Field(
-        {}, description="the weight of a token: token_mean, seq_mean_token_mean, seq_mean_token_sum, fixed_norm"
+        {},
+        description="the weight of a token: token_mean, seq_mean_token_mean, seq_mean_token_sum, prompt_mean, fixed_norm",
     )
     shaping: dict[str, Any] = Field(
         {}, description="rewards -> rewards before the advantage: none, clip, overlong, kimi_length"
     )
     entropy: dict[str, Any] = Field({}, description="entropy bonus: coef, target, top")
-    distill: dict[str, Any] = Field({}, description="a teacher's opinion of every token: coef; needs model.teacher")
+    distill: dict[str, Any] = Field(
+        {},
+        description="a teacher's opinion of every token: distill, early, gated, full (with beta and top); they need "
+        "model.teacher. observations: learn what tools sent back. coef",
+    )
     value: dict[str, Any] = Field({}, description="what a critic minimises: clip")
     terms: list[dict[str, Any]] = Field(
         [], description='per-token loss terms of your own: kind = "module:NAME", coef and its knobs'

@@ -82,3 +82,15 @@ def _forward_with_layout(
         raise ModelError(f"batch of {hidden_states.shape[0]}: tokens are packed into one row [1, T], without padding")
     named = dict(zip([*inspect.signature(type(mixer).forward).parameters][2:], args))
     return forward(mixer, current_layout().states, hidden_states, kernels=fused_kernels, **named, **kwargs)
+
+
+def keep_sums_in_order(model: Any) -> bool:
+    """Let the states of aligned numerics have one order of sums. -> False, and nothing is changed, where a mixer has a
+    recurrence, whose sums depend on how a prompt is cut into chunks.
+    """
+    mixers = [m for m in model.modules() if type(m).__name__ in MIXERS]
+    if not mixers or any(MIXERS[type(m).__name__] is not forward_short_conv for m in mixers):
+        return False
+    for mixer in mixers:
+        mixer.in_order = True
+    return True

@@ -13,5 +13,6 @@ from rondel.models.recurrent.layout import RecurrentLayout
 def forward_short_conv(mixer: Any, states: RecurrentLayout, hidden: Tensor, **_: Any) -> Tensor:
     """hidden [1, T, D] -> [1, T, D]."""
     before, after, x = mixer.in_proj(hidden)[0].chunk(3, -1)
-    y = states.scan(mixer.layer_idx, CausalConv.of(mixer.conv), before * x)
+    conv = CausalConv.of(mixer.conv, in_order=getattr(mixer, "in_order", False))
+    y = states.scan(mixer.layer_idx, conv, before * x)
     return mixer.out_proj((after * y)[None])

@@ -29,17 +29,13 @@ class ImageStore:
         self._known: dict[str, Image] = {}
 
     def store_images(self, media: list[ImagePlaceholder]) -> list[list[Any]]:
-        """-> [start, digest, cell] of each, and of a step of a video its frames; `load_images` is the inverse."""
+        """-> [start, digest, cell] of each, and of a step of a video its frames and its time; `load_images` is the inverse."""
         for place in media:
             if not (path := self._image_path(place.image.digest)).exists():
                 out = io.BytesIO()
                 _import_pillow().fromarray(place.image.pixels).save(out, "PNG")
                 self._write_file(path, out.getvalue())
-        return [
-            [place.start, image.digest, image.cell, *([image.frames] if image.frames > 1 else [])]
-            for place in media
-            for image in [place.image]
-        ]
+        return [[place.start, place.image.digest, place.image.cell, *place.image.step_fields] for place in media]
 
     def load_images(self, rows: list[list[Any]]) -> list[ImagePlaceholder]:
         return [ImagePlaceholder(start, self._load_image(*stored)) for start, *stored in rows]
@@ -51,10 +47,13 @@ class ImageStore:
     def restore_data_urls(self, data: Any) -> Any:
         return _map_images(data, self._load_data_url)
 
-    def _load_image(self, digest: str, cell: int, frames: int = 1) -> Image:
+    def _load_image(self, digest: str, cell: int, frames: int = 1, time: int | None = None) -> Image:
         if digest not in self._known:
             image = Image.from_pixels(
-                np.asarray(_import_pillow().open(io.BytesIO(self._read_file(self._image_path(digest))))), cell, frames
+                np.asarray(_import_pillow().open(io.BytesIO(self._read_file(self._image_path(digest))))),
+                cell,
+                frames,
+                time,
             )
             if image.digest != digest:
                 raise CheckpointError(

@@ -4,7 +4,6 @@ one sample for every request that needs it.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,6 +26,7 @@ from rondel.generate.engine.builtin.vision_encoder import RequestImages, VisionE
 from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.recurrent.layout import SlotStates
 from rondel.models.routing_tape import RoutingTape
+from rondel.system.kernel_choice import choose_kernel
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.draft import DraftModel
@@ -319,9 +319,13 @@ def lines_of(loaded: LoadedModel, rows: int, pages: int) -> BlockTable | None:
 def has_kernel(loaded: LoadedModel) -> bool:
     mutual = loaded.sight is not None and loaded.sight.mutual
     # the kernel reads whole contexts, none of them beyond its query; ranks are told of a PagedLayout
-    gathers = loaded.indexers > 0 or loaded.compressed
-    fits = not loaded.aligned and not gathers and not mutual and not loaded.leads_ranks
-    return loaded.device.type == "cuda" and fits and importlib.util.find_spec("triton") is not None
+    unsupported = {
+        "aligned numerics": loaded.aligned,
+        "keys that are chosen or compressed": loaded.indexers > 0 or loaded.compressed,
+        "images whose tokens see each other": mutual,
+        "several ranks": loaded.leads_ranks,
+    }
+    return choose_kernel(loaded.device.type, *(what for what, present in unsupported.items() if present)).takes_kernel
 
 
 def _token_runs(feeds: list[TokenFeed]) -> list[TokenRun]:

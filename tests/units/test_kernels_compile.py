@@ -1,0 +1,44 @@
+"""Every kernel beside the paged one is compiled to machine code for cards that are not here: an A100, an H100 and a B200. A
+process imports Triton once for all of them; the tile of a real run goes to one card, small ones to the others.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kits.kernels import run_compiled
+
+pytest.importorskip("triton", reason="pip install triton")
+
+LOGPROBS = """
+from rondel.models import logprob_kernel as module
+kinds = {"target": "*i64"} | dict.fromkeys(("scale", "softcap", "temperature"), "fp32")
+kinds |= dict.fromkeys(("parts", "lse", "entropy", "grad_logprob", "grad_entropy", "out", "out_bias"), "*fp32")
+kinds |= dict.fromkeys(("hidden", "weight", "bias"), "*bf16")
+whole = {(module._forward_kernel, 80), (module._dhidden_kernel, 90), (module._dweight_kernel, 100)}
+for capability in (80, 90, 100):
+    for kernel in (module._forward_kernel, module._dhidden_kernel, module._dweight_kernel):
+        tile = module.tile_of(2) if (kernel, capability) in whole else module.TileShape(16, 16, 16)
+        extras = dict(CAPPED=capability == 80, BIAS=capability == 90, WANTS_BIAS=capability == 90, SPLITS=module.SPLITS)
+        made = compile_kernel(kernel, capability, kinds, module.OPTIONS, **tile.blocks, **extras)
+        assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 * 1024, made.metadata
+        cores = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}[capability]
+        assert cores in made.asm["ptx"] or (kernel, capability) not in whole
+"""
+FP8 = """
+from rondel.formats import fp8_kernel as module
+for capability, dtype in (80, "bf16"), (90, "fp32"), (100, "fp16"):
+    kinds = {"numbers": "*" + dtype, "codes": "*u8", "scales": "*fp32"}
+    for kernel in (module._encode_kernel, module._decode_kernel):
+        rows = module.TILE_ROWS if capability > 80 else 128
+        fixed = dict(ROWS=rows, COLUMNS=module.COLUMNS, BY_ROW=capability > 80)
+        made = compile_kernel(kernel, capability, kinds, module.OPTIONS, **fixed)
+        assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 * 1024, made.metadata
+        assert kernel is module._decode_kernel or "div.rn.f32" in made.asm["ptx"]
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_cards_that_are_not_here():
+    """Within the shared memory that the smallest card has, and with tensor cores where a tile is that of a run."""
+    run_compiled(LOGPROBS + FP8)
