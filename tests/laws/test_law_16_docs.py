@@ -38,6 +38,8 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "make train": "parsed: the quickstart takes minutes",
     "make test": "parsed: it is running",
     "make check": "parsed: it may be running",
+    "rondel init first": "whole",
+    "rondel init second --model smollm2-135m": "whole",
     "rondel check recipes/tiny.toml": "whole",
     "rondel train recipes/tiny.toml": "reduced",
     "rondel train recipes/tiny.toml --place.kind=split --loop.max_staleness=1 --algo.correction.kind=importance --run.folder=runs/apart": "reduced",

@@ -86,6 +86,12 @@ def test_every_verb_has_help(rondel, verb):
     assert code == 0 and f"rondel {verb}" in out
 
 
+def test_the_table_of_the_readme_has_every_verb():
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `rondel ([a-z-]+)", text, re.MULTILINE)
+    assert [verb for verb in VERBS if verb not in rows] == []
+
+
 def test_a_wrong_verb_exits_with_the_usage(rondel):
     code, _, err = rondel("trian", "x.toml")
     assert code == 2 and "trian" in err
