@@ -259,7 +259,7 @@ def test_what_is_no_image_where_one_must_be(server):
     low = [{"type": "image_url", "image_url": {"url": GOOD, "detail": "low"}}]
     assert 'detail = "low"' in told(chat, messages=[{"role": "user", "content": low}])
     assert "the keys ['type']" in told(chat, messages=[{"role": "user", "content": [{"type": "image_url"}]}])
-    assert "0 image placeholders for 1 images: the chat template shows no place" in told(
+    assert "0 image placeholders for 1 images and steps of videos: the chat template shows no place" in told(
         "/generate", **ids, image_data=GOOD
     )
     assert "must be a list of 2" in told("/generate", input_ids=[[5], [6]], image_data=[GOOD])

@@ -165,7 +165,7 @@ EXAMPLES = {
     "repair.py": "and so on",
     "relay.py": "by recipes/relay.toml",
     "my_loss_term.py": "tests/units/test_table.py",  # a path: that test runs it
-    **dict.fromkeys(("my_cuda_kernel.py", "my_tilelang_kernel.py"), "tests/units/test_example_kernels.py"),
+    **dict.fromkeys(("cuda_kernel.py", "tilelang_kernel.py"), "tests/units/test_example_kernels.py"),
     **dict.fromkeys(
         ("my_transport.py", "my_filter.py", "my_shaping.py", "my_batch.py", "my_engine.py"), "tests/units/test_seams.py"
     ),

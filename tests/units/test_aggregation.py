@@ -48,7 +48,13 @@ def test_the_weights_add_up_to_what_the_mode_says(lengths):
     counted = sum(n > 0 for n in lengths)
     total = {type(how).__name__: float((how(lengths_N) * lengths_N).sum()) for how in AGGREGATES}
     mean = sum(lengths) / counted if some else 0.0
-    wanted = {"TokenMean": float(some), "SeqMeanTokenMean": float(some), "SeqMeanTokenSum": mean, "FixedNorm": mean / 9}
+    wanted = {
+        "TokenMean": float(some),
+        "SeqMeanTokenMean": float(some),
+        "PromptMean": float(some),
+        "SeqMeanTokenSum": mean,
+        "FixedNorm": mean / 9,
+    }
     assert total == pytest.approx(wanted)
 
 

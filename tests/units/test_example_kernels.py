@@ -1,5 +1,5 @@
-"""The kernels of examples/ in other languages than Triton: "my_cuda_kernel:rms_norm" (CUDA C++ through NVRTC) and
-"my_tilelang_kernel:rms_norm". Each is compiled where its package is installed, and compared where there is a GPU, too."""
+"""The kernels of examples/ in other languages than Triton: "cuda_kernel:rms_norm" (CUDA C++ through NVRTC) and
+"tilelang_kernel:rms_norm". Each is compiled where its package is installed, and compared where there is a GPU, too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-PACKAGES = {"my_cuda_kernel:rms_norm": "cuda.core", "my_tilelang_kernel:rms_norm": "tilelang"}
+PACKAGES = {"cuda_kernel:rms_norm": "cuda.core", "tilelang_kernel:rms_norm": "tilelang"}
 
 
 def example(name: str):
@@ -34,17 +34,17 @@ def test_the_plain_code_is_that_of_torch(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_cuda_is_compiled_for_cards_that_are_not_here(capability):
-    needs("my_cuda_kernel:rms_norm")
+    needs("cuda_kernel:rms_norm")
     pytest.importorskip("cuda.bindings.nvrtc")
-    made = example("my_cuda_kernel:rms_norm").compiled(capability)
+    made = example("cuda_kernel:rms_norm").compiled(capability)
     assert made.startswith(b"\x7fELF") and b"rms_norm" in made
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_tilelang_writes_a_kernel_for_cards_that_are_not_here(capability):
-    needs("my_tilelang_kernel:rms_norm")
-    written = example("my_tilelang_kernel:rms_norm").source(capability)
+    needs("tilelang_kernel:rms_norm")
+    written = example("tilelang_kernel:rms_norm").source(capability)
     assert "__global__" in written and "rsqrtf" in written
 
 

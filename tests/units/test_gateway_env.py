@@ -242,7 +242,7 @@ def test_a_client_that_leaves_takes_its_request_along():
             "tool of type 'web'",
         ),
         ("/v1/completions", b'{"prompt": [1, 99999999]}', "token ids below"),
-        ("/v1/responses", b'{"input": "x", "previous_response_id": "r"}', "none of this episode"),
+        ("/v1/responses", b'{"input": "x", "previous_response_id": "r"}', "is not known here"),
         (
             "/v1/messages",
             b'{"messages": [{"role": "assistant", "content": "x"}]}',

@@ -20,7 +20,7 @@ from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.pipeline_stage import PipelineStage
 
 # inputs of each layer beside the hidden states, stacks that run several times, layers that read the embeddings again, one layer
-APART = ("gemma3n_text", "gemma4_text", "gemma4", "hrm_text", "zamba", "zamba2", "longcat_flash")
+APART = ("gemma3n_text", "gemma4_text", "gemma4", "hrm_text", "zamba", "zamba2", "longcat_flash", "zaya")
 SPLIT = [kind for kind in FAMILIES if kind not in APART]
 
 

@@ -39,7 +39,8 @@ def name_objects(tree: Any, at: str = "") -> Any:
     source = at.startswith("task.data.") and at.endswith(".kind")
     if isinstance(tree, Mapping) and not source:
         return {key: name_objects(value, f"{at}.{key}" if at else str(key)) for key, value in tree.items()}
-    if (source or at == "task.data") and not isinstance(tree, str) and not callable(tree):
+    plain = tree is None or isinstance(tree, str | int | float)
+    if (source or at == "task.data") and not plain and not callable(tree):
         name = _remember(_rows(tree, at), at)
         return name if source else {"kind": name}
     if isinstance(tree, (list, tuple)):
