@@ -28,6 +28,7 @@ SMALL = {
     "mesh": "--meshes pp=2 --families llama --rows grpo --groups 1 --samples 2",
     "overlap": "--rounds 1 --steps 4 --tokens 4 --hidden 32 --clock 0.05",
     "parity": "--model {model} --prompts 1 --samples 1 --new 4",
+    "placements": "--placements split-colocate --rounds 1 --steps 3 --tokens 4 --hidden 32 --groups 2 --answers 2",
     "plan": "--steps 2",
     "precision": "--model {model} --modes rounded fast --prompts 1 --samples 2 --new 4 --steps 1 --running 1 --rounds 1",
     "prefix": "--model {model} --prompt 16 --completion 4 --group 2 --repeat 1",
@@ -45,11 +46,7 @@ SMALL = {
     "wal": "--blocks 4",
     "weight_parts": "--mesh shards=2 --hidden 64 --layers 2 --pairs 1",
 }
-ELSEWHERE = {
-    "chaos": "minutes; by hand",
-    "placements": "it pins roles to cores, which tests share: by hand",
-    "kill_resume": "tests/laws/test_law_09_resume.py runs it",
-}
+ELSEWHERE = {"chaos": "minutes; by hand", "kill_resume": "tests/laws/test_law_09_resume.py runs it"}
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +76,7 @@ def test_it_runs(name, model):
     assert isinstance(told, dict)
     if name == "controller":  # of 4,900 samples: if they stayed, it would be 40 MB and more
         assert told["samples"] > 4500 and told["rss_mb_per_hour"] < 15
+    if name == "placements":
+        [run] = told.values()
+        assert run["issued"] == run["trained"] == 6 and run["unaccounted"] == 0
+        assert all(0 <= run[name] <= 1 for name in ("place_0", "place_1", "engine", "trainer", "reward_model"))

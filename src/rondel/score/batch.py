@@ -51,12 +51,18 @@ class Batcher:
                 self._process_batches(), context=Context()
             )  # not on the clock of the call that opened it
             self._open.add(lane)
-            lane.add_done_callback(self._open.discard)
         with pause_clock():
             await (me.begun if self.timed else asyncio.wait([me.answer]))
         return await me.answer
 
     async def _process_batches(self) -> None:
+        """A lane, until nobody waits. It is closed in the same step in which it finds nobody: whoever comes later opens another."""
+        try:
+            await self._serve_lane()
+        finally:
+            self._open.discard(asyncio.current_task())  # type: ignore[arg-type]  # a task runs this
+
+    async def _serve_lane(self) -> None:
         await asyncio.sleep(0)  # who comes in the same turn of the loop comes along
         while True:
             while self.door is not None and not self.door.is_set():
