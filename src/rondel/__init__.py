@@ -21,13 +21,15 @@ _HOMES = {
 
 
 def run(recipe: str | Path | dict[str, Any], *, quiet: bool = False, **sections: dict[str, Any]) -> dict[str, Any]:
-    """The whole loop in a notebook or a script: `rondel.run("recipes/quickstart.toml", loop={"steps": 5})`. -> the run card.
+    """The whole loop in a notebook or a script: `rondel.run("recipes/quickstart.toml", loop={"steps": 5})`. -> the run
+    card.
 
     recipe    a TOML file, or its tables as dicts: {"model": {...}, "task": {...}, ...}
     sections  tables of the recipe whose keys override it
 
-    Wherever a recipe names something of yours as "module:name", the function or class itself may stand: a reward, an environment, a
-    filter, a source of tasks; task.data may be a list of rows. Errors are `rondel.core.errors.RondelError`.
+    Wherever a recipe names something of yours as "module:name", the function or class itself may stand: a reward, an
+    environment, a filter, a source of tasks; task.data may be a list of rows. Errors are
+    `rondel.core.errors.RondelError`.
     """
     from concurrent.futures import ThreadPoolExecutor
 

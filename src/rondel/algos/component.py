@@ -106,7 +106,9 @@ class Component:
         raise NotImplementedError(f"{type(self).__name__} has no `select`")
 
     def weights_of(self, tokens: Tokens) -> Tensor:
-        """[T]: of a correction, the weight of every token; overridden by one that looks at more than its call is given."""
+        """[T]: of a correction, the weight of every token; overridden by one that looks at more than its call is
+        given.
+        """
         weight_T: Tensor = self(tokens.log_weight, tokens.sample, tokens.advantages)
         return weight_T
 

@@ -1,7 +1,7 @@
 """Sums along a sample of what comes later, discounted by how much later.
 
-T tokens, those of one sample side by side and in order · `sample_T` int64, the same number along a sample · `length_N` how
-long each is, never 0.
+T tokens, those of one sample side by side and in order · `sample_T` int64, the same number along a sample · `length_N`
+how long each is, never 0.
 """
 
 from __future__ import annotations

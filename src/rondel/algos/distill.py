@@ -59,11 +59,11 @@ class Distill(Component):
 
 @dataclass(frozen=True)
 class EarlyDistill(Distill):
-    """A_t' = A_t - coef·w_t·d_t, d_t = log pi_behavior - log pi_teacher, w_t = 1 + gamma·(1 - sum over s < t of |d_s| / sum
-    over the sample).  [T], [T] -> [T].  arXiv:2606.22600 (IW-OPD).
+    """A_t' = A_t - coef·w_t·d_t, d_t = log pi_behavior - log pi_teacher, w_t = 1 + gamma·(1 - sum over s < t of |d_s|
+    / sum over the sample).  [T], [T] -> [T].  arXiv:2606.22600 (IW-OPD).
 
-    The first tokens that the teacher would not have written weigh 1 + gamma, and what follows them less: where the policy
-    has already left the teacher's ways, the teacher's opinion is about contexts it would not have come to.
+    The first tokens that the teacher would not have written weigh 1 + gamma, and what follows them less: where the
+    policy has already left the teacher's ways, the teacher's opinion is about contexts it would not have come to.
 
     coef     what a nat between policy and teacher costs; 0 leaves the teacher out
     gamma    how much more the first tokens count
@@ -90,8 +90,8 @@ class EarlyDistill(Distill):
 
 @dataclass(frozen=True)
 class GatedDistill(Component):
-    """d_t = g_t·(log pi_teacher - log pi), g_t = sigmoid(beta·(log pi_teacher - log pi)) without gradient, in the loss.  [T],
-    [T] -> [T].  arXiv:2605.15155 (SDAR).
+    """d_t = g_t·(log pi_teacher - log pi), g_t = sigmoid(beta·(log pi_teacher - log pi)) without gradient, in the
+    loss.  [T], [T] -> [T].  arXiv:2605.15155 (SDAR).
 
     A likelihood of the drawn tokens, weighed by how much likelier the teacher finds them: what it would hardly have
     written is left alone, neither learned nor unlearned. The advantage stays what it is.
@@ -125,11 +125,12 @@ class GatedDistill(Component):
 
 @dataclass(frozen=True)
 class Observations(Component):
-    """d = mean of -log pi over the tokens that the policy only read after it began to write, in the loss.  prime-rl's ECHO.
+    """d = mean of -log pi over the tokens that the policy only read after it began to write, in the loss.  prime-rl's
+    ECHO.
 
-    The environment is the teacher: the policy learns to foresee what its tools will say. They are read anyway, but learned
-    in a pass of their own, which costs as much again. The mean is over all such tokens of the update; the markers of a
-    turn count as what stands in it. Pictures are left out, and the prompt is not learned.
+    The environment is the teacher: the policy learns to foresee what its tools will say. They are read anyway, but
+    learned in a pass of their own, which costs as much again. The mean is over all such tokens of the update; the
+    markers of a turn count as what stands in it. Pictures are left out, and the prompt is not learned.
 
     coef    weight of that mean beside the row's own loss; 0 leaves it out
     """
@@ -150,12 +151,12 @@ class FullDistill(Component):
     """d_t = sum_v p(v)·(log p(v) - log q(v)) over the whole vocabulary, in the loss and not in the
     advantage.  arXiv:2306.13649 (GKD).
 
-    Its gradient at a context is exact where `Distill` estimates it from one token: no variance
-    of the draw, at the price of the teacher's distribution at every token, which is rebuilt
-    from its last hidden states. Several teachers:
-    sum_i w_i·KL(p || q_i) / sum_i w_i, of which log q = sum_i w_i·log q_i / sum_i w_i has the same gradient. With `beta`
-    below 1 it is a Jensen-Shannon divergence, at 0 the forward KL, which asks the policy to cover all that the teacher
-    would write. With `top` only the policy's likeliest tokens are compared, and all others as one where `tail` is true.
+    Its gradient at a context is exact where `Distill` estimates it from one token: no variance of the draw, at the
+    price of the teacher's distribution at every token, which is rebuilt from its last hidden states. Several teachers:
+    sum_i w_i·KL(p || q_i) / sum_i w_i, of which log q = sum_i w_i·log q_i / sum_i w_i has the same gradient. With
+    `beta` below 1 it is a Jensen-Shannon divergence, at 0 the forward KL, which asks the policy to cover all that the
+    teacher would write. With `top` only the policy's likeliest tokens are compared, and all others as one where `tail`
+    is true.
 
     coef    what a nat between policy and teacher costs; 0 leaves the teacher out
     beta    1 KL(policy || teacher), 0 KL(teacher || policy), between them the divergence from (1 - beta)·p + beta·q

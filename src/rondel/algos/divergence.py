@@ -17,8 +17,8 @@ class Divergence:
         beta = 0    sum q·log(q/p)                      g = -q/p
         between     beta·KL(q || m) + (1 - beta)·KL(p || m), m = (1 - beta)·p + beta·q       g = (1 - beta)·log(p/m)
 
-    dD/dz = p·(g - sum p·g). With `top` the same over the policy's `top` likeliest tokens, for which both are scaled to a
-    sum of 1, or beside which all others are one more token (`tail`), whose members then share its pull.
+    dD/dz = p·(g - sum p·g). With `top` the same over the policy's `top` likeliest tokens, for which both are scaled to
+    a sum of 1, or beside which all others are one more token (`tail`), whose members then share its pull.
     """
 
     beta: float = 1.0

@@ -23,8 +23,9 @@ def _log_mean_exp(values_N: Tensor, group_N: Tensor) -> Tensor:
 class BatchNorm(Component):
     """A_i = (r_i - mean of its group) / (s + eps), s = std over the whole step.  -> [N].  arXiv:2510.13786 (ScaleRL).
 
-    One scale for the step, so a prompt on which nearly all agree is not blown up as `group_norm` does. s is unbiased, of
-    what the step's samples deviate from their groups' means, or of their rewards, as TRL has it. 0 for a constant group.
+    One scale for the step, so a prompt on which nearly all agree is not blown up as `group_norm` does. s is unbiased,
+    of what the step's samples deviate from their groups' means, or of their rewards, as TRL has it. 0 for a constant
+    group.
 
     over    what s is the std of: deviations or rewards
     eps     added to the standard deviation
@@ -79,13 +80,13 @@ class SoftValue(Component):
 
 @dataclass(frozen=True)
 class Classify(Component):
-    """A_i = c·e^(-s_i/tau) / (1 + sum of e^(-s/tau) over the good) for a good one, -c·e^(s_i/tau) / (1 + sum of e^(s/tau)
-    over the bad) for a bad one; c = N / (groups·tau).
+    """A_i = c·e^(-s_i/tau) / (1 + sum of e^(-s/tau) over the good) for a good one, -c·e^(s_i/tau) / (1 + sum of
+    e^(s/tau) over the bad) for a bad one; c = N / (groups·tau).
 
-    -> [N]; s = mean over the sample of log pi_proximal - log pi_behavior; good is above the group's mean. arXiv:2602.05630
-    (REAL). With l = -A·logp and w = 1/(N·length) it has the gradient of the mean over groups of log(1 + sum of e^(s/tau)
-    over the bad) + log(1 + sum of e^(-s/tau) over the good), taken where the step began: the first update is exact. No
-    weight exceeds c, whatever the rewards are. A constant group teaches nothing, and is counted.
+    -> [N]; s = mean over the sample of log pi_proximal - log pi_behavior; good is above the group's mean.
+    arXiv:2602.05630 (REAL). With l = -A·logp and w = 1/(N·length) it has the gradient of the mean over groups of log(1
+    + sum of e^(s/tau) over the bad) + log(1 + sum of e^(-s/tau) over the good), taken where the step began: the first
+    update is exact. No weight exceeds c, whatever the rewards are. A constant group teaches nothing, and is counted.
 
     tau    how sharply; 1/tau bounds the weight of a sample
     """
@@ -122,12 +123,13 @@ class Classify(Component):
 
 @dataclass(frozen=True)
 class Redistribute(Component):
-    """A_i = lambda·f_i·d_i where d_i > 0, else d_i; d = r - mean of its group, f = least + (1 - least)·quality.  -> [N].
+    """A_i = lambda·f_i·d_i where d_i > 0, else d_i; d = r - mean of its group, f = least + (1 - least)·quality.  ->
+    [N].
 
-    MiMo-V2.6, as prime-rl's GAR. lambda = sum of d / sum of f·d over those above the mean, at most `most`; then the group
-    is centered again, which changes something only where `most` binds. So what the winners of a group earned is shared
-    out by a judge's opinion of each, and the losers are left alone. The judge's opinion, in [0, 1], is a part of the
-    reward: let it weigh 0 there. One that has none counts as 0.5.
+    MiMo-V2.6, as prime-rl's GAR. lambda = sum of d / sum of f·d over those above the mean, at most `most`; then the
+    group is centered again, which changes something only where `most` binds. So what the winners of a group earned is
+    shared out by a judge's opinion of each, and the losers are left alone. The judge's opinion, in [0, 1], is a part
+    of the reward: let it weigh 0 there. One that has none counts as 0.5.
 
     part     the part of the reward that says how good a sample is
     least    f of the worst
@@ -175,10 +177,10 @@ class Redistribute(Component):
 class AgentBaseline(Component):
     """A_i = r_i - b of its agent; b' = decay^n·b + (1 - decay^n)·mean of the step's n rewards of that agent.  -> [N].
 
-    arXiv:2506.24119 (SPIRAL's role-conditioned advantage). In a zero-sum game the mean of a group is near 0 whatever the
-    policy does, and one role may win more by the rules alone: each agent is compared with what it usually earns. All of a
-    step are compared with the b from before it, so their order changes nothing; the paper moves b after each of them,
-    which is the same where the rewards agree. The trainer keeps b between steps, and checkpoints it.
+    arXiv:2506.24119 (SPIRAL's role-conditioned advantage). In a zero-sum game the mean of a group is near 0 whatever
+    the policy does, and one role may win more by the rules alone: each agent is compared with what it usually earns.
+    All of a step are compared with the b from before it, so their order changes nothing; the paper moves b after each
+    of them, which is the same where the rewards agree. The trainer keeps b between steps, and checkpoints it.
 
     decay        how much of b a reward leaves
     baselines    b at the start, by agent; one that is not named starts at 0

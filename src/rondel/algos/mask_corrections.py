@@ -1,5 +1,5 @@
-"""Corrections that look at more of a token than its log-weight: at its probabilities, or at its age. Their contract is in
-`correction.py`; what they look at comes with the tokens, so they answer `weights_of`.
+"""Corrections that look at more of a token than its log-weight: at its probabilities, or at its age. Their contract is
+in `correction.py`; what they look at comes with the tokens, so they answer `weights_of`.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ class BinaryKlMask(MaskCorrection):
 
 @dataclass(frozen=True)
 class VariationMask(MaskCorrection):
-    """c_t = 0 where the answer's mean of |proximal / behavior - 1| / 2 is above delta and A_t·log(proximal / behavior) > 0,
-    else 1.  [T] -> [T].
+    """c_t = 0 where the answer's mean of |proximal / behavior - 1| / 2 is above delta and A_t·log(proximal / behavior)
+    > 0, else 1.  [T] -> [T].
 
     arXiv:2603.01365 (VACO), an answer at a time as open-instruct has it. Half that mean estimates the total variation
-    between the two policies; in an answer beyond it no token is pushed further away from the behavior, while those that
-    are pulled back keep their gradient. It masks and does not weigh: beside it let the ratio be anchored at the behavior.
+    between the two policies; in an answer beyond it no token is pushed further away from the behavior, while those
+    that are pulled back keep their gradient. It masks and does not weigh: beside it let the ratio be anchored at the
+    behavior.
 
     delta          the total variation that an answer may have
     denominator    all or kept: do masked tokens count in the denominators?
@@ -101,8 +102,9 @@ class Freshness(MaskCorrection):
     """c_t = 2^(-age / half_life), 0 where age > oldest; age = versions since the token was drawn.  [T] -> [T].
 
     No paper's: a token counts by how old the weights were that drew it, whatever their probabilities say, as replay by
-    freshness does (arXiv:2604.16918) with whole samples. It does not reach from the behavior to the policy: beside it let
-    the ratio be anchored at the behavior, or be sure that a version is a small step. An answer may span several versions.
+    freshness does (arXiv:2604.16918) with whole samples. It does not reach from the behavior to the policy: beside it
+    let the ratio be anchored at the behavior, or be sure that a version is a small step. An answer may span several
+    versions.
 
     half_life      after so many versions a token counts half
     oldest         a token older than this counts nothing; None leaves that open

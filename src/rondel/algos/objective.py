@@ -43,7 +43,8 @@ FIELDS = {
 
 
 def objective(row: Algorithm, batch: TokenBatch, weight_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """L = sum_t w_t·(c_t·l_t + kl.coef·k_t + distill.coef·d_t + sum of terms - entropy.coef·H_t).  -> scalar, {name: [T]}.
+    """L = sum_t w_t·(c_t·l_t + kl.coef·k_t + distill.coef·d_t + sum of terms - entropy.coef·H_t).  -> scalar, {name:
+    [T]}.
 
     The gradient flows through `logprobs`, `entropy` and `full_kl` (d) of the batch. The terms are detached and per
     token, for metrics: ratio, clipped, correction; kl where a reference was given, taught where a teacher was, gap

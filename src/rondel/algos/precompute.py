@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def tokens_of(row: Algorithm, batch: TokenBatch) -> Tokens:
-    """The tokens as the parts of a row see them; needs `logprobs`, and `proximal` or takes the log-probabilities for it.
+    """The tokens as the parts of a row see them; needs `logprobs`, and `proximal` or takes the log-probabilities for
+    it.
 
     In the first update the proximal policy may be the policy itself: no gradient passes through it.
     """

@@ -1,5 +1,5 @@
-"""The scored samples of a step on their way to advantages, and sums and means over the members of a group. Everything here sees the
-whole step, before any split.
+"""The scored samples of a step on their way to advantages, and sums and means over the members of a group. Everything
+here sees the whole step, before any split.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class ScoredSamples:
     proximal_T: Tensor | None = None
     collision_T: Tensor | None = None  # sum of p² over the vocabulary at the token
     turn_T: Tensor | None = None  # int64: the same number along a turn, another in the next; None: a sample is one turn
-    # int64: turns with the same number began in the same state, and their samples are compared; None: all of a group did
+    # int64: turns with the same number began in the same state, and their samples are compared; None: all of a group
+    # did
     state_T: Tensor | None = None
     agents: tuple[str, ...] = ()  # N: who acted
 

@@ -1,4 +1,6 @@
-"""Surrogates that bend the weight of a token or an answer instead of cutting it off. Their contract is in `surrogate.py`."""
+"""Surrogates that bend the weight of a token or an answer instead of cutting it off. Their contract is in
+`surrogate.py`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ LEAST = math.log(1e-8)  # of the log-weight of a whole answer
 
 @dataclass(frozen=True)
 class GammaWeight(Component):
-    """l = -phi(W)·A·logp, phi(W) = W^k·exp(lambda·(1 - W)), W = policy / behavior of the whole answer, without gradient.
+    """l = -phi(W)·A·logp, phi(W) = W^k·exp(lambda·(1 - W)), W = policy / behavior of the whole answer, without
+    gradient.
 
     arXiv:2602.10693 (VESPO). phi(1) = 1; it falls on both sides, so an answer that the policy has left weighs little,
     whether it became likelier or not. No length enters W, so it reaches far from 1 quickly: the steeper k and lambda,

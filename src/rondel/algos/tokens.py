@@ -49,7 +49,9 @@ class TokenBatch:
         return replace(self, **known)
 
     def __getstate__(self) -> dict[str, Any]:
-        """To another process: arrays, which can travel beside a pickle; and a part of a tensor would travel as the whole."""
+        """To another process: arrays, which can travel beside a pickle; and a part of a tensor would travel as the
+        whole.
+        """
         known = {f.name: getattr(self, f.name) for f in fields(self)}
         teachers = {number: _to_array(value) for number, value in self.teachers.items()}
         more = {

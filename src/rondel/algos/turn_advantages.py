@@ -13,13 +13,13 @@ from typing import ClassVar
 from rondel.algos.bounds import check_shares
 from rondel.algos.component import Component
 from rondel.algos.discount import discounted_returns, gae, sample_lengths
+from rondel.algos.gae import Gae
 from rondel.algos.scored_samples import (
     ScoredSamples,
     group_deviations,
     group_sizes,
     over_group,
     standardize_rewards,
-    whiten_values,
 )
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
@@ -109,9 +109,10 @@ class TokenBaseline(Component):
     """A_t = G_t - sum of W_t·G_t / sum of W_t over the answers of its group that have a t-th token.  -> [T].
     arXiv:2602.07078 (OTB).
 
-    G_t is what token t and those behind it earned, W_t = sum over j <= t of (1 - 2·pi_j + sum of pi²) the squared gradients
-    of the logits so far: the baseline of least variance at that place, for an answer that was undecided so far varies
-    most. Where no other answer is as long the baseline is 0, as verl has it, so the end of the longest one gets G itself.
+    G_t is what token t and those behind it earned, W_t = sum over j <= t of (1 - 2·pi_j + sum of pi²) the squared
+    gradients of the logits so far: the baseline of least variance at that place, for an answer that was undecided so
+    far varies most. Where no other answer is as long the baseline is 0, as verl has it, so the end of the longest one
+    gets G itself.
 
     tail    false: the end of an answer that no other reaches gets 0 instead
     """
@@ -149,34 +150,18 @@ class TokenBaseline(Component):
 
 
 @dataclass(frozen=True)
-class TurnGae(Component):
-    """A = sum over k >= 0 of (gamma·lam)^k·(r_{j+k} + gamma·V_{j+k+1} - V_{j+k}), j, k turns; every token of a turn has it.
+class TurnGae(Gae):
+    """A = sum over k >= 0 of (gamma·lam)^k·(r_{j+k} + gamma·V_{j+k+1} - V_{j+k}), j, k turns; every token of a turn
+    has it.
 
     -> [T].  arXiv:1506.02438 with a turn for a step, as AReaL's gae_timestep_unit = turn. r is what the turn's tokens
-    earned, V what the critic expected before its first one. The critic learns A + V at every token of the turn, so it is
-    asked what an episode is worth at its turns, and long turns discount nothing.
+    earned, V what the critic expected before its first one. The critic learns A + V at every token of the turn, so it
+    is asked what an episode is worth at its turns, and long turns discount nothing.
 
     gamma     what a reward one turn later is worth
     lam       0 trusts the critic alone, 1 the rewards alone
     whiten    advantages of the whole step with mean 0 and variance 1, over its tokens
     """
-
-    gamma: float = 1.0
-    lam: float = 0.95
-    whiten: bool = True
-    per_token: ClassVar[bool] = True
-    needs: ClassVar[frozenset[str]] = frozenset({"values"})
-
-    def __post_init__(self) -> None:
-        check_shares(gamma=self.gamma, lam=self.lam)
-
-    def __call__(self, scored: ScoredSamples) -> Tensor:
-        advantages_T = self._compute_gae(scored)[0]
-        return whiten_values(advantages_T) if self.whiten else advantages_T
-
-    def returns(self, scored: ScoredSamples) -> Tensor:
-        """What the critic is to expect of each token.  -> [T]."""
-        return self._compute_gae(scored)[1]
 
     def _compute_gae(self, scored: ScoredSamples) -> tuple[Tensor, Tensor]:
         assert scored.values_T is not None, "no critic has said what it expects"

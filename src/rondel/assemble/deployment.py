@@ -2,7 +2,8 @@
 
 place.kind   place.cluster
 shared       local            one device, one module, 0 bytes move
-shared       process          place.ranks devices of this machine, a process each, with a rank of the trainer and an engine
+shared       process          place.ranks devices of this machine, a process each, with a rank of the trainer and an
+             engine
 split        local            two devices of this process, a module each
 split        process          place.ranks + place.engines processes of this machine, each on cores (or a GPU) of its own
 split        torchrun         the ranks that torchrun started; the first one has the loop, and

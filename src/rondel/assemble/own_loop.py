@@ -40,8 +40,8 @@ class Trainer:
     recipe    a TOML file or its tables as dicts; only `model` is needed. task, reward and loop are yours, and not read
     sections  tables whose keys override it
 
-    Engine and trainer hold the same weights in this process; after each optim_step the engine is given the new version in a
-    transaction, with a probe scored on both sides (law 6).
+    Engine and trainer hold the same weights in this process; after each optim_step the engine is given the new version
+    in a transaction, with a probe scored on both sides (law 6).
     """
 
     def __init__(self, recipe: str | Path | Mapping[str, Any], **sections: dict[str, Any]) -> None:
@@ -86,9 +86,10 @@ class Trainer:
         return self._trainer.version
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling | None = None) -> list[list[Trajectory]]:
-        """`sampling.n` answers to each prompt: a text, token ids, or messages for the model's chat template. -> for each prompt its
-        answers, with `text`, and tokens, logprobs and versions as they were drawn. Other settings than n, max_tokens, stop, seed and
-        temperature 0 are those of `engine.sampling`, because a temperature is a part of the policy that is trained.
+        """`sampling.n` answers to each prompt: a text, token ids, or messages for the model's chat template. -> for
+        each prompt its answers, with `text`, and tokens, logprobs and versions as they were drawn. Other settings than
+        n, max_tokens, stop, seed and temperature 0 are those of `engine.sampling`, because a temperature is a part of
+        the policy that is trained.
         """
         if isinstance(prompts, str) or any(isinstance(p, dict | int) for p in prompts):
             raise UserError("prompts is one prompt; give a list of them: trainer.sample([prompt])")
@@ -108,8 +109,9 @@ class Trainer:
         *,
         weight: float = 1.0,
     ) -> dict[str, float]:
-        """Add the gradient of `weight` times the loss of these groups to what is there. `rewards`: one for each answer; None where the
-        trajectories have a score already. -> metrics. A group whose rewards are equal has no signal under most rows.
+        """Add the gradient of `weight` times the loss of these groups to what is there. `rewards`: one for each
+        answer; None where the trajectories have a score already. -> metrics. A group whose rewards are equal has no
+        signal under most rows.
         """
         if rewards is not None and [len(group) for group in answers] != [len(group) for group in rewards]:
             raise UserError("rewards must have one number for each answer: a list for each prompt")
@@ -135,8 +137,8 @@ class Trainer:
             raise
 
     def optim_step(self, lr: float | None = None) -> dict[str, float]:
-        """One optimizer step with the gradient that was added up, at `lr` or `trainer.lr`; the engine serves the new weights when it
-        returns. -> metrics.
+        """One optimizer step with the gradient that was added up, at `lr` or `trainer.lr`; the engine serves the new
+        weights when it returns. -> metrics.
         """
         if not self._added:
             raise UserError("there is no gradient: call forward_backward before optim_step")

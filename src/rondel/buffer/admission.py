@@ -60,8 +60,8 @@ class AdmissionRule:
         return True
 
     def next_pick(self, groups: OpenGroups, version: int, *, ended: bool) -> int | None:
-        """The oldest finished group, unless a place must be kept for older ones that have not finished; SHORT if none will come for
-        this step. `ended`: nothing more is admitted.
+        """The oldest finished group, unless a place must be kept for older ones that have not finished; SHORT if none
+        will come for this step. `ended`: nothing more is admitted.
         """
         if (number := groups.oldest_finished()) is None:
             return SHORT if ended and groups.are_all_taken else None

@@ -14,7 +14,8 @@ batches after it keeps this true: whoever is
 slow is overtaken until its deadline, and then waited for. S = 0 makes every group due at
 once, so synchronous training is a consequence.
 
-While engines still fetch v, who is admitted is born at v - 1 and must be trained a batch earlier: open < S·P less the same.
+While engines still fetch v, who is admitted is born at v - 1 and must be trained a batch earlier: open < S·P less the
+same.
 
 X oversample > 0: admit X more, and take whoever has finished. Who would be older than S is late: at the advance of v
 its place is refunded, and its task is lost (and counted), or asked again from the beginning.
@@ -228,7 +229,8 @@ class Buffer:
 
     def state_dict(self, version: int, *, encoded: bool = True) -> dict[str, Any]:
         """What a resume needs, with `version` serving: finished groups whole, also those that a step
-        has picked and not trained, unfinished ones as tasks that are started again. Finished groups change no more: with
+        has picked and not trained, unfinished ones as tasks that are started again. Finished groups change no more:
+        with
         `encoded` false who writes them encodes one after the other, and not on the event loop (`state.encode`)."""
         groups = self.groups
         finished = [group for _, group in sorted((groups.finished | groups.taken).items())]

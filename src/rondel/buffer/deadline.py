@@ -10,8 +10,8 @@ from rondel.core.types import Group, Slot
 
 
 async def attempt_in_time(buffer: Buffer, slot: Slot, attempt: Callable[[Slot], Awaitable[Group]]) -> Group:
-    """What comes of the attempt; a group without trajectories as soon as it would be late. A recorded order says which of the two
-    it was.
+    """What comes of the attempt; a group without trajectories as soon as it would be late. A recorded order says which
+    of the two it was.
     """
     waiters = buffer.waiters
 

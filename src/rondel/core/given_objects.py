@@ -1,8 +1,9 @@
-"""What a recipe was given as an object of Python, and the name that stands for it there: "__main__:grade" for a function of a notebook.
+"""What a recipe was given as an object of Python, and the name that stands for it there: "__main__:grade" for a
+function of a notebook.
 
-`name_objects` puts names in the place of objects; `rondel.core.registry` finds them by these names, in this process and in its
-workers, to which they travel pickled by value (`pack_given`, `unpack_given`). A process that was never given them has a name that
-leads nowhere, and says so.
+`name_objects` puts names in the place of objects; `rondel.core.registry` finds them by these names, in this process
+and in its workers, to which they travel pickled by value (`pack_given`, `unpack_given`). A process that was never
+given them has a name that leads nowhere, and says so.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from rondel.core.registry import GIVEN, MAIN, can_be_imported
 
 
 class GivenRows:
-    """A source of tasks: rows that were given as they are, each a dict; or several lists of them by name, as a DatasetDict has them,
-    of which the settings `split` and `eval_split` name one.
+    """A source of tasks: rows that were given as they are, each a dict; or several lists of them by name, as a
+    DatasetDict has them, of which the settings `split` and `eval_split` name one.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
@@ -33,8 +34,8 @@ class GivenRows:
 
 
 def name_objects(tree: Any, at: str = "") -> Any:
-    """The same settings with a name wherever a function, a class or another object that can be called stood, and where task.data is a
-    list of rows. -> dicts, lists and plain values.
+    """The same settings with a name wherever a function, a class or another object that can be called stood, and where
+    task.data is a list of rows. -> dicts, lists and plain values.
     """
     source = at.startswith("task.data.") and at.endswith(".kind")
     if isinstance(tree, Mapping) and not source:

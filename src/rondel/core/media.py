@@ -317,8 +317,8 @@ def position_rows(n: int, media: Sequence[ImagePlaceholder]) -> np.ndarray:
 
 def rope_positions(n: int, media: Sequence[ImagePlaceholder]) -> np.ndarray:
     """[3, n] time, row and column of each token (M-RoPE, arXiv:2409.12191). Text counts on
-    in all three; the cells of a picture share one time and stand at their row and column; those of joined steps
-    differ in time alone; text goes on behind the largest of the three. Of a prefix they are a prefix, also where it cuts
+    in all three; the cells of a picture share one time and stand at their row and column; those of joined steps differ
+    in time alone; text goes on behind the largest of the three. Of a prefix they are a prefix, also where it cuts
     a picture."""
     whole = max([n, *(place.end for place in media)])
     out = np.empty((3, whole), np.int64)

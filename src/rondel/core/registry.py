@@ -143,8 +143,8 @@ def refuse_missing_methods(key: str, kind: str, made: Any, methods: dict[str, tu
 
 
 def import_attribute(what: str, path: str) -> Any:
-    """`module:name` from the recipe's folder, the current folder or the Python path; or what stands under that name because it was
-    given as an object.
+    """`module:name` from the recipe's folder, the current folder or the Python path; or what stands under that name
+    because it was given as an object.
     """
     if path in GIVEN:
         return GIVEN[path]

@@ -261,8 +261,8 @@ def lost_worker(error: BaseException) -> WorkerError | StalledError | None:
 
 
 def _same_recipe(job: Job, folder: Path) -> None:
-    """A folder is continued only by the recipe that began it; otherwise every difference is shown. The trainer's ranks may
-    be others, or arranged otherwise: a checkpoint holds whole tensors, and the gradient is the same to rounding.
+    """A folder is continued only by the recipe that began it; otherwise every difference is shown. The trainer's ranks
+    may be others, or arranged otherwise: a checkpoint holds whole tensors, and the gradient is the same to rounding.
     """
     path = folder / "job.toml"
     if not path.is_file():

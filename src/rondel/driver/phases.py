@@ -305,8 +305,9 @@ class RunPhases:
         return start_step
 
     async def sync(self, trainer: Any, engine: Any) -> int:
-        """The update: beside the next step where samples may be stale, the transport keeps what is published and engines
-        have devices of their own. A recorded run waits, for its schedule says between which requests a version came.
+        """The update: beside the next step where samples may be stale, the transport keeps what is published and
+        engines have devices of their own. A recorded run waits, for its schedule says between which requests a version
+        came.
         """
         apart = self.parts.sync.keeps_snapshots and not self.parts.placed.devices.in_turn
         if apart and self.buffer.rule.max_staleness and not self.gate.keeps_order:
@@ -370,8 +371,8 @@ def in_time(attempt: Attempt, judge: Judge, buffer: Buffer) -> tuple[Attempt, Ju
 
 
 class PerToken(Mapping[tuple[int, int], np.ndarray]):
-    """One field of TokenBatch for every trained token, laid out over the whole stream: (group, sample) -> [T], made when
-    it is asked for. Nothing of what nobody credited: a frozen policy's.
+    """One field of TokenBatch for every trained token, laid out over the whole stream: (group, sample) -> [T], made
+    when it is asked for. Nothing of what nobody credited: a frozen policy's.
     """
 
     def __init__(self, batch: TrainBatch, name: str) -> None:

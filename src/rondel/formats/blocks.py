@@ -35,8 +35,8 @@ def join_blocks(blocks: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
 
 
 def largest_of(blocks: Tensor, name: str) -> Tensor:
-    """Of [..., H, rows, W, columns] the largest absolute value of each block, [..., H, 1, W, 1]. ModelError where one is not
-    finite; `name`: of the format.
+    """Of [..., H, rows, W, columns] the largest absolute value of each block, [..., H, 1, W, 1]. ModelError where one
+    is not finite; `name`: of the format.
     """
     largest = blocks.abs().amax((-3, -1), keepdim=True)
     refuse_infinite(largest, name)
@@ -74,7 +74,9 @@ def power_below(x: Tensor) -> Tensor:
 
 
 def divide_by_power(weight: Tensor, block: tuple[int, int], top: int, name: str) -> tuple[Tensor, Tensor]:
-    """Each block over 2^e, e = floor(log2 max|w|) - top (OCP MX 1.0). -> [..., O, I] in float32, bytes e + 127 [..., H, W]."""
+    """Each block over 2^e, e = floor(log2 max|w|) - top (OCP MX 1.0). -> [..., O, I] in float32, bytes e + 127 [...,
+    H, W].
+    """
     blocks = cut_blocks(weight, *block)
     power = (power_below(largest_of(blocks, name)) - top).clamp(-BIAS, BIAS)
     scaled = join_blocks(torch.ldexp(blocks, -power), weight.shape)

@@ -2,9 +2,12 @@
 
 A module's tensors, by the end of their names:
 
-    compressed-tensors   weight_packed, weight_scale, weight_shape, weight_zero_point, weight_global_scale; or weight, weight_scale
-    gptq                 qweight int32 [I/8, O], scales [G, O], qzeros int32 [G, O/8], g_idx [I]: w = (q - z - 1) s, in v2 (q - z) s
-    awq                  qweight int32 [I, O/8], scales [G, O], qzeros int32 [G, O/8], nibbles in the order 0 2 4 6 1 3 5 7
+    compressed-tensors   weight_packed, weight_scale, weight_shape, weight_zero_point, weight_global_scale; or weight,
+                         weight_scale
+    gptq                 qweight int32 [I/8, O], scales [G, O], qzeros int32 [G, O/8], g_idx [I]: w = (q - z - 1) s, in
+                         v2 (q - z) s
+    awq                  qweight int32 [I, O/8], scales [G, O], qzeros int32 [G, O/8], nibbles in the order 0 2 4 6 1 3
+                         5 7
 """
 
 from __future__ import annotations

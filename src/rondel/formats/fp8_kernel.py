@@ -1,6 +1,7 @@
 """E4M3 codes under scales of blocks, on a GPU: a weight is read once and written once, in both directions.
 
-    encode   w [B, O, I] -> codes, a byte a number, and scales [B, O/rows, I/128]     a program: one block of 128 × 128, or
+    encode   w [B, O, I] -> codes, a byte a number, and scales [B, O/rows, I/128]     a program: one block of 128 ×
+             128, or
     decode   the reverse, in the dtype that is asked for                              16 rows of blocks of 1 × 128
 
 The bits are those of formats/fp8.py: divisions are rounded to nearest, scales go up to the next bfloat16, codes are

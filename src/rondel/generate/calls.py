@@ -20,7 +20,9 @@ from typing import Any, ClassVar
 
 from rondel.core.errors import DataError
 from rondel.generate.dialects import Dialect, ToolCall, detect_dialect, parse_value
+from rondel.text.unicode import valid_unicode
 
+THOUGHT_ENDS = "</think>"
 NAME, KEY, VALUE = "probe_name", "probe_key", "probe value"
 PROBE: dict[str, Any] = {
     "role": "assistant",
@@ -116,6 +118,21 @@ class TaggedCalls:
 
 
 CallFormat = JsonCalls | TaggedCalls | Dialect
+
+
+def read_calls(form: CallFormat, answer: str) -> list[ToolCall]:
+    """The calls of an answer, decoded with its control tokens; what it only thought of is not asked for."""
+    found = form.parse_calls(answer.rpartition(THOUGHT_ENDS)[2])
+    # JSON may spell half a character
+    return [ToolCall(valid_unicode(c.name), valid_unicode(c.arguments), valid_unicode(c.fault)) for c in found]
+
+
+def text_before_calls(form: CallFormat, answer: str) -> str:
+    """What an answer that calls says before its first call, its thoughts included."""
+    thought = len(answer) - len(answer.rpartition(THOUGHT_ENDS)[2])
+    return answer[: thought + form.find_call_start(answer[thought:])].rstrip()
+
+
 HERMES = JsonCalls("<tool_call>", "</tool_call>", told=True)
 
 

@@ -1,6 +1,7 @@
 """One attention, registered with transformers, for packed training, shared-prefix training and paged serving.
 
-The module calls `rondel_attention` in every layer; what it means is the *layout* in force (`with use_attention_layout(layout):`):
+The module calls `rondel_attention` in every layer; what it means is the *layout* in force (`with
+use_attention_layout(layout):`):
 
     PackedLayout   flat [T] tokens made of segments; a segment sees its ancestors whole and itself causally
     PagedLayout    flat [T] new tokens of running requests; each sees its cached context through its slots

@@ -1,9 +1,10 @@
-"""Attention to blocks of tokens that an indexer chooses (Qwen4-Exp): its key of a block is the mean of its tokens' keys.
+"""Attention to blocks of tokens that an indexer chooses (Qwen4-Exp): its key of a block is the mean of its tokens'
+keys.
 
     score_tb = sum_h relu(q_th . norm(mean_{s in b} k_s))       t attends to the tokens of the k whole blocks of the
                                                                 largest score, and to those of the block it is in
-The open block of a sequence is a state (recurrent/window_compression.py), as is how many tokens it has: the layers are not
-told positions. Whole blocks lie in the cache with their last tokens, as entries of DeepSeek V4 do
+The open block of a sequence is a state (recurrent/window_compression.py), as is how many tokens it has: the layers are
+not told positions. Whole blocks lie in the cache with their last tokens, as entries of DeepSeek V4 do
 (models/compressed_attention.py), and a choice is recorded as these positions.
 
 T tokens · H heads of size d · m tokens of a block · k blocks
@@ -22,7 +23,7 @@ from torch import Tensor
 from rondel.core.errors import ModelError
 from rondel.models.attention import attention_layout, current_layout
 from rondel.models.key_choice import ALL, IndexedTokens, index_scores
-from rondel.models.recurrent.layout import RecurrentLayout, SegmentStates
+from rondel.models.recurrent.layout import OneSegment, RecurrentLayout, SegmentStates
 from rondel.models.recurrent.window_compression import WindowCompression
 from rondel.models.routing_tape import current_tape
 
@@ -119,8 +120,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _tokens_of_blocks(chosen: Tensor, positions: Tensor, rate: int) -> Tensor:
-    """Last positions of blocks [T,k], ALL for none, of tokens at `positions` [T] -> positions of the tokens that each one
-    sees [T,(k + 1) m - 1]: of these blocks, and of its own block as far as that is open.
+    """Last positions of blocks [T,k], ALL for none, of tokens at `positions` [T] -> positions of the tokens that each
+    one sees [T,(k + 1) m - 1]: of these blocks, and of its own block as far as that is open.
     """
     back = torch.arange(rate, device=chosen.device)
     blocks = (chosen[:, :, None] - back).flatten(1)
@@ -131,8 +132,8 @@ def _tokens_of_blocks(chosen: Tensor, positions: Tensor, rate: int) -> Tensor:
 
 @torch.no_grad()
 def check_block_indexers(model: Any, name: str, indexers: list[Any]) -> None:
-    """Choices of transformers' own indexers over noise of a few blocks; a probe of tokens is too short. Their scores are
-    compared, because either block may be taken of two equal ones.
+    """Choices of transformers' own indexers over noise of a few blocks; a probe of tokens is too short. Their scores
+    are compared, because either block may be taken of two equal ones.
     """
     rotary: Any = next((m for m in model.modules() if type(m).__name__ == ROTARY), None)
     for indexer in (i for i in indexers if type(i).__name__ == INDEXER):
@@ -148,7 +149,7 @@ def check_block_indexers(model: Any, name: str, indexers: list[Any]) -> None:
             theirs = type(indexer).forward(indexer, hidden, turns, mask, None)[0, 0, -1, rate - 1 :: rate]
         finally:
             indexer.block_topk, indexer.token_budget = kept
-        states = SegmentStates([_Row(0, count)], model.device)
+        states = SegmentStates([OneSegment(0, count)], model.device)
         tokens = _index_tokens(indexer, states, rotary, hidden, turns, positions)
         ends = tokens.k[None, rate - 1 :: rate]
         scores = index_scores(tokens.q[None, -1:], ends, tokens.weights[None, -1:])[0, 0]
@@ -158,10 +159,3 @@ def check_block_indexers(model: Any, name: str, indexers: list[Any]) -> None:
                 f"'{name}' ({model.config.model_type}): its indexer of layer {indexer.layer_idx} chooses blocks that score "
                 f"{gap:.3g} lower here than the best ones; the choice is not carried by the built-in path"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    start: int
-    length: int
-    parent: int | None = None

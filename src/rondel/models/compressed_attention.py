@@ -25,7 +25,7 @@ from rondel.core.errors import ModelError
 from rondel.models.attention import attention_layout, current_layout
 from rondel.models.compressed_entries import CompressedEntries
 from rondel.models.key_choice import IndexedTokens, choose_keys, index_scores
-from rondel.models.recurrent.layout import RecurrentLayout, SegmentStates
+from rondel.models.recurrent.layout import OneSegment, RecurrentLayout, SegmentStates
 from rondel.models.recurrent.window_compression import WindowCompression
 from rondel.models.routing_tape import current_tape
 from rondel.models.score_rule import ScoreRule
@@ -120,7 +120,9 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_compressors(model: Any, name: str) -> None:
-    """Entries and choices of transformers' own compressors, over noise of a few windows; a probe of tokens is too short."""
+    """Entries and choices of transformers' own compressors, over noise of a few windows; a probe of tokens is too
+    short.
+    """
     for module in model.modules():
         if type(module).__name__ != ATTENTION or module.compressor is None:
             continue
@@ -129,7 +131,7 @@ def check_compressors(model: Any, name: str) -> None:
         widths = (module.q_a_proj.in_features, module.q_b_proj.in_features)
         hidden, residual = (noise(1, count, n).to(model.device, model.dtype) for n in widths)
         positions = torch.arange(count, device=model.device)
-        states = SegmentStates([_Whole(0, count)], model.device)
+        states = SegmentStates([OneSegment(0, count)], model.device)
         ends = slice(part.compress_rate - 1, None, part.compress_rate)
         ours = [_compress(part, states, module.layer_idx, hidden, positions, "window").rows[ends]]
         if (indexer := getattr(part, "indexer", None)) is not None:
@@ -156,10 +158,3 @@ def check_compressors(model: Any, name: str) -> None:
                     f"'{name}' ({model.config.model_type}): what layer {module.layer_idx} compresses its windows to, or "
                     f"chooses of them, differs by {gap:.3g} here; its attention is not carried by the built-in path"
                 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    start: int
-    length: int
-    parent: int | None = None

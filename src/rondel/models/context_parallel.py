@@ -1,7 +1,8 @@
 """One packed row over several ranks: each has a run of its tokens, and the keys and values of all (context parallel).
 
     rank 0   | prompt P | c1 ..... │                       │ queries of its run
-    rank 1              c1 │ c2 .... | c3 ...... |         │ over keys and values of the whole row, gathered in each layer
+    rank 1              c1 │ c2 .... | c3 ...... |         │ over keys and values of the whole row, gathered in each
+    layer
 
 A segment that a cut goes through is two, of which the second continues the first, so the layout of packed training
 carries it. Cuts are where the work is equal, not the tokens: a token costs its own products and its context's scores.

@@ -1,8 +1,8 @@
 """A model without its weights, which are read later, one tensor at a time: what several ranks load.
 
     load_model(path, deferred=True)   module with all its parameters on "meta", tokenizer, head: no weight is read
-    weights.fill(part, ...)           the parameters of a part of it, from the checkpoint: a rank asks for a layer, keeps
-                                      its shards of it, and asks for the next one
+    weights.fill(part, ...)           the parameters of a part of it, from the checkpoint: a rank asks for a layer,
+                                      keeps its shards of it, and asks for the next one
 
 So a rank holds at most its shards and one layer (or embedding and head), whatever the size of the model. Files are
 mapped into memory, and ranks of one machine read the same pages.
@@ -84,8 +84,8 @@ def fill_parameters(
     *,
     only: Container[str] | None = None,
 ) -> None:
-    """Give the parameters of `part` that lie on "meta", or `only` those of these names, what `read` makes of their name in
-    `model`; tied ones stay tied.
+    """Give the parameters of `part` that lie on "meta", or `only` those of these names, what `read` makes of their
+    name in `model`; tied ones stay tied.
     """
     named = {id(p): n for n, p in model.named_parameters()}
     made: dict[int, nn.Parameter] = {}

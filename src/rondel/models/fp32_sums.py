@@ -1,7 +1,8 @@
 """Sums of a model that computes in 16 bits, kept in fp32: its residual stream, and its logits (models/head.py).
 
     embedding   fp32 from here on          norm     reads fp32, gives 16 bits       h  = embed(tokens)      fp32
-    layer       h + branch: fp32           linear   reads 16 bits, gives 16 bits    h += attend(norm(h))    fp32 + 16 bits
+    layer       h + branch: fp32           linear   reads 16 bits, gives 16 bits    h += attend(norm(h))    fp32 + 16
+                bits
 
 Rounded to bfloat16 after every layer, the stream makes most of the noise between two programs of the same weights:
 a difference in one last bit becomes one in every number within a few layers. The products stay what they are.

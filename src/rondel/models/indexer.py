@@ -3,7 +3,8 @@
 A layer's indexer has a key a token, which is cached beside keys and values, and queries and weights of its own. The
 layout knows the context of each token and chooses; what was chosen goes to the layer's attention, and where layers
 share an indexer to the next ones. A routing tape records the choice in the engine and repeats it in the trainer, so
-that the gradient is that of the very attention which was served. The choice itself has no gradient: indexers are frozen.
+that the gradient is that of the very attention which was served. The choice itself has no gradient: indexers are
+frozen.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def as_factor(x: Tensor, weight: Tensor) -> Tensor:
 def fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [N, I] @ weight [O, I]^T + bias [O] -> [N, O] in fp32, not differentiable: of 16-bit factors, too.
 
-    A GPU sums and gives fp32. oneDNN sums in fp32 and gives what it was given; a second product gives what the first one
-    rounded away, r = h Wᵀ - round(h Wᵀ) before its own rounding, so that 16 of the 24 bits are right.
+    A GPU sums and gives fp32. oneDNN sums in fp32 and gives what it was given; a second product gives what the first
+    one rounded away, r = h Wᵀ - round(h Wᵀ) before its own rounding, so that 16 of the 24 bits are right.
     """
     x = as_factor(x, weight)
     if x.dtype == torch.float32 or x.dtype != weight.dtype:
@@ -123,7 +123,9 @@ class LinearProduct(torch.autograd.Function):
 
 
 def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-    """grad [N, O]ᵀ @ x [N, I]: added to the optimizer's accumulator in fp32 where there is one (-> None), else returned."""
+    """grad [N, O]ᵀ @ x [N, I]: added to the optimizer's accumulator in fp32 where there is one (-> None), else
+    returned.
+    """
     if (main := main_grad(weight)) is None:
         return _mkldnn_linear(grad.t(), x.t(), None)
     grad, x = grad.float(), x.float()
@@ -149,8 +151,8 @@ def _mkldnn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _in_company(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """oneDNN takes another kernel for a single row: it is computed twice, so that its bits do not depend on who is beside
-    it. Under `equal_blocks` every product has as many rows.
+    """oneDNN takes another kernel for a single row: it is computed twice, so that its bits do not depend on who is
+    beside it. Under `equal_blocks` every product has as many rows.
     """
     rows, block = x.numel() // x.shape[-1], getattr(_company, "rows", 0)
     if not rows or (rows > 1 and not block):

@@ -28,7 +28,9 @@ PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
 def check_loaded(
     model: Any, name: str, sight: ImageProcessorConfig | None, tape: RoutingTape | None, recurrent: list[int]
 ) -> tuple[int, int]:
-    """`check_attention`, once more with a rounded residual stream where the layers of this family do not take one in fp32."""
+    """`check_attention`, once more with a rounded residual stream where the layers of this family do not take one in
+    fp32.
+    """
     try:
         return check_attention(model, name, sight, None if tape is None else tape.repeated(), recurrent)
     except ModelError:
@@ -43,7 +45,8 @@ def check_attention(
     model: Any, name: str, sight: ImageProcessorConfig | None, tape: RoutingTape | None, recurrent: list[int]
 ) -> tuple[int, int]:
     """Switch to the packed attention and compare it with the model's own on a probe of two
-    sequences; one that looks sees a picture, too. On `tape` routers must leave a record. `recurrent`: layers with a mixer that keeps a state.
+    sequences; one that looks sees a picture, too. On `tape` routers must leave a record. `recurrent`: layers with a
+    mixer that keeps a state.
 
     -> bytes of keys and values of one token in all layers, bytes of one sequence's recurrent states.
     """

@@ -128,8 +128,8 @@ class LoadedModel:
         tape: RoutingTape | None = None,
         seen: VisionFeatures | None = None,
     ) -> torch.Tensor:
-        """Last hidden states of packed tokens: [T], [T] or [4,T] -> [T, D]; of a stage those of its last layer. On `tape`
-        routers record their choice, or repeat a recorded one.
+        """Last hidden states of packed tokens: [T], [T] or [4,T] -> [T, D]; of a stage those of its last layer. On
+        `tape` routers record their choice, or repeat a recorded one.
         """
         switches: AbstractContextManager[None] = nullcontext()
         if self.adapter is not None:

@@ -1,16 +1,19 @@
 """Log-probability and entropy of chosen tokens on a GPU, forward and backward: logits exist as tiles alone.
 
-    forward    a program: one tile of tokens, one split of the vocabulary     tiles of hidden [B_t, D] and weight [B_v, D]
+    forward    a program: one tile of tokens, one split of the vocabulary     tiles of hidden [B_t, D] and weight [B_v,
+               D]
                online softmax: max m, sum e^(z-m), sum e^(z-m) (z-m)          are multiplied D block by D block
                splits are merged by torch: 4 numbers a token and split
-    dhidden    a program: tiles of tokens, the whole vocabulary               logits again, dz from lse and entropy. The dz
-    dweight    a program: tiles of the vocabulary, all tokens                 of `kept` tiles wait in 16 bits in a buffer
+    dhidden    a program: tiles of tokens, the whole vocabulary               logits again, dz from lse and entropy.
+               The dz
+    dweight    a program: tiles of the vocabulary, all tokens                 of `kept` tiles wait in 16 bits in a
+               buffer
                                                                               of the program, [kept, B_t, B_v], and are
                                                                               multiplied from there for each slice of D
 
-The order of all sums is fixed, so results have the same bits in every run, and those of a token in every batch. The plain
-code is train/logprobs.py: formulas there. Tests compare the two through Triton's interpreter, count what is read and
-written against `bytes_moved`, and compile for sm_80, sm_90 and sm_100, on machines without a GPU.
+The order of all sums is fixed, so results have the same bits in every run, and those of a token in every batch. The
+plain code is train/logprobs.py: formulas there. Tests compare the two through Triton's interpreter, count what is read
+and written against `bytes_moved`, and compile for sm_80, sm_90 and sm_100, on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ NEGATIVE = tl.constexpr(-1.0e30)  # of a column that does not exist: finite, so 
 
 
 class TileShape(NamedTuple):
-    """What a program multiplies at a time: `tokens` and `vocab` are a tile of logits, summed over `size` of D at a time."""
+    """What a program multiplies at a time: `tokens` and `vocab` are a tile of logits, summed over `size` of D at a
+    time.
+    """
 
     tokens: int = 64
     vocab: int = 128
@@ -60,8 +65,8 @@ class Traffic(NamedTuple):
 
 
 def bytes_moved(tokens: int, vocab: int, size: int, element: int, tile: TileShape | None = None) -> Traffic:
-    """Of a head [vocab, size] without bias, `element` bytes a number. A tile of logits reads B_t + B_v rows; a tile of dz
-    reads one of them again, and an fp32 sum of as many rows is read and written for every `kept` tiles.
+    """Of a head [vocab, size] without bias, `element` bytes a number. A tile of logits reads B_t + B_v rows; a tile of
+    dz reads one of them again, and an fp32 sum of as many rows is read and written for every `kept` tiles.
     """
     tile = tile or tile_of(element)
     n, m = tile.counts(tokens, vocab)

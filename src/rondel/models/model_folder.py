@@ -1,4 +1,6 @@
-"""Where a model's path leads: a folder, a hub id, a GGUF file or the demo wheel's, converted once; or what was prepared of it."""
+"""Where a model's path leads: a folder, a hub id, a GGUF file or the demo wheel's, converted once; or what was
+prepared of it.
+"""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ class PrefillChunk:
     def attend_compressed(
         self, q: Tensor, tokens: Tensor, entries: Tensor | None, rate: int, rule: ScoreRule
     ) -> Tensor:
-        """q [length,H,D] over the recent tokens of a pool [1,pages,D] whose keys are values, and the entries of another,
-        which lie with the last token of every `rate` (models/compressed_attention.py) -> [length,H,D].
+        """q [length,H,D] over the recent tokens of a pool [1,pages,D] whose keys are values, and the entries of
+        another, which lie with the last token of every `rate` (models/compressed_attention.py) -> [length,H,D].
         """
         new, context, window = self.length, len(self.context), rule.window or len(self.context)
         first = max(0, context - new - window + 1)
@@ -289,7 +289,9 @@ class PagedLayout(StepCache):
     def attend_compressed(
         self, layer: int, q: Tensor, kv: Tensor, entries: CompressedEntries | None, rule: ScoreRule
     ) -> Tensor:
-        """The keys are the values, so the layer's pool of values holds the entries: that of a window with its last token."""
+        """The keys are the values, so the layer's pool of values holds the entries: that of a window with its last
+        token.
+        """
         tokens = self.keys.layer_pool(layer, kv[:, None])
         self._into.write(tokens, kv[:, None])
         older = None

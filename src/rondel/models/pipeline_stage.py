@@ -3,12 +3,11 @@
     first stage   embedding, layers 0 ... a-1 ──► hidden states [T, D] ──► layers a ... L-1, norm, head   last stage
                                               ◄── their gradient     ◄──
 
-The module stays whole, and so do its names; only what another stage computes has no memory here, and is passed over: the
-states that come in take the place of what the layers before would give, and a pass ends where the next stage's first layer
-would begin.
-Sending is a part of the graph: the backward pass of what was sent receives the gradient, that of what came in sends it on.
-So a stage makes a forward pass and a backward pass like any model, and the order of passes (train/pipeline_schedule.py) is
-all that makes a pipeline of them.
+The module stays whole, and so do its names; only what another stage computes has no memory here, and is passed over:
+the states that come in take the place of what the layers before would give, and a pass ends where the next stage's
+first layer would begin. Sending is a part of the graph: the backward pass of what was sent receives the gradient, that
+of what came in sends it on. So a stage makes a forward pass and a backward pass like any model, and the order of
+passes (train/pipeline_schedule.py) is all that makes a pipeline of them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,9 @@ class _EndOfStage(Exception):
 
 
 class StageLink:
-    """Messages of a rank to the stages before and behind it, in two groups, so that neither direction waits for the other."""
+    """Messages of a rank to the stages before and behind it, in two groups, so that neither direction waits for the
+    other.
+    """
 
     def __init__(self, forward: RankGroup, backward: RankGroup, device: torch.device, *, leads: bool = True) -> None:
         """`leads`: it begins with the first of all ranks, which writes checkpoints and publishes weights."""
@@ -77,9 +78,9 @@ class StageLink:
     def collect(
         self, own: Iterable[tuple[str, dict[str, Tensor]]], shared: Container[str]
     ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Tensors by the name of their parameter, those of all stages on the first one, in the order of the stages; every
-        stage asks, and goes through its own. `shared`: names that the first stage has, too. Where this pipeline does not
-        begin with the rank that writes, none travels.
+        """Tensors by the name of their parameter, those of all stages on the first one, in the order of the stages;
+        every stage asks, and goes through its own. `shared`: names that the first stage has, too. Where this pipeline
+        does not begin with the rank that writes, none travels.
         """
         if not self.leads:
             yield from own
@@ -126,8 +127,8 @@ class PipelineStage:
         self._install(model)
 
     def _install(self, model: Any) -> None:
-        """Change what layers of other stages do. The hooks of those who cut or gather the own layers are there already, and
-        see what comes in.
+        """Change what layers of other stages do. The hooks of those who cut or gather the own layers are there
+        already, and see what comes in.
         """
         blocks, own = self.layers.blocks, self.layers.own
         if self.link.index:
@@ -158,8 +159,8 @@ class PipelineStage:
             self._received = self._blank = None
 
     def collect(self, own: Iterable[tuple[str, dict[str, Tensor]]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Tensors by the name of their parameter, whole: all of them on the first rank, which asks with all others; these go
-        through their own.
+        """Tensors by the name of their parameter, whole: all of them on the first rank, which asks with all others;
+        these go through their own.
         """
         return self.link.collect(own, self.layers.shared)
 

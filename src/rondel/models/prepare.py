@@ -1,8 +1,9 @@
 """The stages of `rondel prepare`, each done once: locate, convert, stage, verify.
 
-    locate    the files of a model: a folder, a GGUF (converted), the hub's cache (downloaded where something is missing)
-    convert   where ranks could not read their shards of it: FP8, MXFP4, compressed-tensors, GPTQ, AWQ, .bin files, foreign
-              names -> safetensors of at most 4 GB
+    locate    the files of a model: a folder, a GGUF (converted), the hub's cache (downloaded where something is
+              missing)
+    convert   where ranks could not read their shards of it: FP8, MXFP4, compressed-tensors, GPTQ, AWQ, .bin files,
+              foreign names -> safetensors of at most 4 GB
     stage     copied, a file at a time, with the digest of each
     verify    digests of the copy; names, dtypes and shapes of all tensors against the model's config
 

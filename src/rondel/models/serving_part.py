@@ -1,7 +1,9 @@
 """One rank's part of a model that an engine serves from several processes.
 
-    every rank, at the same time:  load ──> cut_for_serving ──> check_part        the first one has loaded all of it, and
-                                                                                  compares its logprobs with those of the parts
+    every rank, at the same time:  load ──> cut_for_serving ──> check_part        the first one has loaded all of it,
+    and
+                                                                                  compares its logprobs with those of
+                                                                                  the parts
 Rows between the parts of a layer are whole on every rank (no sequence parallel): a decode step has few of them.
 """
 
@@ -65,7 +67,8 @@ def probe_logprobs(loaded: LoadedModel) -> Tensor:
 
 
 def cut_for_serving(loaded: LoadedModel, ranks: RankGroup, device: str, *, whole: bool = False) -> ServingPart:
-    """Keep this rank's part of a model that lies whole on the host or is still in its checkpoint. -> the part, on `device`.
+    """Keep this rank's part of a model that lies whole on the host or is still in its checkpoint. -> the part, on
+    `device`.
 
     whole  every rank keeps all of it: they share passes, and not matrices
     """
@@ -88,7 +91,8 @@ def cut_for_serving(loaded: LoadedModel, ranks: RankGroup, device: str, *, whole
 
 @torch.inference_mode()
 def check_part(part: ServingPart, expected: Tensor | None) -> None:
-    """Cut over the ranks, a model must give the logprobs that it gave whole. Counts what one token takes in this rank's cache.
+    """Cut over the ranks, a model must give the logprobs that it gave whole. Counts what one token takes in this
+    rank's cache.
 
     expected  [11, V] of `probe_logprobs`, on the first rank
     """

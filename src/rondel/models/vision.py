@@ -130,7 +130,9 @@ def _read_settings(folder: str | Path | None, name: str) -> dict[str, Any]:
 
 
 def preprocessor_config(sight: ImageProcessorConfig) -> dict[str, dict[str, Any]]:
-    """The same as files: `preprocessor_config.json`, and where steps of videos are read `video_preprocessor_config.json`."""
+    """The same as files: `preprocessor_config.json`, and where steps of videos are read
+    `video_preprocessor_config.json`.
+    """
     images = FORMS[sight.form].processor_config(sight)
     files = {"preprocessor_config.json": images}
     if sight.video is not None:

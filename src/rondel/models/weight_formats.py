@@ -4,8 +4,9 @@
     step     the masters move; compute weights = decode(encode(masters)): the gradient of the one is that of the other
              (quantisation-aware training, straight through; INT4 QAT, FP8 on both sides)
 
-What it is applied to: the matrices of linear layers and of joined experts. Embeddings, the head, norms, biases, routers
-and towers that look at pictures stay as they are. Blocks run along what a product sums over, whichever way a model lays it.
+What it is applied to: the matrices of linear layers and of joined experts. Embeddings, the head, norms, biases,
+routers and towers that look at pictures stay as they are. Blocks run along what a product sums over, whichever way a
+model lays it.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def formatted_parameters(model: Any) -> dict[str, bool]:
 
 
 def apply_format(model: Any, name: str) -> None:
-    """Round the matrices of its layers in place, and say so in its config; a checkpoint that says so is rounded already:
-    in 16 bits a second time would not find the same scales.
+    """Round the matrices of its layers in place, and say so in its config; a checkpoint that says so is rounded
+    already: in 16 bits a second time would not find the same scales.
     """
     form, parameters = format_of(name), dict(model.named_parameters())
     if not (chosen := formatted_parameters(model)):

@@ -1,7 +1,7 @@
 """Bytes beside the devices of one machine: what `trainer.memory.activations` and `trainer.memory.optimizer` send there.
 
-host   inputs of layers, pinned · masters, gradients and moments of the policy and of a critic · beside GPUs the record of
-       experts and chosen keys, of each cached token and of the samples of a step
+host   inputs of layers, pinned · masters, gradients and moments of the policy and of a critic · beside GPUs the record
+       of experts and chosen keys, of each cached token and of the samples of a step
 disk   inputs of layers, in a file in the folder of the run
 
 traffic of an update   a gradient of each number from each micro-batch, and its weight back, over the link to the host

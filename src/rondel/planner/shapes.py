@@ -227,9 +227,9 @@ class ModelShape:
         """The same on a CPU, where attention writes its scores out: a token sees `keys` keys, and its
         calls hold `spread` copies of keys and values.
 
-        A layer keeps: of each norm its input in fp32 (as the residual stream) and its output; the
-        scores in fp32, and their copy in 16 bits where values are. `widened`: the CPU has no bf16 products, and attention
-        multiplies fp32 copies of queries, keys and values.
+        A layer keeps: of each norm its input in fp32 (as the residual stream) and its output; the scores in fp32, and
+        their copy in 16 bits where values are. `widened`: the CPU has no bf16 products, and attention multiplies fp32
+        copies of queries, keys and values.
         """
         q_size, kv_size = self.heads * self.head, 2 * self.kv_heads * self.head
         wide = 4 if widened else bytes_each

@@ -41,8 +41,8 @@ class Workload:
               `output` and on average `mean` tokens
     micro     tokens of one forward and backward pass;  running: requests decoded together by one engine
     others    models beside the policy: reference, reward model, teacher, critic, by name
-    width     bytes of a weight that computes; packed_width: of a copy for oneDNN (models/linear.py), 4 where the CPU has
-              no bf16 products
+    width     bytes of a weight that computes; packed_width: of a copy for oneDNN (models/linear.py), 4 where the CPU
+              has no bf16 products
     policies  those beside the main one, each with an engine and a trainer of its own
     rank      of an adapter, 0 for none;  four_bits: its base lies as NF4, and is decoded layer by layer for every pass
     activations  where inputs of layers wait;  host_optimizer: masters, gradients and moments lie in host memory

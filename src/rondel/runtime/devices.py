@@ -48,9 +48,10 @@ def prepare_process() -> bool:
 
 
 def prepare_controller() -> bool:
-    """The same of a process that computes nothing and passes on what others computed, a million tokens at times: a large
-    array has pages of its own, which go back to the kernel with it. glibc would learn from the first one that was freed
-    to take the next from its heap, where whatever lies behind keeps its pages. Arrow takes its memory there, too.
+    """The same of a process that computes nothing and passes on what others computed, a million tokens at times: a
+    large array has pages of its own, which go back to the kernel with it. glibc would learn from the first one that
+    was freed to take the next from its heap, where whatever lies behind keeps its pages. Arrow takes its memory there,
+    too.
     """
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     return _set_allocator({MMAP_THRESHOLD: 1 << 20, TRIM_THRESHOLD: 8 << 20, ARENA_MAX: 1})
@@ -128,7 +129,8 @@ class SharedDevice:
     """Trainer and engine on one device.  With `offload` exactly one of them has its
     memory (law 8), in this order:
 
-    engine ──pause, cache sleeps──> trainer wakes, steps, sleeps ──> sync: the weights alone ──> cache wakes, resume ──> engine
+    engine ──pause, cache sleeps──> trainer wakes, steps, sleeps ──> sync: the weights alone ──> cache wakes, resume
+    ──> engine
 
     A reward model on the same device (`beside`) sleeps from the first arrow to the last.
     """

@@ -56,7 +56,9 @@ class Batcher:
         return await me.answer
 
     async def _process_batches(self) -> None:
-        """A lane, until nobody waits. It is closed in the same step in which it finds nobody: whoever comes later opens another."""
+        """A lane, until nobody waits. It is closed in the same step in which it finds nobody: whoever comes later
+        opens another.
+        """
         try:
             await self._serve_lane()
         finally:

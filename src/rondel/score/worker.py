@@ -1,7 +1,7 @@
 """The process in which a reward runs: reads jobs, writes one JSON line for each. Started by pool.py, without torch.
 
-stdin   pickle  (reward spec, parent's process id, timeout, folder, what it may lend, whether it begins asleep, objects that the recipe was given), then
-        (trajectory, task) for ever; its end is the end of the process
+stdin   pickle  (reward spec, parent's process id, timeout, folder, what it may lend, whether it begins asleep, objects
+        that the recipe was given), then (trajectory, task) for ever; its end is the end of the process
 stdout  JSON    {"together": 1, "naps": false} | {"error": ...}, then {"value": ..., "parts": ...,
         "steps": ...} | {"reason": ..., "detail": ...}
 

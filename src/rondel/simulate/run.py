@@ -240,8 +240,8 @@ class Simulation:
         return StepStats(True, {})
 
     def _end_of_step(self, groups: list[Group], seconds: float) -> float:
-        """When its passes and the optimizer's move are over: each part begins when its last group has finished, the part
-        before is over, and the weights of the step before serve.
+        """When its passes and the optimizer's move are over: each part begins when its last group has finished, the
+        part before is over, and the weights of the step before serve.
         """
         ready = sorted(self.finished.pop(group.id) for group in groups)
         if self.world.parts == 1:

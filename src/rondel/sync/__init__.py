@@ -38,7 +38,8 @@ CHOICES = {"holds": ("never", "begin", "commit"), "names": ("module", "checkpoin
 
 def transport_of(kind: str, *, folder: str | Path, one_module: bool = False, server: str = "") -> Transport:
     """`folder`: where versions lie, seen by all under this name. `one_module`:
-    trainer and engine have the same tensors. `server`: host of an engine of others. A user's class is made with the folder.
+    trainer and engine have the same tensors. `server`: host of an engine of others. A user's class is made with the
+    folder.
     """
     known = {
         "tensor": lambda: FromTensor("never" if one_module else "begin"),

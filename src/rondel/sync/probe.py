@@ -1,4 +1,6 @@
-"""The probe of a weight update: after the commit trainer and engine must give the same tokens the same log-probabilities."""
+"""The probe of a weight update: after the commit trainer and engine must give the same tokens the same
+log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ GROWN, SHARE = 10, 0.02  # a gap so many times the first one, and such a part of
 
 
 class ProbeComparison:
-    """`gap = comparison.compare(ours, answer, version)`: what both sides say of the probe at each update, and what they said before.
+    """`gap = comparison.compare(ours, answer, version)`: what both sides say of the probe at each update, and what
+    they said before.
 
     tolerance  largest allowed mean difference in nats a token
     """
@@ -25,15 +28,15 @@ class ProbeComparison:
         self.tolerance = tolerance
         self._said: dict[str, list[float]] = {}  # what the trainer said at the last update, by policy
         self._usual: dict[str, float] = {}  # the gap after the first one
-        # by policy and replica: version, trainer's and engine's logprobs at which it last followed; the largest gap of those;
-        # who did not follow at the update before
+        # by policy and replica: version, trainer's and engine's logprobs at which it last followed; the largest gap of
+        # those; who did not follow at the update before
         self._seen: dict[tuple[str, str], tuple[int, np.ndarray, np.ndarray]] = {}
         self._noise: dict[tuple[str, str], float] = {}
         self._doubted: set[tuple[str, str]] = set()
 
     def compare(self, ours: list[float], answer: TokenScores, version: int, policy: str = POLICY) -> float:
-        """The trainer's logprobs and the engine's answer. -> mean difference in nats a token. Raises SyncError where it is above the
-        tolerance, or where an engine's scores do not move as the trainer's do.
+        """The trainer's logprobs and the engine's answer. -> mean difference in nats a token. Raises SyncError where
+        it is above the tolerance, or where an engine's scores do not move as the trainer's do.
         """
         whose, theirs = of_policy(policy), answer.logprobs
         if len(theirs) != len(ours):

@@ -1,12 +1,13 @@
-"""By broadcast to servers that speak SGLang's endpoints (SGLang, `rondel serve`), without a file: the trainer leads a group
-of torch's as rank 0, and each server joins it when it is asked over HTTP.
+"""By broadcast to servers that speak SGLang's endpoints (SGLang, `rondel serve`), without a file: the trainer leads a
+group of torch's as rank 0, and each server joins it when it is asked over HTTP.
 
     trainer                        controller, for each server            server
     listens, names a group ─Route─► /init_weights_update_group, once       joins with a rank of its own
-    broadcasts bucket 0, 1, ...    /update_weights_from_distributed each  receives, and loads at once or with the last one
+    broadcasts bucket 0, 1, ...    /update_weights_from_distributed each  receives, and loads at once or with the last
+    one
 
-A bucket is its tensors' bytes one behind the other (SGLang's "flattened_bucket"). What the server loads has no digest of
-ours: the version that it tells and the probe are what an update is checked by, as with a folder.
+A bucket is its tensors' bytes one behind the other (SGLang's "flattened_bucket"). What the server loads has no digest
+of ours: the version that it tells and the probe are what an update is checked by, as with a folder.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ def _wait_for_servers(store: dist.TCPStore, where: dict[str, Any], deadline: flo
 class ToServers(FromDistributed):
     """towards  host of a server: the trainer listens at the address by which it reaches that one
 
-    Its route's data: "host", "port", "name" and "size" of the group, its "backend", and "buckets": the first and the end of
-    each in the manifest's tensors. Servers take their ranks from the counter NAME/joined of the store; why one of them does
-    not join is put at NAME/refused.
+    Its route's data: "host", "port", "name" and "size" of the group, its "backend", and "buckets": the first and the
+    end of each in the manifest's tensors. Servers take their ranks from the counter NAME/joined of the store; why one
+    of them does not join is put at NAME/refused.
     """
 
     def __init__(self, towards: str = "127.0.0.1", *, bucket: int = BUCKET, deadline: float = 300.0) -> None:

@@ -7,8 +7,9 @@ fixed probe is scored on both sides afterwards.
 Anything else is an abort, for all of them.
 
     holds "never"    begin ── data ── commit ── probe                         who calls has parked the engines
-    holds "begin"    pause ── begin ── data ── commit ── probe ── resume      failed: the engine refuses until a good update
-    holds "commit"   begin ── data ── pause ── commit ── resume ── probe      failed before the commit: the old version goes on serving
+    holds "begin"    pause ── begin ── data ── commit ── probe ── resume      failed: the engine refuses until a good
+    update holds "commit"   begin ── data ── pause ── commit ── resume ── probe      failed before the commit: the old
+    version goes on serving
 
 With "commit" the weights lie apart once they are published: `publish` and `deliver` may be called one by one, and the
 trainer may step in between. Its scores of the probe are those of the version that it published.
@@ -110,7 +111,8 @@ class EngineMessages:
 
 
 class WeightUpdate:
-    """`version = await WeightUpdate(transport, ...)(trainer, *engines)`. One at a time: a second call waits for the first.
+    """`version = await WeightUpdate(transport, ...)(trainer, *engines)`. One at a time: a second call waits for the
+    first.
 
     probe      tokens whose logprobs both sides must agree on after the commit; empty switches the probe off
     score      the trainer's logprobs of the probe

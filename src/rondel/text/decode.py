@@ -15,9 +15,9 @@ HALF = "\ufffd"  # how a decoder shows bytes that are not yet a character
 
 
 async def decode_answer(tokenizer: Any, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-    """What `tokenizer.decode(tokens, skip_special_tokens=...)` says. A million tokens take a second in which a tokenizer
-    lets no other thread run, so long answers are decoded in pieces, beside the event loop and one after the other:
-    several at once would each take a turn of the interpreter before the loop gets one.
+    """What `tokenizer.decode(tokens, skip_special_tokens=...)` says. A million tokens take a second in which a
+    tokenizer lets no other thread run, so long answers are decoded in pieces, beside the event loop and one after the
+    other: several at once would each take a turn of the interpreter before the loop gets one.
     """
     if len(tokens) <= LONG:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))

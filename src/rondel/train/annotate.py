@@ -30,8 +30,8 @@ def forward(
     tape: RoutingTape | None = None,
     drawn: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch; of the distributions that they were `drawn`
-    from, which top-k and top-p may have cut, or of whole ones. Of a pipeline, the last stage's.
+    """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch; of the distributions that they were
+    `drawn` from, which top-k and top-p may have cut, or of whole ones. Of a pipeline, the last stage's.
     """
     own = packed if loaded.context is None else own_share(packed, loaded.context)
 
@@ -51,8 +51,8 @@ def forward(
 
 
 def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | None = None) -> Tensor:
-    """The layers of a stage over one micro-batch, sent to the next stage. -> 0, whose backward pass receives their gradient
-    from there.
+    """The layers of a stage over one micro-batch, sent to the next stage. -> 0, whose backward pass receives their
+    gradient from there.
     """
     own = packed if loaded.context is None else own_share(packed, loaded.context)
 
@@ -162,8 +162,8 @@ def annotate_collisions(
     replay: bool = False,
     ranks: SingleRank = ALONE,
 ) -> None:
-    """Write the sum of p² over the vocabulary as the field `collision` of every sample's tokens, of the distributions that
-    they were drawn from: how likely two draws are the same. A pass of its own.
+    """Write the sum of p² over the vocabulary as the field `collision` of every sample's tokens, of the distributions
+    that they were drawn from: how likely two draws are the same. A pass of its own.
     """
     done: list[int] = []
     for packed in micro_batches(
@@ -190,7 +190,9 @@ def annotate_collisions(
 
 
 def annotate_ages(batch: TrainBatch, version: int) -> None:
-    """Write how many versions lie between the weights that drew each token and those of `version`, which begin the step."""
+    """Write how many versions lie between the weights that drew each token and those of `version`, which begin the
+    step.
+    """
     drawn = batch.tokens().versions
     if drawn is not None:
         batch.write_tokens(age=(version - drawn).clamp(min=0))

@@ -201,8 +201,8 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 def load_trainer(trainer: TrainerState, folder: Path) -> None:
-    """Masters, moments, step numbers; the compute copy is written in place, so an engine that shares it sees it too. A rank
-    reads one tensor at a time, and keeps its part.
+    """Masters, moments, step numbers; the compute copy is written in place, so an engine that shares it sees it too. A
+    rank reads one tensor at a time, and keeps its part.
     """
     weights = trainer.weights
     with error_boundary(CheckpointError, f"reading {folder}"):
@@ -286,7 +286,8 @@ class Checkpoints:
         encode: Callable[[Any], Any] | None = None,
     ) -> Path:
         """All files into a scratch folder, manifest last, then one rename. Files are read
-        back on a thread: they may be large. What JSON cannot hold in `state` is encoded there, too, when its turn comes.
+        back on a thread: they may be large. What JSON cannot hold in `state` is encoded there, too, when its turn
+        comes.
         """
         final, scratch = self.folder / f"step-{step:06d}", self.folder / f".writing-{step:06d}"
         with guard_write(final, self.needed):

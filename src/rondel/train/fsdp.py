@@ -107,8 +107,8 @@ class FsdpRank(SingleRank):
             self.experts = RankGroup.of(apart["ep"].get_group())
 
     def _arrange(self, device: str, always: tuple[str, ...], **sizes: int) -> DeviceMesh:
-        """A mesh of the axes that have more than one rank, and of those that are `always` asked for: each is a group, which
-        opens ports, and waits as long as all ranks do (torch gives new groups a time of its own, half an hour).
+        """A mesh of the axes that have more than one rank, and of those that are `always` asked for: each is a group,
+        which opens ports, and waits as long as all ranks do (torch gives new groups a time of its own, half an hour).
         """
         axes = {name: n for name, n in sizes.items() if n > 1 or name in always}
         backend = "gloo" if device == "cpu" else "nccl"

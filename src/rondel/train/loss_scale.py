@@ -4,8 +4,8 @@
     finite     the step is taken; after INTERVAL of them in a row the scale doubles
     overflow   the step is not taken, the scale halves
 
-The numbers are those of torch.amp.GradScaler. All are powers of two, so that scaling rounds nothing. Each of several ranks
-keeps the scale, and decides by the norm of the summed gradient, which is the same on all of them.
+The numbers are those of torch.amp.GradScaler. All are powers of two, so that scaling rounds nothing. Each of several
+ranks keeps the scale, and decides by the norm of the summed gradient, which is the same on all of them.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from rondel.train.pack import TrainSample
 
 TENTHS = 10  # parts of an answer, by position
 # K3 in nats a token between two healthy programs of the same weights, several times over. SmolLM2 measures 5e-4 in
-# bfloat16 with sums in fp32 (models/fp32_sums.py) and 1e-5 in float16; 2e-3 (vLLM beside transformers, too) and 4e-5 where
-# sums are rounded; in float32 1e-13
+# bfloat16 with sums in fp32 (models/fp32_sums.py) and 1e-5 in float16; 2e-3 (vLLM beside transformers, too) and 4e-5
+# where sums are rounded; in float32 1e-13
 BOUNDS = {torch.float32: 1e-6, torch.float16: 5e-5, torch.bfloat16: 3e-3}
 ROUNDED = {torch.float16: 2e-4, torch.bfloat16: 1e-2}
 MIXTURE = 1e-1  # where rounding sends a token to another expert
@@ -84,7 +84,8 @@ def _effective_sample_share(weight_N: Tensor) -> Tensor:
 
 
 def measure_mismatch(samples: list[TrainSample], version: int) -> dict[str, float]:
-    """`mismatch_metrics` of the samples' tokens, its K3 by tenths of the answer, and by how many versions old a token is.
+    """`mismatch_metrics` of the samples' tokens, its K3 by tenths of the answer, and by how many versions old a token
+    is.
 
     A token is as old as the first of its answer: one that was held while weights changed went
     on from the keys and values of the old ones.

@@ -1,4 +1,6 @@
-"""What an episode's policy only read after it began to write: the answers of tools and environments, as tokens to learn."""
+"""What an episode's policy only read after it began to write: the answers of tools and environments, as tokens to
+learn.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from rondel.train.pack import TrainBatch, TrainSample
 
 
 def observed_batch(batch: TrainBatch) -> TrainBatch:
-    """The same sequences, in which the tokens that were read take the place of those that were written; without any, none."""
+    """The same sequences, in which the tokens that were read take the place of those that were written; without any,
+    none.
+    """
     return TrainBatch([other for sample in batch.samples if (other := _observed(sample)) is not None])
 
 

@@ -1,8 +1,8 @@
 """fp32 master weights behind a compute copy, their optimizer, schedules, clipping.
 
-The module's parameters are the compute copy that the engine reads; the masters are
-what the optimizer moves (train/optimizers.py). In float32 they are the same tensors. The step writes the compute copy in
-place, so an engine that shares it needs 0 bytes moved.
+The module's parameters are the compute copy that the engine reads; the masters are what the optimizer moves
+(train/optimizers.py). In float32 they are the same tensors. The step writes the compute copy in place, so an engine
+that shares it needs 0 bytes moved.
 
 With `host` masters, accumulators and moments lie in host memory and the step is taken there (arXiv:2101.06840):
 
@@ -78,7 +78,9 @@ class MasterWeights:
         return [make_master(name, p) for name, p in zip(self.names, self.compute)]
 
     def _install_gradient_hooks(self) -> None:
-        """Below fp32, or with masters elsewhere, every gradient moves into its master's fp32 accumulator as soon as autograd is done with it."""
+        """Below fp32, or with masters elsewhere, every gradient moves into its master's fp32 accumulator as soon as
+        autograd is done with it.
+        """
 
         def moves_to(master: Tensor) -> Callable[[Tensor], None]:
             def accumulate_gradient(parameter: Tensor) -> None:
@@ -112,7 +114,9 @@ class MasterWeights:
         return torch.stack(torch._foreach_norm(grads)).norm() / self._gradient_scale if grads else torch.zeros(())
 
     def overflowed(self, norm: Tensor) -> bool:
-        """Whether a gradient of this norm outgrew float16 under the loss scale, which then halves; the step is not taken."""
+        """Whether a gradient of this norm outgrew float16 under the loss scale, which then halves; the step is not
+        taken.
+        """
         if math.isfinite(float(norm)) or self.loss_scale is None or not self.loss_scale.can_shrink:
             return False
         self.loss_scale.update(overflowed=True)

@@ -2,8 +2,8 @@
 
     accumulate(trainer, batch, algo) ... accumulate(trainer, batch, algo) ── apply(trainer)
 
-Both run on the device's thread. What a whole step checks is checked here too: finite numbers before the first forward pass, of
-each micro-batch and of the gradient; weights fixed before the first micro-batch (law 3).
+Both run on the device's thread. What a whole step checks is checked here too: finite numbers before the first forward
+pass, of each micro-batch and of the gradient; weights fixed before the first micro-batch (law 3).
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import math
 from rondel.algos.aggregate import masked_scale
 from rondel.algos.table import Algorithm
 from rondel.core.errors import TrainError, UserError
-from rondel.models import linear
 from rondel.system.process_memory import release_freed_memory
 from rondel.train.observations import observed_batch
 from rondel.train.pack import TrainBatch
-from rondel.train.step import LocalTrainer, NotFinite
+from rondel.train.step import LocalTrainer, NotFinite, begin_gradients
 from rondel.train.step_metrics import StepMetricSums
 
 
 def accumulate(
     trainer: LocalTrainer, batch: TrainBatch, algo: Algorithm, *, weight: float, first: bool
 ) -> dict[str, float]:
-    """Add `weight` times the gradient of the loss of a batch. `first`: since the last move. -> metrics of the batch. TrainError where
-    a number is not finite: what was added up so far is gone then.
+    """Add `weight` times the gradient of the loss of a batch. `first`: since the last move. -> metrics of the batch.
+    TrainError where a number is not finite: what was added up so far is gone then.
     """
     if "values" in algo.needs:
         raise UserError(
@@ -33,10 +32,7 @@ def accumulate(
         )
     trainer.offload.refuse_asleep("step")
     if first:
-        trainer.weights.zero_grad()
-        for stack in linear.packed_linears(trainer.loaded.model):
-            if stack.is_trained:
-                stack.drop_packed()
+        begin_gradients(trainer)
     sums = StepMetricSums()
     try:
         known = trainer._precompute_update(batch, algo, [batch], set())

@@ -276,7 +276,9 @@ class PackedBatch:
     idle: bool = False  # another rank computes it: only the pass counts
 
     def join_targets(self, values_M: Tensor) -> Tensor:
-        """What was computed of the targets here -> of all: they are all here (row_share.py: not where ranks share a row)."""
+        """What was computed of the targets here -> of all: they are all here (row_share.py: not where ranks share a
+        row).
+        """
         return values_M
 
     def encode_images(self, loaded: LoadedModel) -> VisionFeatures | None:

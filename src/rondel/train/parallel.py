@@ -71,8 +71,8 @@ class SingleRank:
     def run_passes(
         self, packs: MicroBatches, forward: Callable[[PackedBatch, bool], T], backward: Callable[[T, bool], None]
     ) -> None:
-        """The passes of an update: what `forward` makes of each micro-batch is for `backward`; both are told whether it is
-        the last one.
+        """The passes of an update: what `forward` makes of each micro-batch is for `backward`; both are told whether
+        it is the last one.
         """
         for number, packed in enumerate(packs, 1):
             backward(forward(packed, number == len(packs)), number == len(packs))
@@ -89,8 +89,8 @@ class SingleRank:
         return [value]
 
     def gather_arrays(self, values: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """What each data rank measured, and each stage of it, [n] in fp32 on the host under any names: travels as one array
-        a rank.
+        """What each data rank measured, and each stage of it, [n] in fp32 on the host under any names: travels as one
+        array a rank.
         """
         return [values]
 

@@ -3,8 +3,8 @@
     one machine       every rank writes its shards of weights, masters and moments; nothing is gathered
     several machines  the first rank writes, and is given one tensor at a time
 
-What a family stores in another form than boxes of the module's tensors (interleaved experts) travels to the first rank, too,
-one tensor at a time.
+What a family stores in another form than boxes of the module's tensors (interleaved experts) travels to the first
+rank, too, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def lies_in_shards(loaded: LoadedModel, trained: Sequence[MasterWeights]) -> boo
 def save_parts(
     loaded: LoadedModel, ranks: SingleRank, folder: Path, optimizers: Sequence[OptimizerFile], needed: int
 ) -> None:
-    """The model and its optimizers into `folder`, asked of all ranks. A fault of one rank is everyone's. `needed`: bytes."""
+    """The model and its optimizers into `folder`, asked of all ranks. A fault of one rank is everyone's. `needed`:
+    bytes.
+    """
     apart = _same_folder(ranks, folder)
     plan = ModelPlan(loaded.model, ranks)
     _write_together(ranks, folder / "model.safetensors", plan.file, plan.pieces(apart), apart, needed)
@@ -217,8 +219,8 @@ def _assign(told: list[HeldParts], dtypes: Mapping[str, torch.dtype]) -> list[di
 
 
 def _same_folder(ranks: SingleRank, folder: Path) -> bool:
-    """Whether all ranks write into the same folder of one machine: to several, a file of many writers is no promise that
-    every file system keeps.
+    """Whether all ranks write into the same folder of one machine: to several, a file of many writers is no promise
+    that every file system keeps.
     """
     told = ranks.all_gather_object((platform.node(), uuid.uuid4().hex))
     mark = folder / f".{told[0][1]}"

@@ -74,8 +74,9 @@ class PartFile:
             file.truncate(self.size)
 
     def write(self, path: Path | None, pieces: Iterable[tuple[str, Block, Tensor]]) -> None:
-        """Pieces (source, block, the part in which the block lies), on the disk when this returns; without a path they are
-        only asked for. They are asked for to their end whatever the disk says, for other ranks give something of each.
+        """Pieces (source, block, the part in which the block lies), on the disk when this returns; without a path they
+        are only asked for. They are asked for to their end whatever the disk says, for other ranks give something of
+        each.
         """
         fault: OSError | None = None
         file = -1
@@ -153,8 +154,8 @@ def whole_shape(parts: Iterable[TensorPart]) -> Place:
 
 
 def slice_box(shape: Sequence[int], size: Sequence[int], stride: Sequence[int], offset: int) -> Block | None:
-    """The box of a contiguous tensor that a strided view of it is, with sides of 1 where the view has none; None where it
-    is no box: transposed, or every second number.
+    """The box of a contiguous tensor that a strided view of it is, with sides of 1 where the view has none; None where
+    it is no box: transposed, or every second number.
     """
     start, sides, left = list[int](), list[int](), list(zip(size, stride))
     for dim in range(len(shape)):

@@ -97,8 +97,8 @@ class ShardedWeights(MasterWeights):
         return square.sqrt() / self._gradient_scale
 
     def _sum_parts(self) -> None:
-        """Gradients of which several ranks have a part, in place: tp of what its parts keep whole, the two ends of a pipeline
-        of a matrix that is embedding and head.
+        """Gradients of which several ranks have a part, in place: tp of what its parts keep whole, the two ends of a
+        pipeline of a matrix that is embedding and head.
         """
         grads = dict(zip(self.names, (m.grad for m in self.masters)))
         if self.cuts is not None:
@@ -169,8 +169,8 @@ class ShardedWeights(MasterWeights):
         return join_cuts((self.cuts, self.experts), self.names[i], full)
 
     def local_shard(self, i: int, full: Tensor) -> Tensor:
-        """This rank's part of a whole tensor: of its own columns, rows or experts, dimension 0 in equal pieces, the last ones
-        shorter or empty. What is a part already stays as it is.
+        """This rank's part of a whole tensor: of its own columns, rows or experts, dimension 0 in equal pieces, the
+        last ones shorter or empty. What is a part already stays as it is.
         """
         if full.ndim == 0 or full.shape == self.masters[i].shape:
             return full

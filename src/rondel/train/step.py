@@ -363,17 +363,12 @@ class LocalTrainer:
         critic: Critic | None,
         frozen: bool,
     ) -> float | None:
-        """One gradient over all rows, one step of each optimizer. -> the share of weights that it changed, or None where
-        float16 overflowed and no step was taken.
+        """One gradient over all rows, one step of each optimizer. -> the share of weights that it changed, or None
+        where float16 overflowed and no step was taken.
         """
         main = algo.main if isinstance(algo, Mixture) else algo
         with _timed_phase(seconds, "forward_backward"):
-            self.weights.zero_grad()
-            # stale as soon as the weights move, and in the way of the activations
-            for stack in linear.packed_linears(self.loaded.model):
-                if stack.is_trained:
-                    stack.drop_packed()
-            release_freed_memory()
+            begin_gradients(self)
             critic_norm = torch.zeros(())
             shares = [(*found, found[2].trainable_samples(found[0])) for found in update.split_by_row(algo)]
             shares = [found for found in shares if found[3].samples]  # not all of them were cut off
@@ -518,6 +513,17 @@ class LocalTrainer:
         if told := [fault for found in self.ranks.all_gather_object(faults) for fault in found]:
             raise NotFinite(told[0])
         self.ranks.exchange_tokens(batch, done, "trained")
+
+
+def begin_gradients(trainer: LocalTrainer) -> None:
+    """Nothing is added up yet. What is stale as soon as the weights move goes, for it is in the way of the
+    activations.
+    """
+    trainer.weights.zero_grad()
+    for stack in linear.packed_linears(trainer.loaded.model):
+        if stack.is_trained:
+            stack.drop_packed()
+    release_freed_memory()
 
 
 def _report_overflows(scale: LossScale, overflows: int, updates: int, step: str, note: str) -> str:

@@ -12,12 +12,12 @@ from torch import Tensor
 def turns_of(
     trainable: Sequence[np.ndarray], keys: Sequence[np.ndarray], sides: Sequence[Hashable]
 ) -> dict[str, Tensor]:
-    """`turn_T` and `state_T` of ScoredSamples, of samples with these trainable positions, whole streams, and with whom each
-    is compared.
+    """`turn_T` and `state_T` of ScoredSamples, of samples with these trainable positions, whole streams, and with whom
+    each is compared.
 
     A turn ends where the next trainable token does not follow at once. Its state is the tokens between the turn before
-    and itself: for the first turn the prompt, for others what came back. Equal tokens are one state among the samples of
-    one side, as long as the same pictures stand in them.
+    and itself: for the first turn the prompt, for others what came back. Equal tokens are one state among the samples
+    of one side, as long as the same pictures stand in them.
     """
     turns, states = [], []
     seen: dict[tuple[Hashable, bytes], int] = {}

@@ -1,4 +1,5 @@
-"""The tasks, and how one of them is played. recipe.toml names both: `kind = "environment:sums"`, `kind = "environment:SecondTry"`.
+"""The tasks, and how one of them is played. recipe.toml names both: `kind = "environment:sums"`, `kind =
+"environment:SecondTry"`.
 
 An environment is an async function of a task and a chat. `give` hands over messages, `reply` lets the policy write.
 The chat keeps the tokens, so there is nothing to mask and nothing to tokenize here.

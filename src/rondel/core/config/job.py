@@ -121,7 +121,9 @@ class Job(ConfigSection):
 
     @classmethod
     def read(cls, path: str | Path | Mapping[str, Any], overrides: dict[str, Any] | None = None) -> Job:
-        """Parse a TOML recipe, or take its tables as dicts, apply dotted overrides, validate; every fault is one readable ConfigError."""
+        """Parse a TOML recipe, or take its tables as dicts, apply dotted overrides, validate; every fault is one
+        readable ConfigError.
+        """
         if isinstance(path, Mapping):
             tree = deepcopy(name_objects(path))
             look_beside(Path("recipe.toml"))

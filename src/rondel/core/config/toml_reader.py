@@ -11,7 +11,9 @@ from rondel.core.registry import suggest_name
 
 
 def parse_overrides(words: list[str]) -> dict[str, Any]:
-    """["--loop.steps=5", "--model.path=x"] -> {"loop.steps": 5, "model.path": "x"}; values are TOML, bare words strings."""
+    """["--loop.steps=5", "--model.path=x"] -> {"loop.steps": 5, "model.path": "x"}; values are TOML, bare words
+    strings.
+    """
     out: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.removeprefix("--").partition("=")

@@ -85,22 +85,27 @@ class ChatFields:
             raise RequestRefusal(400, f"{name} must be a text or a list of texts")
         return tuple(dict.fromkeys(stop for stop in listed if stop))
 
+    def read_tool_choice(self) -> bool:
+        """Whether tools are offered."""
+        choice = self.read_field("tool_choice", (str, dict))
+        off = choice == "none" or choice == {"type": "none"}
+        if choice not in NOTHING and not off:
+            self.warn("tool_choice", "the policy chooses for itself whether it calls a tool")
+        return not off
+
     def read_chat_request(
         self, said: Any, tools: list[dict[str, Any]] | None = None, *, limit: tuple[str, ...], stop: str = "stop"
     ) -> ChatRequest:
         """What the APIs have in common. Called last: what nobody has taken by now is told to the
         person who runs this.
         """
-        choice = self.read_field("tool_choice", (str, dict))
-        off = choice == "none" or choice == {"type": "none"}
-        if choice not in NOTHING and not off:
-            self.warn("tool_choice", "the policy chooses for itself whether it calls a tool")
+        offered = self.read_tool_choice()
         if not said:
             raise RequestRefusal(400, "there is nothing to answer")
         n = self.read_count("n") or 1
         if n > 128:
             raise RequestRefusal(400, f"n = {n}; at most 128")
-        asked = ChatRequest(said, tools or [], self.read_count(*limit), self.stop_strings(stop), n, not off)
+        asked = ChatRequest(said, tools or [], self.read_count(*limit), self.stop_strings(stop), n, offered)
         for name in self.body.keys() - self._known:
             value, own = self.body[name], getattr(self.sampling, name, None)
             if not any(value == nothing for nothing in NOTHING) and not (

@@ -67,9 +67,18 @@ def call_of(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
     if not isinstance(name, str):
         raise RequestRefusal(400, "a tool call without a name")
     if isinstance(arguments, str):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments) if arguments else {}
     return {"id": str(id), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def read_tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
+    """The calls in an assistant's message, as OpenAI writes them."""
+    if not isinstance(given, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in given
+    ):
+        raise RequestRefusal(400, f"{where}.tool_calls must be a list of objects, each with a function")
+    return [call_of(call.get("id"), call["function"].get("name"), call["function"].get("arguments")) for call in given]
 
 
 def canonical_messages(messages: Messages) -> Messages:
@@ -77,16 +86,15 @@ def canonical_messages(messages: Messages) -> Messages:
     out: Messages = []
     asked: dict[str, tuple[str, str]] = {}
     for message in messages:
-        role, content = message["role"], message["content"]
+        role = message["role"]
         if role == "assistant" and (calls := message.get("tool_calls")):
             asked = {call["id"]: (f"call{i:05d}", call["function"]["name"]) for i, call in enumerate(calls, 1)}
-            placed = [{**call, "id": asked[call["id"]][0]} for call in calls]
-            out.append({"role": role, "content": content, "tool_calls": placed})
+            out.append({**message, "tool_calls": [{**call, "id": asked[call["id"]][0]} for call in calls]})
         elif role == "tool":
             place, name = asked.get(message["tool_call_id"], (message["tool_call_id"], ""))
-            out.append({"role": role, "tool_call_id": place, **({"name": name} if name else {}), "content": content})
+            out.append({**message, "tool_call_id": place, **({"name": name} if name else {})})
         else:
-            out.append({"role": role, "content": content})
+            out.append(message)
     return out
 
 

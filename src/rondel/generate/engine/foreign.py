@@ -276,8 +276,8 @@ class ForeignEngine:
     # -- weights ---------------------------------------------------------------------------------
 
     async def receive(self, message: Message) -> int:
-        """A folder: until the commit the old version serves, and a commit that fails leaves an engine that refuses until
-        a good update. A broadcast is loaded as it comes: from its route on the engine refuses until the commit.
+        """A folder: until the commit the old version serves, and a commit that fails leaves an engine that refuses
+        until a good update. A broadcast is loaded as it comes: from its route on the engine refuses until the commit.
         """
         match message:
             case Begin():

@@ -82,8 +82,8 @@ class Engine:
     ) -> Engine:
         """A folder, hub id, GGUF file, "smollm2-135m", or { random = ... }, on the GPU if there is one.
 
-        numerics      "aligned": the same bits whatever else is in the batch, and in the trainer; "rounded": a model of 16
-                      bits rounds its residual stream and logits, too
+        numerics      "aligned": the same bits whatever else is in the batch, and in the trainer; "rounded": a model of
+                      16 bits rounds its residual stream and logits, too
         speculative   "ngram", or "draft:MODEL" with a smaller model of the same tokenizer: guess ahead;
                       no token changes its distribution
         settings      kv_pages, max_running, compile

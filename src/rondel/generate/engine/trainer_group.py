@@ -24,8 +24,8 @@ class TrainerGroup:
         ask: Callable[[int], Awaitable[None]],
         leave: Callable[[str], Awaitable[Any]],
     ) -> None:
-        """`ask` the server to join with this rank, unless it is in the group. The trainer waits for all, and is told why one
-        of them does not come.
+        """`ask` the server to join with this rank, unless it is in the group. The trainer waits for all, and is told
+        why one of them does not come.
         """
         if self.name == group["name"]:
             return

@@ -1,11 +1,12 @@
-"""In a worker of vLLM 0.29 and later: weights that a trainer of Rondel broadcasts, received by vLLM's own weight transfer.
+"""In a worker of vLLM 0.29 and later: weights that a trainer of Rondel broadcasts, received by vLLM's own weight
+transfer.
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --port 8000
         --worker-extension-cls rondel.generate.engine.vllm_worker.RondelBroadcast
         --weight-transfer-config '{"backend": "rondel"}'
 
-vLLM's own backends want a GPU on both sides; this one is torch's gloo or NCCL. Rondel must be importable there, of which
-these imports need nothing but torch.
+vLLM's own backends want a GPU on both sides; this one is torch's gloo or NCCL. Rondel must be importable there, of
+which these imports need nothing but torch.
 """
 
 from __future__ import annotations

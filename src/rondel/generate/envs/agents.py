@@ -2,8 +2,9 @@
 is an agent's reply to what others have said.
 
     writer ──> critic ──> final      agents = [{ agent = "writer", says = "{prompt}" },
-      └─────────────────────^                  { agent = "critic", says = "{prompt}\\nAnswer: {writer}\\nWhat is wrong with it?" },
-                                               { agent = "writer", turn = "final", says = "A critic said: {critic}" }]
+      └─────────────────────^                  { agent = "critic", says = "{prompt}\\nAnswer: {writer}\\nWhat is wrong
+                                               with it?" }, { agent = "writer", turn = "final", says = "A critic said:
+                                               {critic}" }]
 
 Every agent has a conversation of its own, in the order of the list; turns that do not wait
 for each other run side by side. The last turn of the list is the answer that the reward

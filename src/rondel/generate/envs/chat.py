@@ -19,7 +19,7 @@ from typing import Any
 from rondel.core.errors import DataError, EnvError
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, message_text
 from rondel.core.types import POLICY, Completion, FinishReason, Request, Sampling, Trajectory, Turn
-from rondel.generate.calls import ToolCall
+from rondel.generate.calls import ToolCall, read_calls
 from rondel.generate.pictures import place_images
 from rondel.generate.template import Messages, Schemas, Template
 from rondel.generate.video import process_media, split_media
@@ -215,13 +215,8 @@ class TokenChat:
     async def calls(self, done: Completion) -> list[ToolCall]:
         """The tools that a reply asks for, as the template writes calls; what it only thought of is not asked for."""
         said = await decode_answer(self.tokenizer, done.tokens, skip_special_tokens=False)
-        parse, said = self.template.call_format.parse_calls, said.rpartition("</think>")[2]
-        found = await asyncio.to_thread(parse, said) if len(done.tokens) > LONG else parse(said)
-        # JSON may spell half a character
-        return [
-            ToolCall(valid_unicode(call.name), valid_unicode(call.arguments), valid_unicode(call.fault))
-            for call in found
-        ]
+        form = self.template.call_format
+        return await asyncio.to_thread(read_calls, form, said) if len(done.tokens) > LONG else read_calls(form, said)
 
     def write(self, text: str, *, version: int = 0, split_special_tokens: bool = True) -> None:
         """Put words into the policy's mouth, for supervised phases: mask 1, logprob 0, then the tokenizer's end token.

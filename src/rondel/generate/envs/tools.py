@@ -1,8 +1,8 @@
 """Turns with tools: the policy writes, calls what it was offered, reads what came back, and writes again.
 
     give(task, tools) -> reply ──no call──> done
-                           │ calls, carried out side by side
-                           └<── give(results) ──'      at most `turns` replies; a call in the last one is not carried out
+                           │ calls, carried out side by side └<── give(results) ──'      at most `turns` replies; a
+                           call in the last one is not carried out
 
 What the policy gets wrong (a call that cannot be read, an unknown tool, arguments that do
 not fit, a tool that raises, a file that is not there) comes back to it as an error to read. What

@@ -1,4 +1,5 @@
-"""Compressed convolutional attention (arXiv:2510.04476), for ZAYA: queries, keys and values that look back a few tokens.
+"""Compressed convolutional attention (arXiv:2510.04476), for ZAYA: queries, keys and values that look back a few
+tokens.
 
     [q, k]_t = grouped(depthwise([q, k]_{t-K} ... [q, k]_t)) + their mean      state: the last K tokens' [q, k]
     v_t      = [W h_t, W' h_{t-1}]                                             state: the last token's h

@@ -15,6 +15,7 @@ T tokens · B rows of one batch · L the longest of them
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -34,6 +35,15 @@ class Segment(Protocol):
 
     @property
     def parent(self) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneSegment:
+    """A sample by itself, as a check at load computes it."""
+
+    start: int
+    length: int
+    parent: int | None = None
 
 
 class StateRule(Protocol):

@@ -4,7 +4,8 @@
     y_t = C_t q_t / (max(|n_t q_t|, 1) + eps e^{m_t})                               m_t = max(m_{t-1} + log f_t, i_t)
 
 It is Mamba-2's recurrence with e^i v in the place of dt x, and the normaliser is one more row of C. transformers keeps
-both over e^m, so that no exponential overflows; i is capped at 15 here, which fp32 holds, and m stands beside eps alone.
+both over e^m, so that no exponential overflows; i is capped at 15 here, which fp32 holds, and m stands beside eps
+alone.
 
 B rows · L tokens · H heads · K, V sizes of a key and a value
 """

@@ -4,11 +4,12 @@
     heavily compressed    the m tokens of window w
     sparse, overlapping   the m tokens of window w - 1 (first half of their channels) and of w (second half)
 
-A window is whole at its last token, so an entry belongs to that token: position (w + 1) m - 1. The state of a sequence is
-what a later entry may still read, the last m - 1 tokens, or 2m - 1 where windows overlap. A prompt's open window is thus
-closed by each of its answers, exactly, in the engine and in a packed row.
+A window is whole at its last token, so an entry belongs to that token: position (w + 1) m - 1. The state of a sequence
+is what a later entry may still read, the last m - 1 tokens, or 2m - 1 where windows overlap. A prompt's open window is
+thus closed by each of its answers, exactly, in the engine and in a packed row.
 
-B rows · L tokens · m tokens of a window · n windows that end in a row · D size of an entry · C = D, or 2 D if they overlap
+B rows · L tokens · m tokens of a window · n windows that end in a row · D size of an entry · C = D, or 2 D if they
+overlap
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def init_process_groups(device: str, patience: float) -> Any:
 def _other_machine(patience: float) -> str:
     """An address of a machine that ranks of this one must reach; this one's own if torchrun started no others.
 
-    The first machine's name may lead to a loopback address there (Debian's 127.0.1.1), so there the last rank's is asked
-    for, in the store that torchrun keeps.
+    The first machine's name may lead to a loopback address there (Debian's 127.0.1.1), so there the last rank's is
+    asked for, in the store that torchrun keeps.
     """
     rank, size = rank_and_size()
     first = os.environ.get("MASTER_ADDR", "127.0.0.1")

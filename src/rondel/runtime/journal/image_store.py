@@ -1,6 +1,7 @@
 """The pictures of a run, each once whoever saw it: PNG files that anyone can open, named by their digest.
 
-rollouts/media/3f2a….png     as the model saw it, frames of a video that it merges below each other; and the file of a task's picture, where the task has it as a data: URL
+rollouts/media/3f2a….png     as the model saw it, frames of a video that it merges below each other; and the file of a
+                             task's picture, where the task has it as a data: URL
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class ImageStore:
         self._known: dict[str, Image] = {}
 
     def store_images(self, media: list[ImagePlaceholder]) -> list[list[Any]]:
-        """-> [start, digest, cell] of each, and of a step of a video its frames and its time; `load_images` is the inverse."""
+        """-> [start, digest, cell] of each, and of a step of a video its frames and its time; `load_images` is the
+        inverse.
+        """
         for place in media:
             if not (path := self._image_path(place.image.digest)).exists():
                 out = io.BytesIO()

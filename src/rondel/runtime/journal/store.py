@@ -252,8 +252,8 @@ def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 
 def _row_tables(rows: Iterable[dict[str, Any]], album: ImageStore) -> Iterator[Any]:
-    """Tables of PART tokens. A longer trajectory has several rows, one behind the other: parquet's writer wants four times
-    as much memory as a row's numbers take.
+    """Tables of PART tokens. A longer trajectory has several rows, one behind the other: parquet's writer wants four
+    times as much memory as a row's numbers take.
     """
     part: list[dict[str, Any]] = []
     tokens = 0

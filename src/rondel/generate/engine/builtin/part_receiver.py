@@ -1,6 +1,7 @@
 """Weights for an engine of several processes: each rank takes its part of every tensor, and proves the whole.
 
-    ipc, several writers    every rank pulls its own part of what a trainer's ranks wrote ──> their sums give the digest of the whole
+    ipc, several writers    every rank pulls its own part of what a trainer's ranks wrote ──> their sums give the
+    digest of the whole
     ipc, disk               every rank maps or reads the publication itself │ digest of the whole ──> its own part
     tensor, distributed     the first rank takes it in and passes it on     │ alike
 A part is compared again at the commit where it was written over the weights or copied to another device.
@@ -35,8 +36,8 @@ PASSED_ON = ("tensor", "distributed")
 
 
 class PartDigests:
-    """Digests of whole tensors of which each rank of `cuts` has a part, and nobody more: the sums of all parts, added up.
-    What several ranks have a copy of is read whole by each, which compares the digest itself.
+    """Digests of whole tensors of which each rank of `cuts` has a part, and nobody more: the sums of all parts, added
+    up. What several ranks have a copy of is read whole by each, which compares the digest itself.
 
     parts   what this rank reads of each tensor
     values  the sums of all, one behind the other; those of all ranks together are those of the whole
@@ -69,7 +70,9 @@ class PartDigests:
             self._sums[name].add_box(self.rows[name].shape, block.start, box.to(self.values.device))
 
     def find_wrong(self, ranks: RankGroup) -> list[str]:
-        """Names of tensors that are not as they were announced; all ranks ask at the same time (or add their `values`)."""
+        """Names of tensors that are not as they were announced; all ranks ask at the same time (or add their
+        `values`).
+        """
         ranks.all_reduce(self.values)
         return [name for name, row in self.rows.items() if self._sums[name].digest() != row.digest]
 

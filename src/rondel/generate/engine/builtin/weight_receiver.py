@@ -1,6 +1,7 @@
 """Weights on their way into the engine's module: what is announced, what has come, and when it becomes what serves.
 
-    begin ── data ── data ── commit          over    each tensor is written over the old one as it comes; digests are compared at the end
+    begin ── data ── data ── commit          over    each tensor is written over the old one as it comes; digests are
+    compared at the end
                                              beside  each is compared as it comes and laid beside; the commit lets
                                              the module point there
 
@@ -28,7 +29,9 @@ SLICE = 0.005  # seconds that the device takes tensors in before it looks for a 
 
 
 class StagedWeights:
-    """Tensors beside those that serve, until the module points at them. `copied`: some of the module's were written over."""
+    """Tensors beside those that serve, until the module points at them. `copied`: some of the module's were written
+    over.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self.copied = model, False

@@ -1,4 +1,5 @@
-"""/v1/messages (Anthropic) and /v1/responses (OpenAI) of a server: the shapes of generate/chat_apis over its own way of answering.
+"""/v1/messages (Anthropic) and /v1/responses (OpenAI) of a server: the shapes of generate/chat_apis over its own way
+of answering.
 
 An answer is whole before it is sent; a stream tells it in the events that clients expect.
 """
@@ -65,40 +66,34 @@ class ServedFields(ChatFields):
                 draw[name] = float(value)
         if (top_k := self.read_count("top_k")) is not None:
             draw["top_k"] = top_k
-        names = [tool["function"]["name"] for tool in tools or []]
-        off, required, parallel = self._read_choice(names)
-        self.body = {k: v for k, v in self.body.items() if k not in ("tool_choice", "parallel_tool_calls")}
-        self.warn = self._refuse
+        self.names = [tool["function"]["name"] for tool in tools or []]
         asked = super().read_chat_request(said, tools, limit=limit, stop=stop)
-        asked.draw, asked.required, asked.calls = draw, required, bool(tools) and not off
-        asked.parallel, asked.seed = parallel, secrets.randbits(63)
+        asked.draw, asked.seed = draw, secrets.randbits(63)
+        asked.required, asked.parallel = self.required, self.parallel
         return asked
 
-    def _read_choice(self, names: list[str]) -> tuple[bool, list[str], bool]:
-        """-> whether tools are hidden, the functions of which one must be called, whether several may be."""
-        choice = self.body.get("tool_choice", "auto")
+    def read_tool_choice(self) -> bool:
+        """Also which functions one must be called of, and whether several may be."""
+        choice = self.read_field("tool_choice", (str, dict), "auto")
         kind = choice.get("type") if isinstance(choice, dict) else choice
-        parallel = self.read_field("parallel_tool_calls", bool, True)
-        if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
-            parallel = False
+        one = isinstance(choice, dict) and bool(choice.get("disable_parallel_tool_use"))
+        self.parallel = self.read_field("parallel_tool_calls", bool, True) and not one
+        self.required: list[str] = []
         match kind:
-            case None | "auto":
-                return False, [], parallel
-            case "none":
-                return True, [], parallel
-            case "any" | "required" if names:
-                return False, names, parallel
-            case "tool" | "function" if isinstance(choice, dict) and choice.get("name") in names:
-                return False, [choice["name"]], False
-        raise RequestRefusal(
-            400,
-            f"tool_choice = {choice!r:.80}; it is auto, none, any of the tools, or one of {', '.join(names) or 'none'}",
-            param="tool_choice",
-        )
-
-    @staticmethod
-    def _refuse(name: str, rule: str) -> None:
-        raise RequestRefusal(400, f"this server does not offer {name}; leave it out", param=name, code="unknown_field")
+            case "any" | "required" if self.names:
+                self.required = self.names
+            case "tool" | "function" if isinstance(choice, dict) and choice.get("name") in self.names:
+                self.required, self.parallel = [choice["name"]], False
+            case None | "auto" | "none":
+                pass
+            case _:
+                names = ", ".join(self.names) or "none"
+                raise RequestRefusal(
+                    400,
+                    f"tool_choice = {choice!r:.80}; it is auto, none, any of the tools, or one of {names}",
+                    param="tool_choice",
+                )
+        return kind != "none"
 
 
 class ServedSession:
@@ -164,7 +159,7 @@ def _handler(session: ServedSession, answer: Answer, chunks: Chunks) -> Callable
                 param="model",
                 code="model_not_found",
             )
-        f = ServedFields(body, Sampling(), lambda name, rule: None)
+        f = ServedFields(body, Sampling(), _refuse_field)
         options = f.read_field("stream_options", dict, {})
         work: asyncio.Task[dict[str, Any]] = asyncio.create_task(answer(session, f))  # type: ignore[arg-type]  # a coroutine
         await finish_or_cancel(work, request.receive)
@@ -177,3 +172,7 @@ def _handler(session: ServedSession, answer: Answer, chunks: Chunks) -> Callable
         return Response(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     return handle_request
+
+
+def _refuse_field(name: str, rule: str) -> None:
+    raise RequestRefusal(400, f"this server does not offer {name}; leave it out", param=name, code="unknown_field")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from rondel.core.errors import DataError
+from rondel.generate.chat_apis.messages import canonical_messages, read_tool_calls
 from rondel.generate.engine.server.fields import RequestFields, shorten_json
 from rondel.generate.pictures import parse_image_part
 from rondel.system.http.response import RequestRefusal
@@ -29,14 +28,16 @@ def read_messages(f: RequestFields, given: Any) -> list[dict[str, Any]]:
             raise RequestRefusal(400, f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
         if content is None and message.get("tool_calls"):
             content = ""
-        out.append(
-            {
-                **{k: v for k, v in message.items() if k != "tool_calls"},
-                **read_sent_calls(message, where),
-                "content": _read_content(content, f"{where}.content", images=message["role"] in ("user", "tool")),
-            }
-        )
-    return out
+        read = {
+            **message,
+            "content": _read_content(content, f"{where}.content", images=message["role"] in ("user", "tool")),
+        }
+        if calls := read.pop("tool_calls", None):
+            read["tool_calls"] = read_tool_calls(calls, where)
+        if message["role"] == "tool":
+            read["tool_call_id"] = str(message.get("tool_call_id", ""))
+        out.append(read)
+    return canonical_messages(out)
 
 
 def _read_content(content: Any, where: str, *, images: bool) -> str | list[dict[str, Any]]:
@@ -131,26 +132,3 @@ def _read_function(f: RequestFields, tool: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters", {}), dict | None):
         raise f.field_error("tools", "a function has a name, and a JSON schema as its parameters")
     return {"type": "function", "function": {k: v for k, v in function.items() if k != "strict" and v is not None}}
-
-
-def read_sent_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """The calls of an assistant's message that a client sends back: arguments as objects, as templates want them."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return {}
-    if not isinstance(calls, list) or not all(
-        isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
-    ):
-        raise RequestRefusal(400, f"{where}.tool_calls must be a list of objects, each with a function", param=where)
-    out = []
-    for call in calls:
-        name, arguments = call["function"].get("name"), call["function"].get("arguments")
-        if not isinstance(name, str):
-            raise RequestRefusal(400, f"{where}.tool_calls has a call without a name", param=where)
-        if isinstance(arguments, str):
-            with suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments) if arguments else {}
-        out.append(
-            {"id": str(call.get("id", "")), "type": "function", "function": {"name": name, "arguments": arguments}}
-        )
-    return {"tool_calls": out}

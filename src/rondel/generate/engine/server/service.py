@@ -112,7 +112,9 @@ class GenerationService:
 
     @property
     def call_format(self) -> CallFormat:
-        """How the model calls tools; refused where its template shows tools and writes calls in a form that is not read."""
+        """How the model calls tools; refused where its template shows tools and writes calls in a form that is not
+        read.
+        """
         try:
             return self.template.call_format
         except DataError as error:
@@ -253,7 +255,8 @@ class GenerationService:
 
     def render_chat(self, messages: list[dict[str, Any]], asked: GenerationRequest) -> list[int]:
         """The model's chat template, of messages in which no control token is meant. What it
-        raises is the client's to read: it knows which roles and orders it takes. Tools that it does not show are described in words."""
+        raises is the client's to read: it knows which roles and orders it takes. Tools that it does not show are
+        described in words."""
         if self.plain:
             raise RequestRefusal(
                 400, f"'{self.name}' has no chat template: use /v1/completions", code="no_chat_template"

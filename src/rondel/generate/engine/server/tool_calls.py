@@ -1,4 +1,5 @@
-"""Tools in a chat: what an answer calls, what of it a stream may show before it is certain, and the grammar of an answer that must call.
+"""Tools in a chat: what an answer calls, what of it a stream may show before it is certain, and the grammar of an
+answer that must call.
 
 answer   |thoughts, text|<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
           content         tool_calls, finish_reason "tool_calls"
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from rondel.generate.calls import JsonCalls
+from rondel.generate.calls import JsonCalls, read_calls, text_before_calls
 from rondel.generate.dialects import ToolCall
 from rondel.generate.engine.server.answers import AnswerDelta, SampleAnswer
 from rondel.system.http.response import RequestRefusal
@@ -35,17 +36,10 @@ class CallReader:
         if a.completion is None or a.completion.finish_reason != "stop":
             return a.text, []
         raw = self.tokenizer.decode(a.tokens, skip_special_tokens=False)
-        thought = len(raw) - len(raw.rpartition("</think>")[2])
-        calls = self.form.parse_calls(self._without_end(raw[thought:], a))
+        calls = read_calls(self.form, raw)
         if not calls or any(call.fault for call in calls):
             return a.text, []
-        said = raw[: thought + self.form.find_call_start(raw[thought:])].rstrip()
-        return said, calls if self.tools.parallel else calls[:1]
-
-    def _without_end(self, text: str, a: SampleAnswer) -> str:
-        """Without the token that ended the answer, which a format of bare JSON would stumble over."""
-        end = self.tokenizer.decode(a.tokens[-1:], skip_special_tokens=False) if a.tokens else ""
-        return text.removesuffix(end) if a.tokens and a.tokens[-1] in self.tokenizer.all_special_ids else text
+        return text_before_calls(self.form, raw), calls if self.tools.parallel else calls[:1]
 
     def next_text(self, piece: AnswerDelta) -> str:
         """What a stream may show: nothing that may turn out to be a call."""

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from rondel.generate.chat_apis.chat_request import ChatReply, ChatRequest
 from rondel.generate.chat_apis.fields import ChatFields, read_functions
-from rondel.generate.chat_apis.messages import ROLES, Messages, call_of, content_of, text_of
+from rondel.generate.chat_apis.messages import ROLES, Messages, content_of, read_tool_calls, text_of
 from rondel.system.http.response import RequestRefusal, sse_event
 
 if TYPE_CHECKING:
@@ -31,20 +31,11 @@ def read_messages(given: list[Any]) -> Messages:
             else content_of(message.get("content"), where),
         }
         if role == "assistant" and (calls := message.get("tool_calls")):
-            read["tool_calls"] = _read_tool_calls(calls, where)
+            read["tool_calls"] = read_tool_calls(calls, where)
         if role == "tool":
             read["tool_call_id"] = str(message.get("tool_call_id", ""))
         out.append(read)
     return out
-
-
-def _read_tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
-    """The calls in an assistant's message."""
-    if not isinstance(given, list) or not all(
-        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in given
-    ):
-        raise RequestRefusal(400, f"{where}.tool_calls must be a list of objects, each with a function")
-    return [call_of(call.get("id"), call["function"].get("name"), call["function"].get("arguments")) for call in given]
 
 
 def function_of(tool: dict[str, Any]) -> dict[str, Any]:

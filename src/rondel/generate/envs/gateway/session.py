@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from rondel.core.types import Completion
+from rondel.generate.calls import text_before_calls
 from rondel.generate.chat_apis.chat_request import ChatReply, ChatRequest
 from rondel.generate.chat_apis.messages import canonical_messages, key_of
 from rondel.generate.envs.chat import TokenChat
@@ -150,8 +151,7 @@ class GatewaySession:
         if not calls or any(call.fault for call in calls):
             return ChatReply(text, [], done, prompt, stopped)
         raw = await decode_answer(tokenizer, done.tokens, skip_special_tokens=False)
-        thought = len(raw) - len(raw.rpartition("</think>")[2])
-        text = raw[: thought + chat.template.call_format.find_call_start(raw[thought:])].strip()
+        text = text_before_calls(chat.template.call_format, raw).strip()
         named = []
         for call in calls:
             self._called += 1
