@@ -9,7 +9,8 @@ pytest.importorskip("starlette")
 from rondel.generate.calls import HERMES, JsonCalls, TaggedCalls
 from rondel.generate.dialects import PythonCalls
 from rondel.generate.engine.server.answers import AnswerDelta, SampleAnswer
-from rondel.generate.engine.server.chat_fields import OfferedTools
+from rondel.generate.engine.server.chat_fields import OfferedTools, read_messages
+from rondel.generate.engine.server.fields import RequestFields
 from rondel.generate.engine.server.tool_calls import CallReader
 
 SPECIAL = {"<|tool_call_start|>": 1, "<|tool_call_end|>": 2, "<eos>": 3}
@@ -75,3 +76,24 @@ def test_a_stream_shows_text_at_once_and_never_a_part_of_a_call(form, text, said
 
 def test_one_call_where_one_was_allowed():
     assert len(streamed(HERMES, CALL + "\n" + CALL, parallel=False)[2]) == 1
+
+
+def test_half_a_character_in_a_call_is_text_that_can_be_sent():
+    _, _, [(name, arguments)] = streamed(
+        HERMES, '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>'
+    )
+    assert name == "add" and arguments["a"].encode("utf-8")
+
+
+def test_calls_that_are_sent_back_have_ids_that_every_template_takes():
+    """Mistral's refuses an id that is not nine letters or digits; arguments are objects, as templates write them."""
+    call = {"id": "call_0123456789abcdef_0_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    said = [
+        {"role": "user", "content": "1 + 2?", "name": "me"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "3"},
+    ]
+    asked, called, answered = read_messages(RequestFields({"messages": said}), said)
+    assert asked == said[0]
+    assert called["tool_calls"][0]["id"] == answered["tool_call_id"] == "call00001"
+    assert called["tool_calls"][0]["function"]["arguments"] == {"a": 1} and answered["name"] == "add"
