@@ -76,6 +76,14 @@ def test_what_cannot_travel_is_refused_with_what_to_do():
         RewardPool(name)
 
 
+def test_what_never_travels_may_hold_what_cannot():
+    """A filter with a lock stays in this process; a reward beside it is sent."""
+    lock = threading.Lock()
+    given_objects.name_objects(lambda group: lock.locked(), "task.filters")
+    name = given_objects.name_objects(lambda trajectory, task: 0.5, "task.reward")
+    RewardPool(name).close()
+
+
 def test_sections_and_rows_of_another_shape_are_refused():
     with pytest.raises(ConfigError, match="it is a table of the recipe"):
         rondel.run(RECIPE, loop=5)

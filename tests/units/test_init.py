@@ -10,8 +10,8 @@ import pytest
 
 from rondel.cli import main
 from rondel.cli.init import project_files
+from rondel.cli.package_files import PACKAGE, shipped_folder
 from rondel.cli.recipes import list_recipes, named_examples
-from rondel.cli.shipped import PACKAGE, shipped_folder
 from rondel.core.config.job import Job
 
 ROOT = Path(__file__).parents[2]
@@ -118,7 +118,7 @@ def test_shipped_folders_are_ours(tmp_path, monkeypatch):
     package = tmp_path / "lib" / "site-packages" / "rondel"  # as installed: parents[1] is lib
     (package / "recipes").mkdir(parents=True)
     (tmp_path / "lib" / "recipes").mkdir()  # a stranger's
-    monkeypatch.setattr("rondel.cli.shipped.PACKAGE", package)
+    monkeypatch.setattr("rondel.cli.package_files.PACKAGE", package)
     assert shipped_folder("recipes") == package / "recipes"
 
 

@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,21 +61,26 @@ class Trainer:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rondel-trainer", daemon=True)
         self._thread.start()
         self._seed, self._sampled, self._added = job.loop.seed, 0, 0
-        with ThreadPoolExecutor(1) as aside:  # its threads of arithmetic end with it
-            self._placed = aside.submit(
-                deploy_job,
-                job,
-                rows.needs,
-                sampling,
-                lambda known: min(known.max_context, PROMPT + sampling.max_tokens),
-                None,
-            ).result()
-        assert isinstance(self._placed.trainer, LocalTrainer)
-        self._trainer: LocalTrainer = self._placed.trainer
-        self._sync = sync_of(job, self._placed)
-        self._sync.moved = lambda: self._trainer.moved
-        self._template = Template(self.tokenizer)
-        self._wait(self._sync(self._trainer, self._placed.engine))
+        with ExitStack() as ends:  # all of it goes again where something fails
+            ends.callback(self._folder.cleanup)
+            ends.callback(self._end_loop)
+            with ThreadPoolExecutor(1) as aside:  # its threads of arithmetic end with it
+                self._placed = aside.submit(
+                    deploy_job,
+                    job,
+                    rows.needs,
+                    sampling,
+                    lambda known: min(known.max_context, PROMPT + sampling.max_tokens),
+                    None,
+                ).result()
+            ends.callback(self._placed.close)
+            assert isinstance(self._placed.trainer, LocalTrainer)
+            self._trainer: LocalTrainer = self._placed.trainer
+            self._sync = sync_of(job, self._placed)
+            self._sync.moved = lambda: self._trainer.moved
+            self._template = Template(self.tokenizer)
+            self._wait(self._sync(self._trainer, self._placed.engine))
+            self._ends = ends.pop_all()
 
     @property
     def tokenizer(self) -> Any:
@@ -87,9 +93,8 @@ class Trainer:
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling | None = None) -> list[list[Trajectory]]:
         """`sampling.n` answers to each prompt: a text, token ids, or messages for the model's chat template. -> for
-        each prompt its answers, with `text`, and tokens, logprobs and versions as they were drawn. Other settings than
-        n, max_tokens, stop, seed and temperature 0 are those of `engine.sampling`, because a temperature is a part of
-        the policy that is trained.
+        each prompt its answers, with `text`, and tokens, logprobs and versions as they were drawn. The temperature is
+        that of `engine.sampling`, because it is a part of the policy that is trained, or 0, to evaluate.
         """
         if isinstance(prompts, str) or any(isinstance(p, dict | int) for p in prompts):
             raise UserError("prompts is one prompt; give a list of them: trainer.sample([prompt])")
@@ -175,12 +180,12 @@ class Trainer:
 
     def close(self) -> None:
         """Ends its threads and gives the memory back."""
-        if not self._loop.is_closed():
-            self._placed.close()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-            self._folder.cleanup()
+        self._ends.close()
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def __enter__(self) -> Trainer:
         return self

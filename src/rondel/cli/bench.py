@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rondel.cli.shipped import shipped_folder
+from rondel.cli.package_files import shipped_folder
 from rondel.core.errors import UserError
 from rondel.core.registry import suggest_name
 

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import Any
 
 from rondel.core.errors import ConfigError
-from rondel.core.registry import GIVEN, MAIN, can_be_imported
+from rondel.core.registry import GIVEN, MAIN, Untravelled, can_be_imported
 
 
 class GivenRows:
@@ -84,26 +84,28 @@ def _name_of(found: Any, at: str) -> str:
 
 
 def pack_given() -> bytes:
-    """All of them for a worker; nothing where nothing was given."""
+    """All of them for a worker; nothing where nothing was given. What cannot be pickled is only an error where a worker looks for it:
+    an environment or a filter never leaves this process.
+    """
     if not GIVEN:
         return b""
     import cloudpickle
 
-    packed = {}
+    packed: dict[str, bytes | str] = {}
     for name, found in GIVEN.items():
         if isinstance(found, GivenRows):
             continue  # tasks are read once, by who was given them
         try:
             packed[name] = cloudpickle.dumps(found)
         except Exception as error:
-            raise ConfigError(
+            packed[name] = (
                 f"'{name}' cannot be sent to the process that calls it ({type(error).__name__}: {error}): what it holds, a lock or a "
                 "connection say, should be made when it is called first"
-            ) from error
+            )
     return pickle.dumps(packed)
 
 
 def unpack_given(packed: bytes) -> None:
     """In a worker, from its parent."""
-    if packed:
-        GIVEN.update({name: pickle.loads(found) for name, found in pickle.loads(packed).items()})
+    for name, found in pickle.loads(packed).items() if packed else ():
+        GIVEN[name] = Untravelled(found) if isinstance(found, str) else pickle.loads(found)

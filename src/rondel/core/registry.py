@@ -51,6 +51,10 @@ GIVEN: dict[
 MAIN = "__main__"
 
 
+class Untravelled(str):
+    """Why an object did not come to this worker; it stands in its place."""
+
+
 def can_be_imported(name: str) -> bool:
     """Whether another process finds it by this name."""
     return not name.startswith(f"{MAIN}:") and not set("<>()") & set(name)
@@ -147,7 +151,9 @@ def import_attribute(what: str, path: str) -> Any:
     because it was given as an object.
     """
     if path in GIVEN:
-        return GIVEN[path]
+        if isinstance(found := GIVEN[path], Untravelled):
+            raise ConfigError(str(found))
+        return found
     module, _, name = path.partition(":")
     if not (module and name):
         raise ConfigError(f"{what} '{path}': your own is written 'module:name'")

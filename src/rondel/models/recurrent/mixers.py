@@ -23,7 +23,7 @@ from rondel.models.recurrent.lightning_attention import forward_lightning
 from rondel.models.recurrent.mamba import forward_mamba, forward_mamba_heads
 from rondel.models.recurrent.mamba2 import forward_mamba2
 from rondel.models.recurrent.mlstm import forward_mlstm
-from rondel.models.recurrent.ngram_embedding import forward_ngram_layer
+from rondel.models.recurrent.ngrams import forward_ngram_layer
 from rondel.models.recurrent.rg_lru import forward_rg_lru
 from rondel.models.recurrent.short_conv import forward_short_conv
 from rondel.models.recurrent.wkv import forward_channel_mix, forward_wkv
