@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,11 @@ from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.notebook import speculation_of
 from rondel.generate.engine.server.process import run
 from rondel.generate.engine.server.service import GenerationService, RequestLimits
+from rondel.models.adapter_bank import AdapterBank
+from rondel.models.adapter_bank_files import read_weights
 from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load_model
+from rondel.models.loaded_model import LoadedModel
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device, pick_device, prepare_process
 from rondel.sync.from_ipc import FromIpc
@@ -52,6 +56,9 @@ class ServerSettings:
     compile: bool = False
     drain: float = 30.0
     limits: RequestLimits = field(default_factory=RequestLimits)
+    adapters: dict[str, str] | None = (
+        None  # {name: folder} on the one base; None: none can be served, {}: some may come
+    )
 
 
 def serve_model(
@@ -59,69 +66,93 @@ def serve_model(
 ) -> None:
     """Returns after a drain. `ready(host, port, what)` is called when it listens."""
     prepare_process()
-    device_name = pick_device(settings.device)
     sock = bind_socket(settings.host, settings.port, api_key=settings.api_key)
-    own, threads = _rank_devices(device_name, settings), settings.threads
-    if settings.tp > 1 and threads is None:
-        threads = max(1, len(usable_cores()) // settings.tp)
-    device, ranks = Device(own[0], threads), None
-    transports: dict[str, Transport] = {"ipc": FromIpc()}
-    try:
-        if settings.tp == 1:
-            loaded = device.call(lambda: load_model(model, dtype=settings.dtype, device=device_name))
-        else:
-            cluster = partial(ProcessCluster, patience=PATIENCE)
-            ranks = EngineRanks(RankSettings("engine", own, cluster, threads), end_process, transports)
-            loaded = ranks.load(model, settings.dtype, device)
-        speculation = device.call(
-            lambda: speculation_of(settings.speculative, dtype=settings.dtype, device=device_name)
-        )
-        draft = speculation.draft if speculation else None
-        pages = pages_of(
-            [loaded, draft.loaded] if draft else [loaded],
-            wanted=settings.kv_pages,
-            max_running=settings.max_running,
-            longest=loaded.max_context,
-            prefill=settings.prefill_tokens,
-            own=device_name.startswith("cuda"),
-            staged=True,
-        )
-        engine = BuiltinEngine(
-            loaded,
-            run=device.run,
-            kv_pages=pages.value,
-            max_running=settings.max_running,
-            prefill_tokens=settings.prefill_tokens,
-            speculation=speculation,
-            compiled=device.call(serving_pass, loaded, settings.max_running) if settings.compile else None,
-            transports=transports,
-            ranks=None if ranks is None else ranks.lead,
-        )
-        name = settings.name or (Path(model).name if isinstance(model, str) and Path(model).is_dir() else loaded.name)
-        what = f"{name}, {str(loaded.dtype).removeprefix('torch.')} on {device_name}, {pages.value} cache pages"
+    with ExitStack() as ends:
+        ends.callback(sock.close)
+        served = open_engine(model, settings, ends)
         host, port = sock.getsockname()[:2]
 
         async def main() -> None:
             service = GenerationService(
-                engine,
-                run=device.run,
-                name=name,
+                served.engine,
+                run=served.device.run,
+                name=served.name,
                 limits=settings.limits,
                 api_key=settings.api_key,
                 segment=FromIpc.segment_address,
             )
-            await run(service, sock, drain=settings.drain, ready=lambda: ready(host, port, what))
+            await run(service, sock, drain=settings.drain, ready=lambda: ready(host, port, served.what))
 
-        stop = subscribe(drop_on_failure("the log of warnings", _print_warning))
-        try:
-            asyncio.run(main())
-        finally:
-            stop()
-    finally:
-        sock.close()
-        if ranks is not None:
-            ranks.close(device)
-        device.close()
+        ends.callback(subscribe(drop_on_failure("the log of warnings", _print_warning)))
+        asyncio.run(main())
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEngine:
+    """what: said of it when it listens"""
+
+    engine: BuiltinEngine
+    device: Device
+    name: str
+    what: str
+
+
+def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: ExitStack) -> ServedEngine:
+    """A model in an engine on a device of its own, until `ends` closes."""
+    device_name = pick_device(settings.device)
+    own, threads = _rank_devices(device_name, settings), settings.threads
+    if settings.tp > 1 and threads is None:
+        threads = max(1, len(usable_cores()) // settings.tp)
+    device, ranks = Device(own[0], threads), None
+    ends.callback(device.close)
+    transports: dict[str, Transport] = {"ipc": FromIpc()}
+    if settings.tp == 1:
+        loaded = device.call(lambda: load_model(model, dtype=settings.dtype, device=device_name))
+    else:
+        cluster = partial(ProcessCluster, patience=PATIENCE)
+        ranks = EngineRanks(RankSettings("engine", own, cluster, threads), end_process, transports)
+        ends.callback(ranks.close, device)
+        loaded = ranks.load(model, settings.dtype, device)
+    _load_adapters(loaded, settings, device)
+    speculation = device.call(lambda: speculation_of(settings.speculative, dtype=settings.dtype, device=device_name))
+    draft = speculation.draft if speculation else None
+    pages = pages_of(
+        [loaded, draft.loaded] if draft else [loaded],
+        wanted=settings.kv_pages,
+        max_running=settings.max_running,
+        longest=loaded.max_context,
+        prefill=settings.prefill_tokens,
+        own=device_name.startswith("cuda"),
+        staged=True,
+    )
+    engine = BuiltinEngine(
+        loaded,
+        run=device.run,
+        kv_pages=pages.value,
+        max_running=settings.max_running,
+        prefill_tokens=settings.prefill_tokens,
+        speculation=speculation,
+        compiled=device.call(serving_pass, loaded, settings.max_running) if settings.compile else None,
+        transports=transports,
+        ranks=None if ranks is None else ranks.lead,
+    )
+    name = settings.name or (Path(model).name if isinstance(model, str) and Path(model).is_dir() else loaded.name)
+    what = f"{name}, {str(loaded.dtype).removeprefix('torch.')} on {device_name}, {pages.value} cache pages"
+    adapters = "" if loaded.bank is None or not loaded.bank.served else f", adapters {', '.join(loaded.bank.served)}"
+    return ServedEngine(engine, device, name, what + adapters)
+
+
+def _load_adapters(loaded: LoadedModel, settings: ServerSettings, device: Device) -> None:
+    """Those that are asked for by name, or room for those to come."""
+    if settings.adapters is None:
+        return
+    if settings.tp > 1 or settings.compile:
+        raise UserError(
+            "adapters of single requests are read by one process, operation by operation: leave out --tp and --compile"
+        )
+    bank = device.call(AdapterBank, loaded)
+    for name, folder in settings.adapters.items():
+        device.call(lambda name, folder: bank.add(read_weights(loaded, name, folder)), name, folder)
 
 
 def _rank_devices(device: str, settings: ServerSettings) -> tuple[str, ...]:

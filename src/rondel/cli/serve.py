@@ -44,6 +44,12 @@ def run(
     tp: Annotated[
         int, typer.Option(min=1, max=64, help="Processes that share every matrix (tensor parallel), one a GPU.")
     ] = 1,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter that clients ask for as a model.")
+    ] = None,
+    enable_adapters: Annotated[
+        bool, typer.Option("--enable-adapters", help="Adapters may be loaded while it runs (/v1/load_lora_adapter).")
+    ] = False,
     max_queue: Annotated[
         int, typer.Option(min=1, help="Answers that may run and wait; more are told to come back (429).")
     ] = 1024,
@@ -94,10 +100,26 @@ def run(
                 compile=compile,
                 tp=tp,
                 drain=drain,
+                adapters=_parse_adapters(adapter or [], enable_adapters),
                 limits=RequestLimits(body=max_body, samples=max_samples, queue=max_queue, deadline=deadline),
             ),
             ready=announce_address,
         )
+
+
+def _parse_adapters(given: list[str], enabled: bool) -> dict[str, str] | None:
+    """{name: folder}; None where none can be served."""
+    out: dict[str, str] = {}
+    for one in given:
+        name, equals, folder = one.partition("=")
+        if not (name and equals and folder):
+            raise UserError(
+                f"--adapter {one}: say a name and a folder, as in --adapter poet=runs/poet/checkpoints/step-000024"
+            )
+        if name in out:
+            raise UserError(f"--adapter {name} is given twice")
+        out[name] = folder
+    return out if out or enabled else None
 
 
 def _parse_model(text: str) -> str | dict[str, Any]:

@@ -148,7 +148,9 @@ def layer_role(name: str) -> str:
     if name == HEAD:
         return HEAD
     parts = name.lower().split(".")
-    return "mlp" if any(key in part for part in parts for key in ("mlp", "feed_forward", "ffn", "expert")) else "attention"
+    return (
+        "mlp" if any(key in part for part in parts for key in ("mlp", "feed_forward", "ffn", "expert")) else "attention"
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -208,6 +210,7 @@ class AdapterPass:
         if self.joined is not None:
             if name not in self.joined.layers:
                 return out
+            assert self.mask is not None
             a, b = self.joined.layers[name]
             low = F.linear(x.float(), a).mul_(self.mask)
             return torch.addmm(out.float(), low, b.t()).to(out.dtype)

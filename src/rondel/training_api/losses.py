@@ -101,7 +101,9 @@ def loss_named(name: str, config: Mapping[str, float], examples: Sequence[Exampl
             "loss_fn 'custom' as a graph is not carried; forward_backward_custom computes your function where you are"
         )
     if (loss := LOSSES.get(name)) is None:
-        raise UserError(f"loss_fn '{name}' does not exist.{suggest_name(name, LOSSES)} It is one of {', '.join(LOSSES)}")
+        raise UserError(
+            f"loss_fn '{name}' does not exist.{suggest_name(name, list(LOSSES))} It is one of {', '.join(LOSSES)}"
+        )
     if strange := sorted(config.keys() - loss.config.keys()):
         raise UserError(
             f"loss_fn_config of '{name}' has no '{strange[0]}'; it reads {', '.join(loss.config) or 'nothing'}"
@@ -109,7 +111,9 @@ def loss_named(name: str, config: Mapping[str, float], examples: Sequence[Exampl
     for i, example in enumerate(examples):
         given, where = example.inputs, f"example {i} for loss_fn '{name}'"
         if missing := [key for key in loss.needs if key not in given]:
-            raise UserError(f"{where} lacks loss_fn_inputs['{missing[0]}']; it needs target_tokens, {', '.join(loss.needs)}")
+            raise UserError(
+                f"{where} lacks loss_fn_inputs['{missing[0]}']; it needs target_tokens, {', '.join(loss.needs)}"
+            )
         if strange := sorted(given.keys() - {*loss.needs, *loss.optional, "mask"}):
             raise UserError(f"{where} has loss_fn_inputs['{strange[0]}'], which it does not read")
         for key, array in given.items():

@@ -134,5 +134,5 @@ def _wanted(
             owners[-1] = owners[-1][0], owners[-1][1] + 1
         else:
             owners.append((owner_of[row], 1))
-    rows, targets = (torch.from_numpy(np.ascontiguousarray(each[:, i])).to(device) for i in (0, 1))
-    return rows, targets, owners, places
+    wanted = torch.from_numpy(each).to(device)
+    return wanted[:, 0].contiguous(), wanted[:, 1].contiguous(), owners, places

@@ -1,8 +1,8 @@
 """One base, an adapter for each client: what is asked at the same time is computed together.
 
-    forward of a ─┐
-    forward of b ─┼─> micro-batches of both ─> one pass ─> losses of a and of b ─> their own gradients
-    sample of c ──────────────────────────> the engine, between two passes
+forward of a ─┐
+forward of b ─┼─> micro-batches of both ─> one pass ─> losses of a and of b ─> their own gradients
+sample of c ──────────────────────────> the engine, between two passes
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from rondel.core.errors import TrainError, UserError
-from rondel.core.protocols import RolloutEngine
 from rondel.core.types import Request, Sampling, sample_key
+from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.models.adapter_bank import HEAD, AdapterBank
 from rondel.models.adapter_bank_files import read_weights, save_weights
 from rondel.models.adapter_head import adapted_logprobs
@@ -61,7 +61,7 @@ class AdapterService:
     def __init__(
         self,
         loaded: LoadedModel,
-        engine: RolloutEngine,
+        engine: BuiltinEngine,
         *,
         run: Callable[..., Awaitable[Any]],
         name: str,
@@ -272,10 +272,7 @@ class AdapterService:
         )
         told, tops = done[0].prompt_logprobs, done[0].prompt_top_logprobs
         return Sampled(
-            [
-                (list(c.tokens), list(c.logprobs), "length" if c.finish_reason == "length" else "stop")
-                for c in done
-            ],
+            [(list(c.tokens), list(c.logprobs), "length" if c.finish_reason == "length" else "stop") for c in done],
             None if told is None else [None, *told[1:]],
             None if tops is None else [None, *tops[1:]],
         )

@@ -44,7 +44,12 @@ class TrainedAdapter:
             raise TrainError(f"the norm of the gradient is {norm}: the gradient is gone, nothing has moved")
         if 0 < adam.clip < norm:
             torch._foreach_mul_(gradients, adam.clip / norm)
-        settings = {"lr": adam.lr, "betas": (adam.beta1, adam.beta2), "eps": adam.eps, "weight_decay": adam.weight_decay}
+        settings = {
+            "lr": adam.lr,
+            "betas": (adam.beta1, adam.beta2),
+            "eps": adam.eps,
+            "weight_decay": adam.weight_decay,
+        }
         self.optimizer.param_groups[0].update(settings)
         self.optimizer.step()
         self.drop_gradient()

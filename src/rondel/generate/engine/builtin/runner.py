@@ -30,8 +30,8 @@ from rondel.models.routing_tape import RoutingTape
 from rondel.system.kernel_choice import choose_kernel
 
 if TYPE_CHECKING:
-    from rondel.models.adapter_bank import AdapterPass
     from rondel.generate.engine.builtin.draft import DraftModel
+    from rondel.models.adapter_bank import AdapterPass
     from rondel.models.compilation import CompiledModel
     from rondel.models.cuda_graphs import DecodeGraphs
     from rondel.models.fed_layout import BlockTable, FedLayout
