@@ -42,9 +42,10 @@ def serve_training(
             room = min(engine.loaded.max_context, engine.pages.count)
             backend = AdapterService(engine.loaded, engine, run=served.device.run, name=name, cache_tokens=room)
             try:
-                app = build_app(backend, Path(folder), key, settings.limits)
-                await serve_app(app, sock, drain=settings.drain, ready=lambda: ready(host, port, served.what))
+                app = build_app(backend, Path(folder), key)
+                await serve_app(app, sock, ready=lambda: ready(host, port, served.what))
             finally:
+                await engine.pause("abort")
                 await backend.close()
 
         asyncio.run(main())
