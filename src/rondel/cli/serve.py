@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import tomllib
 from contextlib import ExitStack
 from pathlib import Path
@@ -50,6 +51,12 @@ def run(
     enable_adapters: Annotated[
         bool, typer.Option("--enable-adapters", help="Adapters may be loaded while it runs (/v1/load_lora_adapter).")
     ] = False,
+    training: Annotated[
+        bool, typer.Option("--training", help="Let others train adapters of the model, as the tinker SDK speaks.")
+    ] = False,
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where --training keeps runs and checkpoints.")] = Path(
+        "runs/training-api"
+    ),
     max_queue: Annotated[
         int, typer.Option(min=1, help="Answers that may run and wait; more are told to come back (429).")
     ] = 1024,
@@ -83,28 +90,42 @@ def run(
             replace_file(Path(port_file).absolute(), f"{port}\n")  # whoever waits for it must not read half of it
         print(f"serving http://{f'[{host}]' if ':' in host else host}:{port} ({what})", flush=True)
 
+    key = api_key
+    if training:
+        key = key or f"tml-{secrets.token_urlsafe(24)}"
+        if not key.startswith("tml-"):
+            raise UserError("--api-key: the tinker SDK takes keys that begin with tml-")
+        if join:
+            raise UserError("--join with --training: a run takes engines whose weights it sends itself; leave one out")
     with ends:
-        serve_model(
-            _parse_model(model),
-            ServerSettings(
-                host=host,
-                port=port,
-                api_key=api_key,
-                name=name,
-                dtype=dtype,
-                device=device,
-                threads=threads or None,
-                kv_pages=kv_pages or "auto",
-                max_running=max_running,
-                speculative=speculative,
-                compile=compile,
-                tp=tp,
-                drain=drain,
-                adapters=_parse_adapters(adapter or [], enable_adapters),
-                limits=RequestLimits(body=max_body, samples=max_samples, queue=max_queue, deadline=deadline),
-            ),
-            ready=announce_address,
+        settings = ServerSettings(
+            host=host,
+            port=port,
+            api_key=key,
+            name=name,
+            dtype=dtype,
+            device=device,
+            threads=threads or None,
+            kv_pages=kv_pages or "auto",
+            max_running=max_running,
+            speculative=speculative,
+            compile=compile,
+            tp=tp,
+            drain=drain,
+            adapters=_parse_adapters(adapter or [], enable_adapters),
+            limits=RequestLimits(body=max_body, samples=max_samples, queue=max_queue, deadline=deadline),
         )
+        if not training:
+            serve_model(_parse_model(model), settings, ready=announce_address)
+            return
+
+        def announce_training(host: str, port: int, what: str) -> None:
+            announce_address(host, port, what)
+            print(f"key     {key}\nuse     TINKER_API_KEY={key} TINKER_BASE_URL=http://{host}:{port}", flush=True)
+
+        from rondel.assemble.training_server import serve_training
+
+        serve_training(_parse_model(model), settings, folder=folder, key=key, ready=announce_training)
 
 
 def _parse_adapters(given: list[str], enabled: bool) -> dict[str, str] | None:

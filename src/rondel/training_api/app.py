@@ -27,7 +27,7 @@ from rondel.training_api import rest
 from rondel.training_api.backend import Adam, TrainingBackend
 from rondel.training_api.clients import OPTIMIZER, Clients, ServedWeights
 from rondel.training_api.promises import Promise
-from rondel.training_api.wire import PROTOBUF, read_forward_request, read_prompt, read_sample_settings
+from rondel.training_api.wire import PROTOBUF, read_forward_request, read_place, read_prompt, read_sample_settings
 
 BODY = 64 << 20  # bytes of one request
 POLL = 25.0  # seconds that a client waits for one answer; it gives up after 45
@@ -57,9 +57,13 @@ class TrainingApp(Starlette):
             "join_sampling_session": join_sampling_session,
             "asample": asample,
             "retrieve_future": retrieve_future,
-            "retrieve_futures": refuse("retrieve_futures", "sample_use_retrieve_futures is false here: poll retrieve_future"),
+            "retrieve_futures": refuse(
+                "retrieve_futures", "sample_use_retrieve_futures is false here: poll retrieve_future"
+            ),
             "cancel_future": cancel_future,
-            "create_custom_loss": refuse("create_custom_loss", "forward_backward_custom computes your function where you are"),
+            "create_custom_loss": refuse(
+                "create_custom_loss", "forward_backward_custom computes your function where you are"
+            ),
             "telemetry": telemetry,
             "client/config": client_config,
             "client/dynamic_config": client_dynamic_config,
@@ -80,10 +84,16 @@ class TrainingApp(Starlette):
             "checkpoints": rest.list_checkpoints,
             "sessions": rest.list_sessions,
             "sessions/{session}": rest.get_session,
-            "sessions/{session}/trace_export": refuse("export_session_trace", "requests.jsonl in the service's folder has the requests"),
-            "audit": refuse("get_audit_log", "this server has one owner; requests.jsonl in its folder has the requests"),
+            "sessions/{session}/trace_export": refuse(
+                "export_session_trace", "requests.jsonl in the service's folder has the requests"
+            ),
+            "audit": refuse(
+                "get_audit_log", "this server has one owner; requests.jsonl in its folder has the requests"
+            ),
             "billing/usage/events": refuse("get_billing_usage", "nothing is billed here"),
-            "billing/usage/checkpoints/current": refuse("get_current_checkpoint_storage_usage", "nothing is billed here"),
+            "billing/usage/checkpoints/current": refuse(
+                "get_current_checkpoint_storage_usage", "nothing is billed here"
+            ),
         }
         put = {
             "training_runs/{run}/checkpoints/{kind}/{name}/ttl": rest.set_ttl,
@@ -98,19 +108,27 @@ class TrainingApp(Starlette):
             for method, handlers in (("POST", posted), ("GET", got), ("PUT", put), ("DELETE", deleted))
             for path, handler in handlers.items()
         ]
-        routes.append(Route(f"{PREFIX}/forward_backward", self._endpoint(forward_backward, key, raw=True), methods=["POST"]))
+        routes.append(
+            Route(f"{PREFIX}/forward_backward", self._endpoint(forward_backward, key, raw=True), methods=["POST"])
+        )
         routes.append(Route(f"{PREFIX}/files/{{token}}/{{file}}", self._endpoint(rest.send_file, ""), methods=["GET"]))
         super().__init__(routes=routes)
 
     def _endpoint(self, handler: Handler, key: str, *, raw: bool = False) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
+            sent: dict[str, Any] = {}
             try:
                 if key and not keys_match(request.headers.get("x-api-key", ""), key):
-                    return JSONResponse({"detail": "the key is not this server's: TINKER_API_KEY is the one that it printed"}, 401)
-                body = await read_body(request, BODY, remedy="send fewer examples at a time")
-                sent: dict[str, Any] = {"body": body} if raw else _parse_json(body)
+                    return JSONResponse(
+                        {"detail": "the key is not this server's: TINKER_API_KEY is the one that it printed"}, 401
+                    )
+                body = await read_body(request, BODY, remedy=": send fewer examples at a time")
+                sent = {"body": body} if raw else _parse_json(body)
                 answer = await handler(self.clients, request, sent)
             except Exception as error:
+                await self.clients.skip_refused(
+                    *read_place(sent["body"]) if "body" in sent else (sent.get("model_id"), sent.get("seq_id"))
+                )
                 return _refusal(error)
             if isinstance(answer, Response):
                 return answer

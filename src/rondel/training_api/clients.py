@@ -1,6 +1,6 @@
 """Who is connected: sessions, the models that they train, the samplers that they ask; and what each request does.
 
-    session ── model (an adapter, its requests in order) ── weights on disk ── sampler (a served adapter)
+session ── model (an adapter, its requests in order) ── weights on disk ── sampler (a served adapter)
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ class Clients:
     def session(self, name: str) -> Session:
         """KeyError: there is none."""
         if name not in self.sessions:
-            raise KeyError(f"no session '{name[:100]}' here; this server may have been started anew: make a new ServiceClient")
+            raise KeyError(
+                f"no session '{name[:100]}' here; this server may have been started anew: make a new ServiceClient"
+            )
         self.sessions[name].heard = time.time()
         return self.sessions[name]
 
@@ -121,7 +123,9 @@ class Clients:
 
         return self.promises.post(f"{name}:create", partial(self._logged, "create_model", name, create))
 
-    async def _add_model(self, session: Session, name: str, spec: AdapterSpec, metadata: dict[str, Any], *, first: int) -> None:
+    async def _add_model(
+        self, session: Session, name: str, spec: AdapterSpec, metadata: dict[str, Any], *, first: int
+    ) -> None:
         await self.backend.create_adapter(name, spec)
         facts = {"base_model": self.backend.base_model, "rank": spec.rank, "seed": spec.seed, "metadata": metadata}
         kinds = {"attention": spec.attention, "mlp": spec.mlp, "unembed": spec.unembed}
@@ -154,6 +158,11 @@ class Clients:
         """A request of a model, in the order of its client."""
         name = f"{model.id}:{uuid4().hex if number is None else number}"
         return self.promises.post(name, lambda: model.order.run(number, partial(self._logged, what, model.id, work)))
+
+    async def skip_refused(self, model: Any, number: Any) -> None:
+        """A request that was refused before it had a place in its model's order leaves no gap in it."""
+        if isinstance(number, int) and (known := self.models.get(str(model))) is not None:
+            await known.order.skip(number)
 
     def forward(self, asked: ForwardRequest) -> Promise:
         model = self.model(asked.model)
@@ -271,7 +280,9 @@ class Clients:
             await asyncio.gather(loaded, return_exceptions=True)
             await self.backend.drop_served(address)
 
-    def sample(self, name: str, number: int | None, reads: ServedWeights, prompt: list[int], how: SampleSettings) -> Promise:
+    def sample(
+        self, name: str, number: int | None, reads: ServedWeights, prompt: list[int], how: SampleSettings
+    ) -> Promise:
         async def work() -> Result:
             address = reads.address
             self._reading[address or ""] += 1

@@ -88,11 +88,25 @@ class Promises:
 class InOrder:
     """Requests of one client, which may arrive in another order than they were numbered in."""
 
-    PATIENCE = 60.0  # seconds that a request waits for an earlier one that never came
+    PATIENCE = 20.0  # seconds that a request waits for an earlier one that never came
 
     def __init__(self, first: int) -> None:
         self.next = first
         self._turn = asyncio.Condition()
+        self._refused: set[int] = set()
+
+    async def skip(self, number: int) -> None:
+        """It was refused before it had a place: nobody shall wait for it."""
+        async with self._turn:
+            self._refused.add(number)
+            self._move_on(self.next)
+            self._turn.notify_all()
+
+    def _move_on(self, number: int) -> None:
+        self.next = max(self.next, number)
+        while self.next in self._refused:
+            self._refused.discard(self.next)
+            self.next += 1
 
     async def run(self, number: int | None, work: Callable[[], Awaitable[Result]]) -> Result:
         """`number` None has no place in the order: it goes when nothing else runs."""
@@ -107,5 +121,5 @@ class InOrder:
                 return await work()
             finally:
                 if number is not None:
-                    self.next = max(self.next, number + 1)
+                    self._move_on(number + 1)
                 self._turn.notify_all()

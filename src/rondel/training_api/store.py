@@ -69,7 +69,9 @@ class Store:
     # -- checkpoints -----------------------------------------------------------------------------
 
     @contextmanager
-    def new_checkpoint(self, run: str, kind: str, name: str, note: dict[str, Any], *, overwrite: bool) -> Iterator[Path]:
+    def new_checkpoint(
+        self, run: str, kind: str, name: str, note: dict[str, Any], *, overwrite: bool
+    ) -> Iterator[Path]:
         """A folder to write into, which becomes the checkpoint when the block ends well. UserError: there is one."""
         place = self._place(run, kind, name)
         if place.exists() and not overwrite:

@@ -56,6 +56,15 @@ def read_forward_request(body: bytes) -> ForwardRequest:
     )
 
 
+def read_place(body: bytes) -> tuple[str, int]:
+    """Model and number of a request that could not be read otherwise."""
+    try:
+        sent = decode_message(body)
+        return read_text(sent, 1), read_int(sent, 2)
+    except UserError:
+        return "", 0
+
+
 def _double(message: Message, number: int) -> float:
     return float(struct.unpack("<d", read_bytes(message, number) or bytes(8))[0])
 
@@ -63,7 +72,7 @@ def _double(message: Message, number: int) -> float:
 def _read_example(i: int, datum: Message) -> Example:
     tokens: list[int] = []
     for chunk in read_messages(datum, 1):
-        if not 1 <= len(chunk) or 1 not in chunk:
+        if not len(chunk) >= 1 or 1 not in chunk:
             raise UserError(f"example {i} has an image or a sound: this server trains on text alone")
         tokens += _array(read_bytes(decode_message(read_bytes(chunk, 1)), 1), DTYPES[3]).tolist()
     inputs = {read_text(e, 1): _read_tensor(i, decode_message(read_bytes(e, 2))) for e in read_messages(datum, 2)}
@@ -200,7 +209,9 @@ def read_sample_settings(sent: Mapping[str, Any]) -> SampleSettings:
     stop = given.get("stop")
     stops = [stop] if isinstance(stop, str) else list(stop or [])
     if stop is not None and not stops:
-        raise UserError("sampling_params.stop = []: this server always stops at the model's own end tokens; leave it out")
+        raise UserError(
+            "sampling_params.stop = []: this server always stops at the model's own end tokens; leave it out"
+        )
     try:
         return SampleSettings(
             n=int(sent.get("num_samples", 1)),
