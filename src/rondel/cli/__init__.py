@@ -40,6 +40,7 @@ VERBS = (
     "dashboard",
     "doctor",
     "export",
+    "merge",
     "prepare",
     "submit",
     "engines",

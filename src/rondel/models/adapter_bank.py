@@ -61,7 +61,7 @@ class AdapterBank:
 
     def __init__(self, loaded: LoadedModel) -> None:
         unsupported = {
-            "it has an adapter of its own, which would be added to all of them: merge it first (rondel export --merge)": loaded.adapter
+            "it has an adapter of its own, which would be added to all of them: merge it first (rondel merge)": loaded.adapter
             is not None,
             "its layers lie on several ranks": loaded.leads_ranks or loaded.stage is not None,
             "aligned numerics take other products": loaded.aligned,

@@ -26,7 +26,11 @@ from rondel.training_api.protobuf import (
 )
 
 PROTOBUF = "application/x-protobuf"
-DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}  # of the enum; 4 is bfloat16
+DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("<f4"),
+    2: np.dtype("<i8"),
+    3: np.dtype("<i4"),
+}  # of the enum; 4 is bfloat16
 EMPTY = -99999.0  # a log-probability that was not asked for
 TARGETS = "target_tokens"
 
@@ -72,7 +76,7 @@ def _double(message: Message, number: int) -> float:
 def _read_example(i: int, datum: Message) -> Example:
     tokens: list[int] = []
     for chunk in read_messages(datum, 1):
-        if not len(chunk) >= 1 or 1 not in chunk:
+        if 1 not in chunk:
             raise UserError(f"example {i} has an image or a sound: this server trains on text alone")
         tokens += _array(read_bytes(decode_message(read_bytes(chunk, 1)), 1), DTYPES[3]).tolist()
     inputs = {read_text(e, 1): _read_tensor(i, decode_message(read_bytes(e, 2))) for e in read_messages(datum, 2)}
