@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from kits.engine import SIZE, tiny, twin
-from rondel.models.adapter_bank import HEAD, AdapterBank, AdapterWeights
+from rondel.models.adapter_bank import AdapterBank
+from rondel.models.adapter_rows import HEAD, AdapterWeights
 from rondel.models.loaded_model import LoadedModel
 
 FAMILIES = {

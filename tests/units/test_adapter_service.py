@@ -14,7 +14,8 @@ import torch
 from kits.adapter_bank import merged
 from kits.engine import SIZE, engine, inline, prompt, tiny, twin
 from rondel.core.errors import TrainError, UserError
-from rondel.models.adapter_bank import HEAD, AdapterBank, AdapterWeights
+from rondel.models.adapter_bank import AdapterBank
+from rondel.models.adapter_rows import HEAD, AdapterWeights
 from rondel.training_api.backend import Adam, AdapterSpec, Example, SampleSettings
 from rondel.training_api.losses import LOSSES
 from rondel.training_api.packing import pack_examples

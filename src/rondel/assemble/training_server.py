@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rondel.assemble.server import ServerSettings, open_engine
+from rondel.assemble.served_engine import ServerSettings, open_engine
 from rondel.core.errors import UserError
 from rondel.runtime.devices import prepare_process
 from rondel.system.http.server import bind_socket

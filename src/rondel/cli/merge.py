@@ -17,9 +17,9 @@ def run(
     into: Annotated[Path, typer.Argument(metavar="DIR", help="Where the model goes; it must not exist.")],
     dtype: Annotated[str, typer.Option(help="Of the merged model: float32, bfloat16 or float16.")] = "float32",
 ) -> None:
-    """Write the plain model that a LoRA adapter makes of its base: W + alpha/r B A.
+    """Fold a LoRA adapter into its base.
 
-    It says which share of the adapter rounding to the dtype lost.
+    A plain model, W + alpha/r B A; it says which share of the adapter rounding to the dtype lost.
     """
     from rondel.models.merge import merge
 

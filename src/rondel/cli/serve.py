@@ -72,7 +72,8 @@ def run(
     OpenAI's completions and chat, and SGLang's control endpoints for trainers.
     """
     try:
-        from rondel.assemble.server import RequestLimits, ServerSettings, serve_model
+        from rondel.assemble.served_engine import RequestLimits, ServerSettings
+        from rondel.assemble.server import serve_model
         from rondel.driver.elastic_engines import check_run, register_server
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):

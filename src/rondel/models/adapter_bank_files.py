@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from rondel.core.errors import ModelError, error_boundary
 from rondel.models import names
-from rondel.models.adapter_bank import HEAD, AdapterWeights
 from rondel.models.adapter_files import BASE, CONFIG, WEIGHTS, is_adapter
+from rondel.models.adapter_rows import HEAD, AdapterWeights
 
 if TYPE_CHECKING:
     from torch import Tensor

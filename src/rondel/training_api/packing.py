@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondel.models.adapter_bank import AdapterWeights, Run
+from rondel.models.adapter_rows import AdapterWeights, Run
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.training_api.backend import Example
 

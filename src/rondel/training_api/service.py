@@ -20,9 +20,10 @@ from torch import Tensor
 from rondel.core.errors import TrainError, UserError
 from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.builtin.engine import BuiltinEngine
-from rondel.models.adapter_bank import HEAD, AdapterBank
+from rondel.models.adapter_bank import AdapterBank
 from rondel.models.adapter_bank_files import read_weights, save_weights
 from rondel.models.adapter_head import adapted_logprobs
+from rondel.models.adapter_rows import HEAD
 from rondel.models.loaded_model import LoadedModel
 from rondel.train.logprobs import logprob_and_entropy
 from rondel.training_api.backend import Adam, AdapterSpec, Example, Losses, Sampled, SampleSettings
@@ -68,7 +69,8 @@ class AdapterService:
         micro_tokens: int = 2048,
         cache_tokens: int = 0,
     ) -> None:
-        self.loaded, self.engine, self.bank, self._run = loaded, engine, loaded.bank or AdapterBank(loaded), run
+        self.loaded, self.engine, self._run = loaded, engine, run
+        self.bank = loaded.bank if isinstance(loaded.bank, AdapterBank) else AdapterBank(loaded)
         self.base_model, self.max_context, self.micro_tokens = name, loaded.max_context, micro_tokens
         self._room = min(cache_tokens or loaded.max_context, loaded.max_context)
         self._trained: dict[str, TrainedAdapter] = {}
@@ -122,7 +124,7 @@ class AdapterService:
         await self._run(load)
 
     async def serve_adapter(self, name: str, folder: Path) -> None:
-        await self._run(lambda: self.bank.add(read_weights(self.loaded, name, folder)))
+        await self._run(self.bank.load, name, folder)
 
     async def drop_served(self, name: str) -> None:
         if name not in self.bank.served:

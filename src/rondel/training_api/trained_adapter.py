@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rondel.core.errors import TrainError, UserError, error_boundary
-from rondel.models.adapter_bank import AdapterWeights
+from rondel.models.adapter_rows import AdapterWeights
 from rondel.training_api.backend import Adam
 
 MOMENTS = "optimizer.safetensors"

@@ -31,7 +31,7 @@ from rondel.system.kernel_choice import choose_kernel
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.draft import DraftModel
-    from rondel.models.adapter_bank import AdapterPass
+    from rondel.models.adapter_rows import AdapterPass
     from rondel.models.compilation import CompiledModel
     from rondel.models.cuda_graphs import DecodeGraphs
     from rondel.models.fed_layout import BlockTable, FedLayout
@@ -236,7 +236,11 @@ class ModelRunner:
     def _logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """[C, V] in fp32 of rows [C] of the last pass, with what their adapters add to the head."""
         logits = self.loaded.logits(hidden, rows)
-        return logits if self._adapted is None else self._adapted.add_to_logits(self.loaded.head, hidden, rows, logits)
+        return (
+            logits
+            if self._adapted is None
+            else self._adapted.add_to_logits(self.loaded.head.scale, hidden, rows, logits)
+        )
 
     def pack_feeds(
         self, chunks: list[TokenFeed], single: list[TokenFeed], keys: LayerPools, values: LayerPools

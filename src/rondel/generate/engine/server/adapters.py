@@ -8,12 +8,11 @@ from starlette.requests import Request
 
 from rondel.core.errors import ModelError
 from rondel.generate.engine.server.told import fields_of, success_reply
-from rondel.models.adapter_bank_files import read_weights
 from rondel.system.http.response import RequestRefusal
 
 if TYPE_CHECKING:
     from rondel.generate.engine.server.service import GenerationService
-    from rondel.models.adapter_bank import AdapterBank
+    from rondel.models.adapter_rows import ServedAdapters
 
 
 async def load_adapter(service: GenerationService, request: Request) -> dict[str, Any]:
@@ -28,12 +27,8 @@ async def load_adapter(service: GenerationService, request: Request) -> dict[str
         raise RequestRefusal(400, "lora_name and lora_path say which adapter it is and in which folder it lies")
     if name == service.name:
         raise RequestRefusal(409, f"'{name}' is the model's own name", param="lora_name")
-
-    def load() -> None:
-        bank.add(read_weights(service.engine.loaded, name, folder))
-
     try:
-        await service.run(load)
+        await service.run(bank.load, name, folder)
     except ModelError as error:
         raise RequestRefusal(400, str(error), param="lora_path") from error
     return success_reply(f"'{name}' is served", loaded_adapters=service.adapters)
@@ -51,7 +46,7 @@ async def unload_adapter(service: GenerationService, request: Request) -> dict[s
     return success_reply(f"'{name}' is gone", loaded_adapters=service.adapters)
 
 
-def _bank_of(service: GenerationService) -> AdapterBank:
+def _bank_of(service: GenerationService) -> ServedAdapters:
     if (bank := service.engine.loaded.bank) is None:
         raise RequestRefusal(
             409,
