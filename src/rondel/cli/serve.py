@@ -11,13 +11,15 @@ import typer
 
 from rondel.core.errors import UserError
 from rondel.system.files import replace_file
+from rondel.system.run_weights import find_run_weights
 
 
 def run(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help='A folder, hub id, GGUF file, "smollm2-135m" or { random = "llama", ... }.'
+            metavar="MODEL_OR_RUN",
+            help='A run folder, a checkpoint, a model folder, hub id, GGUF file, "smollm2-135m" or { random = "llama", ... }.',
         ),
     ],
     host: Annotated[str, typer.Option(help="Where to listen; anything but loopback needs a key.")] = "127.0.0.1",
@@ -29,6 +31,9 @@ def run(
         str, typer.Option(metavar="RUN", help="Folder of a run that takes this server as one more engine.")
     ] = "",
     api_key: Annotated[str, typer.Option(envvar="RONDEL_API_KEY", help="Clients send it as a Bearer token.")] = "",
+    best: Annotated[
+        bool, typer.Option("--best", help="Of a run the checkpoint that run.checkpoint.best kept, not the newest.")
+    ] = False,
     name: Annotated[str, typer.Option(help="What clients call the model; its path when left out.")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -79,7 +84,7 @@ def run(
 
     with ends:
         serve_model(
-            _parse_model(model),
+            _parse_model(model, best),
             ServerSettings(
                 host=host,
                 port=port,
@@ -100,9 +105,9 @@ def run(
         )
 
 
-def _parse_model(text: str) -> str | dict[str, Any]:
+def _parse_model(text: str, best: bool = False) -> str | dict[str, Any]:
     if not text.lstrip().startswith("{"):
-        return text
+        return find_run_weights(text, best, "train it first, or serve its starting model").model
     try:
         return tomllib.loads(f"model = {text}")["model"]
     except (ValueError, RecursionError) as error:
