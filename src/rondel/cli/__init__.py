@@ -35,6 +35,7 @@ VERBS = (
     "view",
     "replay",
     "diagnose",
+    "audit",
     "trace",
     "card",
     "dashboard",
