@@ -5,7 +5,8 @@ any model; and how hard its tasks are for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,17 @@ def evaluate_sets(
                 "the recipe holds no tasks out: set task.data.holdout = 50, eval_path for files, or name a set: --set "
                 "NAME=FILE.jsonl"
             )
-        return asyncio.run(evaluate(parts, step, on_progress))
+        return _run_aside(evaluate(parts, step, on_progress))
+
+
+def _run_aside(work: Coroutine[Any, Any, list[SetEvaluation]]) -> list[SetEvaluation]:
+    """asyncio.run; in a notebook, whose own loop runs in this thread, in another one."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1, "rondel-eval") as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 def rate(
