@@ -36,7 +36,7 @@ def run(
     ] = False,
     name: Annotated[str, typer.Option(help="What clients call the model; its path when left out.")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 takes all cores.")] = 0,
     kv_pages: Annotated[
         int, typer.Option(min=0, help="Cache pages of one token each; 0 takes what memory allows.")
