@@ -81,7 +81,7 @@ def test_help_names_a_page_that_exists(capsys):
     assert PAGES.keys() <= set(VERBS)
     for verb, page in PAGES.items():
         file, _, anchor = page.partition("#")
-        text = (ROOT / "docs" / file).read_text()
+        text = (ROOT / file).read_text()
         titles = [
             re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
             for title in re.findall(r"^#+ (.*)", text, re.M)
