@@ -125,10 +125,10 @@ def _curves(metrics: dict[str, list[float]]) -> str:
 
 
 def _examples(each: SetEvaluation) -> str:
-    best = each.event.reward_max
     drawn = [(task, t) for task, own in zip(each.tasks, each.draws) for t in own[:1]]
-    right = [pair for pair in drawn if best and (pair[1].reward or 0.0) >= min(1.0, best)]
-    wrong = [pair for pair in drawn if pair not in right]
+    right, wrong = [], []
+    for task, t in drawn:
+        (right if t.reward is not None and t.reward >= each.pass_reward else wrong).append((task, t))
     out = []
     for title, mark, pairs in (("Right", "right", right), ("Wrong", "wrong", wrong)):
         if pairs:

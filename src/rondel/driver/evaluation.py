@@ -32,11 +32,12 @@ OnProgress = Callable[[str, int, int], None]  # (set, answers done, answers in a
 
 @dataclass(frozen=True, slots=True)
 class SetEvaluation:
-    """One set at one version: what the journal keeps, and every task with its draws."""
+    """One set at one version: what the journal keeps, and every task with its draws; right from `pass_reward` on."""
 
     event: Evaluated
     tasks: list[Task]
     draws: list[list[Trajectory]]  # [n tasks, s draws]
+    pass_reward: float = 1.0
 
 
 async def evaluate(parts: Any, step: int, on_progress: OnProgress | None = None) -> list[SetEvaluation]:
@@ -80,7 +81,7 @@ async def _evaluate_set(
     draws = [list(flat[at * samples : (at + 1) * samples]) for at in range(len(tasks))]
     event = _summarize(parts, step, name, tasks, draws, sampling)
     event.seconds = time.perf_counter() - began
-    return SetEvaluation(event, tasks, draws)
+    return SetEvaluation(event, tasks, draws, job.task.eval.pass_reward)
 
 
 def _summarize(
