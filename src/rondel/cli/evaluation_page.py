@@ -126,9 +126,8 @@ def _curves(metrics: dict[str, list[float]]) -> str:
 
 def _examples(each: SetEvaluation) -> str:
     drawn = [(task, t) for task, own in zip(each.tasks, each.draws) for t in own[:1]]
-    right, wrong = [], []
-    for task, t in drawn:
-        (right if t.reward is not None and t.reward >= each.pass_reward else wrong).append((task, t))
+    right = [pair for pair in drawn if (pair[1].reward or 0.0) >= each.pass_reward]
+    wrong = [pair for pair in drawn if (pair[1].reward or 0.0) < each.pass_reward]
     out = []
     for title, mark, pairs in (("Right", "right", right), ("Wrong", "wrong", wrong)):
         if pairs:
