@@ -12,13 +12,15 @@ import typer
 
 from rondel.core.errors import UserError
 from rondel.system.files import replace_file
+from rondel.system.run_weights import find_run_weights
 
 
 def run(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help='A folder, hub id, GGUF file, "smollm2-135m" or { random = "llama", ... }.'
+            metavar="MODEL_OR_RUN",
+            help='A run folder, a checkpoint, a model folder, hub id, GGUF file, "smollm2-135m" or { random = "llama", ... }.',
         ),
     ],
     host: Annotated[str, typer.Option(help="Where to listen; anything but loopback needs a key.")] = "127.0.0.1",
@@ -30,9 +32,12 @@ def run(
         str, typer.Option(metavar="RUN", help="Folder of a run that takes this server as one more engine.")
     ] = "",
     api_key: Annotated[str, typer.Option(envvar="RONDEL_API_KEY", help="Clients send it as a Bearer token.")] = "",
+    best: Annotated[
+        bool, typer.Option("--best", help="Of a run the checkpoint that run.checkpoint.best kept, not the newest.")
+    ] = False,
     name: Annotated[str, typer.Option(help="What clients call the model; its path when left out.")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 takes all cores.")] = 0,
     kv_pages: Annotated[
         int, typer.Option(min=0, help="Cache pages of one token each; 0 takes what memory allows.")
@@ -117,7 +122,7 @@ def run(
             limits=RequestLimits(body=max_body, samples=max_samples, queue=max_queue, deadline=deadline),
         )
         if not training:
-            serve_model(_parse_model(model), settings, ready=announce_address)
+            serve_model(_parse_model(model, best), settings, ready=announce_address)
             return
 
         def announce_training(host: str, port: int, what: str) -> None:
@@ -126,7 +131,7 @@ def run(
 
         from rondel.assemble.training_server import serve_training
 
-        serve_training(_parse_model(model), settings, folder=folder, key=key, ready=announce_training)
+        serve_training(_parse_model(model, best), settings, folder=folder, key=key, ready=announce_training)
 
 
 def _parse_adapters(given: list[str], enabled: bool) -> dict[str, str] | None:
@@ -144,9 +149,9 @@ def _parse_adapters(given: list[str], enabled: bool) -> dict[str, str] | None:
     return out if out or enabled else None
 
 
-def _parse_model(text: str) -> str | dict[str, Any]:
+def _parse_model(text: str, best: bool = False) -> str | dict[str, Any]:
     if not text.lstrip().startswith("{"):
-        return text
+        return find_run_weights(text, best, "train it first, or serve its starting model").model
     try:
         return tomllib.loads(f"model = {text}")["model"]
     except (ValueError, RecursionError) as error:
