@@ -26,6 +26,8 @@ from rondel.training_api.wire import ForwardRequest, forward_reply, sample_reply
 DEFAULT_RANK = 32
 OPTIMIZER = {"type": "adamw"}
 SERVED = 32  # adapters that are kept in memory for samplers
+TRAINED = 64  # adapters that are trained at once
+SILENCE = 3600.0  # seconds after which a session whose client says nothing is over; clients are heard every ten
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +87,7 @@ class Clients:
     # -- sessions --------------------------------------------------------------------------------
 
     def create_session(self, facts: dict[str, Any]) -> Session:
+        self._end_silent_sessions()
         session = Session(uuid4().hex, facts, project=facts.get("project_id") or "default")
         self.sessions[session.id] = session
         self.counts["sessions"] += 1
@@ -98,6 +101,15 @@ class Clients:
             )
         self.sessions[name].heard = time.time()
         return self.sessions[name]
+
+    def _end_silent_sessions(self) -> None:
+        """Their adapters are not trained any more; what was saved stays."""
+        for session in list(self.sessions.values()):
+            if session.heard < time.time() - SILENCE:
+                session.finished = session.finished or {"reason": {"type": "interrupted"}, "detail": "it fell silent"}
+                for name in session.models:
+                    if name in self.models:
+                        self.unload(self.models[name])
 
     def model(self, name: str) -> Model:
         if name not in self.models:
@@ -126,6 +138,8 @@ class Clients:
     async def _add_model(
         self, session: Session, name: str, spec: AdapterSpec, metadata: dict[str, Any], *, first: int
     ) -> None:
+        if len(self.models) >= TRAINED:
+            raise UserError(f"{TRAINED} adapters are trained here already: finish a session, or come back later")
         await self.backend.create_adapter(name, spec)
         facts = {"base_model": self.backend.base_model, "rank": spec.rank, "seed": spec.seed, "metadata": metadata}
         kinds = {"attention": spec.attention, "mlp": spec.mlp, "unembed": spec.unembed}
