@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         number = int(name.removeprefix("client"))
         rng = np.random.default_rng(number)
         await service.create_adapter(name, AdapterSpec(a.rank, seed=number))
-        prompt = rng.integers(1000, loaded.vocabulary - 1, a.prompt).tolist()
+        prompt = rng.integers(loaded.vocabulary // 2, loaded.vocabulary - 1, a.prompt).tolist()
         for step in range(a.steps):
             served = f"{name}/{step}"
             await service.save(name, folder / served, optimizer=False)
