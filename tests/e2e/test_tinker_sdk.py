@@ -236,3 +236,15 @@ def test_the_page_of_methods_says_what_is_answered(server, base, monkeypatch):
         said == "answered" or said.startswith("refused: ") or "whoami" in name for (_, name), said in told.items()
     )
     assert PAGE.page(told) == PAGE.PAGE.read_text(encoding="utf-8")
+
+
+def test_the_code_of_the_page_runs(server, base, monkeypatch, capsys):
+    """docs/tinker.md, with the folder of the tiny base in place of the model."""
+    code = PAGE.PAGE.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    assert "training.optim_step(types.AdamParams(learning_rate=1e-3, eps=1e-8)).result()" in code
+    code = code.replace("range(100, 112)", "range(50, 62)").replace('"smollm2-135m"', repr(str(base[1] / "base")))
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    monkeypatch.setenv("TINKER_BASE_URL", f"http://127.0.0.1:{server.port}")
+    exec(compile(code, "docs/tinker.md", "exec"), {"__name__": "__main__"})
+    assert "tokens" in capsys.readouterr().out
