@@ -36,6 +36,7 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     _check_demonstrations(job, rows.main)
     _check_critic(job, rows.main)
     _check_teacher(job, rows, sampling)
+    _check_behavior_top(job, rows)
     _check_policies(job, rows)
     _check_format(job)
     for row in rows.all_rows:
@@ -449,6 +450,25 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     for holds, rule in rules:
         if not holds:
             raise ConfigError(f'algo.distill.kind = "full" {rule}')
+
+
+def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
+    """A row that reads a head of the vocabulary at every draw."""
+    if "behavior_top" not in rows.needs:
+        return
+    rules = [
+        (
+            job.engine.kind == "builtin",
+            f'engine.kind = "{job.engine.kind}" does not tell them of the distribution that it draws from: use "builtin"',
+        ),
+        (
+            job.place.ranks == 1 and job.place.cluster != "torchrun",
+            "the trainer looks them up in the whole vocabulary on one rank: set place.ranks = 1",
+        ),
+    ]
+    for holds, rule in rules:
+        if not holds:
+            raise ConfigError(f"algo.surrogate needs the likeliest tokens of every draw, and {rule}")
 
 
 def _check_reference(job: Job, row: Algorithm) -> None:
