@@ -16,7 +16,8 @@ from rondel.algos.tokens import Tokens
 from rondel.core.errors import ConfigError
 
 READS = frozenset({"advantage", "behavior"})
-LEAST = 1e-6  # of the policy's probability outside the head
+LEAST = 1e-6  # of a probability outside the head; less is rounding
+TINY = 1e-30  # in the place of 0 in a denominator
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,10 @@ class CenteredScore(Component):
         """c_v.  [T, K], [T, K] -> [T, K]; 0 where log q is -inf, for what fills up a row."""
         log_q = log_q.to(log_p.dtype)
         q, p = log_q.exp(), torch.where(log_q > -torch.inf, log_p.exp(), 0.0)
-        rho = (1 - q.sum(-1, keepdim=True)).clamp(min=0) / (1 - p.sum(-1, keepdim=True)).clamp(min=LEAST)
-        alpha = torch.maximum(torch.minimum(torch.ones_like(rho), self.high * rho), self.low * rho)
-        return torch.maximum(torch.minimum(p, self.high * q), self.low * q) - alpha * p
+        outside_q, outside_p = (1 - x.sum(-1, keepdim=True) for x in (q, p))
+        rho = torch.where(outside_q > LEAST, outside_q / outside_p.clamp(min=LEAST), TINY)
+        alpha = rho * (1 / rho).clamp(self.low, self.high)
+        return torch.where(q > 0, q * (p / q.clamp(min=TINY)).clamp(self.low, self.high), 0.0) - alpha * p
 
     def __str__(self) -> str:
         w = "" if self.low == self.high == 1 else "w·"

@@ -418,7 +418,8 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     pupil = rows.student_row
     if (pupil is not None) != (job.model.teacher is not None):
         raise ConfigError(
-            f"{pupil.name} learns from a teacher: name one with model.teacher = 'folder or hub id'"
+            f"{pupil.name} learns from a teacher: name one with model.teacher = 'folder or hub id', or let the policy "
+            "teach itself with model.teacher = [{ context = '{prompt} The answer is {answer}.' }]"
             if pupil is not None
             else "model.teacher has no effect: nothing is distilled. Remove it, or set algo.distill = { coef = 1.0 } or algo.kind = 'opd'"
         )
@@ -433,6 +434,11 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         (
             all(t.url is None for t in job.model.teachers),
             "reads the teacher's last hidden states, and a server tells logprobs: use path, or kind = 'distill'",
+        ),
+        (
+            job.loop.updates_per_step * job.loop.epochs == 1 or not any(t.is_policy for t in job.model.teachers),
+            "reads the head of the policy that began the step, which the first update moves: set loop.updates_per_step = "
+            "1 and loop.epochs = 1, or use kind = 'distill'",
         ),
         (
             not sampling.truncates_support,

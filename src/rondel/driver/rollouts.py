@@ -72,7 +72,8 @@ class GroupRollouts:
         group = Group(slot.number, slot.task, join_episodes(await asyncio.gather(*asked)), slot.born)
         if self.parts.rows.needs_teacher(slot.task.stream):
             contexts = [teacher.context for teacher in self.parts.job.model.teachers]
-            write_teacher_prompts(group, contexts, Template(self.parts.model_info.tokenizer, None))
+            info = self.parts.model_info
+            write_teacher_prompts(group, contexts, Template(info.tokenizer, None), info.max_context)
         return group
 
     async def _demonstrate_task(self, slot: Slot, policy: str) -> list[Trajectory]:

@@ -13,7 +13,7 @@ from rondel.generate.template import Template
 SOLUTION, PROMPT = "solution", "prompt"
 
 
-def write_teacher_prompts(group: Group, contexts: Sequence[str | None], template: Template) -> None:
+def write_teacher_prompts(group: Group, contexts: Sequence[str | None], template: Template, max_context: int) -> None:
     """`Trajectory.teacher_prompts` of every scored sample, for teachers with these contexts.
 
     {prompt} is what the policy read last before it began to write, {solution} the best other answer of the group if its
@@ -29,6 +29,13 @@ def write_teacher_prompts(group: Group, contexts: Sequence[str | None], template
                 None if context is None else teacher_prompt(trajectory, context, fields, template)
                 for context in contexts
             ]
+            answer = len(trajectory.tokens) - trajectory.mask.index(True)
+            for prompt in trajectory.teacher_prompts:
+                if prompt is not None and len(prompt) + answer > max_context:
+                    raise DataError(
+                        f"task {group.task.id}: with its context a teacher would read {len(prompt) + answer} tokens, and "
+                        f"the model reads {max_context}. Shorten the context, or lower engine.sampling.max_tokens"
+                    )
 
 
 def task_fields(task: Task, contexts: Sequence[str | None]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from string import Formatter
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from rondel.core.config.section import CLOSED, ConfigSection, Count, SettingsTable
 
@@ -71,7 +71,7 @@ class TeacherConfig(BaseModel):
 
     @model_validator(mode="after")
     def _require_one_location(self) -> TeacherConfig:
-        if self.path is not None and self.url is not None or self.path == self.url == self.context:
+        if (self.path is not None and self.url is not None) or self.path == self.url == self.context:
             raise ValueError(
                 "a teacher has either a path, and is loaded here, or a url, where it is served: "
                 '{ url = "http://127.0.0.1:30000" }; the policy itself teaches with a context alone'
@@ -110,7 +110,9 @@ class ModelConfig(ConfigSection):
         description='folder, hub id, GGUF file, "smollm2-135m", or { random = "llama", ... }'
     )
     teacher: str | dict[str, Any] | list[TeacherConfig] | None = Field(
-        None, description="whom algo.distill learns from: as model.path, with the same tokenizer"
+        None,
+        description="whom algo.distill learns from: as model.path, with the same tokenizer; or a list of teachers, as "
+        '[{ context = "{prompt} The answer is {answer}." }] for the policy itself, told more',
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
@@ -126,6 +128,13 @@ class ModelConfig(ConfigSection):
         AdapterConfig(), description="few new weights beside the model's own, which alone are trained"
     )
     vision: VisionConfig = Field(VisionConfig(), description="of a vision-language model: its tower and its images")
+
+    @field_validator("teacher")
+    @classmethod
+    def _require_list_of_contexts(cls, teacher: Any) -> Any:
+        if isinstance(teacher, dict) and "context" in teacher:
+            raise ValueError("a teacher with a context is one of a list: model.teacher = [{ context = ... }]")
+        return teacher
 
     @property
     def teachers(self) -> list[TeacherConfig]:
