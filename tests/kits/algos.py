@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from rondel.algos import aggregate, correction, kl, table
+from rondel.algos.centered_surrogates import CenteredScore
 from rondel.algos.correction import Importance
+from rondel.algos.distill import FullDistill, ScaledAdvantage
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.group_advantages import AgentBaseline, Redistribute
 from rondel.algos.mask_corrections import BinaryKlMask
@@ -147,6 +149,20 @@ class Ragged:
         return self.logits_TV.softmax(-1).square().sum(-1)
 
     @property
+    def behavior_TV(self) -> Tensor:
+        """Log-probabilities of every word, by the behavior."""
+        return self._whole(self.others_3T[1], 1.3)
+
+    @property
+    def teacher_TV(self) -> Tensor:
+        """Log-probabilities of every word, by the teacher."""
+        return self._whole(self.teacher_T, -0.4)
+
+    def _whole(self, first_T: Tensor, like: float) -> Tensor:
+        rest_TV = (like * self.logits_TV[:, 1:]).log_softmax(-1) + torch.log1p(-first_T.exp())[:, None]
+        return torch.cat([first_T[:, None], rest_TV], -1)
+
+    @property
     def age_T(self) -> Tensor:
         """How many versions ago a token might have been drawn."""
         return (torch.arange(len(self.others_3T[0])) % 4).to(F64)
@@ -184,6 +200,9 @@ class Ragged:
             age=self.age_T[at_T],
             teacher=scored.teacher_T,
         )
+        if row.surrogate.behavior_top:
+            likeliest = self.behavior_TV[at_T].topk(min(5, row.surrogate.behavior_top), -1)
+            known = known.with_fields(top_ids=likeliest.indices, top_behavior=likeliest.values)
         if noted:
             known = decide_update(row, known)
         counted_N = counted_tokens(scored.lengths_N, known.counts)
@@ -196,6 +215,10 @@ class Ragged:
                 "logprobs": logps[:, 0],
                 "entropy": -(logps.exp() * logps).sum(-1),
             }
+            if row.surrogate.behavior_top:
+                own["top_logprobs"] = logps.gather(-1, own["top_ids"])
+            if isinstance(row.distill, FullDistill):
+                own["full_kl"] = row.divergence(logps.exp(), self.teacher_TV[at_T[here]])[0]
             loss, found = objective(row, TokenBatch(**own), weight_T[here])
             loss.backward()
             total, terms = total + loss.detach(), [*terms, found]
@@ -222,6 +245,9 @@ def lively(row: Algorithm) -> Algorithm:
         "kpop": {"correction": BinaryKlMask(0.02)},
         "a_star_po": {"surrogate": SquaredGap(0.3)},
         "gar": {"advantage": Redistribute("half", most=1.2)},
+        "score_centering": {"surrogate": CenteredScore(0.8, 1.2, top=3)},
+        "sdft": {"distill": FullDistill(beta=0.5, top=3, tail=False)},
+        "rlsd": {"distill": ScaledAdvantage(0.6, 0.3)},
         "rae": {"advantage": AgentBaseline(baselines={"a": 0.4, "b": -0.2})},
     }
     shaping = Overlong(10, 4) if isinstance(row.shaping, Overlong) else row.shaping
@@ -242,9 +268,11 @@ TOGETHER = correction.Importance(
 )
 
 
-# rows whose parts ask nothing new of the trainer: that no split changes their formulas is enough
+# rows whose parts ask nothing new of the trainer, or what one rank alone has (score_centering, opsd, sdft) and tests of
+# their own show: that no split changes their formulas is enough
 FORMULAS_ONLY = {
     *("vespo", "luspo", "drpo", "up", "fipo", "vaco", "a_star_po", "real", "gar", "rae", "gigpo", "iw_opd", "echo"),
+    *("score_centering", "sdft", "opsd", "sdpo", "rlsd"),
 }
 
 

@@ -65,13 +65,15 @@ def naive(row: Algorithm, batch: Ragged) -> tuple[Tensor, Tensor]:
         drift = [logp[s].item() - mu[s] for s in mates[t]]
         spread = [row_ratio(row, x, mates[s], s) for s in mates[t]]
         own = row_ratio(row, x, mates[t], t)
-        loss = SURROGATES[type(row.surrogate).__name__](
+        loss = centered(row.surrogate, logps[t], batch.behavior_TV[t].tolist(), a, drift[mates[t].index(t)], guided)
+        loss = loss if loss is not None else SURROGATES[type(row.surrogate).__name__](
             row.surrogate, lp=logp[t], x=own, a=a, score=score, guided=guided, chosen=chosen[t],
             drift=logp[t].item() - mu[t], drifts=drift, xs=spread, at=mates[t].index(t),
         )  # fmt: skip
         total = total + per_token(row, counts, owner[t], batch.group_N.tolist()) * (
             weights[t] * loss
             + (gated(row.distill, logp[t], batch.teacher_T[t].item()) if kept[t] and name == "GatedDistill" else 0.0)
+            + (apart(row.distill, logps[t], batch.teacher_TV[t]) if kept[t] and name == "FullDistill" else 0.0)
             + row.kl.coef * (penalty(row.kl, logp[t], ref[t], mu[t]) if kept[t] and row.kl.in_loss else 0.0)
             - (row.entropy.coef * entropy[t] if acts[t] and kept[t] else 0.0)
         )
@@ -94,9 +96,15 @@ def token_advantages(row: Algorithm, batch: Ragged) -> list[float]:
             for m, r in zip(mu, ref, strict=True)
         ]
         earned = [a - sum(cost[s] for s in range(t, len(cost)) if owner[s] == owner[t]) for t, a in enumerate(earned)]
-    if type(row.distill).__name__ in ("GatedDistill", "Observations"):
+    if type(row.distill).__name__ in ("GatedDistill", "Observations", "FullDistill"):
         return earned
     gaps = [m - q for m, q in zip(mu, teacher, strict=True)]
+    if type(row.distill).__name__ == "ScaledAdvantage":
+        rule, factors = row.distill, []
+        for a, gap in zip(earned, gaps, strict=True):
+            evidence = math.exp(-gap if a > 0 else gap if a < 0 else 0.0)
+            factors.append(bounded(evidence, 1 - rule.clip, 1 + rule.clip) if a < 0 or not rule.only_negative else 1.0)
+        return [a * (1 - rule.coef + rule.coef * f) for a, f in zip(earned, factors, strict=True)]
     weights = [1.0] * len(gaps)
     if type(row.distill).__name__ == "EarlyDistill":
         owner = [i for i, n in enumerate(batch.lengths_N.tolist()) for _ in range(n)]
@@ -105,6 +113,38 @@ def token_advantages(row: Algorithm, batch: Ragged) -> list[float]:
             before = [abs(gaps[s]) for s in range(t) if owner[s] == i]
             weights[t] = 1 + row.distill.gamma * (1 - sum(before) / sum(own))
     return [a - row.distill.coef * w * gap for a, w, gap in zip(earned, weights, gaps, strict=True)]
+
+
+def centered(rule, logps: Tensor, log_q: list[float], a: float, drift: float, guided: bool) -> Tensor | None:
+    """Score centering by its sums: the head as recorded, the tail as a multiple of the policy's."""
+    if type(rule).__name__ != "CenteredScore":
+        return None
+    q, p = [math.exp(x) for x in log_q], [math.exp(x) for x in logps.tolist()]
+    head = sorted(range(len(q)), key=lambda v: -q[v])[: rule.top]
+    tail = [v for v in range(len(q)) if v not in head]
+    rho = sum(q[v] for v in tail) / sum(p[v] for v in tail) if tail else 1.0
+    guess = [q[v] if v in head else rho * p[v] for v in range(len(q))]
+    mean_score = sum(
+        g * bounded(own / g, rule.low, rule.high) * logps[v] for v, (g, own) in enumerate(zip(guess, p, strict=True))
+    )
+    # the tail's probabilities are of the policy, which sums to 1: its mean log-probability has no gradient
+    of_tail = bounded(1 / rho, rule.low, rule.high) * rho
+    mean_score = mean_score - of_tail * sum(own * logps[v] for v, own in enumerate(p))
+    return -a * (bounded(math.exp(drift), rule.low, rule.high) * logps[0] - (0.0 if guided else mean_score))
+
+
+def apart(rule, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """The divergence of two distributions, word by word; the choice of words takes no gradient."""
+    at = sorted(range(len(log_p)), key=lambda v: -log_p[v].item())[: rule.top or len(log_p)]
+    p, q = [log_p[v].exp() for v in at], [log_q[v].exp() for v in at]
+    if rule.top and not rule.tail:
+        p, q = [x / sum(p) for x in p], [x / sum(q) for x in q]
+    m = [(1 - rule.beta) * x + rule.beta * y for x, y in zip(p, q, strict=True)]
+    to_p = sum(x * (x / z).log() for x, z in zip(p, m, strict=True))
+    to_q = sum(y * (y / z).log() for y, z in zip(q, m, strict=True))
+    if rule.beta in (0, 1):
+        return rule.coef * (to_p if rule.beta else to_q)
+    return rule.coef * (rule.beta * to_q + (1 - rule.beta) * to_p)
 
 
 def gated(rule, lp: Tensor, teacher: float) -> Tensor:

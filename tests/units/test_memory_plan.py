@@ -114,7 +114,7 @@ def test_which_rows_need_whom():
 
     needs = {name: row.needs for name, row in TABLE.items()}
     assert {n for n, needed in needs.items() if "values" in needed} == workload.CRITICS
-    assert {n for n, needed in needs.items() if "teacher_logprobs" in needed} == workload.TEACHERS
+    assert {n for n, needed in needs.items() if needed & {"teacher_logprobs", "teacher_hidden"}} == workload.TEACHERS
     assert {n for n, needed in needs.items() if "ref_logprobs" in needed} == workload.REFERENCES
     assert {n for n, needed in needs.items() if "proximal_logprobs" in needed} == workload.PROXIMAL
 

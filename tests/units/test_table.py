@@ -33,7 +33,7 @@ from rondel.core.errors import ConfigError
 
 
 def test_the_rows_are_what_their_papers_say():
-    assert list(TABLE)[:7] == ["grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce", "sft"] and len(TABLE) == 52
+    assert list(TABLE)[:7] == ["grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce", "sft"] and len(TABLE) == 57
     assert GRPO.advantage == advantage.GroupNorm(1e-6) and GRPO.aggregate == aggregate.SeqMeanTokenMean()
     assert DR_GRPO.advantage == advantage.GroupCenter() and DR_GRPO.aggregate == aggregate.FixedNorm()
     assert DR_GRPO.surrogate == GRPO.surrogate == surrogate.Clip(0.2, 0.2) and DR_GRPO.kl == GRPO.kl == kl.Kl("k3", 0.0)
@@ -89,8 +89,13 @@ def test_a_row_needs_what_its_parts_read():
         "kpop",
         "real",
         "iw_opd",
+        "score_centering",
+        "sdpo",
+        "rlsd",
     }
-    assert {name for name, row in TABLE.items() if "teacher_logprobs" in row.needs} == {"opd", "iw_opd", "sdar"}
+    assert {name for name, row in TABLE.items() if "teacher_logprobs" in row.needs} == {
+        *("opd", "iw_opd", "sdar", "sdpo", "rlsd")
+    }
 
 
 def test_what_reads_the_behavior_need_not_correct_for_it():
@@ -105,6 +110,8 @@ def test_what_reads_the_behavior_need_not_correct_for_it():
         "drpo",
         "vaco",
         "kpop",
+        "score_centering",
+        "sdpo",
     }
     charged = replace(GRPO, kl=kl.Kl("k1", 0.1, where="reward"))
     assert "behavior_logprobs" in charged.needs and not charged.corrects_staleness

@@ -52,9 +52,19 @@ class Component:
         return "dl/dlogp"
 
     @property
+    def push(self) -> str:
+        """Of a surrogate: what its gradient has beside that of the drawn token, as text for `rondel explain`."""
+        return ""
+
+    @property
     def token_ratio(self) -> bool:
         """Of a surrogate: it compares the token's own probabilities, so the ratio must be the token's."""
         return False
+
+    @property
+    def behavior_top(self) -> int:
+        """Of a surrogate: how many of the tokens that were likeliest at each draw it needs; 0 for none."""
+        return 0
 
     @property
     def anchor(self) -> str:

@@ -11,6 +11,7 @@ from rondel.algos.bounds import check_weight
 from rondel.algos.component import Component
 from rondel.algos.discount import discounted_returns
 from rondel.algos.divergence import Divergence
+from rondel.algos.exponent import bounded_exp
 from rondel.algos.scored_samples import ScoredSamples, over_group
 from rondel.algos.tensors import Tensor, torch
 from rondel.algos.tokens import TokenBatch
@@ -47,6 +48,10 @@ class Distill(Component):
 
     def __call__(self, behavior_T: Tensor, teacher_T: Tensor) -> Tensor:
         return self.coef * (behavior_T - teacher_T)
+
+    def shape_advantages(self, advantages_T: Tensor, scored: ScoredSamples) -> Tensor:
+        """The advantage of each token after what its teacher says of it.  [T] -> [T]."""
+        return advantages_T - self.charge(scored).to(advantages_T.dtype)
 
     def charge(self, scored: ScoredSamples) -> Tensor:
         """What is taken off the advantage of each token.  -> [T]."""
@@ -86,6 +91,47 @@ class EarlyDistill(Distill):
 
     def __str__(self) -> str:
         return f"{self.coef:g}·w·(logp_behavior - logp_teacher), w from {1 + self.gamma:g} down to 1 as they add up; A - d takes the place of A"
+
+
+@dataclass(frozen=True)
+class ScaledAdvantage(Distill):
+    """A_t' = A_t·(1 - coef + coef·clip(exp(sign(A_t)·g_t), 1 - clip, 1 + clip)), g_t = log pi_teacher - log pi_behavior.
+    [T] -> [T].  arXiv:2604.03128 (RLSD).
+
+    The reward says which way a token goes, the teacher only how far: a good answer's tokens count more where the teacher
+    finds them likelier, a bad one's where it finds them less likely. The factor is positive, so no sign ever turns, and
+    what the teacher knows of the answer cannot be learned as such.
+
+    coef     from 0, the plain advantage, to 1, all of the teacher's factor
+    clip     how far the factor may be from 1
+    only_negative    leave advantages above 0 as they are
+    """
+
+    coef: float = 0.5
+    clip: float = 0.2
+    only_negative: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.coef <= 1:
+            raise ConfigError(f"coef = {self.coef}; it must lie in [0, 1]: a share of the teacher's factor")
+        if not 0 < self.clip < 1:
+            raise ConfigError(f"clip = {self.clip}; it must lie in (0, 1): the factor must move, and stay positive")
+
+    def shape_advantages(self, advantages_T: Tensor, scored: ScoredSamples) -> Tensor:
+        assert scored.behavior_T is not None and scored.teacher_T is not None
+        gap_T = (scored.teacher_T - scored.behavior_T).to(advantages_T.dtype)
+        factor_T = bounded_exp(advantages_T.sign() * gap_T).clamp(1 - self.clip, 1 + self.clip)
+        if self.only_negative:
+            factor_T = torch.where(advantages_T < 0, factor_T, 1.0)
+        return advantages_T * (1 - self.coef + self.coef * factor_T)
+
+    def __str__(self) -> str:
+        where = " where A < 0" * self.only_negative
+        return (
+            f"clip(exp(sign(A)·(logp_teacher - logp_behavior)), {1 - self.clip:g}, {1 + self.clip:g}); "
+            f"A·({1 - self.coef:g} + {self.coef:g}·d) takes the place of A{where}"
+        )
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ FIELDS = {
     "ref_logprobs": "reference",
     "ages": "age",
     "teacher_hidden": "full_kl",
+    "behavior_top": "top_logprobs",
 }
 
 
@@ -46,7 +47,7 @@ def objective(row: Algorithm, batch: TokenBatch, weight_T: Tensor) -> tuple[Tens
     """L = sum_t w_t·(c_t·l_t + kl.coef·k_t + distill.coef·d_t + sum of terms - entropy.coef·H_t).  -> scalar, {name:
     [T]}.
 
-    The gradient flows through `logprobs`, `entropy` and `full_kl` (d) of the batch. The terms are detached and per
+    The gradient flows through `logprobs`, `entropy`, `top_logprobs` and `full_kl` (d) of the batch. The terms are detached and per
     token, for metrics: ratio, clipped, correction; kl where a reference was given, taught where a teacher was, gap
     (log proximal - log behavior) where a behavior was, and each loss term of the row by its name.
     """
@@ -113,7 +114,8 @@ def explain_objective(row: Algorithm) -> str:
         if "values" in row.needs
         else []
     )
-    push = f" - {row.entropy.coef:g}·∇H" if row.entropy.coef else ""
+    push = f" + c·{row.surrogate.push}" if row.surrogate.push else ""
+    push += f" - {row.entropy.coef:g}·∇H" if row.entropy.coef else ""
     push += "".join(f" + {term.coef:g}·∇{term.name}" for term in row.terms)
     push += f" + {taught:g}·∇d" if taught else ""
     kept = row.correction.denominator != "all"

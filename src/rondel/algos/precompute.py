@@ -43,6 +43,8 @@ def tokens_of(row: Algorithm, batch: TokenBatch) -> Tokens:
         guided=flat_T.bool() if batch.demonstration is None else batch.demonstration.bool(),
         selected=flat_T.bool() if batch.selected is None else batch.selected.bool(),
         age=flat_T if batch.age is None else batch.age,
+        top_behavior=batch.top_behavior,
+        top_logprobs=batch.top_logprobs,
     )
 
 

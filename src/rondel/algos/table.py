@@ -25,10 +25,11 @@ from rondel.algos.advantage import (
     WhitenedCenter,
 )
 from rondel.algos.aggregate import FixedNorm, PromptMean, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
+from rondel.algos.centered_surrogates import CenteredScore
 from rondel.algos.component import Component, LossTerm
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
 from rondel.algos.discount import discounted_returns
-from rondel.algos.distill import Distill, EarlyDistill, FullDistill, GatedDistill, Observations
+from rondel.algos.distill import Distill, EarlyDistill, FullDistill, GatedDistill, Observations, ScaledAdvantage
 from rondel.algos.divergence import Divergence
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.gae import Gae, Returns
@@ -82,6 +83,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "distill": Distill,
         "early": EarlyDistill,
         "gated": GatedDistill,
+        "scaled": ScaledAdvantage,
         "full": FullDistill,
         "observations": Observations,
     },
@@ -107,6 +109,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "unbounded_positive": UnboundedPositive,
         "future_kl": FutureKl,
         "squared_gap": SquaredGap,
+        "centered_score": CenteredScore,
     },
     "correction": {
         "none": NoCorrection,
@@ -259,7 +262,7 @@ class Algorithm:
             found_T = found_T - discounted_returns(cost_T, scored.sample_T, gamma=1.0)
         if not isinstance(self.distill, Distill) or not self.distill.coef:
             return found_T
-        return found_T - self.distill.charge(scored).to(found_T.dtype)
+        return self.distill.shape_advantages(found_T, scored)
 
     def returns_T(self, scored: ScoredSamples) -> Tensor:
         """What the critic of a row with one is to learn."""
@@ -438,6 +441,18 @@ OTB = replace(REINFORCE, name="otb", paper="arXiv:2602.07078", advantage=TokenBa
 IW_OPD = replace(OPD, name="iw_opd", paper="arXiv:2606.22600", distill=EarlyDistill(coef=1.0))
 ECHO = replace(DR_GRPO, name="echo", paper="https://github.com/PrimeIntellect-ai/prime-rl", distill=Observations())
 SDAR = replace(GRPO, name="sdar", paper="arXiv:2605.15155", distill=GatedDistill())
+SDFT = replace(OPD, name="sdft", paper="arXiv:2601.19897", distill=FullDistill(beta=0.5, top=100, tail=False))
+OPSD = replace(OPD, name="opsd", paper="arXiv:2601.18734", distill=FullDistill())
+SDPO = replace(OPD, name="sdpo", paper="arXiv:2601.20802", surrogate=CappedWeight(2.0))
+RLSD = replace(GRPO, name="rlsd", paper="arXiv:2604.03128", distill=ScaledAdvantage())
+SCORE_CENTERING = replace(
+    REINFORCE,
+    name="score_centering",
+    paper="arXiv:2609.20807",
+    advantage=GroupCenter(),
+    surrogate=CenteredScore(),
+    aggregate=TokenMean(),
+)
 RAE = replace(REINFORCE, name="rae", paper="arXiv:2506.24119", advantage=AgentBaseline())
 GIGPO = replace(GRPO, name="gigpo", paper="arXiv:2505.10978", advantage=StepGroups())
 TURN_PPO = replace(PPO, name="turn_ppo", paper="https://github.com/areal-project/AReaL/pull/1600", advantage=TurnGae())
@@ -451,6 +466,7 @@ TABLE = {
         *(DECOUPLED, TOPR, AIPO, M2PO, LUFFY, OPD, ONLINE_DPO),
         *(VESPO, LUSPO, DRPO, UP, FIPO, VACO, KPOP, A_STAR_PO, REAL, SCALERL),
         *(GAR, RAE, GIGPO, TURN_PPO, OTB, IW_OPD, SDAR, ECHO),
+        *(SCORE_CENTERING, SDFT, OPSD, SDPO, RLSD),
     )
 }
 

@@ -36,6 +36,10 @@ class TokenBatch:
     advantages: Tensor | None = None
     collision: Tensor | None = None  # sum of p² over the vocabulary, by the weights that began the step
     score: Tensor | None = None  # the reward of the token's sample
+    # [T, K] of the tokens that were likeliest when it was drawn, -inf for the log-probability of what fills a row up:
+    top_ids: Tensor | None = None  # int64
+    top_behavior: Tensor | None = None  # log-probability, of the distribution that drew the token
+    top_logprobs: Tensor | None = None  # log pi of the same ids, of the forward pass, with its gradient
     demonstration: Tensor | None = None  # bool: nobody drew it
     full_kl: Tensor | None = None  # divergence of policy and teacher over the whole vocabulary, of the row's kind
     # decided over the whole update before its first micro-batch (`decide_update`):
@@ -95,7 +99,7 @@ def _to_tensor(value: Any) -> Any:
 class Tokens:
     """The same tokens as the parts of one row see them, [T] each; what is not known is 0.
 
-    Only `logprobs` and `log_ratio` carry a gradient.
+    Only `logprobs`, `log_ratio` and `top_logprobs` carry a gradient.
     """
 
     logprobs: Tensor  # log pi
@@ -110,3 +114,5 @@ class Tokens:
     guided: Tensor  # bool: the token is of a demonstration, not of the policy
     selected: Tensor  # bool: what the surrogate's own `select` chose of the whole update
     age: Tensor  # versions since it was drawn
+    top_behavior: Tensor | None = None  # [T, K] log-probabilities of the likeliest tokens when it was drawn
+    top_logprobs: Tensor | None = None  # [T, K] log pi of the same

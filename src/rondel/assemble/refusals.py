@@ -36,6 +36,7 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     _check_demonstrations(job, rows.main)
     _check_critic(job, rows.main)
     _check_teacher(job, rows, sampling)
+    _check_behavior_top(job, rows)
     _check_policies(job, rows)
     _check_format(job)
     for row in rows.all_rows:
@@ -417,7 +418,8 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     pupil = rows.student_row
     if (pupil is not None) != (job.model.teacher is not None):
         raise ConfigError(
-            f"{pupil.name} learns from a teacher: name one with model.teacher = 'folder or hub id'"
+            f"{pupil.name} learns from a teacher: name one with model.teacher = 'folder or hub id', or let the policy "
+            "teach itself with model.teacher = [{ context = '{prompt} The answer is {answer}.' }]"
             if pupil is not None
             else "model.teacher has no effect: nothing is distilled. Remove it, or set algo.distill = { coef = 1.0 } or algo.kind = 'opd'"
         )
@@ -432,6 +434,11 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         (
             all(t.url is None for t in job.model.teachers),
             "reads the teacher's last hidden states, and a server tells logprobs: use path, or kind = 'distill'",
+        ),
+        (
+            job.loop.updates_per_step * job.loop.epochs == 1 or not any(t.is_policy for t in job.model.teachers),
+            "reads the head of the policy that began the step, which the first update moves: set loop.updates_per_step = "
+            "1 and loop.epochs = 1, or use kind = 'distill'",
         ),
         (
             not sampling.truncates_support,
@@ -449,6 +456,25 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     for holds, rule in rules:
         if not holds:
             raise ConfigError(f'algo.distill.kind = "full" {rule}')
+
+
+def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
+    """A row that reads a head of the vocabulary at every draw."""
+    if "behavior_top" not in rows.needs:
+        return
+    rules = [
+        (
+            job.engine.kind == "builtin",
+            f'engine.kind = "{job.engine.kind}" does not tell them of the distribution that it draws from: use "builtin"',
+        ),
+        (
+            job.place.ranks == 1 and job.place.cluster != "torchrun",
+            "the trainer looks them up in the whole vocabulary on one rank: set place.ranks = 1",
+        ),
+    ]
+    for holds, rule in rules:
+        if not holds:
+            raise ConfigError(f"algo.surrogate needs the likeliest tokens of every draw, and {rule}")
 
 
 def _check_reference(job: Job, row: Algorithm) -> None:

@@ -71,6 +71,11 @@ class Components:
         return self.placed.trainer
 
     @cached_property
+    def behavior_top(self) -> int:
+        """How many of the likeliest tokens a row wants of every draw; 0 for none."""
+        return max(row.surrogate.behavior_top for row in self.rows.all_rows)
+
+    @cached_property
     def replays_routing(self) -> bool:
         """Whether the trainer replays the engine's choice of experts."""
         return replays_routing(self.job, self.model_info)

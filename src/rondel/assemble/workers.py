@@ -564,7 +564,10 @@ def teachers_of(job: Job, loaded: LoadedModel, *, full: bool) -> list[Teacher]:
         teacher.model.requires_grad_(False)
         return teacher
 
-    return [Teacher(None if t.path is None else load_teacher(t.path), t.weight, t.source) for t in job.model.teachers]
+    return [
+        Teacher(None if t.path is None else load_teacher(t.path), t.weight, t.source, is_policy=t.is_policy)
+        for t in job.model.teachers
+    ]
 
 
 def teachers_fact(job: Job) -> str:

@@ -47,6 +47,11 @@ def encode(group: Group) -> dict[str, Any]:
             plain["score"][1]["steps"] = [list(step) for step in whole.score.steps]
         if whole.support is not None:
             plain["support"] = [None if ids is None else [int(i) for i in ids] for ids in whole.support]
+        if whole.behavior_top is not None:
+            plain["behavior_top"] = [
+                None if top is None else [[int(i) for i in top[0]], [float(x) for x in top[1]]]
+                for top in whole.behavior_top
+            ]
         if whole.experts is not None:
             experts = np.ascontiguousarray(whole.experts)
             plain["experts"] = [str(experts.dtype), list(experts.shape), bytes_to_text(experts)]

@@ -266,6 +266,9 @@ class Trajectory:
     experts   [T-1,L,K]  routed experts of a MoE; None for a dense model
     support   [T] ids    what the token was drawn from, where truncation cut the rest; None where
               nothing was cut, and for all if nothing ever was
+    behavior_top [T]     (ids [K], log-probabilities [K]) of the likeliest tokens where it was drawn, by the distribution
+              that drew it; None where the policy only read, and for all unless a row needs them
+    teacher_prompts      what a teacher reads instead of its prompt, by the teacher's place; None for the prompt itself
     media                the pictures that it reads, each where its placeholders stand (core/media.py)
     policy               whose weights wrote: "policy", or one of the recipe's policies that plays the
                          agent; DATA and GREEDY stand beside
@@ -283,6 +286,8 @@ class Trajectory:
     versions: TokenColumn = field(default_factory=partial(TokenColumn, IDS))
     experts: Any | None = None
     support: list[Any | None] | None = None
+    behavior_top: list[Any | None] | None = None
+    teacher_prompts: list[list[int] | None] = field(default_factory=list)
     media: list[ImagePlaceholder] = field(default_factory=list)
     policy: str = POLICY
     agent: str = ""
@@ -307,6 +312,7 @@ class Trajectory:
         logprobs: Sequence[float] | None = None,
         versions: Sequence[int] | None = None,
         support: list[Any | None] | None = None,
+        behavior_top: list[Any | None] | None = None,
         media: Sequence[ImagePlaceholder] = (),
     ) -> None:
         """Append tokens: given ones (no logprobs) or ones the policy wrote (logprobs and versions). The only writer.
@@ -323,11 +329,12 @@ class Trajectory:
             raise ValueError("a policy's tokens need both logprobs and versions; given tokens need neither")
         if logprobs is not None and versions is not None and not (n == len(logprobs) == len(versions)):
             raise ValueError(f"{n} tokens, {len(logprobs)} logprobs, {len(versions)} versions: lengths must agree")
-        if support is not None and (logprobs is None or len(support) != n):
-            raise ValueError(
-                f"a support of {len(support)} entries for {n} {'given' if logprobs is None else 'drawn'} tokens: one a "
-                f"drawn token"
-            )
+        for name, entries in (("support", support), ("behavior_top", behavior_top)):
+            if entries is not None and (logprobs is None or len(entries) != n):
+                raise ValueError(
+                    f"a {name} of {len(entries)} entries for {n} {'given' if logprobs is None else 'drawn'} tokens: "
+                    f"one a drawn token"
+                )
         ids, drawn = TokenColumn.of(IDS, tokens), None if logprobs is None else TokenColumn.of(NUMBERS, logprobs)
         wrote = TokenColumn(IDS, [-1]) * n if versions is None else TokenColumn.of(IDS, versions)
         if drawn and (wrong := _first_impossible(drawn)) is not None:
@@ -335,13 +342,18 @@ class Trajectory:
                 f"token {tokens[wrong]} was drawn with a log-probability of {drawn[wrong]}: it must be finite and at "
                 f"most 0"
             )
-        if support is not None or self.support is not None:
-            before = [None] * len(self.tokens) if self.support is None else self.support
-            self.support = before + ([None] * n if support is None else support)
+        self.support = self._joined(self.support, support, n)
+        self.behavior_top = self._joined(self.behavior_top, behavior_top, n)
         self.tokens += ids
         self.mask += TokenColumn(FLAGS, [drawn is not None]) * n
         self.logprobs += TokenColumn(NUMBERS, [0.0]) * n if drawn is None else drawn
         self.versions += wrote
+
+    def _joined(self, known: list[Any | None] | None, more: list[Any | None] | None, n: int) -> list[Any | None] | None:
+        """Entries of all tokens so far and of `n` more; None where no token has any."""
+        if known is None and more is None:
+            return None
+        return ([None] * len(self.tokens) if known is None else known) + ([None] * n if more is None else more)
 
     @property
     def reward(self) -> float | None:
@@ -575,7 +587,8 @@ class Completion:
     prompt_logprobs   [P]      raw, of the given tokens; the first entry is 0
     prompt_top_logprobs [P,K]  the K most likely tokens in their places; the first entry is empty
     support           [T]      the ids a token was drawn from, ascending; None where nothing was cut
-    The last four are None unless `Request.wants` names them.
+    behavior_top      [T]      (ids [K], log-probabilities [K]) of the likeliest tokens of the distribution drawn from
+    The last five are None unless `Request.wants` names them.
     """
 
     tokens: TokenColumn
@@ -594,6 +607,7 @@ class Completion:
     prompt_logprobs: list[float] | None = None
     prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
     support: list[list[int] | None] | None = None
+    behavior_top: list[Any] | None = None
 
     def __post_init__(self) -> None:
         """Lists are taken, too."""

@@ -35,12 +35,14 @@ from rondel.core.types import (
     sample_key,
 )
 from rondel.driver.demonstration_stream import DemonstrationStream
+from rondel.driver.teacher_prompts import write_teacher_prompts
 from rondel.generate.engine.resumption import generate_until_done
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.demonstrations import Demonstrate
 from rondel.generate.envs.episode import assign_parents, episode_of, join_episodes, share_scores
 from rondel.generate.envs.order import ShuffledOrder
 from rondel.generate.envs.sources import TaskSet, load_tasks
+from rondel.generate.template import Template
 from rondel.score.result import check_score
 from rondel.text.unicode import valid_unicode
 from rondel.train.pack import TrainBatch, TrainSample, train_samples
@@ -67,7 +69,12 @@ class GroupRollouts:
         if self.greedy:
             asked.append(self._run_scored_episode(slot, self.group_size, GREEDY))
         asked += [self._demonstrate_task(slot, DATA) for _ in range(self.guides)]
-        return Group(slot.number, slot.task, join_episodes(await asyncio.gather(*asked)), slot.born)
+        group = Group(slot.number, slot.task, join_episodes(await asyncio.gather(*asked)), slot.born)
+        if self.parts.rows.needs_teacher(slot.task.stream):
+            contexts = [teacher.context for teacher in self.parts.job.model.teachers]
+            info = self.parts.model_info
+            write_teacher_prompts(group, contexts, Template(info.tokenizer, None), info.max_context)
+        return group
 
     async def _demonstrate_task(self, slot: Slot, policy: str) -> list[Trajectory]:
         section = self.parts.job.task
@@ -125,6 +132,8 @@ class GroupRollouts:
                 refuse_untrainable(request.sampling)
             if p.replays_routing and sampling is None:
                 request.wants |= {"experts"}
+            if p.behavior_top and sampling is None:
+                request.wants |= {f"behavior_top:{p.behavior_top}"}
             if sampling is not None or not (p.sampling.truncates_support or request.sampling.truncates_support):
                 return await generate_until_done(p.engine.generate, request)
             request.wants |= {"support"}

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from rondel.core.config.job import Job
 
 # rows of the table that need one as they stand
-CRITICS, TEACHERS, REFERENCES = {"ppo", "turn_ppo"}, {"opd", "iw_opd", "sdar"}, {"online_dpo", "a_star_po"}
+CRITICS, TEACHERS, REFERENCES = (
+    {"ppo", "turn_ppo"},
+    {"opd", "iw_opd", "sdar", "sdft", "opsd", "sdpo", "rlsd"},
+    {"online_dpo", "a_star_po"},
+)
 IMAGE = 1024  # tokens of an image whose size nobody says: some 900 x 900 pixels
 ON_THIS_CPU = "device = auto is planned as this machine's CPU; --what-if hardware=h100 plans another"
 PROXIMAL = {"clip_cov", "kl_cov", "forking", "m2po", "online_dpo", "real", "otb"}

@@ -12,7 +12,12 @@ from rondel.core.errors import TrainError
 from rondel.models.head import LMHead
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.routing_tape import RoutingTape
-from rondel.train.logprobs import collision_probability, logprob_and_entropy, logprob_entropy_and_kl
+from rondel.train.logprobs import (
+    collision_probability,
+    logprob_and_entropy,
+    logprob_entropy_and_kl,
+    logprob_entropy_and_top,
+)
 from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.row_share import RowShare, own_routes, own_share
@@ -48,6 +53,25 @@ def forward(
     logprobs, entropy = loaded.run_with_head(compute_logprobs)
     _join_flips(own, tape)
     return own.join_targets(logprobs), own.join_targets(entropy)
+
+
+def forward_with_top(
+    loaded: LoadedModel,
+    packed: PackedBatch,
+    top_ids: Tensor,
+    *,
+    temperature: float,
+    tape: RoutingTape | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, of the distributions that were drawn from, and the log-probabilities of `top_ids` [M, K]."""
+
+    def compute_logprobs(head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = loaded.hidden_states(
+            packed.tokens, packed.positions, packed.layout, tape, packed.encode_images(loaded)
+        ).index_select(0, packed.source)
+        return logprob_entropy_and_top(hidden, packed.target, head, top_ids, temperature=temperature, kept=packed.kept)
+
+    return loaded.run_with_head(compute_logprobs)
 
 
 def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | None = None) -> Tensor:

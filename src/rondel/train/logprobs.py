@@ -4,6 +4,7 @@ On a GPU the kernel of models/logprob_kernel.py computes the same tile by tile, 
 
 With z = logits / temperature, p = softmax(z):   logprob = z[target] - lse(z),   entropy = lse(z) - sum p z
     d logprob / dz = onehot(target) - p           d entropy / dz = -p (log p + entropy)
+    top = z[more ids] - lse(z)                d top_k / dz = onehot(id_k) - p
     kl = sum p (log p - log q)                    d kl / dz = p (log p - log q - kl)
     with q of teachers, rebuilt for the chunk; other divergences by `algos/divergence.py`
 
@@ -59,6 +60,7 @@ class _Chunked(torch.autograd.Function):
         kept: SupportMask | None,
         taught: TeacherDistribution | None,
         apart_by: Divergence,
+        top_ids: Tensor | None,
     ):
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.set_materialize_grads(
@@ -68,7 +70,9 @@ class _Chunked(torch.autograd.Function):
         if part is not None and kept is not None:
             kept = kept.of_vocabulary(part.first, part.size)
         ctx.head, ctx.temperature, ctx.kept, ctx.taught, ctx.apart_by = head, temperature, kept, taught, apart_by
-        logprobs, entropies, apart = [], [], []
+        ctx.top_ids = top_ids
+        assert top_ids is None or part is None, "the likeliest tokens of a draw need the whole vocabulary on one rank"
+        logprobs, entropies, apart, tops = [], [], [], []
         chunks = _row_chunks(len(hidden), len(weight))
         keeps = len(chunks) == 1 and head.softcap is None and any(ctx.needs_input_grad)
         ctx.softmax = None
@@ -80,6 +84,8 @@ class _Chunked(torch.autograd.Function):
                 z = kept.mask_logits(z, rows)
             logprob, shifted, e, total = (part.select_logprobs if part else select_logprobs)(z, target[rows])
             logprobs.append(logprob)
+            if top_ids is not None:
+                tops.append(shifted.gather(-1, top_ids[rows]) - total.log())
             mean = shifted.mul_(e).sum(-1, keepdim=True)
             entropies.append((total.log() - (part.sum(mean) if part else mean) / total)[:, 0])
             if taught is not None and not apart_by.is_reverse_kl:
@@ -91,13 +97,25 @@ class _Chunked(torch.autograd.Function):
         ctx.entropy = _cat_pieces(entropies, hidden)
         ctx.kl = _cat_pieces(apart, hidden)
         nothing = hidden.new_zeros(0, dtype=torch.float32)
-        return _cat_pieces(logprobs, hidden), ctx.entropy.clone(), nothing if taught is None else ctx.kl.clone()
+        return (
+            _cat_pieces(logprobs, hidden),
+            ctx.entropy.clone(),
+            nothing if taught is None else ctx.kl.clone(),
+            nothing if top_ids is None else torch.cat([nothing.view(0, top_ids.shape[1]), *tops]),
+        )
 
     @staticmethod
-    def backward(ctx, grad_logprob: Tensor | None, grad_entropy: Tensor | None, grad_kl: Tensor | None):
+    def backward(
+        ctx,
+        grad_logprob: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_kl: Tensor | None,
+        grad_top: Tensor | None,
+    ):
         hidden, weight, bias, target = ctx.saved_tensors
         if grad_logprob is None:
             grad_logprob = torch.zeros_like(ctx.entropy)
+        of_all = grad_logprob if grad_top is None else grad_logprob + grad_top.sum(-1)  # of what p is subtracted from
         head, temperature = ctx.head, ctx.temperature
         grad_hidden = torch.empty_like(hidden)
         grad_weight: Tensor | None = None  # summed over the chunks in fp32
@@ -131,15 +149,17 @@ class _Chunked(torch.autograd.Function):
                 )
             if grad_entropy is not None:
                 grad = p.clamp_min(1e-38).log_().add_(ctx.entropy[rows, None]).mul_(grad_entropy[rows, None])
-                grad.add_(grad_logprob[rows, None]).mul_(p).neg_()
+                grad.add_(of_all[rows, None]).mul_(p).neg_()
             else:
-                grad = p.mul_(-grad_logprob[rows, None])
+                grad = p.mul_(-of_all[rows, None])
             del p
             column, share = target[rows], grad_logprob[rows]
             if head.part is not None:
                 column, mine = head.part.own_ids(column)
                 share = share * mine
             grad.scatter_add_(-1, column[:, None], share[:, None])
+            if grad_top is not None:
+                grad.scatter_add_(-1, ctx.top_ids[rows], grad_top[rows])
             if pull is not None:
                 grad += pull
             if temperature != 1.0:
@@ -171,6 +191,7 @@ class _Chunked(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -187,7 +208,7 @@ def logprob_and_entropy(
         return fused_logprob_and_entropy(
             rows, head.weight, head.bias, target, scale=head.scale, softcap=head.softcap, temperature=temperature
         )
-    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, kept, None, REVERSE_KL)[:2]
+    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, kept, None, REVERSE_KL, None)[:2]
 
 
 @torch.no_grad()
@@ -237,7 +258,21 @@ def logprob_entropy_and_kl(
     apart_by: Divergence = REVERSE_KL,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, and how far the whole distributions are apart [M], by KL(policy || teacher) or another divergence."""
-    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, None, taught, apart_by)
+    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, None, taught, apart_by, None)[:3]
+
+
+def logprob_entropy_and_top(
+    hidden: Tensor,
+    target: Tensor,
+    head: LMHead,
+    top_ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    kept: SupportMask | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same as `logprob_and_entropy`, and the log-probabilities of more tokens in its place: top_ids [M,K] -> [M,K]."""
+    found = _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, kept, None, REVERSE_KL, top_ids)
+    return found[0], found[1], found[3]
 
 
 def _cat_pieces(pieces: list[Tensor], like: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,6 +58,7 @@ class TrainSample:
     baseline: float | None = None  # the reward of the greedy answer to its prompt, where the row wants it
     experts: np.ndarray | None = None  # [t-1,L,K] of a MoE: where the engine sent each token
     support: list[np.ndarray | None] | None = None  # [m] the ids that a token was drawn from, where others were cut
+    teacher_prompts: list[list[int] | None] = field(default_factory=list)  # what each teacher reads instead of its own
     # [m,D] each: a teacher's last hidden states, by its place among the teachers
     hidden: dict[int, Tensor] = field(default_factory=dict)
     media: list[ImagePlaceholder] = field(default_factory=list)  # the pictures that it reads
@@ -91,6 +92,7 @@ class TrainSample:
                 torch.zeros(1, dtype=torch.int64).expand(len(trainable)),
                 behavior=torch.from_numpy(np.asarray(trajectory.logprobs, dtype=np.float32)[trainable]),
                 versions=torch.from_numpy(np.asarray(trajectory.versions)[trainable]),
+                **_top_columns(trajectory, trainable),
             ),
             dict(trajectory.score.parts) if isinstance(trajectory.score, Score) else {},
             earned,
@@ -105,11 +107,28 @@ class TrainSample:
             support=None
             if trajectory.support is None
             else _checked_support(trajectory, trainable, f"group {group}, sample {index}"),
+            teacher_prompts=trajectory.teacher_prompts,
             media=trajectory.media,
         )
 
     def __post_init__(self) -> None:
         self.keys = np.asarray(media.content_keys(self.tokens, self.media), np.int64) if self.media else self.tokens
+
+    def as_read_by(self, teacher: int) -> TrainSample:
+        """The same answer behind what a teacher reads instead of the prompt; what is written of its tokens is of this
+        sample's, too. The sample itself where the teacher reads the same.
+        """
+        prompt = self.teacher_prompts[teacher] if teacher < len(self.teacher_prompts) else None
+        if prompt is None:
+            return self
+        own, first = self.prompt_length, len(prompt)
+        return replace(
+            self,
+            tokens=np.concatenate([np.asarray(prompt, np.int32), self.tokens[own:]]),
+            trainable=self.trainable - own + first,
+            experts=None,
+            support=None,
+        )
 
     @property
     def prompt_length(self) -> int:
@@ -466,6 +485,18 @@ def _checked_support(trajectory: Trajectory, trainable: np.ndarray, name: str) -
                 f"{name}: token {trajectory.tokens[t]} at position {t} is none of the {len(ids)} that it was drawn from"
             )
     return found
+
+
+def _top_columns(trajectory: Trajectory, trainable: np.ndarray) -> dict[str, Tensor]:
+    """The likeliest tokens of every draw as two columns [m, K], filled up with -inf; none unless all of them have some."""
+    tops = [] if trajectory.behavior_top is None else [trajectory.behavior_top[t] for t in trainable]
+    if not tops or any(top is None for top in tops):
+        return {}
+    widest = max(len(ids) for ids, _ in tops)
+    ids, logprobs = np.zeros((len(tops), widest), np.int64), np.full((len(tops), widest), -np.inf, np.float32)
+    for row, (own, values) in enumerate(tops):
+        ids[row, : len(own)], logprobs[row, : len(own)] = own, values
+    return {"top_ids": torch.from_numpy(ids), "top_behavior": torch.from_numpy(logprobs)}
 
 
 def _support_mask(samples: list[TrainSample], device: torch.device | str) -> SupportMask | None:

@@ -106,12 +106,11 @@ class LocalTrainer:
         self.account = TimeAccount("trainer")
         wants_start = "ref_logprobs" in needs or settings.start_probe > 0
         self.start = ranks.shard_model(_frozen_start(loaded)) if wants_start else None
-        self.teachers = TeacherEnsemble(
-            [replace(t, loaded=ranks.shard_model(t.loaded)) if t.loaded else t for t in teachers]
-        )
+        teachers = [replace(t, loaded=ranks.shard_model(t.loaded)) if t.loaded else t for t in teachers]
         keep = activation_store(settings.activations, settings.folder)
         install_recompute(loaded.model, settings.recompute, loaded.adapter, keep)
         self.loaded = ranks.shard_model(loaded)
+        self.teachers = TeacherEnsemble([replace(t, loaded=self.loaded) if t.is_policy else t for t in teachers])
         self.publisher = WeightPublisher(self.loaded, ranks, transport)
         self.weights = ranks.make_masters(self.loaded.model, **settings.optimizer_options)
         self.step_number = self.bad_steps = 0
@@ -121,9 +120,7 @@ class LocalTrainer:
         self.whose = ""  # " of 'critic'" where there are several policies
         self.moved = False  # did the last step write other bits into the weights that the engine reads?
         beside = {"critic": self.critic.loaded if self.critic is not None else None, "reference": self.start}
-        beside |= {
-            "teacher" if i == 0 else f"teacher {i + 1}": teacher.loaded for i, teacher in enumerate(self.teachers)
-        }
+        beside |= {"teacher" if i == 0 else f"teacher {i + 1}": teacher.loaded for i, teacher in enumerate(teachers)}
         owners = [self.weights, *(other.weights for other in (critic, draft) if other is not None)]
         self.offload = Offload(self.loaded, owners, beside, claim)
 
@@ -449,17 +446,22 @@ class LocalTrainer:
                 return notes.forward_stage(self.loaded, packed, tape), lambda: add_routes(packed, tape)
             how: dict[str, Any] = {"temperature": self.settings.temperature, "tape": tape}
             full_kl: Tensor | None = None
+            top: Tensor | None = None
+            own = batch.tokens(packed.samples, device)
             if "teacher_hidden" in algo.needs:
                 taught = self.teachers.teacher_distribution(batch, packed, self.settings.temperature)
                 logprobs, entropy, full_kl = notes.forward_taught(self.loaded, packed, taught, algo.divergence, **how)
+            elif "behavior_top" in algo.needs:
+                logprobs, entropy, top = notes.forward_with_top(self.loaded, packed, known_top(own), **how)
             else:
                 logprobs, entropy = notes.forward(self.loaded, packed, drawn=True, **how)
-            known = _visible_tokens(batch.tokens(packed.samples, device), algo, decides=proximal_noted)
+            known = _visible_tokens(own, algo, decides=proximal_noted)
             tokens = known.with_fields(
                 sample=packed.sample,
                 logprobs=logprobs,
                 entropy=entropy,
                 full_kl=full_kl,
+                top_logprobs=top,
                 score=score_N[packed.sample],
                 demonstration=guided_N[packed.sample],
             )
@@ -524,6 +526,16 @@ def begin_gradients(trainer: LocalTrainer) -> None:
         if stack.is_trained:
             stack.drop_packed()
     release_freed_memory()
+
+
+def known_top(tokens: TokenBatch) -> Tensor:
+    """Ids [T, K] that a row with "behavior_top" needs of every token."""
+    if tokens.top_ids is None:
+        raise TrainError(
+            "a trajectory without the tokens that were likeliest when its own were drawn: an environment that builds "
+            "trajectories itself must hand Completion.behavior_top to extend(), and demonstrations have none"
+        )
+    return tokens.top_ids
 
 
 def _report_overflows(scale: LossScale, overflows: int, updates: int, step: str, note: str) -> str:

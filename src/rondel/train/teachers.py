@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Teacher:
-    """loaded   None: it is served elsewhere, and the batch brings what it said
+    """loaded   None: it is served elsewhere, and the batch brings what it said, or it is the policy
     weight   among those that teach the same sample
     source   whose tasks it knows; None: all
+    is_policy    it is the policy itself, by the weights that begin the step
     """
 
     loaded: LoadedModel | None
     weight: float = 1.0
     source: str | None = None
+    is_policy: bool = False
 
     def applies_to(self, stream: str) -> bool:
         return self.source in (None, stream)
@@ -54,7 +56,7 @@ class TeacherEnsemble(Sequence[Teacher]):
     def query_teachers(self, batch: TrainBatch, question: Callable[[LoadedModel, TrainBatch, int], None]) -> None:
         """One teacher at a time, each about all its samples: never more than one beside the policy."""
         for number, teacher in enumerate(self):
-            own = TrainBatch([s for s in batch.samples if teacher.applies_to(s.stream)])
+            own = TrainBatch([s.as_read_by(number) for s in batch.samples if teacher.applies_to(s.stream)])
             if teacher.loaded is not None and own.samples:
                 question(teacher.loaded, own, number)
 

@@ -26,6 +26,8 @@ def test_the_explained_slope_of_a_row_is_its_gradient(row, u, score):
         tensor(0.7),
         log_drift=tensor(math.log(u)),
         score=tensor(score),
+        top_logprobs=torch.zeros(1, 0),
+        top_behavior=torch.zeros(1, 0),
     )
     if row.name in ("m2po", "forking"):  # these name the tokens they train
         seen = replace(seen, selected=kept)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from string import Formatter
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from rondel.core.config.section import CLOSED, ConfigSection, Count, SettingsTable
 
@@ -35,9 +36,25 @@ class AdapterConfig(SettingsTable):
         return self
 
 
+def check_context(context: str) -> None:
+    """What a teacher reads instead of the prompt: text with fields in braces, of which one at least is not {prompt}."""
+    try:
+        names = {name for _, name, _, _ in Formatter().parse(context) if name is not None}
+    except ValueError as error:
+        raise ValueError(f"context = {context!r}: {error}; write {{{{ and }}}} for braces that are text") from error
+    if odd := sorted(name for name in names if not name.isidentifier()):
+        raise ValueError(f"context = {context!r}: {{{odd[0]}}} is no name of a field, as {{answer}} is")
+    if names <= {"prompt"}:
+        raise ValueError(
+            f"context = {context!r} tells nothing of the task but its prompt: name a field of it, as {{answer}}, or "
+            "{solution}"
+        )
+
+
 class TeacherConfig(BaseModel):
-    """One of several teachers: `{ path = "big-math", source = "math" }`, or one that is served:
-    `{ url = "http://127.0.0.1:30000" }`.
+    """One of several teachers: `{ path = "big-math", source = "math" }`, one that is served:
+    `{ url = "http://127.0.0.1:30000" }`, or the policy itself, which is told more:
+    `{ context = "{prompt}\\n\\nThe answer is {answer}." }`.
     """
 
     model_config = CLOSED
@@ -46,19 +63,33 @@ class TeacherConfig(BaseModel):
     kind: Literal["sglang", "vllm"] = Field("sglang", description="what serves it")
     weight: float = Field(1.0, gt=0, description="what it counts beside the other teachers of a sample")
     source: str | None = Field(None, description="the source whose tasks it teaches; unset, all")
+    context: str | None = Field(
+        None,
+        description="what it reads instead of the prompt: {prompt}, any field of the task, as {answer}, and {solution}, "
+        "the best other answer of the group; without path and url it is the policy itself, as the step begins",
+    )
 
     @model_validator(mode="after")
     def _require_one_location(self) -> TeacherConfig:
-        if (self.path is None) == (self.url is None):
+        if (self.path is not None and self.url is not None) or self.path == self.url == self.context:
             raise ValueError(
                 "a teacher has either a path, and is loaded here, or a url, where it is served: "
-                '{ url = "http://127.0.0.1:30000" }'
+                '{ url = "http://127.0.0.1:30000" }; the policy itself teaches with a context alone'
             )
+        if self.context is not None and self.url is not None:
+            raise ValueError("a teacher with a context reads it here: give it a path, or neither path nor url")
+        if self.context is not None:
+            check_context(self.context)
         return self
 
     @property
+    def is_policy(self) -> bool:
+        """Whether the policy teaches itself."""
+        return self.path is None and self.url is None
+
+    @property
     def name(self) -> str:
-        return self.url or str(self.path)
+        return "the policy itself" if self.is_policy else self.url or str(self.path)
 
 
 class VisionConfig(SettingsTable):
@@ -79,7 +110,9 @@ class ModelConfig(ConfigSection):
         description='folder, hub id, GGUF file, "smollm2-135m", or { random = "llama", ... }'
     )
     teacher: str | dict[str, Any] | list[TeacherConfig] | None = Field(
-        None, description="whom algo.distill learns from: as model.path, with the same tokenizer"
+        None,
+        description="whom algo.distill learns from: as model.path, with the same tokenizer; or a list of teachers, as "
+        '[{ context = "{prompt} The answer is {answer}." }] for the policy itself, told more',
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
@@ -95,6 +128,13 @@ class ModelConfig(ConfigSection):
         AdapterConfig(), description="few new weights beside the model's own, which alone are trained"
     )
     vision: VisionConfig = Field(VisionConfig(), description="of a vision-language model: its tower and its images")
+
+    @field_validator("teacher")
+    @classmethod
+    def _require_list_of_contexts(cls, teacher: Any) -> Any:
+        if isinstance(teacher, dict) and "context" in teacher:
+            raise ValueError("a teacher with a context is one of a list: model.teacher = [{ context = ... }]")
+        return teacher
 
     @property
     def teachers(self) -> list[TeacherConfig]:

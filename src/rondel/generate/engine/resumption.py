@@ -12,7 +12,7 @@ from rondel.core.types import IDS, NUMBERS, Completion, Request, TokenColumn
 
 
 async def generate_until_done(generate: Callable[[Request], Awaitable[Completion]], request: Request) -> Completion:
-    """Ask until it ends by itself: every piece keeps its tokens, logprobs, versions, routes and support."""
+    """Ask until it ends by itself: every piece keeps its tokens, logprobs, versions, routes, support and likeliest tokens."""
     pieces = [await generate(request)]
     while pieces[-1].finish_reason == "abort":
         tokens = _join_columns(IDS, [piece.tokens for piece in pieces])
@@ -54,6 +54,7 @@ def join_completions(pieces: list[Completion]) -> Completion:
         raw_logprobs=_join_pieces(pieces, "raw_logprobs"),
         top_logprobs=_join_pieces(pieces, "top_logprobs"),
         support=_join_pieces(pieces, "support"),
+        behavior_top=_join_pieces(pieces, "behavior_top"),
         prompt_logprobs=first.prompt_logprobs,
         prompt_top_logprobs=first.prompt_top_logprobs,
     )

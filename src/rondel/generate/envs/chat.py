@@ -210,6 +210,7 @@ class TokenChat:
                 logprobs=done.logprobs[part],
                 versions=done.versions[part],
                 support=None if done.support is None else done.support[part],
+                behavior_top=None if done.behavior_top is None else done.behavior_top[part],
             )
 
     async def calls(self, done: Completion) -> list[ToolCall]:
@@ -278,6 +279,7 @@ class TokenChat:
             versions=t.versions[:n],
             experts=None if t.experts is None or not n else t.experts[: n - 1],
             support=None if t.support is None else t.support[:n],
+            behavior_top=None if t.behavior_top is None else t.behavior_top[:n],
             media=[place for place in t.media if place.end <= n],
             policy=t.policy,
             agent=t.agent,

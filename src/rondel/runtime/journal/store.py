@@ -175,6 +175,9 @@ def _rollout_row(group: Group, sample: int, t: Trajectory) -> dict[str, Any]:
         "versions": t.versions,
         "experts": t.experts,
         "support": t.support,
+        "top_ids": _half_of(t.behavior_top, 0),
+        "top_logprobs": _half_of(t.behavior_top, 1),
+        "teacher_prompts": t.teacher_prompts,
         "media": t.media,
         "reward": t.reward,
         "reward_parts": t.score.parts if isinstance(t.score, Score) else {},
@@ -191,6 +194,11 @@ def _rollout_row(group: Group, sample: int, t: Trajectory) -> dict[str, Any]:
         "agent": t.agent,
         "parent": t.parent,
     }
+
+
+def _half_of(tops: list[Any | None] | None, half: int) -> list[Any | None] | None:
+    """The ids (0) or the log-probabilities (1) of `Trajectory.behavior_top`."""
+    return None if tops is None else [None if top is None else top[half] for top in tops]
 
 
 def _rollout_schema() -> Any:
@@ -214,6 +222,9 @@ def _rollout_schema() -> Any:
         "versions": integers,
         "experts": pa.binary(),
         "support": pa.list_(integers),
+        "top_ids": pa.list_(integers),
+        "top_logprobs": pa.list_(numbers),
+        "teacher_prompts": pa.list_(integers),
         "reward": pa.float64(),
         "reward_parts": pa.string(),
         "step_positions": integers,
@@ -239,7 +250,10 @@ JSON = ("task_data", "reward_parts", "timings", "media")  # columns of small tre
 REPEATED = ["task", "env", "outcome", "outcome_reason", "finish_reason", "failed", "policy", "agent"]
 # columns whose smallest and largest value a reader may ask for; of a long text they would be copies of it
 COUNTED = ["group", "sample", "part", "born", "trained_at", "reward"]
-PER_TOKEN = ("tokens", "mask", "behavior_logprobs", "versions", "support", "trainer_logprobs", "advantages")
+PER_TOKEN = (
+    *("tokens", "mask", "behavior_logprobs", "versions", "support", "top_ids", "top_logprobs"),
+    *("trainer_logprobs", "advantages"),
+)
 
 PART = 1 << 16  # tokens of a step that are made into columns together
 
@@ -432,6 +446,11 @@ def _decode_trajectory(row: dict[str, Any]) -> Trajectory:
         tokens, _, logprobs, versions = (list(column) for column in zip(*run))
         t.extend(tokens, logprobs=logprobs if written else None, versions=versions if written else None)
     t.support, t.media = row["support"], row["media"]
+    t.teacher_prompts = row["teacher_prompts"] or []
+    if row["top_ids"] is not None:
+        t.behavior_top = [
+            None if ids is None else (ids, logprobs) for ids, logprobs in zip(row["top_ids"], row["top_logprobs"])
+        ]
     return t
 
 

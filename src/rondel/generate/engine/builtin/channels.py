@@ -6,6 +6,8 @@ prompt_logprobs   of the given tokens, computed with one extra pass over the pro
 prompt_top_logprobs:K    the K most likely tokens at each of them, from the same pass
 support           the ids that a token was drawn from where truncation, a grammar or min_tokens
                   cut some off
+behavior_top:K    the K most likely tokens of the distribution that was drawn from, temperature and truncation
+                  included, with their log-probabilities
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from rondel.core.errors import UserError
+
+COUNTED = {"top_logprobs": "k", "prompt_top_logprobs": "prompt_k", "behavior_top": "behavior_k"}  # wants of so many
 
 
 @dataclass(slots=True)
@@ -27,7 +33,9 @@ class TokenChannels:
     prompt_logprobs: list[float] | None = None
     prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
     support: list[list[int] | None] | None = None
+    behavior_top: list[tuple[np.ndarray, np.ndarray]] | None = None
     k: int = 0
+    behavior_k: int = 0
     prompt_k: int = 0
 
     @property
@@ -35,7 +43,7 @@ class TokenChannels:
         return self.raw_logprobs is not None or self.top_logprobs is not None
 
     def token_lists(self) -> dict[str, Any]:
-        names = ("raw_logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "support")
+        names = ("raw_logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "support", "behavior_top")
         return {name: getattr(self, name) for name in names}
 
 
@@ -44,14 +52,11 @@ def open_channels(wants: frozenset[str], vocab: int) -> TokenChannels | None:
     channels, unknown = TokenChannels(), []
     for want in sorted(wants):
         name, _, number = want.partition(":")
-        if name in ("top_logprobs", "prompt_top_logprobs"):
+        if name in COUNTED:
             if not (number.isdecimal() and 1 <= int(number) <= vocab):
                 raise UserError(f"'{want}': write how many, as in {name}:5, at least 1 and at most {vocab}")
             setattr(channels, name, [])
-            if name == "top_logprobs":
-                channels.k = int(number)
-            else:
-                channels.prompt_k = int(number)
+            setattr(channels, COUNTED[name], int(number))
         elif want in ("raw_logprobs", "prompt_logprobs", "support"):
             setattr(channels, want, [])
         else:
@@ -59,7 +64,7 @@ def open_channels(wants: frozenset[str], vocab: int) -> TokenChannels | None:
     if unknown:
         raise UserError(
             f"the built-in engine has no {', '.join(unknown)}; it has raw_logprobs, top_logprobs:K, prompt_logprobs, "
-            f"prompt_top_logprobs:K, support"
+            f"prompt_top_logprobs:K, support, behavior_top:K"
         )
     return channels if wants else None
 
@@ -72,3 +77,13 @@ def note_raw(logprobs: Tensor, tokens: list[int], channels: list[TokenChannels])
             channel.raw_logprobs.append(float(row[token]))
         if channel.top_logprobs is not None:
             channel.top_logprobs.append(list(zip(best, top))[: channel.k])
+
+
+def note_behavior_top(weights: Tensor, channels: TokenChannels) -> None:
+    """The likeliest tokens of unnormalised weights [V] that a token was drawn with; fewer where fewer could be drawn."""
+    if channels.behavior_top is None:
+        return
+    values, ids = weights.topk(min(channels.behavior_k, len(weights)))
+    logprobs = (values.double() / weights.sum(dtype=torch.float64)).log()
+    found = values > 0
+    channels.behavior_top.append((ids[found].int().cpu().numpy(), logprobs[found].float().cpu().numpy()))
