@@ -666,6 +666,9 @@ def test_what_of_verl_cannot_be_said_is_named():
         ("verl", {"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo"}, "gspo_token", {"low": 0.2, "high": 0.2}),
         ("verl", {"actor_rollout_ref.actor.policy_loss.loss_mode": "cispo"}, "cispo", {"low": 0.2, "high": 0.2}),
         ("verl", {"actor_rollout_ref.actor.policy_loss.loss_mode": "kl_cov"}, "kl_cov", {"share": 0.0002, "coef": 0.1}),
+        ("verl", {"actor_rollout_ref.actor.policy_loss.loss_mode": "up"}, "up", {"low": 0.2, "dual": 3.0}),
+        ("verl", {"algorithm.adv_estimator": "optimal_token_baseline"}, "otb", {"kind": "clip", "dual": 3.0}),
+        ("verl", {"algorithm.adv_estimator": "tir_optimal_token_baseline"}, "otb", {"kind": "clip", "high": 0.2}),
         ("openrlhf", {"actor.policy_loss_type": "gspo"}, "gspo", {"low": 0.2, "high": 0.2}),
     ],
 )
