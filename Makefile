@@ -5,6 +5,7 @@
 #   make test      lint, types, and all tests with those of the documentation and the slow ones
 #   make parity    the tests that need TRL and verl, with both in an environment of their own (downloads, some minutes)
 #   make worlds    the tests that need verifiers, OpenEnv or TextArena, likewise
+#   make docs      the site of docs/ in site/, every link checked
 #   make install   only .venv          make clean   removes .venv and caches, never runs/
 #
 # Other choices: make train PYTHON=/path/to/python PINS=/dev/null   (PINS: the pinned versions; /dev/null takes the newest)
@@ -38,7 +39,7 @@ APART = home=$$(mktemp -d); trap 'rm -rf "$$home"' EXIT; echo "packages  in $$ho
 	$$pip $$index "torch==$(TORCH)+cpu" 2>/dev/null || true; \
 	pip="$$pip torch==$(TORCH)"
 
-.PHONY: train test check parity worlds install clean lint types
+.PHONY: train test check docs parity worlds install clean lint types
 .DELETE_ON_ERROR:
 
 train: install
@@ -52,6 +53,9 @@ test: install lint
 check: install lint types
 	@echo "tests     the fast ones"
 	@OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 -m "not slow"
+
+docs: install
+	@$(BIN)/mkdocs build --strict --quiet && echo "site      site/overview.html"
 
 parity:
 	@set -e; $(APART); $$pip $(PEERS); $$pip --no-deps verl==0.9.1; \

@@ -14,6 +14,7 @@ from kits.runs import run
 
 HERE = Path(__file__).parents[2] / "benchmarks"
 SMALL = {
+    "adapters": "--model {model} --clients 2 --steps 2 --samples 2 --new 4",
     "activations": "--model {model} --tokens 32 --recompute layers --activations disk --json",
     "controller": "--rollouts 200 --hours 1",
     "dashboard": "--events 4000 --repeat 1",

@@ -88,16 +88,29 @@ STOPS = {  # the moment, the step that is kept, and who asks
 }
 
 
+# A run that is asked to end has begun its next step with fewer requests than the whole run has at that moment. Where
+# attention over few rows takes other kernels (processors without AVX-512: 5e-7 in a logprob), that shows in the last
+# bit of what the engine records, so these runs compute what does not depend on company.
+ALIGNED = {"engine__numerics": "aligned"}
+
+
+@pytest.fixture(scope="module")
+def whole_aligned(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(folder, **ALIGNED)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", STOPS)
-def test_a_run_that_is_asked_to_end_keeps_its_last_step_and_goes_on_bit_for_bit(whole, tmp_path, when):
+def test_a_run_that_is_asked_to_end_keeps_its_last_step_and_goes_on_bit_for_bit(whole_aligned, tmp_path, when):
     moment, kept, asks = STOPS[when]
     folder = tmp_path / "run"
-    assert run_and_die(folder, moment, asks) == 128 + asks
+    assert run_and_die(folder, moment, asks, **ALIGNED) == 128 + asks
     assert [e["step"] for e in events(folder, "StepDone")][-1] == kept == events(folder, "Checkpointed")[-1]["step"]
-    run(folder)
+    run(folder, **ALIGNED)
     assert [e["step"] for e in events(folder, "Resumed")] == [kept]
-    same_run(folder, whole)
+    same_run(folder, whole_aligned)
 
 
 @pytest.mark.slow

@@ -38,6 +38,15 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "make train": "parsed: the quickstart takes minutes",
     "make test": "parsed: it is running",
     "make check": "parsed: it may be running",
+    'rondel eval runs/tiny --draws 16 --k 1,4,16 --set aime=aime.jsonl --set sums={ kind = "digits" }': "parsed: minutes of draws; tests/units/test_evaluation_sets.py runs such",
+    "rondel eval runs/tiny --best --json": "parsed: minutes of draws; tests/units/test_evaluation_sets.py runs such",
+    "rondel serve runs/tiny": "parsed: it serves until it is ended; tests/e2e/test_serve.py runs servers",
+    "rondel audit runs/tiny": "parsed: it ends with 1 where it finds something; tests/units/test_audit.py runs it",
+    "rondel audit runs/tiny --steps 10:20 --json --fail": "parsed: it ends with 1 where it finds something; tests/units/test_audit.py runs it",
+    "rondel serve smollm2-135m --training --folder runs/service": "parsed: it serves until it is ended; tests/e2e/test_tinker_sdk.py runs it",
+    "rondel serve ./smollm2 --training --dtype float32": "parsed: it serves until it is ended; tests/e2e/test_tinker_sdk.py runs it",
+    "python -m tinker_cookbook.recipes.chat_sl.train model_name=./smollm2 dataset=conversations.jsonl renderer_name=role_colon batch_size=8 lora_rank=8 learning_rate=5e-4 max_length=256 max_steps=6": "parsed: tinker-cookbook is no part of CI; the page says what came of it",
+    "python -m tinker_cookbook.recipes.math_rl.train model_name=./smollm2 env=arithmetic renderer_name=role_colon group_size=8 groups_per_batch=8 lora_rank=8 learning_rate=5e-4 max_tokens=5 loss_fn=importance_sampling max_steps=5": "parsed: tinker-cookbook is no part of CI; the page says what came of it",
     "rondel init first": "whole",
     "rondel init second --model smollm2-135m": "whole",
     "rondel check recipes/tiny.toml": "whole",
@@ -121,6 +130,7 @@ SNIPPETS: dict[
     'card = rondel.run("recipes/tiny.toml", task=task, run={"folder": "runs/ends_right"})': {
         'run={"folder"': 'quiet=True, loop={"steps": 1, "warmup": {"steps": 0}}, place={"threads": 1}, run={"folder"'
     },
+    "training.optim_step(types.AdamParams(learning_rate=1e-3, eps=1e-8)).result()": "tests/e2e/test_tinker_sdk.py",
     'trainer = rondel.Trainer({"model": {"path": "smollm2-135m"}, "algo": {"kind": "grpo"}, "trainer": {"lr": 1e-5}})': {
         '"smollm2-135m"': TINY
     },

@@ -210,6 +210,7 @@ def test_a_broken_environment_in_an_evaluation_is_a_failure_and_no_end(tmp_path,
     made = rollouts(Crowd(ZeroDivisionError("my own")), fine, tmp_path)
     monkeypatch.setattr("rondel.driver.rollouts.GroupRollouts", lambda parts, size: made)
     parts = made.parts
-    parts.tasks, parts.engine = SimpleNamespace(held_out=[TASK], sources=[]), SimpleNamespace(version=3)
-    told = asyncio.run(evaluate(parts, 1))
+    parts.tasks, parts.engine = SimpleNamespace(held_out=[TASK], sources=[], sets={}), SimpleNamespace(version=3)
+    [done] = asyncio.run(evaluate(parts, 1))
+    told = done.event
     assert (told.score, told.request["failed"]) == (0.0, 1)

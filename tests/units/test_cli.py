@@ -184,14 +184,17 @@ def test_check_exits_1_if_anything_is_wrong(rondel, recipe, assemble):
 
 
 def test_eval_as_a_sentence_and_as_json(rondel, monkeypatch, recipe):
+    from rondel.driver.evaluation import SetEvaluation
+
     calls = []
     module = ModuleType("rondel.driver.checkpoint_evaluation")
-    module.evaluate_checkpoint = lambda *words: calls.append(words) or evaluated(4, 4, 0.6)
+    module.evaluate_sets = lambda *words: calls.append(words[:3]) or [SetEvaluation(evaluated(4, 4, 0.6), [], [])]
     monkeypatch.setitem(sys.modules, "rondel.driver.checkpoint_evaluation", module)
     code, out, _ = rondel("eval", "runs/x", "--n", "48", "--engine.sampling.max_tokens=9")
     assert code == 0 and "runs/x: score 60.0% on 48 held-out tasks, 95 % interval 50.0% to 70.0%" in out
     assert json.loads(rondel("eval", "model", recipe, "--json")[1])["score"] == 0.6
-    module.evaluate_checkpoint = lambda *words: replace(evaluated(4, 4, 0.6, scale=2.0), request={"failed": 3})
+    failed = replace(evaluated(4, 4, 0.6, scale=2.0), request={"failed": 3})
+    module.evaluate_sets = lambda *words: [SetEvaluation(failed, [], [])]
     _, out, _ = rondel("eval", "runs/x")
     assert "runs/x: mean reward 1.2 on 48 held-out tasks, 95 % interval 1 to 1.4\n3 of them could not be scored" in out
     assert calls == [("runs/x", None, {"engine.sampling.max_tokens": 9, "task.eval.n": 48}), ("model", str(recipe), {})]

@@ -15,6 +15,7 @@ VERBS = {  # imported when they are asked for
     "again": "rondel.driver.replay",
     "differences": "rondel.driver.replay",
     "evaluate_checkpoint": "rondel.driver.checkpoint_evaluation",
+    "evaluate_sets": "rondel.driver.checkpoint_evaluation",
     "rate": "rondel.driver.checkpoint_evaluation",
 }
 

@@ -59,7 +59,7 @@ from rondel.generate.envs.mcp import Mcp
 from rondel.generate.envs.order import MixedOrder, TaskAdmissions
 from rondel.generate.envs.python import GRACE, SECONDS, python_tool
 from rondel.generate.envs.single_turn import SingleTurn
-from rondel.generate.envs.sources import TaskSet, load_tasks, question_text
+from rondel.generate.envs.sources import TaskSet, load_evaluation_sets, load_tasks, question_text
 from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tools
 from rondel.generate.envs.verifiers import agent_of_verifiers
@@ -86,9 +86,9 @@ LENDS = {"sandbox": "rondel.runtime.sandbox.box:Sandbox"}  # by name: a worker t
 PROBE = 24  # tokens of the first prompt that are scored on both sides after every sync
 
 
-def build(job: Job, folder: Path | None = None) -> Components:
+def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Components:
     """Every fault that can be known before the model is loaded is raised before. `folder`: of
-    a run that may be continued after a crash.
+    a run that may be continued after a crash. `trains`: False where the parts only evaluate.
     """
     job, _ = with_steps(job)
     refuse_engine(job.engine.kind, find_registered("engine", job.engine.kind, ENGINES))
@@ -108,13 +108,13 @@ def build(job: Job, folder: Path | None = None) -> Components:
         adapters.require_peft()
     if job.model.adapter.kind == "qlora":
         nf4.require_bitsandbytes()
-    tasks = load_tasks(job.task.data, env=job.task.env_kind)
+    tasks = load_run_tasks(job, trains)
     for key, shows in (("algo.guides", job.algo.guides), ("loop.warmup", job.loop.warmup.steps)):
         if shows:
             refuse_unanswered(key, tasks.train)
     refuse_unknown_sources(job, rows, tasks.train)
-    refuse_idle_evaluation(job, tasks.held_out)
-    refuse_shown_tasks(job, tasks.held_out)
+    refuse_idle_evaluation(job, tasks.evaluated)
+    refuse_shown_tasks(job, tasks.evaluated)
     env = env_of(job, tasks)
     tasks = _that_fit(job, tasks, env)
     if tasks.too_long:
@@ -131,7 +131,7 @@ def build(job: Job, folder: Path | None = None) -> Components:
         reward, calls = job.task.reward_spec, job.task.reward_calls
         pool = RewardPool(reward, workers=calls.workers, timeout=calls.timeout, folder=folder, lends=LENDS)
         ends.callback(pool.close)
-        every = [*tasks.train, *tasks.held_out]
+        every = tasks.every_task
         for task in every[:: 1 + len(every) // EXAMINED]:
             examine_task(reward, task)
         placed = deploy_job(
@@ -172,6 +172,12 @@ def build(job: Job, folder: Path | None = None) -> Components:
         )
 
 
+def load_run_tasks(job: Job, trains: bool = True) -> TaskSet:
+    """What task.data and task.eval.sets bring."""
+    env = job.task.env_kind
+    return load_evaluation_sets(job.task.eval.sets, load_tasks(job.task.data, env=env), env=env, trains=trains)
+
+
 def sampling_of(job: Job) -> Sampling:
     section = job.engine.sampling
     with error_boundary(ConfigError, "engine.sampling"):
@@ -204,7 +210,7 @@ def env_of(job: Job, tasks: TaskSet) -> Any:
 
 
 def _env_kinds(tasks: TaskSet) -> set[str]:
-    return {task.env for task in [*tasks.train, *tasks.held_out]}
+    return {task.env for task in tasks.every_task}
 
 
 def _env_of_source(job: Job, kind: str, table: dict[str, Any], tables: list[dict[str, Any]]) -> Any:
@@ -362,7 +368,7 @@ def with_steps(job: Job) -> tuple[Job, str]:
     passes, groups = job.loop.passes, job.loop.groups_per_step
     if passes is None:
         return job, ""
-    tasks = load_tasks(job.task.data, env=job.task.env_kind)
+    tasks = load_run_tasks(job)
     n = len(_that_fit(job, tasks, env_of(job, tasks)).train if job.task.max_prompt_tokens else tasks.train)
     steps = max(1, math.ceil(round(passes * n / groups, 9)))
     why = f"{passes:g} pass{'es' * (passes != 1)} over {n} training tasks, {groups} a step: {passes:g} · {n} / {groups}, rounded up"
@@ -376,7 +382,7 @@ def _that_fit(job: Job, tasks: TaskSet, env: Any) -> TaskSet:
         return tasks
     tokenizer, _, sight = tokenizer_of(job.model.path)
     count = _prompt_counter(job, env, tokenizer, sight, most, sampling_of(job))
-    fits = {id(task) for task in [*tasks.train, *tasks.held_out] if count(task) <= most}
+    fits = {id(task) for task in tasks.every_task if count(task) <= most}
     train, held_out = ([task for task in own if id(task) in fits] for own in (tasks.train, tasks.held_out))
     if not train or (tasks.held_out and not held_out):
         whom = "training" if not train else "held-out"
@@ -386,8 +392,11 @@ def _that_fit(job: Job, tasks: TaskSet, env: Any) -> TaskSet:
         raise DataError(
             f"task.max_prompt_tokens = {most} leaves no task of task.data.sources[{empty[0]}]; raise it, or remove the source"
         )
-    gone = len(tasks.train) + len(tasks.held_out) - len(train) - len(held_out)
-    return replace(tasks, train=train, held_out=held_out, sources=sources, too_long=gone)
+    sets = {name: [task for task in own if id(task) in fits] for name, own in tasks.sets.items()}
+    if empty_sets := [name for name, own in sets.items() if not own]:
+        raise DataError(f"task.max_prompt_tokens = {most} leaves no task of task.eval.sets.{empty_sets[0]}; raise it")
+    fitting = replace(tasks, train=train, held_out=held_out, sources=sources, sets=sets)
+    return replace(fitting, too_long=len(tasks.every_task) - len(fitting.every_task))
 
 
 def _prompt_counter(
@@ -452,7 +461,7 @@ def longest_conversation(job: Job, tasks: TaskSet, env: Any, known: ModelInfo, s
         return len(question_text(task)) + 4 * sum(cells)
 
     count, most = _prompt_counter(job, env, known.tokenizer, known.sight, known.max_context, sampling), 0
-    for task in sorted([*tasks.train, *tasks.held_out], key=task_size)[-32:]:
+    for task in sorted(tasks.every_task, key=task_size)[-32:]:
         n = count(task)
         if n + sampling.max_tokens > known.max_context:
             raise DataError(

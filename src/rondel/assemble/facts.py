@@ -59,7 +59,8 @@ def facts_of(parts: Components) -> dict[str, Any]:
             "duplicates": parts.tasks.duplicates,
             "leaked": parts.tasks.leaked,
             "too_long": parts.tasks.too_long,
-            "digests": {"train": tasks_digest(parts.tasks.train), "held_out": tasks_digest(parts.tasks.held_out)},
+            "digests": {"train": tasks_digest(parts.tasks.train), "held_out": tasks_digest(parts.tasks.held_out)}
+            | {name: tasks_digest(own) for name, own in parts.tasks.sets.items()},
         },
         "seed": job.loop.seed,
         "algorithm": parts.row.name,

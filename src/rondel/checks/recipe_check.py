@@ -68,7 +68,8 @@ def _check_tasks(parts: Components) -> CheckFinding:
     }
     left_out = ", ".join(f"{n} {why}" for why, n in dropped.items() if n) or "none"
     message = f"{len(t.train)} to train on, {len(t.held_out)} held out; left out: {left_out}"
-    if t.held_out:
+    message += "".join(f"; {len(own)} in task.eval.sets.{name}" for name, own in t.sets.items())
+    if t.evaluated:
         return CheckFinding("tasks", True, message)
     return CheckFinding(
         "tasks",
@@ -184,13 +185,15 @@ def _check_memory(parts: Components) -> CheckFinding:
 def _check_disk(parts: Components) -> CheckFinding:
     folder = Path(parts.job.run.folder)
     existing = next((p for p in [folder, *folder.parents] if p.is_dir()), Path(tempfile.gettempdir()))
-    needed = parts.placed.checkpoint_bytes
+    needed, kept = parts.placed.checkpoint_bytes, parts.job.run.checkpoint
     try:
-        Checkpoints(existing, parts.job.run.checkpoint.keep).check_disk(needed)
+        Checkpoints(existing, kept.keep, bool(kept.best)).check_disk(needed)
     except CheckpointError as error:
         return CheckFinding("disk", False, str(error))
     return CheckFinding(
-        "disk", True, f"a checkpoint takes {_format_bytes(needed)}; the newest {parts.job.run.checkpoint.keep} are kept"
+        "disk",
+        True,
+        f"a checkpoint takes {_format_bytes(needed)}; the newest {kept.keep} are kept{', and the best' * bool(kept.best)}",
     )
 
 

@@ -17,7 +17,7 @@ from rondel.text.special_tokens import SPLIT, special_tokens
 
 def all_tasks(tasks: TaskSet, shown: list[DemonstrationStream]) -> list[Task]:
     """Those of a run, with those that are shown beside."""
-    own = [*tasks.train, *tasks.held_out]
+    own = tasks.every_task
     known = {task.id for task in own}
     return [*own, *(task for beside in shown for task in beside.tasks if task.id not in known)]
 

@@ -35,16 +35,41 @@ VERBS = (
     "view",
     "replay",
     "diagnose",
+    "audit",
     "trace",
     "card",
     "dashboard",
     "doctor",
     "export",
+    "merge",
     "prepare",
     "submit",
     "engines",
     "bench",
 )
+# where a verb is explained, shown below its --help: pages of docs/ in the source tree
+PAGES = {
+    "init": "docs/install.md#a-project-of-your-own",
+    "train": "docs/runs.md",
+    "eval": "docs/runs.md#held-out-sets-passk-and-the-best-checkpoint",
+    "serve": "docs/generate.md#over-http",
+    "check": "docs/recipe.md",
+    "check-env": "docs/generate.md#is-it-fit-to-be-trained-in",
+    "explain": "docs/recipe.md",
+    "plan": "docs/plan.md",
+    "import": "docs/import.md",
+    "view": "docs/runs.md#looking-at-a-run",
+    "replay": "docs/runs.md#looking-at-a-run",
+    "card": "docs/runs.md#looking-at-a-run",
+    "diagnose": "docs/runs.md#what-is-wrong-with-it",
+    "audit": "docs/runs.md#was-the-reward-earned",
+    "dashboard": "docs/dashboard.md",
+    "doctor": "docs/install.md",
+    "export": "docs/train.md#number-formats",
+    "prepare": "docs/place.md",
+    "submit": "docs/place.md",
+    "engines": "docs/place.md",
+}
 # SETTINGS of a verb that takes --section.key=value
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -71,7 +96,9 @@ def _build_app(verbs: list[str], debug: bool) -> typer.Typer:
     app.callback()(_rondel)
     for verb in verbs:
         module = importlib.import_module(f"rondel.cli.{verb.replace('-', '_')}{'_' * keyword.iskeyword(verb)}")
-        app.command(verb, context_settings=getattr(module, "SETTINGS", {}))(_wrap_command(module.run, debug))
+        page = f"More: {PAGES[verb]}" if verb in PAGES else None
+        settings = getattr(module, "SETTINGS", {})
+        app.command(verb, context_settings=settings, epilog=page)(_wrap_command(module.run, debug))
     return app
 
 

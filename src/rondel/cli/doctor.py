@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+import rondel
 from rondel.core.errors import ConfigError, SandboxError
 
 MINIMUM = {"torch": (2, 11), "transformers": (5, 17)}
@@ -107,6 +108,7 @@ def check_nodes(address: str, folder: str) -> Iterator[DoctorCheck]:
 
 def examine_machine() -> Iterator[DoctorCheck]:
     """Cheap things first, so that a broken install is named before torch is imported."""
+    yield DoctorCheck("rondel", "ok", rondel.__version__)
     yield _check_python()
     for name, minimum in MINIMUM.items():
         yield _check_package(name, minimum)

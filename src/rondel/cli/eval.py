@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,10 +15,12 @@ import typer
 
 from rondel.cli import OVERRIDES, sort_words
 from rondel.core.errors import UserError
-from rondel.system.files import write_text
+from rondel.system.files import make_folder, replace_file, write_text
+from rondel.system.run_weights import find_run_weights
 from rondel.text.unicode import visible_text
 
 SETTINGS = OVERRIDES
+FILE_KINDS = {".jsonl": "jsonl", ".parquet": "parquet"}
 
 
 def run(
@@ -24,7 +29,25 @@ def run(
         str, typer.Argument(metavar="MODEL_OR_RUN", help="A run folder, a checkpoint, a model folder or a hub id.")
     ],
     recipe: Annotated[str, typer.Argument(metavar="[RUN.toml]", help="Whose tasks; a run folder knows its own.")] = "",
-    n: Annotated[int | None, typer.Option("--n", min=1, help="How many held-out tasks; all when left out.")] = None,
+    n: Annotated[int | None, typer.Option("--n", min=1, help="How many tasks of each set; all when left out.")] = None,
+    draws: Annotated[
+        int | None, typer.Option("--draws", min=1, help="Answers to each task; above 1: avg@k, pass@k, majority@k.")
+    ] = None,
+    k: Annotated[
+        str, typer.Option("--k", metavar="1,4,8", help="The k to report; powers of 2 up to --draws when left out.")
+    ] = "",
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=DATA", help="One more set, repeatable: a file, or a table as in task.data."
+        ),
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Of a run the checkpoint that run.checkpoint.best kept, not the newest.")
+    ] = False,
+    report: Annotated[
+        str, typer.Option("--report", metavar="FILE", help="Where the page goes; of a run, its folder evaluations/.")
+    ] = "",
     rates: Annotated[
         str,
         typer.Option("--rates", metavar="FILE", help="Instead: the training tasks with their pass rates, as JSONL."),
@@ -43,25 +66,51 @@ def run(
     overrides |= {} if n is None else {"task.eval.n": n}
     if rates:
         return _write_ratings(model, recipe or None, overrides, samples, Path(rates))
-    from rondel.assemble import evaluate_checkpoint
+    overrides |= {} if draws is None else {"task.eval.samples": draws}
+    overrides |= {"task.eval.k": _parse_numbers(k)} if k else {}
+    overrides |= {f"task.eval.sets.{name}": table for name, table in map(_parse_set, sets or [])}
+    page = _page_path(model, best, report)
+    from rondel.assemble import evaluate_sets
+    from rondel.cli.evaluation_page import render_evaluation
+
+    done = evaluate_sets(model, recipe or None, overrides, best, _progress_printer())
+    results = [each.event for each in done]
+    if page:
+        replace_file(page, render_evaluation(model, done).encode("utf-8", "replace"))
+    if as_json:
+        main, *others = [dataclasses.asdict(result) for result in results]
+        print(json.dumps({**main, "sets": others, "report": str(page or "")}, default=str))
+        return
+    for result in results:
+        _print_result(model if result is results[0] else result.profile, result)
+    _print_samples(results[0])
+    if page:
+        print(f"\nreport  {page}")
+
+
+def _print_result(whose: str, result: Any) -> None:
     from rondel.runtime.telemetry.scores import interval_text, is_share, score_text
 
-    result = evaluate_checkpoint(model, recipe or None, overrides)
-    if as_json:
-        print(json.dumps(dataclasses.asdict(result), default=str))
-        return
     share = is_share(dataclasses.asdict(result))
     what = "score" if share else "mean reward"
+    draws = f", {result.draws} draws each" if result.draws > 1 else ""
+    how = f" ({result.interval})" if result.interval else ""
     print(
-        f"{model}: {what} {score_text(result.score, share)} on {result.n} held-out task{'s' * (result.n != 1)}, "
-        f"95 % interval {interval_text(result.low, result.high, share)}"
+        f"{whose}: {what} {score_text(result.score, share)} on {result.n} held-out task{'s' * (result.n != 1)}{draws}, "
+        f"95 % interval {interval_text(result.low, result.high, share)}{how}"
     )
+    for name, (value, low, high) in result.metrics.items():
+        own = share if name.startswith("avg@") else True
+        print(f"  {name:<14} {score_text(value, own):>7}   {interval_text(low, high, own)}")
     if failed := result.request.get("failed"):
         print(f"{failed} of them could not be scored and count as 0")
     print(
         f"profile {result.profile}, weights of version {result.version} after step {result.step}, {result.seconds:.1f} "
         f"s"
     )
+
+
+def _print_samples(result: Any) -> None:
     for sample in result.samples[:3]:
         reward = "not scored" if sample.get("reward") is None else f"reward {sample['reward']:g}"
         told = (
@@ -69,6 +118,59 @@ def run(
             f"{sample.get('answer', '')}   ({reward})"
         )
         print(visible_text(told))
+
+
+def _page_path(model: str, best: bool, report: str) -> Path | None:
+    """Where the report goes, known to be writable before the evaluation begins; None for a model without a run."""
+    if report:
+        path = Path(report)
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"--report {path}: there is no folder {path.parent}")
+        return path.absolute()
+    weights = find_run_weights(model, best, "train it, or evaluate its starting model: rondel eval MODEL RUN/job.toml")
+    if weights.run is None:
+        return None
+    return make_folder(weights.run / "evaluations") / f"step-{weights.step:06d}.html"
+
+
+def _parse_numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"--k {text}: write whole numbers with commas between them, --k 1,4,8 say") from error
+
+
+def _parse_set(text: str) -> tuple[str, dict[str, Any]]:
+    """'aime=aime.jsonl' or 'sums={ kind = "digits" }' -> (name, table as in task.data)."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip() or not value.strip():
+        raise UserError(f"--set {text}: write NAME=FILE.jsonl, or NAME={{ kind = ..., ... }} as in task.data")
+    name, value = name.strip(), value.strip()
+    if not value.startswith("{"):
+        kind = FILE_KINDS.get(Path(value).suffix)
+        if kind is None:
+            raise UserError(f"--set {text}: {value} is no {' or '.join(FILE_KINDS)} file; give a table as in task.data")
+        return name, {"kind": kind, "path": str(Path(value).absolute())}
+    try:
+        return name, tomllib.loads(f"set = {value}")["set"]
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--set {name}: {value} is no inline table: {error}") from error
+
+
+def _progress_printer() -> Callable[[str, int, int], None]:
+    """A line on stderr about twice a second on a terminal; else one every half minute."""
+    last, terminal = time.monotonic(), sys.stderr.isatty()
+
+    def print_progress(name: str, done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < (0.5 if terminal else 30.0) and not (terminal and done == total):
+            return
+        last = now
+        end = "\r" if terminal and done < total else "\n"
+        print(f"{name}: {done} of {total} answers", end=end, file=sys.stderr, flush=True)
+
+    return print_progress
 
 
 def _write_ratings(model: str, recipe: str | None, overrides: dict[str, Any], samples: int, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import tomllib
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,13 +12,15 @@ import typer
 
 from rondel.core.errors import UserError
 from rondel.system.files import replace_file
+from rondel.system.run_weights import find_run_weights
 
 
 def run(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help='A folder, hub id, GGUF file, "smollm2-135m" or { random = "llama", ... }.'
+            metavar="MODEL_OR_RUN",
+            help='A run folder, a checkpoint, a model folder, hub id, GGUF file, "smollm2-135m" or { random = "llama", ... }.',
         ),
     ],
     host: Annotated[str, typer.Option(help="Where to listen; anything but loopback needs a key.")] = "127.0.0.1",
@@ -29,9 +32,12 @@ def run(
         str, typer.Option(metavar="RUN", help="Folder of a run that takes this server as one more engine.")
     ] = "",
     api_key: Annotated[str, typer.Option(envvar="RONDEL_API_KEY", help="Clients send it as a Bearer token.")] = "",
+    best: Annotated[
+        bool, typer.Option("--best", help="Of a run the checkpoint that run.checkpoint.best kept, not the newest.")
+    ] = False,
     name: Annotated[str, typer.Option(help="What clients call the model; its path when left out.")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 takes all cores.")] = 0,
     kv_pages: Annotated[
         int, typer.Option(min=0, help="Cache pages of one token each; 0 takes what memory allows.")
@@ -44,6 +50,18 @@ def run(
     tp: Annotated[
         int, typer.Option(min=1, max=64, help="Processes that share every matrix (tensor parallel), one a GPU.")
     ] = 1,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter that clients ask for as a model.")
+    ] = None,
+    enable_adapters: Annotated[
+        bool, typer.Option("--enable-adapters", help="Adapters may be loaded while it runs (/v1/load_lora_adapter).")
+    ] = False,
+    training: Annotated[
+        bool, typer.Option("--training", help="Let others train adapters of the model, as the tinker SDK speaks.")
+    ] = False,
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where --training keeps runs and checkpoints.")] = Path(
+        "runs/training-api"
+    ),
     max_queue: Annotated[
         int, typer.Option(min=1, help="Answers that may run and wait; more are told to come back (429).")
     ] = 1024,
@@ -59,7 +77,8 @@ def run(
     OpenAI's completions and chat, and SGLang's control endpoints for trainers.
     """
     try:
-        from rondel.assemble.server import RequestLimits, ServerSettings, serve_model
+        from rondel.assemble.served_engine import RequestLimits, ServerSettings
+        from rondel.assemble.server import serve_model
         from rondel.driver.elastic_engines import check_run, register_server
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):
@@ -77,32 +96,62 @@ def run(
             replace_file(Path(port_file).absolute(), f"{port}\n")  # whoever waits for it must not read half of it
         print(f"serving http://{f'[{host}]' if ':' in host else host}:{port} ({what})", flush=True)
 
+    key = api_key
+    if training:
+        key = key or f"tml-{secrets.token_urlsafe(24)}"
+        if not key.startswith("tml-"):
+            raise UserError("--api-key: the tinker SDK takes keys that begin with tml-")
+        if join:
+            raise UserError("--join with --training: a run takes engines whose weights it sends itself; leave one out")
     with ends:
-        serve_model(
-            _parse_model(model),
-            ServerSettings(
-                host=host,
-                port=port,
-                api_key=api_key,
-                name=name,
-                dtype=dtype,
-                device=device,
-                threads=threads or None,
-                kv_pages=kv_pages or "auto",
-                max_running=max_running,
-                speculative=speculative,
-                compile=compile,
-                tp=tp,
-                drain=drain,
-                limits=RequestLimits(body=max_body, samples=max_samples, queue=max_queue, deadline=deadline),
-            ),
-            ready=announce_address,
+        settings = ServerSettings(
+            host=host,
+            port=port,
+            api_key=key,
+            name=name,
+            dtype=dtype,
+            device=device,
+            threads=threads or None,
+            kv_pages=kv_pages or "auto",
+            max_running=max_running,
+            speculative=speculative,
+            compile=compile,
+            tp=tp,
+            drain=drain,
+            adapters=_parse_adapters(adapter or [], enable_adapters),
+            limits=RequestLimits(body=max_body, samples=max_samples, queue=max_queue, deadline=deadline),
         )
+        if not training:
+            serve_model(_parse_model(model, best), settings, ready=announce_address)
+            return
+
+        def announce_training(host: str, port: int, what: str) -> None:
+            announce_address(host, port, what)
+            print(f"key     {key}\nuse     TINKER_API_KEY={key} TINKER_BASE_URL=http://{host}:{port}", flush=True)
+
+        from rondel.assemble.training_server import serve_training
+
+        serve_training(_parse_model(model, best), settings, folder=folder, key=key, ready=announce_training)
 
 
-def _parse_model(text: str) -> str | dict[str, Any]:
+def _parse_adapters(given: list[str], enabled: bool) -> dict[str, str] | None:
+    """{name: folder}; None where none can be served."""
+    out: dict[str, str] = {}
+    for one in given:
+        name, equals, folder = one.partition("=")
+        if not (name and equals and folder):
+            raise UserError(
+                f"--adapter {one}: say a name and a folder, as in --adapter poet=runs/poet/checkpoints/step-000024"
+            )
+        if name in out:
+            raise UserError(f"--adapter {name} is given twice")
+        out[name] = folder
+    return out if out or enabled else None
+
+
+def _parse_model(text: str, best: bool = False) -> str | dict[str, Any]:
     if not text.lstrip().startswith("{"):
-        return text
+        return find_run_weights(text, best, "train it first, or serve its starting model").model
     try:
         return tomllib.loads(f"model = {text}")["model"]
     except (ValueError, RecursionError) as error:

@@ -153,6 +153,9 @@ class Evaluated(Event):
     of: dict[str, float] = field(default_factory=dict)  # the score by source, where there are several
     reward_min: float | None = None  # of its rewards: the score is a share where all of them lie in [0, 1]
     reward_max: float | None = None
+    draws: int = 1  # of each task
+    interval: str = ""  # how low and high were made; "" in older journals
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # {"pass@4": [value, low, high]}, above one draw
 
 
 @dataclass(slots=True)

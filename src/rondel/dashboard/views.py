@@ -45,7 +45,7 @@ def headline_metrics(run: DashboardRun) -> dict[str, Json]:
             (name for name in rules & found.keys()), key=lambda name: ("error", "warning", "note").index(found[name])
         )
         value = (
-            run.story.evals[-1]["score"]
+            [e["score"] for e in run.story.evals if e["profile"] == run.story.evals[0]["profile"]][-1]
             if metric == "eval/score" and run.story.evals
             else run.visible_columns.last_value(metric)
         )

@@ -5,7 +5,8 @@ any model; and how hard its tasks are for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,45 @@ from rondel.core.config.job import Job
 from rondel.core.errors import UserError
 from rondel.core.events import Evaluated
 from rondel.core.types import Slot
-from rondel.driver.evaluation import evaluate
+from rondel.driver.evaluation import OnProgress, SetEvaluation, evaluate
 from rondel.driver.rollouts import GroupRollouts
 from rondel.runtime.devices import prepare_process
-from rondel.system.files import checkpoints_in, step_of
+from rondel.system.run_weights import find_run_weights
 from rondel.train.multi_policy import FOLDER
 
 
 def evaluate_checkpoint(model_or_run: str, recipe: str | None, overrides: dict[str, Any]) -> Evaluated:
     """The same number for a run folder (its newest checkpoint), a checkpoint folder,
-    or any model with a recipe's tasks.
+    or any model with a recipe's tasks: of the held-out set, or of the first of task.eval.sets where there is none.
     """
-    with _open_checkpoint(model_or_run, recipe, overrides) as (parts, step):
-        if not parts.tasks.held_out:
-            raise UserError("the recipe holds no tasks out: set task.data.holdout = 50, or eval_path for files")
-        return asyncio.run(evaluate(parts, step))
+    return evaluate_sets(model_or_run, recipe, overrides)[0].event
+
+
+def evaluate_sets(
+    model_or_run: str,
+    recipe: str | None,
+    overrides: dict[str, Any],
+    best: bool = False,
+    on_progress: OnProgress | None = None,
+) -> list[SetEvaluation]:
+    """Every held-out set of the recipe, with all draws. best: of a run folder the checkpoint that was best."""
+    with _open_checkpoint(model_or_run, recipe, overrides, best) as (parts, step):
+        if not parts.tasks.evaluated:
+            raise UserError(
+                "the recipe holds no tasks out: set task.data.holdout = 50, eval_path for files, or name a set: --set "
+                "NAME=FILE.jsonl"
+            )
+        return _run_aside(evaluate(parts, step, on_progress))
+
+
+def _run_aside(work: Coroutine[Any, Any, list[SetEvaluation]]) -> list[SetEvaluation]:
+    """asyncio.run; in a notebook, whose own loop runs in this thread, in another one."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1, "rondel-eval") as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 def rate(
@@ -74,22 +99,15 @@ def _with_policies(job: Job, model: str, start: Callable[[], str | dict[str, Any
 
 @contextmanager
 def _open_checkpoint(
-    model_or_run: str, recipe: str | None, overrides: dict[str, Any]
+    model_or_run: str, recipe: str | None, overrides: dict[str, Any], best: bool = False
 ) -> Iterator[tuple[Components, int]]:
     """The parts of a run with these weights, and the step they are of."""
     prepare_process()
-    folder, step, model = Path(model_or_run), 0, model_or_run
-    if (folder / "manifest.json").is_file() and (folder.parent.parent / "job.toml").is_file():
-        recipe, step = recipe or str(folder.parent.parent / "job.toml"), step_of(folder) or 0
-    elif (folder / "job.toml").is_file():
-        checkpoints = checkpoints_in(folder / "checkpoints")
-        if not checkpoints:
-            raise UserError(
-                f"{folder} has no checkpoint yet; train it, or evaluate its starting model: rondel eval MODEL "
-                f"{folder / 'job.toml'}"
-            )
-        step, newest = list(checkpoints.items())[-1]
-        recipe, model = recipe or str(folder / "job.toml"), str(newest)
+    own = Path(model_or_run) / "job.toml"
+    weights = find_run_weights(
+        model_or_run, best, f"train it, or evaluate its starting model: rondel eval MODEL {recipe or own}"
+    )
+    recipe, model = recipe or weights.recipe, weights.model
     if recipe is None:
         raise UserError(
             f"'{model_or_run}' is a model, so name the tasks: rondel eval {model_or_run} recipes/quickstart.toml"
@@ -97,9 +115,9 @@ def _open_checkpoint(
     job = _with_policies(
         Job.read(recipe, {**overrides, "model.path": model}), model, lambda: Job.read(recipe, overrides).model.path
     )
-    parts = build(job.on_one_device())
+    parts = build(job.on_one_device(), trains=False)
     try:
-        parts.engine.version = step
-        yield parts, step
+        parts.engine.version = weights.step
+        yield parts, weights.step
     finally:
         parts.close()

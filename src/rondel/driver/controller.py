@@ -75,7 +75,7 @@ def _run_training(
 ) -> dict[str, Any]:
     """`why`: the arithmetic of loop.steps where the recipe says passes."""
     _same_recipe(job, folder)
-    checkpoints = Checkpoints(folder / "checkpoints", job.run.checkpoint.keep)
+    checkpoints = Checkpoints(folder / "checkpoints", job.run.checkpoint.keep, bool(job.run.checkpoint.best))
     total = job.loop.warmup.steps + job.steps
     with ExitStack() as ends:
         ending = ends.enter_context(GracefulStop())

@@ -1,61 +1,96 @@
-"""Evaluation: the same env.run at a fixed version with a named profile, in training and afterwards."""
+"""Evaluation: the same env.run at a fixed version with a named profile, in training and afterwards.
+
+a set ──> its tasks, `samples` draws of each ──> rewards [n tasks, s draws] ──> avg@s, pass@k, majority@k
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
-from rondel.core.config.task import EvaluationConfig
+from rondel.core.config.task import HELD_OUT, EvaluationConfig
 from rondel.core.errors import ConfigError, error_boundary
 from rondel.core.events import Evaluated
 from rondel.core.media import message_text
 from rondel.core.registry import suggest_name
 from rondel.core.types import Sampling, Task, Trajectory, sample_key
 from rondel.runtime.telemetry.card import normal_interval, wilson_interval
+from rondel.runtime.telemetry.draw_estimates import bootstrap_interval, majority_at_k, pass_at_k
 from rondel.runtime.telemetry.scores import within_unit
+from rondel.score.vote import vote_of
 
 NAMESPACE = "eval"  # its prefixes stay out of the rollouts' cache, so that a resumed run computes the same bits
 SHOWN = 6
+BOOTSTRAP = "bootstrap over tasks"
+SET_STRIDE = 1 << 32  # between the numbers of tasks of two sets, so that none draws with the noise of another
+OnProgress = Callable[[str, int, int], None]  # (set, answers done, answers in all)
 
 
-async def evaluate(parts: Any, step: int) -> Evaluated:
-    """Every held-out task once (or the first n), under the recipe's eval profile;
-    failures count as wrong and are reported.
+@dataclass(frozen=True, slots=True)
+class SetEvaluation:
+    """One set at one version: what the journal keeps, and every task with its draws; right from `pass_reward` on."""
+
+    event: Evaluated
+    tasks: list[Task]
+    draws: list[list[Trajectory]]  # [n tasks, s draws]
+    pass_reward: float = 1.0
+
+
+async def evaluate(parts: Any, step: int, on_progress: OnProgress | None = None) -> list[SetEvaluation]:
+    """Every task of every set (or the first n of each), `samples` times, under the recipe's eval profile;
+    failures count as wrong and are reported. The set that task.data holds out comes first.
     """
+    sets = evaluation_sets(parts.job.task.eval, parts.tasks)
+    return [
+        await _evaluate_set(parts, step, name, tasks, number, on_progress)
+        for number, (name, tasks) in enumerate(sets.items())
+    ]
+
+
+async def _evaluate_set(
+    parts: Any, step: int, name: str, tasks: list[Task], number: int, on_progress: OnProgress | None
+) -> SetEvaluation:
     from rondel.driver.rollouts import GroupRollouts
     from rondel.generate.envs.episode import assign_parents
 
-    began, job = time.perf_counter(), parts.job
-    tasks = evaluated_tasks(job.task.eval, parts.tasks.held_out)
+    began, job, samples, done = time.perf_counter(), parts.job, parts.job.task.eval.samples, 0
     sampling = evaluation_sampling(job.task.eval, parts.sampling)
     rollouts = GroupRollouts(parts, 1)
 
-    async def evaluate_task(number: int, task: Task) -> Trajectory:
+    async def draw(at: int, task: Task, sample: int) -> Trajectory:
+        nonlocal done
+
         def open_chat() -> Any:
-            return rollouts.open_chat(lambda turn: sample_key(job.loop.seed, -1 - number, 0, turn), sampling, NAMESPACE)
+            admission = -1 - at - number * SET_STRIDE
+            return rollouts.open_chat(
+                lambda turn: sample_key(job.loop.seed, admission, sample, turn), sampling, NAMESPACE
+            )
 
         episode = assign_parents(await rollouts.run_episode(task, open_chat))
         await rollouts.score_episode(episode, task)
+        done += 1
+        if on_progress:
+            on_progress(name, done, len(tasks) * samples)
         return episode[0]
 
-    done = await asyncio.gather(*(evaluate_task(i, t) for i, t in enumerate(tasks)))
-    rewards = [t.reward or 0.0 for t in done]
-    total = sum(rewards)
-    low, high = wilson_interval(total, len(tasks)) if within_unit(rewards) else normal_interval(rewards)
-    samples = [
-        {
-            "prompt": task.data["prompt"]
-            if "prompt" in task.data
-            else message_text(task.data.get("messages", [{"content": ""}])[-1]["content"]),
-            "answer": task.data.get("answer"),
-            "text": t.text,
-            "reward": t.reward,
-            "tokens": len(t.tokens),
-        }
-        for task, t in list(zip(tasks, done))[:SHOWN]
-    ]
+    flat = await asyncio.gather(*(draw(at, task, s) for at, task in enumerate(tasks) for s in range(samples)))
+    draws = [list(flat[at * samples : (at + 1) * samples]) for at in range(len(tasks))]
+    event = _summarize(parts, step, name, tasks, draws, sampling)
+    event.seconds = time.perf_counter() - began
+    return SetEvaluation(event, tasks, draws, job.task.eval.pass_reward)
+
+
+def _summarize(
+    parts: Any, step: int, name: str, tasks: list[Task], draws: list[list[Trajectory]], sampling: Sampling
+) -> Evaluated:
+    job = parts.job
+    rewards = [[t.reward or 0.0 for t in own] for own in draws]
+    means, flat = [math.fsum(own) / len(own) for own in rewards], [r for own in rewards for r in own]
+    low, high, how = score_interval(means, flat, job.task.eval.samples)
     request = {
         **job.task.eval.sampling,
         "temperature": sampling.temperature,
@@ -65,37 +100,90 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
         "suffix": job.task.suffix,
         "examples": job.task.shown_examples,
     }
-    request["failed"] = sum(t.reward is None for t in done)
+    request["failed"] = sum(t.reward is None for own in draws for t in own)
     of: dict[str, list[float]] = {}
-    for task, reward in zip(tasks, rewards):
-        of.setdefault(task.stream, []).append(reward)
-    each = {name: sum(own) / len(own) for name, own in of.items()} if parts.tasks.sources else {}
+    for task, mean in zip(tasks, means):
+        of.setdefault(task.stream, []).append(mean)
+    each = {source: sum(own) / len(own) for source, own in of.items()} if parts.tasks.sources else {}
     return Evaluated(
         step,
         parts.engine.version,
-        "held_out",
-        total / max(1, len(tasks)),
+        name,
+        sum(means) / max(1, len(means)),
         low,
         high,
         len(tasks),
         request,
-        samples,
-        time.perf_counter() - began,
+        [sample_row(task, own[0]) for task, own in list(zip(tasks, draws))[:SHOWN]],
+        0.0,
         each,
-        min(rewards, default=None),
-        max(rewards, default=None),
+        min(flat, default=None),
+        max(flat, default=None),
+        job.task.eval.samples,
+        how,
+        draw_metrics(rewards, [[t.text for t in own] for own in draws], job.task.eval),
     )
 
 
-def evaluated_tasks(given: EvaluationConfig, held_out: list[Task]) -> list[Task]:
-    """The first n held-out tasks; 0 is all."""
-    return held_out[: given.n or None]
+def score_interval(means: list[float], rewards: Sequence[float], samples: int) -> tuple[float, float, str]:
+    """95 % interval of the mean over tasks, and how it is made. means: [n tasks], rewards: [n · samples].
+
+    One draw a task: Wilson where rewards lie in [0, 1], else normal. Several: bootstrap over tasks, because the
+    draws of one task are no independent evidence; where all tasks are equal it knows no spread, and Wilson over the
+    tasks is taken.
+    """
+    if samples > 1 and min(means, default=0.0) < max(means, default=0.0):
+        return *bootstrap_interval(means), BOOTSTRAP
+    if within_unit(rewards):
+        return *wilson_interval(min(math.fsum(means), float(len(means))), len(means)), "Wilson"
+    return *normal_interval(means), "normal"
+
+
+def draw_metrics(rewards: list[list[float]], texts: list[list[str]], given: EvaluationConfig) -> dict[str, list[float]]:
+    """{"avg@8": [value, low, high], "pass@4": ..., "majority@4": ...} of [n tasks, s draws]; none of one draw.
+
+    No majority where no draw of any task has an answer that can be compared.
+    """
+    if given.samples == 1 or not rewards:
+        return {}
+    votes = [[vote_of(text) for text in own] for own in texts]
+    right = [[float(r >= given.pass_reward) for r in own] for own in rewards]
+    columns = {f"avg@{given.samples}": [math.fsum(own) / len(own) for own in rewards]}
+    for k in given.reported_k:
+        columns[f"pass@{k}"] = [pass_at_k(len(own), round(sum(own)), k) for own in right]
+    if any(vote is not None for own in votes for vote in own):
+        for k in given.reported_k:
+            columns[f"majority@{k}"] = [majority_at_k(own, ok, k) for own, ok in zip(votes, right)]
+    return {
+        name: [math.fsum(values) / len(values), *score_interval(values, values, given.samples)[:2]]
+        for name, values in columns.items()
+    }
+
+
+def sample_row(task: Task, drawn: Trajectory) -> dict[str, Any]:
+    """One answer as journals and pages show it."""
+    asked = task.data.get("prompt")
+    return {
+        "prompt": message_text(task.data.get("messages", [{"content": ""}])[-1]["content"]) if asked is None else asked,
+        "answer": task.data.get("answer"),
+        "text": drawn.text,
+        "reward": drawn.reward,
+        "tokens": len(drawn.tokens),
+    }
+
+
+def evaluation_sets(given: EvaluationConfig, tasks: Any) -> dict[str, list[Task]]:
+    """{"held_out": its first n tasks, "aime": ...}; n = 0 is all. The held-out set is first, where there is one."""
+    found = ({HELD_OUT: tasks.held_out} if tasks.held_out else {}) | dict(tasks.sets)
+    return {name: own[: given.n or None] for name, own in found.items()}
 
 
 def evaluation_sampling(given: EvaluationConfig, rollouts: Sampling) -> Sampling:
-    """How held-out tasks are sampled: greedy, unless the recipe says otherwise, and ending where rollouts end."""
+    """How held-out tasks are sampled: greedy, or at the rollouts' temperature where each is drawn several times,
+    unless the recipe says otherwise, and ending where rollouts end.
+    """
     more: dict[str, Any] = {
-        "temperature": 0.0,
+        "temperature": 0.0 if given.samples == 1 else rollouts.temperature,
         "max_tokens": rollouts.max_tokens,
         "stop": rollouts.stop,
     }

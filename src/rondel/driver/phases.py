@@ -22,8 +22,9 @@ from rondel.core.errors import RewardError
 from rondel.core.events import Checkpointed, Resumed, RunEnded, Warned, emit, subscribe
 from rondel.core.schedule_gate import ScheduleGate
 from rondel.core.types import Group, Slot, Verdict
+from rondel.driver.best_checkpoint import BestCheckpoint, refuse_unknown_metric
 from rondel.driver.elastic_engines import admit_engines, scale_engines
-from rondel.driver.evaluation import evaluate, evaluated_tasks, evaluation_sampling
+from rondel.driver.evaluation import evaluate, evaluation_sampling, evaluation_sets
 from rondel.driver.rollouts import GroupRollouts, SupervisedRollouts, prepare, prepare_of, rollouts_of
 from rondel.driver.run_record import InOrder, score_in_turn
 from rondel.driver.weight_delivery import WeightDelivery
@@ -65,9 +66,9 @@ class PhasePlan:
     @classmethod
     def from_job(cls, job: Job, parts: Components) -> PhasePlan:
         loop, warmup, evaluation = job.loop, job.loop.warmup, job.task.eval
-        if parts.tasks.held_out:
-            evaluated_tasks(evaluation, parts.tasks.held_out)
+        if parts.tasks.evaluated:
             evaluation_sampling(evaluation, parts.sampling)
+        refuse_unknown_metric(job.run.checkpoint.best, [*evaluation_sets(evaluation, parts.tasks)], evaluation)
         return cls(
             warmup_steps=warmup.steps,
             warmup_groups=warmup.groups_per_step,
@@ -101,6 +102,8 @@ class RunPhases:
         self.ending, self.gate = ending, gate
         parts.placed.engine = gate.wrap_engine(parts.engine)
         self.plan, self.config = PhasePlan.from_job(job, parts), job.digest()
+        sets, metric = [*evaluation_sets(job.task.eval, parts.tasks)], job.run.checkpoint.best
+        self.best = BestCheckpoint(metric, sets, checkpoints) if metric else None
         self.delivery = WeightDelivery(parts.sync, parts.placed)
         self.buffer: Buffer
         self.began = time.perf_counter()
@@ -162,6 +165,8 @@ class RunPhases:
             done = self.saved = saved["step"]
             self.done = (done, saved["buffer"]["version"], None, saved.get("order"))
             emit(Resumed(done, saved["buffer"]["version"], str(path)))
+        if self.best:
+            self.best.restore((saved or {}).get("best"))
         await self.delivery.update_engines(parts.trainer, parts.engine)  # the initial sync
         parts.sync.moved = lambda: parts.trainer.moved
         async with self._open_to_newcomers():
@@ -332,7 +337,8 @@ class RunPhases:
             self.rest.set()
         if step == last or step == plan.warmup_steps or (plan.evaluate_every and step % plan.evaluate_every == 0):
             await self._run_evaluation(step)
-        if step == last or (plan.checkpoint_every and step % plan.checkpoint_every == 0):
+        due = step == last or (plan.checkpoint_every and step % plan.checkpoint_every == 0)
+        if due or (self.best and self.best.improved_at(step)):
             await self._save_checkpoint()
 
     async def _save_checkpoint(self) -> None:
@@ -352,15 +358,22 @@ class RunPhases:
         await self.buffer.waiters.pass_gate("save", version, who="learner")
         began, state = time.perf_counter(), then or self.buffer.state_dict(version, encoded=False)
         told = {"step": step, "config": self.config, "buffer": state, "order": order}
+        if self.best:
+            told["best"] = self.best.state_at(step)
         await self.rollouts.wait_until_written()
         path = await self.checkpoints.write(step, self.parts.trainer.save, told, encode)
         self.saved = step
+        if self.best:
+            self.best.publish()
         emit(Checkpointed(step, version, str(path), time.perf_counter() - began))
 
     async def _run_evaluation(self, step: int) -> None:
-        if self.parts.tasks.held_out:
+        if self.parts.tasks.evaluated:
             await self.delivery.finish(self.parts.trainer, self.parts.engine)
-            emit(await evaluate(self.parts, step))
+            for done in await evaluate(self.parts, step):
+                emit(done.event)
+                if self.best:
+                    self.best.note_evaluation(done.event)
 
 
 def in_time(attempt: Attempt, judge: Judge, buffer: Buffer) -> tuple[Attempt, Judge]:

@@ -27,6 +27,7 @@ from rondel.core.registry import suggest_name
 from rondel.models import linear, names
 from rondel.models.adapter_files import read_adapter
 from rondel.models.adapter_state import NAME, ModelAdapter
+from rondel.models.lora_product import LoraProduct
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.vision_families import tower_parts
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
 
 ALL = "all-linear"
-BLOCK = 256  # rows of one float32 copy on a CPU
 
 
 def add_adapter(loaded: LoadedModel, *, rank: int, alpha: int, targets: str | list[str] = ALL, seed: int = 0) -> None:
@@ -89,13 +89,13 @@ def require_peft() -> None:
         raise ConfigError("adapters need the package peft, which is not installed: pip install 'rondel[lora]'")
 
 
-def _find_layers(loaded: LoadedModel, targets: str | Iterable[str]) -> dict[str, nn.Module]:
-    """{full name: layer} of what shall be adapted; every target must mean at least one layer."""
+def linear_layers(loaded: LoadedModel) -> dict[str, nn.Module]:
+    """{full name: layer} of what can be adapted: not the head, a mixture's experts, a tower, or what chooses."""
     model = loaded.model
     head = model.get_output_embeddings()
     tower = {module for part in tower_parts(model) for module in part.modules()}
     choosing = [n for n, m in model.named_modules() if type(m).__name__.lower().endswith(("router", "indexer"))]
-    layers = {
+    return {
         name: module
         for name, module in model.named_modules()
         if (isinstance(module, nn.Linear | Conv1D) or hasattr(module, "lora_A"))
@@ -105,6 +105,11 @@ def _find_layers(loaded: LoadedModel, targets: str | Iterable[str]) -> dict[str,
         and module not in tower
         and not any(name.startswith(f"{module}.") for module in choosing)
     }
+
+
+def _find_layers(loaded: LoadedModel, targets: str | Iterable[str]) -> dict[str, nn.Module]:
+    """{full name: layer} of what shall be adapted; every target must mean at least one layer."""
+    layers = linear_layers(loaded)
     if targets == ALL:
         if loaded.routers:
             raise ConfigError(
@@ -172,52 +177,28 @@ def _adapted_forward(adapter: ModelAdapter, layer: Any, x: Tensor) -> Tensor:
         return (out + scale * linear.product(linear.product(x.float(), a), b)).to(out.dtype)
     flat, wide = x.flatten(0, -2), out.flatten(0, -2)
     if torch.is_grad_enabled():
-        return _Added.apply(wide, flat, a, b, scale).view_as(out)
+        return LoraProduct.apply(wide, flat, a, b, scale).view_as(out)
     return torch.addmm(wide.float(), F.linear(flat.float(), a), b.t(), alpha=scale).to(out.dtype).view_as(out)
-
-
-class _Added(torch.autograd.Function):
-    """out [T, O] + s · B (A x [T, I]), a block of rows at a time: its float32 copies then stay
-    in the cache, and nothing is kept in float32.
-    """
-
-    @staticmethod
-    def forward(ctx, out: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        low, y = x.new_empty(len(x), len(a), dtype=torch.float32), torch.empty_like(out)
-        for rows in _row_blocks(x):
-            low[rows] = x[rows].float() @ a.t()
-            y[rows] = torch.addmm(out[rows].float(), low[rows], b.t(), alpha=scale)
-        ctx.save_for_backward(x, low, a, b)
-        ctx.scale = scale
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        x, low, a, b = ctx.saved_tensors
-        grad_x, grad_a, grad_b = torch.empty_like(x), torch.zeros_like(a), torch.zeros_like(b)
-        for rows in _row_blocks(x):
-            g = grad[rows].float()
-            through = ctx.scale * (g @ b)
-            grad_b.addmm_(g.t(), low[rows], alpha=ctx.scale)
-            grad_a.addmm_(through.t(), x[rows].float())
-            grad_x[rows] = through @ a
-        return grad, grad_x, grad_a, grad_b, None
-
-
-def _row_blocks(x: Tensor) -> list[slice]:
-    size = BLOCK if x.is_cpu else max(1, len(x))
-    return [slice(first, first + size) for first in range(0, len(x), size)]
 
 
 def _check_adapter(loaded: LoadedModel) -> None:
     """Every adapted layer must be asked in a pass: a model that reads a layer's
     weight itself would go past the adapter.
     """
-    adapter, asked = loaded.adapter, set()
+    adapter = loaded.adapter
     assert adapter is not None
-    hooks = [
-        layer.register_forward_hook(lambda *_, name=name: asked.add(name)) for name, layer in adapter.layers.items()
-    ]
+    asked = asked_layers(loaded, adapter.layers)
+    if silent := sorted(adapter.layers.keys() - asked.keys()):
+        raise ModelError(
+            f"{len(silent)} adapted layers of '{loaded.name}' take no part in a forward pass, first {silent[0]}: "
+            "their adapter would be ignored. Leave them out of model.adapter.targets"
+        )
+
+
+def asked_layers(loaded: LoadedModel, layers: dict[str, Any]) -> dict[str, Any]:
+    """Those that take part in a forward pass by being called."""
+    asked: set[str] = set()
+    hooks = [layer.register_forward_hook(lambda *_, name=name: asked.add(name)) for name, layer in layers.items()]
     ids = torch.arange(3, 8, device=loaded.device)
     with torch.no_grad():
         loaded.hidden_states(
@@ -225,11 +206,7 @@ def _check_adapter(loaded: LoadedModel) -> None:
         )
     for hook in hooks:
         hook.remove()
-    if silent := sorted(adapter.layers.keys() - asked):
-        raise ModelError(
-            f"{len(silent)} adapted layers of '{loaded.name}' take no part in a forward pass, first {silent[0]}: "
-            "their adapter would be ignored. Leave them out of model.adapter.targets"
-        )
+    return {name: layer for name, layer in layers.items() if name in asked}
 
 
 def attach_adapter(loaded: LoadedModel, folder: str | Path) -> None:

@@ -22,6 +22,7 @@ from rondel.models.routing_tape import RoutingTape, use_tape
 from rondel.models.vision_families import FAMILIES
 
 if TYPE_CHECKING:
+    from rondel.models.adapter_rows import ServedAdapters
     from rondel.models.context_parallel import ContextRanks
     from rondel.models.deferred_weights import DeferredWeights
     from rondel.models.pipeline_stage import PipelineStage
@@ -49,6 +50,7 @@ class LoadedModel:
     adapter: adapter_state.ModelAdapter | None = (
         None  # what is trained instead of the weights (models/adapter_state.py)
     )
+    bank: ServedAdapters | None = None  # adapters that it serves to some requests each (models/adapter_bank.py)
     bare: bool = False  # compute without the adapter: the reference
     sight: ImageProcessorConfig | None = None  # how it looks at pictures; None for a model that reads text alone
     indexers: int = 0  # layers that choose the keys they attend to

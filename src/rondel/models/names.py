@@ -150,15 +150,15 @@ def published_name(name: str) -> str:
     return f"base_model.model.{name.replace('.default.', '.')}" if LORA in name else name
 
 
-def base_digest(model: nn.Module) -> str:
+def base_digest(model: nn.Module, *, whole: bool = False) -> str:
     """One digest of the frozen weights under an adapter, "" where there is none: taken once,
-    and again only when one of them was written.
+    and again only when one of them was written. `whole`: the model is a base, whose adapters lie apart.
     """
     if model in _bases and _bases[model][0] is None:
         return _bases[model][1]
     named = dict(model.named_parameters())
     frozen = {name.replace(".base_layer.", "."): p for name, p in named.items() if LORA not in name}
-    if len(frozen) == len(named):
+    if len(frozen) == len(named) and not whole:
         return ""
     stamp = [(p.data_ptr(), p._version) for p in frozen.values()]
     if model not in _bases or _bases[model][0] != stamp:

@@ -23,8 +23,12 @@ from rondel.runtime.busy import mark_busy
 def pick_device(wanted: str) -> str:
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", wanted):
-        raise ConfigError(f"place.device = '{wanted}'; it is 'auto', 'cpu', 'cuda' or 'cuda:1'")
+    if not re.fullmatch(r"cpu|mps|cuda(:\d{1,3})?", wanted):
+        raise ConfigError(f"place.device = '{wanted}'; it is 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'")
+    if wanted == "mps":
+        if not torch.backends.mps.is_available():
+            raise ConfigError("place.device = 'mps', but torch sees no Metal device; use 'auto' or 'cpu'")
+        return wanted
     if wanted.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(
             f"place.device = '{wanted}', but torch sees no CUDA device; `rondel doctor` says why. Use 'auto' or 'cpu'"

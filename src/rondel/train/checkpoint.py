@@ -259,17 +259,20 @@ class Checkpoints:
     What somebody else put there stays, too.
 
     needed  bytes of one
+    pinned  the step of one that stays whatever its age
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep, self.needed = folder, keep, 0
+    def __init__(self, folder: Path, keep: int, keeps_best: bool = False) -> None:
+        self.folder, self.keep, self.keeps_best, self.needed = folder, keep, keeps_best, 0
+        self.pinned: int | None = None
 
     def check_disk(self, needed: int) -> None:
         """Before the run starts: room for `keep` checkpoints and the one being written,
         less those that are there already.
         """
         make_folder(self.folder)
-        self.needed, new = needed, self.keep + 1 - min(self.keep, len(self.list_checkpoints()))
+        most = self.keep + self.keeps_best
+        self.needed, new = needed, most + 1 - min(most, len(self.list_checkpoints()))
         free, wanted = shutil.disk_usage(self.folder).free, needed * new
         if free < wanted:
             raise CheckpointError(
@@ -320,7 +323,7 @@ class Checkpoints:
         # later ones are corrupt: a resume skipped them
         stay = [number for number in self.list_checkpoints() if number <= step][-self.keep :]
         for number, other in self.list_checkpoints().items():
-            if number not in stay:
+            if number not in stay and number != self.pinned:
                 shutil.rmtree(other, ignore_errors=True)
 
     def list_checkpoints(self) -> dict[int, Path]:

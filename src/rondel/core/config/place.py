@@ -117,7 +117,7 @@ class PlaceConfig(ConfigSection):
         le=LONGEST,
         description="seconds without progress in what it was asked for after which a process counts as stuck",
     )
-    device: str = Field("auto", description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one')
+    device: str = Field("auto", description='"cpu", "cuda", "cuda:1", "mps"; "auto" takes a CUDA GPU if there is one')
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         "auto", description='CPU threads; "auto" is all that this process may use'
     )

@@ -12,6 +12,11 @@ from rondel.core.config.section import ConfigSection, SettingsTable
 class CheckpointConfig(SettingsTable):
     every: int = Field(10, ge=0, description="steps between two checkpoints; 0 is only at the end")
     keep: int = Field(2, ge=1, description="how many stay")
+    best: str = Field(
+        "",
+        description='beside those, keep the one whose held-out metric is highest: "eval/score", "eval/aime/pass@8"; it is '
+        "written as soon as an evaluation is better than all before",
+    )
 
 
 class RunConfig(ConfigSection):

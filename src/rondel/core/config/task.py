@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from rondel.core.config.environment import ENV_TABLES
 from rondel.core.config.reward import RewardCallConfig
 from rondel.core.config.section import ConfigSection, SettingsTable, read_settings, split_kind
+
+HELD_OUT = "held_out"  # the set that task.data holds out
+MOST_SAMPLES = 1024
 
 
 class EvaluationConfig(SettingsTable):
@@ -17,8 +21,53 @@ class EvaluationConfig(SettingsTable):
     sampling: dict[str, Any] = Field(
         {},
         description="fields of `Sampling`: temperature (0, greedy, unless set), max_tokens (unless set, that of "
-        "engine.sampling), top_p, repetition_penalty, grammar, stop, ...",
+        "engine.sampling), top_p, repetition_penalty, grammar, stop, ...; with samples above 1 the temperature, unless "
+        "set, is that of engine.sampling",
     )
+    samples: int = Field(
+        1,
+        ge=1,
+        le=MOST_SAMPLES,
+        description="draws of each task; above 1 avg@samples, pass@k and majority@k are reported",
+    )
+    k: list[Annotated[int, Field(ge=1)]] = Field(
+        [], description="the k of pass@k and majority@k, none above samples; unset, the powers of 2 up to samples"
+    )
+    pass_reward: float = Field(1.0, description="an answer is right, for pass@k and majority@k, from this reward on")
+    sets: dict[str, dict[str, Any]] = Field(
+        {},
+        description='more sets beside what task.data holds out: { aime = { kind = "jsonl", path = "aime.jsonl" } }, each '
+        "a table like task.data",
+    )
+
+    @field_validator("sets")
+    @classmethod
+    def _check_set_names(cls, given: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for name in given:
+            if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name, re.ASCII) or name == HELD_OUT:
+                raise ValueError(
+                    f"a set cannot be called '{name}': take letters, digits, '-' and '_', and not '{HELD_OUT}', "
+                    "which is what task.data holds out"
+                )
+        return given
+
+    @model_validator(mode="after")
+    def _check_draws(self) -> EvaluationConfig:
+        samples, wanted = self.__dict__["samples"], self.__dict__["k"]
+        if over := [k for k in wanted if k > samples]:
+            raise ValueError(f"k = {over[0]} needs as many draws of each task, and samples = {samples}: raise samples")
+        if samples > 1 and self.__dict__["sampling"].get("temperature") == 0:
+            raise ValueError(
+                f"samples = {samples} with temperature = 0 draws one answer {samples} times: set a temperature, or "
+                "samples = 1"
+            )
+        return self
+
+    @property
+    def reported_k(self) -> list[int]:
+        """The k of pass@k and majority@k: [1, 2, 4, 6] for samples = 6."""
+        powers = {2**i for i in range(self.samples.bit_length())}
+        return sorted(set(self.k) or powers | {self.samples})
 
 
 class TaskConfig(ConfigSection):

@@ -16,6 +16,7 @@ class ChatRequest:
     calls       whether tool calls are looked for in the answer
     draw, required, parallel, seed   where a client decides: fields of Sampling, the functions of which one must be called, whether
                                      several may be, and whose noise it is
+    adapter     that the client means by the model's name, "" for the model itself
     """
 
     said: list[dict[str, Any]] | str | list[int]
@@ -28,6 +29,7 @@ class ChatRequest:
     required: list[str] = field(default_factory=list)
     parallel: bool = True
     seed: int = 0
+    adapter: str = ""
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -36,6 +36,30 @@ def speculation_of(how: str, *, dtype: str, device: str) -> SpeculativeDecoder |
             f"speculative = '{how}'; it is off, ngram or draft:MODEL, a smaller model with the same tokenizer"
         )
     return SpeculativeDecoder(GUESSES) if kind == "ngram" else None
+
+
+def _is_prompt(prompt: Any) -> bool:
+    """Text, or token ids: whole numbers in a list, a tuple, an array or a tensor."""
+    if isinstance(prompt, str):
+        return True
+    if isinstance(prompt, Mapping | bytes) or not hasattr(prompt, "__len__") or not hasattr(prompt, "__getitem__"):
+        return False
+    return all(hasattr(token, "__index__") and not isinstance(token, bool) for token in prompt)
+
+
+def check_prompts(prompts: Iterable[Any]) -> None:
+    """Every one a text or token ids; else a UserError with what to call instead."""
+    for prompt in prompts:
+        if _is_prompt(prompt):
+            continue
+        alone = isinstance(prompt, Mapping)
+        first = prompt if alone else next(iter(prompt), None) if isinstance(prompt, list) else None
+        if isinstance(first, Mapping) and "role" in first:
+            raise UserError(
+                "engine.generate was given chat messages; it takes texts or lists of token ids. Use "
+                f"engine.chat({'[messages]' if alone else 'conversations'}) for messages"
+            )
+        raise UserError(f"a prompt is a text or a list of token ids, and {prompt!r:.80} is neither")
 
 
 class Engine:
@@ -128,6 +152,7 @@ class Engine:
             raise EngineError("this engine is closed; load another")
         if isinstance(prompts, str) or any(isinstance(p, int) for p in prompts):
             raise UserError("prompts is one prompt; give a list of them: engine.generate([prompt])")
+        check_prompts(prompts)
         special = special_tokens(self.tokenizer)
         rows = [
             special.encode_text(valid_unicode(p), split=split_special_tokens, add_special_tokens=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -49,6 +49,7 @@ class TaskSet:
     are longer than task.max_prompt_tokens.
 
     sources    of a mixture: (weight, its share of `train`); else one
+    sets       task.eval.sets: tasks of other origin that are evaluated beside `held_out`
     """
 
     train: list[Task]
@@ -57,6 +58,55 @@ class TaskSet:
     leaked: int = 0
     sources: tuple[tuple[float, list[Task]], ...] = ()
     too_long: int = 0
+    sets: Mapping[str, list[Task]] = field(default_factory=dict)
+
+    @property
+    def evaluated(self) -> list[Task]:
+        """The tasks of all sets that are evaluated."""
+        return [*self.held_out, *(task for own in self.sets.values() for task in own)]
+
+    @property
+    def every_task(self) -> list[Task]:
+        return [*self.train, *self.evaluated]
+
+
+def load_evaluation_sets(
+    tables: Mapping[str, dict[str, Any]], tasks: TaskSet, *, env: str, trains: bool = True
+) -> TaskSet:
+    """`tasks` with task.eval.sets, whose tables are like task.data. A training task with the content of one is left
+    out, and counted as leaked, unless nothing is trained.
+    """
+    if not tables:
+        return tasks
+    sets = {name: _read_evaluation_set(name, table, env) for name, table in tables.items()}
+    if not trains:
+        return replace(tasks, sets=sets)
+    asked = [task for own in sets.values() for task in own]
+    contents = {content_key(question_text(task)) for task in asked}
+    leaked = overlapping_tasks(tasks.train, asked, GRAM)
+    leaked |= {task.id for task in tasks.train if content_key(question_text(task)) in contents}
+    train = [task for task in tasks.train if task.id not in leaked]
+    sources = tuple((weight, [task for task in own if task.id not in leaked]) for weight, own in tasks.sources)
+    if not train or not all(own for _, own in sources):
+        raise DataError(
+            "task.eval.sets leave nothing to train on, or nothing of a source: every task has the content of one of "
+            "theirs. Bring evaluation data that the training data does not contain"
+        )
+    gone = len(tasks.train) - len(train)
+    return replace(tasks, train=train, sources=sources, leaked=tasks.leaked + gone, sets=sets)
+
+
+def _read_evaluation_set(name: str, table: dict[str, Any], env: str) -> list[Task]:
+    settings = dict(table)
+    kind = settings.pop("kind", None)
+    if kind is None or kind == "mix":
+        raise ConfigError(f"task.eval.sets.{name} needs a kind, and not 'mix': give each source a set of its own")
+    for key in settings:
+        if key in ("holdout", "ngram", SPLIT) or key.startswith("eval_"):
+            raise ConfigError(f"task.eval.sets.{name}.{key} has no meaning: all tasks of a set are evaluated")
+    columns = DatasetColumns(*(_column_name(settings, key) for key in ("prompt", "answer", "image", "video")))
+    found, _ = _read_tasks(kind, settings, env, columns)
+    return [task for _, task in found.values()]
 
 
 def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
@@ -221,19 +271,19 @@ def _read_tasks(kind: str, settings: dict[str, Any], env: str, columns: DatasetC
 def _matches_filter(row: DatasetRow, wanted: dict[str, Any]) -> bool:
     if not isinstance(wanted, dict):
         raise ConfigError(f"task.data.where = {wanted!r}; it is a table: where = {{ level = [2, 4] }}")
-    for field, rule in wanted.items():
-        value = _nested_field(row.fields, field)
+    for name, rule in wanted.items():
+        value = _nested_field(row.fields, name)
         if value is None:
-            raise _missing_column(row, field, "where")
+            raise _missing_column(row, name, "where")
         if isinstance(rule, list):
             if len(rule) != 2:
-                raise ConfigError(f"task.data.where.{field} = {rule}; a range has two ends: [low, high]")
+                raise ConfigError(f"task.data.where.{name} = {rule}; a range has two ends: [low, high]")
             try:
                 if isinstance(value, str) or not rule[0] <= value <= rule[1]:
                     return False
             except TypeError as error:
                 raise ConfigError(
-                    f"task.data.where.{field} = {rule}, and {row.where} has {value!r:.60} there: {error}"
+                    f"task.data.where.{name} = {rule}, and {row.where} has {value!r:.60} there: {error}"
                 ) from error
         elif value != rule:
             return False

@@ -138,6 +138,11 @@ SOURCES = 24  # more different ones are a column of the data, and no mixture
 FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
     "score/reward_of_": ("reward", "mean reward of the tasks that one source of a mixture brought"),
     "eval/score_of_": ("reward", "mean reward on the held-out tasks of one source, at this version"),
+    "eval/": (
+        "reward",
+        "of one held-out set at this version: score, low and high; with task.eval.samples above 1 avg@k, and pass@k and "
+        "majority@k, which are shares",
+    ),
     "score/part_": ("reward", "mean of a named part, with its weight, over the trained answers"),
     "score/judge_": (
         "number",
@@ -294,6 +299,17 @@ def from_taken(taken: GroupsTaken) -> dict[str, float]:
     }
 
 
+def from_evaluation(event: Evaluated, *, main: bool) -> dict[str, float]:
+    """The numbers of one set: `eval/score` of the main one, `eval/aime/score` of another, `eval/aime/pass@4` of
+    every one that draws its tasks more than once.
+    """
+    own = f"eval/{event.profile}/"
+    prefix = "eval/" if main else own
+    row = {f"{prefix}score": event.score, f"{prefix}low": event.low, f"{prefix}high": event.high}
+    row |= {f"{prefix}score_of_{name}": score for name, score in event.of.items()}
+    return row | {f"{own}{name}": value for name, (value, _, _) in event.metrics.items()}
+
+
 class StepMetrics:
     """The reader that gathers events between two StepDones: `subscribe(StepMetrics(sink.write, progress.row).read)`.
 
@@ -306,6 +322,7 @@ class StepMetrics:
         self._guesses: list[Speculated] = []
         self._row: dict[str, float] = {}
         self._book: dict[str, int] = {}
+        self._main_set = ""
 
     def on_event(self, event: Event) -> None:
         match event:
@@ -336,11 +353,8 @@ class StepMetrics:
                     self._row[name] = self._row.get(name, 0.0) + seconds
                 self._row |= {f"mem/{event.worker}/{what}": n for what, n in event.memory.items()}
             case Evaluated():
-                self._write_row(
-                    event.step,
-                    {"eval/score": event.score, "eval/low": event.low, "eval/high": event.high}
-                    | {f"eval/score_of_{name}": score for name, score in event.of.items()},
-                )
+                self._main_set = self._main_set or event.profile  # of several sets the main one is told first
+                self._write_row(event.step, from_evaluation(event, main=event.profile == self._main_set))
             case StepDone():
                 self._write_row(event.step, self._complete_row(event))
                 self._finished, self._guesses, self._row = [], [], {}

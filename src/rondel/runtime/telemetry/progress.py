@@ -79,6 +79,7 @@ class ProgressPrinter:
         self._warned: set[str] = set()
         self._step, self._finished, self._last_sign = 0, 0, time.monotonic()
         self._supervised = False  # the last step
+        self._main_set = ""  # of several held-out sets the first
         self._share = True  # no reward outside [0, 1] was seen
 
     def __enter__(self) -> ProgressPrinter:
@@ -135,14 +136,20 @@ class ProgressPrinter:
         score, interval = score_text(event.score, share), interval_text(event.low, event.high, share)
         failed = f", {n} could not be scored and count as 0" if (n := event.request.get("failed")) else ""
         what = "" if share else "mean reward "
+        self._main_set = self._main_set or event.profile
+        whose = "" if event.profile == self._main_set else f" on {event.profile}"
+        draws = f", {event.draws} draws each" if event.draws > 1 else ""
         self.print_line(
-            f"eval after step {event.step}: {what}{score}  (95 % interval {interval}, {event.n} tasks, "
+            f"eval after step {event.step}{whose}: {what}{score}  (95 % interval {interval}, {event.n} tasks{draws}, "
             f"{event.seconds:.0f} s{failed})",
             style="cyan",
         )
+        if event.metrics:
+            told = ", ".join(f"{name} {value:.3g}" for name, (value, _, _) in event.metrics.items())
+            self.print_line(f"     {told}", style="cyan")
 
     def _print_row(self, step: int, row: dict[str, float]) -> None:
-        if "eval/score" in row:
+        if any(name.startswith("eval/") for name in row):
             return
         supervised = "loop/supervised" in row
         if supervised and not self._supervised:

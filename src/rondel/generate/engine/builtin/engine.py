@@ -189,7 +189,9 @@ class BuiltinEngine:
         self.serving.account.switch_to("score" if self.serving.has_stopped else "generate")
         try:
             images = RequestImages.from_request(request, self.loaded.sight) if request.media else None
-            return TokenScores(await self.serving.run(self.runner.score, request.tokens, images), version)
+            return TokenScores(
+                await self.serving.run(self.runner.score, request.tokens, images, request.adapter), version
+            )
         finally:
             self.serving.update_account()
 

@@ -69,8 +69,12 @@ class RequestValidator:
                     "images beside a draft model, which reads text alone: set engine.speculative.kind to 'ngram' or "
                     "'off'"
                 )
-        if request.adapter:
-            raise UserError(f"the built-in engine has no adapter '{request.adapter}'")
+        if request.adapter and (self.loaded.bank is None or request.adapter not in self.loaded.bank.served):
+            served = [] if self.loaded.bank is None else sorted(self.loaded.bank.served)
+            raise UserError(
+                f"the engine serves no adapter '{request.adapter}'; it serves "
+                f"{', '.join(served) if served else 'the model alone'}"
+            )
         if "experts" in request.wants and not self.runner.records:
             why = "it was made without routes=True" if self.loaded.routers else "this model is dense"
             raise UserError(f"the engine records no routed experts: {why}")

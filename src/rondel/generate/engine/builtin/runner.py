@@ -5,6 +5,7 @@ one sample for every request that needs it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ from rondel.system.kernel_choice import choose_kernel
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.draft import DraftModel
+    from rondel.models.adapter_rows import AdapterPass
     from rondel.models.compilation import CompiledModel
     from rondel.models.cuda_graphs import DecodeGraphs
     from rondel.models.fed_layout import BlockTable, FedLayout
@@ -63,6 +65,7 @@ class ModelRunner:
         self.table = torch.zeros(rows, 256, dtype=torch.int64)
         self.lines = lines_of(loaded, rows, pages.count)
         self.eyes = VisionEncoderCache(loaded)
+        self._adapted: AdapterPass | None = None  # whose tokens those of the last pass were
 
     @property
     def cache_bytes(self) -> int:
@@ -88,7 +91,7 @@ class ModelRunner:
             rows = torch.tensor(
                 [first + i for live, first in part for i in range(1 + len(live.guess))], device=self.device
             )
-            out += self._sample_tokens([live for live, _ in part], self.loaded.logits(hidden, rows))
+            out += self._sample_tokens([live for live, _ in part], self._logits(hidden, rows))
         return out
 
     def _sample_tokens(self, lives: list[SequenceState], logits: Tensor) -> Iterable[tuple[SequenceState, int, float]]:
@@ -153,19 +156,21 @@ class ModelRunner:
             channels.support.append(p.nonzero()[:, 0].tolist() if cut else None)
         note_behavior_top(p, channels)
         if channels.prompt_logprobs == [] or channels.prompt_top_logprobs == []:
-            scored, top = self._score_tokens(live.tokens[: live.prompt], live.gaze, channels.prompt_k)
+            scored, top = self._score_tokens(
+                live.tokens[: live.prompt], live.gaze, channels.prompt_k, live.request.adapter
+            )
             channels.prompt_logprobs = None if channels.prompt_logprobs is None else scored
             channels.prompt_top_logprobs = None if channels.prompt_top_logprobs is None else top
 
     @torch.inference_mode()
-    def score(self, tokens: list[int], gaze: RequestImages | None = None) -> list[float]:
+    def score(self, tokens: list[int], gaze: RequestImages | None = None, adapter: str = "") -> list[float]:
         """log p(token t | tokens before) through the paged path, on pages of its own:
         it needs no room and works asleep.
         """
-        return self._score_tokens(tokens, gaze)[0]
+        return self._score_tokens(tokens, gaze, adapter=adapter)[0]
 
     def _score_tokens(
-        self, tokens: list[int], gaze: RequestImages | None, top: int = 0
+        self, tokens: list[int], gaze: RequestImages | None, top: int = 0, adapter: str = ""
     ) -> tuple[list[float], list[list[tuple[int, float]]]]:
         """-> log p of each, 0 for the first; and the `top` likeliest in its place, none for the first."""
         n = len(tokens)
@@ -174,11 +179,11 @@ class ModelRunner:
         if self.states is not None:
             layout.states = SlotStates(StateMemory(1), [(0, n, 0, True)], self.device)
         at = where if gaze is None else torch.from_numpy(gaze.position_ids(0, n)).to(self.device)
-        hidden = self._forward_pass(ids, at, layout, [(0, n, gaze)])
+        hidden = self._forward_pass(ids, at, layout, [(0, n, gaze)], [(adapter, n)])
         out, likely = [0.0], [[]]  # type: list[float], list[list[tuple[int, float]]]
         for first in range(0, n - 1, ROWS):
             rows = where[first : min(first + ROWS, n - 1)]
-            logprobs = self.loaded.logits(hidden, rows).log_softmax(-1)
+            logprobs = self._logits(hidden, rows).log_softmax(-1)
             out += logprobs.gather(1, ids[rows + 1][:, None])[:, 0].tolist()
             if top:
                 values, best = logprobs.topk(top)
@@ -203,7 +208,9 @@ class ModelRunner:
             if f.live.pending_tokens == 0
         ]
         tape = self.loaded.routing_tape(longest=self.pages.count) if self.records else None
-        hidden = self._forward_pass(ids, at, layout, [(f.first, f.n, f.live.gaze) for f in [*chunks, *single]], tape)
+        feeds = [*chunks, *single]
+        whose = [(f.live.request.adapter, f.n) for f in feeds]
+        hidden = self._forward_pass(ids, at, layout, [(f.first, f.n, f.live.gaze) for f in feeds], whose, tape)
         if tape is not None:
             self.pages.note_routes(layout.write, tape.recorded_routes)
         return hidden, last
@@ -214,13 +221,26 @@ class ModelRunner:
         at: Tensor,
         layout: PagedLayout | FedLayout,
         fed: Sequence[tuple[int, int, RequestImages | None]],
+        whose: Sequence[tuple[str, int]],
         tape: RoutingTape | None = None,
     ) -> Tensor:
-        seen = self.eyes.gather_features(fed) if at.ndim == 2 else None
+        """`whose`: of the tokens in turn, the adapter that they are read with and how many they are."""
+        seen, bank = self.eyes.gather_features(fed) if at.ndim == 2 else None, self.loaded.bank
+        runs = [] if bank is None else [(bank.served[name] if name else None, n) for name, n in whose]
+        with nullcontext() if bank is None else bank.use(runs) as self._adapted:
+            return (
+                self.hidden(ids, at, layout)
+                if tape is None and seen is None
+                else self.loaded.hidden_states(ids, at, layout, tape, seen)
+            )
+
+    def _logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """[C, V] in fp32 of rows [C] of the last pass, with what their adapters add to the head."""
+        logits = self.loaded.logits(hidden, rows)
         return (
-            self.hidden(ids, at, layout)
-            if tape is None and seen is None
-            else self.loaded.hidden_states(ids, at, layout, tape, seen)
+            logits
+            if self._adapted is None
+            else self._adapted.add_to_logits(self.loaded.head.scale, hidden, rows, logits)
         )
 
     def pack_feeds(

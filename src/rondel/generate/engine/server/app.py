@@ -19,7 +19,16 @@ from starlette.routing import Route
 
 from rondel.core.errors import StalledError
 from rondel.generate.chat_apis.anthropic import error_body
-from rondel.generate.engine.server import broadcast, chat_endpoints, control, native, openai, text_endpoints, weights
+from rondel.generate.engine.server import (
+    adapters,
+    broadcast,
+    chat_endpoints,
+    control,
+    native,
+    openai,
+    text_endpoints,
+    weights,
+)
 from rondel.generate.engine.server.answers import RequestSamples
 from rondel.generate.engine.server.errors import refusal_response, to_refusal
 from rondel.generate.engine.server.fields import read_fields
@@ -46,6 +55,10 @@ CONTROL: dict[str, Handler] = {
     "/update_weights_from_ipc": weights.update_weights_from_ipc,
     "/init_weights_update_group": broadcast.init_weights_update_group,
     "/destroy_weights_update_group": broadcast.destroy_weights_update_group,
+    "/load_lora_adapter": adapters.load_adapter,
+    "/unload_lora_adapter": adapters.unload_adapter,
+    "/v1/load_lora_adapter": adapters.load_adapter,
+    "/v1/unload_lora_adapter": adapters.unload_adapter,
 }
 TEXT: dict[str, Handler] = {"/tokenize": text_endpoints.tokenize, "/detokenize": text_endpoints.detokenize}
 FACTS: dict[str, Handler] = {
@@ -66,13 +79,9 @@ def build_app(service: GenerationService) -> ServerAuth:
         return openai.model_list(service, born)
 
     async def one_model(request: Request) -> dict[str, Any]:
-        if request.path_params["name"] != service.name:
-            raise RequestRefusal(
-                404,
-                f"no model '{request.path_params['name'][:200]}' here; this server serves '{service.name}'",
-                code="model_not_found",
-            )
-        return openai.model_card(service, born)
+        name = request.path_params["name"]
+        service.adapter_called(name)
+        return openai.model_card(service, name, born)
 
     async def show_metrics(request: Request) -> Response:
         return Response(service.metrics.render_metrics(), media_type="text/plain; version=0.0.4")

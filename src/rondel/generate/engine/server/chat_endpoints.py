@@ -51,6 +51,8 @@ class StoredConversations(dict[str, list[dict[str, Any]]]):
 class ServedFields(ChatFields):
     """A client decides how its answer is drawn; a field that would have no effect is refused."""
 
+    adapter = ""
+
     def read_chat_request(
         self, said: Any, tools: list[dict[str, Any]] | None = None, *, limit: tuple[str, ...], stop: str = "stop"
     ) -> ChatRequest:
@@ -68,7 +70,7 @@ class ServedFields(ChatFields):
             draw["top_k"] = top_k
         self.names = [tool["function"]["name"] for tool in tools or []]
         asked = super().read_chat_request(said, tools, limit=limit, stop=stop)
-        asked.draw, asked.seed = draw, secrets.randbits(63)
+        asked.draw, asked.seed, asked.adapter = draw, secrets.randbits(63), self.adapter
         asked.required, asked.parallel = self.required, self.parallel
         return asked
 
@@ -118,6 +120,7 @@ class ServedSession:
             n=asked.n,
             seed=asked.seed,
             id=f"msg-{uuid4().hex}",
+            adapter=asked.adapter,
         )
         with service.reserve_queue_slots(asked.n):
             async with asyncio.timeout(service.limits.deadline):
@@ -152,14 +155,9 @@ def _handler(session: ServedSession, answer: Answer, chunks: Chunks) -> Callable
 
     async def handle_request(request: Request) -> Response:
         body = parse_body(await read_body(request, service.limits.body, remedy=BODY_REMEDY))
-        if (name := body.get("model", service.name)) != service.name:
-            raise RequestRefusal(
-                404,
-                f"no model '{str(name)[:200]}' here; this server serves '{service.name}'",
-                param="model",
-                code="model_not_found",
-            )
+        adapter = service.adapter_called(str(body.get("model", service.name)))
         f = ServedFields(body, Sampling(), _refuse_field)
+        f.adapter = adapter
         options = f.read_field("stream_options", dict, {})
         work: asyncio.Task[dict[str, Any]] = asyncio.create_task(answer(session, f))  # type: ignore[arg-type]  # a coroutine
         await finish_or_cancel(work, request.receive)

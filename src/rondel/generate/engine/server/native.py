@@ -55,6 +55,7 @@ def read_generate(f: RequestFields, service: GenerationService) -> NativeReply:
         n=p.read_integer("n", 1, 1, service.limits.samples),
         seed=read_seed(p, "sampling_seed"),
         id=rid or uuid4().hex,
+        adapter=service.adapter_called(f.read_string("lora_path")),
         stream=f.read_flag("stream"),
     )
     p.refuse_unknown_fields()
@@ -63,7 +64,7 @@ def read_generate(f: RequestFields, service: GenerationService) -> NativeReply:
     if logprobs:
         asked.top, asked.wants = top, frozenset({"prompt_logprobs"} if start == 0 else ())
     f.allow_only("return_text_in_logprobs", False)
-    for unknown in ("token_ids_logprob", "video_data", "audio_data", "lora_path", "session_params", "input_embeds"):
+    for unknown in ("token_ids_logprob", "video_data", "audio_data", "session_params", "input_embeds"):
         f.allow_only(unknown)
     f.allow_only("return_hidden_states", False)
     f.allow_only("return_routed_experts", False)

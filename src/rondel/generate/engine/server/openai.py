@@ -20,7 +20,6 @@ from rondel.generate.engine.server.fields import RequestFields
 from rondel.generate.engine.server.sampling_fields import BIGGEST, read_draw, read_prompts, read_seed
 from rondel.generate.engine.server.service import GenerationRequest, GenerationService
 from rondel.generate.engine.server.tool_calls import CallReader, call_fields, call_grammar
-from rondel.system.http.response import RequestRefusal
 from rondel.text.special_tokens import SPLIT
 
 HARMLESS = frozenset(
@@ -70,14 +69,7 @@ def read_chat(f: RequestFields, service: GenerationService) -> CompletionReply:
 def _read_common_fields(
     f: RequestFields, service: GenerationService, *, default_tokens: int | None
 ) -> GenerationRequest:
-    model = f.read_string("model", service.name)
-    if model != service.name:
-        raise RequestRefusal(
-            404,
-            f"no model '{str(model)[:200]}' here; this server serves '{service.name}'",
-            param="model",
-            code="model_not_found",
-        )
+    adapter = service.adapter_called(f.read_string("model", service.name))
     draw = read_draw(f)
     draw["min_tokens"] = f.read_integer("min_tokens", 0, 0, BIGGEST)
     draw["grammar"] = _structured_grammar(f)
@@ -95,6 +87,7 @@ def _read_common_fields(
         n=f.read_integer("n", 1, 1, service.limits.samples),
         seed=read_seed(f),
         id=f.read_string("rid") or "",
+        adapter=adapter,
         stream=f.read_flag("stream"),
     )
 
@@ -249,7 +242,7 @@ class CompletionReply:
             "id": self.asked.id,
             "object": kind,
             "created": int(time.time()),
-            "model": self.service.name,
+            "model": self.asked.adapter or self.service.name,
             "weight_version": self.service.engine.version,
         }
 
@@ -317,14 +310,17 @@ def _token_logprob(text: str, logprob: float) -> dict[str, Any]:
 
 
 def model_list(service: GenerationService, born: int) -> dict[str, Any]:
-    return {"object": "list", "data": [model_card(service, born)]}
+    return {"object": "list", "data": [model_card(service, name, born) for name in (service.name, *service.adapters)]}
 
 
-def model_card(service: GenerationService, born: int) -> dict[str, Any]:
+def model_card(service: GenerationService, name: str, born: int) -> dict[str, Any]:
+    """Of the model, or of an adapter on it."""
     return {
-        "id": service.name,
+        "id": name,
         "object": "model",
         "created": born,
         "owned_by": "rondel",
+        "root": name,
+        "parent": None if name == service.name else service.name,
         "max_model_len": service.max_context_tokens,
     }

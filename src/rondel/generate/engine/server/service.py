@@ -67,6 +67,7 @@ class GenerationRequest:
     n: int = 1
     seed: int = 0
     id: str = ""
+    adapter: str = ""  # that the base is read with
     stream: bool = False
     top: int = 0  # how many of the likeliest tokens are told beside each
     wants: frozenset[str] = frozenset()
@@ -109,6 +110,25 @@ class GenerationService:
     def max_context_tokens(self) -> int:
         """Tokens that a prompt and its answer can have together."""
         return min(self.engine.loaded.max_context, self.engine.pages.count)
+
+    @property
+    def adapters(self) -> list[str]:
+        """That are served beside the model, under names of their own."""
+        bank = self.engine.loaded.bank
+        return [] if bank is None else list(bank.served)
+
+    def adapter_called(self, model: str | None) -> str:
+        """The adapter that a client means by a model's name, "" for the model itself. RequestRefusal: there is none."""
+        if model is None or model == self.name:
+            return ""
+        if model in self.adapters:
+            return model
+        raise RequestRefusal(
+            404,
+            f"no model '{model[:200]}' here; this server serves {', '.join(repr(n) for n in [self.name, *self.adapters])}",
+            param="model",
+            code="model_not_found",
+        )
 
     @property
     def call_format(self) -> CallFormat:
@@ -192,7 +212,13 @@ class GenerationService:
                 reader = IncrementalDetokenizer(self._decode_tokens, ()) if asked.stream else None
                 answer = SampleAnswer(i * asked.n + j, prompt, stops, reader)
                 request = Request(
-                    prompt, sampling, key=sample_key(asked.seed, i, j), id=asked.id, wants=wants, media=media
+                    prompt,
+                    sampling,
+                    key=sample_key(asked.seed, i, j),
+                    adapter=asked.adapter,
+                    id=asked.id,
+                    wants=wants,
+                    media=media,
                 )
                 request.deadline = self.limits.deadline
                 pairs.append((answer, request))

@@ -1,0 +1,139 @@
+"""The engine of a server: a model, its adapters and its cache on a device of its own."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process
+from rondel.assemble.worker_devices import usable_cores
+from rondel.assemble.workers import pages_of
+from rondel.core.errors import UserError
+from rondel.core.protocols import Transport
+from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.generate.engine.notebook import speculation_of
+from rondel.generate.engine.server.service import RequestLimits
+from rondel.models.adapter_bank import AdapterBank
+from rondel.models.cuda_graphs import serving_pass
+from rondel.models.load import load_model
+from rondel.models.loaded_model import LoadedModel
+from rondel.runtime.cluster.process import ProcessCluster
+from rondel.runtime.devices import Device, pick_device
+from rondel.sync.from_ipc import FromIpc
+
+PATIENCE = 60.0  # seconds that one process of an engine waits for another
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What `rondel serve` was asked."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str = ""
+    name: str = ""
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    kv_pages: int | str = "auto"
+    max_running: int = 64
+    prefill_tokens: int = 2048
+    speculative: str = "off"
+    tp: int = 1
+    compile: bool = False
+    drain: float = 30.0
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    adapters: dict[str, str] | None = (
+        None  # {name: folder} on the one base; None: none can be served, {}: some may come
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEngine:
+    """what: said of it when it listens"""
+
+    engine: BuiltinEngine
+    device: Device
+    name: str
+    what: str
+
+
+def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: ExitStack) -> ServedEngine:
+    """A model in an engine on a device of its own, until `ends` closes."""
+    device_name = pick_device(settings.device)
+    own, threads = _rank_devices(device_name, settings), settings.threads
+    if settings.tp > 1 and threads is None:
+        threads = max(1, len(usable_cores()) // settings.tp)
+    device, ranks = Device(own[0], threads), None
+    ends.callback(device.close)
+    transports: dict[str, Transport] = {"ipc": FromIpc()}
+    if settings.tp == 1:
+        loaded = device.call(lambda: load_model(model, dtype=settings.dtype, device=device_name))
+    else:
+        cluster = partial(ProcessCluster, patience=PATIENCE)
+        ranks = EngineRanks(RankSettings("engine", own, cluster, threads), end_process, transports)
+        ends.callback(ranks.close, device)
+        loaded = ranks.load(model, settings.dtype, device)
+    _load_adapters(loaded, settings, device)
+    speculation = device.call(lambda: speculation_of(settings.speculative, dtype=settings.dtype, device=device_name))
+    draft = speculation.draft if speculation else None
+    pages = pages_of(
+        [loaded, draft.loaded] if draft else [loaded],
+        wanted=settings.kv_pages,
+        max_running=settings.max_running,
+        longest=loaded.max_context,
+        prefill=settings.prefill_tokens,
+        own=device_name.startswith("cuda"),
+        staged=True,
+    )
+    engine = BuiltinEngine(
+        loaded,
+        run=device.run,
+        kv_pages=pages.value,
+        max_running=settings.max_running,
+        prefill_tokens=settings.prefill_tokens,
+        speculation=speculation,
+        compiled=device.call(serving_pass, loaded, settings.max_running) if settings.compile else None,
+        transports=transports,
+        ranks=None if ranks is None else ranks.lead,
+    )
+    name = settings.name or (Path(model).name if isinstance(model, str) and Path(model).is_dir() else loaded.name)
+    what = f"{name}, {str(loaded.dtype).removeprefix('torch.')} on {device_name}, {pages.value} cache pages"
+    adapters = "" if loaded.bank is None or not loaded.bank.served else f", adapters {', '.join(loaded.bank.served)}"
+    return ServedEngine(engine, device, name, what + adapters)
+
+
+def _load_adapters(loaded: LoadedModel, settings: ServerSettings, device: Device) -> None:
+    """Those that are asked for by name, or room for those to come."""
+    if settings.adapters is None:
+        return
+    if settings.tp > 1 or settings.compile:
+        raise UserError(
+            "adapters of single requests are read by one process, operation by operation: leave out --tp and --compile"
+        )
+    bank = device.call(AdapterBank, loaded)
+    for name, folder in settings.adapters.items():
+        device.call(bank.load, name, folder)
+
+
+def _rank_devices(device: str, settings: ServerSettings) -> tuple[str, ...]:
+    """Of each process of the engine."""
+    if settings.tp == 1:
+        return (device,)
+    if settings.compile:
+        raise UserError(
+            f"--compile with --tp {settings.tp}: an engine of several processes runs its passes operation by operation; leave it out"
+        )
+    if device == "cpu":
+        return (device,) * settings.tp
+    first, there = int(device.partition(":")[2] or 0), torch.cuda.device_count()
+    if first + settings.tp > there:
+        raise UserError(
+            f"--tp {settings.tp} asks for that many GPUs from number {first} on, and this machine has {there}: use fewer"
+        )
+    return tuple(f"cuda:{first + i}" for i in range(settings.tp))

@@ -1,0 +1,51 @@
+"""`rondel serve MODEL --training`: one base, its device and its engine behind the training API, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rondel.assemble.served_engine import ServerSettings, open_engine
+from rondel.core.errors import UserError
+from rondel.runtime.devices import prepare_process
+from rondel.system.http.server import bind_socket
+from rondel.training_api.app import build_app
+from rondel.training_api.process import serve_app
+from rondel.training_api.service import AdapterService
+
+
+def serve_training(
+    model: str | dict[str, Any],
+    settings: ServerSettings,
+    *,
+    folder: str | Path,
+    key: str,
+    ready: Callable[[str, int, str], None],
+) -> None:
+    """Returns when it is told to end. `ready(host, port, what)` is called when it listens."""
+    if settings.speculative != "off":
+        raise UserError("--speculative with --training: guesses are verified against one set of weights; leave it out")
+    prepare_process()
+    sock = bind_socket(settings.host, settings.port, api_key=key)
+    with ExitStack() as ends:
+        ends.callback(sock.close)
+        served = open_engine(model, replace(settings, adapters=settings.adapters or {}), ends)
+        engine = served.engine
+        host, port = sock.getsockname()[:2]
+
+        async def main() -> None:
+            name = settings.name or (model if isinstance(model, str) else served.name)
+            room = min(engine.loaded.max_context, engine.pages.count)
+            backend = AdapterService(engine.loaded, engine, run=served.device.run, name=name, cache_tokens=room)
+            try:
+                app = build_app(backend, Path(folder), key)
+                await serve_app(app, sock, ready=lambda: ready(host, port, served.what))
+            finally:
+                await engine.pause("abort")
+                await backend.close()
+
+        asyncio.run(main())

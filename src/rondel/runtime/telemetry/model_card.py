@@ -1,0 +1,100 @@
+"""The model card of an exported checkpoint, from the journal and recipe of its run: what it is, and how to load it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from rondel.core.config.old_recipe import translate_moved_keys
+from rondel.core.errors import UserError
+from rondel.runtime.journal.log import drop_repeated_events, read_history, read_recipe
+from rondel.runtime.telemetry.card import markdown_table
+from rondel.runtime.telemetry.scores import interval_text, is_share, score_text
+
+Event = dict[str, Any]
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+LOAD = {
+    "model": 'from transformers import AutoModelForCausalLM, AutoTokenizer\n\nmodel = AutoModelForCausalLM.from_pretrained("{name}")\n'
+    'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+    "adapter": 'from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained("{name}")',
+}
+
+
+def write_model_card(run: Path, step: int, into: Path, *, name: str = "", form: str = "") -> str:
+    """README.md of the exported folder. name: what it is loaded by, its folder where left out. -> its text."""
+    try:
+        events = drop_repeated_events(read_history(run))
+    except UserError:  # a checkpoint whose journal was moved away
+        events = []
+    recipe = read_recipe(run)
+    translate_moved_keys(recipe)
+    adapter = (into / "adapter_config.json").is_file()
+    text = render_model_card(recipe, events, step, name=name or str(into), adapter=adapter, form=form)
+    (into / "README.md").write_text(text, encoding="utf-8", errors="replace")
+    return text
+
+
+def render_model_card(
+    recipe: dict[str, Any], events: list[Event], step: int, *, name: str, adapter: bool = False, form: str = ""
+) -> str:
+    """The page, with the metadata that hubs read above it."""
+    base = recipe.get("model", {}).get("path", "not recorded")
+    shown = json.dumps(base) if isinstance(base, dict) else str(base)
+    facts: dict[str, Any] = next((e["facts"] for e in reversed(events) if e["kind"] == "RunStarted"), {})
+    meta = [
+        "---",
+        f"library_name: {'peft' if adapter else 'transformers'}",
+        "tags:",
+        "- reinforcement-learning",
+        "- rondel",
+    ]
+    if isinstance(base, str) and HUB_ID.fullmatch(base):
+        meta.insert(1, f"base_model: {base}")
+    algo, loop, data = (recipe.get(part, {}) for part in ("algo", "loop", "task"))
+    tasks = facts.get("tasks", {})
+    rows = [
+        ("base model", shown),
+        ("kind", "LoRA adapter" if adapter else f"whole model, weights in {form}" if form else "whole model"),
+        ("algorithm", f"{algo.get('kind', 'not recorded')}, {algo.get('group_size', '?')} answers a task"),
+        ("steps", f"{step}, {loop.get('groups_per_step', '?')} tasks each, of them supervised "
+                  f"{min(step, loop.get('warmup', {}).get('steps', 0))}"),
+        ("data", f"{_shorten(data.get('data', {}))}; {tasks.get('train', '?')} tasks to train on"),
+        ("reward", _shorten(data.get("reward", "number"))),
+        ("seed", str(facts.get("seed", loop.get("seed", "?")))),
+        ("software", ", ".join(f"{k} {v}" for k, v in facts.get("versions", {}).items()) or "not recorded"),
+    ]  # fmt: skip
+    way = LOAD["adapter" if adapter else "model"].format(name=name)
+    serve = "" if adapter else f"\n\n```bash\nvllm serve {name}\nrondel serve {name}\n```"
+    return (
+        "\n".join([*meta, "---"])
+        + f"\n\n# {Path(name).name}\n\nPost-trained with reinforcement learning by Rondel.\n\n"
+        + markdown_table(("what", "which"), rows)
+        + "\n\n## Held-out figures\n\n"
+        + _held_out(events, step)
+        + f"\n\n## How to load it\n\n```python\n{way}\n```{serve}\n"
+    )
+
+
+def _held_out(events: list[Event], step: int) -> str:
+    """Every set before training, and at this step."""
+    rows = []
+    for e in events:
+        if e["kind"] == "Evaluated" and e["step"] in (0, step):
+            share = is_share(e)
+            when = f"after step {step}" if e["step"] else "before training"
+            draws = f"{e['n']} tasks" + (f", {e['draws']} draws each" if e.get("draws", 1) > 1 else "")
+            rows.append((e["profile"], when, "score" if share else "mean reward", score_text(e["score"], share),
+                         interval_text(e["low"], e["high"], share), draws))  # fmt: skip
+            for metric, (value, low, high) in e.get("metrics", {}).items():
+                own = share or not metric.startswith("avg@")
+                rows.append((e["profile"], when, metric, score_text(value, own), interval_text(low, high, own), draws))
+    if not rows:
+        return "This checkpoint was not evaluated in its run."
+    return markdown_table(("set", "when", "metric", "value", "95 % interval", "of"), rows)
+
+
+def _shorten(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 200 else f"{text[:200]} ..."

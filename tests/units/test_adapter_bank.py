@@ -1,0 +1,120 @@
+"""Several adapters on one base: each request reads its own, as if it were alone with a merged model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kits.adapter_bank import FAMILIES, banked, merged, noisy
+from kits.engine import all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt
+from rondel.core.errors import ModelError, UserError
+from rondel.models.adapter_bank import AdapterBank
+from rondel.models.adapter_bank_files import read_weights, save_weights
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_each_request_reads_its_own(kind: str) -> None:
+    """Greedy tokens and logprobs of four models in one batch, prompts shared, against merged modules one by one."""
+    loaded, plain = banked(kind, head=kind != "gemma2")
+    served = [None, *loaded.bank.served.values()]
+    e = engine(loaded, max_running=12)
+    asked = [
+        replace(ask(prompt(7, 21) + prompt(i, 3), n=8, temperature=0.0), adapter="" if w is None else w.name)
+        for i in range(3)
+        for w in served
+    ]
+    done = asyncio.run(all_of(e, asked))
+    idle(e)
+    for request, completion in zip(asked, done):
+        oracle = merged(plain, loaded.bank.served.get(request.adapter))
+        whole = [*request.tokens, *completion.tokens]
+        wanted = plain_logprobs(oracle, whole)[len(request.tokens) - 1 :]
+        likeliest = plain_logits(oracle, whole)[len(request.tokens) - 1 : -1].argmax(-1)
+        assert likeliest.tolist() == list(completion.tokens)
+        assert list(completion.logprobs) == pytest.approx(wanted, abs=1e-4)
+    assert len({tuple(c.logprobs) for c in done[:4]}) == 4, "the adapters should not all say the same"
+
+
+def test_cached_prefixes_are_of_one_adapter() -> None:
+    loaded, _ = banked()
+    e = engine(loaded)
+    first = asyncio.run(e.generate(replace(ask(prompt(1, 40)), adapter="a1")))
+    again = asyncio.run(e.generate(replace(ask(prompt(1, 40)), adapter="a1")))
+    other = asyncio.run(e.generate(replace(ask(prompt(1, 40)), adapter="a2")))
+    assert (first.cached_tokens, again.cached_tokens, other.cached_tokens) == (0, 39, 0)
+    assert list(first.tokens) == list(again.tokens)
+
+
+def test_scores_and_prompt_logprobs_read_the_adapter() -> None:
+    loaded, plain = banked()
+    e, tokens = engine(loaded), prompt(3, 30)
+    wanted = plain_logprobs(merged(plain, loaded.bank.served["a2"]), tokens)
+    scored = asyncio.run(e.score(replace(ask(tokens), adapter="a2")))
+    told = asyncio.run(e.generate(replace(ask(tokens), adapter="a2", wants=frozenset({"prompt_logprobs"}))))
+    assert scored.logprobs[1:] == pytest.approx(wanted, abs=1e-4)
+    assert told.prompt_logprobs[1:] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_what_is_not_served_is_refused_and_a_name_means_one_thing() -> None:
+    loaded, _ = banked(adapters=1)
+    e = engine(loaded)
+    with pytest.raises(UserError, match="serves no adapter 'b'; it serves a1"):
+        asyncio.run(e.generate(replace(ask(prompt(1, 4)), adapter="b")))
+    with pytest.raises(ModelError, match="served already"):
+        loaded.bank.add(noisy(loaded.bank, "a1", 5))
+
+
+def test_files_are_those_of_peft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    loaded, plain = banked(adapters=2, head=False)
+    weights, tokens = loaded.bank.served["a2"], torch.tensor([prompt(4, 12)])
+    save_weights(loaded, weights, tmp_path)
+    wanted = plain_logits(merged(plain, weights), tokens[0].tolist())
+    base = merged(plain, None).model
+    base.set_attn_implementation("eager")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path)
+    with torch.no_grad():
+        assert torch.allclose(theirs(tokens, use_cache=False).logits[0].double(), wanted, atol=1e-4)
+    back = read_weights(loaded, "back", tmp_path)
+    assert back.scale == weights.scale and all(
+        torch.equal(x, y) for name in weights.layers for x, y in zip(weights.layers[name], back.layers[name])
+    )
+
+
+def test_files_that_say_more_than_lora_or_another_base_are_refused(tmp_path: Path) -> None:
+    loaded, _ = banked(adapters=1)
+    save_weights(loaded, loaded.bank.served["a1"], tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(ModelError, match="use_dora = True: only plain LoRA"):
+        read_weights(loaded, "x", tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    other, _ = banked(adapters=0)
+    with torch.no_grad():
+        other.model.get_input_embeddings().weight[0, 0] += 1
+    with pytest.raises(ModelError, match="with other bits"):
+        read_weights(other, "x", tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    save_file(
+        tensors | {"base_model.model.x.lora_magnitude_vector": torch.ones(3)}, tmp_path / "adapter_model.safetensors"
+    )
+    with pytest.raises(ModelError, match="no part of a plain LoRA"):
+        read_weights(loaded, "x", tmp_path)
+    with pytest.raises(ModelError, match="is no adapter"):
+        read_weights(loaded, "x", tmp_path / "nowhere")
+
+
+def test_a_base_with_an_adapter_of_its_own_carries_no_bank() -> None:
+    pytest.importorskip("peft")
+    from rondel.models.adapters import add_adapter
+
+    _, plain = banked(adapters=0)
+    add_adapter(plain, rank=2, alpha=4)
+    with pytest.raises(ModelError, match="merge it first"):
+        AdapterBank(plain)

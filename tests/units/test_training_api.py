@@ -1,0 +1,208 @@
+"""The training API without a model: order, repetition, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kits.training_backend import CountingBackend
+from rondel.core.errors import UserError
+from rondel.training_api import clients as clients_module
+from rondel.training_api.backend import Adam, Example, SampleSettings
+from rondel.training_api.clients import Clients, ServedWeights
+from rondel.training_api.promises import InOrder, Promises
+from rondel.training_api.protobuf import decode_message, encode_message, packed_varints, read_varints
+from rondel.training_api.store import Store, expiry
+from rondel.training_api.wire import ForwardRequest, read_forward_request
+
+NUMBERS = st.integers(0, 2**64 - 1)
+FACTS = {"user_metadata": None, "display_name": None}
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.one_of(NUMBERS, st.binary()))), st.lists(NUMBERS))
+def test_messages_come_back(fields, numbers):
+    sent = {}
+    for number, value in fields:
+        sent.setdefault(number, []).append(value)
+    assert decode_message(encode_message(fields)) == sent
+    assert read_varints([packed_varints(numbers)]) == numbers
+
+
+@given(st.binary())
+def test_bytes_that_are_no_request_are_refused_and_nothing_worse(data):
+    with suppress(UserError):
+        read_forward_request(data)
+
+
+def test_google_reads_what_is_written_and_the_other_way_round():
+    pb = pytest.importorskip("tinker.proto.tinker_public_pb2")
+    request = pb.ForwardBackwardRequest(model_id="m", seq_id=7, loss_fn="ppo", forward_only=True)
+    request.loss_fn_config["beta"] = 0.25
+    one = request.data.add()
+    one.model_input.add().encoded_text.tokens = np.array([3, 4, 70000], np.int32).tobytes()
+    targets, sparse = one.loss_fn_inputs["target_tokens"], one.loss_fn_inputs["weights"]
+    targets.dense, targets.dtype = np.array([[4, 1], [5, 2], [6, 3]], np.int64).tobytes(), pb.DTYPE_INT64
+    targets.shape.extend([3, 2])
+    csr = sparse.sparse_csr
+    csr.values, csr.crow_indices = np.array([0.5, 2], np.float32).tobytes(), np.array([0, 1, 1, 2]).tobytes()
+    csr.col_indices, sparse.dtype = np.array([1, 0]).tobytes(), pb.DTYPE_FLOAT32
+    sparse.shape.extend([3, 2])
+    read = read_forward_request(request.SerializeToString())
+    assert (read.model, read.number, read.loss, read.config, read.backward) == ("m", 7, "ppo", {"beta": 0.25}, False)
+    assert list(read.examples[0].tokens) == [3, 4, 70000] and read.examples[0].targets.tolist() == [
+        [4, 1],
+        [5, 2],
+        [6, 3],
+    ]
+    assert read.examples[0].inputs["weights"].tolist() == [[0, 0.5], [0, 0], [2, 0]]
+    csr.col_indices = np.array([1, 9]).tobytes()
+    with pytest.raises(UserError, match="indices do not fit its shape"):
+        read_forward_request(request.SerializeToString())
+
+
+def test_requests_are_computed_in_the_order_of_their_numbers():
+    async def go():
+        order, done = InOrder(1), []
+
+        async def work(number):
+            done.append(number)
+            return {}
+
+        waiting = [asyncio.create_task(order.run(n, lambda n=n: work(n))) for n in (4, 2, 5)]
+        await asyncio.sleep(0.01)
+        assert done == []
+        await order.skip(3)  # it was refused on arrival
+        await order.run(1, lambda: work(1))
+        await asyncio.gather(*waiting)
+        assert done == [1, 2, 4, 5]
+
+    asyncio.run(go())
+
+
+def test_what_is_sent_twice_is_computed_once_and_failures_are_results():
+    async def go():
+        promises, count = Promises(), [0]
+
+        async def work():
+            count[0] += 1
+            await asyncio.sleep(0.01)
+            if count[0] > 1:
+                raise UserError("no")
+            return {"n": count[0]}
+
+        assert promises.post("a", work) is promises.post("a", work)
+        assert await promises.retrieve("a", 0.0) is None
+        assert await promises.retrieve("a", 1.0) == await promises.retrieve("a", 1.0) == {"n": 1}
+        promises.post("b", work)
+        assert await promises.retrieve("b", 1.0) == {"error": "no", "category": "user"}
+        with pytest.raises(KeyError):
+            await promises.retrieve("c", 0.0)
+
+    asyncio.run(go())
+
+
+def test_checkpoints_are_whole_or_not_there(tmp_path):
+    store = Store(tmp_path)
+    store.create_run("s:train:0", {"rank": 4})
+    with pytest.raises(RuntimeError), store.new_checkpoint("s:train:0", "weights", "a", {}, overwrite=False) as folder:
+        (folder / "half").write_text("x")
+        raise RuntimeError("the disk is full")
+    assert store.checkpoints() == []
+    left = tmp_path / "runs" / "s_train_0" / "weights" / ".new-killed"
+    left.mkdir()
+    with store.new_checkpoint("s:train:0", "weights", "a", {}, overwrite=False) as folder:
+        (folder / "x").write_text("12345")
+    again = Store(tmp_path)
+    assert not left.exists()
+    [card] = again.checkpoints("s:train:0")
+    assert (card["tinker_path"], card["size_bytes"]) == ("tinker://s:train:0/weights/a", 5)
+    with (
+        pytest.raises(UserError, match="exists already"),
+        store.new_checkpoint("s:train:0", "weights", "a", {}, overwrite=False),
+    ):
+        pass
+    again.change_note("s:train:0", "weights", "a", expires=time.time() - 1)
+    with pytest.raises(KeyError, match="has expired"):
+        again.place("tinker://s:train:0/weights/a")
+    assert again.checkpoints() == []
+    for bad in ("..", "a/b", ".new-x", "", "x" * 200):
+        with pytest.raises(UserError), store.new_checkpoint("s:train:0", "weights", bad, {}, overwrite=False):
+            pass
+    for address in ("tinker://../weights/a", "tinker://x/other/a", "/etc/passwd", "tinker://a/weights/../../b"):
+        with pytest.raises((UserError, KeyError)):
+            store.place(address)
+    for ttl in (10, 10**12):
+        with pytest.raises(UserError, match="from 3600"):
+            expiry(ttl)
+
+
+async def model_of(clients, number=0):
+    session = clients.create_session(dict(FACTS))
+    name = (await clients.create_model(session, number, {"rank": 4}, None).task)["model_id"]
+    return clients.models[name]
+
+
+def test_a_client_has_its_adapter_its_order_and_its_snapshots(tmp_path, monkeypatch):
+    monkeypatch.setattr(clients_module, "SERVED", 2)
+
+    async def go():
+        backend = CountingBackend()
+        clients = Clients(backend, tmp_path)
+        model = await model_of(clients)
+        one = Example([1, 2, 3], np.array([1, 2, 3]))
+        parts = [clients.forward(ForwardRequest(model.id, n, [one], "x", {}, True)) for n in (2, 1)]
+        again = clients.forward(ForwardRequest(model.id, 2, [one], "x", {}, True))
+        step = clients.optim_step(model, 3, Adam(1.0))
+        assert again is parts[0] and (await step.task)["metrics"] == {"bias": 6.0}
+        samplers = []
+        for number in range(4, 9):
+            done = await clients.save_for_sampler(model, number, {"sampling_session_seq_id": number}).task
+            samplers.append(clients.sampler(done["sampling_session_id"]))
+        assert len(backend.served) == 2, "the others lie on the disk"
+        await clients.sample("x", 1, samplers[0].reads, [1], SampleSettings()).task
+        assert len(backend.served) == 2 and samplers[0].reads.address in backend.served
+        first = await clients.save_for_sampler(model, 9, {"sampling_session_seq_id": 90, "kind": "inflight"}).task
+        moved = await clients.save_for_sampler(model, 10, {"sampling_session_seq_id": 91, "kind": "inflight"}).task
+        follows = clients.sampler(first["sampling_session_id"])
+        assert follows.reads.address == moved["path"] != first["path"]
+        with pytest.raises(KeyError, match="there is no checkpoint"):
+            await clients.sample("x", 2, ServedWeights(f"tinker://{model.id}/weights/none"), [1], SampleSettings()).task
+        await clients.close()
+        lines = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
+        assert [line["what"] for line in lines[:4]] == [
+            "create_model",
+            "forward_backward",
+            "forward_backward",
+            "optim_step",
+        ]
+        assert "there is no checkpoint" in lines[-1]["failed"]
+        assert json.loads((tmp_path / "card.json").read_text())["trained_tokens"] == 6
+
+    asyncio.run(go())
+
+
+def test_silent_sessions_end_and_there_is_an_end_to_adapters(tmp_path, monkeypatch):
+    monkeypatch.setattr(clients_module, "TRAINED", 2)
+
+    async def go():
+        backend = CountingBackend()
+        clients = Clients(backend, tmp_path)
+        first = await model_of(clients)
+        await model_of(clients)
+        with pytest.raises(UserError, match="2 adapters are trained here already"):
+            await model_of(clients)
+        clients.sessions[first.id.partition(":")[0]].heard -= 2 * clients_module.SILENCE
+        clients.create_session(dict(FACTS))
+        await asyncio.sleep(0.05)
+        assert first.id not in clients.models and len(backend.bias) == 1
+        await model_of(clients)
+        await clients.close()
+
+    asyncio.run(go())
