@@ -60,6 +60,11 @@ TITLES = {
     "arXiv:2606.22600": "IW-OPD",
     "arXiv:2602.07078": "Optimal token baseline",
     "arXiv:2605.15155": "SDAR",
+    "arXiv:2609.20807": "Score centering",
+    "arXiv:2601.19897": "SDFT",
+    "arXiv:2601.18734": "OPSD",
+    "arXiv:2601.20802": "SDPO",
+    "arXiv:2604.03128": "RLSD",
     "https://github.com/areal-project/AReaL/pull/1600": "AReaL",
 }
 ORACLES = {  # beside the one of every row: the test of what is its own
@@ -113,6 +118,11 @@ ORACLES = {  # beside the one of every row: the test of what is its own
     "echo": "test_echo_learns_the_tokens_that_came_back_as_a_likelihood_of_their_own",
     "otb": "test_the_baseline_of_a_place_has_the_least_variance_there",
     "iw_opd": "test_early_tokens_are_taught_more",
+    "score_centering": "test_what_is_the_same_for_every_draw_moves_nothing",
+    "sdft": "test_whole_distributions_are_compared_with_what_it_would_have_said",
+    "opsd": "test_whole_distributions_are_compared_with_what_it_would_have_said",
+    "sdpo": "test_the_policy_reads_the_context_and_scores_the_same_answer",
+    "rlsd": "test_rlsd_takes_the_direction_from_the_reward_and_the_size_from_the_teacher",
     "sdar": "test_sdar_learns_what_the_teacher_finds_likelier",
     "luffy": "test_luffy_weighs_a_demonstrated_token_by_how_undecided_the_policy_is_about_it",
 }

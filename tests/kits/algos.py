@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rondel.algos import aggregate, correction, kl, table
-from rondel.algos.centered_surrogates import CenteredScore
 from rondel.algos.correction import Importance
 from rondel.algos.distill import FullDistill, ScaledAdvantage
 from rondel.algos.entropy import EntropyBonus
@@ -18,6 +17,7 @@ from rondel.algos.group_advantages import AgentBaseline, Redistribute
 from rondel.algos.mask_corrections import BinaryKlMask
 from rondel.algos.masked_surrogates import ClipCov, KlCov
 from rondel.algos.objective import objective
+from rondel.algos.off_policy_surrogates import CenteredScore
 from rondel.algos.precompute import counted_tokens, decide_update
 from rondel.algos.reward_transforms import Overlong
 from rondel.algos.scored_samples import ScoredSamples

@@ -666,6 +666,14 @@ def test_what_of_verl_cannot_be_said_is_named():
         ("verl", {"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo"}, "gspo_token", {"low": 0.2, "high": 0.2}),
         ("verl", {"actor_rollout_ref.actor.policy_loss.loss_mode": "cispo"}, "cispo", {"low": 0.2, "high": 0.2}),
         ("verl", {"actor_rollout_ref.actor.policy_loss.loss_mode": "kl_cov"}, "kl_cov", {"share": 0.0002, "coef": 0.1}),
+        (
+            "verl",
+            {"actor_rollout_ref.actor.policy_loss.loss_mode": "up", f"{VERL_ACTOR}.clip_ratio_c": 4.0},
+            "up",
+            {"dual": 4.0},
+        ),
+        ("verl", {"algorithm.adv_estimator": "optimal_token_baseline"}, "otb", {"kind": "clip", "dual": 3.0}),
+        ("verl", {"algorithm.adv_estimator": "tir_optimal_token_baseline"}, "otb", {"kind": "clip", "dual": 3.0}),
         ("openrlhf", {"actor.policy_loss_type": "gspo"}, "gspo", {"low": 0.2, "high": 0.2}),
     ],
 )
@@ -721,16 +729,16 @@ def test_ppo_of_the_peers_is_a_row_with_its_critic():
 def test_a_row_that_does_not_exist_is_named_and_nothing_else_is_trained():
     report = translate_config(
         VERL,
-        {"algorithm.adv_estimator": "optimal_token_baseline", "actor_rollout_ref.actor.clip_ratio_high": 0.3},
+        {"algorithm.adv_estimator": "other_baseline", "actor_rollout_ref.actor.clip_ratio_high": 0.3},
         ROWS,
     )
     assert {line.key for line in report.open_questions} >= {"algo.kind"} and "does not exist here yet" in render_lists(
         report
     )
     assert report.missing["actor_rollout_ref.actor.clip_ratio_high"].startswith(
-        "it belongs to the row 'optimal_token_baseline'"
+        "it belongs to the row 'other_baseline'"
     )
-    with pytest.raises(ConfigError, match="optimal_token_baseline"):
+    with pytest.raises(ConfigError, match="other_baseline"):
         resolve_algorithm({"kind": whole(report).algo.kind})
 
 

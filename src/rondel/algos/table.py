@@ -25,7 +25,6 @@ from rondel.algos.advantage import (
     WhitenedCenter,
 )
 from rondel.algos.aggregate import FixedNorm, PromptMean, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
-from rondel.algos.centered_surrogates import CenteredScore
 from rondel.algos.component import Component, LossTerm
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
 from rondel.algos.discount import discounted_returns
@@ -37,7 +36,7 @@ from rondel.algos.group_advantages import AgentBaseline, BatchNorm, Classify, Re
 from rondel.algos.kl import Kl
 from rondel.algos.mask_corrections import BinaryKlMask, Freshness, VariationMask
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
-from rondel.algos.off_policy_surrogates import CappedWeight, Guided, SecondMoment, Tapered
+from rondel.algos.off_policy_surrogates import CappedWeight, CenteredScore, Guided, SecondMoment, Tapered
 from rondel.algos.override import checked_bool, filter_names, loss_terms, override_knobs
 from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from rondel.algos.reward_transforms import ClipReward, KimiLength, NoShaping, Overlong

@@ -70,7 +70,7 @@ class GroupRollouts:
             asked.append(self._run_scored_episode(slot, self.group_size, GREEDY))
         asked += [self._demonstrate_task(slot, DATA) for _ in range(self.guides)]
         group = Group(slot.number, slot.task, join_episodes(await asyncio.gather(*asked)), slot.born)
-        if self.parts.rows.needs_teacher(slot.task.stream):
+        if self.parts.job.model.teacher is not None and self.parts.rows.needs_teacher(slot.task.stream):
             contexts = [teacher.context for teacher in self.parts.job.model.teachers]
             info = self.parts.model_info
             write_teacher_prompts(group, contexts, Template(info.tokenizer, None), info.max_context)

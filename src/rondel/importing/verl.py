@@ -41,6 +41,8 @@ ROWS = {  # algorithm.adv_estimator -> (row, advantage laid over it)
     "grpo_passk": ("pass_at_k", None),
     "gpg": ("gpg", None),
     "gdpo": ("gdpo", None),
+    "optimal_token_baseline": ("otb", None),
+    "tir_optimal_token_baseline": ("otb", None),
 }
 SCORERS = {"openai/gsm8k": "number"} | dict.fromkeys(  # data_source -> the reward nearest to theirs
     (
@@ -64,6 +66,7 @@ LOSSES = {  # policy_loss.loss_mode -> row
     "dppo_tv": "dppo_tv",
     "dppo_kl": "dppo_kl",
     "cispo": "cispo",
+    "up": "up",
 }
 AGGREGATES = {
     "token-mean": "token_mean",
@@ -77,6 +80,7 @@ REJECTS = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geomet
 # loss_mode -> {knob: key below the actor's}; those without low and high read clip_ratio_low and clip_ratio_high
 KNOBS = {
     "vanilla": {"dual": "clip_ratio_c"},
+    "up": {"dual": "clip_ratio_c"},
     "sapo": {"positive": "tau_pos", "negative": "tau_neg"},
     "clip_cov": {
         "share": "policy_loss.clip_cov_ratio",
@@ -270,7 +274,8 @@ def _translate_surrogate(s: PeerSettings) -> Iterator[Part]:
     if str(s[mode]).startswith("dppo"):
         yield RecipeLine("algo.ratio.anchor", "proximal", (mode,), "the paper anchors at the behavior")
     plain = f"{ACTOR}.clip_ratio"
-    for side in ("low", "high") if s[mode] not in UNCLIPPED else ():
+    sides = () if s[mode] in UNCLIPPED else ("low",) if s[mode] == "up" else ("low", "high")
+    for side in sides:
         key = f"{plain}_{side}"
         yield RecipeLine(
             f"algo.surrogate.{side}",

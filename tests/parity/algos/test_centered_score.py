@@ -13,7 +13,7 @@ from kits.algos import F64, near, tokens
 from kits.engine import all_of, ask, engine, tiny
 from kits.runs import run
 from kits.train import apart, gradient, row, trainer
-from rondel.algos.centered_surrogates import CenteredScore
+from rondel.algos.off_policy_surrogates import CenteredScore
 from rondel.algos.table import resolve_algorithm
 from rondel.buffer.state import decode, encode
 from rondel.core.errors import ConfigError, TrainError
