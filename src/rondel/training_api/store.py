@@ -1,6 +1,6 @@
 """Training runs and checkpoints of the service on disk.
 
-    FOLDER/runs/RUN/run.json                         who trains what
+    FOLDER/runs/RUN/facts.json                         who trains what
     FOLDER/runs/RUN/weights/NAME/                    with moments: training goes on from it
     FOLDER/runs/RUN/sampler_weights/NAME/            an adapter alone
     FOLDER/runs/RUN/external_weights/NAME/           the same, to be fetched file by file
@@ -46,11 +46,11 @@ class Store:
     def create_run(self, run: str, facts: dict[str, Any]) -> None:
         folder = self._run_folder(run)
         folder.mkdir(exist_ok=True)
-        replace_file(folder / "run.json", json.dumps(facts | {"run": run, "born": time.time()}))
+        replace_file(folder / "facts.json", json.dumps(facts | {"run": run, "born": time.time()}))
 
     def run(self, run: str) -> dict[str, Any]:
         """KeyError: there is none."""
-        file = self._run_folder(run) / "run.json"
+        file = self._run_folder(run) / "facts.json"
         if not file.is_file():
             raise KeyError(f"no training run '{run}' here")
         facts: dict[str, Any] = json.loads(file.read_text())
@@ -58,7 +58,7 @@ class Store:
 
     def runs(self) -> list[dict[str, Any]]:
         """The newest first."""
-        found = [json.loads(file.read_text()) for file in (self.folder / "runs").glob("*/run.json")]
+        found = [json.loads(file.read_text()) for file in (self.folder / "runs").glob("*/facts.json")]
         return sorted(found, key=lambda facts: -facts["born"])
 
     def _run_folder(self, run: str) -> Path:
