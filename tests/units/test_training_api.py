@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kits.training_backend import CountingBackend
 from rondel.core.errors import UserError
 from rondel.training_api import clients as clients_module
+from rondel.training_api import promises as promises_module
 from rondel.training_api.backend import Adam, Example, SampleSettings
 from rondel.training_api.clients import Clients, ServedWeights
 from rondel.training_api.promises import InOrder, Promises
@@ -82,6 +83,95 @@ def test_requests_are_computed_in_the_order_of_their_numbers():
         await order.run(1, lambda: work(1))
         await asyncio.gather(*waiting)
         assert done == [1, 2, 4, 5]
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("arrived", [(5, 4, 3, 2), (3, 5, 2, 4), (2, 3, 4, 5)])
+def test_slow_passes_do_not_use_up_the_patience_of_what_waits_behind_them(arrived, monkeypatch):
+    monkeypatch.setattr(InOrder, "PATIENCE", 0.02)
+
+    async def go():
+        order, done = InOrder(1), []
+
+        async def work(number):
+            await asyncio.sleep(0.05 if number <= 2 else 0)
+            done.append(number)
+            return {}
+
+        tasks = [asyncio.create_task(order.run(1, lambda: work(1)))]
+        await asyncio.sleep(0)
+        for n in arrived:
+            tasks.append(asyncio.create_task(order.run(n, lambda n=n: work(n))))
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+        assert done == [1, 2, 3, 4, 5]
+
+    asyncio.run(go())
+
+
+def test_what_was_never_sent_is_passed_over_and_refused_when_it_comes_after_all(monkeypatch):
+    monkeypatch.setattr(InOrder, "PATIENCE", 0.02)
+
+    async def go():
+        order, done = InOrder(1), []
+
+        async def work(number):
+            done.append(number)
+            return {}
+
+        await asyncio.gather(*(order.run(n, lambda n=n: work(n)) for n in (4, 3)))
+        assert done == [3, 4]
+        with pytest.raises(UserError, match="seq_id 2 comes too late: this server is at 5"):
+            await order.run(2, lambda: work(2))
+        await order.run(None, lambda: work(None))
+        assert done == [3, 4, None]
+
+    asyncio.run(go())
+
+
+def test_a_refusal_is_answered_while_a_pass_runs_and_leaves_no_gap():
+    async def go():
+        order, done, gate = InOrder(1), [], asyncio.Event()
+
+        async def work(number):
+            if number == 1:
+                await gate.wait()
+            done.append(number)
+            return {}
+
+        tasks = [asyncio.create_task(order.run(n, lambda n=n: work(n))) for n in (1, 3)]
+        await asyncio.sleep(0.01)
+        await asyncio.wait_for(order.skip(2), 0.5)
+        gate.set()
+        await asyncio.wait_for(asyncio.gather(*tasks), 5)
+        assert done == [1, 3]
+
+    asyncio.run(go())
+
+
+def test_results_are_kept_within_a_number_of_bytes_and_fetched_ones_go_first(monkeypatch):
+    monkeypatch.setattr(promises_module, "BYTES", 1000)
+
+    async def go():
+        promises = Promises()
+
+        async def work():
+            return bytes(300)
+
+        for name in "abc":
+            await promises.post(name, work).task
+        await asyncio.sleep(0)
+        assert await promises.retrieve("b", 0.0) == bytes(300)
+        await promises.post("d", work).task
+        await asyncio.sleep(0)
+        with pytest.raises(KeyError):
+            await promises.retrieve("b", 0.0)
+        assert [len(await promises.retrieve(name, 0.0)) for name in "acd"] == [300] * 3
+        monkeypatch.setattr(promises_module, "KEPT", -1.0)
+        await promises.post("e", work).task
+        await asyncio.sleep(0)
+        assert list(promises._known) == ["e"] and promises._bytes == 300
 
     asyncio.run(go())
 

@@ -12,36 +12,44 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from rondel.core.errors import RondelError
+from rondel.core.errors import RondelError, UserError
 
 Result = bytes | dict[str, Any]
 KEPT = 3600.0  # seconds that a result waits for its client
 MOST = 100_000  # promises that are kept
+BYTES = 512 << 20  # of all results that are kept
 
 
 @dataclass(slots=True, eq=False)
 class Promise:
     id: str
     task: asyncio.Task[Result]
-    born: float = field(default_factory=time.monotonic)
     retrieved: bool = False
+    finished: float = 0.0
+    size: int = 0  # bytes of its result
 
 
 class Promises:
+    """Those that are under way are all kept. Of the others the oldest are forgotten, fetched ones first."""
+
     def __init__(self) -> None:
         self._known: dict[str, Promise] = {}
+        self._fetched: dict[str, Promise] = {}
+        self._unfetched: dict[str, Promise] = {}
+        self._bytes = 0
 
     def post(self, name: str, work: Callable[[], Awaitable[Result]]) -> Promise:
         if name not in self._known:
-            self._forget_old()
 
             async def run() -> Result:
                 return await work()
 
-            self._known[name] = Promise(name, asyncio.create_task(run()))
+            promise = Promise(name, asyncio.create_task(run()))
+            promise.task.add_done_callback(lambda task: self._finish(promise))
+            self._known[name] = promise
         return self._known[name]
 
     async def retrieve(self, name: str, patience: float) -> Result | None:
@@ -51,6 +59,8 @@ class Promises:
         if not promise.task.done():
             return None
         promise.retrieved = True
+        if self._unfetched.pop(name, None) is not None:
+            self._fetched[name] = promise
         if promise.task.cancelled():
             return {"error": "it was cancelled", "category": "user"}
         if (error := promise.task.exception()) is None:
@@ -72,35 +82,47 @@ class Promises:
             promise.task.cancel()
         await asyncio.gather(*(promise.task for promise in self._known.values()), return_exceptions=True)
 
-    def _forget_old(self) -> None:
+    def _finish(self, promise: Promise) -> None:
+        task = promise.task
+        if not task.cancelled() and task.exception() is None and isinstance(result := task.result(), bytes):
+            promise.size = len(result)
+        promise.finished = time.monotonic()
+        self._bytes += promise.size
+        (self._fetched if promise.retrieved else self._unfetched)[promise.id] = promise
+        self._forget_old(promise)
+
+    def _forget_old(self, newest: Promise) -> None:
         old = time.monotonic() - KEPT
-        over = len(self._known) - MOST
-        for name, promise in list(self._known.items()):
-            done = promise.task.done()
-            if not done or not (promise.born < old or over > 0):
-                if promise.born >= old and over <= 0:
+        for part in (self._fetched, self._unfetched):
+            while part and (first := next(iter(part.values()))) is not newest:
+                if first.finished >= old and self._bytes <= BYTES and len(self._known) <= MOST:
                     break
-                continue
-            del self._known[name]
-            over -= 1
+                del part[first.id], self._known[first.id]
+                self._bytes -= first.size
 
 
 class InOrder:
     """Requests of one client, which may arrive in another order than they were numbered in."""
 
-    PATIENCE = 20.0  # seconds that a request waits for an earlier one that never came
+    PATIENCE = 20.0  # seconds, with nothing of this client being computed, that one waits for an earlier one
 
     def __init__(self, first: int) -> None:
         self.next = first
         self._turn = asyncio.Condition()
         self._refused: set[int] = set()
+        self._here: list[int] = []  # numbers that wait for their turn
+        self._running = False
+        self._done = 0
 
     async def skip(self, number: int) -> None:
         """It was refused before it had a place: nobody shall wait for it."""
-        async with self._turn:
-            self._refused.add(number)
-            self._move_on(self.next)
-            self._turn.notify_all()
+        if number < self.next:
+            return
+        self._refused.add(number)
+        if not self._running:  # else its end moves on
+            async with self._turn:
+                self._move_on(self.next)
+                self._turn.notify_all()
 
     def _move_on(self, number: int) -> None:
         self.next = max(self.next, number)
@@ -109,17 +131,39 @@ class InOrder:
             self.next += 1
 
     async def run(self, number: int | None, work: Callable[[], Awaitable[Result]]) -> Result:
-        """`number` None has no place in the order: it goes when nothing else runs."""
-        async with self._turn:
-            if number is not None and number > self.next:
-                try:
-                    async with asyncio.timeout(self.PATIENCE):
-                        await self._turn.wait_for(lambda: self.next >= number)
-                except TimeoutError:
-                    pass  # it was never sent: its client has been told so
-            try:
-                return await work()
-            finally:
+        """`number` None has no place in the order: it goes when nothing else runs. UserError: its turn is over."""
+        if number is not None:
+            self._here.append(number)
+        try:
+            async with self._turn:
                 if number is not None:
-                    self._move_on(number + 1)
-                self._turn.notify_all()
+                    await self._wait_for_turn(number)
+                return await self._run(number, work)
+        finally:
+            if number is not None:
+                self._here.remove(number)
+
+    async def _wait_for_turn(self, number: int) -> None:
+        while number > self.next:
+            done = self._done
+            try:
+                async with asyncio.timeout(self.PATIENCE):
+                    await self._turn.wait()
+            except TimeoutError:
+                if done == self._done and number == min(self._here):
+                    self._move_on(number)  # the ones before were never sent: their client has been told so
+        if number < self.next:
+            raise UserError(
+                f"seq_id {number} comes too late: this server is at {self.next} of this client, and an earlier gradient "
+                "would now be part of a later step. Go on from a saved state"
+            )
+
+    async def _run(self, number: int | None, work: Callable[[], Awaitable[Result]]) -> Result:
+        self._running = True
+        try:
+            return await work()
+        finally:
+            self._running = False
+            self._done += 1
+            self._move_on(self.next if number is None else number + 1)
+            self._turn.notify_all()
