@@ -2,12 +2,13 @@
 
 import json
 import math
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kits.run_folder import write_run
+from kits.run_folder import evaluated, write_run
 from kits.runs import events, run, tiny
 from rondel.assemble.facts import devices_of, tasks_digest
 from rondel.cli import main
@@ -16,7 +17,14 @@ from rondel.core.errors import UserError
 from rondel.core.types import Task
 from rondel.dashboard.rollouts import read_answer, rollout_table
 from rondel.runtime.journal.log import read_history
-from rondel.runtime.telemetry.card import normal_interval, sparkline, wilson_interval, write_card
+from rondel.runtime.telemetry.card import (
+    normal_interval,
+    render_markdown,
+    run_summary,
+    sparkline,
+    wilson_interval,
+    write_card,
+)
 from rondel.runtime.telemetry.comparison import compare_cards, render_comparison
 from rondel.runtime.telemetry.scores import is_share
 
@@ -222,3 +230,27 @@ def test_the_command_compares_two(tmp_path, capsys):
             main(["card", *words])
         told = capsys.readouterr()
         assert int(ended.value.code or 0) == code and said in told.out + told.err
+
+
+def test_the_card_names_the_interval_and_has_every_set():
+    """Several draws: the interval is not Wilson's, pass@k stands in the card, and so do the other sets."""
+
+    def told(event, **changes):
+        return {"kind": "Evaluated", "t": 0.0} | asdict(replace(event, **changes))
+
+    drawn = {"draws": 4, "interval": "bootstrap over tasks", "metrics": {"pass@4": [0.75, 0.5, 0.9]}}
+    raw = [
+        told(evaluated(0, 0, 0.2), **drawn),
+        told(evaluated(0, 0, 0.3), profile="aime", **drawn),
+        told(evaluated(6, 6, 0.5), **drawn),
+        told(evaluated(6, 6, 0.4, scale=2.0), profile="aime", **drawn | {"reward_max": 2.0}),
+    ]
+    card = run_summary(raw, {})
+    assert card["eval_after"]["score"] == 0.5 and card["eval_after"]["metrics"] == drawn["metrics"]
+    assert [(e["profile"], e["score"]) for e in card["eval_sets"]] == [("greedy", 0.5), ("aime", 0.8)]
+    page = render_markdown(card)
+    assert "95 % interval (bootstrap over tasks)" in page and "Wilson" not in page
+    assert "| aime | mean reward | 0.8 |" in page and "| greedy | pass@4 | 75.0% | 50.0% to 90.0% |" in page
+    old = [{k: v for k, v in e.items() if k not in drawn} for e in raw[::2]]
+    assert "95 % interval (Wilson)" in render_markdown(run_summary(old, {}))
+    assert "Every set" not in render_markdown(run_summary(old, {}))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from kits.run_folder import evaluated
 from kits.runs import run
 from rondel.cli import main
-from rondel.runtime.telemetry.model_card import render_model_card
+from rondel.runtime.telemetry.model_card import licence_of_base, render_model_card
 
 
 class StubApi:
@@ -98,3 +98,24 @@ def test_the_card_names_base_data_algorithm_and_figures_of_the_step():
         {}, [], 2, name="x"
     )
     assert "base_model" not in render_model_card({"model": {"path": {"random": "llama"}}}, [], 2, name="x")
+
+
+@pytest.mark.parametrize(
+    ("readme", "file", "licence"),
+    [
+        ("---\nlanguage: en\nlicense: apache-2.0\ntags: [a]\n---\n# Base\n", "LICENSE", "apache-2.0"),
+        ("---\nlanguage: en\n---\nlicense: mit\n", "LICENSE", "LICENSE"),
+        ("# Base\nlicense: mit\n", "", ""),
+        (None, "", ""),
+    ],
+)
+def test_the_licence_of_the_base_is_what_its_own_card_says(tmp_path, readme, file, licence):
+    if readme is not None:
+        (tmp_path / "README.md").write_text(readme)
+    if file:
+        (tmp_path / file).write_text("...")
+    assert licence_of_base(str(tmp_path)) == licence
+    card = render_model_card({"model": {"path": str(tmp_path)}}, [], 2, name="x", licence=licence)
+    assert ("license: apache-2.0\n" in card.split("---")[1]) == (licence == "apache-2.0")
+    assert ("not known" in card) == (not licence) and ("see LICENSE of the base" in card) == (licence == "LICENSE")
+    assert licence_of_base({"random": "llama"}) == licence_of_base("nobody/has-this") == ""

@@ -22,6 +22,7 @@ from rondel.text.unicode import write_json
 
 Events = list[dict[str, Any]]
 EVAL = ("score", "low", "high", "n", "step", "version", "profile", "request")
+DRAWN = {"draws": 1, "interval": "", "metrics": {}}  # what older journals lack
 UNKNOWN = "not recorded"
 
 
@@ -98,8 +99,8 @@ def run_summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
     """
     events = drop_repeated_events(raw)
     done = [e for e in events if e["kind"] == "StepDone"]
-    evals = [e for e in events if e["kind"] == "Evaluated"]
-    evals = [e for e in evals if e["profile"] == evals[0]["profile"]]  # only equal questions can be compared
+    all_evals = [e for e in events if e["kind"] == "Evaluated"]
+    evals = [e for e in all_evals if e["profile"] == all_evals[0]["profile"]]  # only equal questions can be compared
     facts: dict[str, Any] = next((e["facts"] for e in reversed(events) if e["kind"] == "RunStarted"), {})
     ledger = done[-1]["ledger"] if done else {}
     warm = job.get("loop", {}).get("warmup", {}).get("steps", 0)
@@ -108,6 +109,7 @@ def run_summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
         "eval_before": _evaluation_row(evals[0]) if evals else None,
         "eval_after": _evaluation_row(evals[-1]) if len(evals) > 1 and evals[-1]["step"] > evals[0]["step"] else None,
         "eval_supervised": next((_evaluation_row(e) for e in evals[:-1] if 0 < e["step"] == warm), None),
+        "eval_sets": _last_rows([e for e in all_evals if e["step"] == evals[-1]["step"]]) if evals else [],
         "score_is_share": all(map(is_share, evals)) and all(map(within_unit, finished)),
         "seconds": round(_wall_seconds(raw), 1),
         "steps": done[-1]["step"] if done else 0,
@@ -151,7 +153,13 @@ def memory_by_worker(events: Events, facts: dict[str, Any]) -> dict[str, dict[st
 
 
 def _evaluation_row(event: dict[str, Any]) -> dict[str, Any]:
-    return {key: event[key] for key in EVAL}
+    return {key: event[key] for key in EVAL} | {key: event.get(key) or given for key, given in DRAWN.items()}
+
+
+def _last_rows(events: Events) -> list[dict[str, Any]]:
+    """Every set at one step; of a set that a resumed run evaluated again there the last."""
+    last = {event["profile"]: event for event in events}
+    return [_evaluation_row(event) | {"share": is_share(event)} for event in last.values()]
 
 
 def _wall_seconds(raw: Events) -> float:
@@ -283,7 +291,13 @@ def render_markdown(card: dict[str, Any]) -> str:
         + f". Ended: {card['ended']}.",
         "## Held-out tasks",
         markdown_table(
-            ("", "score" if share else "mean reward", f"95 % interval{' (Wilson)' * share}", "tasks", "after step"),
+            (
+                "",
+                "score" if share else "mean reward",
+                f"95 % interval{_interval_name(before, after, share)}",
+                "tasks",
+                "after step",
+            ),
             [
                 _eval_row("before", before, share),
                 *(
@@ -295,6 +309,7 @@ def render_markdown(card: dict[str, Any]) -> str:
             ],
         ),
         _interval_verdict(before, after),
+        *_set_tables(card["eval_sets"]),
         "## Reward while training",
         _curve_text(card["rewards"]),
         *(
@@ -395,6 +410,27 @@ def _eval_row(title: str, e: dict[str, Any] | None, share: bool) -> tuple[str, .
         str(e["n"]),
         str(e["step"]),
     )
+
+
+def _interval_name(before: dict[str, Any] | None, after: dict[str, Any] | None, share: bool) -> str:
+    """How the intervals were made; older journals, one draw a task, took Wilson's for shares."""
+    named = dict.fromkeys(e["interval"] or ("Wilson" if share else "") for e in (before, after) if e)
+    return f" ({', '.join(filter(None, named))})" if any(named) else ""
+
+
+def _set_tables(sets: list[dict[str, Any]]) -> list[str]:
+    """Every set with its pass@k and the like; nothing where the table above has said it all."""
+    if len(sets) < 2 and not any(e["metrics"] for e in sets):
+        return []
+    rows: list[tuple[str, ...]] = []
+    for e in sets:
+        of = f"{e['n']} tasks, {e['draws']} draw{'s' * (e['draws'] != 1)} each"
+        figures = {"score" if e["share"] else "mean reward": (e["score"], e["low"], e["high"]), **e["metrics"]}
+        for name, (value, low, high) in figures.items():
+            share = e["share"] or name.startswith(("pass@", "majority@"))
+            rows.append((e["profile"], name, score_text(value, share), interval_text(low, high, share), of))
+    table = markdown_table(("set", "metric", "value", "95 % interval", "of"), rows)
+    return [f"### Every set after step {sets[0]['step']}", table]
 
 
 def _interval_verdict(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:

@@ -15,6 +15,8 @@ from rondel.runtime.telemetry.scores import interval_text, is_share, score_text
 
 Event = dict[str, Any]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+LICENCE = re.compile(r"\A---\n(?:(?!---\n).*\n)*?license:[ \t]*[\"']?([\w.+-]+)[\"']?[ \t]*\n")
+LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "COPYING")
 LOAD = {
     "model": 'from transformers import AutoModelForCausalLM, AutoTokenizer\n\nmodel = AutoModelForCausalLM.from_pretrained("{name}")\n'
     'tokenizer = AutoTokenizer.from_pretrained("{name}")',
@@ -31,13 +33,40 @@ def write_model_card(run: Path, step: int, into: Path, *, name: str = "", form: 
     recipe = read_recipe(run)
     translate_moved_keys(recipe)
     adapter = (into / "adapter_config.json").is_file()
-    text = render_model_card(recipe, events, step, name=name or str(into), adapter=adapter, form=form)
+    licence = licence_of_base(recipe.get("model", {}).get("path"))
+    text = render_model_card(recipe, events, step, name=name or str(into), adapter=adapter, form=form, licence=licence)
     (into / "README.md").write_text(text, encoding="utf-8", errors="replace")
     return text
 
 
+def licence_of_base(base: Any) -> str:
+    """What the base model's own card says, in its folder or in the hub's cache: "apache-2.0"; else the name of its
+    licence file; "" where neither is known. Asks no network.
+    """
+    if not isinstance(base, str):
+        return ""
+    folder = Path(base).expanduser()
+    if not folder.is_dir() and HUB_ID.fullmatch(base):
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(base, "config.json")
+        folder = Path(found).parent if isinstance(found, str) else folder
+    try:
+        said = LICENCE.match((folder / "README.md").read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        said = None
+    return said[1] if said else next((name for name in LICENCE_FILES if (folder / name).is_file()), "")
+
+
 def render_model_card(
-    recipe: dict[str, Any], events: list[Event], step: int, *, name: str, adapter: bool = False, form: str = ""
+    recipe: dict[str, Any],
+    events: list[Event],
+    step: int,
+    *,
+    name: str,
+    adapter: bool = False,
+    form: str = "",
+    licence: str = "",
 ) -> str:
     """The page, with the metadata that hubs read above it."""
     base = recipe.get("model", {}).get("path", "not recorded")
@@ -52,10 +81,15 @@ def render_model_card(
     ]
     if isinstance(base, str) and HUB_ID.fullmatch(base):
         meta.insert(1, f"base_model: {base}")
+    in_file = licence in LICENCE_FILES
+    if licence and not in_file:
+        meta.insert(1, f"license: {licence}")
+    known = f"see {licence} of the base model" if in_file else licence
     algo, loop, data = (recipe.get(part, {}) for part in ("algo", "loop", "task"))
     tasks = facts.get("tasks", {})
     rows = [
         ("base model", shown),
+        ("licence of the base", known or "not known: look before you share it"),
         ("kind", "LoRA adapter" if adapter else f"whole model, weights in {form}" if form else "whole model"),
         ("algorithm", f"{algo.get('kind', 'not recorded')}, {algo.get('group_size', '?')} answers a task"),
         ("steps", f"{step}, {loop.get('groups_per_step', '?')} tasks each, of them supervised "
