@@ -123,8 +123,8 @@ def test_patterns_take_no_time_on_what_a_policy_can_write():
         "def __eq__(self, ",
         "cat a",
     ):
-        find_hacks(rollout(SUM, [piece * 20000]))
-        find_hacks(rollout(CODE, [piece * 20000, piece * 20000, piece * 20000]))
+        find_hacks(rollout(SUM, [piece * 8000]))
+        find_hacks(rollout(CODE, [piece * 8000, piece * 8000, piece * 8000]))
     assert time.perf_counter() - began < 10
 
 

@@ -296,3 +296,107 @@ def test_silent_sessions_end_and_there_is_an_end_to_adapters(tmp_path, monkeypat
         await clients.close()
 
     asyncio.run(go())
+
+
+def served(backend, tmp_path):
+    from starlette.testclient import TestClient
+
+    from rondel.training_api.app import build_app
+
+    return TestClient(
+        build_app(backend, tmp_path, "tml-k"), headers={"x-api-key": "tml-k"}, raise_server_exceptions=False
+    )
+
+
+BAD = {
+    "create_model": [
+        {"lora_config": [1]},
+        {"lora_config": {"rank": [4]}},
+        {"optimizer_config": "adam"},
+        {"model_seq_id": "0"},
+    ],
+    "create_sampling_session": [{"model_path": 5}, {"base_model": {}}],
+    "sessions/search": [{"user_metadata": [1]}, {"limit": "x"}],
+    "load_weights": [{"path": 7}, {"path": "tinker://a/weights/b", "optimizer": "yes"}],
+    "optim_step": [{"adam_params": [1]}, {"adam_params": {"weight_decay": -1.0}}, {"seq_id": "1", "adam_params": {}}],
+    "save_weights": [{"path": 5}, {"ttl_seconds": "soon"}],
+    "create_session": [{"display_name": "\ud800"}, {"display_name": 5}],
+}
+
+
+def test_wrong_kinds_are_refused_and_not_sent_again(tmp_path):
+    """400 and 404: clients repeat what ends in 500."""
+    with served(CountingBackend(), tmp_path) as client:
+        session = client.post("/api/v1/create_session", json={}).json()["session_id"]
+        for path, bodies in BAD.items():
+            for body in bodies:
+                usual = {
+                    "session_id": session,
+                    "model_seq_id": 0,
+                    "sampling_session_seq_id": 0,
+                    "base_model": "counting",
+                }
+                sent = json.dumps(usual | {"lora_config": {"rank": 4}, "model_id": "x"} | body)
+                reply = client.post(f"/api/v1/{path}", content=sent)
+                assert reply.status_code in (400, 404) and reply.json()["detail"], (path, body, reply.text)
+        assert client.post("/api/v1/create_session", json={}, headers={"x-api-key": "tml-o"}).status_code == 401
+
+
+def test_sparse_tensors_of_a_request_have_one_limit():
+    csr = encode_message([(1, b""), (2, bytes(8 * 4097)), (3, b"")])
+    tensor = encode_message([(2, csr), (3, 1), (4, packed_varints([4096, 4096]))])
+    entry = [(2, encode_message([(1, name), (2, tensor)])) for name in (b"a", b"b")]
+    with pytest.raises(UserError, match="more than 16777216 numbers"):
+        read_forward_request(encode_message([(1, b"m"), (2, 1), (3, encode_message(entry))]))
+
+
+def test_a_copy_that_is_sent_twice_is_one_and_touches_nothing_that_is_there(tmp_path):
+    async def go(clients):
+        model = await model_of(clients)
+        return (await clients.save(model, 1, "weights", {"path": "one"}).task)["path"], model.id
+
+    with served(CountingBackend(), tmp_path) as client:
+        path, run = client.portal.call(go, client.app.clients)
+        body, again = {"source_path": path, "destination_project_id": "p"}, {"x-idempotency-key": "k1"}
+        first, second = (client.post("/api/v1/copy_weights", json=body, headers=again).json() for _ in range(2))
+        assert first == second and client.post("/api/v1/copy_weights", json=body).json() != first
+        into = body | {"session_id": run.partition(":")[0], "model_seq_id": 0}
+        assert client.post("/api/v1/copy_weights", json=into).status_code == 400
+
+
+def test_snapshots_without_a_name_go_with_their_session_or_server(tmp_path):
+    async def go():
+        clients = Clients(CountingBackend(), tmp_path / str(finish))
+        model = await model_of(clients)
+        session = clients.sessions[model.id.partition(":")[0]]
+        for number in (1, 2):
+            await clients.save_for_sampler(model, number, {"sampling_session_seq_id": number}).task
+        await clients.save_for_sampler(model, 3, {"path": "named"}).task
+        assert len(clients.store.checkpoints()) == 3
+        if finish:
+            await clients.end_session(session, "success", None)
+        return [card["checkpoint_id"] for card in Store(tmp_path / str(finish)).checkpoints()], clients.backend.served
+
+    for finish in (True, False):
+        kept, left = asyncio.run(go())
+        assert set(kept) == {"sampler_weights/named"} and bool(left) is not finish
+
+
+def test_who_stops_waiting_for_an_adapter_does_not_lose_it(tmp_path):
+    class Slow(CountingBackend):
+        async def serve_adapter(self, name, folder):
+            await asyncio.sleep(0.02)
+            assert name not in self.served, "it is loaded once"
+            await super().serve_adapter(name, folder)
+
+    async def go():
+        clients = Clients(Slow(), tmp_path)
+        model = await model_of(clients)
+        path = (await clients.save_for_sampler(model, 1, {"path": "a"}).task)["path"]
+        gone = asyncio.create_task(clients._serve(path))
+        await asyncio.sleep(0.005)
+        gone.cancel()
+        await asyncio.gather(clients._serve(path), clients.stop_serving(path), clients._serve(path))
+        assert list(clients._served) == list(clients.backend.served) == [path]
+
+    asyncio.run(go())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
@@ -32,6 +33,16 @@ from rondel.training_api.wire import PROTOBUF, read_forward_request, read_place,
 BODY = 64 << 20  # bytes of one request
 POLL = 25.0  # seconds that a client waits for one answer; it gives up after 45
 PREFIX = "/api/v1"
+
+HALF = re.compile("[\ud800-\udfff]")
+WORDS: dict[type, str] = {str: "a text", int: "a number", dict: "an object", bool: "true or false"}
+KINDS: dict[type, tuple[str, ...]] = {
+    str: ("model_id", "session_id", "path", "model_path", "base_model", "source_path", "tinker_path", "kind",
+          "display_name", "project_id", "detail", "sampling_session_id"),
+    int: ("seq_id", "sampling_session_seq_id", "ttl_seconds", "model_seq_id", "num_samples", "limit"),
+    dict: ("lora_config", "optimizer_config", "user_metadata", "adam_params", "reason", "sampling_params"),
+    bool: ("optimizer", "overwrite", "prompt_logprobs", "record_stability_info"),
+}  # fmt: skip
 
 Handler = Callable[[Clients, Request, dict[str, Any]], Awaitable[Any]]
 
@@ -126,10 +137,13 @@ class TrainingApp(Starlette):
                 sent = {"body": body} if raw else _parse_json(body)
                 answer = await handler(self.clients, request, sent)
             except Exception as error:
+                refusal = _refusal(error)
+                if refusal.status_code not in (400, 404):  # its client sends it again
+                    return refusal
                 await self.clients.skip_refused(
                     *read_place(sent["body"]) if "body" in sent else (sent.get("model_id"), sent.get("seq_id"))
                 )
-                return _refusal(error)
+                return refusal
             if isinstance(answer, Response):
                 return answer
             if isinstance(answer, Promise):
@@ -153,7 +167,19 @@ def _parse_json(body: bytes) -> dict[str, Any]:
         raise UserError(f"the request is no JSON: {error}") from error
     if not isinstance(sent, dict):
         raise UserError("the request is no JSON object")
+    if HALF.search(json.dumps(sent, ensure_ascii=False)):
+        raise UserError("the request has a text with half a character in it (a lone surrogate): it cannot be written")
+    _check_kinds(sent)
     return sent
+
+
+def _check_kinds(sent: dict[str, Any]) -> None:
+    """Of fields that may be left out."""
+    for kind, names in KINDS.items():
+        for name in names:
+            value = sent.get(name)
+            if value is not None and (not isinstance(value, kind) or isinstance(value, bool) != (kind is bool)):
+                raise UserError(f"{name} = {str(value)[:80]!r}; it must be {WORDS[kind]}, or left out")
 
 
 def _refusal(error: Exception) -> Response:
@@ -162,7 +188,7 @@ def _refusal(error: Exception) -> Response:
             return JSONResponse({"detail": str(error)}, error.status)
         case KeyError():
             return JSONResponse({"detail": str(error.args[0]) if error.args else "it is not here"}, 404)
-        case RondelError() | ValueError() | TypeError():
+        case RondelError() | ValueError():
             return JSONResponse({"detail": str(error)}, 400)
     traceback.print_exception(error, file=sys.stderr)
     return JSONResponse({"detail": f"{type(error).__name__}: {error}"}, 500)
@@ -285,8 +311,17 @@ async def optim_step(clients: Clients, request: Request, sent: dict[str, Any]) -
         raise UserError("adam_params are missing: AdamW is the optimizer here")
     names = {"learning_rate": "lr", "grad_clip_norm": "clip"}
     adam = Adam(**{names.get(key, key): float(value) for key, value in ({"learning_rate": 1e-4} | given).items()})
-    if not (adam.lr >= 0 and 0 <= adam.beta1 < 1 and 0 <= adam.beta2 < 1 and adam.eps >= 0 and adam.clip >= 0):
-        raise UserError(f"adam_params {given}: learning_rate, eps and grad_clip_norm are not negative, betas in [0, 1)")
+    if not (
+        adam.lr >= 0
+        and adam.weight_decay >= 0
+        and 0 <= adam.beta1 < 1
+        and 0 <= adam.beta2 < 1
+        and adam.eps >= 0
+        and adam.clip >= 0
+    ):
+        raise UserError(
+            f"adam_params {given}: learning_rate, eps, weight_decay and grad_clip_norm are not negative, betas in [0, 1)"
+        )
     return clients.optim_step(clients.model(_text(sent, "model_id")), sent.get("seq_id"), adam)
 
 

@@ -15,8 +15,6 @@ from typing import Protocol
 
 import numpy as np
 
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
-
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:

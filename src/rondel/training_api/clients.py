@@ -9,7 +9,8 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,13 +21,14 @@ from rondel.core.errors import UserError
 from rondel.system.files import replace_file
 from rondel.training_api.backend import Adam, AdapterSpec, SampleSettings, TrainingBackend
 from rondel.training_api.promises import InOrder, Promise, Promises, Result
-from rondel.training_api.store import Store, expiry
+from rondel.training_api.store import UNNAMED, Store, expiry
 from rondel.training_api.wire import ForwardRequest, forward_reply, sample_reply
 
 DEFAULT_RANK = 32
 OPTIMIZER = {"type": "adamw"}
 SERVED = 32  # adapters that are kept in memory for samplers
 TRAINED = 64  # adapters that are trained at once
+_line: ContextVar[dict[str, Any]] = ContextVar("line")  # what a request adds to its line of requests.jsonl
 SILENCE = 3600.0  # seconds after which a session whose client says nothing is over; clients are heard every ten
 
 
@@ -38,6 +40,7 @@ class Session:
     heard: float = field(default_factory=time.time)
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
+    snapshots: list[str] = field(default_factory=list)  # without a name: they go with it
     finished: dict[str, Any] | None = None
     project: str = "default"
 
@@ -75,7 +78,9 @@ class Clients:
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
         self.counts = {"sessions": 0, "models": 0, "steps": 0, "trained_tokens": 0, "sampled_tokens": 0, "failures": 0}
-        self._served: dict[str, asyncio.Task[None]] = {}  # by address, the least recently asked first
+        self._served: dict[str, None] = {}  # addresses, the least recently asked first
+        self._serving = asyncio.Lock()  # one of them is loaded or dropped
+        self._tasks: set[asyncio.Task[None]] = set()
         self._reading = Counter[str]()  # answers that are being written with them
         self._log = (folder / "requests.jsonl").open("a")
 
@@ -105,11 +110,19 @@ class Clients:
     def _end_silent_sessions(self) -> None:
         """Their adapters are not trained any more; what was saved stays."""
         for session in list(self.sessions.values()):
-            if session.heard < time.time() - SILENCE:
-                session.finished = session.finished or {"reason": {"type": "interrupted"}, "detail": "it fell silent"}
-                for name in session.models:
-                    if name in self.models:
-                        self.unload(self.models[name])
+            if session.finished is None and session.heard < time.time() - SILENCE:
+                self._tasks.add(task := asyncio.create_task(self.end_session(session, "interrupted", "it fell silent")))
+                task.add_done_callback(self._tasks.discard)
+
+    async def end_session(self, session: Session, how: str, detail: str | None) -> None:
+        """Its adapters are not trained any more, and snapshots without a name go; what was saved stays."""
+        session.finished = session.finished or {"reason": {"type": how}, "detail": detail}
+        for name in [name for name in session.models if name in self.models]:
+            await self.unload(self.models[name]).task
+        while session.snapshots:
+            address = session.snapshots.pop()
+            await self.stop_serving(address)
+            self.store.delete(*self.store.find(address))
 
     def model(self, name: str) -> Model:
         if name not in self.models:
@@ -121,9 +134,12 @@ class Clients:
 
     def create_model(self, session: Session, number: int, config: dict[str, Any], metadata: Any) -> Promise:
         name = f"{session.id}:train:{number}"
+        rank, seed = config.get("rank", DEFAULT_RANK), config.get("seed") or 0
+        if type(rank) is not int or type(seed) is not int:
+            raise UserError(f"lora_config: rank = {rank!r:.40} and seed = {seed!r:.40} must be numbers")
         spec = AdapterSpec(
-            int(config.get("rank", DEFAULT_RANK)),
-            seed=int(config.get("seed") or 0),
+            rank,
+            seed=seed,
             attention=bool(config.get("train_attn", True)),
             mlp=bool(config.get("train_mlp", True)),
             unembed=bool(config.get("train_unembed", True)),
@@ -185,7 +201,9 @@ class Clients:
             done = await self.backend.forward(
                 model.id, asked.examples, asked.loss, asked.config, backward=asked.backward
             )
-            self.counts["trained_tokens"] += sum(len(example.tokens) for example in asked.examples) * asked.backward
+            tokens = sum(len(example.tokens) for example in asked.examples)
+            self.counts["trained_tokens"] += tokens * asked.backward
+            _line.get()["tokens"] = tokens
             return forward_reply(done)
 
         return self.ask(model, asked.number, "forward_backward" if asked.backward else "forward", work)
@@ -240,11 +258,13 @@ class Clients:
         own, session = sent.get("sampling_session_seq_id"), self.session(model.id.partition(":train:")[0])
         name = sent.get("path") or f"sampler-{number or uuid4().hex[:8]}"
         note = {"metadata": sent.get("user_metadata"), "expires": expiry(sent.get("ttl_seconds"))}
+        note[UNNAMED] = own is not None
 
         async def work() -> Result:
             address = await self._save(model, "sampler_weights", name, note)
             if own is None:
                 return {"path": address, "type": "save_weights_for_sampler"}
+            session.snapshots.append(address)
             await self._serve(address)
             reads = ServedWeights(address)
             if sent.get("kind") == "inflight":
@@ -275,24 +295,35 @@ class Clients:
 
     async def _serve(self, address: str) -> None:
         """A checkpoint is served under its address, loaded once however many ask."""
-        if address in self._served:
-            self._served[address] = self._served.pop(address)
-        else:
-            place = self.store.place(address)
-            self._served[address] = asyncio.create_task(self.backend.serve_adapter(address, place))
-            idle = [one for one in self._served if not self._reading[one] and one != address]
-            for old in idle[: max(0, len(self._served) - SERVED)]:
-                await self.stop_serving(old)  # it is loaded again when it is asked
-        try:
-            await asyncio.shield(self._served[address])
-        except BaseException:
-            self._served.pop(address, None)
-            raise
+        await self._unhindered(self._load(address))
 
     async def stop_serving(self, address: str) -> None:
-        if (loaded := self._served.pop(address, None)) is not None:
-            await asyncio.gather(loaded, return_exceptions=True)
-            await self.backend.drop_served(address)
+        await self._unhindered(self._unload(address))
+
+    async def _unhindered(self, work: Coroutine[Any, Any, None]) -> None:
+        """Done to its end, also where its client stops waiting for it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.shield(task)
+
+    async def _load(self, address: str) -> None:
+        async with self._serving:
+            if address in self._served:
+                self._served[address] = self._served.pop(address)
+                return
+            await self.backend.serve_adapter(address, self.store.place(address))
+            self._served[address] = None
+            idle = [one for one in self._served if not self._reading[one] and one != address]
+            for old in idle[: max(0, len(self._served) - SERVED)]:  # it is loaded again when it is asked
+                del self._served[old]
+                await self.backend.drop_served(old)
+
+    async def _unload(self, address: str) -> None:
+        async with self._serving:
+            if address in self._served:
+                del self._served[address]
+                await self.backend.drop_served(address)
 
     def sample(
         self, name: str, number: int | None, reads: ServedWeights, prompt: list[int], how: SampleSettings
@@ -306,7 +337,9 @@ class Clients:
                 done = await self.backend.sample(prompt, address, how)
             finally:
                 self._reading[address or ""] -= 1
-            self.counts["sampled_tokens"] += sum(len(tokens) for tokens, *_ in done.sequences)
+            tokens = sum(len(tokens) for tokens, *_ in done.sequences)
+            self.counts["sampled_tokens"] += tokens
+            _line.get()["tokens"] = tokens
             return sample_reply(done, how.top_prompt_logprobs)
 
         key = uuid4().hex if number is None else number
@@ -316,6 +349,8 @@ class Clients:
 
     async def _logged(self, what: str, who: str, work: Callable[[], Awaitable[Result]]) -> Result:
         began, fault = time.time(), ""
+        told: dict[str, Any] = {}
+        _line.set(told)
         try:
             return await work()
         except BaseException as error:
@@ -323,7 +358,7 @@ class Clients:
             self.counts["failures"] += 1
             raise
         finally:
-            line = {"at": round(began, 3), "what": what, "who": who, "seconds": round(time.time() - began, 4)}
+            line = {"at": round(began, 3), "what": what, "who": who, "seconds": round(time.time() - began, 4)} | told
             if not self._log.closed:
                 self._log.write(json.dumps(line | ({"failed": fault} if fault else {})) + "\n")
                 self._log.flush()

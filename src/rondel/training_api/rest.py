@@ -109,11 +109,24 @@ async def unpublish(clients: Clients, request: Request, sent: dict[str, Any]) ->
 
 async def copy_weights(clients: Clients, request: Request, sent: dict[str, Any]) -> Any:
     """Into a run of its own, which nobody trains."""
-    source = clients.store.find(str(sent.get("source_path")))[0]
+    source, kind, name = clients.store.find(str(sent.get("source_path")))
+    key = request.headers.get("x-idempotency-key", "")
     session = sent.get("session_id")
-    run = f"{session}:train:{sent.get('model_seq_id')}" if session else f"copy-{uuid4().hex}"
-    clients.store.create_run(run, {k: v for k, v in clients.store.run(source).items() if k not in ("run", "born")})
-    note = {"expires": expiry(sent.get("ttl_seconds"))}
+    run = f"{session}:train:{sent.get('model_seq_id')}" if session else f"copy-{key or uuid4().hex}"
+    if run in clients.models:
+        raise UserError(f"'{run}' is a model that is trained: a copy needs a number of its own")
+    note = {"expires": expiry(sent.get("ttl_seconds")), "copied": [sent["source_path"], key]}
+    address = f"tinker://{run}/{kind}/{name}"
+    try:
+        if key and clients.store.note(run, kind, name).get("copied") == note["copied"]:
+            return {"tinker_path": address}  # the same request again
+    except KeyError:
+        pass
+    facts = {k: v for k, v in clients.store.run(source).items() if k not in ("run", "born")}
+    try:
+        clients.store.run(run)
+    except KeyError:
+        clients.store.create_run(run, facts)
     return {"tinker_path": clients.store.copy(str(sent["source_path"]), run, note)}
 
 
@@ -199,11 +212,10 @@ def _summary(clients: Clients, session: Session) -> dict[str, Any]:
 
 
 async def finish_session(clients: Clients, request: Request, sent: dict[str, Any]) -> Any:
-    """Its adapters are not trained any more; what was saved stays."""
-    session = _session_of(clients, request)
-    session.finished = {"reason": sent.get("reason") or {"type": "success"}, "detail": sent.get("detail")}
-    for model in [clients.models[name] for name in session.models if name in clients.models]:
-        await clients.unload(model).task
+    how = (sent.get("reason") or {}).get("type", "success")
+    if how not in ("success", "errored", "interrupted"):
+        raise UserError(f"reason.type = {how!r:.40}; it is success, errored or interrupted")
+    await clients.end_session(_session_of(clients, request), how, sent.get("detail"))
 
 
 async def assign_project(clients: Clients, request: Request, sent: dict[str, Any]) -> Any:

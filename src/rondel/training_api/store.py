@@ -30,6 +30,7 @@ KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,127}")
 NOTE = "checkpoint.json"
+UNNAMED = "unnamed"  # in a note: a snapshot that goes with its session
 TTL = (3600, 10 * 366 * 86400)  # seconds that a checkpoint may be given
 
 
@@ -40,6 +41,9 @@ class Store:
             (folder / "runs").mkdir(parents=True, exist_ok=True)
         for left in (folder / "runs").glob("*/*/.new-*"):  # of a server that was killed
             shutil.rmtree(left)
+        for file in (folder / "runs").glob(f"*/sampler_weights/*/{NOTE}"):
+            if json.loads(file.read_text()).get(UNNAMED):
+                shutil.rmtree(file.parent)
 
     # -- runs ------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 }  # of the enum; 4 is bfloat16
 EMPTY = -99999.0  # a log-probability that was not asked for
 TARGETS = "target_tokens"
+NUMBERS = 1 << 24  # of all tensors of a request: sparse ones are made dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def read_forward_request(body: bytes) -> ForwardRequest:
     return ForwardRequest(
         read_text(sent, 1),
         read_int(sent, 2),
-        [_read_example(i, datum) for i, datum in enumerate(read_messages(sent, 3))],
+        _read_examples(read_messages(sent, 3)),
         read_text(sent, 4),
         config,
         not read_int(sent, 6),
@@ -73,20 +74,31 @@ def _double(message: Message, number: int) -> float:
     return float(struct.unpack("<d", read_bytes(message, number) or bytes(8))[0])
 
 
-def _read_example(i: int, datum: Message) -> Example:
+def _read_examples(data: list[Message]) -> list[Example]:
+    out, numbers = [], 0
+    for i, datum in enumerate(data):
+        out.append(_read_example(i, datum, NUMBERS - numbers))
+        numbers += out[-1].targets.size + sum(array.size for array in out[-1].inputs.values())
+    return out
+
+
+def _read_example(i: int, datum: Message, room: int) -> Example:
     tokens: list[int] = []
     for chunk in read_messages(datum, 1):
         if 1 not in chunk:
             raise UserError(f"example {i} has an image or a sound: this server trains on text alone")
         tokens += _array(read_bytes(decode_message(read_bytes(chunk, 1)), 1), DTYPES[3]).tolist()
-    inputs = {read_text(e, 1): _read_tensor(i, decode_message(read_bytes(e, 2))) for e in read_messages(datum, 2)}
+    inputs: dict[str, np.ndarray] = {}
+    for entry in read_messages(datum, 2):
+        tensor = _read_tensor(i, decode_message(read_bytes(entry, 2)), room)
+        inputs[read_text(entry, 1)], room = tensor, room - tensor.size
     if TARGETS not in inputs:
         raise UserError(f"example {i} has no loss_fn_inputs['{TARGETS}']")
     targets = inputs.pop(TARGETS).astype(np.int64)
     return Example(tokens, targets, {key: array.astype(np.float32) for key, array in inputs.items()})
 
 
-def _read_tensor(i: int, sent: Message) -> np.ndarray:
+def _read_tensor(i: int, sent: Message, room: int) -> np.ndarray:
     kind, shape = read_int(sent, 3), read_varints(sent.get(4, []))
     if kind == 4:
         raw = _array(read_bytes(sent, 1), np.dtype("<u2"))
@@ -94,7 +106,7 @@ def _read_tensor(i: int, sent: Message) -> np.ndarray:
     elif kind not in DTYPES:
         raise UserError(f"example {i} has a tensor of an unknown dtype")
     elif 2 in sent:
-        return _from_csr(i, decode_message(read_bytes(sent, 2)), DTYPES[kind], shape)
+        return _from_csr(i, decode_message(read_bytes(sent, 2)), DTYPES[kind], shape, room)
     else:
         dense = _array(read_bytes(sent, 1), DTYPES[kind])
     if not shape:
@@ -104,12 +116,11 @@ def _read_tensor(i: int, sent: Message) -> np.ndarray:
     return dense.reshape(shape)
 
 
-def _from_csr(i: int, csr: Message, dtype: np.dtype[Any], shape: list[int]) -> np.ndarray:
+def _from_csr(i: int, csr: Message, dtype: np.dtype[Any], shape: list[int], room: int) -> np.ndarray:
     """A sparse matrix by rows; what is not listed is 0."""
     values, ends, columns = (_array(read_bytes(csr, n), d) for n, d in ((1, dtype), (2, DTYPES[2]), (3, DTYPES[2])))
     fits = (
         len(shape) == 2
-        and shape[0] * shape[1] <= 1 << 26
         and len(ends) == shape[0] + 1
         and len(columns) == len(values) == (int(ends[-1]) if len(ends) else -1)
         and bool((np.diff(ends) >= 0).all())
@@ -117,6 +128,10 @@ def _from_csr(i: int, csr: Message, dtype: np.dtype[Any], shape: list[int]) -> n
     )
     if not fits:
         raise UserError(f"example {i} has a sparse tensor whose indices do not fit its shape {shape}")
+    if shape[0] * shape[1] > room:
+        raise UserError(
+            f"a request whose tensors have more than {NUMBERS} numbers, at example {i}: send fewer at a time"
+        )
     out = np.zeros(shape, dtype)
     out[np.repeat(np.arange(shape[0]), np.diff(ends)), columns] = values
     return out
