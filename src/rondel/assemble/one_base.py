@@ -39,8 +39,7 @@ from rondel.train.multi_policy import MultiPolicyTrainer
 
 def shares_base(job: Job) -> bool:
     """Whether all policies of the run are adapters on the same model, or that model itself, on one device."""
-    plain = job.model.format == "none" and not job.engine.compile and job.model.vision.tower == "frozen"
-    if not job.policies or not job.place.one_module or job.model.adapter.kind == "off" or not plain:
+    if not job.may_share_base:
         return False
     first, *others = [find_base(job.of_policy(name).model.path) for name in (POLICY, *job.policies)]
     return all(other == first for other in others)

@@ -5,7 +5,8 @@ engine, trainer and transport join them.
                          log, weights on their way, logs)
     frozen = true        an engine alone
 
-In one process they share the device and its thread. Nobody behind the composites knows that there are others.
+In one process they share the device and its thread (adapters on one base, its memory and its engine, too:
+assemble/one_base.py). Nobody behind the composites knows that there are others.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def join_deployments(job: Job, each: dict[str, Deployment], device: str) -> Depl
         dump=dump,
         pids=lambda: {name: pid for one in each.values() for name, pid in one.pids().items()},
         others={name: one.known for name, one in each.items() if name != POLICY},
+        frozen_bytes=sum(each[name].known.weight_bytes for name in frozen),
     )
 
 
