@@ -95,7 +95,10 @@ def test_a_killed_run_on_one_base_ends_as_models_apart_to_the_bit(tmp_path):
     assert held[1]["weights"] - held[0]["weights"] >= base
     within = events(tmp_path / "one", "Evaluated")[-1]
     again = evaluate_checkpoint(str(tmp_path / "one"), None, {})
-    assert (again.score, [s["text"] for s in again.samples]) == (within["score"], [s["text"] for s in within["samples"]])
+    assert (again.score, [s["text"] for s in again.samples]) == (
+        within["score"],
+        [s["text"] for s in within["samples"]],
+    )
 
 
 @pytest.mark.slow
@@ -113,7 +116,9 @@ def test_memory_counts_the_base_once(tmp_path):
     finally:
         parts.close()
     bill = memory_bills(of_job(tiny(tmp_path, **PLAY)))[0]
-    assert {name for name in bill.rows if ":" in name} == {f"critic: {t}" for t in ("policy weights", "gradients", "moments")}
+    assert {name for name in bill.rows if ":" in name} == {
+        f"critic: {t}" for t in ("policy weights", "gradients", "moments")
+    }
     assert bill.rows["critic: policy weights"]["train"] == adapter
     whole = memory_bills(of_job(tiny(tmp_path, **PLAY, engine__compile=True)))[0]
     assert whole.rows["critic: policy weights"] == whole.rows["policy weights"]

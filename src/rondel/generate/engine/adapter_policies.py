@@ -1,7 +1,7 @@
 """Several policies that are adapters on one base, behind the verbs of one engine: their requests are decoded together.
 
-    Request.policy = "critic" ──> Request.adapter = "critic"       a cache root of its own: (version, adapter, namespace)
-    frozen, no adapter        ──> the base alone
+Request.policy = "critic" ──> Request.adapter = "critic"       a cache root of its own: (version, adapter, namespace)
+frozen, no adapter        ──> the base alone
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 class EngineUpdate:
     """The engine's part of an update: everything but the weights themselves, which are the receiver's."""
 
-    def __init__(self, arrivals: WeightReceiver | AdapterReceiver, lifecycle: EngineLifecycle, serving: ServingLoop) -> None:
+    def __init__(
+        self, arrivals: WeightReceiver | AdapterReceiver, lifecycle: EngineLifecycle, serving: ServingLoop
+    ) -> None:
         self.arrivals, self.lifecycle, self.serving = arrivals, lifecycle, serving
         self._retracted = 0  # of the scheduler, when the account was told last
 
