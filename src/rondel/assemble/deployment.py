@@ -30,7 +30,6 @@ import torch
 
 from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process, stay_alive
 from rondel.assemble.model_info import ModelInfo
-from rondel.assemble.one_base import deploy_on_one_base, shares_base
 from rondel.assemble.placement import Deployment
 from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
 from rondel.assemble.remote_workers import MOMENT, RemoteEngine, RemoteTrainer, WorkerRole
@@ -236,7 +235,7 @@ def deploy_job(
     folder: Path | None,
     reward: Any = None,
 ) -> Deployment:
-    """The parts of a run; of several policies each as if it were alone, and then joined, unless they share a base."""
+    """The parts of a run; of several policies each as if it were alone, and then joined (those on one base: one_base.py)."""
     if reward is not None and (not job.place.one_module or job.policies):
         raise ConfigError(
             "task.reward: offload = true is for one policy with place.kind = 'shared' and one rank, whose trainer wants the reward "
@@ -254,14 +253,6 @@ def deploy_job(
         if where.kind == "shared":
             beside = Device(device, None if where.threads == "auto" else where.threads)
             ends.callback(beside.close)
-        if beside is not None and shares_base(job):
-            main = DeploymentPlan(job, needs, sampling, longest, folder)
-            whole = deploy_on_one_base(
-                job, needs, sampling, longest, beside, log=main.wal_path(), new_transport=main.new_transport
-            )
-            whole.resolved |= main.resolved
-            whole.close = ends.pop_all().close
-            return whole
         for name in workers:
             plan = DeploymentPlan(
                 job.of_policy(name),

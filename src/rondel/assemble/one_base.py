@@ -11,6 +11,7 @@ The engine reads the tensors that the trainers write: an update moves no bytes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from rondel.assemble.worker_devices import format_threads
 from rondel.assemble.workers import engine_of, prepare_policy, speculation_of, trainer_of
 from rondel.core.config.job import Job
 from rondel.core.config.model import AdapterConfig
-from rondel.core.protocols import Transport
 from rondel.core.types import POLICY, Sampling
 from rondel.driver.multi_policy import name_workers, policy_key, refuse_others
 from rondel.generate.engine.adapter_policies import AdapterPolicyEngine
@@ -31,7 +31,9 @@ from rondel.models.adapters import attach_adapter
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.shared_base import adapter_weights, find_base, share_base
-from rondel.runtime.devices import Device, SharedDevice
+from rondel.planner.resolve import resolve_transport
+from rondel.runtime.devices import Device, SharedDevice, pick_device
+from rondel.sync.from_tensor import FromTensor
 from rondel.sync.multi_policy import MultiPolicyTransport
 from rondel.train.checkpoint import bytes_needed
 from rondel.train.multi_policy import MultiPolicyTrainer
@@ -50,12 +52,28 @@ def deploy_on_one_base(
     needs: frozenset[str],
     sampling: Sampling,
     longest: Callable[[ModelInfo], int],
-    device: Device,
-    *,
-    log: Path | None,
-    new_transport: Callable[[], Transport],
+    folder: Path | None,
 ) -> Deployment:
-    """The parts of the run as the loop calls them."""
+    """The parts of the run as the loop calls them. `folder`: of the run, for what survives a crash."""
+    way = resolve_transport(job.sync.kind, apart="module")
+    with ExitStack() as ends:
+        threads = job.place.threads
+        device = Device(pick_device(job.place.device), None if threads == "auto" else threads)
+        ends.callback(device.close)
+        placed = _deploy(job, needs, sampling, longest, device, folder and folder / "wal" / "engine-0")
+        placed.resolved["sync.kind"] = f"{way.value} ({way.why})"
+        placed.close = ends.pop_all().close
+        return placed
+
+
+def _deploy(
+    job: Job,
+    needs: frozenset[str],
+    sampling: Sampling,
+    longest: Callable[[ModelInfo], int],
+    device: Device,
+    log: Path | None,
+) -> Deployment:
     jobs = {name: job.of_policy(name) for name in (POLICY, *job.policies)}
     frozen = {name for name, policy in job.policies.items() if policy.frozen}
     base, models = device.call(_load_models, jobs, device.name)
@@ -79,7 +97,7 @@ def deploy_on_one_base(
     )
     trainers: dict[str, Any] = {}
     for name, loaded in trained.items():
-        trainers[name], told = trainer_of(jobs[name], needs, sampling, loaded, device, transport=new_transport())
+        trainers[name], told = trainer_of(jobs[name], needs, sampling, loaded, device, transport=FromTensor("never"))
         resolved |= {policy_key(name, key): value for key, value in told.items()}
         name_workers(name, None, trainers[name])
     engine = AdapterPolicyEngine(
@@ -95,7 +113,7 @@ def deploy_on_one_base(
         f"one process, {format_threads(device.threads)} on {device.name} for engine and trainers of {len(jobs)} "
         "policies on one base",
         sum(bytes_needed(one) for one in trainers.values()),
-        MultiPolicyTransport({name: new_transport() for name in trained}),
+        MultiPolicyTransport({name: FromTensor("never") for name in trained}),
         others={name: known[name] for name in job.policies},
     )
 
