@@ -156,7 +156,7 @@ class Job(ConfigSection):
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
-            raise ConfigError(f"{source}: {'; '.join(explain_faults(error, cls))}") from error
+            raise ConfigError(f"{source}: {'; '.join(explain_faults(error, cls))}", page="docs/recipe.md") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Every final value, as plain data."""
