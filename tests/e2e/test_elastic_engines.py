@@ -8,10 +8,10 @@ import pytest
 import tomli_w
 
 from kits.runs import check, events, run, tiny
+from rondel.core.config.differences import without_none
 from rondel.core.errors import UserError
 from rondel.core.events import StepDone, Warned, subscribe
 from rondel.driver import elastic_engines
-from rondel.core.config.differences import without_none
 from rondel.driver.elastic_engines import ask_for_engines, registered_urls, wanted_engines
 
 SPLIT = {"place__kind": "split", "loop__max_staleness": 1, "loop__warmup__steps": 0, "task__eval__n": 2}

@@ -31,7 +31,8 @@ def run(
         int | None, typer.Option("--parallel", min=1, help="Stages side by side at most, in place of the file's.")
     ] = None,
     what_if: Annotated[
-        str, typer.Option("--what-if", metavar="NAME=VALUE ...", help="With --plan, as of `rondel plan`: hardware=h100 ...")
+        str,
+        typer.Option("--what-if", metavar="NAME=VALUE ...", help="With --plan, as of `rondel plan`: hardware=h100 ..."),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -48,8 +49,9 @@ def run(
     pipeline = read_pipeline(paths[0], overrides | ({} if parallel is None else {"parallel": parallel}))
     if plan:
         from rondel.pipeline.pipeline_plan import plan_pipeline, plan_table
+        from rondel.planner.plan import make_plan
 
-        told = plan_pipeline(pipeline, what_if.split())
+        told = plan_pipeline(pipeline, make_plan, what_if.split())
         print(json.dumps(told) if as_json else visible_text(plan_table(told)))
         return
     if what_if:

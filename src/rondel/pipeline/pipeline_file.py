@@ -1,8 +1,8 @@
 """A pipeline file: its stages as whole recipes, in an order in which they can run.
 
-    folder = "runs/specialists"         parallel = 2
-    [shared]        sections of a recipe, laid over that of every stage
-    [stages.math]   recipe = "rl.toml"   model = "stage:warmup"   and sections of a recipe, laid over both
+folder = "runs/specialists"         parallel = 2
+[shared]        sections of a recipe, laid over that of every stage
+[stages.math]   recipe = "rl.toml"   model = "stage:warmup"   and sections of a recipe, laid over both
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ class StageReader:
         tree, origin = self._recipe_tree(name, ())
         if own.kind == "eval":
             if idle := [section for section in NOT_EVALUATED if getattr(own, section)]:
-                raise ConfigError(f"{self._where(name)}.{idle[0]} has no effect: an evaluation trains nothing; remove it")
+                raise ConfigError(
+                    f"{self._where(name)}.{idle[0]} has no effect: an evaluation trains nothing; remove it"
+                )
             tree = {section: keys for section, keys in tree.items() if section not in NOT_EVALUATED}
             tree["model"] = {key: value for key, value in tree.get("model", {}).items() if key != "teacher"}
             tree["loop"] = {"steps": 0} | {key: v for key, v in tree.get("loop", {}).items() if key == "seed"}
@@ -168,7 +170,7 @@ class StageReader:
             return self._recipe_tree(source, (*asked, name))
         if not (own.task or self.given.shared.task):
             raise ConfigError(
-                f"{self._where(name)} evaluates {model!r}, and says no tasks: give it a recipe = \"...\", or a task table"
+                f'{self._where(name)} evaluates {model!r}, and says no tasks: give it a recipe = "...", or a task table'
             )
         return {}, self.path
 
@@ -203,7 +205,9 @@ def order_stages(path: Path, needs: Mapping[str, tuple[str, ...]]) -> list[str]:
         ready: Callable[[str], bool] = partial(_is_ready, order, needs)
         if (following := next(filter(ready, needs), None)) is None:
             cycle = " -> ".join(_find_cycle({n: needs[n] for n in needs if n not in order}))
-            raise ConfigError(f"{path}: stages wait for each other: {cycle} (-> reads needs); remove one of these needs")
+            raise ConfigError(
+                f"{path}: stages wait for each other: {cycle} (-> reads needs); remove one of these needs"
+            )
         order.append(following)
     return order
 

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rondel.generate.envs.sources import TaskSet
 from rondel.pipeline.pipeline_file import Pipeline
 from rondel.pipeline.preflight import check_pipeline
 from rondel.pipeline.stage_recipe import StageRecipe
-from rondel.planner.plan import make_plan
-from rondel.planner.workload import of_job, what_if
+from rondel.planner.workload import Workload, of_job, what_if
+
+MakePlan = Callable[[Workload], dict[str, Any]]
 
 
-def plan_pipeline(pipeline: Pipeline, questions: Sequence[str] = ()) -> dict[str, Any]:
+def plan_pipeline(pipeline: Pipeline, make_plan: MakePlan, questions: Sequence[str] = ()) -> dict[str, Any]:
     """{"stages": [{"name", "kind", "needs", "steps", "step_seconds", "seconds", "begins", "memory", "fits", ...}],
     "seconds", "parallel", "folder"}.
 
+    make_plan   the planner: `rondel.planner.plan.make_plan`
     questions   --what-if of `rondel plan`, asked of each stage
     """
     tasks = check_pipeline(pipeline)
-    rows = [_plan_stage(pipeline, stage, tasks[name], questions) for name, stage in pipeline.stages.items()]
+    rows = [_plan_stage(pipeline, stage, tasks[name], make_plan, questions) for name, stage in pipeline.stages.items()]
     begins = schedule_stages(pipeline.parallel, {row["name"]: (tuple(row["needs"]), row["seconds"]) for row in rows})
     for row in rows:
         row["begins"] = begins[row["name"]]
@@ -33,7 +35,9 @@ def plan_pipeline(pipeline: Pipeline, questions: Sequence[str] = ()) -> dict[str
     }
 
 
-def _plan_stage(pipeline: Pipeline, stage: StageRecipe, tasks: TaskSet, questions: Sequence[str]) -> dict[str, Any]:
+def _plan_stage(
+    pipeline: Pipeline, stage: StageRecipe, tasks: TaskSet, make_plan: MakePlan, questions: Sequence[str]
+) -> dict[str, Any]:
     job = stage.job.parse(stage.resolve(lambda name: starting_model(pipeline, name)), str(pipeline.path))
     work = of_job(job)
     told = make_plan(what_if(list(questions), work) if questions else work)
@@ -110,12 +114,12 @@ def plan_table(told: dict[str, Any]) -> str:
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["   ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
-    side = f", at most {told['parallel']} stages side by side" if told["parallel"] > 1 else ", one stage after the other"
-    assumed = dict.fromkeys(text for row in told["stages"] for text in row["assumed"])
-    return "\n".join(
-        [*lines, "", f"in all   {duration_text(told['seconds'])}{side}; {told['folder']}", ""]
-        + ["assumed  " + "\n         ".join(assumed)]
+    side = (
+        f", at most {told['parallel']} stages side by side" if told["parallel"] > 1 else ", one stage after the other"
     )
+    assumed = dict.fromkeys(text for row in told["stages"] for text in row["assumed"])
+    all_of_it = f"in all   {duration_text(told['seconds'])}{side}; {told['folder']}"
+    return "\n".join([*lines, "", all_of_it, "", "assumed  " + "\n         ".join(assumed)])
 
 
 def duration_text(seconds: float) -> str:

@@ -17,13 +17,12 @@ from rondel.core.config.old_recipe import translate_moved_keys
 from rondel.core.errors import CheckpointError, ConfigError
 from rondel.pipeline.pipeline_file import Pipeline
 from rondel.pipeline.stage_recipe import StageRecipe
-from rondel.pipeline.stage_result import EVALUATION, Checkpoint, find_checkpoint, manifest_digest
+from rondel.pipeline.stage_result import BEGUN, EVALUATION, FINISHED, Checkpoint, find_checkpoint, manifest_digest
 from rondel.system.files import guard_write, make_folder, replace_file
 from rondel.text.unicode import read_exact_json, write_json
 
 FILE = "pipeline.json"
 REPLACED = "replaced"  # folder of stages that were done again
-BEGUN, FINISHED, FAILED = "begun", "finished", "failed"
 
 
 class PipelineRecord:
@@ -119,7 +118,11 @@ def _changed(record: PipelineRecord, stage: StageRecipe, again: set[str]) -> str
             return f"was begun from what {name} had, which will change"
         if find_checkpoint(source).digest != found["digest"]:
             return f"was begun from other weights of {name} than those of {find_checkpoint(source).path}"
-    if finished and stage.kind == "train" and manifest_digest(Path(known["checkpoint"]["path"])) != known["checkpoint"]["digest"]:
+    if (
+        finished
+        and stage.kind == "train"
+        and manifest_digest(Path(known["checkpoint"]["path"])) != known["checkpoint"]["digest"]
+    ):
         return f"has finished, and {known['checkpoint']['path']} is gone or another one"
     return ""
 
@@ -133,7 +136,9 @@ def lock_pipeline(folder: Path) -> Iterator[None]:
         try:
             lock.acquire()
         except Timeout as error:
-            raise ConfigError(f"another process works at the pipeline in {folder}; wait for it, or set --folder=...") from error
+            raise ConfigError(
+                f"another process works at the pipeline in {folder}; wait for it, or set --folder=..."
+            ) from error
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
 """`rondel pipeline`: stages whose needs have ended are begun, so many side by side as the file says.
 
-    what is finished is skipped      what was interrupted goes on by Rondel's own resume
-    what changed is refused, or moved away and done again where the user says so
-    what fails ends alone: stages that do not need it go on, and the same command tries it again
+what is finished is skipped      what was interrupted goes on by Rondel's own resume
+what changed is refused, or moved away and done again where the user says so
+what fails ends alone: stages that do not need it go on, and the same command tries it again
 """
 
 from __future__ import annotations
@@ -21,12 +21,20 @@ from rondel.core.config.toml_reader import ORIGIN
 from rondel.core.errors import RondelError, Stopped, UserError, WorkerError
 from rondel.core.registry import suggest_name
 from rondel.pipeline.pipeline_file import Pipeline
-from rondel.pipeline.pipeline_record import FAILED, FINISHED, PipelineRecord, lock_pipeline, refuse_changed
+from rondel.pipeline.pipeline_record import PipelineRecord, lock_pipeline, refuse_changed
 from rondel.pipeline.pipeline_summary import stage_line, write_summary
 from rondel.pipeline.preflight import check_pipeline
 from rondel.pipeline.stage_process import ChildProcess, StageProcess
 from rondel.pipeline.stage_recipe import StageRecipe
-from rondel.pipeline.stage_result import EVALUATION, Checkpoint, find_checkpoint, last_step, read_result
+from rondel.pipeline.stage_result import (
+    EVALUATION,
+    FAILED,
+    FINISHED,
+    Checkpoint,
+    find_checkpoint,
+    last_step,
+    read_result,
+)
 from rondel.runtime.termination import GracefulStop
 from rondel.system.files import make_folder, replace_file
 
@@ -59,7 +67,9 @@ def run_pipeline(
     status  is told twice a second how far the stages are that run
     """
     if unknown := [name for name in redo if name not in pipeline.stages]:
-        raise UserError(f"--redo {unknown[0]}: there is no such stage.{suggest_name(unknown[0], list(pipeline.stages))}")
+        raise UserError(
+            f"--redo {unknown[0]}: there is no such stage.{suggest_name(unknown[0], list(pipeline.stages))}"
+        )
     check_pipeline(pipeline)
     with lock_pipeline(pipeline.folder):
         record = PipelineRecord(pipeline)
@@ -78,7 +88,9 @@ def run_pipeline(
 class PipelineScheduler:
     """Which stage runs when. `slots` are places side by side, each with its share of the cores."""
 
-    def __init__(self, pipeline: Pipeline, record: PipelineRecord, start: StartStage, tell: Tell, status: Status) -> None:
+    def __init__(
+        self, pipeline: Pipeline, record: PipelineRecord, start: StartStage, tell: Tell, status: Status
+    ) -> None:
         self.pipeline, self.record, self.start, self.tell, self.status = pipeline, record, start, tell, status
         self.cores = share_cores(pipeline.parallel)
         self.running: list[RunningStage] = []
@@ -131,7 +143,11 @@ class PipelineScheduler:
         log = log_of(self.pipeline, stage.name)
         log.unlink(missing_ok=True)
         number = list(self.pipeline.stages).index(stage.name) + 1
-        what = "evaluates" if stage.kind == "eval" else f"trains {stage.steps if stage.steps is not None else 'some'} steps"
+        what = (
+            "evaluates"
+            if stage.kind == "eval"
+            else f"trains {stage.steps if stage.steps is not None else 'some'} steps"
+        )
         self.tell(f"[{number}/{len(self.pipeline.stages)}] {stage.name}: {'goes on, ' * goes_on}{what}   {log}")
         process = self.start(words, log, out, self.cores[slot])
         self.running.append(RunningStage(stage, process, slot, time.monotonic()))
@@ -164,7 +180,9 @@ class PipelineScheduler:
             self.done.add(name)
 
 
-def prepare_stage(pipeline: Pipeline, stage: StageRecipe, inputs: dict[str, Checkpoint]) -> tuple[list[str], Path | None]:
+def prepare_stage(
+    pipeline: Pipeline, stage: StageRecipe, inputs: dict[str, Checkpoint]
+) -> tuple[list[str], Path | None]:
     """Write the recipe with the models that it stands for. -> the words of its command, and where its output goes."""
     home = make_folder(pipeline.folder / "recipes" / stage.name)
     recipe = home / "job.toml"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rondel.pipeline.pipeline_record import FAILED, PipelineRecord
 from rondel.pipeline.stage_recipe import REFERENCE, is_reference
+from rondel.pipeline.stage_result import FAILED
 from rondel.runtime.telemetry.scores import score_text
 from rondel.system.files import replace_file
+
+if TYPE_CHECKING:
+    from rondel.pipeline.pipeline_record import PipelineRecord
 
 CARD = "card.md"
 
@@ -25,7 +28,7 @@ def held_out_text(known: dict[str, Any]) -> str:
     """The score before and after; of an evaluation each set, and of a mixture each source."""
     if not known["held_out"]:
         return "nothing"
-    told = []
+    told: list[str] = []
     for name, row in known["held_out"].items():
         first = len(told) == 0
         before = f"{score_text(known['before'], row['share'])} -> " if first and known["before"] is not None else ""

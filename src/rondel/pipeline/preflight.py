@@ -28,18 +28,27 @@ def _check_models(stage: StageRecipe, pipeline: Pipeline) -> None:
     for name in stage.inputs:
         source = pipeline.stages[name]
         if source.kind != "train":
-            raise ConfigError(f'{where} reads the model "{REFERENCE}{name}", and {name} is an evaluation: name what it evaluates')
+            raise ConfigError(
+                f'{where} reads the model "{REFERENCE}{name}", and {name} is an evaluation: name what it evaluates'
+            )
         if source.steps == 0:
             raise ConfigError(
                 f'{where} reads the model "{REFERENCE}{name}", and {name} trains nothing: set its loop.steps or '
                 "loop.warmup.steps above 0"
             )
-    models = [("model.path", stage.job.model.path)]
+    models: list[tuple[str, Any]] = [("model.path", stage.job.model.path)]
     models += [(f"model.teacher[{i}].path", teacher.path) for i, teacher in enumerate(stage.job.model.teachers)]
     for key, model in models:
         if key != "model.path" and isinstance(model, dict):
-            raise ConfigError(f"{where}.{key} = {model}: a teacher of random weights knows nothing; name a stage or a folder")
-        if isinstance(model, str) and not is_reference(model) and _is_folder_name(model) and not Path(model).expanduser().exists():
+            raise ConfigError(
+                f"{where}.{key} = {model}: a teacher of random weights knows nothing; name a stage or a folder"
+            )
+        if (
+            isinstance(model, str)
+            and not is_reference(model)
+            and _is_folder_name(model)
+            and not Path(model).expanduser().exists()
+        ):
             near = f', or a stage, "{REFERENCE}{Path(model).name}"' if Path(model).name in pipeline.stages else ""
             raise ConfigError(
                 f"{where}.{key} = '{model}': there is no such folder, so it has not been trained; name one that "

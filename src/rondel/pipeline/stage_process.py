@@ -1,12 +1,13 @@
 """A stage as a process: `rondel train` or `rondel eval`, which ends with the pipeline that began it (law 14).
 
-    pipeline ── pipe, nothing is ever written ──> stage: the end of the pipe is the end of the pipeline,
-                                                  whatever that was; the stage keeps a checkpoint and ends
+pipeline ── pipe, nothing is ever written ──> stage: the end of the pipe is the end of the pipeline,
+                                              whatever that was; the stage keeps a checkpoint and ends
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -42,9 +43,20 @@ class ChildProcess:
         make_folder(log.parent)
         theirs, self._alive = os.pipe()
         try:
-            with guard_write(log, doing="opening"), log.open("ab") as said, (out or log).open("wb" if out else "ab") as told:
+            with (
+                guard_write(log, doing="opening"),
+                log.open("ab") as said,
+                (out or log).open("wb" if out else "ab") as told,
+            ):
                 self._child = subprocess.Popen(
-                    [sys.executable, "-m", "rondel.pipeline.stage_process", str(theirs), ",".join(map(str, cores)), *words],
+                    [
+                        sys.executable,
+                        "-m",
+                        "rondel.pipeline.stage_process",
+                        str(theirs),
+                        ",".join(map(str, cores)),
+                        *words,
+                    ],
                     stdin=subprocess.DEVNULL,
                     stdout=told,
                     stderr=said,
@@ -89,10 +101,8 @@ def main(words: list[str]) -> None:
     end_with_pipeline(int(descriptor))
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-    from rondel.__main__ import main as run_command
-
     sys.argv = ["rondel", *command]
-    run_command()
+    runpy.run_module("rondel", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

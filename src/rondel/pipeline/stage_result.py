@@ -16,6 +16,7 @@ from rondel.runtime.telemetry.card import card_of
 from rondel.runtime.telemetry.scores import is_share
 from rondel.system.run_weights import find_run_weights
 
+BEGUN, FINISHED, FAILED = "begun", "finished", "failed"  # how a stage stands in pipeline.json
 EVALUATION = "evaluation.json"  # in the folder of an evaluation
 TAIL = 1 << 16  # bytes at the end of a journal in which its last step is looked for
 
@@ -42,7 +43,7 @@ def find_checkpoint(stage: StageRecipe) -> Checkpoint:
 
 
 def manifest_digest(checkpoint: Path) -> str:
-    """"" where there is none."""
+    """ "" where there is none."""
     try:
         return blake2b((checkpoint / "manifest.json").read_bytes(), digest_size=8).hexdigest()
     except OSError:
