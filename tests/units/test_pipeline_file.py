@@ -78,7 +78,12 @@ def test_stages_are_whole_recipes_in_an_order_that_can_run(read):
 def test_tables_are_laid_over_each_other():
     under = {"a": 1, "b": {"kind": "x", "n": 2, "m": {"k": 1}}, "c": {"random": "llama", "size": 4}, "d": {"e": 1}}
     over = {"b": {"kind": "y", "p": 3}, "c": {"size": 8}, "d": "text"}
-    assert overlay(under, over) == {"a": 1, "b": {"kind": "y", "p": 3}, "c": {"random": "llama", "size": 8}, "d": "text"}
+    assert overlay(under, over) == {
+        "a": 1,
+        "b": {"kind": "y", "p": 3},
+        "c": {"random": "llama", "size": 8},
+        "d": "text",
+    }
     assert overlay(under, {"b": {"m": {"j": 2}}})["b"] == {"kind": "x", "n": 2, "m": {"k": 1, "j": 2}}
     assert under["c"]["size"] == 4, "nothing is changed in place"
 

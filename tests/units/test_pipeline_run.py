@@ -116,7 +116,12 @@ def test_killed_between_and_within_stages_it_ends_with_the_same_bits(file, whole
         child.join(120)
         assert child.exitcode == -signal.SIGKILL
     record, told = run(file, folder, **changes)
-    assert [line.split("]")[1].split(":")[0].strip() for line in told] == ["start", "other", *["student"] * 2, *["exam"] * 2]
+    assert [line.split("]")[1].split(":")[0].strip() for line in told] == [
+        "start",
+        "other",
+        *["student"] * 2,
+        *["exam"] * 2,
+    ]
     assert sum("(done before)" in line for line in told) == 2 and "student: goes on, trains 4 steps" in told[2]
     for name in ("start", "other", "student"):
         ours, theirs = final(folder / name), final(whole / name)
@@ -133,7 +138,9 @@ def test_what_is_finished_is_skipped_and_tabled(file, whole):
     assert f"{whole}/student/checkpoints/step-000004" in table and "not done" not in table
     ((student, source, teacher, own, theirs),) = teacher_shares(record)
     assert (student, source, teacher) == ("student", "single_turn", "other") and "student has" in table
-    scores = [json.loads((whole / name / "card.json").read_text())["eval_sets"][0]["score"] for name in ("student", "other")]
+    scores = [
+        json.loads((whole / name / "card.json").read_text())["eval_sets"][0]["score"] for name in ("student", "other")
+    ]
     assert [own, theirs] == scores and "| student |" in (whole / "card.md").read_text()
     exam = json.loads((whole / "exam" / "evaluation.json").read_text())
     assert record.stages["exam"]["held_out"]["held_out"]["score"] == exam["score"] == scores[0]
@@ -165,7 +172,9 @@ class Fails:
 def test_what_fails_is_told_and_tried_again_and_what_was_done_again_is_kept(file, whole, tmp_path):
     folder = tmp_path / "copy"
     os.system(f"cp -r {whole} {folder}")  # its record names checkpoints of the other folder, which are as good
-    with pytest.raises(WorkerError, match=r"the stage student failed: out of luck \(exit code 1; .*\); not begun: exam"):
+    with pytest.raises(
+        WorkerError, match=r"the stage student failed: out of luck \(exit code 1; .*\); not begun: exam"
+    ):
         run(file, folder, start=Fails, redo=["student"])
     assert (folder / "replaced" / "student-1" / "job.toml").is_file() and (folder / "replaced" / "exam-1").is_dir()
     stages = json.loads((folder / "pipeline.json").read_text())["stages"]
