@@ -27,6 +27,7 @@ algo = { kind = "opd", group_size = 4 }
 model = { path = "stage:start", teacher = [{ path = "stage:math", source = "single_turn" }] }
 [stages.math]
 loop = { steps = 3 }
+algo = { group_size = 4 }
 [stages.start]
 recipe = "start.toml"
 model = { path = { random = "llama", hidden_size = 32, intermediate_size = 64, num_hidden_layers = 2, num_attention_heads = 4 } }

@@ -51,13 +51,15 @@ class InProcess:
     def __init__(self, words: list[str], log: Path, out: Path | None, cores: tuple[int, ...]) -> None:
         log.parent.mkdir(exist_ok=True)
         torch.manual_seed(0)  # processes of their own begin alike, too
-        with log.open("w") as said, (out or log).open("w" if out else "a") as told:
-            with contextlib.redirect_stdout(told), contextlib.redirect_stderr(said):
-                try:
-                    main(words)
-                    self.code = 0
-                except SystemExit as end:
-                    self.code = end.code or 0
+        with (
+            log.open("w") as said,
+            (out or log).open("w" if out else "a") as told,
+            contextlib.redirect_stdout(told),
+            contextlib.redirect_stderr(said),
+            pytest.raises(SystemExit) as end,
+        ):
+            main(words)
+        self.code = end.value.code or 0
 
     def poll(self) -> int:
         return self.code
