@@ -12,10 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kits.adapter_bank import FAMILIES, banked, merged, noisy
-from kits.engine import all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt
+from kits.drafts import LITTLE, drafted
+from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny, twin
 from rondel.core.errors import ModelError, UserError
 from rondel.models.adapter_bank import AdapterBank
 from rondel.models.adapter_bank_files import read_weights, save_weights
+from rondel.models.load import load_model
+from rondel.models.merge import merge
+from rondel.models.save import save_model
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -85,6 +89,59 @@ def test_files_are_those_of_peft(tmp_path: Path) -> None:
     assert back.scale == weights.scale and all(
         torch.equal(x, y) for name in weights.layers for x, y in zip(weights.layers[name], back.layers[name])
     )
+
+
+def test_layers_of_other_ranks_and_scales_are_those_of_peft(tmp_path: Path) -> None:
+    """`rank_pattern` and `alpha_pattern` of peft: read into one rank, padded with zeros."""
+    peft = pytest.importorskip("peft")
+    loaded, plain = banked(adapters=0)
+    base = merged(plain, None).model
+    base.set_attn_implementation("eager")
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        rank_pattern={"q_proj": 2, "layers.1.self_attn.v_proj": 6},
+        alpha_pattern={"down_proj": 3},
+        init_lora_weights=False,
+    )
+    theirs, tokens = peft.get_peft_model(base, config), torch.tensor([prompt(4, 12)])
+    theirs.save_pretrained(tmp_path)
+    weights = read_weights(loaded, "x", tmp_path)
+    with torch.no_grad():
+        wanted = theirs(tokens, use_cache=False).logits[0].double()
+    assert weights.rank == 6
+    assert torch.allclose(plain_logits(merged(plain, weights), tokens[0].tolist()), wanted, atol=1e-4)
+
+
+def test_an_adapter_on_the_head_is_merged_and_the_embeddings_stay(tmp_path: Path) -> None:
+    loaded = tiny("llama", **SIZE, tie_word_embeddings=True)
+    plain, bank = twin(loaded), AdapterBank(loaded)
+    bank.add(noisy(bank, "a1", 1))
+    save_model(plain, tmp_path / "base")
+    loaded.path = loaded.model.config.name_or_path = str(tmp_path / "base")
+    weights, tokens = loaded.bank.served["a1"], prompt(4, 12)
+    save_weights(loaded, weights, tmp_path / "adapter")
+    assert "lm_head" in weights.layers and plain.model.config.tie_word_embeddings
+    assert merge(tmp_path / "adapter", tmp_path / "merged") < 1e-6
+    whole = load_model(str(tmp_path / "merged"), dtype="float32")
+    assert torch.allclose(plain_logits(whole, tokens), plain_logits(merged(plain, weights), tokens), atol=1e-5)
+    assert torch.equal(whole.model.get_input_embeddings().weight, plain.model.get_input_embeddings().weight)
+
+
+def test_guesses_are_verified_with_the_adapter() -> None:
+    """Greedy answers of an adapter, with a draft that knows none, are the likeliest tokens of its merged model."""
+    loaded, plain = banked()
+    e = drafted(loaded, tiny(**LITTLE))
+    asked = [replace(ask(prompt(7, 9) * 3, n=16, temperature=0.0), adapter=f"a{i}") for i in (1, 2, 3)]
+    for request, completion in zip(asked, asyncio.run(all_of(e, asked))):
+        whole = [*request.tokens, *completion.tokens]
+        oracle = merged(plain, loaded.bank.served[request.adapter])
+        likeliest = plain_logits(oracle, whole)[len(request.tokens) - 1 : -1].argmax(-1)
+        assert likeliest.tolist() == list(completion.tokens)
+        assert list(completion.logprobs) == pytest.approx(
+            plain_logprobs(oracle, whole)[len(request.tokens) - 1 :], abs=1e-4
+        )
 
 
 def test_files_that_say_more_than_lora_or_another_base_are_refused(tmp_path: Path) -> None:

@@ -130,6 +130,19 @@ def test_debug_before_or_after_the_verb_shows_the_traceback(rondel, tmp_path):
     assert code == 1 and len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--folder", "x"], "add --training, or leave it out"),
+        (["--training", "--drain", "5"], "--drain with --training has no effect"),
+        (["--training", "--deadline", "5"], "--deadline with --training has no effect"),
+    ],
+)
+def test_options_of_a_server_that_have_no_effect_are_refused(rondel, words, message):
+    code, _, err = rondel("serve", "nowhere", *words)
+    assert code == 1 and message in err
+
+
 def test_an_interrupted_training_says_how_to_go_on(rondel, recipe, assemble):
     def train(job, *, quiet=False):
         raise KeyboardInterrupt

@@ -127,6 +127,7 @@ class WorkerTime(Event):
     laps: list[tuple[str, float]] = field(default_factory=list)  # the same in order, where it is not too long
     # bytes: of its process, "rss" now and "peak", and of what it holds, by name
     memory: dict[str, int] = field(default_factory=dict)
+    until: float = 0.0  # when it said so, by its own clock: seconds since the epoch
 
 
 @dataclass(slots=True)
