@@ -186,14 +186,14 @@ def prepare_stage(
     """Write the recipe with the models that it stands for. -> the words of its command, and where its output goes."""
     home = make_folder(pipeline.folder / "recipes" / stage.name)
     recipe = home / "job.toml"
-    replace_file(recipe, tomli_w.dumps(without_none(stage.resolve(lambda name: inputs[name].path))))
+    tree = stage.resolve(lambda name: inputs[name].path)
+    replace_file(recipe, tomli_w.dumps(without_none(tree)))
     replace_file(home / ORIGIN, str(stage.origin.resolve()))
     if stage.kind == "train":
         return ["train", str(recipe)], None
     make_folder(stage.folder)
-    model = inputs[next(iter(inputs))].path if inputs else str(stage.job.model.path)
     report = ["--report", str(stage.folder / "report.html")]
-    return ["eval", model, str(recipe), "--json", *report], stage.folder / EVALUATION
+    return ["eval", str(tree["model"]["path"]), str(recipe), "--json", *report], stage.folder / EVALUATION
 
 
 def log_of(pipeline: Pipeline, name: str) -> Path:

@@ -38,6 +38,8 @@ def _check_models(stage: StageRecipe, pipeline: Pipeline) -> None:
             )
     models: list[tuple[str, Any]] = [("model.path", stage.job.model.path)]
     models += [(f"model.teacher[{i}].path", teacher.path) for i, teacher in enumerate(stage.job.model.teachers)]
+    if stage.kind == "eval" and isinstance(stage.job.model.path, dict):
+        raise ConfigError(f"{where}.model is made of random weights: name what is evaluated, a stage or a folder")
     for key, model in models:
         if key != "model.path" and isinstance(model, dict):
             raise ConfigError(
