@@ -17,8 +17,11 @@ from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, plain_log
 from rondel.core.errors import ModelError, UserError
 from rondel.models.adapter_bank import AdapterBank
 from rondel.models.adapter_bank_files import read_weights, save_weights
+from rondel.models.adapter_rows import HEAD
+from rondel.models.aligned_numerics import align_numerics
 from rondel.models.load import load_model
 from rondel.models.merge import merge
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.save import save_model
 
 
@@ -175,3 +178,31 @@ def test_a_base_with_an_adapter_of_its_own_carries_no_bank() -> None:
     add_adapter(plain, rank=2, alpha=4)
     with pytest.raises(ModelError, match="merge it first"):
         AdapterBank(plain)
+
+
+def test_aligned_numerics_have_the_same_bits_in_every_batch() -> None:
+    """Alone, and among requests of other adapters; and the gradient of the exact products is that of the fast ones."""
+    loaded, plain = banked(adapters=2)
+    fast = AdapterBank(plain)
+    align_numerics(loaded)
+    tokens = torch.tensor(prompt(5, 24))
+    layout = PackedLayout([PackedSegment(0, 24)], "cpu")
+    found = []
+    for model, bank in ((loaded, loaded.bank), (plain, fast)):
+        own = noisy(bank, "a", 2)
+        for tensor in own.tensors:
+            tensor.requires_grad_(True)
+        with bank.use([(own, 24)]):
+            model.hidden_states(tokens, torch.arange(24), layout).square().mean().backward()
+        found.append([tensor.grad for name, pair in own.layers.items() if name != HEAD for tensor in pair])
+    for exact, quick in zip(*found, strict=True):
+        torch.testing.assert_close(exact, quick, rtol=1e-4, atol=1e-6)
+
+    e = engine(loaded, max_running=12)
+    asked = [replace(ask(prompt(i, 9), n=6), adapter=name) for i in range(3) for name in ("", "a1", "a2")]
+    alone = [asyncio.run(engine(loaded).generate(request)) for request in asked[:3]]
+    among = asyncio.run(all_of(e, asked))
+    assert [(list(a.tokens), list(a.logprobs)) for a in alone] == [
+        (list(b.tokens), list(b.logprobs)) for b in among[:3]
+    ]
+    assert len({tuple(a.logprobs) for a in alone}) == 3

@@ -15,6 +15,7 @@ from typing import Any
 from rondel.algos.table import Algorithm
 from rondel.assemble.deployment import ENGINES, TOLERANCE, deploy_job, refuse_engine
 from rondel.assemble.model_info import ModelInfo
+from rondel.assemble.one_base import deploy_on_one_base, shares_base
 from rondel.assemble.placement import Deployment
 from rondel.assemble.recipe_parts import load_run_tasks, sampling_of
 from rondel.assemble.refusals import (
@@ -135,13 +136,16 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
         every = tasks.every_task
         for task in every[:: 1 + len(every) // EXAMINED]:
             examine_task(reward, task)
-        placed = deploy_job(
+        parts = (
             job,
             rows.needs,
             sampling,
             lambda known: check_encoded_tasks(job, tasks, shown, env, known, sampling),
             folder,
-            pool if pool.naps else None,
+        )
+        sleeper = pool if pool.naps else None
+        placed = (
+            deploy_on_one_base(*parts) if shares_base(job) and sleeper is None else deploy_job(*parts, reward=sleeper)
         )
         ends.callback(placed.close)
         sync = sync_of(job, placed)

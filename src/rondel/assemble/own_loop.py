@@ -213,6 +213,8 @@ class Trainer:
 
     async def _sample(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Trajectory]]:
         wants = frozenset({"support"}) if sampling.truncates_support else frozenset[str]()
+        if k := self.algo.surrogate.behavior_top:
+            wants |= {f"behavior_top:{k}"}
         number, self._sampled = self._sampled, self._sampled + len(prompts)
         one = replace(sampling, n=1)
 
@@ -221,7 +223,13 @@ class Trainer:
             done = await self._placed.engine.generate(Request(prompt, one, key=key, wants=wants))
             t = Trajectory(policy=GREEDY) if not sampling.temperature else Trajectory()
             t.extend(prompt)
-            t.extend(done.tokens, logprobs=done.logprobs, versions=done.versions, support=done.support)
+            t.extend(
+                done.tokens,
+                logprobs=done.logprobs,
+                versions=done.versions,
+                support=done.support,
+                behavior_top=done.behavior_top,
+            )
             t.text = (
                 done.text if done.text is not None else self.tokenizer.decode(done.tokens, skip_special_tokens=True)
             )

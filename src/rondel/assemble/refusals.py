@@ -238,7 +238,7 @@ def refuse_unrepeatable(job: Job, device: str, ranks: int) -> None:
     ]
     for holds, rule in rules:
         if not holds:
-            raise ConfigError(f"run.record: {rule}")
+            raise ConfigError(f"run.record: {rule}", page="docs/runs.md#the-same-run-again")
 
 
 def _check_foreign(job: Job, sampling: Sampling) -> None:
@@ -276,7 +276,7 @@ def _check_foreign(job: Job, sampling: Sampling) -> None:
     ]
     for holds, rule in rules:
         if not holds:
-            raise ConfigError(f"{who} {rule}")
+            raise ConfigError(f"{who} {rule}", page="docs/generate.md#external-engines")
 
 
 def _check_engine_ranks(job: Job) -> None:
@@ -307,7 +307,7 @@ def _check_engine_ranks(job: Job) -> None:
     ]
     for holds, rule in rules:
         if not holds:
-            raise ConfigError(f"place.engines.{key} {rule}")
+            raise ConfigError(f"place.engines.{key} {rule}", page="docs/place.md#engines-of-several-processes")
 
 
 NAMELESS = {"single_turn", "tools", "gateway", "verifiers", "gym"}  # environments whose one agent has no name
@@ -382,7 +382,10 @@ def _check_policies(job: Job, rows: AlgorithmRows) -> None:
     ]
     for holds, rule in rules:
         if not holds:
-            raise ConfigError(f"policies.{first} has weights of its own, which is not carried here: {rule}")
+            raise ConfigError(
+                f"policies.{first} has weights of its own, which is not carried here: {rule}",
+                page="docs/generate.md#agents-with-weights-of-their-own",
+            )
 
 
 def _check_baseline(job: Job, row: Algorithm) -> None:
@@ -399,7 +402,8 @@ def _check_demonstrations(job: Job, row: Algorithm) -> None:
             f"algo.guides = {job.algo.guides} has no effect on kind = '{row.name}', which would train demonstrations "
             "as its own samples: use kind = 'luffy', or a supervised phase: loop.warmup"
             if job.algo.guides
-            else f"algo.kind = '{row.name}' learns from demonstrations beside its samples: set algo.guides = 1; tasks need an 'answer'"
+            else f"algo.kind = '{row.name}' learns from demonstrations beside its samples: set algo.guides = 1; tasks need an 'answer'",
+            page="docs/train.md#a-teacher-demonstrations-preferences",
         )
 
 
@@ -410,7 +414,8 @@ def _check_critic(job: Job, row: Algorithm) -> None:
     if knobs and "values" not in row.needs:
         raise ConfigError(
             f"trainer.critic.{knobs[0]} has no effect: algo.kind = '{row.name}' has no critic. Remove it, or use "
-            "kind = 'ppo', or algo.advantage = { kind = 'gae' }"
+            "kind = 'ppo', or algo.advantage = { kind = 'gae' }",
+            page="docs/train.md#credit-and-a-critic",
         )
 
 
@@ -421,7 +426,8 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             f"{pupil.name} learns from a teacher: name one with model.teacher = 'folder or hub id', or let the policy "
             "teach itself with model.teacher = [{ context = '{prompt} The answer is {answer}.' }]"
             if pupil is not None
-            else "model.teacher has no effect: nothing is distilled. Remove it, or set algo.distill = { coef = 1.0 } or algo.kind = 'opd'"
+            else "model.teacher has no effect: nothing is distilled. Remove it, or set algo.distill = { coef = 1.0 } or algo.kind = 'opd'",
+            page="docs/train.md#a-teacher-demonstrations-preferences",
         )
     if job.engine.sampling.temperature != 1 and (far := next((t for t in job.model.teachers if t.url), None)):
         raise ConfigError(
@@ -463,7 +469,9 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     ]
     for holds, rule in rules:
         if not holds:
-            raise ConfigError(f'algo.distill.kind = "full" {rule}')
+            raise ConfigError(
+                f'algo.distill.kind = "full" {rule}', page="docs/train.md#a-teacher-demonstrations-preferences"
+            )
 
 
 def _check_teachers_read(job: Job) -> None:

@@ -58,6 +58,7 @@ from rondel.train.teachers import Teacher
 
 if TYPE_CHECKING:
     from rondel.assemble.engine_ranks import EngineRanks
+    from rondel.generate.engine.builtin.adapter_receiver import AdapterReceiver
     from rondel.generate.engine.builtin.lead_rank import LeadRank
 
 
@@ -72,6 +73,7 @@ def engine_of(
     log: Path | None = None,
     claim: MemoryClaim | None = None,
     ranks: LeadRank | None = None,
+    receiver: AdapterReceiver | None = None,
 ) -> tuple[BuiltinEngine, dict[str, str]]:
     """`log`: where drawn tokens are kept for a life after a crash. -> the engine, and what was resolved for it."""
     draft = speculation.draft if speculation else None
@@ -101,6 +103,7 @@ def engine_of(
         log=TokenLog(log, durable=job.run.durability == "disk", beside=log.parent.glob("engine-*")) if log else None,
         claim=claim,
         ranks=ranks,
+        receiver=receiver,
     )
     return engine, {
         "engine.kv_pages": f"{pages.value} ({pages.why})",
@@ -375,6 +378,12 @@ def policy_of(job: Job, device: str, *, deferred: bool = False) -> LoadedModel:
         four_bits=wanted.kind == "qlora",
         deferred=deferred and wanted.kind == "off" and job.engine.numerics != "aligned" and job.sync.probe,
     )
+    return prepare_policy(job, loaded)
+
+
+def prepare_policy(job: Job, loaded: LoadedModel) -> LoadedModel:
+    """A model that was loaded, as the recipe wants it."""
+    wanted = job.model.adapter
     loaded.sight = sight_within(job, loaded.sight, loaded.name)
     if loaded.sight is not None and job.model.vision.tower == "frozen":
         vision.vision_tower(loaded.model).requires_grad_(False)

@@ -178,6 +178,16 @@ class Generating(Event):
 
 
 @dataclass(slots=True)
+class Evaluating(Event):
+    """An evaluation on its way: `done` of the `total` answers to one set are scored. For the progress line."""
+
+    step: int
+    profile: str
+    done: int
+    total: int
+
+
+@dataclass(slots=True)
 class Speculated(Event):
     """What guesses ahead brought since the last such event: `accepted` of the `proposed`
     tokens stayed, in so many rounds of a request.

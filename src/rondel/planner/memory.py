@@ -192,7 +192,7 @@ def _nonempty_rows(setting: Workload, rows: dict[str, dict[str, float]]) -> dict
 
 def _policy_rows(setting: Workload, other: OtherPolicy) -> dict[str, dict[str, float]]:
     """What another policy keeps on the same device. Passes take turns, so what one needs
-    while it runs is there for one of them.
+    while it runs is there for one of them. On one base there are the base and the engine of the main policy alone.
     """
     own = replace(setting, shape=other.shape, policies=())
     kept = (
@@ -200,6 +200,10 @@ def _policy_rows(setting: Workload, other: OtherPolicy) -> dict[str, dict[str, f
         if other.frozen
         else ("policy weights", "masters", "gradients", "moments", "reference", "starting weights", "packed weights")
     )
+    if other.on_base:
+        rows = {name: row for name, row in trainer_memory(own).items() if name in ("gradients", "moments")}
+        adapter = dict.fromkeys(PHASES, 4.0 * own.trained_parameters)
+        return {} if other.frozen else {"policy weights": adapter} | rows
     return {name: row for name, row in trainer_memory(own).items() if name in kept} | {
         "KV cache": engine_memory(own)["KV cache"]
     }

@@ -28,11 +28,12 @@ PROXIMAL = {"clip_cov", "kl_cov", "forking", "m2po", "online_dpo", "real", "otb"
 
 @dataclass(frozen=True, slots=True)
 class OtherPolicy:
-    """Weights of their own for some agents."""
+    """Weights of their own for some agents. `on_base`: an adapter on the main policy's base, or that base as it is."""
 
     name: str
     shape: ModelShape
     frozen: bool = False
+    on_base: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +177,14 @@ def of_job(job: Job, device: str = "") -> Workload:
     micro = job.trainer.micro_tokens
     wants_reference = bool(job.algo.kl.get("coef")) or row in REFERENCES
     output = job.engine.sampling.max_tokens
+    one_base = job.may_share_base and all(p.model in (None, job.model.path) for p in job.policies.values())
     others = tuple(
-        OtherPolicy(name, of_recipe(policy.model, hub_cache()) if policy.model is not None else model, policy.frozen)
+        OtherPolicy(
+            name,
+            of_recipe(policy.model, hub_cache()) if policy.model is not None else model,
+            policy.frozen,
+            on_base=one_base,
+        )
         for name, policy in job.policies.items()
     )
     if others:

@@ -56,9 +56,9 @@ class Offload:
                     self.host.put(self._own_tensors(model))
             self.sleep()
 
-    def memory(self) -> dict[str, int]:
-        """Bytes on the device by what they are, each storage once."""
-        seen: set[int] = set()
+    def memory(self, seen: set[int] | None = None) -> dict[str, int]:
+        """Bytes on the device by what they are, each storage once; those of `seen`, by address, were counted before."""
+        seen = set() if seen is None else seen
         models = {name: self._own_tensors(model) for name, model in self.beside.items()}
         states = {owner: owner.state_tensors() for owner in self.owners}
         optimizers = {
