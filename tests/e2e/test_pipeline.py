@@ -25,7 +25,7 @@ def test_a_stage_ends_with_its_pipeline_and_the_command_goes_on(tmp_path, capfd)
     shared: dict = {}
     for dotted, value in FAST.items():
         set_dotted(shared, dotted, value)
-    loop = {"steps": 0, "warmup": {"steps": 30}}
+    loop = {"steps": 0, "warmup": {"steps": 20}}
     tree = {"folder": str(tmp_path / "out"), "shared": shared, "stages": {"one": {"recipe": str(RECIPE), "loop": loop}}}
     (tmp_path / "p.toml").write_text(tomli_w.dumps(tree))
     pipeline = read_pipeline(tmp_path / "p.toml")
@@ -41,12 +41,12 @@ def test_a_stage_ends_with_its_pipeline_and_the_command_goes_on(tmp_path, capfd)
     child._alive = -1
     assert child.wait() == 128 + signal.SIGTERM, "it keeps a checkpoint and ends"
     done = last_step(stage.folder)
-    assert done is not None and 0 < done[0] < 30 and events(stage.folder, "Checkpointed")[-1]["step"] == done[0]
+    assert done is not None and 0 < done[0] < 20 and events(stage.folder, "Checkpointed")[-1]["step"] == done[0]
 
     with pytest.raises(SystemExit) as end:
         main(["pipeline", str(tmp_path / "p.toml"), "--json"])
     told = capfd.readouterr()
     assert not end.value.code, told.err
     known = json.loads(told.out)["stages"]["one"]
-    assert known["status"] == "finished" and known["steps"] == 30 and "one: goes on, trains 30 steps" in told.err
+    assert known["status"] == "finished" and known["steps"] == 20 and "one: goes on, trains 20 steps" in told.err
     assert [e["step"] for e in events(stage.folder, "Resumed")] == [done[0]]
