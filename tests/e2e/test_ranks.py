@@ -56,6 +56,22 @@ def test_ranks_that_see_pictures_at_different_times_have_the_gradient_of_one(pai
 
 
 @pytest.mark.slow
+def test_whole_distributions_of_a_teacher_have_the_gradient_of_one(pair):
+    """Each rank has the teacher whole, computes the hidden states of its share and is told the others'."""
+    algo = row("grpo", distill={"kind": "full", "coef": 1.0})
+    alone, b = Rank(0), batch(awkward_groups(), algo)
+    alone.make("llama", algo=algo, teacher=True)
+    pair.make("llama", algo=algo, teacher=True)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    bare = row("grpo")
+    alone.make("llama", algo=bare)
+    assert apart(alone.gradient(copy.deepcopy(b), bare), whole) > 1e-3, "the teacher is heard"
+    for micro_tokens in (1, 40, 10**6):
+        for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TABLE if name not in FORMULAS_ONLY])
 def test_every_row_has_the_same_gradient_on_two_ranks(pair, name):
     """As tests/laws/test_law_03_split.py has it for micro-batches: a stale batch with demonstrations and
