@@ -509,8 +509,9 @@ def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
             f'engine.kind = "{job.engine.kind}" does not tell them of the distribution that it draws from: use "builtin"',
         ),
         (
-            job.place.ranks == 1 and job.place.cluster != "torchrun",
-            "the trainer looks them up in the whole vocabulary on one rank: set place.ranks = 1",
+            job.place.mesh.to_mesh(job.place.ranks).world == job.place.mesh.to_mesh(job.place.ranks).data,
+            "the trainer looks them up in the whole vocabulary: use place.ranks or place.mesh = { shards, replicas } "
+            "without cp, tp and pp",
         ),
     ]
     for holds, rule in rules:
