@@ -15,7 +15,9 @@ from transformers import AutoConfig
 from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt
 from kits.families import FAMILIES, PARTS, REFUSED, measure, model, own, refusal, rounding_noise
 from kits.families import row as line_of
+from kits.pipeline import pass_through, siblings_row, stages_of
 from kits.processor import rows_alike
+from kits.train import apart
 from rondel.core.errors import ModelError
 from rondel.models.architectures import refuse_architecture
 from rondel.models.load import _max_context, load_model
@@ -25,6 +27,8 @@ from rondel.models.packed_layout import PackedLayout, PackedSegment
 AT_ONCE = {"llama", "lfm2", "gemma3_text", "deepseek_v3", "qwen3_moe", "gpt2"}
 SOME_AT_ONCE = [pytest.param(kind, marks=() if kind in AT_ONCE else pytest.mark.slow) for kind in FAMILIES]
 EVERY_FAMILY = pytest.mark.parametrize("kind", SOME_AT_ONCE, scope="module")  # family by family: each is made once
+# inputs of each layer beside the hidden states, stacks that run several times, layers that read the embeddings again, one layer
+ONE_STAGE = ("gemma3n_text", "gemma4_text", "gemma4", "hrm_text", "zamba", "zamba2", "longcat_flash", "zaya")
 LINES = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8").splitlines()
 
 
@@ -187,6 +191,51 @@ def test_gradients_of_all_weights_are_those_of_transformers(kind):
     pairs = [(a, b) for a, b in zip(ours, theirs) if a is not None]
     whole = float(torch.stack([b.norm() for _, b in pairs]).norm())
     assert float(torch.stack([(a - b).norm() for a, b in pairs]).norm()) <= 1e-5 * whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in ONE_STAGE], scope="module")
+def test_a_family_in_two_stages_is_the_same_model(kind):
+    """Two siblings behind a prompt pass through both stages of one process: hidden states, and gradients of all weights."""
+    loaded, (tokens, positions, layout) = model(kind), siblings_row()
+    weights = torch.randn(11, loaded.head.weight.shape[1], generator=torch.Generator().manual_seed(1))
+    stages = stages_of(loaded, 2)
+    for stage in stages:
+        stage.model.requires_grad_(True)
+    frozen = [p for p in loaded.model.parameters() if not p.requires_grad]
+    loaded.model.requires_grad_(True)
+    try:
+        whole = loaded.hidden_states(tokens, positions, layout())
+        names, owned = zip(*loaded.model.named_parameters())
+        grads = torch.autograd.grad((whole * weights).sum(), owned, allow_unused=True)
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+    hidden, sent = pass_through(stages, tokens, positions, layout)
+    torch.testing.assert_close(hidden, whole)
+    (hidden * weights).sum().backward()
+    for one in reversed(sent):
+        one.backward()
+    expected = {name: grad for name, grad in zip(names, grads) if grad is not None}
+    found: dict[str, torch.Tensor] = {}
+    for stage in stages:
+        for n, p in stage.model.named_parameters():
+            if p.grad is not None:
+                found[n] = found[n] + p.grad if n in found else p.grad
+    assert found.keys() == expected.keys()
+    assert apart(*(torch.cat([of[n].flatten() for n in expected]) for of in (found, expected))) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ONE_STAGE, scope="module")
+def test_what_needs_more_than_hidden_states_is_never_silently_wrong(kind):
+    """In stages it does not run, or gives no number; a trainer tries every model and refuses it (train/fsdp.py)."""
+    tokens, positions, layout = siblings_row()
+    try:
+        hidden, _ = pass_through(stages_of(model(kind), 2), tokens, positions, layout)
+    except (RuntimeError, AttributeError, ModelError):
+        return
+    assert hidden.isnan().any()
 
 
 @pytest.mark.parametrize("kind", REFUSED)
