@@ -77,14 +77,22 @@ def chosen_sets(tape, routes):
     return [[{p for p in line if p != ALL} for line in keys.tolist()] for keys in found]
 
 
+WAYS = {"plain": {}, "chunked": {"prefill_tokens": 16}, "retracted": {"kv_pages": 60}, "two": {"max_running": 2}}
+
+
+@pytest.mark.parametrize("how", [WAYS["chunked"], WAYS["retracted"]], ids=["chunked", "retracted"])
 @pytest.mark.parametrize("kind", SOME_AT_ONCE)
-@pytest.mark.parametrize(
-    "how",
-    [{}, {"prefill_tokens": 16}, {"kv_pages": 60}, {"max_running": 2}],
-    ids=["plain", "chunked", "retracted", "two"],
-)
-@torch.no_grad()
 def test_engine_and_transformers_choose_the_same_keys(kind, how):
+    check_choice(kind, how)
+
+
+@pytest.mark.parametrize("how", [WAYS["plain"], WAYS["two"]], ids=["plain", "two"])
+def test_they_do_so_with_whole_prompts_and_with_few_rows(how):
+    check_choice("deepseek_v32", how)
+
+
+@torch.no_grad()
+def check_choice(kind, how):
     """Whatever was cached, shared, cut into chunks or computed again: the record of each token is the set of keys that
     transformers' own indexer takes, and empty as long as a token sees no more than it may choose.
     """

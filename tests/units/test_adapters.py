@@ -37,8 +37,8 @@ FAMILIES = {
 }
 
 
-def adapted(kind: str = "llama", dtype: str = "float32", **how) -> LoadedModel:
-    loaded = load_model({"random": kind, "seed": 3, **FAMILIES[kind]}, dtype=dtype)
+def adapted(kind: str = "llama", dtype: str = "float32", size: dict | None = None, **how) -> LoadedModel:
+    loaded = load_model({"random": kind, "seed": 3, **(size or FAMILIES[kind])}, dtype=dtype)
     with torch.no_grad():
         for p in loaded.model.parameters():
             if p.dim() > 1:
@@ -131,9 +131,9 @@ def test_the_forward_pass_is_that_of_peft(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_compiled_pass_has_it(kind):
-    loaded = noise(adapted(kind), size=0.0)
+@pytest.mark.parametrize("kind, layers", [("llama", "num_hidden_layers"), ("gpt2", "n_layer")])
+def test_the_compiled_pass_has_it(kind, layers):
+    loaded = noise(adapted(kind, size=FAMILIES[kind] | {layers: 1}), size=0.0)
     compiled = CompiledModel(loaded)  # made of a fresh adapter, as in a run
     for seed in range(2):
         noise(loaded, seed)
