@@ -27,7 +27,8 @@ from rondel.models.packed_layout import PackedLayout, PackedSegment
 AT_ONCE = {"llama", "lfm2", "gemma3_text", "deepseek_v3", "qwen3_moe", "gpt2"}
 SOME_AT_ONCE = [pytest.param(kind, marks=() if kind in AT_ONCE else pytest.mark.slow) for kind in FAMILIES]
 EVERY_FAMILY = pytest.mark.parametrize("kind", SOME_AT_ONCE, scope="module")  # family by family: each is made once
-# inputs of each layer beside the hidden states, stacks that run several times, layers that read the embeddings again, one layer
+# in one stage: inputs of each layer beside the hidden states, stacks that run several times, layers that read the
+# embeddings again, one layer
 ONE_STAGE = ("gemma3n_text", "gemma4_text", "gemma4", "hrm_text", "zamba", "zamba2", "longcat_flash", "zaya")
 LINES = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8").splitlines()
 

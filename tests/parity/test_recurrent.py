@@ -40,10 +40,23 @@ SOME_AT_ONCE = [
 ]
 # one of each mixer, of layers that have nothing else and of layers that attend, too: what the scheduler does with a
 # state depends on nothing else of a family
-ONE_OF_EACH = (
-    "bamba deepseek_v4 falcon_h1 kimi_linear lfm2 mamba minimax qwen3_5_text qwen4_exp_text recurrent_gemma rwkv xlstm "
-    "zamba zamba2 zaya"
-).split()
+ONE_OF_EACH = [
+    "bamba",
+    "deepseek_v4",
+    "falcon_h1",
+    "kimi_linear",
+    "lfm2",
+    "mamba",
+    "minimax",
+    "qwen3_5_text",
+    "qwen4_exp_text",
+    "recurrent_gemma",
+    "rwkv",
+    "xlstm",
+    "zamba",
+    "zamba2",
+    "zaya",
+]
 
 
 def rows_of(shared, tails):
