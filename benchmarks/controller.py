@@ -133,7 +133,8 @@ def slope(memory: list[tuple[float, float]]) -> float:
 
 def made(rollouts: int, tokens: int) -> tuple[SimpleNamespace, Any]:
     """What a run has when it begins; engines, trainer and reward are ours."""
-    from rondel.assemble.components import judge_of, sampling_of
+    from rondel.assemble.components import judge_of
+    from rondel.assemble.recipe_parts import sampling_of
     from rondel.assemble.rows import rows_of
     from rondel.core.config.job import Job
     from rondel.core.types import Score
@@ -158,7 +159,7 @@ def made(rollouts: int, tokens: int) -> tuple[SimpleNamespace, Any]:
 
     engines = {f"engine-{i}": Later(i, tokens) for i in range(ENGINES)}
     return SimpleNamespace(
-        job=job, sampling=sampling_of(job), env=SingleTurn(), replays_routing=False, failures=FailureBudget(), judge=judge_of(job, rows_of(job)), engines=engines,
+        job=job, sampling=sampling_of(job), env=SingleTurn(), replays_routing=False, behavior_top=0, failures=FailureBudget(), judge=judge_of(job, rows_of(job)), engines=engines,
         engine=EngineRouter(engines, max_inflight=2 * rollouts // ENGINES), pool=SimpleNamespace(score=score),
         model_info=SimpleNamespace(tokenizer=loaded.tokenizer, max_context=loaded.max_context, sight=None),
     ), stream_tasks(ShuffledOrder(load_tasks(job.task.data, env=job.task.env_kind).train, seed=0))  # fmt: skip

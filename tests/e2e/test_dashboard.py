@@ -401,20 +401,20 @@ def test_without_a_run_the_planner_opens(browser):
     assert server.end() == (0, "")
 
 
-def test_a_run_of_a_million_events_opens_at_once(browser, tmp_path, capsys):
-    """By a sample of its steps; the whole follows. The figure is printed, and `rondel bench dashboard` measures it."""
-    server = Server(write_long(tmp_path / "long", 10**6))
+def test_a_long_run_opens_at_once(browser, tmp_path, capsys):
+    """By a sample of its steps; the whole follows. `rondel bench dashboard` measures a million events."""
+    server = Server(write_long(tmp_path / "long", 200_000))
     page = browser.new_page()
     began = time.monotonic()
     page.goto(server.url, wait_until="commit")
     page.wait_for_selector(".chart canvas")
     seconds = time.monotonic() - began
-    assert "step 26,315 of 26,315" in page.text_content(".runs")
+    assert "step 5,263 of 5,263" in page.text_content(".runs")
     points = page.evaluate(
         "fetch('/api/series?name=train/entropy&points=300').then(r => r.json()).then(r => r.x.length)"
     )
     assert points <= 300
     page.close()
     with capsys.disabled():
-        print(f"\n10^6 events: first curves after {seconds:.2f} s")
+        print(f"\n200,000 events: first curves after {seconds:.2f} s")
     assert server.end() == (0, "")

@@ -56,9 +56,24 @@ def client(server, monkeypatch):
     return connect(server, monkeypatch)
 
 
+connected: list[tinker.ServiceClient] = []
+
+
 def connect(server, monkeypatch, key=KEY):
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    return tinker.ServiceClient(base_url=f"http://127.0.0.1:{server.port}", api_key=key)
+    connected.append(tinker.ServiceClient(base_url=f"http://127.0.0.1:{server.port}", api_key=key))
+    return connected[-1]
+
+
+@pytest.fixture(autouse=True)
+def _ended():
+    """A client that is not closed knocks at the door of a server that has ended, for as long as its process lives."""
+    yield
+    while connected:
+        client = connected.pop()
+        for holder in (client._session_holder, client._rest_holder):
+            if holder is not None:
+                holder.close()
 
 
 def datum(tokens, **inputs):

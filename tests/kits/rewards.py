@@ -10,6 +10,11 @@ def parity(trajectory, task) -> float:
     return float(len(trajectory.text) % 2)
 
 
+def thirds(trajectory, task) -> float:
+    """The share of tokens that three divides: hardly two answers have the same."""
+    return sum(token % 3 == 0 for token in trajectory.tokens) / max(1, len(trajectory.tokens))
+
+
 def plus_or_minus(trajectory, task) -> float:
     """2 or -1."""
     return 2.0 if len(trajectory.text) % 2 else -1.0

@@ -12,10 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kits.adapter_bank import FAMILIES, banked, merged, noisy
-from kits.engine import all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt
+from kits.drafts import LITTLE, drafted
+from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny, twin
 from rondel.core.errors import ModelError, UserError
 from rondel.models.adapter_bank import AdapterBank
 from rondel.models.adapter_bank_files import read_weights, save_weights
+from rondel.models.adapter_rows import HEAD
+from rondel.models.aligned_numerics import align_numerics
+from rondel.models.load import load_model
+from rondel.models.merge import merge
+from rondel.models.packed_layout import PackedLayout, PackedSegment
+from rondel.models.save import save_model
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -87,6 +94,59 @@ def test_files_are_those_of_peft(tmp_path: Path) -> None:
     )
 
 
+def test_layers_of_other_ranks_and_scales_are_those_of_peft(tmp_path: Path) -> None:
+    """`rank_pattern` and `alpha_pattern` of peft: read into one rank, padded with zeros."""
+    peft = pytest.importorskip("peft")
+    loaded, plain = banked(adapters=0)
+    base = merged(plain, None).model
+    base.set_attn_implementation("eager")
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        rank_pattern={"q_proj": 2, "layers.1.self_attn.v_proj": 6},
+        alpha_pattern={"down_proj": 3},
+        init_lora_weights=False,
+    )
+    theirs, tokens = peft.get_peft_model(base, config), torch.tensor([prompt(4, 12)])
+    theirs.save_pretrained(tmp_path)
+    weights = read_weights(loaded, "x", tmp_path)
+    with torch.no_grad():
+        wanted = theirs(tokens, use_cache=False).logits[0].double()
+    assert weights.rank == 6
+    assert torch.allclose(plain_logits(merged(plain, weights), tokens[0].tolist()), wanted, atol=1e-4)
+
+
+def test_an_adapter_on_the_head_is_merged_and_the_embeddings_stay(tmp_path: Path) -> None:
+    loaded = tiny("llama", **SIZE, tie_word_embeddings=True)
+    plain, bank = twin(loaded), AdapterBank(loaded)
+    bank.add(noisy(bank, "a1", 1))
+    save_model(plain, tmp_path / "base")
+    loaded.path = loaded.model.config.name_or_path = str(tmp_path / "base")
+    weights, tokens = loaded.bank.served["a1"], prompt(4, 12)
+    save_weights(loaded, weights, tmp_path / "adapter")
+    assert "lm_head" in weights.layers and plain.model.config.tie_word_embeddings
+    assert merge(tmp_path / "adapter", tmp_path / "merged") < 1e-6
+    whole = load_model(str(tmp_path / "merged"), dtype="float32")
+    assert torch.allclose(plain_logits(whole, tokens), plain_logits(merged(plain, weights), tokens), atol=1e-5)
+    assert torch.equal(whole.model.get_input_embeddings().weight, plain.model.get_input_embeddings().weight)
+
+
+def test_guesses_are_verified_with_the_adapter() -> None:
+    """Greedy answers of an adapter, with a draft that knows none, are the likeliest tokens of its merged model."""
+    loaded, plain = banked()
+    e = drafted(loaded, tiny(**LITTLE))
+    asked = [replace(ask(prompt(7, 9) * 3, n=16, temperature=0.0), adapter=f"a{i}") for i in (1, 2, 3)]
+    for request, completion in zip(asked, asyncio.run(all_of(e, asked))):
+        whole = [*request.tokens, *completion.tokens]
+        oracle = merged(plain, loaded.bank.served[request.adapter])
+        likeliest = plain_logits(oracle, whole)[len(request.tokens) - 1 : -1].argmax(-1)
+        assert likeliest.tolist() == list(completion.tokens)
+        assert list(completion.logprobs) == pytest.approx(
+            plain_logprobs(oracle, whole)[len(request.tokens) - 1 :], abs=1e-4
+        )
+
+
 def test_files_that_say_more_than_lora_or_another_base_are_refused(tmp_path: Path) -> None:
     loaded, _ = banked(adapters=1)
     save_weights(loaded, loaded.bank.served["a1"], tmp_path)
@@ -118,3 +178,31 @@ def test_a_base_with_an_adapter_of_its_own_carries_no_bank() -> None:
     add_adapter(plain, rank=2, alpha=4)
     with pytest.raises(ModelError, match="merge it first"):
         AdapterBank(plain)
+
+
+def test_aligned_numerics_have_the_same_bits_in_every_batch() -> None:
+    """Alone, and among requests of other adapters; and the gradient of the exact products is that of the fast ones."""
+    loaded, plain = banked(adapters=2)
+    fast = AdapterBank(plain)
+    align_numerics(loaded)
+    tokens = torch.tensor(prompt(5, 24))
+    layout = PackedLayout([PackedSegment(0, 24)], "cpu")
+    found = []
+    for model, bank in ((loaded, loaded.bank), (plain, fast)):
+        own = noisy(bank, "a", 2)
+        for tensor in own.tensors:
+            tensor.requires_grad_(True)
+        with bank.use([(own, 24)]):
+            model.hidden_states(tokens, torch.arange(24), layout).square().mean().backward()
+        found.append([tensor.grad for name, pair in own.layers.items() if name != HEAD for tensor in pair])
+    for exact, quick in zip(*found, strict=True):
+        torch.testing.assert_close(exact, quick, rtol=1e-4, atol=1e-6)
+
+    e = engine(loaded, max_running=12)
+    asked = [replace(ask(prompt(i, 9), n=6), adapter=name) for i in range(3) for name in ("", "a1", "a2")]
+    alone = [asyncio.run(engine(loaded).generate(request)) for request in asked[:3]]
+    among = asyncio.run(all_of(e, asked))
+    assert [(list(a.tokens), list(a.logprobs)) for a in alone] == [
+        (list(b.tokens), list(b.logprobs)) for b in among[:3]
+    ]
+    assert len({tuple(a.logprobs) for a in alone}) == 3

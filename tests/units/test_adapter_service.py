@@ -292,6 +292,38 @@ def test_one_client_whose_numbers_explode_stands_alone() -> None:
     )
 
 
+def test_a_fault_between_gradients_is_not_repeated(monkeypatch) -> None:
+    """A part may have been added: all clients of the pass are told, none has half of a gradient or twice the whole."""
+    s, plain = service()
+    mine, others = examples(1, 2), examples(2, 3)
+    backward = torch.Tensor.backward
+
+    def failing(loss: torch.Tensor) -> None:
+        monkeypatch.setattr(torch.Tensor, "backward", backward)
+        backward(loss)
+        raise RuntimeError("out of memory")
+
+    async def both():
+        calls = [s.forward(name, own, "ppo", {}, backward=True) for name, own in (("a", mine), ("b", others))]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    async def go():
+        await made(s)
+        monkeypatch.setattr(torch.Tensor, "backward", failing)
+        faults = await both()
+        assert all(isinstance(f, TrainError) and "out of memory: the gradient that was" in str(f) for f in faults)
+        assert all(p.grad is None for name in "ab" for p in s._trained[name].parameters.values())
+        return await both()
+
+    told = asyncio.run(go())
+    for name, own, result in zip("ab", (mine, others), told):
+        _, total, gradients = oracle(plain, s._trained[name].weights, own, "ppo")
+        assert result.metrics["loss:sum"] == pytest.approx(total, rel=1e-4)
+        layer = next(iter(gradients))
+        grad = s._trained[name].parameters[f"{layer}.A"].grad.double()
+        assert torch.allclose(grad, gradients[layer][0], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

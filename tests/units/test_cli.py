@@ -130,6 +130,19 @@ def test_debug_before_or_after_the_verb_shows_the_traceback(rondel, tmp_path):
     assert code == 1 and len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--folder", "x"], "add --training, or leave it out"),
+        (["--training", "--drain", "5"], "--drain with --training has no effect"),
+        (["--training", "--deadline", "5"], "--deadline with --training has no effect"),
+    ],
+)
+def test_options_of_a_server_that_have_no_effect_are_refused(rondel, words, message):
+    code, _, err = rondel("serve", "nowhere", *words)
+    assert code == 1 and message in err
+
+
 def test_an_interrupted_training_says_how_to_go_on(rondel, recipe, assemble):
     def train(job, *, quiet=False):
         raise KeyboardInterrupt
@@ -164,7 +177,9 @@ def test_train_reads_recipe_and_overrides_in_any_order(rondel, recipe, assemble)
 )
 def test_faults_in_the_words_are_named(rondel, recipe, words, message):
     code, out, err = rondel("train", recipe, *words)
-    assert (code, out) == (1, "") and message in err and len(err.splitlines()) == 1
+    line, *page = err.splitlines()
+    assert (code, out) == (1, "") and message in line
+    assert page == (["More: docs/recipe.md"] if "run.toml: " in line else [])  # of keys there is a page
 
 
 def test_check_exits_1_if_anything_is_wrong(rondel, recipe, assemble):

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from kits.run_folder import group, step_events, write_run
 from rondel.core.errors import CheckpointError, UserError
-from rondel.core.events import Admitted, Checkpointed, Generating, GroupFinished, GroupsTaken, Resumed, StepDone, Warned
+from rondel.core.events import (
+    Admitted,
+    Checkpointed,
+    Evaluating,
+    Generating,
+    GroupFinished,
+    GroupsTaken,
+    Resumed,
+    StepDone,
+    Warned,
+)
 from rondel.runtime.journal.log import Journal, read, read_history
 from rondel.runtime.telemetry.card import card_of
 from rondel.text.unicode import read_exact_json, write_json
@@ -144,6 +154,7 @@ def test_groups_stay_out_and_their_numbers_stay_in(tmp_path):
     journal = Journal(tmp_path)
     journal.write(GroupsTaken(1, 5, [group(7, 4, [1.0]), group(9, 5, [0.0])]))
     journal.write(Generating(1, 2, 3, 0.1))
+    journal.write(Evaluating(1, "held_out", 2, 3))
     [event] = read(tmp_path)
     assert {k: event[k] for k in ("step", "version", "numbers", "born")} == {
         "step": 1,

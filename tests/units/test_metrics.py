@@ -13,7 +13,17 @@ from rich.console import Console
 
 from kits.run_folder import evaluated, finished, group, step_events
 from rondel.core.errors import ConfigError
-from rondel.core.events import Generating, GroupFinished, GroupsTaken, Resumed, RunEnded, RunStarted, StepDone, Warned
+from rondel.core.events import (
+    Evaluating,
+    Generating,
+    GroupFinished,
+    GroupsTaken,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    Warned,
+)
 from rondel.runtime.telemetry.metrics import SCHEMA, StepMetrics, from_groups, from_taken, metric_meaning
 from rondel.runtime.telemetry.progress import ProgressPrinter
 from rondel.runtime.telemetry.sinks import open_sinks
@@ -210,6 +220,19 @@ def test_movement_shows_while_a_long_generation_runs():
     )
     assert watch(beats, every=60.0) == ""  # not more often than asked
     assert "100 tokens/s" in watch(beats, terminal=True)
+
+
+def test_an_evaluation_shows_how_far_it_is():
+    """Also where the engine's heartbeat comes in between, until its last answer."""
+    told = [Evaluating(1, "held_out", 3, 40), Generating(8, 3, 100, 1.0), Evaluating(1, "held_out", 40, 40)]
+    assert watch([*told, Generating(8, 3, 100, 1.0)], every=0.0).splitlines() == [
+        "... eval after step 1: held_out, 3 of 40 answers",
+        "... eval after step 1: held_out, 3 of 40 answers, 100 tokens/s",
+        "... eval after step 1: held_out, 40 of 40 answers",
+        "... step 1/2: 100 tokens/s, 8 answers being written, 3 waiting, 0 groups finished",
+    ]
+    assert watch(told, every=60.0) == ""
+    assert "held_out, 3 of 40 answers, 100 tokens/s" in watch(told[:2], terminal=True)
 
 
 def test_quiet_says_only_warnings_and_each_once(capsys):

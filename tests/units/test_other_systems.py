@@ -1,16 +1,20 @@
-"""Modules import where Linux's own calls are missing, and the help of each command names a page that exists."""
+"""Modules import where Linux's own calls are missing; the help of each command and errors name pages that exist."""
 
 from __future__ import annotations
 
+import ast
+import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rondel.cli import PAGES, VERBS
-from rondel.core.errors import ConfigError
+from rondel.cli import PAGES, VERBS, main
+from rondel.core.errors import ConfigError, SyncError
+from rondel.core.registry import EXPLAINED
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_LINUX = """
@@ -75,21 +79,49 @@ def test_metal_is_taken_where_torch_has_it(monkeypatch):
         pick_device("metal")
 
 
-def test_help_names_a_page_that_exists(capsys):
-    from rondel.cli import main
+def named_pages() -> Iterator[tuple[str, str]]:
+    """(where, page) of every page that an error names: page="docs/...", page = "docs/...", and the registry's."""
+    for path in (ROOT / "src").rglob("*.py"):
+        if "docs/" not in (text := path.read_text()):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            value = node.value if isinstance(node, ast.keyword) and node.arg == "page" else None
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "page":
+                value = node.value
+            if isinstance(value, ast.Constant) and str(value.value).startswith("docs/"):
+                yield path.name, str(value.value)
+    yield from EXPLAINED.items()
 
+
+def test_help_and_errors_name_pages_that_exist(capsys):
     assert PAGES.keys() <= set(VERBS)
-    for verb, page in PAGES.items():
+    pages = [*PAGES.items(), *named_pages()]
+    assert len(pages) > 40
+    for where, page in pages:
         file, _, anchor = page.partition("#")
         text = (ROOT / file).read_text()
         titles = [
             re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
             for title in re.findall(r"^#+ (.*)", text, re.M)
         ]
-        assert not anchor or anchor in titles, f"{verb}: {page}"
+        assert not anchor or anchor in titles, f"{where}: {page}"
     with pytest.raises(SystemExit):
         main(["eval", "--help"])
     assert "More: docs/runs.md" in capsys.readouterr().out
+
+
+def test_an_error_names_the_page_that_knows_more(capsys, tmp_path):
+    """Below its own line, also as the cause of a group, and after a way through another process; most name none."""
+    recipe = tmp_path / "run.toml"
+    recipe.write_text('[model]\npath = "x"\nfoo = 1\n')
+    for words, page in ((["explain", str(recipe)], "docs/recipe.md"), (["card", str(tmp_path / "no")], "")):
+        with pytest.raises(SystemExit):
+            main(words)
+        line, *more = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ") and more == ([f"More: {page}"] if page else [])
+    sent = pickle.loads(pickle.dumps(ConfigError("no such mesh", page="docs/place.md#mesh")))
+    assert (str(sent), sent.page, ConfigError("x").page) == ("no such mesh", "docs/place.md#mesh", "")
+    assert pickle.loads(pickle.dumps(SyncError("lost"))).page == "docs/sync.md"
 
 
 def test_doctor_tells_the_version():

@@ -101,3 +101,13 @@ def test_what_would_not_be_true_is_refused():
         with pytest.raises(UserError, match=r"use rondel\.run"), small(**wrong) as trainer:
             answers = trainer.sample(ASK[:1], SAMPLING)
             trainer.forward_backward(answers, rewarded(answers))
+
+
+def test_a_row_that_reads_the_likeliest_tokens_of_every_draw_gets_them():
+    with small(algo={"kind": "score_centering", "surrogate": {"top": 5}}) as trainer:
+        answers = trainer.sample(ASK[:2], SAMPLING)
+        for t in (t for group in answers for t in group):
+            ids, logprobs = t.behavior_top[-1]
+            assert len(ids) == 5 and max(logprobs) >= t.logprobs[-1] - 1e-6
+        trainer.forward_backward(answers, rewarded(answers))
+        assert trainer.optim_step()["train/grad_norm"] > 0

@@ -288,7 +288,9 @@ def test_smollm2_is_that_of_bitsandbytes(tmp_path):
     ids = torch.tensor(ours.tokenizer.encode("The capital of France is Paris, and that of Italy is Rome. 3 + 4 = 7"))
     with torch.no_grad():
         hidden = ours.hidden_states(ids, torch.arange(len(ids)), PackedLayout([PackedSegment(0, len(ids))]))
-        assert float((ours.head.logits(hidden) - other(ids[None]).logits[0]).abs().max()) < 1e-4
+        wanted = other(ids[None]).logits[0]
+        # logits reach 30, and processors differ in their last bits: 1.05e-4 was seen on one without AVX-512
+        assert float((ours.head.logits(hidden) - wanted).abs().max()) < 5e-6 * float(wanted.abs().max())
     assert bytes_of(ours) == pytest.approx(model_shape(str(tmp_path)).nf4_bytes(4), rel=1e-4)
     shape = model_shape("smollm2-135m")
     assert shape.nf4_bytes(2) < 0.42 * 2 * shape.parameter_count, "of which 57 MB are the embedding"

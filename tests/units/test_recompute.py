@@ -6,13 +6,16 @@ import copy
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from kits.engine import ask, engine, prompt
 from kits.families import FAMILIES
 from kits.families import model as family
 from kits.train import apart, awkward_groups, batch, gradient, model, row, step, trainer
 from rondel.core.errors import ModelError
+from rondel.models import recompute as module
 from rondel.models.adapters import add_adapter
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.recompute import install_recompute
 from rondel.planner.shapes import kept_bytes, model_shape
 
@@ -35,7 +38,28 @@ def kept_numbers(t, b, algo) -> int:
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_the_gradient_of_every_family_is_the_plain_one(kind):
+def test_the_gradient_of_every_family_is_the_plain_one(kind, monkeypatch):
+    """One module before and after, two siblings behind a prompt."""
+    loaded = copy.deepcopy(family(kind))
+    loaded.model.requires_grad_(True)
+    tokens = torch.randint(5, 90, (11,), generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([*range(6), 4, 5, 6, 7, 8])
+    segments = [PackedSegment(0, 4), PackedSegment(4, 2, 0), PackedSegment(6, 5, 0)]
+    weights = torch.randn(11, loaded.head.weight.shape[1], generator=torch.Generator().manual_seed(1))
+
+    def gradient_now() -> torch.Tensor:
+        loaded.model.zero_grad()
+        (loaded.hidden_states(tokens, positions, PackedLayout(segments)) * weights).sum().backward()
+        return torch.cat([p.grad.flatten().double() for p in loaded.model.parameters() if p.grad is not None])
+
+    plain, calls = gradient_now(), []
+    monkeypatch.setattr(module, "checkpoint", lambda *a, **k: calls.append(1) or checkpoint(*a, **k))
+    install_recompute(loaded.model, "layers")
+    assert apart(gradient_now(), plain) <= 1e-6 and calls
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_the_gradient_of_a_trainer_is_the_plain_one(kind):
     algo = row("grpo")
     plain, again = (trainer(copy.deepcopy(family(kind)), recompute=how) for how in ("none", "layers"))
     b = batch(awkward_groups()[1:], algo)

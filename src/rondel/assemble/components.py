@@ -15,7 +15,9 @@ from typing import Any
 from rondel.algos.table import Algorithm
 from rondel.assemble.deployment import ENGINES, TOLERANCE, deploy_job, refuse_engine
 from rondel.assemble.model_info import ModelInfo
+from rondel.assemble.one_base import deploy_on_one_base, shares_base
 from rondel.assemble.placement import Deployment
+from rondel.assemble.recipe_parts import load_run_tasks, sampling_of
 from rondel.assemble.refusals import (
     refuse_idle_evaluation,
     refuse_job,
@@ -59,7 +61,7 @@ from rondel.generate.envs.mcp import Mcp
 from rondel.generate.envs.order import MixedOrder, TaskAdmissions
 from rondel.generate.envs.python import GRACE, SECONDS, python_tool
 from rondel.generate.envs.single_turn import SingleTurn
-from rondel.generate.envs.sources import TaskSet, load_evaluation_sets, load_tasks, question_text
+from rondel.generate.envs.sources import TaskSet, question_text
 from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tools
 from rondel.generate.envs.verifiers import agent_of_verifiers
@@ -134,13 +136,16 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
         every = tasks.every_task
         for task in every[:: 1 + len(every) // EXAMINED]:
             examine_task(reward, task)
-        placed = deploy_job(
+        parts = (
             job,
             rows.needs,
             sampling,
             lambda known: check_encoded_tasks(job, tasks, shown, env, known, sampling),
             folder,
-            pool if pool.naps else None,
+        )
+        sleeper = pool if pool.naps else None
+        placed = (
+            deploy_on_one_base(*parts) if shares_base(job) and sleeper is None else deploy_job(*parts, reward=sleeper)
         )
         ends.callback(placed.close)
         sync = sync_of(job, placed)
@@ -170,18 +175,6 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
             ends.pop_all().close,
             FailureBudget(calls.max_failures, calls.patience),
         )
-
-
-def load_run_tasks(job: Job, trains: bool = True) -> TaskSet:
-    """What task.data and task.eval.sets bring."""
-    env = job.task.env_kind
-    return load_evaluation_sets(job.task.eval.sets, load_tasks(job.task.data, env=env), env=env, trains=trains)
-
-
-def sampling_of(job: Job) -> Sampling:
-    section = job.engine.sampling
-    with error_boundary(ConfigError, "engine.sampling"):
-        return Sampling(**{**section.to_values(), "stop": tuple(section.stop)})
 
 
 def order_of(job: Job, tasks: TaskSet) -> TaskAdmissions:

@@ -235,7 +235,7 @@ def deploy_job(
     folder: Path | None,
     reward: Any = None,
 ) -> Deployment:
-    """The parts of a run; of several policies each as if it were alone, and then joined."""
+    """The parts of a run; of several policies each as if it were alone, and then joined (those on one base: one_base.py)."""
     if reward is not None and (not job.place.one_module or job.policies):
         raise ConfigError(
             "task.reward: offload = true is for one policy with place.kind = 'shared' and one rank, whose trainer wants the reward "

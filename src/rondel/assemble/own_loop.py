@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rondel.assemble.components import sampling_of, sync_of
+from rondel.assemble.components import sync_of
 from rondel.assemble.deployment import deploy_job
+from rondel.assemble.recipe_parts import sampling_of
 from rondel.assemble.refusals import refuse_job
 from rondel.assemble.rows import rows_of
 from rondel.core.config.job import Job
@@ -212,6 +213,8 @@ class Trainer:
 
     async def _sample(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Trajectory]]:
         wants = frozenset({"support"}) if sampling.truncates_support else frozenset[str]()
+        if k := self.algo.surrogate.behavior_top:
+            wants |= {f"behavior_top:{k}"}
         number, self._sampled = self._sampled, self._sampled + len(prompts)
         one = replace(sampling, n=1)
 
@@ -220,7 +223,13 @@ class Trainer:
             done = await self._placed.engine.generate(Request(prompt, one, key=key, wants=wants))
             t = Trajectory(policy=GREEDY) if not sampling.temperature else Trajectory()
             t.extend(prompt)
-            t.extend(done.tokens, logprobs=done.logprobs, versions=done.versions, support=done.support)
+            t.extend(
+                done.tokens,
+                logprobs=done.logprobs,
+                versions=done.versions,
+                support=done.support,
+                behavior_top=done.behavior_top,
+            )
             t.text = (
                 done.text if done.text is not None else self.tokenizer.decode(done.tokens, skip_special_tokens=True)
             )

@@ -43,6 +43,7 @@ class Deployment:
     pids: Callable[[], dict[str, int]] = dict  # of those on this machine
     close: Callable[[], None] = lambda: None
     others: dict[str, ModelInfo] = field(default_factory=dict)  # policies beside the main one
+    frozen_bytes: int = 0  # weights of those that are frozen and have a copy of their own
 
     @property
     def trainers(self) -> dict[str, Any]:

@@ -238,7 +238,7 @@ def refuse_unrepeatable(job: Job, device: str, ranks: int) -> None:
     ]
     for holds, rule in rules:
         if not holds:
-            raise ConfigError(f"run.record: {rule}")
+            raise ConfigError(f"run.record: {rule}", page="docs/runs.md#the-same-run-again")
 
 
 def _check_foreign(job: Job, sampling: Sampling) -> None:
@@ -276,7 +276,7 @@ def _check_foreign(job: Job, sampling: Sampling) -> None:
     ]
     for holds, rule in rules:
         if not holds:
-            raise ConfigError(f"{who} {rule}")
+            raise ConfigError(f"{who} {rule}", page="docs/generate.md#external-engines")
 
 
 def _check_engine_ranks(job: Job) -> None:
@@ -307,7 +307,7 @@ def _check_engine_ranks(job: Job) -> None:
     ]
     for holds, rule in rules:
         if not holds:
-            raise ConfigError(f"place.engines.{key} {rule}")
+            raise ConfigError(f"place.engines.{key} {rule}", page="docs/place.md#engines-of-several-processes")
 
 
 NAMELESS = {"single_turn", "tools", "gateway", "verifiers", "gym"}  # environments whose one agent has no name
@@ -382,7 +382,10 @@ def _check_policies(job: Job, rows: AlgorithmRows) -> None:
     ]
     for holds, rule in rules:
         if not holds:
-            raise ConfigError(f"policies.{first} has weights of its own, which is not carried here: {rule}")
+            raise ConfigError(
+                f"policies.{first} has weights of its own, which is not carried here: {rule}",
+                page="docs/generate.md#agents-with-weights-of-their-own",
+            )
 
 
 def _check_baseline(job: Job, row: Algorithm) -> None:
@@ -399,7 +402,8 @@ def _check_demonstrations(job: Job, row: Algorithm) -> None:
             f"algo.guides = {job.algo.guides} has no effect on kind = '{row.name}', which would train demonstrations "
             "as its own samples: use kind = 'luffy', or a supervised phase: loop.warmup"
             if job.algo.guides
-            else f"algo.kind = '{row.name}' learns from demonstrations beside its samples: set algo.guides = 1; tasks need an 'answer'"
+            else f"algo.kind = '{row.name}' learns from demonstrations beside its samples: set algo.guides = 1; tasks need an 'answer'",
+            page="docs/train.md#a-teacher-demonstrations-preferences",
         )
 
 
@@ -410,7 +414,8 @@ def _check_critic(job: Job, row: Algorithm) -> None:
     if knobs and "values" not in row.needs:
         raise ConfigError(
             f"trainer.critic.{knobs[0]} has no effect: algo.kind = '{row.name}' has no critic. Remove it, or use "
-            "kind = 'ppo', or algo.advantage = { kind = 'gae' }"
+            "kind = 'ppo', or algo.advantage = { kind = 'gae' }",
+            page="docs/train.md#credit-and-a-critic",
         )
 
 
@@ -421,13 +426,16 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             f"{pupil.name} learns from a teacher: name one with model.teacher = 'folder or hub id', or let the policy "
             "teach itself with model.teacher = [{ context = '{prompt} The answer is {answer}.' }]"
             if pupil is not None
-            else "model.teacher has no effect: nothing is distilled. Remove it, or set algo.distill = { coef = 1.0 } or algo.kind = 'opd'"
+            else "model.teacher has no effect: nothing is distilled. Remove it, or set algo.distill = { coef = 1.0 } or algo.kind = 'opd'",
+            page="docs/train.md#a-teacher-demonstrations-preferences",
         )
     if job.engine.sampling.temperature != 1 and (far := next((t for t in job.model.teachers if t.url), None)):
         raise ConfigError(
             f"engine.sampling.temperature = {job.engine.sampling.temperature:g}, and the teacher at {far.url} tells "
             "logprobs of temperature 1: use 1.0, or load the teacher here with a path"
         )
+    if job.trainer.memory.teachers == "one":
+        _check_teachers_read(job)
     if "teacher_hidden" not in rows.needs:
         return
     rules = [
@@ -445,8 +453,14 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             "compares whole distributions, and top_k or top_p cut the policy's: set them to 0 and 1",
         ),
         (
-            job.place.ranks == 1 and job.place.cluster != "torchrun",
-            "needs the teacher's whole head on one rank: set place.ranks = 1, or use kind = 'distill'",
+            job.place.mesh.to_mesh(job.place.ranks).world == job.place.mesh.to_mesh(job.place.ranks).data
+            and job.place.cluster != "torchrun",
+            "compares distributions on ranks that take different samples: use place.ranks or place.mesh = { shards, "
+            "replicas } without cp, tp and pp, and not torchrun, or use kind = 'distill'",
+        ),
+        (
+            job.place.ranks == 1 or not any(t.is_policy for t in job.model.teachers),
+            "reads the whole head of the policy, which lies in shards: set place.ranks = 1, or use kind = 'distill'",
         ),
         (
             not job.trainer.memory.offload,
@@ -455,7 +469,34 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     ]
     for holds, rule in rules:
         if not holds:
-            raise ConfigError(f'algo.distill.kind = "full" {rule}')
+            raise ConfigError(
+                f'algo.distill.kind = "full" {rule}', page="docs/train.md#a-teacher-demonstrations-preferences"
+            )
+
+
+def _check_teachers_read(job: Job) -> None:
+    """trainer.memory.teachers = "one"."""
+    mesh = job.place.mesh.to_mesh(job.place.ranks)
+    loaded = [t.path for t in job.model.teachers if t.path is not None]
+    rules = [
+        (bool(loaded), "has no effect without a teacher that has a path: remove it"),
+        (
+            all(isinstance(path, str) for path in loaded),
+            "reads teachers from their files, and one of random weights has none: save it first, or remove the key",
+        ),
+        (
+            not job.trainer.memory.offload,
+            "reads from files what trainer.memory.offload keeps in host memory: leave one of them out",
+        ),
+        (
+            mesh.world == mesh.data and job.place.cluster != "torchrun",
+            "needs ranks that each read a whole teacher: use place.ranks or place.mesh = { shards, replicas } without "
+            "cp, tp and pp, and not torchrun, or remove the key",
+        ),
+    ]
+    for holds, rule in rules:
+        if not holds:
+            raise ConfigError(f'trainer.memory.teachers = "one" {rule}')
 
 
 def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
@@ -468,8 +509,9 @@ def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
             f'engine.kind = "{job.engine.kind}" does not tell them of the distribution that it draws from: use "builtin"',
         ),
         (
-            job.place.ranks == 1 and job.place.cluster != "torchrun",
-            "the trainer looks them up in the whole vocabulary on one rank: set place.ranks = 1",
+            job.place.mesh.to_mesh(job.place.ranks).world == job.place.mesh.to_mesh(job.place.ranks).data,
+            "the trainer looks them up in the whole vocabulary: use place.ranks or place.mesh = { shards, replicas } "
+            "without cp, tp and pp",
         ),
     ]
     for holds, rule in rules:

@@ -13,7 +13,7 @@ from rondel.assemble.served_engine import ServerSettings, open_engine
 from rondel.core.errors import UserError
 from rondel.runtime.devices import prepare_process
 from rondel.system.http.server import bind_socket
-from rondel.training_api.app import build_app
+from rondel.training_api.app import BODY, build_app
 from rondel.training_api.process import serve_app
 from rondel.training_api.service import AdapterService
 
@@ -27,8 +27,16 @@ def serve_training(
     ready: Callable[[str, int, str], None],
 ) -> None:
     """Returns when it is told to end. `ready(host, port, what)` is called when it listens."""
-    if settings.speculative != "off":
-        raise UserError("--speculative with --training: guesses are verified against one set of weights; leave it out")
+    usual = ServerSettings()
+    for option, asked, default in (
+        ("--max-queue", settings.limits.queue, usual.limits.queue),
+        ("--deadline", settings.limits.deadline, usual.limits.deadline),
+        ("--drain", settings.drain, usual.drain),
+    ):
+        if asked != default:
+            raise UserError(
+                f"{option} with --training has no effect: its clients come back for their results; leave it out"
+            )
     prepare_process()
     sock = bind_socket(settings.host, settings.port, api_key=key)
     with ExitStack() as ends:
@@ -42,7 +50,8 @@ def serve_training(
             room = min(engine.loaded.max_context, engine.pages.count)
             backend = AdapterService(engine.loaded, engine, run=served.device.run, name=name, cache_tokens=room)
             try:
-                app = build_app(backend, Path(folder), key)
+                limits = settings.limits
+                app = build_app(backend, Path(folder), key, body=limits.body or BODY, samples=limits.samples)
                 await serve_app(app, sock, ready=lambda: ready(host, port, served.what))
             finally:
                 await engine.pause("abort")

@@ -170,9 +170,7 @@ def _check_memory(parts: Components) -> CheckFinding:
     owners = [owner for t in trainers for owner in (t.weights, *([t.critic.weights] if t.critic else []))]
     held = parts.trainer.offload.memory()
     loaded = sum(held.get(name, 0) for name in ("weights", "critic"))  # a frozen base included
-    loaded += sum(
-        parts.placed.others[name].weight_bytes for name, policy in parts.job.policies.items() if policy.frozen
-    )
+    loaded += parts.placed.frozen_bytes
     needed = sum(
         4 * m.numel() * (4 if m is not p else 3) for owner in owners for p, m in zip(owner.compute, owner.masters)
     )

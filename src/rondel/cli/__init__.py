@@ -24,6 +24,7 @@ VERBS = (
     "init",
     "recipes",
     "train",
+    "pipeline",
     "eval",
     "serve",
     "check",
@@ -51,6 +52,7 @@ VERBS = (
 PAGES = {
     "init": "docs/install.md#a-project-of-your-own",
     "train": "docs/runs.md",
+    "pipeline": "docs/pipeline.md",
     "eval": "docs/runs.md#held-out-sets-passk-and-the-best-checkpoint",
     "serve": "docs/generate.md#over-http",
     "check": "docs/recipe.md",
@@ -70,13 +72,14 @@ PAGES = {
     "submit": "docs/place.md",
     "engines": "docs/place.md",
 }
+MORE = "More: "  # before a page, in the help of a command and below an error
 # SETTINGS of a verb that takes --section.key=value
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`rondel VERB ...`: exits 0 only if the work was done; a RondelError is one line on stderr and
-    1, a bug of ours 2, a signal 128 and its number.
+    """`rondel VERB ...`: exits 0 only if the work was done; a RondelError is one line on stderr (and one with the page
+    that knows more, if there is one) and 1, a bug of ours 2, a signal 128 and its number.
     """
     reopen_closed_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -96,7 +99,7 @@ def _build_app(verbs: list[str], debug: bool) -> typer.Typer:
     app.callback()(_rondel)
     for verb in verbs:
         module = importlib.import_module(f"rondel.cli.{verb.replace('-', '_')}{'_' * keyword.iskeyword(verb)}")
-        page = f"More: {PAGES[verb]}" if verb in PAGES else None
+        page = MORE + PAGES[verb] if verb in PAGES else None
         settings = getattr(module, "SETTINGS", {})
         app.command(verb, context_settings=settings, epilog=page)(_wrap_command(module.run, debug))
     return app
@@ -153,6 +156,8 @@ def _end_with(error: BaseException, debug: bool) -> NoReturn:
         if debug:
             traceback.print_exc()
         print(visible_text(text), file=sys.stderr)
+        if page := getattr(root_cause(error), "page", ""):
+            print(MORE + page, file=sys.stderr)
     raise SystemExit(code) from None
 
 

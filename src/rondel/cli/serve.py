@@ -59,15 +59,15 @@ def run(
     training: Annotated[
         bool, typer.Option("--training", help="Let others train adapters of the model, as the tinker SDK speaks.")
     ] = False,
-    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where --training keeps runs and checkpoints.")] = Path(
-        "runs/training-api"
-    ),
+    folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where --training keeps runs and checkpoints: runs/training-api.")
+    ] = None,
     max_queue: Annotated[
         int, typer.Option(min=1, help="Answers that may run and wait; more are told to come back (429).")
     ] = 1024,
     max_samples: Annotated[int, typer.Option(min=1, help="Answers of one request.")] = 128,
     max_body: Annotated[
-        int, typer.Option(min=0, help="Bytes of one request; 0: 4 MiB, for a model that sees images 64.")
+        int, typer.Option(min=0, help="Bytes of one request; 0: 4 MiB, for a model that sees images or is trained 64.")
     ] = 0,
     deadline: Annotated[float, typer.Option(min=0.1, help="Seconds after which an answer is given up.")] = 3600.0,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that answers have to end after SIGTERM.")] = 30.0,
@@ -103,6 +103,8 @@ def run(
             raise UserError("--api-key: the tinker SDK takes keys that begin with tml-")
         if join:
             raise UserError("--join with --training: a run takes engines whose weights it sends itself; leave one out")
+    elif folder is not None:
+        raise UserError("--folder is where --training keeps runs and checkpoints: add --training, or leave it out")
     with ends:
         settings = ServerSettings(
             host=host,
@@ -131,7 +133,13 @@ def run(
 
         from rondel.assemble.training_server import serve_training
 
-        serve_training(_parse_model(model, best), settings, folder=folder, key=key, ready=announce_training)
+        serve_training(
+            _parse_model(model, best),
+            settings,
+            folder=folder or Path("runs/training-api"),
+            key=key,
+            ready=announce_training,
+        )
 
 
 def _parse_adapters(given: list[str], enabled: bool) -> dict[str, str] | None:

@@ -12,7 +12,16 @@ from contextlib import contextmanager
 
 
 class RondelError(Exception):
-    """Every error that is not a bug of ours. The command line prints its text as one line, without a traceback."""
+    """Every error that is not a bug of ours. The command line prints its text as one line, without a traceback, and in
+    a second one the page that knows more, where there is one: `raise ConfigError("...", page="docs/place.md#mesh")`.
+    """
+
+    page = ""  # of the docs, as --help of a command names its own
+
+    def __init__(self, *words: object, page: str = "") -> None:
+        super().__init__(*words)
+        if page:
+            self.page = page
 
 
 class UserError(RondelError, ValueError):
@@ -46,6 +55,8 @@ class TemplateError(EnvError):
 class SandboxError(RondelError):
     """A box could not be made, or broke: the world's fault, never that of the code in it."""
 
+    page = "docs/generate.md#sandboxes"
+
 
 class BoxError(SandboxError):
     """A box ended while a command ran in it."""
@@ -62,6 +73,8 @@ class EngineError(RondelError):
 class SyncError(RondelError):
     """A weight update did not arrive whole."""
 
+    page = "docs/sync.md"
+
 
 class TrainError(RondelError):
     """The trainer could not step; the batch is dumped for `rondel replay`."""
@@ -74,9 +87,13 @@ class CheckpointError(RondelError):
 class WorkerError(RondelError):
     """A process or machine that does a part of the work ended, or broke at it."""
 
+    page = "docs/place.md#what-ends-and-what-then"
+
 
 class LawError(RondelError):
     """An invariant of the house was broken. Always a bug; never ignored."""
+
+    page = "docs/design.md#the-laws"
 
 
 class StalledError(RondelError):

@@ -127,6 +127,7 @@ class WorkerTime(Event):
     laps: list[tuple[str, float]] = field(default_factory=list)  # the same in order, where it is not too long
     # bytes: of its process, "rss" now and "peak", and of what it holds, by name
     memory: dict[str, int] = field(default_factory=dict)
+    until: float = 0.0  # when it said so, by its own clock: seconds since the epoch
 
 
 @dataclass(slots=True)
@@ -174,6 +175,16 @@ class Generating(Event):
     waiting: int
     tokens: int
     seconds: float
+
+
+@dataclass(slots=True)
+class Evaluating(Event):
+    """An evaluation on its way: `done` of the `total` answers to one set are scored. For the progress line."""
+
+    step: int
+    profile: str
+    done: int
+    total: int
 
 
 @dataclass(slots=True)

@@ -25,6 +25,19 @@ def one_of(knob: str, value: Any, known: Iterable[str]) -> None:
         raise ConfigError(f"{knob} = {value!r}; it must be one of {', '.join(names)}.{suggest_name(str(value), names)}")
 
 
+EXPLAINED = {  # where what is registered is described, kind by kind
+    "algo.kind": "docs/papers.md",
+    "reward": "docs/score.md",
+    "filter": "docs/filter.md",
+    "environment": "docs/generate.md#environments",
+    "tool": "docs/generate.md#tools",
+    "engine": "docs/generate.md#external-engines",
+    "sync.kind": "docs/sync.md",
+    "task.data.kind": "docs/generate.md#tasks",
+    "run.sinks:": "docs/runs.md#metrics-elsewhere",
+}
+
+
 def find_registered(what: str, kind: str, known: dict[str, Any], *, called: bool = True) -> Any:
     """The object called `kind`: from `known`, or imported when written "module:name"; one
     that can be called, unless it is a value.
@@ -41,7 +54,8 @@ def find_registered(what: str, kind: str, known: dict[str, Any], *, called: bool
         return found
     raise ConfigError(
         f"{what} '{kind}' does not exist.{suggest_name(kind, list(known))} Known: {', '.join(sorted(known))}; or your own as "
-        f"'module:name'."
+        f"'module:name'.",
+        page=EXPLAINED.get(what, ""),
     )
 
 

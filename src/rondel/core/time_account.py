@@ -37,6 +37,7 @@ class TimeAccount:
     def report_time(self, held: dict[str, int] | None = None) -> None:
         """What has passed since it last told, and the bytes of its tenants."""
         self._add_lap()
+        until = time.time()
         laps = self.laps if len(self.laps) <= MOST else []
         emit(
             WorkerTime(
@@ -45,6 +46,7 @@ class TimeAccount:
                 {name: n for name, n in self.counts.items() if n},
                 laps,
                 resident_memory() | (held or {}),
+                until,
             )
         )
         self.laps = []

@@ -59,7 +59,9 @@ async def _evaluate_set(
 
     began, job, samples, done = time.perf_counter(), parts.job, parts.job.task.eval.samples, 0
     sampling = evaluation_sampling(job.task.eval, parts.sampling)
-    rollouts = GroupRollouts(parts, 1)
+    rollouts, total = GroupRollouts(parts, 1), len(tasks) * samples
+    if on_progress:
+        on_progress(name, 0, total)
 
     async def draw(at: int, task: Task, sample: int) -> Trajectory:
         nonlocal done
@@ -74,7 +76,7 @@ async def _evaluate_set(
         await rollouts.score_episode(episode, task)
         done += 1
         if on_progress:
-            on_progress(name, done, len(tasks) * samples)
+            on_progress(name, done, total)
         return episode[0]
 
     flat = await asyncio.gather(*(draw(at, task, s) for at, task in enumerate(tasks) for s in range(samples)))

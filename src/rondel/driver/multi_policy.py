@@ -5,7 +5,8 @@ engine, trainer and transport join them.
                          log, weights on their way, logs)
     frozen = true        an engine alone
 
-In one process they share the device and its thread. Nobody behind the composites knows that there are others.
+In one process they share the device and its thread (adapters on one base, its memory and its engine, too:
+assemble/one_base.py). Nobody behind the composites knows that there are others.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def join_deployments(job: Job, each: dict[str, Deployment], device: str) -> Depl
     """The parts of all as the loop calls them."""
     for name, one in each.items():
         if name != POLICY:
-            _refuse_others(name, one.known, each[POLICY].known)
-            _name_workers(name, one)
+            refuse_others(name, one.known, each[POLICY].known)
+            name_workers(name, one.engine, one.trainer)
     trained = {name: one for name, one in each.items() if one.trainer is not None}
     frozen = {name: one.engine for name, one in each.items() if one.trainer is None}
     engine = MultiPolicyEngine({name: one.engine for name, one in trained.items()}, frozen=frozen)
@@ -54,7 +55,7 @@ def join_deployments(job: Job, each: dict[str, Deployment], device: str) -> Depl
         engine=engine,
         trainer=trainer,
         devices=SharedDevice(engine, trainer, how=job.loop.in_flight, device=device) if shared else SplitDevices(),
-        resolved={_policy_key(name, key): value for name, one in each.items() for key, value in one.resolved.items()},
+        resolved={policy_key(name, key): value for name, one in each.items() for key, value in one.resolved.items()},
         where=each[POLICY].where if shared else "; ".join(f"{name}: {one.where}" for name, one in each.items()),
         checkpoint_bytes=sum(one.checkpoint_bytes for one in each.values()),
         transport=MultiPolicyTransport({name: one.transport for name, one in trained.items()}),
@@ -63,24 +64,27 @@ def join_deployments(job: Job, each: dict[str, Deployment], device: str) -> Depl
         dump=dump,
         pids=lambda: {name: pid for one in each.values() for name, pid in one.pids().items()},
         others={name: one.known for name, one in each.items() if name != POLICY},
+        frozen_bytes=sum(each[name].known.weight_bytes for name in frozen),
     )
 
 
-def _policy_key(policy: str, key: str) -> str:
+def policy_key(policy: str, key: str) -> str:
+    """How a resolved key is told: those of the main policy have no prefix."""
     return key if policy == POLICY else f"policies.{policy}.{key}"
 
 
-def _name_workers(policy: str, one: Deployment) -> None:
+def name_workers(policy: str, engine: Any, trainer: Any) -> None:
     """In time accounts and warnings. Workers of a process of their own have their name from where they were started."""
-    parts: dict[str, Any] = {"engine": one.engine, "trainer": one.trainer}
-    for role, part in parts.items():
+    if policy == POLICY:
+        return
+    for role, part in (("engine", engine), ("trainer", trainer)):
         if part is not None and "account" in vars(part):
             part.account.worker = f"{role}-{policy}"
-    if one.trainer is not None and "account" in vars(one.trainer):
-        one.trainer.whose = f" of '{policy}'"
+    if trainer is not None and "account" in vars(trainer):
+        trainer.whose = f" of '{policy}'"
 
 
-def _refuse_others(name: str, other: ModelInfo, main: ModelInfo) -> None:
+def refuse_others(name: str, other: ModelInfo, main: ModelInfo) -> None:
     """What one conversation of an episode cannot carry beside another."""
     where = f"policies.{name}.model = '{other.name}'"
     same_words(

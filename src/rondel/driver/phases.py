@@ -19,7 +19,7 @@ from rondel.buffer.deadline import attempt_in_time
 from rondel.buffer.state import encode
 from rondel.core.config.job import Job
 from rondel.core.errors import RewardError
-from rondel.core.events import Checkpointed, Resumed, RunEnded, Warned, emit, subscribe
+from rondel.core.events import Checkpointed, Evaluating, Resumed, RunEnded, Warned, emit, subscribe
 from rondel.core.schedule_gate import ScheduleGate
 from rondel.core.types import Group, Slot, Verdict
 from rondel.driver.best_checkpoint import BestCheckpoint, refuse_unknown_metric
@@ -370,7 +370,7 @@ class RunPhases:
     async def _run_evaluation(self, step: int) -> None:
         if self.parts.tasks.evaluated:
             await self.delivery.finish(self.parts.trainer, self.parts.engine)
-            for done in await evaluate(self.parts, step):
+            for done in await evaluate(self.parts, step, lambda *told: emit(Evaluating(step, *told))):
                 emit(done.event)
                 if self.best:
                     self.best.note_evaluation(done.event)

@@ -185,7 +185,8 @@ def _refuse_trainer(peer: str, name: str, found: str) -> None:
         kind, "write the recipe by hand, or remove the command and leave the keys if they mean the same there"
     )
     raise ConfigError(
-        f"'{found}' is another trainer of {peer}; rondel import reads configs of {reads}. Instead: {told}"
+        f"'{found}' is another trainer of {peer}; rondel import reads configs of {reads}. Instead: {told}",
+        page="docs/import.md",
     )
 
 

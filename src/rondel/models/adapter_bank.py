@@ -32,7 +32,6 @@ class AdapterBank:
             "it has an adapter of its own, which would be added to all of them: merge it first (rondel merge)": loaded.adapter
             is not None,
             "its layers lie on several ranks": loaded.leads_ranks or loaded.stage is not None,
-            "aligned numerics take other products": loaded.aligned,
         }
         if reasons := [what for what, present in unsupported.items() if present]:
             raise ModelError(f"'{loaded.name}' cannot carry several adapters: {reasons[0]}")
@@ -84,6 +83,10 @@ class AdapterBank:
         del self.served[name]
         self._joined = None
 
+    def forget_joined(self) -> None:
+        """The weights of adapters that are served were written over: what was copied of them is old."""
+        self._joined = None
+
     @contextmanager
     def use(self, runs: Sequence[Run]) -> Iterator[AdapterPass | None]:
         """Inside, passes over these tokens, in this order, read the adapters of `runs`, their backward passes too."""
@@ -98,9 +101,9 @@ class AdapterBank:
         self._pass = None
         if adapters:
             joined = None
-            if len(merged) > RUNS and not torch.is_grad_enabled():
+            if len(merged) > RUNS and not torch.is_grad_enabled() and not self.loaded.aligned:
                 joined = self._joined = JoinedAdapters.covering(adapters, self._joined)
-            self._pass = AdapterPass(merged, joined, self.loaded.device)
+            self._pass = AdapterPass(merged, joined, self.loaded.device, exact=self.loaded.aligned)
         try:
             yield self._pass
         finally:

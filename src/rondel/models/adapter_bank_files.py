@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from rondel.core.errors import ModelError, error_boundary
@@ -24,8 +25,6 @@ PART = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weigh
 SIMPLE: dict[str, Any] = {  # values at which an adapter is y = W x + s B A x and nothing else
     "use_dora": False,
     "bias": "none",
-    "rank_pattern": {},
-    "alpha_pattern": {},
     "modules_to_save": None,
     "trainable_token_indices": None,
 }
@@ -39,7 +38,7 @@ def save_weights(loaded: LoadedModel, weights: AdapterWeights, folder: Path) -> 
         tensors[f"{PREFIX}{layer}.lora_A.weight"] = a.detach().cpu().contiguous()
         tensors[f"{PREFIX}{layer}.lora_B.weight"] = b.detach().cpu().contiguous()
     origin = loaded.model.config.name_or_path
-    config = {
+    config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": weights.rank,
@@ -48,6 +47,8 @@ def save_weights(loaded: LoadedModel, weights: AdapterWeights, folder: Path) -> 
         "target_modules": sorted(weights.layers),
         "base_model_name_or_path": str(Path(origin).resolve()) if origin and Path(origin).is_dir() else origin or None,
         "inference_mode": True,
+        "rank_pattern": {},
+        "alpha_pattern": {},
     } | SIMPLE
     note = {
         "path": loaded.path,
@@ -77,14 +78,32 @@ def read_weights(loaded: LoadedModel, name: str, folder: str | Path) -> AdapterW
                 raise ModelError(f"the adapter in '{folder}' holds {key}, which is no part of a plain LoRA")
             layer = match["layer"] if match["layer"].rpartition(".")[2] != HEAD else HEAD
             parts.setdefault(layer, {})[match["part"]] = tensor.float().to(loaded.device)
-        rank = int(config["r"])
+        if not parts:
+            raise ModelError(f"the adapter in '{folder}' holds no layer")
         layers = {layer: (pair["A"], pair["B"]) for layer, pair in parts.items()}
-        if wrong := [layer for layer, (a, b) in layers.items() if (len(a), b.shape[1]) != (rank, rank)]:
-            raise ModelError(f"the adapter in '{folder}': {wrong[0]} is not of rank {rank}")
+        if wrong := [layer for layer, (a, b) in layers.items() if len(a) != b.shape[1]]:
+            raise ModelError(f"the adapter in '{folder}': A and B of {wrong[0]} are of different ranks")
         note = json.loads((folder / BASE).read_text()) if (folder / BASE).is_file() else {}
         if note.get("dtype") == str(loaded.dtype) and note["digest"] != names.base_digest(loaded.model, whole=True):
             raise ModelError(
                 f"the adapter in '{folder}' was trained on {note['path']} with other bits than '{loaded.name}' has"
             )
-        scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
-    return AdapterWeights(name, rank, scale, layers)
+        return _of_one_rank(name, layers, config)
+
+
+def _of_one_rank(name: str, layers: dict[str, tuple[Tensor, Tensor]], config: dict[str, Any]) -> AdapterWeights:
+    """Layers of smaller ranks get rows of zeros, and B what a layer's own alpha / r is more than that of all."""
+
+    def scale_of(layer: str, rank: int) -> float:
+        own = (
+            alpha for key, alpha in (config.get("alpha_pattern") or {}).items() if re.match(rf"(.*\.)?({key})$", layer)
+        )
+        return next(own, config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)
+
+    rank = max(len(a) for a, _ in layers.values())
+    scale = scale_of("", rank)
+    padded = {}
+    for layer, (a, b) in layers.items():
+        more, factor = rank - len(a), scale_of(layer, len(a)) / scale
+        padded[layer] = F.pad(a, (0, 0, 0, more)), F.pad(b if factor == 1 else b * factor, (0, more))
+    return AdapterWeights(name, rank, scale, padded)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rondel.core.errors import LawError
+from rondel.models import linear
 from rondel.models.lora_product import LoraProduct
 
 HEAD = "lm_head"
@@ -79,8 +80,11 @@ class JoinedAdapters:
 class AdapterPass:
     """Which tokens of one pass are of which adapter."""
 
-    def __init__(self, runs: list[Run], joined: JoinedAdapters | None, device: torch.device | str) -> None:
-        self.runs, self.joined, self.device = runs, joined, device
+    def __init__(
+        self, runs: list[Run], joined: JoinedAdapters | None, device: torch.device | str, *, exact: bool = False
+    ) -> None:
+        """`exact`: products whose rows do not depend on each other (aligned numerics), run by run."""
+        self.runs, self.joined, self.device, self.exact = runs, joined, device, exact
         self.total = sum(n for _, n in runs)
         self.mask: Tensor | None = None
         if joined is not None:
@@ -117,7 +121,10 @@ class AdapterPass:
                 parts.append(out[rows])
                 continue
             a, b = adapter.layers[name]
-            if torch.is_grad_enabled():
+            if self.exact:
+                delta = adapter.scale * linear.product(linear.product(x[rows].float(), a), b)
+                parts.append((out[rows] + delta).to(out.dtype))
+            elif torch.is_grad_enabled():
                 parts.append(LoraProduct.apply(out[rows], x[rows], a, b, adapter.scale))
             else:
                 low = F.linear(x[rows].float(), a)
@@ -135,7 +142,7 @@ class AdapterPass:
         if not self.adapts_head:
             return logits
         owners = [adapter for adapter, n in self.runs for _ in range(n)]
-        own = AdapterPass([(owners[row], 1) for row in rows.tolist()], self.joined, self.device)
+        own = AdapterPass([(owners[row], 1) for row in rows.tolist()], self.joined, self.device, exact=self.exact)
         return own.add_rows(HEAD, hidden[rows] * scale, logits)
 
 
@@ -149,3 +156,5 @@ class ServedAdapters(Protocol):
     def load(self, name: str, folder: str | Path) -> None: ...
 
     def remove(self, name: str) -> None: ...
+
+    def forget_joined(self) -> None: ...

@@ -116,7 +116,8 @@ def _find_layers(loaded: LoadedModel, targets: str | Iterable[str]) -> dict[str,
                 f"model.adapter.targets = '{ALL}': '{loaded.name}' is a mixture of experts, whose experts are joined "
                 f"tensors and no linear "
                 "layers: an adapter cannot reach them. Name the layers that it shall have: targets = "
-                f"{_layer_suffixes(layers)}"
+                f"{_layer_suffixes(layers)}",
+                page="docs/train.md#adapters",
             )
         return layers
     chosen: dict[str, nn.Module] = {}

@@ -202,22 +202,26 @@ def align_numerics(loaded: LoadedModel) -> None:
         raise ConfigError(
             f"engine.numerics = 'aligned': '{loaded.name}' is a mixture of experts, and what an expert computes depends "
             f"on how many tokens it "
-            "gets; use numerics = 'fast' with routing replay"
+            "gets; use numerics = 'fast' with routing replay",
+            page="docs/train.md#precision",
         )
     if loaded.sight is not None and loaded.sight.mutual:
         raise ConfigError(
             f"engine.numerics = 'aligned': the image tokens of '{loaded.name}' attend to those behind them, and the "
-            f"aligned attention reads contexts that end with the query; use numerics = 'fast'"
+            f"aligned attention reads contexts that end with the query; use numerics = 'fast'",
+            page="docs/train.md#precision",
         )
     if loaded.indexers or loaded.compressed:
         raise ConfigError(
             f"engine.numerics = 'aligned': '{loaded.name}' has indexers that choose keys, or compressed ones, and the aligned attention reads "
-            f"whole contexts; use numerics = 'fast'"
+            f"whole contexts; use numerics = 'fast'",
+            page="docs/train.md#precision",
         )
     if loaded.state_bytes and not keep_sums_in_order(loaded.model):
         raise ConfigError(
             f"engine.numerics = 'aligned': '{loaded.name}' has recurrent layers, whose sums depend on how a prompt is cut "
-            f"into chunks (short convolutions alone do not); use numerics = 'fast'"
+            f"into chunks (short convolutions alone do not); use numerics = 'fast'",
+            page="docs/train.md#precision",
         )
     loaded.aligned, loaded.align = True, aligned_layout
     loaded.head.aligned = True

@@ -104,7 +104,7 @@ def refuse_architecture(config: Any) -> None:
     ]
     for holds, why in reasons:
         if holds:
-            raise ModelError(f"model type '{kind}' is not supported: {why}. {REMEDY}")
+            raise ModelError(f"model type '{kind}' is not supported: {why}. {REMEDY}", page="docs/families.md")
 
 
 REMEDY = (

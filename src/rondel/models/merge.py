@@ -10,10 +10,10 @@ from transformers.pytorch_utils import Conv1D
 
 from rondel.core.errors import ModelError
 from rondel.models import nf4
-from rondel.models.adapter_files import is_adapter, over_four_bits, trained_in
-from rondel.models.adapter_state import NAME
+from rondel.models.adapter_bank_files import read_weights
+from rondel.models.adapter_files import base_of, is_adapter, over_four_bits, trained_in
+from rondel.models.adapter_rows import HEAD
 from rondel.models.load import load_model
-from rondel.models.names import LORA
 from rondel.models.save import save_model
 
 
@@ -31,27 +31,32 @@ def merge(adapter: str | Path, folder: str | Path, *, dtype: str = "float32") ->
             f"'{adapter}' is no adapter: a folder with adapter_config.json is, as checkpoints of a run with "
             f"model.adapter are"
         )
-    loaded = load_model(str(adapter), dtype=trained_in(adapter) if over_four_bits(adapter) else dtype)
-    assert loaded.adapter is not None
-    if nf4.nf4_layers(loaded.model):
+    packed = over_four_bits(adapter)
+    loaded = load_model(base_of(adapter), dtype=trained_in(adapter) if packed else dtype, four_bits=packed)
+    weights = read_weights(loaded, str(adapter), adapter)
+    if packed:
         nf4.restore_layers(loaded.model, loaded.dtype)
-        for parameter in (p for name, p in loaded.model.named_parameters() if LORA not in name):
+        for parameter in loaded.model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
     lost = whole = 0.0
     with torch.no_grad():
-        for name, layer in loaded.adapter.layers.items():
-            base, delta = layer.get_base_layer(), layer.get_delta_weight(NAME)
-            weight = base.weight.t() if isinstance(base, Conv1D) and not layer.fan_in_fan_out else base.weight
-            wanted = weight.double() + delta.double()
-            weight.copy_(wanted)
-            lost += float((weight.double() - wanted).square().sum())
-            whole += float(delta.double().square().sum())
-            _replace_layer(loaded.model, name, base)
-    del loaded.model.peft_config
+        for name, (a, b) in weights.layers.items():
+            layer = _untied_head(loaded.model) if name == HEAD else loaded.model.get_submodule(name)
+            delta = weights.scale * b.double() @ a.double()
+            if isinstance(layer, Conv1D):
+                delta = delta.t()
+            wanted = layer.weight.double() + delta
+            layer.weight.copy_(wanted)
+            lost += float((layer.weight.double() - wanted).square().sum())
+            whole += float(delta.square().sum())
     save_model(loaded, Path(folder))
     return (lost / whole) ** 0.5 if whole else 0.0
 
 
-def _replace_layer(model: Any, name: str, layer: Any) -> None:
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, layer)
+def _untied_head(model: Any) -> Any:
+    """The head, with a weight of its own: an adapter on it leaves the embeddings as they are."""
+    head = model.get_output_embeddings()
+    if head.weight is model.get_input_embeddings().weight:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+    return head

@@ -154,8 +154,9 @@ class MultiPolicyMemory:
 
     def memory(self) -> dict[str, int]:
         total: dict[str, int] = {}
+        seen: set[int] = set()  # a base under several adapters is there once
         for one in self._each:
-            for what, n in one.memory().items():
+            for what, n in one.memory(seen).items():
                 total[what] = total.get(what, 0) + n
         return total
 

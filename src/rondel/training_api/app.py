@@ -31,6 +31,7 @@ from rondel.training_api.promises import Promise
 from rondel.training_api.wire import PROTOBUF, read_forward_request, read_place, read_prompt, read_sample_settings
 
 BODY = 64 << 20  # bytes of one request
+SAMPLES = 128  # answers of one request
 POLL = 25.0  # seconds that a client waits for one answer; it gives up after 45
 PREFIX = "/api/v1"
 
@@ -50,8 +51,9 @@ Handler = Callable[[Clients, Request, dict[str, Any]], Awaitable[Any]]
 class TrainingApp(Starlette):
     """The ASGI application; `clients` is what it keeps."""
 
-    def __init__(self, clients: Clients, key: str) -> None:
-        self.clients = clients
+    def __init__(self, clients: Clients, key: str, *, body: int, samples: int) -> None:
+        """`body`: most bytes of a request; `samples`: most answers of one."""
+        self.clients, self.body, self.samples = clients, body, samples
         posted = {
             "create_session": create_session,
             "session_heartbeat": session_heartbeat,
@@ -133,7 +135,7 @@ class TrainingApp(Starlette):
                     return JSONResponse(
                         {"detail": "the key is not this server's: TINKER_API_KEY is the one that it printed"}, 401
                     )
-                body = await read_body(request, BODY, remedy=": send fewer examples at a time")
+                body = await read_body(request, self.body, remedy=": send fewer examples at a time")
                 sent = {"body": body} if raw else _parse_json(body)
                 answer = await handler(self.clients, request, sent)
             except Exception as error:
@@ -153,9 +155,11 @@ class TrainingApp(Starlette):
         return endpoint
 
 
-def build_app(backend: TrainingBackend, folder: Path, key: str) -> TrainingApp:
+def build_app(
+    backend: TrainingBackend, folder: Path, key: str, *, body: int = BODY, samples: int = SAMPLES
+) -> TrainingApp:
     """`folder`: where runs and checkpoints lie; those of an earlier server in it are there again."""
-    return TrainingApp(Clients(backend, folder), key)
+    return TrainingApp(Clients(backend, folder), key, body=body, samples=samples)
 
 
 def _parse_json(body: bytes) -> dict[str, Any]:
@@ -369,8 +373,9 @@ async def join_sampling_session(clients: Clients, request: Request, sent: dict[s
 
 async def asample(clients: Clients, request: Request, sent: dict[str, Any]) -> Any:
     prompt, how = read_prompt(sent.get("prompt")), read_sample_settings(sent)
-    if not 1 <= how.n <= 1024:
-        raise UserError(f"num_samples = {how.n}; it is from 1 to 1024")
+    most = request.app.samples
+    if not 1 <= how.n <= most:
+        raise UserError(f"num_samples = {how.n}; this server gives 1 to {most} to one request (--max-samples)")
     number = sent.get("seq_id")
     if sent.get("sampling_session_id") is not None:
         sampler = clients.sampler(_text(sent, "sampling_session_id"))

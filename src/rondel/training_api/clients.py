@@ -82,6 +82,7 @@ class Clients:
         self._serving = asyncio.Lock()  # one of them is loaded or dropped
         self._tasks: set[asyncio.Task[None]] = set()
         self._reading = Counter[str]()  # answers that are being written with them
+        self.links: dict[str, tuple[float, Path]] = {}  # until when files of a checkpoint are fetched without a key
         self._log = (folder / "requests.jsonl").open("a")
 
     async def close(self) -> None:
@@ -146,21 +147,19 @@ class Clients:
         )
 
         async def create() -> Result:
-            await self._add_model(session, name, spec, metadata or {}, first=1)
+            await self._add_model(session, name, spec, metadata or {})
             return {"model_id": name, "type": "create_model"}
 
         return self.promises.post(f"{name}:create", partial(self._logged, "create_model", name, create))
 
-    async def _add_model(
-        self, session: Session, name: str, spec: AdapterSpec, metadata: dict[str, Any], *, first: int
-    ) -> None:
+    async def _add_model(self, session: Session, name: str, spec: AdapterSpec, metadata: dict[str, Any]) -> None:
         if len(self.models) >= TRAINED:
             raise UserError(f"{TRAINED} adapters are trained here already: finish a session, or come back later")
         await self.backend.create_adapter(name, spec)
         facts = {"base_model": self.backend.base_model, "rank": spec.rank, "seed": spec.seed, "metadata": metadata}
         kinds = {"attention": spec.attention, "mlp": spec.mlp, "unembed": spec.unembed}
         self.store.create_run(name, facts | kinds | {"session": session.id})
-        self.models[name] = Model(name, spec, InOrder(first), metadata)
+        self.models[name] = Model(name, spec, InOrder(1), metadata)
         session.models.append(name)
         self.counts["models"] += 1
 
@@ -174,7 +173,7 @@ class Clients:
                 raise UserError(f"'{address}' is for sampling: training goes on from tinker://RUN/weights/NAME")
             saved = self.store.run(run)
             spec = AdapterSpec(saved["rank"], saved["seed"], saved["attention"], saved["mlp"], saved["unembed"])
-            await self._add_model(session, name, spec, metadata or {}, first=1)
+            await self._add_model(session, name, spec, metadata or {})
             try:
                 await self.backend.load(name, self.store.place(address), optimizer=optimizer)
             except BaseException:

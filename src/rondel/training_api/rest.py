@@ -16,7 +16,6 @@ from rondel.training_api.store import NOTE, expiry, to_time
 
 OWNER = "local"
 LINK = 3600.0  # seconds that an address of a file is good for
-_links: dict[str, tuple[float, Any]] = {}
 
 
 def _page(request: Request) -> tuple[int, int]:
@@ -136,16 +135,16 @@ async def external_weights_urls(clients: Clients, request: Request, sent: dict[s
     clients.store.note(run, kind, name)
     place = clients.store.place(f"tinker://{run}/{kind}/{name}")
     until, token = time.time() + LINK, secrets.token_urlsafe(24)
-    for old in [t for t, (end, _) in _links.items() if end < time.time()]:
-        del _links[old]
-    _links[token] = until, place
+    for old in [t for t, (end, _) in clients.links.items() if end < time.time()]:
+        del clients.links[old]
+    clients.links[token] = until, place
     base = str(request.base_url).rstrip("/")
     files = sorted(file.name for file in place.iterdir() if file.name != NOTE)
     return {"urls": {file: f"{base}/api/v1/files/{token}/{file}" for file in files}, "expires": to_time(until)}
 
 
 async def send_file(clients: Clients, request: Request, sent: dict[str, Any]) -> Any:
-    until, place = _links.get(request.path_params["token"], (0.0, None))
+    until, place = clients.links.get(request.path_params["token"], (0.0, clients.store.folder))
     name = request.path_params["file"]
     if until < time.time() or name not in {file.name for file in place.iterdir()}:
         raise KeyError("this address is not good (any more): ask for another")

@@ -77,6 +77,7 @@ class AdapterService:
         self._waiting: list[_Asked] = []
         self._worker: asyncio.Task[None] | None = None
         self._sampled = 0
+        self._adding = False  # the pass that is computed has begun to add gradients
 
     # -- adapters --------------------------------------------------------------------------------
 
@@ -200,15 +201,21 @@ class AdapterService:
             await self._run(self._pass, places, backward)
         except Exception as fault:
             calls = list(dict.fromkeys(call for call, _ in places))
-            if len(calls) > 1:  # one of them must not spoil the others
+            if len(calls) > 1 and not self._adding:  # one of them must not spoil the others
                 for one in calls:
                     await self._compute([place for place in places if place[0] is one], backward)
                 return
-            await self._run(calls[0].adapter.drop_gradient)
-            calls[0].done.set_exception(fault)
+            for call in calls:  # a part of it may have been added
+                await self._run(call.adapter.drop_gradient)
+                call.done.set_exception(
+                    TrainError(f"{fault}: the gradient that was added since the last optim_step is gone")
+                    if backward
+                    else fault
+                )
 
     def _pass(self, places: list[Place], backward: bool) -> None:
         """One packed pass; gradients are added only where every number of it is finite."""
+        self._adding = False
         packed = pack_examples([self._owned(place) for place in places], self.loaded.device)
         with torch.set_grad_enabled(backward), self.bank.use(packed.runs):
             hidden = self.loaded.hidden_states(packed.tokens, packed.positions, packed.layout)
@@ -224,10 +231,9 @@ class AdapterService:
                 call.logprobs[i], call.losses[i] = z.detach(), value.detach()
                 total = total + value.sum()
             if not bool(torch.isfinite(total)):
-                raise TrainError(
-                    f"the loss is {float(total)}: the gradient that was added since the last optim_step is gone"
-                )
+                raise TrainError(f"the loss is {float(total.detach())}")
             if backward and total.requires_grad:
+                self._adding = True
                 total.backward()
 
     def _logprobs(self, hidden: Tensor, packed: PackedExamples) -> Tensor:

@@ -35,6 +35,14 @@ HIDDEN = (
         r"\b(?:ignore|disregard|forget)\s+(?:all\s+|any\s+|the\s+|your\s+)*(?:previous|prior|above|earlier)\s+(?:instructions?|rubrics?|criteria|prompts?)",
         re.IGNORECASE,
     ),
+    re.compile(
+        r"\b(?:ignore|disregard|forget|override)\s+(?:\w+\s+){0,3}?(?:instructions?|rubrics?|criteria|guidelines)\s+"
+        r"(?:above|before|so far|(?:that\s+)?you\s+(?:were|have\s+been)\s+given)\b",
+        re.IGNORECASE,
+    ),
+    re.compile(
+        r"(?<![A-Z] )(?<![A-Z]-)\bSYSTEM(?: (?:OVERRIDE|MESSAGE|PROMPT|NOTE))?\s*:"
+    ),  # in the middle of a line, too
     re.compile(rf"<!--(?:(?!-->)[\s\S]){{0,400}}?\b(?:{WHO}|score|instruction)\b", re.IGNORECASE),
     re.compile("[\u200b\u200c\u200d\u2060\ufeff]{4}|[\U000e0020-\U000e007e]{4}"),
     re.compile(

@@ -103,6 +103,12 @@ class Job(ConfigSection):
         """{agent: policy} of those with weights of their own."""
         return {agent: name for name, policy in self.policies.items() for agent in policy.agents or [name]}
 
+    @property
+    def may_share_base(self) -> bool:
+        """Whether policies of one model would be adapters on one base in memory, served by one engine."""
+        plain = self.model.format == "none" and self.model.vision.tower == "frozen" and not self.engine.compile
+        return bool(self.policies) and self.place.one_module and self.model.adapter.kind != "off" and plain
+
     def of_policy(self, name: str) -> Job:
         """The same run as one policy sees it: with its model and its learning rate, and as if it were alone."""
         if name == POLICY:
@@ -150,7 +156,7 @@ class Job(ConfigSection):
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
-            raise ConfigError(f"{source}: {'; '.join(explain_faults(error, cls))}") from error
+            raise ConfigError(f"{source}: {'; '.join(explain_faults(error, cls))}", page="docs/recipe.md") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Every final value, as plain data."""

@@ -8,7 +8,7 @@ of two lines of one life is a duration.
 
 A run that crashed and resumed has told part of its story twice. `history` gives every line; `read` gives what counts.
 A number that JSON cannot say is written {"$float": "nan"}, so the file stays JSON
-and nothing is lost. `Generating`, the heartbeat, is for the eyes only and not
+and nothing is lost. `Generating`, the heartbeat, and `Evaluating` are for the eyes only and not
 written; the groups of `GroupsTaken` go to
 the rollout store, their numbers stay.
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rondel.core.errors import CheckpointError, UserError
-from rondel.core.events import Checkpointed, Event, Generating, GroupsTaken, RunEnded, StepDone
+from rondel.core.events import Checkpointed, Evaluating, Event, Generating, GroupsTaken, RunEnded, StepDone
 from rondel.system.clock import now
 from rondel.system.files import guard_write, make_folder, sync_folder
 from rondel.text.unicode import read_exact_json, write_json
@@ -61,7 +61,7 @@ class Journal:
 
     def write(self, event: Event) -> None:
         """One event, one line."""
-        if isinstance(event, Generating):
+        if isinstance(event, Generating | Evaluating):
             return
         with self._lock:
             line = (

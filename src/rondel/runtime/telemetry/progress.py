@@ -22,6 +22,7 @@ from rondel.core.events import (
     Advised,
     Checkpointed,
     Evaluated,
+    Evaluating,
     Event,
     Generating,
     GroupFinished,
@@ -79,6 +80,7 @@ class ProgressPrinter:
         self._warned: set[str] = set()
         self._step, self._finished, self._last_sign = 0, 0, time.monotonic()
         self._supervised = False  # the last step
+        self._evaluating: Evaluating | None = None  # what is being evaluated
         self._main_set = ""  # of several held-out sets the first
         self._share = True  # no reward outside [0, 1] was seen
 
@@ -115,6 +117,9 @@ class ProgressPrinter:
                 )
             case Generating():
                 self._print_generating(event)
+            case Evaluating():
+                self._evaluating = event if event.done < event.total else None
+                self._show_status(_evaluation_status(event))
             case Evaluated():
                 self._print_evaluation(event)
             case Advised():
@@ -170,6 +175,9 @@ class ProgressPrinter:
 
     def _print_generating(self, beat: Generating) -> None:
         speed = f"{beat.tokens / beat.seconds:.0f} tokens/s" if beat.seconds > 0 else "starting"
+        if self._evaluating is not None:
+            self._show_status(f"{_evaluation_status(self._evaluating)}, {speed}")
+            return
         doing = f"{beat.running} answers being written, {beat.waiting} waiting, {self._finished} groups finished"
         self._show_status(f"step {min(self._step + 1, self.steps)}/{self.steps}: {speed}, {doing}")
 
@@ -200,6 +208,10 @@ class ProgressPrinter:
             f"warning: the output cannot be written ({error.strerror}); the run goes on, and its journal has all of it",
             file=stderr,
         )
+
+
+def _evaluation_status(event: Evaluating) -> str:
+    return f"eval after step {event.step}: {event.profile}, {event.done} of {event.total} answers"
 
 
 def _format_policies(row: dict[str, float]) -> list[str]:

@@ -38,6 +38,7 @@ from rondel.generate.engine.concurrency import ConcurrencyController
 from rondel.text.decode import decode_answer
 
 if TYPE_CHECKING:
+    from rondel.generate.engine.builtin.adapter_receiver import AdapterReceiver
     from rondel.generate.engine.builtin.lead_rank import LeadRank
     from rondel.models.compilation import CompiledModel
     from rondel.models.cuda_graphs import DecodeGraphs
@@ -67,15 +68,17 @@ class BuiltinEngine:
         concurrency: ConcurrencyController | None = None,
         claim: MemoryClaim | None = None,
         ranks: LeadRank | None = None,
+        receiver: AdapterReceiver | None = None,
     ) -> None:
         """`concurrency`: who finds out how many of max_running should work together; without one all may.
 
         `claim`: on the memory of a device that a trainer wants, too; without one there is nobody to ask.
         `ranks`: the processes beside this one that hold the other parts of its model, if there are any.
+        `receiver`: who takes new weights, where those that change are adapters on this model.
         """
         self.loaded, self.claim, self.log = loaded, claim, log
         given = transports or {}
-        self.arrivals = WeightReceiver(loaded, given) if ranks is None else ranks.weight_receiver(given)
+        self.arrivals = receiver or (WeightReceiver(loaded, given) if ranks is None else ranks.weight_receiver(given))
         self.pages = PageAllocator(kv_pages)
         states = SequenceStates(max_running) if loaded.state_bytes else None
         self.scheduler = Scheduler(self.pages, max_running=max_running, prefill_tokens=prefill_tokens, states=states)

@@ -15,6 +15,7 @@ from rondel.core.types import Abort, Begin, Commit, Message, Route
 from rondel.models.main_grad import weights_changed
 
 if TYPE_CHECKING:
+    from rondel.generate.engine.builtin.adapter_receiver import AdapterReceiver
     from rondel.generate.engine.builtin.lifecycle import EngineLifecycle
     from rondel.generate.engine.builtin.serving_loop import ServingLoop
     from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 class EngineUpdate:
     """The engine's part of an update: everything but the weights themselves, which are the receiver's."""
 
-    def __init__(self, arrivals: WeightReceiver, lifecycle: EngineLifecycle, serving: ServingLoop) -> None:
+    def __init__(
+        self, arrivals: WeightReceiver | AdapterReceiver, lifecycle: EngineLifecycle, serving: ServingLoop
+    ) -> None:
         self.arrivals, self.lifecycle, self.serving = arrivals, lifecycle, serving
         self._retracted = 0  # of the scheduler, when the account was told last
 
