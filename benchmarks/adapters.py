@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--aligned", action="store_true", help="numerics whose bits do not depend on company")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
 
@@ -41,10 +42,13 @@ def main(argv: list[str] | None = None) -> None:
 
     from rondel.generate.engine.builtin.engine import BuiltinEngine
     from rondel.models.adapter_bank import AdapterBank
+    from rondel.models.aligned_numerics import align_numerics
     from rondel.training_api.backend import Adam, AdapterSpec, Example, SampleSettings
     from rondel.training_api.service import AdapterService
 
     device, loaded = opened(a.model, a.dtype, a.threads)
+    if a.aligned:
+        device.call(align_numerics, loaded)
     device.call(AdapterBank, loaded)
     rooms = a.clients * a.samples * (a.prompt + a.new) * 4
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from kits.adapter_bank import FAMILIES, banked, merged, noisy
 from kits.drafts import LITTLE, drafted
 from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny, twin
+from rondel.assemble.served_engine import ServerSettings, open_engine
 from rondel.core.errors import ModelError, UserError
 from rondel.models.adapter_bank import AdapterBank
 from rondel.models.adapter_bank_files import read_weights, save_weights
@@ -130,6 +132,21 @@ def test_an_adapter_on_the_head_is_merged_and_the_embeddings_stay(tmp_path: Path
     whole = load_model(str(tmp_path / "merged"), dtype="float32")
     assert torch.allclose(plain_logits(whole, tokens), plain_logits(merged(plain, weights), tokens), atol=1e-5)
     assert torch.equal(whole.model.get_input_embeddings().weight, plain.model.get_input_embeddings().weight)
+
+
+def test_a_server_with_aligned_numerics_gives_the_same_bits_in_company() -> None:
+    settings = ServerSettings(numerics="aligned", dtype="float32", device="cpu", threads=1, kv_pages=2000, adapters={})
+    with ExitStack() as ends:
+        served = open_engine({"random": "llama", **SIZE}, settings, ends)
+        served.device.call(lambda: served.engine.loaded.bank.add(noisy(served.engine.loaded.bank, "a1", 1)))
+        asked = [replace(ask(prompt(i, 9), key=i, n=6), adapter=name) for i in range(4) for name in ("", "a1")]
+        together = asyncio.run(all_of(served.engine, asked))
+        for request, done in zip(asked, together):
+            alone = asyncio.run(served.engine.generate(replace(request)))
+            assert (alone.tokens, alone.logprobs) == (done.tokens, done.logprobs)
+    for wrong in ({"numerics": "exact"}, {"numerics": "aligned", "tp": 2}):
+        with pytest.raises(UserError, match="--numerics"), ExitStack() as ends:
+            open_engine("nowhere", ServerSettings(**wrong), ends)
 
 
 def test_guesses_are_verified_with_the_adapter() -> None:

@@ -16,10 +16,12 @@ from kits.training_backend import CountingBackend
 from rondel.core.errors import UserError
 from rondel.training_api import clients as clients_module
 from rondel.training_api import promises as promises_module
+from rondel.training_api import samplers as samplers_module
 from rondel.training_api.backend import Adam, Example, SampleSettings
-from rondel.training_api.clients import Clients, ServedWeights
+from rondel.training_api.clients import Clients
 from rondel.training_api.promises import InOrder, Promises
 from rondel.training_api.protobuf import decode_message, encode_message, packed_varints, read_varints
+from rondel.training_api.samplers import ServedWeights
 from rondel.training_api.store import Store, expiry
 from rondel.training_api.wire import ForwardRequest, read_forward_request
 
@@ -240,7 +242,7 @@ async def model_of(clients, number=0):
 
 
 def test_a_client_has_its_adapter_its_order_and_its_snapshots(tmp_path, monkeypatch):
-    monkeypatch.setattr(clients_module, "SERVED", 2)
+    monkeypatch.setattr(samplers_module, "SERVED", 2)
 
     async def go():
         backend = CountingBackend()
@@ -254,16 +256,18 @@ def test_a_client_has_its_adapter_its_order_and_its_snapshots(tmp_path, monkeypa
         samplers = []
         for number in range(4, 9):
             done = await clients.save_for_sampler(model, number, {"sampling_session_seq_id": number}).task
-            samplers.append(clients.sampler(done["sampling_session_id"]))
+            samplers.append(clients.samplers.get(done["sampling_session_id"]))
         assert len(backend.served) == 2, "the others lie on the disk"
-        await clients.sample("x", 1, samplers[0].reads, [1], SampleSettings()).task
+        await clients.samplers.sample("x", 1, samplers[0].reads, [1], SampleSettings()).task
         assert len(backend.served) == 2 and samplers[0].reads.address in backend.served
         first = await clients.save_for_sampler(model, 9, {"sampling_session_seq_id": 90, "kind": "inflight"}).task
         moved = await clients.save_for_sampler(model, 10, {"sampling_session_seq_id": 91, "kind": "inflight"}).task
-        follows = clients.sampler(first["sampling_session_id"])
+        follows = clients.samplers.get(first["sampling_session_id"])
         assert follows.reads.address == moved["path"] != first["path"]
         with pytest.raises(KeyError, match="there is no checkpoint"):
-            await clients.sample("x", 2, ServedWeights(f"tinker://{model.id}/weights/none"), [1], SampleSettings()).task
+            await clients.samplers.sample(
+                "x", 2, ServedWeights(f"tinker://{model.id}/weights/none"), [1], SampleSettings()
+            ).task
         await clients.close()
         lines = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
         assert [line["what"] for line in lines[:4]] == [
@@ -393,10 +397,12 @@ def test_who_stops_waiting_for_an_adapter_does_not_lose_it(tmp_path):
         clients = Clients(Slow(), tmp_path)
         model = await model_of(clients)
         path = (await clients.save_for_sampler(model, 1, {"path": "a"}).task)["path"]
-        gone = asyncio.create_task(clients._serve(path))
+        gone = asyncio.create_task(clients.samplers.served.load(path))
         await asyncio.sleep(0.005)
         gone.cancel()
-        await asyncio.gather(clients._serve(path), clients.stop_serving(path), clients._serve(path))
-        assert list(clients._served) == list(clients.backend.served) == [path]
+        await asyncio.gather(
+            clients.samplers.served.load(path), clients.samplers.served.drop(path), clients.samplers.served.load(path)
+        )
+        assert list(clients.samplers.served.addresses) == list(clients.backend.served) == [path]
 
     asyncio.run(go())

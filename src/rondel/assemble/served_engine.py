@@ -19,6 +19,7 @@ from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.notebook import speculation_of
 from rondel.generate.engine.server.service import RequestLimits
 from rondel.models.adapter_bank import AdapterBank
+from rondel.models.aligned_numerics import align_numerics
 from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
@@ -38,6 +39,7 @@ class ServerSettings:
     api_key: str = ""
     name: str = ""
     dtype: str = "auto"
+    numerics: str = "fast"
     device: str = "auto"
     threads: int | None = None
     kv_pages: int | str = "auto"
@@ -65,6 +67,7 @@ class ServedEngine:
 
 def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: ExitStack) -> ServedEngine:
     """A model in an engine on a device of its own, until `ends` closes."""
+    _check_numerics(settings)
     device_name = pick_device(settings.device)
     own, threads = _rank_devices(device_name, settings), settings.threads
     if settings.tp > 1 and threads is None:
@@ -79,6 +82,10 @@ def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: Exi
         ranks = EngineRanks(RankSettings("engine", own, cluster, threads), end_process, transports)
         ends.callback(ranks.close, device)
         loaded = ranks.load(model, settings.dtype, device)
+    if settings.numerics == "aligned":
+        device.call(align_numerics, loaded)
+    if settings.numerics == "rounded":
+        device.call(loaded.round_sums)
     _load_adapters(loaded, settings, device)
     speculation = device.call(lambda: speculation_of(settings.speculative, dtype=settings.dtype, device=device_name))
     draft = speculation.draft if speculation else None
@@ -106,6 +113,17 @@ def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: Exi
     what = f"{name}, {str(loaded.dtype).removeprefix('torch.')} on {device_name}, {pages.value} cache pages"
     adapters = "" if loaded.bank is None or not loaded.bank.served else f", adapters {', '.join(loaded.bank.served)}"
     return ServedEngine(engine, device, name, what + adapters)
+
+
+def _check_numerics(settings: ServerSettings) -> None:
+    """Before anything is loaded."""
+    if settings.numerics not in ("fast", "aligned", "rounded"):
+        raise UserError(f"--numerics {settings.numerics}: it is fast, aligned or rounded")
+    if settings.numerics != "fast" and (settings.tp > 1 or settings.compile):
+        raise UserError(
+            f"--numerics {settings.numerics} is proved for whole matrices, operation by operation: leave out --tp and "
+            "--compile"
+        )
 
 
 def _load_adapters(loaded: LoadedModel, settings: ServerSettings, device: Device) -> None:

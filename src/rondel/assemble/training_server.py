@@ -52,7 +52,7 @@ def serve_training(
             try:
                 limits = settings.limits
                 app = build_app(backend, Path(folder), key, body=limits.body or BODY, samples=limits.samples)
-                await serve_app(app, sock, ready=lambda: ready(host, port, served.what))
+                await serve_app(app, sock, ready=lambda: ready(host, port, served.what), close=app.clients.close)
             finally:
                 await engine.pause("abort")
                 await backend.close()

@@ -37,6 +37,12 @@ def run(
     ] = False,
     name: Annotated[str, typer.Option(help="What clients call the model; its path when left out.")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    numerics: Annotated[
+        str,
+        typer.Option(
+            help="fast, aligned (the same bits whatever else is in the batch) or rounded, as engine.numerics."
+        ),
+    ] = "fast",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 takes all cores.")] = 0,
     kv_pages: Annotated[
@@ -112,6 +118,7 @@ def run(
             api_key=key,
             name=name,
             dtype=dtype,
+            numerics=numerics,
             device=device,
             threads=threads or None,
             kv_pages=kv_pages or "auto",

@@ -26,8 +26,9 @@ from rondel.system.http.request import keys_match, read_body
 from rondel.system.http.response import RequestRefusal
 from rondel.training_api import rest
 from rondel.training_api.backend import Adam, TrainingBackend
-from rondel.training_api.clients import OPTIMIZER, Clients, ServedWeights
+from rondel.training_api.clients import OPTIMIZER, Clients
 from rondel.training_api.promises import Promise
+from rondel.training_api.samplers import ServedWeights
 from rondel.training_api.wire import PROTOBUF, read_forward_request, read_place, read_prompt, read_sample_settings
 
 BODY = 64 << 20  # bytes of one request
@@ -361,12 +362,12 @@ async def create_sampling_session(clients: Clients, request: Request, sent: dict
     session, address = clients.session(_text(sent, "session_id")), sent.get("model_path")
     if address is None:
         _check_base(clients, _text(sent, "base_model"))
-    sampler = await clients.create_sampler(session, _number(sent, "sampling_session_seq_id"), address)
+    sampler = await clients.samplers.create(session.id, _number(sent, "sampling_session_seq_id"), address)
     return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
 
 async def join_sampling_session(clients: Clients, request: Request, sent: dict[str, Any]) -> Any:
-    sampler = clients.sampler(_text(sent, "sampling_session_id"))
+    sampler = clients.samplers.get(_text(sent, "sampling_session_id"))
     sampler.clones += 1
     return {"type": "join_sampling_session", "client_counter": sampler.clones}
 
@@ -378,7 +379,7 @@ async def asample(clients: Clients, request: Request, sent: dict[str, Any]) -> A
         raise UserError(f"num_samples = {how.n}; this server gives 1 to {most} to one request (--max-samples)")
     number = sent.get("seq_id")
     if sent.get("sampling_session_id") is not None:
-        sampler = clients.sampler(_text(sent, "sampling_session_id"))
+        sampler = clients.samplers.get(_text(sent, "sampling_session_id"))
         name, reads = sampler.id, sampler.reads
     else:
         if (address := sent.get("model_path")) is not None:
@@ -386,7 +387,7 @@ async def asample(clients: Clients, request: Request, sent: dict[str, Any]) -> A
         else:
             _check_base(clients, _text(sent, "base_model"))
         name, reads, number = "sample", ServedWeights(address), None
-    promise = clients.sample(name, number, reads, prompt, how)
+    promise = clients.samplers.sample(name, number, reads, prompt, how)
     return {"request_id": promise.id, "sample_sequence_ids": [f"{promise.id}:{i}" for i in range(how.n)]}
 
 

@@ -89,7 +89,7 @@ async def list_checkpoints(clients: Clients, request: Request, sent: dict[str, A
 async def delete_checkpoint(clients: Clients, request: Request, sent: dict[str, Any]) -> Any:
     run, kind, name = _named(request)
     clients.store.note(run, kind, name)
-    await clients.stop_serving(f"tinker://{run}/{kind}/{name}")
+    await clients.samplers.served.drop(f"tinker://{run}/{kind}/{name}")
     clients.store.delete(run, kind, name)
 
 
@@ -155,7 +155,7 @@ async def send_file(clients: Clients, request: Request, sent: dict[str, Any]) ->
 
 
 async def get_sampler(clients: Clients, request: Request, sent: dict[str, Any]) -> Any:
-    sampler = clients.sampler(request.path_params["sampler"])
+    sampler = clients.samplers.get(request.path_params["sampler"])
     return {"sampler_id": sampler.id, "base_model": clients.backend.base_model, "model_path": sampler.reads.address}
 
 
@@ -169,7 +169,7 @@ async def get_session(clients: Clients, request: Request, sent: dict[str, Any]) 
     session = _session_of(clients, request)
     return {
         "training_run_ids": session.models,
-        "sampler_ids": session.samplers,
+        "sampler_ids": clients.samplers.of_session(session.id),
         "user_metadata": session.facts["user_metadata"],
         "display_name": session.facts["display_name"],
     }
