@@ -88,6 +88,7 @@ def _group_finished(group: Group, verdict: Verdict) -> GroupFinished:
         rewards=[] if group.supervised else [t.reward for t in group.policy_samples if t.reward is not None],
         lengths=[t.written for t in group.policy_samples],
         failed=sum(isinstance(t.score, Failed) for t in group.policy_samples),
+        episodes=group.count_episodes(),
         truncated=sum(t.finish_reason == "length" for t in group.policy_samples),
         source=str(group.task.data.get("source", "")),
         supervised=group.supervised,

@@ -18,6 +18,7 @@ from rondel.assemble.refusals import (
     refuse_without_support,
 )
 from rondel.core.config.job import Job
+from rondel.core.config.task import TaskConfig
 from rondel.core.errors import ConfigError, DataError, ends_the_run, error_boundary, error_text
 from rondel.core.registry import find_registered, refuse_uncallable
 from rondel.core.types import (
@@ -27,6 +28,7 @@ from rondel.core.types import (
     EnvFault,
     Failed,
     Group,
+    OutOfBudget,
     Sampling,
     Score,
     Slot,
@@ -40,6 +42,8 @@ from rondel.generate.engine.resumption import generate_until_done
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.demonstrations import Demonstrate
 from rondel.generate.envs.episode import assign_parents, episode_of, join_episodes, share_scores
+from rondel.generate.envs.episode_budget import EpisodeBudget
+from rondel.generate.envs.episode_state import EpisodeState
 from rondel.generate.envs.order import ShuffledOrder
 from rondel.generate.envs.sources import TaskSet, load_tasks
 from rondel.generate.template import Template
@@ -89,7 +93,7 @@ class GroupRollouts:
         """
         episode = assign_parents(await self._sample_episode(slot, index, policy))
         await self.score_episode(episode, slot.task)
-        while await self.parts.failures.should_retry(episode[0].score):
+        while not _is_dropped(episode[0]) and await self.parts.failures.should_retry(episode[0].score):
             if isinstance(episode[0].outcome, EnvFault):
                 episode = assign_parents(await self._sample_episode(slot, index, policy))
             for trajectory in episode:
@@ -110,14 +114,17 @@ class GroupRollouts:
         """One episode. An environment that breaks is tried once more, then it is a fault, which is data."""
         reason = ""
         for _ in range(2):
+            opened = chat()
             try:
-                episode = await episode_of(self.parts.env, task, chat())
+                episode = await opened.episode.finish(await episode_of(self.parts.env, task, opened))
                 for trajectory in episode:
                     refuse_miscast(trajectory, self.parts.job.agent_policies)
                 return episode
             except (Exception, SystemExit) as error:
                 if ends_the_run(error):
                     raise
+                if opened.episode.budget.over:  # without it an environment may well fail: that is the policy's doing
+                    return await opened.episode.rescue()
                 reason = valid_unicode(error_text(error))
         return [Trajectory(outcome=EnvFault(reason))]
 
@@ -151,6 +158,7 @@ class GroupRollouts:
             system=p.job.task.system,
             sight=p.model_info.sight,
             cast=p.job.agent_policies,
+            episode=episode_state(p.job.task),
         )
 
     async def score(self, group: Group) -> None:
@@ -168,10 +176,23 @@ class GroupRollouts:
     async def _score_trajectory(self, trajectory: Trajectory, task: Task) -> None:
         if isinstance(trajectory.outcome, EnvFault):
             trajectory.score = Failed("environment fault", trajectory.outcome.reason)
+        elif _is_dropped(trajectory):
+            return
         elif trajectory.score is None:
             trajectory.score = await self.parts.pool.score(trajectory, task)
         else:
             trajectory.score = check_score(trajectory.score, trajectory)
+
+
+def _is_dropped(trajectory: Trajectory) -> bool:
+    """Whether it has no score because its budget was used up: nothing is broken, and nothing mends by asking again."""
+    return isinstance(trajectory.outcome, OutOfBudget) and isinstance(trajectory.score, Failed)
+
+
+def episode_state(task: TaskConfig) -> EpisodeState:
+    """What the conversations of a new episode share."""
+    b = task.budget
+    return EpisodeState(EpisodeBudget(b.tokens, b.turns, b.seconds, b.cost), task.drift, b.over == "drop")
 
 
 def rollouts_of(parts: Components) -> GroupRollouts:
