@@ -14,6 +14,7 @@ from rondel.core.errors import EnvError, SandboxError
 from rondel.core.protocols import SandboxCell, SandboxFactory
 from rondel.core.sandbox_types import Limits
 from rondel.core.types import Task
+from rondel.text.error_lines import visible_error
 
 SECONDS = 10.0  # one call
 MOST = 4000  # characters that the policy reads of one call
@@ -107,7 +108,7 @@ def python_tool(sandbox: Callable[[], SandboxFactory]) -> type:
                     self.is_busy = False
                 if text is None:  # and a box that was opened for an episode that is over ends too
                     how, self._open = self._open.end_process(), None
-                    return f"error: the interpreter ended ({how}); its variables and files are lost"
+                    return f"error: the interpreter ended ({visible_error(how)}); its variables and files are lost"
                 return middle_out(text)
 
         def close(self) -> None:

@@ -33,7 +33,30 @@ def execute_code(text: str, space: dict[str, Any]) -> None:
         trace = error.__traceback__
         while trace and trace.tb_frame.f_code.co_filename != "<python>":
             trace = trace.tb_next
-        traceback.print_exception(error.with_traceback(trace))
+        print_error(error.with_traceback(trace))
+
+
+def print_error(error: BaseException) -> None:
+    """Its traceback as far as it is the code's own: without frames of this file, and with libraries by their names."""
+    told = traceback.TracebackException.from_exception(error)
+    own = {(f.__code__.co_filename, f.__name__) for f in (execute_code, raise_timeout, serve)}
+    seen, open_ones = set(), [told]
+    while open_ones:
+        one = open_ones.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.stack[:] = [frame for frame in one.stack if (frame.filename, frame.name) not in own]
+        for frame in one.stack:
+            frame.filename = library_name(frame.filename)
+        open_ones += [one.__cause__, one.__context__, *(getattr(one, "exceptions", None) or ())]
+    sys.stderr.write("".join(told.format()))
+
+
+def library_name(path: str) -> str:
+    """Without the folder that it was imported from: "json/decoder.py"."""
+    homes = [home.rstrip("/") + "/" for home in sys.path if home.startswith("/")]
+    return path[max((len(home) for home in homes if path.startswith(home)), default=0) :]
 
 
 def raise_timeout(*_: Any) -> None:

@@ -35,6 +35,7 @@ from rondel.generate.envs.single_turn import opening_messages
 from rondel.generate.pictures import tool_image_parts
 from rondel.generate.template import Messages, Schemas
 from rondel.system.clock import now
+from rondel.text.error_lines import visible_error
 
 # what the system says of a path that a policy chose
 OF_ARGUMENTS = {
@@ -205,13 +206,13 @@ class Tools:
                 return f"error: {late}: it is busy with your other calls"
             raise EnvError(f"{late} (task.env.timeout)") from error
         except BoxFileError as error:  # the box is the policy's own
-            return f"error: {error}"
+            return f"error: {visible_error(str(error), arguments)}"
         except (OSError, EnvError, SandboxError) as error:
             if isinstance(error, BoxError) or getattr(error, "errno", 0) in OF_ARGUMENTS:
-                return f"error: {error_text(error)}"
+                return f"error: {visible_error(error_text(error), arguments)}"
             raise EnvError(f"tool {call.name}: {error_text(error)}") from error
         except (Exception, SystemExit) as error:  # what the policy asked for cannot be done
-            return f"error: {error_text(error)}"
+            return f"error: {visible_error(error_text(error), arguments)}"
 
     def _call_function(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Awaitable[Any]:
         return function(**arguments) if inspect.iscoroutinefunction(function) else on_a_thread(function, arguments)
