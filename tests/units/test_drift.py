@@ -1,5 +1,5 @@
 """What the chat template would write now against the tokens that were written: found, named, and answered by
-task.drift. The template is Qwen3's own."""
+task.env.drift. The template is Qwen3's own."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_branch_goes_on_from_what_a_server_would_send():
 
 
 def test_refuse_names_the_difference():
-    with pytest.raises(EnvError, match=r"drift \(thought\): from token .*<think>.*task.drift = 'branch'"):
+    with pytest.raises(EnvError, match=r"drift \(thought\): from token .*<think>.*task.env.drift = 'branch'"):
         play(Talks(), [THOUGHT + "seven", "eight"], drift="refuse")
     [fine], _ = play(Talks(USERS[:2]), ["seven", "eight"], drift="refuse")
     assert fine.drift is None

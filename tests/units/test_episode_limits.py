@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from kits.chat import Engine, chat, tokenizer
-from rondel.core.config.task import TaskConfig
+from rondel.assemble.episodes import episodes_of
+from rondel.core.config.environment import EpisodeConfig
 from rondel.core.errors import EnvError
 from rondel.core.types import Failed, Group, OutOfBudget, Task
-from rondel.driver.rollouts import episode_state
 from rondel.generate.envs.episode import assign_parents, episode_of
 from rondel.generate.envs.episode_budget import ASKS, EpisodeBudget
 from rondel.generate.envs.episode_state import EpisodeState
@@ -43,7 +43,7 @@ def play(env, state, policy, **more):
 
 
 def budget(**limits):
-    return episode_state(TaskConfig(data={"kind": "chain_sum"}, budget=limits))
+    return episodes_of(EpisodeConfig(budget=limits), Talks(), TOK)()
 
 
 def test_each_budget_ends_the_episode_under_its_name():

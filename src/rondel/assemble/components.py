@@ -14,6 +14,7 @@ from typing import Any
 
 from rondel.algos.table import Algorithm
 from rondel.assemble.deployment import ENGINES, TOLERANCE, deploy_job, refuse_engine
+from rondel.assemble.episodes import episodes_of
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.one_base import deploy_on_one_base, shares_base
 from rondel.assemble.placement import Deployment
@@ -173,6 +174,7 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
             ReplayBuffer(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None,
             ends.pop_all().close,
             FailureBudget(calls.max_failures, calls.patience),
+            episodes_of(job.task.episode, env, placed.known.tokenizer),
         )
 
 

@@ -69,7 +69,7 @@ class PolicyFault:
 @dataclass(frozen=True, slots=True)
 class OutOfBudget:
     """The episode used up what it had of `reason`: "tokens", "turns", "seconds" or "cost". Scored like any other
-    episode, or dropped (task.budget.over).
+    episode, or dropped (task.env.budget.over).
     """
 
     reason: str

@@ -18,7 +18,6 @@ from rondel.assemble.refusals import (
     refuse_without_support,
 )
 from rondel.core.config.job import Job
-from rondel.core.config.task import TaskConfig
 from rondel.core.errors import ConfigError, DataError, ends_the_run, error_boundary, error_text
 from rondel.core.registry import find_registered, refuse_uncallable
 from rondel.core.types import (
@@ -42,8 +41,6 @@ from rondel.generate.engine.resumption import generate_until_done
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.demonstrations import Demonstrate
 from rondel.generate.envs.episode import assign_parents, episode_of, join_episodes, share_scores
-from rondel.generate.envs.episode_budget import EpisodeBudget
-from rondel.generate.envs.episode_state import EpisodeState
 from rondel.generate.envs.order import ShuffledOrder
 from rondel.generate.envs.sources import TaskSet, load_tasks
 from rondel.generate.template import Template
@@ -158,7 +155,7 @@ class GroupRollouts:
             system=p.job.task.system,
             sight=p.model_info.sight,
             cast=p.job.agent_policies,
-            episode=episode_state(p.job.task),
+            episode=p.episodes(),
         )
 
     async def score(self, group: Group) -> None:
@@ -187,12 +184,6 @@ class GroupRollouts:
 def _is_dropped(trajectory: Trajectory) -> bool:
     """Whether it has no score because its budget was used up: nothing is broken, and nothing mends by asking again."""
     return isinstance(trajectory.outcome, OutOfBudget) and isinstance(trajectory.score, Failed)
-
-
-def episode_state(task: TaskConfig) -> EpisodeState:
-    """What the conversations of a new episode share."""
-    b = task.budget
-    return EpisodeState(EpisodeBudget(b.tokens, b.turns, b.seconds, b.cost), task.drift, b.over == "drop")
 
 
 def rollouts_of(parts: Components) -> GroupRollouts:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from rondel.core.config.environment import ENV_TABLES
+from rondel.core.config.environment import ENV_TABLES, EpisodeConfig
 from rondel.core.config.reward import RewardCallConfig
-from rondel.core.config.section import LONGEST, ConfigSection, SettingsTable, read_settings, split_kind
+from rondel.core.config.section import ConfigSection, SettingsTable, read_settings, split_kind
 
 HELD_OUT = "held_out"  # the set that task.data holds out
 MOST_SAMPLES = 1024
@@ -70,28 +70,6 @@ class EvaluationConfig(SettingsTable):
         return sorted(set(self.k) or powers | {self.samples})
 
 
-class EpisodeBudgetConfig(SettingsTable):
-    """What one episode may use, in all its conversations together."""
-
-    tokens: int | None = Field(None, ge=1, description="tokens that the policy writes; unset is no limit")
-    turns: int | None = Field(None, ge=1, description="replies of the policy; unset is no limit")
-    seconds: float | None = Field(
-        None,
-        gt=0,
-        le=LONGEST,
-        description="seconds from its first reply on, looked at before each reply; unset is no limit. Such a run cannot "
-        "be repeated bit for bit",
-    )
-    cost: float | None = Field(
-        None, gt=0, description="what its remote models may cost, as the environment says with chat.spend(cost)"
-    )
-    over: Literal["score", "drop"] = Field(
-        "score",
-        description='what becomes of an episode that used up its budget: "score" as any other, "drop" without a score, '
-        "in no baseline",
-    )
-
-
 class TaskConfig(ConfigSection):
     env: str | dict[str, Any] = Field(
         "single_turn",
@@ -113,17 +91,6 @@ class TaskConfig(ConfigSection):
         description="tasks whose prompt is longer are left out before the run, and counted; unset, a prompt that does "
         "not fit is an error",
     )
-    budget: EpisodeBudgetConfig = Field(
-        EpisodeBudgetConfig(),
-        description="what one episode may use: { tokens = 8192, turns = 20, seconds = 300, cost = 0.05 }",
-    )
-    drift: Literal["keep", "branch", "refuse"] = Field(
-        "keep",
-        description="where the chat template would write the conversation so far in other tokens than those that stand "
-        'there (Qwen3 drops earlier thoughts): "keep" goes on from what was written, "branch" begins another trajectory '
-        'of the episode with what it writes, "refuse" ends the episode as a fault of the environment; every kind is '
-        "counted",
-    )
     filters: list[str | dict[str, Any]] = Field(
         [],
         description='beside the row\'s own: signal, truncated, repetition, or "module:name"; with settings: '
@@ -140,7 +107,14 @@ class TaskConfig(ConfigSection):
 
     @property
     def env_settings(self) -> dict[str, Any]:
-        return split_kind(self.env, "single_turn")[1]
+        """Its own, without those of every episode."""
+        settings = split_kind(self.env, "single_turn")[1]
+        return {name: value for name, value in settings.items() if name not in EpisodeConfig.model_fields}
+
+    @property
+    def episode(self) -> EpisodeConfig:
+        settings = split_kind(self.env, "single_turn")[1]
+        return EpisodeConfig(**{name: value for name, value in settings.items() if name in EpisodeConfig.model_fields})
 
     @property
     def suffix(self) -> str:
@@ -171,6 +145,8 @@ class TaskConfig(ConfigSection):
     @classmethod
     def _check_env_settings(cls, given: str | dict[str, Any]) -> str | dict[str, Any]:
         kind, settings = split_kind(given, "single_turn")
+        shared = {name: settings.pop(name) for name in EpisodeConfig.model_fields if name in settings}
+        read_settings("task.env", EpisodeConfig, shared)
         if isinstance(kind, str) and kind in ENV_TABLES:
             read_settings("task.env", ENV_TABLES[kind], settings)
         return given

@@ -310,7 +310,7 @@ class TokenChat:
         )
         return (
             f"drift ({drift.kind}): from token {drift.at} on, in turn {drift.turn}, the policy's context is {here!r}, and "
-            f"the chat template writes {there!r}; task.drift = 'branch' goes on from what it writes, 'keep' from what "
+            f"the chat template writes {there!r}; task.env.drift = 'branch' goes on from what it writes, 'keep' from what "
             f"was written"
         )
 
@@ -360,7 +360,7 @@ class TokenChat:
         self.trajectory.finish_reason = "stop" if len(kept) == len(tokens) else "length"
 
     def spend(self, cost: float) -> None:
-        """What a call of a remote model cost, for task.budget.cost."""
+        """What a call of a remote model cost, for task.env.budget.cost."""
         self.episode.budget.used_cost += cost
 
     @property

@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from rondel.core.types import Failed, Ok, OutOfBudget, Trajectory
 from rondel.generate.envs.episode_budget import EpisodeBudget
-
-if TYPE_CHECKING:
-    from rondel.generate.envs.chat import TokenChat
 
 DriftPolicy = Literal["keep", "branch", "refuse"]
 
 
 @dataclass
 class EpisodeState:
-    """`chats` are the conversations in which the policy was asked. `drops`: an episode whose budget is used up has no
+    """`chats` are the conversations (TokenChat) in which the policy was asked. `drops`: an episode whose budget is used up has no
     score."""
 
     budget: EpisodeBudget = field(default_factory=EpisodeBudget)
     drift: DriftPolicy = "keep"
     drops: bool = False
-    chats: list[TokenChat] = field(default_factory=list)
+    chats: list[Any] = field(default_factory=list)
 
     async def finish(self, episode: list[Trajectory]) -> list[Trajectory]:
         """The trajectories of the episode with those that were closed on the way, behind the others; each with its
@@ -59,13 +56,13 @@ class EpisodeState:
         return await self.finish(written or [Trajectory()])
 
 
-def _last_written(chat: TokenChat) -> Trajectory:
+def _last_written(chat: Any) -> Trajectory:
     """The trajectory of a conversation; where nothing was written behind its last branch, the one before with its
     text and its score."""
-    last = chat.trajectory
+    last: Trajectory = chat.trajectory
     if last.written or not chat.closed:
         return last
-    before = chat.closed.pop()
+    before: Trajectory = chat.closed.pop()
     before.text, before.conversation, before.score = last.text, last.conversation, last.score
     before.outcome, before.finish_reason = last.outcome, last.finish_reason
     return before

@@ -40,7 +40,7 @@ def print_error(error: BaseException) -> None:
     """Its traceback as far as it is the code's own: without frames of this file, and with libraries by their names."""
     told = traceback.TracebackException.from_exception(error)
     own = {(f.__code__.co_filename, f.__name__) for f in (execute_code, raise_timeout, serve)}
-    seen, open_ones = set(), [told]
+    seen, open_ones = set[int](), list[traceback.TracebackException | None]([told])
     while open_ones:
         one = open_ones.pop()
         if one is None or id(one) in seen:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rondel.generate.calls import read_calls, text_before_calls
-from rondel.generate.template import Messages, Schemas, Template
+
+if TYPE_CHECKING:
+    from rondel.generate.template import Messages, Schemas, Template
 
 
 class WrittenTurn:

@@ -47,9 +47,9 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "generate/truncated_fraction": ("share", "trajectories cut at max_tokens"),
     "episode/drift_share": (
         "share",
-        "episodes whose tokens are not what the chat template would write of the same messages now (task.drift)",
+        "episodes whose tokens are not what the chat template would write of the same messages now (task.env.drift)",
     ),
-    "episode/out_of_budget_share": ("share", "episodes that used up task.budget"),
+    "episode/out_of_budget_share": ("share", "episodes that used up task.env.budget"),
     "generate/guess_acceptance": ("share", "guessed tokens that stayed (engine.speculative)"),
     "generate/tokens_per_round": (
         "tokens",

@@ -3,7 +3,7 @@
 request = messages so far + new ones           a branch knows them all     the new ones are appended to it
                                                it knows the first turns    another branch, with copies of their tokens
                                                nobody knows any            another branch, rendered whole; so it is
-                                                                           where task.drift = "branch" finds drift
+                                                                           where task.env.drift = "branch" finds drift
 
 o──o──o──o        the agent goes on and on
    └──o──o        history rewritten after the first turn, or asked again: a fork

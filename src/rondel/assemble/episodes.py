@@ -1,0 +1,33 @@
+"""What the conversations of an episode share, as the recipe has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rondel.core.config.environment import EpisodeConfig
+from rondel.core.errors import ConfigError
+from rondel.generate.envs.episode_budget import EpisodeBudget
+from rondel.generate.envs.episode_state import EpisodeState
+from rondel.generate.envs.single_turn import SingleTurn
+
+
+def episodes_of(section: EpisodeConfig, env: Any, tokenizer: Any) -> Callable[[], EpisodeState]:
+    """-> what makes the state of a new episode. ConfigError where task.env.drift could have no effect."""
+    b, drift = section.budget, section.drift
+    limits, drops = (b.tokens, b.turns, b.seconds, b.cost), b.over == "drop"
+    if drops and all(limit is None for limit in limits):
+        raise ConfigError(
+            "task.env.budget.over = 'drop' without a budget: set tokens, turns, seconds or cost beside it"
+        )
+    if drift != "keep" and isinstance(env, SingleTurn):
+        raise ConfigError(
+            f"task.env.drift = '{drift}' with an environment of one turn, whose prompt is always what the chat template "
+            f"writes; leave it out, or choose an environment with several turns"
+        )
+    if drift != "keep" and not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            f"task.env.drift = '{drift}' with a tokenizer without a chat template, which alone could differ; leave it out, or "
+            f"take an instruct model"
+        )
+    return lambda: EpisodeState(EpisodeBudget(*limits), drift, drops)
