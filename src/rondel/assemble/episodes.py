@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rondel.core.config.environment import EpisodeConfig
@@ -10,6 +11,7 @@ from rondel.core.errors import ConfigError
 from rondel.generate.envs.episode_budget import EpisodeBudget
 from rondel.generate.envs.episode_state import EpisodeState
 from rondel.generate.envs.single_turn import SingleTurn
+from rondel.runtime.journal.command_log import EpisodeCommandLog
 
 
 def episodes_of(section: EpisodeConfig, env: Any, tokenizer: Any) -> Callable[[], EpisodeState]:
@@ -31,3 +33,8 @@ def episodes_of(section: EpisodeConfig, env: Any, tokenizer: Any) -> Callable[[]
             f"take an instruct model"
         )
     return lambda: EpisodeState(EpisodeBudget(*limits), drift, drops)
+
+
+def command_log_of(folder: Path | None) -> EpisodeCommandLog | None:
+    """What the sandboxed episodes of a run did, where it has a folder."""
+    return None if folder is None else EpisodeCommandLog(folder / "wal" / "commands")

@@ -22,6 +22,7 @@ from rondel.driver.replay_buffer import ReplayBuffer
 from rondel.generate.envs.episode_state import EpisodeState
 from rondel.generate.envs.order import TaskAdmissions
 from rondel.generate.envs.sources import TaskSet
+from rondel.runtime.journal.command_log import EpisodeCommandLog
 from rondel.score.pool import RewardPool
 from rondel.sync.update import WeightUpdate
 
@@ -47,6 +48,7 @@ class Components:
     close: Callable[[], None]
     failures: FailureBudget
     episodes: Callable[[], EpisodeState]
+    commands: EpisodeCommandLog | None
 
     @property
     def algo(self) -> Algorithm | Mixture:

@@ -146,6 +146,8 @@ class GroupRollouts:
             done.support = [None if ids is None else np.asarray(ids, np.int32) for ids in done.support or []]
             return done
 
+        episode = p.episodes()
+        episode.commands = p.commands if sampling is None else None
         return TokenChat(
             p.model_info.tokenizer,
             generate,
@@ -155,7 +157,7 @@ class GroupRollouts:
             system=p.job.task.system,
             sight=p.model_info.sight,
             cast=p.job.agent_policies,
-            episode=p.episodes(),
+            episode=episode,
         )
 
     async def score(self, group: Group) -> None:

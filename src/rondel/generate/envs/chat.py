@@ -100,7 +100,7 @@ class TokenChat:
         self.turn = 0
         self._open = False  # a prompt waits for its reply
         self._full = False
-        self._beside = 0
+        self._beside = self._commands = 0
         self._last: Sequence[int] = []
         self._opening: Messages | None = []  # what the next messages stand behind, where they begin a trajectory
         self._asked = (0, 0)  # tokens and messages that the last reply answers
@@ -358,6 +358,20 @@ class TokenChat:
         self.trajectory.extend(kept, logprobs=[0.0] * len(kept), versions=[version] * len(kept))
         self._close_turn(kept, text)
         self.trajectory.finish_reason = "stop" if len(kept) == len(tokens) else "length"
+
+    @property
+    def logs_commands(self) -> bool:
+        """Whether `log_command` is heard: then the digest of a folder is worth its time."""
+        return self.episode.commands is not None
+
+    def log_command(self, command: Any, *, exit: int, folder: str) -> None:
+        """The environment ran a command in its sandbox: its exit code, and a digest of the working folder behind it.
+        To be called before the policy reads what came of it. EnvError where the episode was interrupted, and the
+        same command ended otherwise before.
+        """
+        n, self._commands = self._commands, self._commands + 1
+        if self.episode.commands is not None:
+            self.episode.commands.record(self.key(0), n, command, exit=exit, folder=folder)
 
     def spend(self, cost: float) -> None:
         """What a call of a remote model cost, for task.env.budget.cost."""

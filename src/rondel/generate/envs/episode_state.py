@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from rondel.core.types import Failed, Ok, OutOfBudget, Trajectory
 from rondel.generate.envs.episode_budget import EpisodeBudget
@@ -17,14 +17,19 @@ from rondel.generate.envs.episode_budget import EpisodeBudget
 DriftPolicy = Literal["keep", "branch", "refuse"]
 
 
+class CommandRecorder(Protocol):
+    def record(self, episode: int, n: int, command: Any, *, exit: int, folder: str) -> None: ...
+
+
 @dataclass
 class EpisodeState:
-    """`chats` are the conversations (TokenChat) in which the policy was asked. `drops`: an episode whose budget is used up has no
+    """`commands` keeps what was run in sandboxes, for an episode that is played again after a crash. `chats` are the conversations (TokenChat) in which the policy was asked. `drops`: an episode whose budget is used up has no
     score."""
 
     budget: EpisodeBudget = field(default_factory=EpisodeBudget)
     drift: DriftPolicy = "keep"
     drops: bool = False
+    commands: CommandRecorder | None = None
     chats: list[Any] = field(default_factory=list)
 
     async def finish(self, episode: list[Trajectory]) -> list[Trajectory]:
