@@ -133,7 +133,8 @@ def slope(memory: list[tuple[float, float]]) -> float:
 
 def made(rollouts: int, tokens: int) -> tuple[SimpleNamespace, Any]:
     """What a run has when it begins; engines, trainer and reward are ours."""
-    from rondel.assemble.components import judge_of, sampling_of
+    from rondel.assemble.components import judge_of
+    from rondel.assemble.recipe_parts import sampling_of
     from rondel.assemble.rows import rows_of
     from rondel.core.config.job import Job
     from rondel.core.types import Score

@@ -2,7 +2,7 @@
 circle; and who must start without torch.
 
 core system text  ->  algos formats planner importing  ->  models, the strangers  ->  loop driver checks
-                  simulate training_api assemble  ->  cli dashboard
+                  simulate pipeline training_api assemble  ->  cli dashboard
 0                     1                           2                          3                                      4
 """
 
@@ -22,7 +22,7 @@ LAYERS = (
     {"core", "system", "text"},
     {"algos", "formats", "planner", "importing"},
     {"models", "generate", "score", "filter", "train", "sync", "runtime", "buffer"},
-    {"loop", "driver", "checks", "simulate", "training_api", "assemble"},
+    {"loop", "driver", "checks", "simulate", "pipeline", "training_api", "assemble"},
     {"cli", "dashboard"},
     {"__main__"},
 )
@@ -44,6 +44,7 @@ TORCH_FREE = (
     "buffer",
     "loop",
     "simulate",
+    "pipeline",
     "runtime.journal",
 )
 FOREIGN = ("vllm", "sglang", "megatron", "ray")  # each in one file at most

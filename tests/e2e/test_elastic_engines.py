@@ -8,10 +8,10 @@ import pytest
 import tomli_w
 
 from kits.runs import check, events, run, tiny
+from rondel.core.config.differences import without_none
 from rondel.core.errors import UserError
 from rondel.core.events import StepDone, Warned, subscribe
 from rondel.driver import elastic_engines
-from rondel.driver.controller import _without_none
 from rondel.driver.elastic_engines import ask_for_engines, registered_urls, wanted_engines
 
 SPLIT = {"place__kind": "split", "loop__max_staleness": 1, "loop__warmup__steps": 0, "task__eval__n": 2}
@@ -50,7 +50,7 @@ def test_one_joins_after_step_3_and_leaves_three_steps_later(tmp_path, monkeypat
 def begun(folder, **changes):
     """The folder of a run with this recipe."""
     folder.mkdir(exist_ok=True)
-    (folder / "job.toml").write_text(tomli_w.dumps(_without_none(tiny(folder, **changes).to_dict())))
+    (folder / "job.toml").write_text(tomli_w.dumps(without_none(tiny(folder, **changes).to_dict())))
     return folder
 
 

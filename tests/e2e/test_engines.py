@@ -324,13 +324,13 @@ def test_a_run_that_cannot_be_joined_is_named_before_a_model_is_loaded(tmp_path)
         check_run(tmp_path, "127.0.0.1")
     import tomli_w
 
-    from rondel.driver.controller import _without_none
+    from rondel.core.config.differences import without_none
 
-    (tmp_path / "job.toml").write_text(tomli_w.dumps(_without_none(tiny(tmp_path).to_dict())))
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(without_none(tiny(tmp_path).to_dict())))
     with pytest.raises(UserError, match=r'engine\.kind = "builtin"'):
         check_run(tmp_path, "127.0.0.1")
     changed = tiny(tmp_path, **{**HTTP, "engine__url": "http://127.0.0.1:1", "model__path": "x"})
-    (tmp_path / "job.toml").write_text(tomli_w.dumps(_without_none(changed.to_dict())))
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(without_none(changed.to_dict())))
     with pytest.raises(UserError, match="name the address"):
         check_run(tmp_path, "0.0.0.0")
     check_run(tmp_path, "127.0.0.1")

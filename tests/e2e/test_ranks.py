@@ -56,6 +56,41 @@ def test_ranks_that_see_pictures_at_different_times_have_the_gradient_of_one(pai
 
 
 @pytest.mark.slow
+def test_whole_distributions_of_a_teacher_have_the_gradient_of_one(pair):
+    """Each rank has the teacher whole, computes the hidden states of its share and is told the others'."""
+    algo = row("grpo", distill={"kind": "full", "coef": 1.0})
+    alone, b = Rank(0), batch(awkward_groups(), algo)
+    alone.make("llama", algo=algo, teacher=True)
+    pair.make("llama", algo=algo, teacher=True)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    bare = row("grpo")
+    alone.make("llama", algo=bare)
+    assert apart(alone.gradient(copy.deepcopy(b), bare), whole) > 1e-3, "the teacher is heard"
+    for micro_tokens in (1, 40, 10**6):
+        for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.slow
+def test_the_likeliest_tokens_of_every_draw_have_the_gradient_of_one(pair):
+    """The head is whole for a micro-batch on each rank: what is looked up in it needs no other."""
+    algo = row("score_centering", surrogate={"low": 0.8, "high": 1.2, "top": 5})
+    rng, groups = np.random.default_rng(2), awkward_groups()
+    for t in (t for group in groups for t in group.trajectories):
+        ids = [rng.choice(np.arange(5, 100), 5, replace=False).astype(np.int32) for _ in t.tokens]
+        logprobs = [np.log(rng.dirichlet(np.ones(6))[:5]).astype(np.float32) for _ in t.tokens]
+        t.behavior_top = [top if mine else None for top, mine in zip(zip(ids, logprobs), t.mask)]
+    alone, b = Rank(0), batch(groups, algo)
+    alone.make("llama", algo=algo)
+    pair.make("llama", algo=algo)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    assert np.linalg.norm(whole) > 1e-3
+    for micro_tokens in (1, 40, 10**6):
+        for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TABLE if name not in FORMULAS_ONLY])
 def test_every_row_has_the_same_gradient_on_two_ranks(pair, name):
     """As tests/laws/test_law_03_split.py has it for micro-batches: a stale batch with demonstrations and

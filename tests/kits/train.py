@@ -36,6 +36,7 @@ SMALL = dict(
 )
 KINDS = {
     "llama": {},
+    "shallow": {"random": "llama", "num_hidden_layers": 1},
     "tied": {"random": "llama", "tie_word_embeddings": True},
     "deep": {"random": "llama", "num_hidden_layers": 5, "tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},

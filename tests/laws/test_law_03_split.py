@@ -47,8 +47,8 @@ WHOLE = {
 
 
 FEW = ["grpo, k3 and entropy", "ppo", "reinforce"]  # a reference, a critic, a correction: rows for the other models
-CASES = [
-    *(("llama", name) for name in ROWS),
+CASES = [  # the plain rows of the table are in `test_every_row...`, stale and with all their parts alive
+    *(("llama", name) for name in ("grpo", "reinforce_pp", *FEW)),
     *((kind, name) for kind in ("tied", "qwen3", "gemma3_text") for name in FEW),
 ]
 
@@ -120,7 +120,7 @@ def test_every_row_is_the_same_for_any_split_of_a_stale_batch(name):
     for x in (x for g in groups for x in g.trajectories):
         right, form = float(rng.integers(2)), float(rng.integers(3))
         x.score = Score(x.reward + 0.7, {"right": right, "form": form, "half": form / 2})
-    t, b = trainer(model("llama"), algo, teacher=model("tied")), batch_of(groups)
+    t, b = trainer(model("shallow"), algo, teacher=model("tied")), batch_of(groups)
     for s in b.samples:
         s.baseline = 0.1 * s.group  # of the greedy answer beside the group
     t._annotate(b, algo.needs | {"proximal_logprobs"})
@@ -128,7 +128,7 @@ def test_every_row_is_the_same_for_any_split_of_a_stale_batch(name):
     make_stale(b, rng)
     whole = gradient(t, b, algo, noted=True)
     assert whole.norm() > 1e-3
-    for micro_tokens, share in ((1, True), (20, False), (40, True)):
+    for micro_tokens, share in ((1, True), (30, False)):
         assert apart(gradient(t, b, algo, micro_tokens=micro_tokens, share=share, noted=True), whole) <= TOLERANCE
     for seed, whole_groups in ((0, True), (1, False)):
         assert (

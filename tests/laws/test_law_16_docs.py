@@ -91,6 +91,8 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel explain recipes/tiny.toml --algo.kind=dapo --algo.surrogate.high=0.3": "whole",
     "rondel explain recipes/tiny.toml --loop.steps=5": "whole",
     "rondel plan recipes/tiny.toml": "whole",
+    "PYTHONPATH=examples rondel pipeline recipes/pipelines/specialists.toml --plan": "whole",
+    "PYTHONPATH=examples rondel pipeline recipes/pipelines/specialists.toml": "parsed: minutes; tests/units/test_pipeline_run.py runs a smaller one",
     "rondel plan recipes/tiny.toml --what-if hardware=h100": "whole",
     "rondel plan --what-if model=70b gpus=64 hardware=h100 output=16k group=8 prompts=256": "whole",
     "rondel plan --calibrate": "parsed: half a minute of runs; tests/units/test_calibrating.py does the arithmetic",
@@ -163,7 +165,11 @@ RECIPES = {
     "calculator.toml": "parsed: it takes minutes and a model of 93 MB; tests/units/test_tools.py plays tools",
     "quickstart.toml": "parsed: it takes minutes and a model of 93 MB",
 }
+PIPELINES = {
+    "specialists.toml": "tests/units/test_pipeline_file.py",  # a path: that test reads it, with every recipe and its data
+}
 EXAMPLES = {
+    "three_digits.py": "by recipes/pipelines/specialists.toml",
     "my_reward.py": "by a command of README.md",
     "my_env.py": "by a command of docs/generate.md",
     "guess.py": "by another",
@@ -241,9 +247,11 @@ def test_every_snippet_is_in_the_table():
 
 def test_every_recipe_and_example_is_in_the_table():
     assert {p.name for p in (ROOT / "recipes").glob("*.toml")} == RECIPES.keys()
+    assert {p.name for p in (ROOT / "recipes" / "pipelines").glob("*.toml")} == PIPELINES.keys()
+    assert all(name in (ROOT / test).read_text(encoding="utf-8") for name, test in PIPELINES.items())
     assert {p.name for p in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys()
     run = [c for c, how in COMMANDS.items() if not how.startswith("parsed") and "train" in c]
-    run += [path.read_text(encoding="utf-8") for path in (ROOT / "recipes").glob("*.toml")]
+    run += [path.read_text(encoding="utf-8") for path in (ROOT / "recipes").rglob("*.toml")]
     run += [(ROOT / how).read_text(encoding="utf-8") for how in EXAMPLES.values() if how.startswith("tests/")]
     assert [name for name in EXAMPLES if not any(f"{Path(name).stem}:" in c for c in run)] == []
 
@@ -376,10 +384,16 @@ def test_a_recipe_is_read(name):
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=lambda b: b.place)
-def test_a_piece_of_a_recipe_is_read(block):
-    """Laid over the tiny recipe, section by section."""
+def test_a_piece_of_a_recipe_is_read(block, tmp_path, monkeypatch):
+    """Laid over the tiny recipe, section by section. What has stages is a pipeline."""
     from rondel.algos.table import resolve_algorithm
+    from rondel.pipeline.pipeline_file import read_pipeline
 
+    if "stages" in tomllib.loads(block.text):
+        monkeypatch.chdir(ROOT)
+        (tmp_path / "shown.toml").write_text(block.text, encoding="utf-8")
+        assert read_pipeline(tmp_path / "shown.toml").stages
+        return
     tree = tomllib.loads((ROOT / "recipes" / "tiny.toml").read_text(encoding="utf-8"))
     for section, keys in tomllib.loads(block.text).items():
         tree[section] = tree.get(section, {}) | keys

@@ -13,6 +13,9 @@ from kits.runs import events, run, tiny
 from kits.train import KINDS, SMALL, batch, model, row, step, trainer
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.assemble.components import build
+from rondel.assemble.recipe_parts import sampling_of
+from rondel.assemble.refusals import refuse_job
+from rondel.assemble.rows import rows_of
 from rondel.core.errors import ConfigError, RondelError, TrainError
 from rondel.models.load import load_model
 from rondel.runtime.journal import store
@@ -194,3 +197,18 @@ def test_a_teacher_that_is_served_teaches_what_it_would_teach_here(tmp_path):
         for name in ("here", "there")
     )
     assert there == pytest.approx(here, rel=1e-4) and min(here) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model__teacher": TEACHER}, "one of random weights has none"),
+        ({"model__teacher": [{"context": "{prompt} {answer}"}]}, "has no effect without a teacher that has a path"),
+        ({"model__teacher": "runs/a", "trainer__memory__offload": True}, "leave one of them out"),
+        ({"model__teacher": "runs/a", "place__kind": "split", "place__mesh": {"cp": 2}}, "each read a whole teacher"),
+    ],
+)
+def test_where_teachers_cannot_be_read_one_at_a_time(tmp_path, changes, says):
+    job = tiny(tmp_path, **{"algo__kind": "opd", "trainer__memory__teachers": "one", **changes})
+    with pytest.raises(ConfigError, match=says):
+        refuse_job(job, rows_of(job), sampling_of(job))

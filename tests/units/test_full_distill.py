@@ -190,7 +190,11 @@ def test_a_run_comes_closer_to_its_teacher(tmp_path):
         ({"model__teacher": [{"url": "http://127.0.0.1:1"}]}, "hidden states"),
         ({"engine__sampling__top_k": 5}, "top_k"),
         ({"trainer__memory__offload": True}, "offload"),
-        ({"place__kind": "split", "place__ranks": 2}, "place.ranks"),
+        ({"place__kind": "split", "place__mesh": {"tp": 2}}, "without cp, tp and pp"),
+        (
+            {"place__kind": "split", "place__ranks": 2, "model__teacher": [{"context": "{prompt} {answer}"}]},
+            "whole head of the policy",
+        ),
     ],
 )
 def test_where_it_cannot_work_it_is_refused(tmp_path, changes, says):

@@ -1,6 +1,7 @@
 """`rondel init` writes a project that runs; `rondel recipes` writes what comes with Rondel; both from a wheel, too."""
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -87,8 +88,12 @@ def test_what_init_wrote_is_checked_played_and_trained(rondel, tmp_path):
 
 def test_recipes_are_listed_with_their_first_line_printed_and_written(rondel, tmp_path):
     code, out, _ = rondel("recipes")
-    assert code == 0 and set(list_recipes()) == {p.stem for p in (ROOT / "recipes").glob("*.toml")}
-    assert all(f"\n{name} " in f"\n{out}" for name in list_recipes()) and "tiny          A random 0.3M-parameter" in out
+    assert code == 0 and set(list_recipes()) == {
+        p.relative_to(ROOT / "recipes").with_suffix("").as_posix() for p in (ROOT / "recipes").rglob("*.toml")
+    }
+    assert all(f"\n{name} " in f"\n{out}" for name in list_recipes()) and re.search(
+        r"\ntiny +A random 0.3M-parameter", out
+    )
     text = (ROOT / "recipes" / "quickstart.toml").read_text(encoding="utf-8")
     assert rondel("recipes", "quickstart") == (0, text, "")
     assert rondel("recipes", "quickstart.toml", "-o", "recipe.toml")[0] == 0
@@ -102,6 +107,8 @@ def test_a_recipe_is_written_with_the_modules_that_it_names(rondel, tmp_path):
     assert "it names sums.py" in rondel("recipes", "calculator")[2]
     assert rondel("recipes", "calculator", "-o", tmp_path / "c.toml")[0] == 0
     assert (tmp_path / "sums.py").read_text() == (ROOT / "examples" / "sums.py").read_text()
+    code, out, _ = rondel("recipes", "pipelines/specialists", "-o", tmp_path / "p.toml")
+    assert code == 0 and f"rondel pipeline {tmp_path / 'p.toml'}" in out and (tmp_path / "three_digits.py").is_file()
 
 
 def test_a_wrong_name_of_a_recipe_names_the_right_one(rondel):
@@ -131,6 +138,7 @@ def test_the_wheel_brings_templates_recipes_examples_and_benchmarks(tmp_path):
     for folder in ("recipes", "examples", "benchmarks"):
         ours = {f"rondel/{p.relative_to(ROOT)}" for end in ("toml", "py") for p in (ROOT / folder).glob(f"*.{end}")}
         assert ours and ours <= inside
+    assert "rondel/recipes/pipelines/specialists.toml" in inside
     package = {f"rondel/{p.relative_to(PACKAGE)}" for p in PACKAGE.rglob("*") if p.is_file() and p.suffix != ".pyc"}
     assert package <= inside and "rondel/cli/templates/random_model.toml" in inside
     assert not [name for name in inside if name.startswith(("tests/", "docs/")) or name.endswith(".pyc")]

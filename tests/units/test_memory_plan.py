@@ -97,6 +97,12 @@ def test_a_recipe_is_read(tmp_path):
     assert (setting.prompts, setting.group, setting.output, setting.micro, setting.width) == (4, 4, 4, 512, 4)
     assert setting.critic is not None and setting.reference is not None
     assert of_job(tiny(tmp_path, algo__kind="opd", model__teacher="8b")).teacher == model_shape("8b")
+    rows = []
+    for teachers in (["8b"], ["8b", "7b", "8b"]):  # of which as many as lie in memory count
+        for kept in ("all", "one"):
+            told = {"model__teacher": [{"path": path} for path in teachers], "trainer__memory__teachers": kept}
+            rows.append(memory_bills(of_job(tiny(tmp_path, algo__kind="opd", **told)))[0].rows["teacher"]["logprob"])
+    assert rows == [rows[0], rows[0], 3 * rows[0], rows[0]] and rows[0] > 0
 
 
 def test_sizes_that_stand_elsewhere_are_those():

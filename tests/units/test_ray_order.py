@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from kits.runs import tiny
-from rondel.assemble.components import sampling_of
 from rondel.assemble.deployment import _spawn_trainers
+from rondel.assemble.recipe_parts import sampling_of
 from rondel.assemble.rows import rows_of
 from rondel.assemble.workers import TrainerHost
 from rondel.core.events import subscribe

@@ -18,6 +18,7 @@ from rondel.assemble.episodes import command_log_of, episodes_of
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.one_base import deploy_on_one_base, shares_base
 from rondel.assemble.placement import Deployment
+from rondel.assemble.recipe_parts import load_run_tasks, sampling_of
 from rondel.assemble.refusals import (
     refuse_idle_evaluation,
     refuse_job,
@@ -61,7 +62,7 @@ from rondel.generate.envs.mcp import Mcp
 from rondel.generate.envs.order import MixedOrder, TaskAdmissions
 from rondel.generate.envs.python import GRACE, SECONDS, python_tool
 from rondel.generate.envs.single_turn import SingleTurn
-from rondel.generate.envs.sources import TaskSet, load_evaluation_sets, load_tasks, question_text
+from rondel.generate.envs.sources import TaskSet, question_text
 from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tools
 from rondel.generate.envs.verifiers import agent_of_verifiers
@@ -180,18 +181,6 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
             episodes_of(job.task.episode, env, placed.known.tokenizer),
             commands,
         )
-
-
-def load_run_tasks(job: Job, trains: bool = True) -> TaskSet:
-    """What task.data and task.eval.sets bring."""
-    env = job.task.env_kind
-    return load_evaluation_sets(job.task.eval.sets, load_tasks(job.task.data, env=env), env=env, trains=trains)
-
-
-def sampling_of(job: Job) -> Sampling:
-    section = job.engine.sampling
-    with error_boundary(ConfigError, "engine.sampling"):
-        return Sampling(**{**section.to_values(), "stop": tuple(section.stop)})
 
 
 def order_of(job: Job, tasks: TaskSet) -> TaskAdmissions:

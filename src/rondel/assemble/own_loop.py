@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rondel.assemble.components import sampling_of, sync_of
+from rondel.assemble.components import sync_of
 from rondel.assemble.deployment import deploy_job
+from rondel.assemble.recipe_parts import sampling_of
 from rondel.assemble.refusals import refuse_job
 from rondel.assemble.rows import rows_of
 from rondel.core.config.job import Job

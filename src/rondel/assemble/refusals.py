@@ -434,6 +434,8 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             f"engine.sampling.temperature = {job.engine.sampling.temperature:g}, and the teacher at {far.url} tells "
             "logprobs of temperature 1: use 1.0, or load the teacher here with a path"
         )
+    if job.trainer.memory.teachers == "one":
+        _check_teachers_read(job)
     if "teacher_hidden" not in rows.needs:
         return
     rules = [
@@ -451,8 +453,14 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             "compares whole distributions, and top_k or top_p cut the policy's: set them to 0 and 1",
         ),
         (
-            job.place.ranks == 1 and job.place.cluster != "torchrun",
-            "needs the teacher's whole head on one rank: set place.ranks = 1, or use kind = 'distill'",
+            job.place.mesh.to_mesh(job.place.ranks).world == job.place.mesh.to_mesh(job.place.ranks).data
+            and job.place.cluster != "torchrun",
+            "compares distributions on ranks that take different samples: use place.ranks or place.mesh = { shards, "
+            "replicas } without cp, tp and pp, and not torchrun, or use kind = 'distill'",
+        ),
+        (
+            job.place.ranks == 1 or not any(t.is_policy for t in job.model.teachers),
+            "reads the whole head of the policy, which lies in shards: set place.ranks = 1, or use kind = 'distill'",
         ),
         (
             not job.trainer.memory.offload,
@@ -466,6 +474,31 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             )
 
 
+def _check_teachers_read(job: Job) -> None:
+    """trainer.memory.teachers = "one"."""
+    mesh = job.place.mesh.to_mesh(job.place.ranks)
+    loaded = [t.path for t in job.model.teachers if t.path is not None]
+    rules = [
+        (bool(loaded), "has no effect without a teacher that has a path: remove it"),
+        (
+            all(isinstance(path, str) for path in loaded),
+            "reads teachers from their files, and one of random weights has none: save it first, or remove the key",
+        ),
+        (
+            not job.trainer.memory.offload,
+            "reads from files what trainer.memory.offload keeps in host memory: leave one of them out",
+        ),
+        (
+            mesh.world == mesh.data and job.place.cluster != "torchrun",
+            "needs ranks that each read a whole teacher: use place.ranks or place.mesh = { shards, replicas } without "
+            "cp, tp and pp, and not torchrun, or remove the key",
+        ),
+    ]
+    for holds, rule in rules:
+        if not holds:
+            raise ConfigError(f'trainer.memory.teachers = "one" {rule}')
+
+
 def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
     """A row that reads a head of the vocabulary at every draw."""
     if "behavior_top" not in rows.needs:
@@ -476,8 +509,9 @@ def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
             f'engine.kind = "{job.engine.kind}" does not tell them of the distribution that it draws from: use "builtin"',
         ),
         (
-            job.place.ranks == 1 and job.place.cluster != "torchrun",
-            "the trainer looks them up in the whole vocabulary on one rank: set place.ranks = 1",
+            job.place.mesh.to_mesh(job.place.ranks).world == job.place.mesh.to_mesh(job.place.ranks).data,
+            "the trainer looks them up in the whole vocabulary: use place.ranks or place.mesh = { shards, replicas } "
+            "without cp, tp and pp",
         ),
     ]
     for holds, rule in rules:

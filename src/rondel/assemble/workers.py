@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from rondel.algos.tokens import TokenBatch
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.refusals import refuse_idle_memory, refuse_without_routes
 from rondel.core.config.job import Job
+from rondel.core.config.model import TeacherConfig
 from rondel.core.errors import ConfigError
 from rondel.core.media import ImageProcessorConfig
 from rondel.core.protocols import MemoryClaim, Transport
@@ -555,12 +557,17 @@ def critic_of(job: Job, loaded: LoadedModel, settings: TrainSettings, ranks: Sin
 
 def teachers_of(job: Job, loaded: LoadedModel, *, full: bool) -> list[Teacher]:
     """Any models that read the same tokens; nothing trains them. Those behind a url are
-    asked by the driver. `full`: logit by logit.
+    asked by the driver. `full`: logit by logit. Under trainer.memory.teachers = "one" each is loaded here once, to be
+    sure that it can be, and then for its own pass in every step.
     """
+    one = job.trainer.memory.teachers == "one"
 
     def load_teacher(path: str | dict[str, Any]) -> LoadedModel:
         teacher = load_model(
-            path, dtype=job.model.dtype, device=str(loaded.device), deferred=loaded.weights is not None and not full
+            path,
+            dtype=job.model.dtype,
+            device=str(loaded.device),
+            deferred=loaded.weights is not None and not full and not one,
         )
         remedy = "It cannot say how likely the policy's tokens are: take a teacher of the same family"
         same_words(loaded, teacher, who=f"model.teacher = {path!r}", remedy=remedy)
@@ -573,10 +580,20 @@ def teachers_of(job: Job, loaded: LoadedModel, *, full: bool) -> list[Teacher]:
         teacher.model.requires_grad_(False)
         return teacher
 
-    return [
-        Teacher(None if t.path is None else load_teacher(t.path), t.weight, t.source, is_policy=t.is_policy)
-        for t in job.model.teachers
-    ]
+    def read_teacher(path: str | dict[str, Any]) -> LoadedModel:
+        with torch.random.fork_rng(devices=[]):  # what the run draws does not depend on it
+            return load_teacher(path)
+
+    def place_teacher(t: TeacherConfig) -> Teacher:
+        where = Teacher(None, t.weight, t.source, is_policy=t.is_policy)
+        if t.path is None:
+            return where
+        if one:
+            read_teacher(t.path)
+            return replace(where, read=partial(read_teacher, t.path))
+        return replace(where, loaded=load_teacher(t.path))
+
+    return [place_teacher(t) for t in job.model.teachers]
 
 
 def teachers_fact(job: Job) -> str:
@@ -584,7 +601,8 @@ def teachers_fact(job: Job) -> str:
         f"{t.name}{f' for {t.source}' if t.source else ''}{f', weight {t.weight:g}' if t.weight != 1 else ''}"
         for t in job.model.teachers
     ]
-    return "; ".join(told) or "none"
+    one = ", one in memory at a time" if job.trainer.memory.teachers == "one" else ""
+    return "; ".join(told) + one if told else "none"
 
 
 def critic_fact(job: Job) -> str:

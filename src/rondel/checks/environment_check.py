@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rondel.assemble.components import LENDS, env_of, sampling_of
+from rondel.assemble.components import LENDS, env_of
+from rondel.assemble.recipe_parts import sampling_of
 from rondel.assemble.workers import sight_within
 from rondel.checks.scripted_policy import RequestBarrier, Script, ScriptedEpisode, ScriptedStage, build_scripts
 from rondel.core.config.job import Job

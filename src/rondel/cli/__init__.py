@@ -24,6 +24,7 @@ VERBS = (
     "init",
     "recipes",
     "train",
+    "pipeline",
     "eval",
     "serve",
     "check",
@@ -51,6 +52,7 @@ VERBS = (
 PAGES = {
     "init": "docs/install.md#a-project-of-your-own",
     "train": "docs/runs.md",
+    "pipeline": "docs/pipeline.md",
     "eval": "docs/runs.md#held-out-sets-passk-and-the-best-checkpoint",
     "serve": "docs/generate.md#over-http",
     "check": "docs/recipe.md",

@@ -1,4 +1,4 @@
-"""rondel recipes: the recipes that come with Rondel."""
+"""rondel recipes: the recipes and pipelines that come with Rondel."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from rondel.system.files import write_text
 
 
 def list_recipes() -> dict[str, Path]:
-    """Name -> file."""
+    """Name -> file; of a pipeline "pipelines/NAME"."""
     home = shipped_folder("recipes")
-    return {path.stem: path for path in sorted(home.glob("*.toml"))} if home else {}
+    if home is None:
+        return {}
+    found = sorted(home.glob("*.toml")) + sorted(home.glob("pipelines/*.toml"))
+    return {path.relative_to(home).with_suffix("").as_posix(): path for path in found}
 
 
 def run(
@@ -64,7 +67,8 @@ def run(
         raise UserError(f"{', '.join(there)}: there already, and nothing was written; name another file")
     for path, content in files.items():
         write_text(path, content)
-    print(f"wrote {', '.join(map(str, files))}\nrondel train {output}")
+    verb = "pipeline" if "/" in stem else "train"
+    print(f"wrote {', '.join(map(str, files))}\nrondel {verb} {output}")
 
 
 def first_comment(text: str) -> str:

@@ -13,11 +13,13 @@ from typing import Any
 import tomli_w
 from filelock import FileLock, Timeout
 
-from rondel.assemble.components import build, sampling_of, with_steps
+from rondel.assemble.components import build, with_steps
 from rondel.assemble.facts import facts_of
+from rondel.assemble.recipe_parts import sampling_of
 from rondel.assemble.rows import rows_of
 from rondel.assemble.run_components import Components
 from rondel.assemble.workers import follow_leader
+from rondel.core.config.differences import changed_keys, changed_text, without_none
 from rondel.core.config.job import Job
 from rondel.core.config.section import split_kind
 from rondel.core.config.toml_reader import ORIGIN
@@ -119,7 +121,7 @@ def _run_training(
                 f"set, but without effect in this run: {', '.join(unread)}. Remove them, or see `rondel explain` for "
                 f"what reads them"
             )
-        replace_file(folder / "job.toml", tomli_w.dumps(_without_none(job.to_dict())))
+        replace_file(folder / "job.toml", tomli_w.dumps(without_none(job.to_dict())))
         if job.origin:
             replace_file(folder / ORIGIN, job.origin)
         emit(RunStarted(str(folder), job.digest(), facts_of(parts)))
@@ -267,25 +269,20 @@ def _same_recipe(job: Job, folder: Path) -> None:
     path = folder / "job.toml"
     if not path.is_file():
         return
-    old, new = (_flatten_tree(_without_none(recipe.to_dict())) for recipe in (Job.read(path), job))
-    differ = [
-        k
-        for k in sorted(old.keys() | new.keys())
-        if old.get(k) != new.get(k) and not k.startswith("run.") and k != "loop.steps"
-    ]
+    old = Job.read(path)
+    differ = changed_keys(old, job)
     if moved := [k for k in differ if k == "place.ranks" or k.startswith("place.mesh.")]:
-        told = ", ".join(f"{k} {old.get(k)} -> {new.get(k)}" for k in moved)
+        told = ", ".join(f"{k} {differ[k][0]} -> {differ[k][1]}" for k in moved)
         emit(
             Warned(f"the trainer goes on with other ranks ({told}): equal to rounding, not bit for bit, and no replay")
         )
-        differ = [k for k in differ if k not in moved]
+        differ = {k: pair for k, pair in differ.items() if k not in moved}
     if differ:
-        rows = "; ".join(f"{k}: {old.get(k, 'not set')!r} -> {new.get(k, 'not set')!r}" for k in differ)
         raise ConfigError(
-            f"{folder} was begun with another recipe ({rows}). Continue it with the old values, or train into "
+            f"{folder} was begun with another recipe ({changed_text(differ)}). Continue it with the old values, or train into "
             "another folder: --run.folder=..."
         )
-    before, now, schedule = old.get("loop.steps"), new.get("loop.steps"), new.get("trainer.schedule", "constant")
+    before, now, schedule = old.loop.steps, job.loop.steps, job.trainer.schedule
     if before != now and schedule != "constant":
         emit(
             Warned(
@@ -293,17 +290,3 @@ def _same_recipe(job: Job, folder: Path) -> None:
                 "jumps here"
             )
         )
-
-
-def _without_none(node: Any) -> Any:
-    """TOML has no null."""
-    if isinstance(node, dict):
-        return {k: _without_none(v) for k, v in node.items() if v is not None}
-    return [_without_none(v) for v in node] if isinstance(node, list | tuple) else node
-
-
-def _flatten_tree(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in node.items():
-        out |= _flatten_tree(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return out

@@ -172,7 +172,8 @@ def loading_bytes(setting: Workload) -> float:
         return 0.0
     if setting.rank:
         return setting.weight_bytes
-    frozen = [_weight_bytes(other, setting) for other in (setting.reference or s, setting.teacher) if other is not None]
+    frozen = [_weight_bytes(setting.reference or s, setting)]
+    frozen += [_weight_bytes(setting.teacher, setting) * setting.teachers] if setting.teacher is not None else []
     critic: float = 4 * setting.critic.parameter_count if setting.critic is not None else 0
     block = max(s.embedding_parameters * (1 if s.tied else 2), s.body_parameters / s.layers)
     return (4 * s.parameter_count + critic + sum(frozen)) / ranks + (4 + setting.width) * block
@@ -244,7 +245,7 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
             frozen, 0 if setting.rank or setting.reference == s else setting.weight_bytes / ranks
         ),
         "packed weights": {phase: packed_bytes(setting, training=phase == "train") for phase in PHASES},
-        "teacher": _scale_phases(frozen, _weight_bytes(setting.teacher, setting) / ranks),
+        "teacher": _scale_phases(frozen, _weight_bytes(setting.teacher, setting) * setting.teachers / ranks),
         "critic": _scale_phases(
             training,
             (setting.critic.body_parameters + setting.critic.embedding_parameters)
@@ -309,7 +310,7 @@ def packed_bytes(setting: Workload, *, training: bool) -> float:
     """
     if setting.hardware.on_gpu or setting.train_devices > 1 or setting.four_bits:
         return 0.0
-    read = [setting.shape] * (setting.rank > 0 or not training) + [setting.teacher] * (setting.teacher is not None)
+    read = [setting.shape] * (setting.rank > 0 or not training) + [setting.teacher] * setting.teachers
     return setting.packed_width * sum(
         shape.body_parameters + shape.embedding_parameters - shape.expert_parameters
         for shape in read

@@ -51,6 +51,7 @@ class Workload:
     policies  those beside the main one, each with an engine and a trainer of its own
     rank      of an adapter, 0 for none;  four_bits: its base lies as NF4, and is decoded layer by layer for every pass
     activations  where inputs of layers wait;  host_optimizer: masters, gradients and moments lie in host memory
+    teachers  of the size of the largest, that lie in memory at the same time
     replays   the engine records experts and chosen keys, and the trainer repeats them
     prefill   tokens of prompts that an engine reads in one step;  sync: sync.kind of the recipe
     image     tokens of the one image of a prompt, which are among its `prompt`, where the model
@@ -88,6 +89,7 @@ class Workload:
     reference: ModelShape | None = None
     reward: ModelShape | None = None
     teacher: ModelShape | None = None
+    teachers: int = 1
     critic: ModelShape | None = None
     proximal: bool = False
     policies: tuple[OtherPolicy, ...] = ()
@@ -226,6 +228,9 @@ def of_job(job: Job, device: str = "") -> Workload:
             key=lambda s: s.parameter_count,
             default=None,
         ),
+        teachers=1
+        if job.trainer.memory.teachers == "one"
+        else max(1, sum(t.path is not None for t in job.model.teachers)),
         critic=of_recipe(job.trainer.critic.path or job.model.path, hub_cache()) if row in CRITICS else None,
         proximal=row in PROXIMAL or job.loop.updates_per_step * job.loop.epochs > 1,
         pages=0 if job.engine.kv_pages == "auto" else int(job.engine.kv_pages),

@@ -118,17 +118,29 @@ def forward_taught(
 
 @torch.no_grad()
 def store_hidden_states(
-    loaded: LoadedModel, batch: TrainBatch, number: int, *, budget: int, share: bool = True
+    loaded: LoadedModel,
+    batch: TrainBatch,
+    number: int,
+    *,
+    budget: int,
+    share: bool = True,
+    ranks: SingleRank = ALONE,
 ) -> None:
     """Keep the last hidden states of `loaded` at every trainable token, in host memory: a
-    forward pass is not done again for each update.
+    forward pass is not done again for each update. Each rank computes its share, with a teacher that it has whole.
     """
-    for packed in micro_batches(batch, budget, share=share, device=loaded.device):
+    done: list[int] = []
+    where = {"rank": ranks.data_rank, "ranks": ranks.data_size}
+    for packed in micro_batches(batch, budget, share=share, device=loaded.device, **where):
+        if packed.idle:
+            continue
+        done += packed.samples
         hidden = loaded.hidden_states(packed.tokens, packed.positions, packed.layout, seen=packed.encode_images(loaded))
         hidden = hidden.index_select(0, packed.source).cpu()
         samples = [batch.samples[i] for i in packed.samples]
         for sample, piece in zip(samples, hidden.split([len(s.trainable) for s in samples])):
             sample.hidden[number] = piece
+    ranks.exchange_hidden_states(batch, done, number, loaded.head.weight)
 
 
 @torch.no_grad()

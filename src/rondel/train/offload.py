@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from rondel.core.errors import TrainError
@@ -136,4 +137,16 @@ class Offload:
 
 
 def _module_tensors(loaded: LoadedModel) -> list[Tensor]:
-    return [*loaded.model.parameters(), *loaded.model.buffers()]
+    """All parameters and buffers, each once. Without the names that `parameters()` makes on its way, which took a tenth
+    of a small run's event loop: the tensors are asked for three times a step.
+    """
+    modules: list[torch.nn.Module] = [loaded.model]
+    tensors: dict[int, Tensor] = {}
+    known = {id(loaded.model)}
+    for module in modules:
+        tensors |= {id(t): t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None}
+        for child in module._modules.values():
+            if child is not None and id(child) not in known:
+                known.add(id(child))
+                modules.append(child)
+    return [*tensors.values()]

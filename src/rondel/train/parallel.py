@@ -114,6 +114,15 @@ class SingleRank:
                 else:
                     setattr(tokens, name, values)
 
+    def exchange_hidden_states(self, batch: TrainBatch, mine: Iterable[int], number: int, like: Tensor) -> None:
+        """Give the others the hidden states [m, D] of a teacher that this rank computed; `like` [V, D]: its head."""
+        if self.size == 1:
+            return
+        found = {str(i): batch.samples[i].hidden[number].flatten() for i in sorted(set(mine))}
+        for theirs in self.gather_arrays(found):
+            for at, states in theirs.items():
+                batch.samples[int(at)].hidden[number] = states.view(-1, like.shape[1]).to(like.dtype)
+
     @contextmanager
     def collective_section(self, verb: str) -> Iterator[None]:
         """What all ranks do at the same time: a wait for one that does not come ends with a name."""

@@ -106,11 +106,15 @@ class LocalTrainer:
         self.account = TimeAccount("trainer")
         wants_start = "ref_logprobs" in needs or settings.start_probe > 0
         self.start = ranks.shard_model(_frozen_start(loaded)) if wants_start else None
-        teachers = [replace(t, loaded=ranks.shard_model(t.loaded)) if t.loaded else t for t in teachers]
+        if "teacher_hidden" not in needs:  # whole distributions need a teacher's whole head on every rank
+            teachers = [replace(t, loaded=ranks.shard_model(t.loaded)) if t.loaded else t for t in teachers]
         keep = activation_store(settings.activations, settings.folder)
         install_recompute(loaded.model, settings.recompute, loaded.adapter, keep)
         self.loaded = ranks.shard_model(loaded)
-        self.teachers = TeacherEnsemble([replace(t, loaded=self.loaded) if t.is_policy else t for t in teachers])
+        self.teachers = TeacherEnsemble(
+            [replace(t, loaded=self.loaded) if t.is_policy else t for t in teachers],
+            keeps_heads="teacher_hidden" in needs,
+        )
         self.publisher = WeightPublisher(self.loaded, ranks, transport)
         self.weights = ranks.make_masters(self.loaded.model, **settings.optimizer_options)
         self.step_number = self.bad_steps = 0
@@ -237,7 +241,12 @@ class LocalTrainer:
             def store_teacher_states(teacher: LoadedModel, own: TrainBatch, number: int) -> None:
                 with self.offload.on_device(teacher):
                     notes.store_hidden_states(
-                        teacher, own, number, budget=settings.micro_tokens, share=settings.share_prompts
+                        teacher,
+                        own,
+                        number,
+                        budget=settings.micro_tokens,
+                        share=settings.share_prompts,
+                        ranks=self.ranks,
                     )
 
             self.teachers.query_teachers(batch, store_teacher_states)

@@ -4,6 +4,7 @@ source, or several whose opinions are weighed.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,16 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rondel.core.errors import TrainError
+from rondel.system.process_memory import release_freed_memory
 from rondel.train.pack import PackedBatch, TrainBatch, TrainSample
 from rondel.train.teacher_distributions import TeacherDistribution, TeacherOpinion
 
 if TYPE_CHECKING:
+    from rondel.models.head import LMHead
     from rondel.models.loaded_model import LoadedModel
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """loaded   None: it is served elsewhere, and the batch brings what it said, or it is the policy
+    """loaded   None: it is served elsewhere, and the batch brings what it said, or it is the policy, or it is read
+    read     reads its weights from its files, for its own pass only; None: it lies in memory, or elsewhere
     weight   among those that teach the same sample
     source   whose tasks it knows; None: all
     is_policy    it is the policy itself, by the weights that begin the step
@@ -31,6 +35,7 @@ class Teacher:
     weight: float = 1.0
     source: str | None = None
     is_policy: bool = False
+    read: Callable[[], LoadedModel] | None = None
 
     def applies_to(self, stream: str) -> bool:
         return self.source in (None, stream)
@@ -44,8 +49,11 @@ class TeacherEnsemble(Sequence[Teacher]):
     much each is heard. (arXiv:2306.08543 for one.)
     """
 
-    def __init__(self, teachers: Sequence[Teacher]) -> None:
+    def __init__(self, teachers: Sequence[Teacher], *, keeps_heads: bool = False) -> None:
+        """`keeps_heads`: of teachers that are read for their own pass, for whole distributions."""
         self._teachers = tuple(teachers)
+        self._keeps_heads = keeps_heads
+        self._heads: dict[int, LMHead] = {}
 
     def __len__(self) -> int:
         return len(self._teachers)
@@ -57,8 +65,28 @@ class TeacherEnsemble(Sequence[Teacher]):
         """One teacher at a time, each about all its samples: never more than one beside the policy."""
         for number, teacher in enumerate(self):
             own = TrainBatch([s.as_read_by(number) for s in batch.samples if teacher.applies_to(s.stream)])
-            if teacher.loaded is not None and own.samples:
+            if not own.samples:
+                continue
+            if teacher.loaded is not None:
                 question(teacher.loaded, own, number)
+            elif teacher.read is not None:
+                self._query_read(teacher.read, own, number, question)
+
+    def _query_read(
+        self,
+        read: Callable[[], LoadedModel],
+        own: TrainBatch,
+        number: int,
+        question: Callable[[LoadedModel, TrainBatch, int], None],
+    ) -> None:
+        """The same of a teacher whose weights go again before the next one is read."""
+        loaded = read()
+        question(loaded, own, number)
+        if self._keeps_heads:
+            self._heads[number] = loaded.head
+        del loaded
+        gc.collect()  # its modules and what is hooked into them name each other
+        release_freed_memory()
 
     def combine_teachers(self, batch: TrainBatch) -> None:
         """The field "teacher" of every sample's tokens, out of those of each teacher."""
@@ -83,13 +111,13 @@ class TeacherEnsemble(Sequence[Teacher]):
             mine = [i for i, s in enumerate(samples) if number in s.hidden]
             if not mine:
                 continue
-            assert teacher.loaded is not None
+            head = teacher.loaded.head if teacher.loaded is not None else self._heads[number]
             hidden = torch.cat([samples[i].hidden[number] for i in mine]).to(device)
             at = torch.cat([torch.arange(first[i], first[i + 1]) for i in mine]).to(device)
             weight = torch.cat([torch.full((lengths[i],), self._teacher_weights(samples[i])[number]) for i in mine]).to(
                 device
             )
-            opinions.append(TeacherOpinion(teacher.loaded.head, hidden, at, weight))
+            opinions.append(TeacherOpinion(head, hidden, at, weight))
         return TeacherDistribution(opinions, temperature)
 
     def _teacher_weights(self, sample: TrainSample) -> dict[int, float]:

@@ -60,6 +60,12 @@ class MemoryConfig(SettingsTable):
         "memory, while the trainer works there is no KV cache; reference and teacher are on the device for their own pass only",
     )
 
+    teachers: Literal["all", "one"] = Field(
+        "all",
+        description="teachers with a path that lie in memory: all of them, or one at a time, which is read from its files "
+        "for its own pass in every step",
+    )
+
     @model_validator(mode="after")
     def _require_recompute(self) -> MemoryConfig:
         kept, parts = self.__dict__["activations"], self.__dict__["recompute"]

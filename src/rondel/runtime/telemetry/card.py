@@ -22,7 +22,7 @@ from rondel.text.unicode import write_json
 
 Events = list[dict[str, Any]]
 EVAL = ("score", "low", "high", "n", "step", "version", "profile", "request")
-DRAWN = {"draws": 1, "interval": "", "metrics": {}}  # what older journals lack
+DRAWN = {"draws": 1, "interval": "", "metrics": {}, "of": {}}  # what older journals lack; of: the score by source
 UNKNOWN = "not recorded"
 
 

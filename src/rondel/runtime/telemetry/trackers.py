@@ -15,6 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from rondel.core.config.differences import flatten_tree
 from rondel.core.errors import ConfigError
 from rondel.runtime.journal.log import read_recipe
 from rondel.system.files import guard_write
@@ -133,7 +134,7 @@ class MLflow(Tracker):
             experiment = found.experiment_id if found else self.client.create_experiment(PROJECT)
             self.id = self.client.create_run(experiment, run_name=self.name).info.run_id
             told = [
-                self.package.entities.Param(key, str(value)[:MOST]) for key, value in _flatten_tree(self.recipe).items()
+                self.package.entities.Param(key, str(value)[:MOST]) for key, value in flatten_tree(self.recipe).items()
             ]
             for i in range(0, len(told), PARAMS):
                 self.client.log_batch(self.id, params=told[i : i + PARAMS])
@@ -147,14 +148,6 @@ class MLflow(Tracker):
 
     def close(self) -> None:
         self.client.set_terminated(self.id)
-
-
-def _flatten_tree(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"loop": {"steps": 6}} -> {"loop.steps": 6}"""
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        out |= _flatten_tree(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return out
 
 
 def _fresh_id(folder: Path) -> str:
