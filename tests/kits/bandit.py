@@ -15,7 +15,7 @@ from rondel.core.types import Sampling, Score, Trajectory
 from rondel.driver.failure_budget import FailureBudget
 from rondel.driver.rollouts import GroupRollouts
 from rondel.filter.complete import Complete
-from rondel.generate.envs.episode_state import EpisodeState
+from rondel.generate.envs.episode import EpisodeState
 
 RIGHT = 0.3  # a bandit's chance: the mean of its rewards, in closed form
 

@@ -17,7 +17,7 @@ from kits.token_log import serving
 from rondel.core.errors import EnvError, SandboxError
 from rondel.core.types import Sampling, Task, sample_key
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.episode_state import EpisodeState
+from rondel.generate.envs.episode import EpisodeState
 from rondel.generate.envs.python import python_tool
 from rondel.generate.envs.tools import Tools
 from rondel.runtime.journal.command_log import EpisodeCommandLog

@@ -16,8 +16,7 @@ from kits.engine import engine, plain_logprobs, tiny
 from rondel.core.errors import EnvError
 from rondel.core.types import Drift, Group, Score, Task
 from rondel.generate.drift import drift_kind, first_difference
-from rondel.generate.envs.episode import assign_parents, episode_of, share_scores
-from rondel.generate.envs.episode_state import EpisodeState
+from rondel.generate.envs.episode import EpisodeState, assign_parents, episode_of, share_scores
 from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.tools import Tools
 

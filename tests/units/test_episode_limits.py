@@ -11,9 +11,8 @@ from rondel.assemble.episodes import episodes_of
 from rondel.core.config.environment import EpisodeConfig
 from rondel.core.errors import EnvError
 from rondel.core.types import Failed, Group, OutOfBudget, Task
-from rondel.generate.envs.episode import assign_parents, episode_of
+from rondel.generate.envs.episode import EpisodeState, assign_parents, episode_of
 from rondel.generate.envs.episode_budget import ASKS, EpisodeBudget
-from rondel.generate.envs.episode_state import EpisodeState
 
 TASK = Task("t/1", "chat", {"prompt": "what is three plus four?"})
 TOK = tokenizer()

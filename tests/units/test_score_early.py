@@ -10,7 +10,7 @@ from kits import runs
 from rondel.core.types import EnvFault, Failed, PolicyFault, Sampling, Score, Slot, Task, Trajectory
 from rondel.driver.failure_budget import FailureBudget
 from rondel.driver.rollouts import GroupRollouts
-from rondel.generate.envs.episode_state import EpisodeState
+from rondel.generate.envs.episode import EpisodeState
 
 
 class Quiet(GroupRollouts):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rondel.core.config.environment import EpisodeConfig
 from rondel.core.errors import ConfigError
+from rondel.generate.envs.episode import EpisodeState
 from rondel.generate.envs.episode_budget import EpisodeBudget
-from rondel.generate.envs.episode_state import EpisodeState
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.runtime.journal.command_log import EpisodeCommandLog
 
@@ -32,6 +33,8 @@ def episodes_of(section: EpisodeConfig, env: Any, tokenizer: Any) -> Callable[[]
             f"task.env.drift = '{drift}' with a tokenizer without a chat template, which alone could differ; leave it out, or "
             f"take an instruct model"
         )
+    if all(limit is None for limit in limits):
+        return partial(EpisodeState, drift=drift)
     return lambda: EpisodeState(EpisodeBudget(*limits), drift, drops)
 
 

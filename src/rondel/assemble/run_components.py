@@ -19,7 +19,7 @@ from rondel.driver.demonstration_stream import DemonstrationStream
 from rondel.driver.failure_budget import FailureBudget
 from rondel.driver.remote_teachers import RemoteTeachers
 from rondel.driver.replay_buffer import ReplayBuffer
-from rondel.generate.envs.episode_state import EpisodeState
+from rondel.generate.envs.episode import EpisodeState
 from rondel.generate.envs.order import TaskAdmissions
 from rondel.generate.envs.sources import TaskSet
 from rondel.runtime.journal.command_log import EpisodeCommandLog

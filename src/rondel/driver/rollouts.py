@@ -120,7 +120,9 @@ class GroupRollouts:
             except (Exception, SystemExit) as error:
                 if ends_the_run(error):
                     raise
-                if opened.episode.budget.over:  # without it an environment may well fail: that is the policy's doing
+                if (
+                    opened.episode.is_out_of_budget
+                ):  # without it an environment may well fail: that is the policy's doing
                     return await opened.episode.rescue()
                 reason = valid_unicode(error_text(error))
         return [Trajectory(outcome=EnvFault(reason))]

@@ -20,9 +20,8 @@ from rondel.core.errors import DataError, EnvError
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, message_text
 from rondel.core.types import POLICY, Completion, Drift, FinishReason, Request, Sampling, Trajectory, Turn
 from rondel.generate.calls import THOUGHT_ENDS, ToolCall, read_calls
-from rondel.generate.drift import drift_kind, first_difference
-from rondel.generate.envs.episode_state import EpisodeState
-from rondel.generate.envs.sent_messages import SentMessages
+from rondel.generate.envs.episode import EpisodeState
+from rondel.generate.envs.sent_messages import SentTurn, compare_with_template, describe_drift, sent_messages
 from rondel.generate.pictures import place_images
 from rondel.generate.template import Messages, Schemas, Template
 from rondel.generate.video import process_media, split_media
@@ -94,7 +93,8 @@ class TokenChat:
         self.sight, self.cast = sight, cast or {}
         self.trajectory, self.closed = Trajectory(policy=policy), list[Trajectory]()
         self.episode = episode or EpisodeState()
-        self.sent = SentMessages()  # the same as messages, for what a server would make of them
+        self._sent = list[SentTurn]()  # the same as messages, for what a server would make of them
+        self._tools: Schemas = ()
         # whether its first messages hold what others wrote: too much of that is no fault of the data
         self.others = False
         self.turn = 0
@@ -125,7 +125,7 @@ class TokenChat:
         later = self.template.render_after_turn(self._last, plain)
         if self.episode.drift != "keep" and (rendered := self._refused_render(later, messages)) is not None:
             self._close_trajectory()
-            self.sent.give(messages)
+            self._sent += messages
             self._append_tokens(rendered)
             self._record_turns(messages)
             return
@@ -139,15 +139,15 @@ class TokenChat:
         messages, self._opening = _behind(self._opening or [], messages), None
         if self.system is not None and not any(m.get("role") == "system" for m in messages):
             messages = [{"role": "system", "content": self.system}, *messages]
-        self.sent = SentMessages((), tools or self.sent.tools)
+        self._sent, self._tools = [], tools or self._tools
         plain, sources = self._split_images(messages)
-        tokens = self.template.render_opening(plain, self.sent.tools)
+        tokens = self.template.render_opening(plain, self._tools)
         if first:
             tokens, media = self._place_images(tokens, sources)
             self.trajectory.extend(tokens, media=media)
             self._record_messages(messages)
             return
-        self.sent.give(messages)
+        self._sent += messages
         self._append_tokens(tokens, sources)
         self._record_turns(new)
 
@@ -170,18 +170,18 @@ class TokenChat:
 
     def give_tokens(self, tokens: list[int]) -> None:
         """The same for what is text alone, without roles and without a template."""
-        self._open, self._opening, self.sent.renders = True, None, False
+        self._open, self._opening = True, None
         self._append_tokens(tokens)
         if not self._full:
-            self._record_messages(
-                [{"role": "user", "content": self.tokenizer.decode(tokens, skip_special_tokens=True)}]
-            )
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            self._sent.append((tokens, ""))
+            self._record_turns([{"role": "user", "content": text}])
 
     def _record_messages(self, messages: Messages) -> None:
         """What was just given, as rewards read it. The template writes all messages at once,
         so only their common end is a place.
         """
-        self.sent.give(messages)
+        self._sent += messages
         self._record_turns(messages)
 
     def _record_turns(self, messages: Messages) -> None:
@@ -207,17 +207,19 @@ class TokenChat:
         self._check_turn()
         if self not in self.episode.chats:
             self.episode.chats.append(self)
-        if not self.episode.budget.has_room():
+        budget = self.episode.budget
+        if budget is not None and not budget.has_room():
             self._open, self.trajectory.finish_reason = False, "length"
             return Completion.empty("length", len(self.trajectory.tokens))
         if self._full or self._remaining_tokens <= 0:
             self._full, self._open, self.trajectory.finish_reason = True, False, "length"
             return Completion.empty("length", len(self.trajectory.tokens))
         self._check_speaker()
-        limit = self.episode.budget.limit_tokens(min(self.sampling.max_tokens, self._remaining_tokens))
+        limit = min(self.sampling.max_tokens, self._remaining_tokens)
+        limit = limit if budget is None else budget.limit_tokens(limit)
         sampling = replace(self.sampling, max_tokens=limit, min_tokens=min(self.sampling.min_tokens, limit))
         tokens = self.trajectory.tokens.copy()
-        self._asked = (len(tokens), len(self.sent.turns))
+        self._asked = (len(tokens), len(self._sent))
         began = now()
         done = await self.generate(
             Request(
@@ -240,7 +242,8 @@ class TokenChat:
             self.trajectory.timings[what] = self.trajectory.timings.get(what, 0.0) + seconds
         self._close_turn(done.tokens, done.text)
         self.trajectory.finish_reason = done.finish_reason
-        self.episode.budget.spend(len(done.tokens), cut=done.finish_reason == "length")
+        if budget is not None:
+            budget.spend(len(done.tokens), cut=done.finish_reason == "length")
         return done
 
     async def compact(self, prompt: str, *, keep: int = 0) -> Completion:
@@ -251,8 +254,9 @@ class TokenChat:
         keep   1 keeps the turn of the policy, whose calls are answered next
         A summary for which there is no room is empty, and changes nothing.
         """
-        system = [m for m in self.sent.messages(self.template)[:1] if m["role"] == "system"]
-        kept = self.sent.messages(self.template)[len(system) :][-keep:] if keep else []
+        messages = sent_messages(self._sent, self.template, tools=bool(self._tools))
+        system = [m for m in messages[:1] if m["role"] == "system"]
+        kept = messages[len(system) :][-keep:] if keep else []
         self.give([{"role": "user", "content": prompt}])
         done = await self.reply()
         if not done.tokens:
@@ -272,7 +276,7 @@ class TokenChat:
         n, known = self._asked
         if sum(turn.written for turn in self.trajectory.conversation) < 2 or not n:
             return None
-        found = self._compare(self.trajectory.tokens[:n], self.sent.first(known))
+        found = self._compare(self.trajectory.tokens[:n], self._sent[:known])
         return None if found is None else found[0]
 
     def _refused_render(self, later: list[int], messages: Messages) -> list[int] | None:
@@ -287,32 +291,14 @@ class TokenChat:
         return rendered
 
     def _compare_with_rendered(self, later: list[int], messages: Messages) -> tuple[Drift, list[int]] | None:
-        sent = self.sent.first(len(self.sent.turns))
-        sent.give(messages)
-        return self._compare(self.trajectory.tokens + later, sent)
+        return self._compare(self.trajectory.tokens + later, [*self._sent, *messages])
 
-    def _compare(self, written: Sequence[int], sent: SentMessages) -> tuple[Drift, list[int]] | None:
-        if self.template.plain or not sent.renders:
-            return None
-        rendered = sent.render(self.template)
-        if (at := first_difference(written, rendered)) is None:
-            return None
-        text, wanted = (self.tokenizer.decode(list(t), skip_special_tokens=False) for t in (written, rendered))
-        place = len(self.tokenizer.decode(list(written[:at]), skip_special_tokens=False))
-        turn = sum(turn.written and turn.start <= at for turn in self.trajectory.conversation)
-        return Drift(drift_kind(text, wanted, place, self.template.call_format), at, turn), rendered
+    def _compare(self, written: Sequence[int], sent: list[SentTurn]) -> tuple[Drift, list[int]] | None:
+        return compare_with_template(self.template, written, sent, self._tools, self.trajectory.conversation)
 
     def describe_drift(self, drift: Drift, rendered: Sequence[int]) -> str:
         """A difference in words."""
-        here, there = (
-            self.tokenizer.decode(list(tokens[drift.at : drift.at + 16]), skip_special_tokens=False)
-            for tokens in (self.trajectory.tokens, rendered)
-        )
-        return (
-            f"drift ({drift.kind}): from token {drift.at} on, in turn {drift.turn}, the policy's context is {here!r}, and "
-            f"the chat template writes {there!r}; task.env.drift = 'branch' goes on from what it writes, 'keep' from what "
-            f"was written"
-        )
+        return describe_drift(self.tokenizer, drift, self.trajectory.tokens, rendered)
 
     def _close_trajectory(self) -> None:
         """What was read and written so far is set aside, and the same object goes on empty: with all that was said."""
@@ -375,12 +361,14 @@ class TokenChat:
 
     def spend(self, cost: float) -> None:
         """What a call of a remote model cost, for task.env.budget.cost."""
-        self.episode.budget.used_cost += cost
+        if self.episode.budget is not None:
+            self.episode.budget.used_cost += cost
 
     @property
     def is_full(self) -> bool:
         """Whether what was given last leaves no room for an answer."""
-        return self._full or self._remaining_tokens <= 0 or not self.episode.budget.has_room()
+        budget = self.episode.budget
+        return self._full or self._remaining_tokens <= 0 or (budget is not None and not budget.has_room())
 
     @property
     def turn_mark(self) -> ConversationMark:
@@ -434,7 +422,7 @@ class TokenChat:
         )
         twin.turn, twin._last = mark.turn, t.tokens[mark.began : n]
         if n:
-            twin.sent, twin._opening = self.sent.first(mark.messages), None
+            twin._sent, twin._tools, twin._opening = self._sent[: mark.messages], self._tools, None
         return twin
 
     @property
@@ -468,7 +456,7 @@ class TokenChat:
         """A turn of the policy is over. Turns are joined by a line break, so that a number at an end does not grow."""
         self.trajectory.text += ("\n" if self.turn else "") + text
         n = len(self.trajectory.tokens)
-        self.sent.write(tokens, text)
+        self._sent.append((tokens, text))
         self.trajectory.conversation.append(Turn("assistant", text, n - len(tokens), n, True))
         self._last, self._open, self.turn = tokens, False, self.turn + 1
 

@@ -5,66 +5,72 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rondel.core.types import Drift, Turn
 from rondel.generate.calls import read_calls, text_before_calls
+from rondel.generate.drift import drift_kind, first_difference
 
 if TYPE_CHECKING:
     from rondel.generate.template import Messages, Schemas, Template
 
-
-class WrittenTurn:
-    """A turn of the policy, whose message is read off its tokens when somebody asks."""
-
-    def __init__(self, tokens: Sequence[int], text: str) -> None:
-        self.tokens, self.text = tokens, text
-        self._message: dict[str, Any] | None = None
-
-    def message(self, template: Template, *, tools: bool) -> dict[str, Any]:
-        """As an API tells it: the text before the first call, and the calls."""
-        if self._message is None:
-            self._message = {"role": "assistant", "content": self.text}
-            raw = template.tokenizer.decode(list(self.tokens), skip_special_tokens=False) if tools else ""
-            calls = read_calls(template.call_format, raw) if tools else []
-            if calls and not any(call.fault for call in calls):
-                self._message["content"] = text_before_calls(template.call_format, raw).strip()
-                self._message["tool_calls"] = [
-                    {
-                        "id": f"call{number:05d}",
-                        "type": "function",
-                        "function": {"name": call.name, "arguments": call.arguments},
-                    }
-                    for number, call in enumerate(calls, 1)
-                ]
-        return self._message
+# a message that was given, or tokens and text of what the policy wrote
+SentTurn = dict[str, Any] | tuple[Sequence[int], str]
 
 
-class SentMessages:
-    """`sent.give(messages)`, `sent.write(tokens, text)`, `sent.render(template)`.
+def sent_messages(turns: Sequence[SentTurn], template: Template, *, tools: bool) -> Messages:
+    """The messages of a conversation, those of the policy as an API tells them: the text before the first call, and
+    the calls."""
+    return [turn if isinstance(turn, dict) else _written_message(*turn, template, tools=tools) for turn in turns]
 
-    renders   whether the template can write it whole: no images, and nothing that came in as tokens
+
+def renders_whole(turns: Sequence[SentTurn]) -> bool:
+    """Whether a template can write it: a conversation that begins with a message, and has no images."""
+    return (
+        bool(turns)
+        and isinstance(turns[0], dict)
+        and all(isinstance(turn.get("content"), str) for turn in turns if isinstance(turn, dict))
+    )
+
+
+def compare_with_template(
+    template: Template, written: Sequence[int], sent: Sequence[SentTurn], tools: Schemas, conversation: Sequence[Turn]
+) -> tuple[Drift, list[int]] | None:
+    """Where `written` differs from the tokens that the template writes of these messages, and those tokens; None where
+    it does not, or where that cannot be said. `conversation` tells the turns of the policy among the written ones.
     """
+    if template.plain or not renders_whole(sent):
+        return None
+    messages = sent_messages(sent, template, tools=bool(tools))
+    rendered = template.render_opening(messages, tools, remember=False)
+    if (at := first_difference(written, rendered)) is None:
+        return None
+    text, wanted, before = (
+        template.tokenizer.decode(list(t), skip_special_tokens=False) for t in (written, rendered, written[:at])
+    )
+    turn = sum(turn.written and turn.start <= at for turn in conversation)
+    return Drift(drift_kind(text, wanted, len(before), template.call_format), at, turn), rendered
 
-    def __init__(self, turns: Sequence[dict[str, Any] | WrittenTurn] = (), tools: Schemas = ()) -> None:
-        self.turns, self.tools, self.renders = list(turns), tools, True
 
-    def give(self, messages: Messages) -> None:
-        self.renders = self.renders and all(isinstance(message.get("content"), str) for message in messages)
-        self.turns += messages
+def describe_drift(tokenizer: Any, drift: Drift, written: Sequence[int], rendered: Sequence[int]) -> str:
+    """A difference in words, with the remedy."""
+    here, there = (
+        tokenizer.decode(list(tokens[drift.at : drift.at + 16]), skip_special_tokens=False)
+        for tokens in (written, rendered)
+    )
+    return (
+        f"drift ({drift.kind}): from token {drift.at} on, in turn {drift.turn}, the policy's context is {here!r}, and "
+        f"the chat template writes {there!r}; task.env.drift = 'branch' goes on from what it writes, 'keep' from what "
+        f"was written"
+    )
 
-    def write(self, tokens: Sequence[int], text: str) -> None:
-        self.turns.append(WrittenTurn(tokens, text))
 
-    def first(self, n: int) -> SentMessages:
-        """The first n of them."""
-        found = SentMessages(self.turns[:n], self.tools)
-        found.renders = self.renders
-        return found
-
-    def messages(self, template: Template) -> Messages:
-        return [
-            turn.message(template, tools=bool(self.tools)) if isinstance(turn, WrittenTurn) else turn
-            for turn in self.turns
-        ]
-
-    def render(self, template: Template) -> list[int]:
-        """[T] the whole conversation up to where the policy writes next. TemplateError where it is refused."""
-        return template.render_opening(self.messages(template), self.tools, remember=False)
+def _written_message(tokens: Sequence[int], text: str, template: Template, *, tools: bool) -> dict[str, Any]:
+    raw = template.tokenizer.decode(list(tokens), skip_special_tokens=False) if tools else ""
+    calls = read_calls(template.call_format, raw) if tools else []
+    if not calls or any(call.fault for call in calls):
+        return {"role": "assistant", "content": text}
+    listed = [
+        {"id": f"call{number:05d}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for number, call in enumerate(calls, 1)
+    ]
+    content = text_before_calls(template.call_format, raw).strip()
+    return {"role": "assistant", "content": content, "tool_calls": listed}
