@@ -17,11 +17,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rondel.generate.calls import CallFormat
+if TYPE_CHECKING:
+    from rondel.generate.calls import CallFormat
 
 KINDS = ("thought", "tool_call", "whitespace", "tokenization", "other")
 THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
