@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
 from kits.chat import Engine, chat, tokenizer
 from rondel.assemble.episodes import episodes_of
+from rondel.buffer.state import decode, encode
 from rondel.core.config.environment import EpisodeConfig
-from rondel.core.errors import EnvError
-from rondel.core.types import Failed, Group, OutOfBudget, Task
+from rondel.core.errors import ConfigError, EnvError
+from rondel.core.events import GroupFinished
+from rondel.core.types import Drift, Failed, Group, Ok, OutOfBudget, Score, Task, Trajectory
 from rondel.generate.envs.episode import EpisodeState, assign_parents, episode_of
 from rondel.generate.envs.episode_budget import ASKS, EpisodeBudget
+from rondel.generate.envs.single_turn import SingleTurn
+from rondel.runtime.journal import store
+from rondel.runtime.telemetry.metrics import from_groups
 
 TASK = Task("t/1", "chat", {"prompt": "what is three plus four?"})
 TOK = tokenizer()
@@ -158,3 +164,36 @@ def test_a_branch_in_which_nothing_was_written_leaves_the_episode_to_the_one_bef
     [t] = play(Compacts(0), budget(turns=3), policy)
     assert t.outcome == OutOfBudget("turns") and t.parent is None
     assert t.written == sum(map(len, policy.turns)) and t.text == "three\nfour\nthe answer is seven"
+
+
+def test_drift_and_budgets_are_stored_counted_and_shown(tmp_path):
+    first, second = (Trajectory(score=Score(float(i)), drift=Drift("thought", 7, 1) if i else None) for i in range(2))
+    for t in (first, second):
+        t.extend([1, 2])
+        t.extend([3], logprobs=[-0.5], versions=[0])
+    first.outcome = OutOfBudget("turns")
+    group = Group(4, TASK, [first, second], 0)
+    assert [(t.drift, t.outcome) for t in decode(json.loads(json.dumps(encode(group)))).trajectories] == [
+        (None, OutOfBudget("turns")),
+        (Drift("thought", 7, 1), Ok()),
+    ]
+    store.write_step(tmp_path, 1, [group])
+    assert store.groups_of(store.read_step(tmp_path, 1))[0].trajectories == [first, second]
+    told = GroupFinished(4, "t", 0, True, "", [0.0, 1.0], [1, 1], episodes=group.count_episodes())
+    row = from_groups([told, GroupFinished(5, "t", 0, True, "", [0.0, 1.0], [1, 1])])
+    assert {name: value for name, value in row.items() if name.startswith("episode/")} == {
+        "episode/drift_thought": 0.25,
+        "episode/drift_share": 0.25,
+        "episode/out_of_turns": 0.25,
+        "episode/out_of_budget_share": 0.25,
+    }
+
+
+def test_a_setting_without_effect_is_refused():
+    for settings, env, tok, words in (
+        ({"drift": "branch"}, SingleTurn(), TOK, "one turn"),
+        ({"drift": "refuse"}, Talks(), tokenizer(None), "without a chat template"),
+        ({"budget": {"over": "drop"}}, Talks(), TOK, "without a budget"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            episodes_of(EpisodeConfig(**settings), env, tok)
