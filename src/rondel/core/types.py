@@ -76,6 +76,7 @@ class OutOfBudget:
 
 
 Outcome = Ok | EnvFault | PolicyFault | OutOfBudget
+DROPPED = "out of budget"  # the `reason` of Failed of an episode that task.env.budget.over = "drop" leaves out
 
 
 @dataclass(frozen=True, slots=True)

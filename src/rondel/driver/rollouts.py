@@ -22,12 +22,12 @@ from rondel.core.errors import ConfigError, DataError, ends_the_run, error_bound
 from rondel.core.registry import find_registered, refuse_uncallable
 from rondel.core.types import (
     DATA,
+    DROPPED,
     GREEDY,
     POLICY,
     EnvFault,
     Failed,
     Group,
-    OutOfBudget,
     Sampling,
     Score,
     Slot,
@@ -149,7 +149,10 @@ class GroupRollouts:
             return done
 
         episode = p.episodes()
-        episode.commands = p.commands if sampling is None else None
+        if sampling is None:
+            episode.commands = p.commands
+        else:  # what is measured is scored, however it ended
+            episode.drops = False
         return TokenChat(
             p.model_info.tokenizer,
             generate,
@@ -187,7 +190,7 @@ class GroupRollouts:
 
 def _is_dropped(trajectory: Trajectory) -> bool:
     """Whether it has no score because its budget was used up: nothing is broken, and nothing mends by asking again."""
-    return isinstance(trajectory.outcome, OutOfBudget) and isinstance(trajectory.score, Failed)
+    return isinstance(trajectory.score, Failed) and trajectory.score.reason == DROPPED
 
 
 def rollouts_of(parts: Components) -> GroupRollouts:

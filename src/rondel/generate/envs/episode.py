@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rondel.core.errors import EnvError, UserError, unwrap_exception_group
 from rondel.core.protocols import Chat
-from rondel.core.types import Failed, Ok, OutOfBudget, Score, Task, Trajectory
+from rondel.core.types import DROPPED, Failed, Ok, OutOfBudget, Score, Task, Trajectory
+from rondel.text.decode import LONG
 
 if TYPE_CHECKING:
     from rondel.generate.envs.episode_budget import EpisodeBudget
@@ -64,15 +65,16 @@ class EpisodeState:
             if chat is None:
                 found.append(trajectory)
                 continue
-            await asyncio.sleep(0)
-            trajectory.drift = trajectory.drift or chat.find_drift()
+            if trajectory.drift is None:
+                long = len(trajectory.tokens) > LONG  # others have their turn on the event loop
+                trajectory.drift = await asyncio.to_thread(chat.find_drift) if long else chat.find_drift()
             found.append(_last_written(chat))
             closed += chat.closed
         if self.budget is not None and self.budget.over:
             for trajectory in found:
                 if isinstance(trajectory.outcome, Ok):
                     trajectory.outcome = OutOfBudget(self.budget.over)
-                    trajectory.score = Failed("out of budget", self.budget.over) if self.drops else trajectory.score
+                    trajectory.score = Failed(DROPPED, self.budget.over) if self.drops else trajectory.score
         self.chats.clear()
         return found + closed
 
