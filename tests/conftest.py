@@ -10,6 +10,7 @@ import os
 import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or torch compiles 9 s of programs to see what the compiler can
 
 import pytest
 import torch

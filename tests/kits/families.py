@@ -422,6 +422,9 @@ def rounding_noise(kind: str, tokens: list[int], drawn: int) -> float:
     return float((picked[0] - picked[1]).abs().max())
 
 
+GREEDY = 8  # tokens of an answer that is compared with `generate`
+
+
 @dataclass(frozen=True)
 class Measured:
     greedy: bool  # the engine's tokens are those of `generate`
@@ -439,7 +442,7 @@ def measure(kind: str) -> Measured:
     wants = frozenset({"raw_logprobs", "experts"} if loaded.routers else {"raw_logprobs"})
     given = [prompt(7, 21), prompt(8, 9)]
     e = engine(loaded, prefill_tokens=16, routes=bool(loaded.routers))
-    done = asyncio.run(all_of(e, [replace(ask(p, n=16, temperature=0.0), wants=wants) for p in given]))
+    done = asyncio.run(all_of(e, [replace(ask(p, n=GREEDY, temperature=0.0), wants=wants) for p in given]))
     idle(e)
     whole = [torch.tensor(p + c.tokens) for p, c in zip(given, done)]
     greedy = all(_generated(fresh, p) == c.tokens for p, c in zip(given, done))
@@ -459,7 +462,8 @@ def measure(kind: str) -> Measured:
 
 def _generated(fresh: Any, given: list[int]) -> list[int]:
     row = torch.tensor([given])
-    out = fresh.generate(row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=16, pad_token_id=0)
+    how = {"do_sample": False, "max_new_tokens": GREEDY, "pad_token_id": 0}
+    out = fresh.generate(row, attention_mask=torch.ones_like(row), **how)
     return out[0, len(given) :].tolist()
 
 

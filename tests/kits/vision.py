@@ -217,10 +217,10 @@ def groups_with_images(m, *, seed: int = 0, frames: int = 1) -> list[Group]:
     shared, other = stream(m, 4, a, 5, seed=1), stream(m, 4, b, 5, seed=1)
     later = [stream(m, 2, picture, 2, seed=4) for picture in (c, a)]
     rows = [
-        [member(shared) for _ in range(4)],
-        [member(shared), member(other), member(shared), member(other)],
-        [member(stream(m, 9, seed=2)) for _ in range(3)],
-        [member(stream(m, 3, c, 2, seed=3), later[i % 2]) for i in range(4)],
+        [member(shared) for _ in range(2)],
+        [member(shared), member(other)],
+        [member(stream(m, 9, seed=2)) for _ in range(2)],
+        [member(stream(m, 3, c, 2, seed=3), behind) for behind in later],
     ]
     return [Group(i, Task(f"t{i}", "x", {}), ts, 0) for i, ts in enumerate(rows)]
 

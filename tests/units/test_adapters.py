@@ -37,8 +37,8 @@ FAMILIES = {
 }
 
 
-def adapted(kind: str = "llama", dtype: str = "float32", **how) -> LoadedModel:
-    loaded = load_model({"random": kind, "seed": 3, **FAMILIES[kind]}, dtype=dtype)
+def adapted(kind: str = "llama", dtype: str = "float32", size: dict | None = None, **how) -> LoadedModel:
+    loaded = load_model({"random": kind, "seed": 3, **(size or FAMILIES[kind])}, dtype=dtype)
     with torch.no_grad():
         for p in loaded.model.parameters():
             if p.dim() > 1:
@@ -131,9 +131,9 @@ def test_the_forward_pass_is_that_of_peft(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_compiled_pass_has_it(kind):
-    loaded = noise(adapted(kind), size=0.0)
+@pytest.mark.parametrize("kind, layers", [("llama", "num_hidden_layers"), ("gpt2", "n_layer")])
+def test_the_compiled_pass_has_it(kind, layers):
+    loaded = noise(adapted(kind, size=FAMILIES[kind] | {layers: 1}), size=0.0)
     compiled = CompiledModel(loaded)  # made of a fresh adapter, as in a run
     for seed in range(2):
         noise(loaded, seed)
@@ -482,7 +482,10 @@ def test_recipes_that_cannot_be_are_refused_by_name(tmp_path, name):
 
 # -- whole runs ----------------------------------------------------------------------------------------
 
-LORA = {"model__adapter": {"kind": "lora", "rank": 4, "alpha": 8}, "model__dtype": "bfloat16", "trainer__lr": 1e-2}
+LORA = {
+    "model__adapter": {"kind": "lora", "rank": 4, "alpha": 8}, "model__dtype": "bfloat16", "trainer__lr": 1e-2,
+    "loop__warmup__steps": 3, "loop__steps": 5,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -505,7 +508,7 @@ def test_a_run_trains_publishes_and_stores_the_adapter_alone(whole):
 
 @pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path):
-    assert run_and_die(tmp_path / "run", ("StepDone", 10), **LORA) == -9
+    assert run_and_die(tmp_path / "run", ("StepDone", 5), **LORA) == -9
     run(tmp_path / "run", **LORA)
     ours, theirs = final(tmp_path / "run"), final(whole)
     assert ours.keys() == theirs.keys() and [n for n in ours if not torch.equal(ours[n], theirs[n])] == []
@@ -526,11 +529,11 @@ def test_engine_and_trainer_apart_make_the_same_run(whole, tmp_path, cluster):
 
 @pytest.mark.slow
 def test_two_ranks_train_and_publish_the_adapter_of_one(whole, tmp_path):
-    run(tmp_path / "run", **LORA, place__kind="split", place__ranks=2, place__threads=1, loop__steps=2)
+    run(tmp_path / "run", **LORA | {"loop__steps": 2}, place__kind="split", place__ranks=2, place__threads=1)
     sizes = load_file(sorted((whole / "checkpoints").glob("step-*"))[-1] / adapter_files.WEIGHTS).values()
     assert {e["bytes_copied"] for e in events(tmp_path / "run", "Synced")} == {sum(t.numel() * 4 for t in sizes)}
     # later a token may fall otherwise
-    for two, one in zip(events(tmp_path / "run", "StepDone")[:6], events(whole, "StepDone")):
+    for two, one in zip(events(tmp_path / "run", "StepDone")[:3], events(whole, "StepDone")):
         assert two["metrics"]["train/loss"] == pytest.approx(one["metrics"]["train/loss"], rel=0.02)
 
 

@@ -5,7 +5,6 @@ computed is never right.
 import asyncio
 import math
 import signal
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -24,12 +23,23 @@ def task(gold):
     return Task("t/1", "single_turn", {"answer": gold})
 
 
-def graded(kind, rows):
-    async def ask(pool):
+@pytest.fixture(scope="module")
+def graded(tmp_path_factory):
+    """`graded(rows)`, by the same workers for all tables; they stand in `graded.folder`, where an injected command would
+    leave its file.
+    """
+
+    async def ask(pool, rows):
         return await asyncio.gather(*(pool.score(Trajectory(text=text), task(gold)) for gold, text, _ in rows))
 
-    with RewardPool(kind, workers=2, timeout=5.0) as pool:
-        return list(zip(rows, asyncio.run(ask(pool))))
+    def grade(rows):
+        return list(zip(rows, asyncio.run(ask(pool, rows))))
+
+    grade.folder = tmp_path_factory.mktemp("graded")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(grade.folder)
+        with RewardPool("math", workers=2, timeout=5.0) as pool:
+            yield grade
 
 
 def is_right(result):
@@ -37,34 +47,30 @@ def is_right(result):
 
 
 @pytest.mark.slow
-def test_the_table_of_math(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where an injected command would leave its file
+def test_the_table_of_math(graded):
     assert len(MATH) + len(NUMBER) >= 290
-    results = graded("math", MATH)
+    results = graded(MATH)
     assert [row for row, result in results if row[2] is not REFUSED and result != Score(float(row[2]))] == []
     assert [row for row, result in results if row[2] is REFUSED and is_right(result)] == []
     # most that cannot be computed is wrong before it is tried
     assert sum(isinstance(result, Failed) for _, result in results) <= 1
-    assert list(Path(tmp_path).iterdir()) == []
+    assert list(graded.folder.iterdir()) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("gold", "text"),
-    [
-        ("7", r"\boxed{\int e^{x^2}\sin(x^3) dx}"),
-        ("x+1", r"\boxed{(a+b+c+d)^{60}}"),
-        (r"\{1,2\}", r"\boxed{\sum_{n=1}^{\infty}\frac{\sin n}{n^2}}"),
-        (r"\{1,2\}", r"\boxed{1,000\infty}"),  # math-verify raises
-    ],
-)
-def test_an_answer_that_nobody_can_compute_is_wrong_and_no_failure(gold, text):
+def test_an_answer_that_nobody_can_compute_is_wrong_and_no_failure():
     """By the same worker as a right one after it."""
     with RewardPool("math", timeout=2.0) as pool:
         (worker,) = pool._hired
-        assert asyncio.run(pool.score(Trajectory(text=text), task(gold))) == Score(0.0)
-        assert asyncio.run(pool.score(Trajectory(text=rf"\boxed{{{gold}}}"), task(gold))) == Score(1.0)
-        assert pool._hired == {worker}
+        for gold, text in (
+            ("7", r"\boxed{\int e^{x^2}\sin(x^3) dx}"),
+            ("x+1", r"\boxed{(a+b+c+d)^{60}}"),
+            (r"\{1,2\}", r"\boxed{\sum_{n=1}^{\infty}\frac{\sin n}{n^2}}"),
+            (r"\{1,2\}", r"\boxed{1,000\infty}"),  # math-verify raises
+        ):
+            assert asyncio.run(pool.score(Trajectory(text=text), task(gold))) == Score(0.0), text
+            assert asyncio.run(pool.score(Trajectory(text=rf"\boxed{{{gold}}}"), task(gold))) == Score(1.0), gold
+            assert pool._hired == {worker}
 
 
 @pytest.mark.slow
@@ -82,9 +88,9 @@ def test_an_answer_at_which_a_scorer_raises_or_hangs_is_worth_nothing():
 
 
 @pytest.mark.slow
-def test_what_is_graded_wrongly_is_known():
+def test_what_is_graded_wrongly_is_known(graded):
     """If one of these is right one day, move it to the table and out of docs/score.md."""
-    assert [row for row, result in graded("math", KNOWN) if is_right(result) == row[2]] == []
+    assert [row for row, result in graded(KNOWN) if is_right(result) == row[2]] == []
 
 
 def test_the_table_of_numbers():

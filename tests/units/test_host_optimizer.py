@@ -31,12 +31,14 @@ def weights_of(t: LocalTrainer) -> list[torch.Tensor]:
     return [x.detach() for owner in owners for x in (*owner.compute, *owner.masters)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon"])
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [("adamw", "float32"), ("adamw", "float16"), ("adamw_8bit", "bfloat16"), ("muon", "bfloat16"), ("muon", "float32")],
+)
 def test_steps_have_the_same_bits(dtype, kind):
     algo = row("grpo")
     plain, host = pair(dtype, algo, optimizer=kind, weight_decay=0.1)
-    for n in range(3):
+    for n in range(2):
         told = [step(t, batch(awkward_groups(n), algo), algo).metrics for t in (plain, host)]
         for name in ("train/loss", "train/grad_norm", "train/weights_changed"):
             assert told[0].get(name) == told[1].get(name), name

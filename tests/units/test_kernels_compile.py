@@ -1,4 +1,4 @@
-"""Every kernel beside the paged one is compiled to machine code for cards that are not here: an A100, an H100 and a B200. A
+"""Every kernel is compiled to machine code for cards that are not here: an A100, an H100 and a B200. A
 process imports Triton once for all of them; the tile of a real run goes to one card, small ones to the others.
 """
 
@@ -36,9 +36,25 @@ for capability, dtype in (80, "bf16"), (90, "fp32"), (100, "fp16"):
         assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 * 1024, made.metadata
         assert kernel is module._decode_kernel or "div.rn.f32" in made.asm["ptx"]
 """
+PAGED = """
+from rondel.models import paged_attention as module
+decode, prefill = ("bf16", 2, 128, 6, 1, 8, 0), ("bf16", 2, 128, 6, 512, 1, 0)
+latent, wide = ("bf16", 2, 512, 16, 1, 8, 64), ("fp32", 4, 256, 2, 512, 1, 0)
+for capability, cases in (80, [decode]), (86, [prefill, latent, wide]), (90, [prefill]):
+    for dtype, element, size, repeats, new, splits, tail in cases:
+        kinds = dict.fromkeys(("q", "keys", "values"), "*" + dtype) | dict.fromkeys(("table", "feeds", "tiles"), "*i32")
+        kinds |= dict.fromkeys(("out", "lse", "slopes"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
+        shape, power = module.KernelShape.for_sizes(repeats, new, size, size, element), module._next_power
+        fixed = dict(REPEATS=repeats, QUERIES=shape.queries, ROWS=shape.rows, BLOCK=shape.block, SIZE=size, WIDE=size)
+        fixed |= dict(SIZE_P=power(size), WIDE_P=power(size), SPLITS=splits, SLOPES=new == 1, TAIL=tail, TAIL_P=power(tail))
+        options = dict(num_warps=4, num_stages=2)
+        made = compile_kernel(module._attention_kernel, capability, kinds, options, **fixed)
+        assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 * 1024, (capability, dtype, made.metadata)
+        assert dtype != "bf16" or "mma" in made.asm["ptx"]
+"""
 
 
 @pytest.mark.slow
 def test_kernels_compile_for_cards_that_are_not_here():
     """Within the shared memory that the smallest card has, and with tensor cores where a tile is that of a run."""
-    run_compiled(LOGPROBS + FP8)
+    run_compiled(LOGPROBS + FP8 + PAGED)

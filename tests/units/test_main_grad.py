@@ -50,8 +50,7 @@ def mkl(request, monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("mkl")
-@pytest.mark.parametrize("logits", [1 << 25, 9000 * 16])
-@pytest.mark.parametrize("padding", [None, 7])
+@pytest.mark.parametrize("logits, padding", [(1 << 25, None), (9000 * 16, 7)])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_sum_over_micro_batches_is_that_of_autograd(dtype, tied, padding, logits) -> None:

