@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel
 
 from rondel.core.config.algorithm import BesideConfig
-from rondel.core.config.environment import ENV_TABLES
+from rondel.core.config.environment import ENV_TABLES, EpisodeBudgetConfig, EpisodeConfig
 from rondel.core.config.job import Job
 from rondel.core.config.model import TeacherConfig
 from rondel.core.config.place import EnginesConfig
@@ -23,6 +23,8 @@ from rondel.core.config.section import ConfigSection, SettingsTable
 PAGE = Path(__file__).with_name("recipe.md")
 TABLES: dict[str, type[BaseModel]] = {  # beside those of keys that are tables throughout
     **{f'task.env, kind = "{name}"': model for name, model in ENV_TABLES.items()},
+    "task.env, beside those of its kind": EpisodeConfig,
+    "task.env.budget": EpisodeBudgetConfig,
     "task.reward, beside those of its kind": RewardCallConfig,
     "place.engines, as a table": EnginesConfig,
     "an entry of model.teacher": TeacherConfig,

@@ -5,6 +5,7 @@ if the test passes in the end, as it was given.
 
 import asyncio
 import json
+from hashlib import blake2b
 
 from rondel.core.errors import EnvError, SandboxError
 from rondel.core.sandbox_types import Limits
@@ -69,6 +70,10 @@ class Repository:
         finally:
             cell.kill()
         return "passed" if ran.ok else f"failed: {ran.ended}\n{ran.stderr.decode(errors='replace')[-500:]}"
+
+    def folder_digest(self) -> str:
+        """No tool: what an episode that a crash cut off must find again behind each command (chat.log_command)."""
+        return blake2b(json.dumps(self._files, sort_keys=True).encode()).hexdigest()
 
     def _score(self) -> Score:
         """Not what run_tests says: there main.py and the test are one process, and main.py

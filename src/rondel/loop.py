@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from rondel.buffer import Buffer
 from rondel.core.events import GroupFinished, GroupsTaken, StepDone, emit
 from rondel.core.time_account import PhaseTimer
-from rondel.core.types import Failed, Group, Slot, Task, Verdict
+from rondel.core.types import DROPPED, Failed, Group, Slot, Task, Verdict
 
 
 async def feed_tasks(tasks: AsyncIterator[Task], buffer: Buffer) -> None:
@@ -87,7 +87,8 @@ def _group_finished(group: Group, verdict: Verdict) -> GroupFinished:
         reason=verdict.reason,
         rewards=[] if group.supervised else [t.reward for t in group.policy_samples if t.reward is not None],
         lengths=[t.written for t in group.policy_samples],
-        failed=sum(isinstance(t.score, Failed) for t in group.policy_samples),
+        failed=sum(isinstance(t.score, Failed) and t.score.reason != DROPPED for t in group.policy_samples),
+        episodes=group.count_episodes(),
         truncated=sum(t.finish_reason == "length" for t in group.policy_samples),
         source=str(group.task.data.get("source", "")),
         supervised=group.supervised,

@@ -15,6 +15,7 @@ from rondel.core.types import Sampling, Score, Trajectory
 from rondel.driver.failure_budget import FailureBudget
 from rondel.driver.rollouts import GroupRollouts
 from rondel.filter.complete import Complete
+from rondel.generate.envs.episode import EpisodeState
 
 RIGHT = 0.3  # a bandit's chance: the mean of its rewards, in closed form
 
@@ -41,7 +42,7 @@ class Bandit(GroupRollouts):
                 return Trajectory(text=f"{slot.number} {index}", score=Score(float(coin.random() < RIGHT)))
 
         view = GroupRollouts(SimpleNamespace(**{**vars(parts), "env": Env()}), self.group_size)
-        view.open_chat = lambda *a, **k: None
+        view.open_chat = lambda *a, **k: SimpleNamespace(episode=EpisodeState())
         return await view._sample_episode(slot, index, policy)
 
 

@@ -22,7 +22,9 @@ def count(by: int = 1) -> str:
 @server.tool()
 def refuse() -> str:
     """Cannot be done."""
-    raise ValueError("not today")
+    raise ValueError(
+        f"not today\nTraceback (most recent call last):\n  File {__file__!r}, line 1, in refuse\n{__file__}"
+    )
 
 
 @server.tool()

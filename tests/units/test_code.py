@@ -712,9 +712,10 @@ def test_what_the_policy_reads_of_it(interpreter):
         len(flood) < tool.MOST + 300 and flood.startswith("aaa") and flood.endswith("z\n") and "bytes left out" in flood
     )
     assert "TimeoutError" in run("while True: pass") and run("x") == "3\n", "stopped, and its variables are kept"
-    slow = "import traceback\nkept = traceback.print_exception\ndef slow(*_):\n    while True: pass\ntraceback.print_exception = slow\n1 / 0"
+    how = "traceback.TracebackException.from_exception"
+    slow = f"import traceback\nkept = {how}\ndef slow(*_):\n    while True: pass\n{how} = slow\n1 / 0"
     assert "TimeoutError: it took too long" in run(slow), "stopped while its error was written"
-    assert run("traceback.print_exception = kept") == ""
+    assert run(f"{how} = kept") == ""
     assert "network" not in run("import socket; socket.create_connection(('127.0.0.1', 80))") and "exit code 3" in run(
         "import os; os._exit(3)"
     )

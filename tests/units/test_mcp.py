@@ -106,6 +106,7 @@ def test_what_a_tool_refuses_is_read_and_what_the_server_does_is_a_fault(own):
     assert told.count("error: ") == 2 and "refuse" in told.split("error: ")[1], (
         "its words where the server lets them out"
     )
+    assert "Traceback" not in told and str(SERVER.parent) not in told
     with pytest.raises(EnvError, match="MCP server"):
         asyncio.run(episode(env, call("leave"), "done."))
     with pytest.raises(EnvError, match="did not answer within"):

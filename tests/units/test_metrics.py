@@ -101,7 +101,11 @@ def test_what_a_resume_repeats_is_not_counted_twice():
 
 def test_the_schema_has_a_stage_a_unit_and_a_meaning():
     for name, (unit, what) in SCHEMA.items():
-        assert name.split("/")[0] in {"generate", "score", "filter", "train", "sync", "loop", "eval"} and unit and what
+        assert (
+            name.split("/")[0] in {"generate", "score", "filter", "train", "sync", "loop", "eval", "episode"}
+            and unit
+            and what
+        )
 
 
 def read_back(kind, folder):

@@ -10,11 +10,12 @@ from kits import runs
 from rondel.core.types import EnvFault, Failed, PolicyFault, Sampling, Score, Slot, Task, Trajectory
 from rondel.driver.failure_budget import FailureBudget
 from rondel.driver.rollouts import GroupRollouts
+from rondel.generate.envs.episode import EpisodeState
 
 
 class Quiet(GroupRollouts):
     def open_chat(self, *args, **settings):
-        return None
+        return SimpleNamespace(episode=EpisodeState())
 
 
 class Env:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
+import traceback
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,7 @@ from rondel.core.errors import ConfigError, EnvError
 from rondel.core.sandbox_types import BoxFileError
 from rondel.core.types import Task
 from rondel.generate.calls import HERMES, JsonCalls, TaggedCalls, read_off
+from rondel.generate.envs import repl
 from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tool, Tools
 
@@ -362,3 +366,58 @@ def test_the_calculator(text, value):
 def test_the_calculator_refuses_what_is_no_arithmetic(text):
     with pytest.raises((ValueError, ZeroDivisionError)):
         calculator(text)
+
+
+# -- what an error does not tell -------------------------------------------------------------------
+
+
+class Broken:
+    """Tools that raise, each with what a policy must not read in its words."""
+
+    def __init__(self, task):
+        pass
+
+    def chained(self, x: int) -> str:
+        """Raises another's traceback."""
+        try:
+            return str({}[x])
+        except KeyError as error:
+            raise RuntimeError(f"it broke:\n{traceback.format_exc()}") from error
+
+    async def waits(self) -> str:
+        """Raises a file of ours that is not there."""
+        return Path(__file__).with_name("no such file").read_text()
+
+    def names(self, path: str) -> str:
+        """Raises a file that the policy named, beside one that it did not."""
+        raise ValueError(f"{path} is not in {__file__}, see https://example.org/a/b and 3/4/5")
+
+    def box(self) -> str:
+        """A file of the box."""
+        raise BoxFileError(2, "no such file", str(Path(__file__).parent / "box/a.txt"))
+
+
+def test_an_error_that_the_policy_reads_has_no_traceback_and_no_path_of_the_machine():
+    asks = [call("chained", x=3), call("waits"), call("names", path="/data/mine.txt"), call("box")]
+    _, told, _ = play(*asks, "seven.", tools=[Broken])
+    here = str(Path(__file__).parent)
+    assert "Traceback" not in told and "File " not in told and here not in told and "tests/units" not in told
+    read = [part.partition("\n</tool_response>")[0] for part in told.split("<tool_response>\n")[1:]]
+    assert read[0] == "error: RuntimeError: it broke:\nKeyError: 3\n"
+    assert read[1] == "error: FileNotFoundError: [Errno 2] No such file or directory: 'no such file'"
+    assert read[2] == (
+        "error: ValueError: /data/mine.txt is not in test_tools.py, see https://example.org/a/b and 3/4/5"
+    )
+    assert read[3].endswith("a.txt'") or read[3].endswith("a.txt")
+
+
+def test_the_interpreter_of_a_box_shows_the_code_of_the_policy_and_nothing_of_its_own(capsys):
+    space: dict = {}
+    repl.execute_code("import json\ndef f():\n    json.loads('{')", space)
+    for text in ("f()", "1 +", "try:\n    f()\nexcept ValueError as e:\n    raise KeyError(1) from e"):
+        repl.execute_code(text, space)
+    space["late"] = repl.raise_timeout
+    repl.execute_code("late()", space)
+    told = capsys.readouterr().err
+    assert "json/decoder.py" in told and "TimeoutError" in told and "SyntaxError" in told and 'File "<python>"' in told
+    assert "repl.py" not in told and "raise_timeout" not in told and sys.base_prefix not in told

@@ -14,6 +14,7 @@ from typing import Any
 
 from rondel.algos.table import Algorithm
 from rondel.assemble.deployment import ENGINES, TOLERANCE, deploy_job, refuse_engine
+from rondel.assemble.episodes import command_log_of, episodes_of
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.one_base import deploy_on_one_base, shares_base
 from rondel.assemble.placement import Deployment
@@ -151,6 +152,9 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
         sync = sync_of(job, placed)
         for name, remote in placed.remotes.items():
             remote.catch_up = placed.catches_up(name, sync)
+        commands = command_log_of(folder) if trains else None
+        if commands is not None:
+            ends.callback(commands.close)
         return Components(
             job,
             rows,
@@ -174,6 +178,8 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
             ReplayBuffer(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None,
             ends.pop_all().close,
             FailureBudget(calls.max_failures, calls.patience),
+            episodes_of(job.task.episode, env, placed.known.tokenizer),
+            commands,
         )
 
 

@@ -19,8 +19,10 @@ from rondel.driver.demonstration_stream import DemonstrationStream
 from rondel.driver.failure_budget import FailureBudget
 from rondel.driver.remote_teachers import RemoteTeachers
 from rondel.driver.replay_buffer import ReplayBuffer
+from rondel.generate.envs.episode import EpisodeState
 from rondel.generate.envs.order import TaskAdmissions
 from rondel.generate.envs.sources import TaskSet
+from rondel.runtime.journal.command_log import EpisodeCommandLog
 from rondel.score.pool import RewardPool
 from rondel.sync.update import WeightUpdate
 
@@ -45,6 +47,8 @@ class Components:
     returning: ReplayBuffer | None
     close: Callable[[], None]
     failures: FailureBudget
+    episodes: Callable[[], EpisodeState]
+    commands: EpisodeCommandLog | None
 
     @property
     def algo(self) -> Algorithm | Mixture:

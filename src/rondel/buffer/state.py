@@ -12,10 +12,12 @@ from rondel.core.types import (
     FLAGS,
     IDS,
     NUMBERS,
+    Drift,
     EnvFault,
     Failed,
     Group,
     Ok,
+    OutOfBudget,
     PolicyFault,
     Score,
     Task,
@@ -67,7 +69,14 @@ def _shallow_dict(of: Any) -> dict[str, Any]:
 
 
 def decode(row: dict[str, Any]) -> Group:
-    kinds = {"Score": Score, "Failed": Failed, "Ok": Ok, "EnvFault": EnvFault, "PolicyFault": PolicyFault}
+    kinds = {
+        "Score": Score,
+        "Failed": Failed,
+        "Ok": Ok,
+        "EnvFault": EnvFault,
+        "PolicyFault": PolicyFault,
+        "OutOfBudget": OutOfBudget,
+    }
     images: dict[str, Any] = {}
     if "images" in row:
         images = {digest: Image.from_stored_fields(stored) for digest, stored in row["images"].items()}
@@ -76,6 +85,7 @@ def decode(row: dict[str, Any]) -> Group:
         given = {key: kinds[plain[key][0]](**plain[key][1]) for key in ("score", "outcome") if plain[key] is not None}
         given |= {name: TokenColumn.from_text(kind, plain[name]) for name, kind in COLUMNS.items()}
         given["media"] = [ImagePlaceholder(start, images[digest]) for start, digest in plain.get("media", ())]
+        given["drift"] = Drift(*plain["drift"]) if plain.get("drift") else None
         given["conversation"] = [Turn(*turn) for turn in plain.get("conversation", ())]
         if plain["experts"] is not None:
             dtype, *shape, routes = plain["experts"]

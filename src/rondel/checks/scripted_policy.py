@@ -189,7 +189,7 @@ class ScriptedStage:
         played, began = ScriptedEpisode(name, task, [], actor), time.perf_counter()
         try:
             async with asyncio.timeout(self.timeout) as limit:
-                played.trajectories = assign_parents(await episode_of(self.env, task, chat))
+                played.trajectories = assign_parents(await chat.episode.finish(await episode_of(self.env, task, chat)))
         except TimeoutError as error:
             played.fault = f"it did not end within {self.timeout:g} s" if limit.expired() else f"TimeoutError: {error}"
         except Exception as error:  # an environment raises whatever it likes

@@ -106,6 +106,8 @@ def trajectory_view(row: dict[str, Any], read_tokens: Any = None, *, supervised:
         facts.append(f"reward failed: {row['failed']} {row['failed_detail'] or ''}".strip())
     if row["outcome"] != "ok":
         facts.append(f"{row['outcome'].replace('_', ' ')}: {row['outcome_reason']}")
+    if drift := row["drift"]:
+        facts.append(f"drift ({drift['kind']}) from token {drift['at']}, in turn {drift['turn']}")
     return {
         "task": row["task"],
         "facts": facts,

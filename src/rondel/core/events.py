@@ -58,6 +58,8 @@ class GroupFinished(Event):
     truncated: int = 0
     source: str = ""  # that brought the task, where there are several
     supervised: bool = False  # of the supervised phase: nothing was drawn and nothing scored
+    # episodes of it by what is to be known of them: {"drift_thought": 3, "out_of_turns": 1}
+    episodes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -66,7 +66,17 @@ class PolicyFault:
     reason: str
 
 
-Outcome = Ok | EnvFault | PolicyFault
+@dataclass(frozen=True, slots=True)
+class OutOfBudget:
+    """The episode used up what it had of `reason`: "tokens", "turns", "seconds" or "cost". Scored like any other
+    episode, or dropped (task.env.budget.over).
+    """
+
+    reason: str
+
+
+Outcome = Ok | EnvFault | PolicyFault | OutOfBudget
+DROPPED = "out of budget"  # the `reason` of Failed of an episode that task.env.budget.over = "drop" leaves out
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +264,16 @@ class Turn(NamedTuple):
     written: bool = False
 
 
+class Drift(NamedTuple):
+    """The first token in which a conversation differs from what its chat template would write now:
+    `Drift("thought", 57, 1)`, at token 57, in the policy's first turn or behind it. Kinds: generate/drift.py.
+    """
+
+    kind: str
+    at: int
+    turn: int
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One attempt at one task: a stream of T tokens and, for each, who wrote it.
@@ -278,6 +298,8 @@ class Trajectory:
     parent               its place in the group, of the trajectory whose score it shares: this one is
                          a branch of the same episode
     conversation         the same as messages, for rewards; empty where an environment appended tokens itself
+    drift                where it differs from what the template would write of the same messages; None where it does
+                         not, and where that cannot be said
     """
 
     tokens: TokenColumn = field(default_factory=partial(TokenColumn, IDS))
@@ -299,6 +321,7 @@ class Trajectory:
     timings: dict[str, float] = field(default_factory=dict)
     laps: list[tuple[str, float, float, int, int]] = field(default_factory=list, compare=False, repr=False)
     conversation: list[Turn] = field(default_factory=list, compare=False, repr=False)
+    drift: Drift | None = None
 
     def __post_init__(self) -> None:
         """Lists are taken, too."""
@@ -407,6 +430,22 @@ class Group:
     def policy_samples(self) -> list[Trajectory]:
         """The samples alone, without what stands beside them."""
         return [t for t in self.root_trajectories if t.policy not in (DATA, GREEDY)]
+
+    def count_episodes(self) -> dict[str, int]:
+        """{"drift_thought": 3, "out_of_turns": 1}: the first drift of each sample or its branches, and the budgets
+        that were used up.
+        """
+        counts: dict[str, int] = {}
+        drifted: set[int] = set()
+        for place, t in enumerate(self.trajectories):
+            root = place if t.parent is None else t.parent
+            if t.drift is not None and root not in drifted:
+                drifted.add(root)
+                counts[f"drift_{t.drift.kind}"] = counts.get(f"drift_{t.drift.kind}", 0) + 1
+        for t in self.policy_samples:
+            if isinstance(t.outcome, OutOfBudget):
+                counts[f"out_of_{t.outcome.reason}"] = counts.get(f"out_of_{t.outcome.reason}", 0) + 1
+        return counts
 
     @property
     def baseline(self) -> float | None:

@@ -22,6 +22,7 @@ from rondel.core.errors import ConfigError, DataError, ends_the_run, error_bound
 from rondel.core.registry import find_registered, refuse_uncallable
 from rondel.core.types import (
     DATA,
+    DROPPED,
     GREEDY,
     POLICY,
     EnvFault,
@@ -89,7 +90,7 @@ class GroupRollouts:
         """
         episode = assign_parents(await self._sample_episode(slot, index, policy))
         await self.score_episode(episode, slot.task)
-        while await self.parts.failures.should_retry(episode[0].score):
+        while not _is_dropped(episode[0]) and await self.parts.failures.should_retry(episode[0].score):
             if isinstance(episode[0].outcome, EnvFault):
                 episode = assign_parents(await self._sample_episode(slot, index, policy))
             for trajectory in episode:
@@ -110,14 +111,19 @@ class GroupRollouts:
         """One episode. An environment that breaks is tried once more, then it is a fault, which is data."""
         reason = ""
         for _ in range(2):
+            opened = chat()
             try:
-                episode = await episode_of(self.parts.env, task, chat())
+                episode = await opened.episode.finish(await episode_of(self.parts.env, task, opened))
                 for trajectory in episode:
                     refuse_miscast(trajectory, self.parts.job.agent_policies)
                 return episode
             except (Exception, SystemExit) as error:
                 if ends_the_run(error):
                     raise
+                if (
+                    opened.episode.is_out_of_budget
+                ):  # without it an environment may well fail: that is the policy's doing
+                    return await opened.episode.rescue()
                 reason = valid_unicode(error_text(error))
         return [Trajectory(outcome=EnvFault(reason))]
 
@@ -142,6 +148,11 @@ class GroupRollouts:
             done.support = [None if ids is None else np.asarray(ids, np.int32) for ids in done.support or []]
             return done
 
+        episode = p.episodes()
+        if sampling is None:
+            episode.commands = p.commands
+        else:  # what is measured is scored, however it ended
+            episode.drops = False
         return TokenChat(
             p.model_info.tokenizer,
             generate,
@@ -151,6 +162,7 @@ class GroupRollouts:
             system=p.job.task.system,
             sight=p.model_info.sight,
             cast=p.job.agent_policies,
+            episode=episode,
         )
 
     async def score(self, group: Group) -> None:
@@ -168,10 +180,17 @@ class GroupRollouts:
     async def _score_trajectory(self, trajectory: Trajectory, task: Task) -> None:
         if isinstance(trajectory.outcome, EnvFault):
             trajectory.score = Failed("environment fault", trajectory.outcome.reason)
+        elif _is_dropped(trajectory):
+            return
         elif trajectory.score is None:
             trajectory.score = await self.parts.pool.score(trajectory, task)
         else:
             trajectory.score = check_score(trajectory.score, trajectory)
+
+
+def _is_dropped(trajectory: Trajectory) -> bool:
+    """Whether it has no score because its budget was used up: nothing is broken, and nothing mends by asking again."""
+    return isinstance(trajectory.score, Failed) and trajectory.score.reason == DROPPED
 
 
 def rollouts_of(parts: Components) -> GroupRollouts:

@@ -55,9 +55,9 @@ class Template:
         self.tokenizer, self.special, self.sight = tokenizer, special_tokens(tokenizer), sight
         self.plain = not getattr(tokenizer, "chat_template", None)
 
-    def render_opening(self, messages: Messages, tools: Schemas = ()) -> list[int]:
+    def render_opening(self, messages: Messages, tools: Schemas = (), *, remember: bool = True) -> list[int]:
         """The first messages with the tools that are offered, up to where the policy starts to
-        write. TemplateError where it refuses them.
+        write. TemplateError where it refuses them. `remember` what others will ask for, too.
         """
         messages, tools = (
             self.calls_as_text(self.special.cover_messages(messages)),
@@ -68,7 +68,7 @@ class Template:
         if self.plain:
             return self._encode_plain(messages, opening=True)
         with _template_errors(messages):
-            return self._render_tokens(messages, tools=tools)
+            return self._render_tokens(messages, tools=tools, remember=remember)
 
     def render_after_turn(self, tokens: Sequence[int], messages: Messages) -> list[int]:
         """What follows a turn of the policy that wrote `tokens`: the rest of its end, and the
@@ -183,9 +183,10 @@ class Template:
         return self.turn_end_tokens[have:]
 
     def _render_tokens(
-        self, messages: Sequence[dict[str, Any]], *, prompt: bool = True, tools: Schemas = ()
+        self, messages: Sequence[dict[str, Any]], *, prompt: bool = True, tools: Schemas = (), remember: bool = True
     ) -> list[int]:
-        return list(_render_cached(self.tokenizer, self.sight, json.dumps(messages), prompt, json.dumps(tools)))
+        render = _render_cached if remember else _render_cached.__wrapped__
+        return list(render(self.tokenizer, self.sight, json.dumps(messages), prompt, json.dumps(tools)))
 
     def _render_text(self, messages: Messages, tools: Schemas, *, prompt: bool = False) -> str:
         more = {"tools": list(tools)} if tools or not prompt else {}

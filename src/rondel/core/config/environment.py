@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -75,6 +75,46 @@ class VerifiersConfig(BaseModel):
 
     model_config = CLOSED
     timeout: float = Field(600.0, gt=0, le=LONGEST, description="seconds of wall clock for one episode")
+
+
+class EpisodeBudgetConfig(BaseModel):
+    """What one episode may use, in all its conversations together."""
+
+    model_config = CLOSED
+    tokens: int | None = Field(None, ge=1, description="tokens that the policy writes; unset is no limit")
+    turns: int | None = Field(None, ge=1, description="replies of the policy; unset is no limit")
+    seconds: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST,
+        description="seconds from its first reply on, looked at before each reply; unset is no limit. Such a run cannot "
+        "be repeated bit for bit",
+    )
+    cost: float | None = Field(
+        None, gt=0, description="what its remote models may cost, as the environment says with chat.spend(cost)"
+    )
+    over: Literal["score", "drop"] = Field(
+        "score",
+        description='what becomes of an episode that used up its budget: "score" as any other, "drop" without a score, '
+        "in no baseline",
+    )
+
+
+class EpisodeConfig(BaseModel):
+    """What holds in every environment; all other settings of task.env are the environment's own."""
+
+    model_config = CLOSED
+    budget: EpisodeBudgetConfig = Field(
+        EpisodeBudgetConfig(),
+        description="what one episode may use: { tokens = 8192, turns = 20, seconds = 300.0, cost = 0.05 }",
+    )
+    drift: Literal["keep", "branch", "refuse"] = Field(
+        "keep",
+        description="where the chat template would write the conversation so far in other tokens than those that stand "
+        'there (Qwen3 drops earlier thoughts): "keep" goes on from what was written, "branch" begins another trajectory '
+        'of the episode with what it writes, "refuse" ends the episode as a fault of the environment; every kind is '
+        "counted",
+    )
 
 
 ENV_TABLES: dict[str, type[BaseModel]] = {

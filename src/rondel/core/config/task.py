@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from rondel.core.config.environment import ENV_TABLES
+from rondel.core.config.environment import ENV_TABLES, EpisodeConfig
 from rondel.core.config.reward import RewardCallConfig
 from rondel.core.config.section import ConfigSection, SettingsTable, read_settings, split_kind
 
@@ -107,7 +107,14 @@ class TaskConfig(ConfigSection):
 
     @property
     def env_settings(self) -> dict[str, Any]:
-        return split_kind(self.env, "single_turn")[1]
+        """Its own, without those of every episode."""
+        settings = split_kind(self.env, "single_turn")[1]
+        return {name: value for name, value in settings.items() if name not in EpisodeConfig.model_fields}
+
+    @property
+    def episode(self) -> EpisodeConfig:
+        settings = split_kind(self.env, "single_turn")[1]
+        return EpisodeConfig(**{name: value for name, value in settings.items() if name in EpisodeConfig.model_fields})
 
     @property
     def suffix(self) -> str:
@@ -138,6 +145,8 @@ class TaskConfig(ConfigSection):
     @classmethod
     def _check_env_settings(cls, given: str | dict[str, Any]) -> str | dict[str, Any]:
         kind, settings = split_kind(given, "single_turn")
+        shared = {name: settings.pop(name) for name in EpisodeConfig.model_fields if name in settings}
+        read_settings("task.env", EpisodeConfig, shared)
         if isinstance(kind, str) and kind in ENV_TABLES:
             read_settings("task.env", ENV_TABLES[kind], settings)
         return given

@@ -8,7 +8,7 @@ const GROUPS = [
   ["Learning", ["score/reward_mean", "eval/score", "filter/signal_fraction", "filter/dropped_fraction"]],
   ["Policy", ["train/entropy", "train/kl_to_start", "train/grad_norm", "train/clip_fraction", "train/lr", "train/loss"]],
   ["Engine against trainer", ["train/gap_max", "train/mismatch_k3", "train/mismatch_ess_token", "loop/lag_mean", "loop/lag_max", "sync/probe_gap"]],
-  ["Answers", ["generate/length_mean", "generate/length_p95", "generate/truncated_fraction", "score/failed_fraction", "generate/repetition", "score/length_correlation"]],
+  ["Answers", ["generate/length_mean", "generate/length_p95", "generate/truncated_fraction", "score/failed_fraction", "generate/repetition", "score/length_correlation", "episode/drift_share", "episode/out_of_budget_share"]],
   ["Speed", ["time/step", "loop/tokens_per_second", "sync/seconds", "time/wait"]],
 ];
 const LABELS = {
@@ -16,6 +16,7 @@ const LABELS = {
   "train/kl_to_start": "KL to the start", "train/gap_max": "engine gap, largest", "train/mismatch_k3": "engine gap, K3", "train/mismatch_ess_token": "effective sample size",
   "loop/lag_mean": "lag, mean", "loop/lag_max": "lag, largest", "sync/probe_gap": "gap on the probe after sync", "generate/length_mean": "length, mean",
   "generate/length_p95": "length, p95", "generate/truncated_fraction": "truncated", "score/failed_fraction": "reward failed", "score/length_correlation": "reward with length",
+  "episode/drift_share": "drift from the template", "episode/out_of_budget_share": "out of budget",
   "time/step": "a step", "time/wait": "the learner waits", "sync/seconds": "sync", "loop/tokens_per_second": "tokens a second",
 };
 const MISSING = {

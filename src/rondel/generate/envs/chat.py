@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rondel.core.errors import DataError, EnvError
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, message_text
-from rondel.core.types import POLICY, Completion, FinishReason, Request, Sampling, Trajectory, Turn
-from rondel.generate.calls import ToolCall, read_calls
+from rondel.core.types import POLICY, Completion, Drift, FinishReason, Request, Sampling, Trajectory, Turn
+from rondel.generate.calls import THOUGHT_ENDS, ToolCall, read_calls
+from rondel.generate.envs.episode import EpisodeState
+from rondel.generate.envs.sent_messages import SentTurn, compare_with_template, describe_drift, sent_messages
 from rondel.generate.pictures import place_images
 from rondel.generate.template import Messages, Schemas, Template
 from rondel.generate.video import process_media, split_media
@@ -56,6 +58,7 @@ class TokenChat:
     system       a system message for prompts that bring none
     sight        how the model looks at images; None for one that reads text alone
     cast         {agent: policy}: whose weights write for whom; the policy's own for everyone else
+    episode      what the conversations of one episode share: its budget, and what follows from drift
 
     Who speaks is `trajectory.agent`, and is named before the first reply:
     `chat.trajectory.agent = "writer"`, `chat.beside("critic")`.
@@ -64,7 +67,11 @@ class TokenChat:
     closed by another end token. The missing tokens are then *given* (mask 0) before the
     next message, so the conversation stays
     well-formed and nothing that the policy did not sample is trained. When a later message or turn no longer fits into
-    max_context nothing is appended, and `reply` returns an empty completion with finish_reason "length".
+    max_context nothing is appended, and `reply` returns an empty completion with finish_reason "length"; so it does
+    where the episode's budget is used up.
+
+    `closed` are trajectories of this conversation that ended where the template would have written it otherwise
+    (drift = "branch"), or where it was compacted; `trajectory` is always the one that goes on.
     """
 
     def __init__(
@@ -79,18 +86,24 @@ class TokenChat:
         system: str | None = None,
         sight: ImageProcessorConfig | None = None,
         cast: Mapping[str, str] | None = None,
+        episode: EpisodeState | None = None,
     ) -> None:
         self.tokenizer, self.template, self.generate = tokenizer, Template(tokenizer, sight), generate
         self.sampling, self.key, self.max_context, self.system = sampling, key, max_context, system
         self.sight, self.cast = sight, cast or {}
-        self.trajectory = Trajectory(policy=policy)
+        self.trajectory, self.closed = Trajectory(policy=policy), list[Trajectory]()
+        self.episode = episode or EpisodeState()
+        self._sent = list[SentTurn]()  # the same as messages, for what a server would make of them
+        self._tools: Schemas = ()
         # whether its first messages hold what others wrote: too much of that is no fault of the data
         self.others = False
         self.turn = 0
         self._open = False  # a prompt waits for its reply
         self._full = False
-        self._beside = 0
+        self._beside = self._commands = 0
         self._last: Sequence[int] = []
+        self._opening: Messages | None = []  # what the next messages stand behind, where they begin a trajectory
+        self._asked = (0, 0)  # tokens and messages that the last reply answers
 
     def give(self, messages: Messages, tools: Schemas = ()) -> None:
         """Render once, append, mask 0. `tools` are offered with the first messages, once for the whole conversation.
@@ -102,21 +115,41 @@ class TokenChat:
             raise EnvError("give() twice without a reply() between: hand over all messages in one call")
         self._open = True
         messages, tools = valid_unicode(messages), valid_unicode(tools)
-        if self.turn == 0:
-            if self.system is not None and not any(m.get("role") == "system" for m in messages):
-                messages = [{"role": "system", "content": self.system}, *messages]
-            plain, sources = self._split_images(messages)
-            tokens, media = self._place_images(self.template.render_opening(plain, tools), sources)
-            self.trajectory.extend(tokens, media=media)
-            self._record_messages(messages)
+        if self._opening is not None:
+            self._give_opening(messages, tools)
             return
         try:
             plain, sources = self._split_images(messages)
         except DataError as error:  # what came in the middle of an episode is its world's, and no fault of the data
             raise EnvError(str(error)) from error
-        self._append_tokens(self.template.render_after_turn(self._last, plain), sources)
+        later = self.template.render_after_turn(self._last, plain)
+        if self.episode.drift != "keep" and (rendered := self._refused_render(later, messages)) is not None:
+            self._close_trajectory()
+            self._sent += messages
+            self._append_tokens(rendered)
+            self._record_turns(messages)
+            return
+        self._append_tokens(later, sources)
         if not self._full:
             self._record_messages(messages)
+
+    def _give_opening(self, messages: Messages, tools: Schemas) -> None:
+        """The first messages of a trajectory, rendered whole."""
+        first, new = self.turn == 0, messages
+        messages, self._opening = _behind(self._opening or [], messages), None
+        if self.system is not None and not any(m.get("role") == "system" for m in messages):
+            messages = [{"role": "system", "content": self.system}, *messages]
+        self._sent, self._tools = [], tools or self._tools
+        plain, sources = self._split_images(messages)
+        tokens = self.template.render_opening(plain, self._tools)
+        if first:
+            tokens, media = self._place_images(tokens, sources)
+            self.trajectory.extend(tokens, media=media)
+            self._record_messages(messages)
+            return
+        self._sent += messages
+        self._append_tokens(tokens, sources)
+        self._record_turns(new)
 
     def _split_images(self, messages: Messages) -> tuple[Messages, list[Any]]:
         if all(isinstance(m.get("content"), str) for m in messages):
@@ -137,17 +170,21 @@ class TokenChat:
 
     def give_tokens(self, tokens: list[int]) -> None:
         """The same for what is text alone, without roles and without a template."""
-        self._open = True
+        self._open, self._opening = True, None
         self._append_tokens(tokens)
         if not self._full:
-            self._record_messages(
-                [{"role": "user", "content": self.tokenizer.decode(tokens, skip_special_tokens=True)}]
-            )
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            self._sent.append((tokens, ""))
+            self._record_turns([{"role": "user", "content": text}])
 
     def _record_messages(self, messages: Messages) -> None:
         """What was just given, as rewards read it. The template writes all messages at once,
         so only their common end is a place.
         """
+        self._sent += messages
+        self._record_turns(messages)
+
+    def _record_turns(self, messages: Messages) -> None:
         known, end = self.trajectory.conversation, len(self.trajectory.tokens)
         for message in messages:
             calls = "".join(
@@ -168,13 +205,21 @@ class TokenChat:
     async def reply(self) -> Completion:
         """The policy writes one turn, mask 1."""
         self._check_turn()
+        if self not in self.episode.chats:
+            self.episode.chats.append(self)
+        budget = self.episode.budget
+        if budget is not None and not budget.has_room():
+            self._open, self.trajectory.finish_reason = False, "length"
+            return Completion.empty("length", len(self.trajectory.tokens))
         if self._full or self._remaining_tokens <= 0:
             self._full, self._open, self.trajectory.finish_reason = True, False, "length"
             return Completion.empty("length", len(self.trajectory.tokens))
         self._check_speaker()
         limit = min(self.sampling.max_tokens, self._remaining_tokens)
+        limit = limit if budget is None else budget.limit_tokens(limit)
         sampling = replace(self.sampling, max_tokens=limit, min_tokens=min(self.sampling.min_tokens, limit))
         tokens = self.trajectory.tokens.copy()
+        self._asked = (len(tokens), len(self._sent))
         began = now()
         done = await self.generate(
             Request(
@@ -197,7 +242,74 @@ class TokenChat:
             self.trajectory.timings[what] = self.trajectory.timings.get(what, 0.0) + seconds
         self._close_turn(done.tokens, done.text)
         self.trajectory.finish_reason = done.finish_reason
+        if budget is not None:
+            budget.spend(len(done.tokens), cut=done.finish_reason == "length")
         return done
+
+    async def compact(self, prompt: str, *, keep: int = 0) -> Completion:
+        """The policy is asked for a summary, and the conversation goes on from [system, summary, last `keep`
+        messages] in a trajectory of its own. What was written so far, the summary with it, is trained with the score
+        of the episode.
+
+        keep   1 keeps the turn of the policy, whose calls are answered next
+        A summary for which there is no room is empty, and changes nothing.
+        """
+        messages = sent_messages(self._sent, self.template, tools=bool(self._tools))
+        system = [m for m in messages[:1] if m["role"] == "system"]
+        kept = messages[len(system) :][-keep:] if keep else []
+        self.give([{"role": "user", "content": prompt}])
+        done = await self.reply()
+        if not done.tokens:
+            return done
+        summary = (done.text or "").rpartition(THOUGHT_ENDS)[2].strip()
+        self.trajectory.drift = self.trajectory.drift or self.find_drift()
+        self._close_trajectory()
+        self._opening = _behind([*system, {"role": "user", "content": summary}], kept)
+        return done
+
+    def drift_before(self, messages: Messages) -> tuple[Drift, list[int]] | None:
+        """Where a server that renders these messages behind the others would send other tokens, and which."""
+        return self._compare_with_rendered(self.template.render_after_turn(self._last, messages), messages)
+
+    def find_drift(self) -> Drift | None:
+        """Where the template would write other tokens than those that the last reply answers."""
+        n, known = self._asked
+        if sum(turn.written for turn in self.trajectory.conversation) < 2 or not n:
+            return None
+        found = self._compare(self.trajectory.tokens[:n], self._sent[:known])
+        return None if found is None else found[0]
+
+    def _refused_render(self, later: list[int], messages: Messages) -> list[int] | None:
+        """The conversation as it is rendered, where that is not what stands there."""
+        found = self._compare_with_rendered(later, messages)
+        if found is None:
+            return None
+        drift, rendered = found
+        self.trajectory.drift = drift
+        if self.episode.drift == "refuse":
+            raise EnvError(self.describe_drift(drift, rendered))
+        return rendered
+
+    def _compare_with_rendered(self, later: list[int], messages: Messages) -> tuple[Drift, list[int]] | None:
+        return self._compare(self.trajectory.tokens + later, [*self._sent, *messages])
+
+    def _compare(self, written: Sequence[int], sent: list[SentTurn]) -> tuple[Drift, list[int]] | None:
+        return compare_with_template(self.template, written, sent, self._tools, self.trajectory.conversation)
+
+    def describe_drift(self, drift: Drift, rendered: Sequence[int]) -> str:
+        """A difference in words."""
+        return describe_drift(self.tokenizer, drift, self.trajectory.tokens, rendered)
+
+    def _close_trajectory(self) -> None:
+        """What was read and written so far is set aside, and the same object goes on empty: with all that was said."""
+        t = self.trajectory
+        values = {f.name: getattr(t, f.name) for f in fields(t)}
+        self.closed.append(Trajectory(**{**values, "conversation": list(t.conversation)}))
+        fresh = Trajectory(policy=t.policy, agent=t.agent, text=t.text)
+        fresh.conversation = [turn._replace(start=0, end=0) for turn in t.conversation]
+        for name in values:
+            setattr(t, name, getattr(fresh, name))
+        self._asked = (0, 0)
 
     async def _extend_in_turns(self, done: Completion) -> None:
         """Its tokens into the trajectory, in passes of the event loop that are short however many they are."""
@@ -234,9 +346,29 @@ class TokenChat:
         self.trajectory.finish_reason = "stop" if len(kept) == len(tokens) else "length"
 
     @property
+    def logs_commands(self) -> bool:
+        """Whether `log_command` is heard: then the digest of a folder is worth its time."""
+        return self.episode.commands is not None
+
+    def log_command(self, command: Any, *, exit: int, folder: str) -> None:
+        """The environment ran a command in its sandbox: its exit code, and a digest of the working folder behind it.
+        To be called before the policy reads what came of it. EnvError where the episode was interrupted, and the
+        same command ended otherwise before.
+        """
+        n, self._commands = self._commands, self._commands + 1
+        if self.episode.commands is not None:
+            self.episode.commands.record(self.key(0), n, command, exit=exit, folder=folder)
+
+    def spend(self, cost: float) -> None:
+        """What a call of a remote model cost, for task.env.budget.cost."""
+        if self.episode.budget is not None:
+            self.episode.budget.used_cost += cost
+
+    @property
     def is_full(self) -> bool:
         """Whether what was given last leaves no room for an answer."""
-        return self._full or self._remaining_tokens <= 0
+        budget = self.episode.budget
+        return self._full or self._remaining_tokens <= 0 or (budget is not None and not budget.has_room())
 
     @property
     def turn_mark(self) -> ConversationMark:
@@ -270,6 +402,7 @@ class TokenChat:
             system=self.system,
             sight=self.sight,
             cast=self.cast,
+            episode=self.episode,
         )
         twin.template = self.template  # what it has found out about its tokenizer
         twin.trajectory = Trajectory(
@@ -288,6 +421,8 @@ class TokenChat:
             conversation=t.conversation[: mark.messages],
         )
         twin.turn, twin._last = mark.turn, t.tokens[mark.began : n]
+        if n:
+            twin._sent, twin._tools, twin._opening = self._sent[: mark.messages], self._tools, None
         return twin
 
     @property
@@ -321,5 +456,16 @@ class TokenChat:
         """A turn of the policy is over. Turns are joined by a line break, so that a number at an end does not grow."""
         self.trajectory.text += ("\n" if self.turn else "") + text
         n = len(self.trajectory.tokens)
+        self._sent.append((tokens, text))
         self.trajectory.conversation.append(Turn("assistant", text, n - len(tokens), n, True))
         self._last, self._open, self.turn = tokens, False, self.turn + 1
+
+
+def _behind(opening: Messages, messages: Messages) -> Messages:
+    """Messages that follow others; two of the user are one, as templates want turns to be taken."""
+    if not opening or not messages:
+        return [*opening, *messages]
+    last, first = opening[-1], messages[0]
+    if not all(m["role"] == "user" and isinstance(m["content"], str) for m in (last, first)):
+        return [*opening, *messages]
+    return [*opening[:-1], {**first, "content": f"{last['content']}\n\n{first['content']}"}, *messages[1:]]

@@ -77,7 +77,8 @@ class Gym:
         finally:
             if hasattr(world, "close"):
                 await self._call_environment(name, world.close)
-        trajectory.score = Score(sum(value for _, value in earned), steps=tuple(earned))
+        whole = not getattr(chat, "closed", ())  # else its turns lie in several trajectories
+        trajectory.score = Score(sum(value for _, value in earned), steps=tuple(earned) if whole else ())
         return trajectory
 
     async def _call_environment(self, name: str, verb: Callable[..., Any], *given: Any, **named: Any) -> Any:

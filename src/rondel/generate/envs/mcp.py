@@ -27,6 +27,7 @@ from rondel.core.types import Task
 from rondel.generate.envs.gateway.agent import DIES_WITH_US
 from rondel.generate.envs.tools import Tool
 from rondel.generate.pictures import open_image, run_on_image_thread
+from rondel.text.error_lines import visible_error
 
 BEGINS = 30.0  # seconds until a server must have introduced itself
 ASKED_WRONGLY = (-32601, -32602)  # JSON-RPC: no such method, invalid parameters
@@ -128,7 +129,7 @@ class McpEpisode:
             error = root_cause(raised)
             said = getattr(error, "error", error)
             if getattr(said, "code", None) in ASKED_WRONGLY:
-                return f"error: {name}: {getattr(said, 'message', said)}"
+                return f"error: {name}: {visible_error(str(getattr(said, 'message', said)), arguments)}"
             raise EnvError(f"the MCP server '{self.server.where}': {_error_text(error)}") from error
         content = answer.get("content") or []
         if any(map(_image_url, content)):
@@ -136,7 +137,7 @@ class McpEpisode:
         text = "\n".join(_part_text(part) for part in content)
         if not text and answer.get("structuredContent") is not None:
             text = json.dumps(answer["structuredContent"], ensure_ascii=False)
-        return f"error: {text}" if answer.get("isError") else text
+        return f"error: {visible_error(text, arguments)}" if answer.get("isError") else text
 
     async def _read_content(self, content: list[dict[str, Any]], begins: list[Any]) -> list[Any]:
         pieces = begins

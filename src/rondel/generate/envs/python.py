@@ -14,6 +14,7 @@ from rondel.core.errors import EnvError, SandboxError
 from rondel.core.protocols import SandboxCell, SandboxFactory
 from rondel.core.sandbox_types import Limits
 from rondel.core.types import Task
+from rondel.text.error_lines import visible_error
 
 SECONDS = 10.0  # one call
 MOST = 4000  # characters that the policy reads of one call
@@ -45,8 +46,15 @@ class SandboxInterpreter:
 
     def run_code(self, code: str) -> str | None:
         """What it printed; None when it ended, or does not hear."""
+        return self._ask({"code": code})
+
+    def folder_digest(self) -> str | None:
+        """Of its folder as it is now; None as above."""
+        return self._ask({})
+
+    def _ask(self, asked: dict[str, str]) -> str | None:
         deadline = time.monotonic() + SECONDS + GRACE
-        rest, line = json.dumps({"code": code}).encode() + b"\n", b""
+        rest, line = json.dumps(asked).encode() + b"\n", b""
         try:
             while rest:
                 _until_ready(self.asks, select.POLLOUT, deadline)
@@ -107,8 +115,13 @@ def python_tool(sandbox: Callable[[], SandboxFactory]) -> type:
                     self.is_busy = False
                 if text is None:  # and a box that was opened for an episode that is over ends too
                     how, self._open = self._open.end_process(), None
-                    return f"error: the interpreter ended ({how}); its variables and files are lost"
+                    return f"error: the interpreter ended ({visible_error(how)}); its variables and files are lost"
                 return middle_out(text)
+
+        def folder_digest(self) -> str:
+            """Of the box's folder; "" where there is none, or it does not answer."""
+            with self._turn:
+                return (self._open.folder_digest() if self._open is not None and not self._closed else None) or ""
 
         def close(self) -> None:
             """At once for the caller: the box ends beside."""

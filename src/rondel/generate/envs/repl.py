@@ -1,5 +1,5 @@
 """An interpreter that keeps its variables: in a box, a JSON object a line, {"code"} ->
-{"text"}. Standard library only, and no import of ours.
+{"text"}, {} -> a digest of its folder. Standard library only, and no import of ours.
 
 The last expression of a text is shown, as an interactive interpreter does.
 """
@@ -7,9 +7,11 @@ The last expression of a text is shown, as an interactive interpreter does.
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
 import signal
+import stat
 import sys
 import tempfile
 import traceback
@@ -33,7 +35,48 @@ def execute_code(text: str, space: dict[str, Any]) -> None:
         trace = error.__traceback__
         while trace and trace.tb_frame.f_code.co_filename != "<python>":
             trace = trace.tb_next
-        traceback.print_exception(error.with_traceback(trace))
+        print_error(error.with_traceback(trace))
+
+
+def print_error(error: BaseException) -> None:
+    """Its traceback as far as it is the code's own: without frames of this file, and with libraries by their names."""
+    told = traceback.TracebackException.from_exception(error)
+    own = {(f.__code__.co_filename, f.__name__) for f in (execute_code, raise_timeout, serve)}
+    seen, open_ones = set[int](), list[traceback.TracebackException | None]([told])
+    while open_ones:
+        one = open_ones.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.stack[:] = [frame for frame in one.stack if (frame.filename, frame.name) not in own]
+        for frame in one.stack:
+            frame.filename = library_name(frame.filename)
+        open_ones += [one.__cause__, one.__context__, *(getattr(one, "exceptions", None) or ())]
+    sys.stderr.write("".join(told.format()))
+
+
+def library_name(path: str) -> str:
+    """Without the folder that it was imported from: "json/decoder.py"."""
+    homes = [home.rstrip("/") + "/" for home in sys.path if home.startswith("/")]
+    return path[max((len(home) for home in homes if path.startswith(home)), default=0) :]
+
+
+def folder_digest(folder: str = ".") -> str:
+    """Of the names, modes and contents below a folder; without what Python compiled, which tells the time."""
+    total = hashlib.blake2b(digest_size=16)
+    for place, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        folders[:] = sorted(set(folders) - set(links) - {"__pycache__"})
+        for name in ["", *sorted(files + links)]:
+            path = os.path.join(place, name)
+            mode = os.lstat(path).st_mode
+            total.update(f"{os.path.relpath(path, folder)}\0{mode:o}\0".encode(errors="surrogateescape"))
+            if stat.S_ISLNK(mode):
+                total.update(os.readlink(path).encode(errors="surrogateescape"))
+            elif stat.S_ISREG(mode):
+                with open(path, "rb") as file:
+                    total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
 
 
 def raise_timeout(*_: Any) -> None:
@@ -85,13 +128,17 @@ def serve(seconds: float, most: int) -> None:
         os.ftruncate(said, 0)
         os.lseek(said, 0, os.SEEK_SET)
         signal.setitimer(signal.ITIMER_REAL, seconds)
+        given, found = json.loads(line), None
         try:
-            execute_code(json.loads(line)["code"], main.__dict__)
+            if "code" in given:
+                execute_code(given["code"], main.__dict__)
+            else:
+                found = folder_digest()
         except TimeoutError:  # while its traceback was written
             with suppress(OSError):
                 os.write(2, f"TimeoutError: {LATE}\n".encode())
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         lost = flush_streams()
-        answers.write(json.dumps({"text": middle_out(said, most) + lost}) + "\n")
+        answers.write(json.dumps({"text": middle_out(said, most) + lost if found is None else found}) + "\n")
         answers.flush()

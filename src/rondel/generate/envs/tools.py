@@ -35,12 +35,16 @@ from rondel.generate.envs.single_turn import opening_messages
 from rondel.generate.pictures import tool_image_parts
 from rondel.generate.template import Messages, Schemas
 from rondel.system.clock import now
+from rondel.text.error_lines import visible_error
 
 # what the system says of a path that a policy chose
 OF_ARGUMENTS = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL,
     errno.EACCES, errno.EPERM, errno.ENXIO,
 }  # fmt: skip
+
+
+OURS = ("close", "folder_digest")  # methods of an episode's object that are no tools
 
 
 class Tool:
@@ -58,6 +62,12 @@ class Tool:
     def is_busy(self) -> bool:
         """Whether what the policy wrote is running in it now: then it is the policy that takes long."""
         return bool(getattr(getattr(self.function, "__self__", None), "is_busy", False))
+
+    @property
+    def workspace(self) -> Any:
+        """What it is a method of, where that has a working folder: `folder_digest()`."""
+        owner = getattr(self.function, "__self__", None)
+        return owner if hasattr(owner, "folder_digest") else None
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.name = function, function.__name__
@@ -99,7 +109,7 @@ def resolve_tools(found: Any) -> list[Tool]:
         return tools
     if inspect.isfunction(found) or inspect.iscoroutinefunction(found):
         return [Tool(found)]
-    methods = [m for name, m in inspect.getmembers(found, callable) if not name.startswith("_") and name != "close"]
+    methods = [m for name, m in inspect.getmembers(found, callable) if not name.startswith("_") and name not in OURS]
     if not methods:
         raise ConfigError(f"task.env.tools: {found!r} is neither a function nor an object with public methods")
     return [Tool(method) for method in methods]
@@ -107,7 +117,8 @@ def resolve_tools(found: Any) -> list[Tool]:
 
 class Tools:
     """`Tools([add, Search])`: functions are shared, a class is made anew for every episode
-    as `Search(task)` and closed at its end.
+    as `Search(task)` and closed at its end. One with a `folder_digest()` has a working folder: its calls are logged,
+    and compared where the episode is played again after a crash.
 
     turns    most replies of the policy
     timeout  seconds for one call
@@ -149,7 +160,7 @@ class Tools:
                     chat.trajectory.finish_reason = "length"
                     break
                 began = time.perf_counter()
-                results = await asyncio.gather(*(self._call_timed(call, tools, chat.trajectory) for call in calls))
+                results = await self._carry_out_all(calls, tools, chat)
                 timings = chat.trajectory.timings
                 timings["tools"] = timings.get("tools", 0.0) + time.perf_counter() - began
                 read = [self._visible_result(call, result, tools, chat) for call, result in zip(calls, results)]
@@ -157,6 +168,28 @@ class Tools:
                     [{"role": "tool", "name": call.name, "content": content} for call, content in zip(calls, read)]
                 )
         return chat.trajectory
+
+    async def _carry_out_all(self, calls: list[ToolCall], tools: dict[str, Tool], chat: Chat) -> list[Any]:
+        """The calls of one reply side by side; those of one working folder one after the other, and each is logged
+        before anyone reads what came of it."""
+        lanes: dict[int, list[int]] = {}
+        log = getattr(chat, "log_command", None) if getattr(chat, "logs_commands", False) else None
+        for place, call in enumerate(calls):
+            home = tools[call.name].workspace if call.name in tools and log is not None else None
+            lanes.setdefault(-1 - place if home is None else id(home), []).append(place)
+        results: list[Any] = [None] * len(calls)
+
+        async def carry_out_lane(lane: int, places: list[int]) -> None:
+            for place in places:
+                call = calls[place]
+                results[place] = await self._call_timed(call, tools, chat.trajectory)
+                if lane >= 0 and log is not None:
+                    folder = await asyncio.to_thread(tools[call.name].workspace.folder_digest)
+                    wrong = isinstance(results[place], str) and results[place].startswith("error:")
+                    log([call.name, call.arguments], exit=int(wrong), folder=folder)
+
+        await asyncio.gather(*(carry_out_lane(*lane) for lane in lanes.items()))
+        return results
 
     def _open_tools(self, task: Task, ends: ExitStack) -> dict[str, Tool]:
         if not self.classes:
@@ -205,13 +238,13 @@ class Tools:
                 return f"error: {late}: it is busy with your other calls"
             raise EnvError(f"{late} (task.env.timeout)") from error
         except BoxFileError as error:  # the box is the policy's own
-            return f"error: {error}"
+            return f"error: {visible_error(str(error), arguments)}"
         except (OSError, EnvError, SandboxError) as error:
             if isinstance(error, BoxError) or getattr(error, "errno", 0) in OF_ARGUMENTS:
-                return f"error: {error_text(error)}"
+                return f"error: {visible_error(error_text(error), arguments)}"
             raise EnvError(f"tool {call.name}: {error_text(error)}") from error
         except (Exception, SystemExit) as error:  # what the policy asked for cannot be done
-            return f"error: {error_text(error)}"
+            return f"error: {visible_error(error_text(error), arguments)}"
 
     def _call_function(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Awaitable[Any]:
         return function(**arguments) if inspect.iscoroutinefunction(function) else on_a_thread(function, arguments)

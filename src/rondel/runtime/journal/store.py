@@ -20,14 +20,26 @@ import numpy as np
 
 from rondel.core.errors import CheckpointError, UserError, error_boundary
 from rondel.core.events import Event, GroupsTaken, Resumed
-from rondel.core.types import EnvFault, Failed, Group, Ok, Outcome, PolicyFault, Score, Task, Trajectory
+from rondel.core.types import (
+    Drift,
+    EnvFault,
+    Failed,
+    Group,
+    Ok,
+    Outcome,
+    OutOfBudget,
+    PolicyFault,
+    Score,
+    Task,
+    Trajectory,
+)
 from rondel.runtime.journal.image_store import ImageStore
 from rondel.system.files import guard_write, make_folder, numbered_paths, open_replacement
 from rondel.text.unicode import read_exact_json, write_json
 
 # (group id, sample index) -> one number for each of the T tokens; read on the store's thread, a trajectory at a time
 PerToken = Mapping[tuple[int, int], Any]
-OUTCOMES: dict[str, type] = {"ok": Ok, "env_fault": EnvFault, "policy_fault": PolicyFault}
+OUTCOMES: dict[str, type] = {"ok": Ok, "env_fault": EnvFault, "policy_fault": PolicyFault, "out_of_budget": OutOfBudget}
 
 
 class RolloutStore:
@@ -193,6 +205,7 @@ def _rollout_row(group: Group, sample: int, t: Trajectory) -> dict[str, Any]:
         "policy": t.policy,
         "agent": t.agent,
         "parent": t.parent,
+        "drift": None if t.drift is None else t.drift._asdict(),
     }
 
 
@@ -240,11 +253,12 @@ def _rollout_schema() -> Any:
         "agent": pa.string(),
         "parent": pa.int64(),
         "media": pa.string(),
+        "drift": pa.string(),
     }
     return pa.schema(list(columns.items()))
 
 
-JSON = ("task_data", "reward_parts", "timings", "media")  # columns of small trees, as strict JSON text
+JSON = ("task_data", "reward_parts", "timings", "media", "drift")  # columns of small trees, as strict JSON text
 # columns whose values repeat; of numbers of every token a dictionary is slow, larger than they are, and eight times
 # as much in memory while it is made
 REPEATED = ["task", "env", "outcome", "outcome_reason", "finish_reason", "failed", "policy", "agent"]
@@ -435,6 +449,7 @@ def _decode_trajectory(row: dict[str, Any]) -> Trajectory:
         finish_reason=row["finish_reason"],
         text=row["text"],
         timings=row["timings"],
+        drift=Drift(**row["drift"]) if row["drift"] else None,
     )
     columns = [row[name] for name in ("tokens", "mask", "behavior_logprobs", "versions")]
     if len({len(column) for column in columns}) != 1:

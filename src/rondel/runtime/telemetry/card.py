@@ -119,6 +119,7 @@ def run_summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
         "ended": next((e["reason"] for e in reversed(events) if e["kind"] == "RunEnded"), "not ended"),
         "warnings": list(dict.fromkeys(e["message"] for e in raw if e["kind"] == "Warned")),
         "rewards": _mean_rewards(events),
+        "episodes": _count_episodes(events),
         "policies": policy_summaries(done, facts),
         "questions": answer_questions(events, job, facts),
         "loss": facts.get("loss", UNKNOWN),
@@ -183,6 +184,13 @@ def _mean_rewards(events: Events) -> list[float | None]:
             curve.append(math.fsum(rewards) / len(rewards) if rewards else None)
             rewards = []
     return curve
+
+
+def _count_episodes(events: Events) -> dict[str, int]:
+    """{"all": 1280, "drift_thought": 3, "out_of_turns": 1}: of the samples that were drawn."""
+    finished = [e for e in events if e["kind"] == "GroupFinished" and not e.get("supervised")]
+    counts = sum((Counter(e.get("episodes") or {}) for e in finished), Counter[str]())
+    return {"all": sum(len(e["lengths"]) for e in finished), **counts}
 
 
 def policy_summaries(done: Events, facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -321,6 +329,17 @@ def render_markdown(card: dict[str, Any]) -> str:
                 ),
             ]
             if card["policies"]
+            else []
+        ),
+        *(
+            [
+                "## Episodes",
+                markdown_table(
+                    ("what became of them", "episodes"),
+                    [(name.replace("_", " "), str(n)) for name, n in card["episodes"].items()],
+                ),
+            ]
+            if len(card["episodes"]) > 1
             else []
         ),
         "## Nine questions",

@@ -45,6 +45,11 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     ),
     "generate/tokens": ("tokens", "written since the last step, all trajectories together"),
     "generate/truncated_fraction": ("share", "trajectories cut at max_tokens"),
+    "episode/drift_share": (
+        "share",
+        "episodes whose tokens are not what the chat template would write of the same messages now (task.env.drift)",
+    ),
+    "episode/out_of_budget_share": ("share", "episodes that used up task.env.budget"),
     "generate/guess_acceptance": ("share", "guessed tokens that stayed (engine.speculative)"),
     "generate/tokens_per_round": (
         "tokens",
@@ -144,6 +149,12 @@ FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
         "majority@k, which are shares",
     ),
     "score/part_": ("reward", "mean of a named part, with its weight, over the trained answers"),
+    "episode/drift_": (
+        "share",
+        "episodes by the kind of their first drift: a thought that the template drops, a tool_call or whitespace that "
+        "it writes otherwise, tokenization, other",
+    ),
+    "episode/out_of_": ("share", "episodes that used up one budget: tokens, turns, seconds, cost"),
     "score/judge_": (
         "number",
         "of a judge since the last step: calls, cache_hits, retries, unreadable, failures, seconds (all calls "
@@ -224,6 +235,17 @@ def from_groups(finished: Iterable[GroupFinished]) -> dict[str, float]:
         row["generate/length_max"] = lengths[-1]
         row["generate/tokens"] = sum(lengths)
         row["generate/truncated_fraction"] = sum(g.truncated for g in finished) / len(lengths)
+        row |= from_episodes(finished, len(lengths))
+    return row
+
+
+def from_episodes(finished: list[GroupFinished], n: int) -> dict[str, float]:
+    """What became of the n episodes beside their rewards; nothing where there was no drift and no budget ended."""
+    counts = sum((Counter(group.episodes) for group in finished), Counter[str]())
+    row = {f"episode/{name}": count / n for name, count in counts.items()}
+    for begin, name in (("drift_", "drift_share"), ("out_of_", "out_of_budget_share")):
+        if of := [count for what, count in counts.items() if what.startswith(begin)]:
+            row[f"episode/{name}"] = sum(of) / n
     return row
 
 

@@ -2,7 +2,8 @@
 
 request = messages so far + new ones           a branch knows them all     the new ones are appended to it
                                                it knows the first turns    another branch, with copies of their tokens
-                                               nobody knows any            another branch, rendered whole
+                                               nobody knows any            another branch, rendered whole; so it is
+                                                                           where task.env.drift = "branch" finds drift
 
 o──o──o──o        the agent goes on and on
    └──o──o        history rewritten after the first turn, or asked again: a fork
@@ -11,6 +12,7 @@ o──o              another system message, other tools: a sub-agent
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -54,8 +56,15 @@ class ConversationTree:
     def __init__(self, root: TokenChat) -> None:
         self.root, self.branches = root, list[ConversationBranch]()
 
-    def open_branch(self, said: Any, tools: list[dict[str, Any]]) -> ConversationBranch:
-        """The branch to write in: its turns are those that `said` begins with."""
+    def open_branch(
+        self,
+        said: Any,
+        tools: list[dict[str, Any]],
+        drifts: Callable[[ConversationBranch], bool] = lambda branch: False,
+    ) -> ConversationBranch:
+        """The branch to write in: its turns are those that `said` begins with. `drifts`: whether the template writes
+        them otherwise, and what is asked is to be rendered whole.
+        """
         found, known = None, 0
         for branch in self.branches:
             n = branch.shared_turns(said, tools)
@@ -65,10 +74,14 @@ class ConversationTree:
         if found is None:
             found = ConversationBranch(self.root.fork(), said[:0], tools, [])
         elif known == len(found.turns) and not found.busy:
-            return found
+            if not drifts(found):
+                return found
+            found = ConversationBranch(self.root.fork(), said[:0], tools, [])
         else:
             turns = found.turns[:known]
             found = ConversationBranch(found.chat.fork(turns[-1].mark), found.said[: turns[-1].length], tools, turns)
+            if drifts(found):
+                found = ConversationBranch(self.root.fork(), said[:0], tools, [])
         self.branches.append(found)
         return found
 

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from rondel.core.errors import EnvError
 from rondel.core.types import Completion
 from rondel.generate.calls import text_before_calls
 from rondel.generate.chat_apis.chat_request import ChatReply, ChatRequest
 from rondel.generate.chat_apis.messages import canonical_messages, key_of
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.gateway.conversation_tree import AnsweredTurn, ConversationTree
+from rondel.generate.envs.gateway.conversation_tree import AnsweredTurn, ConversationBranch, ConversationTree
 from rondel.generate.envs.gateway.errors import TooLong
 from rondel.generate.pictures import (
     TooLarge,
@@ -84,7 +85,7 @@ class GatewaySession:
 
     async def _generate_reply(self, asked: ChatRequest) -> ChatReply:
         messages, said = _messages_and_keys(asked.said)
-        branch = self.forest.open_branch(said, asked.tools)
+        branch = self.forest.open_branch(said, asked.tools, lambda found: self._drifts(found, messages))
         branch.busy = True
         try:
             reply = await self._answer_turn(branch.chat, branch.turns, messages, said, asked)
@@ -101,6 +102,21 @@ class GatewaySession:
             branch.said = said + reply.text if isinstance(said, str) else list(branch.chat.trajectory.tokens)
         branch.turns = [*branch.turns, AnsweredTurn(len(branch.said), branch.chat.turn_mark, reply.stopped)]
         return reply
+
+    def _drifts(self, branch: ConversationBranch, messages: Messages) -> bool:
+        """Whether the agent is to be answered behind what a server would render of its messages."""
+        later, policy = messages[branch.turns[-1].length :], self.chat.episode.drift
+        if policy == "keep" or not later or any(not isinstance(m["content"], str) for m in later):
+            return False
+        with _encoding_errors():
+            found = branch.chat.drift_before(later)
+        if found is None:
+            return False
+        branch.chat.trajectory.drift = found[0]
+        if policy == "refuse":
+            self.fault = self.fault or EnvError(branch.chat.describe_drift(*found))
+            raise RequestRefusal(500, str(self.fault)) from self.fault
+        return True
 
     async def _answer_turn(
         self, chat: TokenChat, turns: list[AnsweredTurn], messages: Messages, said: Any, asked: ChatRequest
