@@ -21,7 +21,7 @@ from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, message_te
 from rondel.core.types import POLICY, Completion, Drift, FinishReason, Request, Sampling, Trajectory, Turn
 from rondel.generate.calls import THOUGHT_ENDS, ToolCall, read_calls
 from rondel.generate.envs.episode import EpisodeState
-from rondel.generate.envs.sent_messages import SentTurn, compare_with_template, describe_drift, sent_messages
+from rondel.generate.envs.sent_messages import SentTurn, branch_tokens, find_drift, sent_messages
 from rondel.generate.pictures import place_images
 from rondel.generate.template import Messages, Schemas, Template
 from rondel.generate.video import process_media, split_media
@@ -93,17 +93,17 @@ class TokenChat:
         self.sight, self.cast = sight, cast or {}
         self.trajectory, self.closed = Trajectory(policy=policy), list[Trajectory]()
         self.episode = episode or EpisodeState()
-        self._sent = list[SentTurn]()  # the same as messages, for what a server would make of them
-        self._tools: Schemas = ()
+        self.sent = list[SentTurn]()  # the same as messages, for what a server would make of them
+        self.tools: Schemas = ()
         # whether its first messages hold what others wrote: too much of that is no fault of the data
         self.others = False
         self.turn = 0
         self._open = False  # a prompt waits for its reply
         self._full = False
         self._beside = self._commands = 0
-        self._last: Sequence[int] = []
+        self.last_turn: Sequence[int] = []
         self._opening: Messages | None = []  # what the next messages stand behind, where they begin a trajectory
-        self._asked = (0, 0)  # tokens and messages that the last reply answers
+        self.asked = (0, 0)  # tokens and messages that the last reply answers
 
     def give(self, messages: Messages, tools: Schemas = ()) -> None:
         """Render once, append, mask 0. `tools` are offered with the first messages, once for the whole conversation.
@@ -119,19 +119,20 @@ class TokenChat:
             self._give_opening(messages, tools)
             return
         try:
-            plain, sources = self._split_images(messages)
+            plain, sources = split_images(messages, self.sight)
         except DataError as error:  # what came in the middle of an episode is its world's, and no fault of the data
             raise EnvError(str(error)) from error
-        later = self.template.render_after_turn(self._last, plain)
-        if self.episode.drift != "keep" and (rendered := self._refused_render(later, messages)) is not None:
+        later = self.template.render_after_turn(self.last_turn, plain)
+        if (rendered := branch_tokens(self, messages, later, policy=self.episode.drift)) is not None:
             self._close_trajectory()
-            self._sent += messages
+            self.sent += messages
             self._append_tokens(rendered)
-            self._record_turns(messages)
+            record_turns(self.trajectory, messages)
             return
         self._append_tokens(later, sources)
         if not self._full:
-            self._record_messages(messages)
+            self.sent += messages
+            record_turns(self.trajectory, messages)
 
     def _give_opening(self, messages: Messages, tools: Schemas) -> None:
         """The first messages of a trajectory, rendered whole."""
@@ -139,34 +140,18 @@ class TokenChat:
         messages, self._opening = _behind(self._opening or [], messages), None
         if self.system is not None and not any(m.get("role") == "system" for m in messages):
             messages = [{"role": "system", "content": self.system}, *messages]
-        self._sent, self._tools = [], tools or self._tools
-        plain, sources = self._split_images(messages)
-        tokens = self.template.render_opening(plain, self._tools)
+        self.sent, self.tools = [], tools or self.tools
+        plain, sources = split_images(messages, self.sight)
+        tokens = self.template.render_opening(plain, self.tools)
         if first:
-            tokens, media = self._place_images(tokens, sources)
+            tokens, media = images_in(tokens, sources, self.sight)
             self.trajectory.extend(tokens, media=media)
-            self._record_messages(messages)
+            self.sent += messages
+            record_turns(self.trajectory, messages)
             return
-        self._sent += messages
+        self.sent += messages
         self._append_tokens(tokens, sources)
-        self._record_turns(new)
-
-    def _split_images(self, messages: Messages) -> tuple[Messages, list[Any]]:
-        if all(isinstance(m.get("content"), str) for m in messages):
-            return messages, []
-        plain, sources = split_media(messages, self.sight)
-        if sources and self.sight is None:
-            raise DataError(
-                f"{len(sources)} images in a conversation with a model that reads text alone: take a vision-language "
-                f"model, or leave them out"
-            )
-        return plain, sources
-
-    def _place_images(self, tokens: list[int], sources: list[Any]) -> tuple[list[int], list[ImagePlaceholder]]:
-        if self.sight is None:
-            return tokens, []
-        sight = self.sight
-        return place_images(tokens, process_media(sources, sight), sight)
+        record_turns(self.trajectory, new)
 
     def give_tokens(self, tokens: list[int]) -> None:
         """The same for what is text alone, without roles and without a template."""
@@ -174,28 +159,12 @@ class TokenChat:
         self._append_tokens(tokens)
         if not self._full:
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-            self._sent.append((tokens, ""))
-            self._record_turns([{"role": "user", "content": text}])
-
-    def _record_messages(self, messages: Messages) -> None:
-        """What was just given, as rewards read it. The template writes all messages at once,
-        so only their common end is a place.
-        """
-        self._sent += messages
-        self._record_turns(messages)
-
-    def _record_turns(self, messages: Messages) -> None:
-        known, end = self.trajectory.conversation, len(self.trajectory.tokens)
-        for message in messages:
-            calls = "".join(
-                f"\n{json.dumps(call, ensure_ascii=False, default=str)}" for call in message.get("tool_calls") or ()
-            )
-            text = message_text(message.get("content") or "") + calls
-            known.append(Turn(str(message.get("role", "user")), text, known[-1].end if known else 0, end))
+            self.sent.append((tokens, ""))
+            record_turns(self.trajectory, [{"role": "user", "content": text}])
 
     def _append_tokens(self, tokens: list[int], sources: Sequence[Any] = ()) -> None:
         try:
-            tokens, media = self._place_images(tokens, list(sources))
+            tokens, media = images_in(tokens, list(sources), self.sight)
         except DataError as error:  # what came in the middle of an episode is its world's, and no fault of the data
             raise EnvError(str(error)) from error
         self._full = self._full or len(tokens) >= self._remaining_tokens
@@ -214,12 +183,12 @@ class TokenChat:
         if self._full or self._remaining_tokens <= 0:
             self._full, self._open, self.trajectory.finish_reason = True, False, "length"
             return Completion.empty("length", len(self.trajectory.tokens))
-        self._check_speaker()
+        name_speaker(self.trajectory, self.cast)
         limit = min(self.sampling.max_tokens, self._remaining_tokens)
         limit = limit if budget is None else budget.limit_tokens(limit)
         sampling = replace(self.sampling, max_tokens=limit, min_tokens=min(self.sampling.min_tokens, limit))
         tokens = self.trajectory.tokens.copy()
-        self._asked = (len(tokens), len(self._sent))
+        self.asked = (len(tokens), len(self.sent))
         began = now()
         done = await self.generate(
             Request(
@@ -233,7 +202,7 @@ class TokenChat:
         took = now() - began
         if done.text is None:  # before its tokens are there twice
             done.text = await decode_answer(self.tokenizer, done.tokens)
-        await self._extend_in_turns(done)
+        await extend_in_pieces(self.trajectory, done)
         self.trajectory.laps.append(("chat", began, took, len(tokens), len(done.tokens)))
         if done.experts is not None:
             # of the whole stream: every turn's request carries all tokens so far
@@ -254,7 +223,7 @@ class TokenChat:
         keep   1 keeps the turn of the policy, whose calls are answered next
         A summary for which there is no room is empty, and changes nothing.
         """
-        messages = sent_messages(self._sent, self.template, tools=bool(self._tools))
+        messages = sent_messages(self.sent, self.template, tools=bool(self.tools))
         system = [m for m in messages[:1] if m["role"] == "system"]
         kept = messages[len(system) :][-keep:] if keep else []
         self.give([{"role": "user", "content": prompt}])
@@ -267,38 +236,9 @@ class TokenChat:
         self._opening = _behind([*system, {"role": "user", "content": summary}], kept)
         return done
 
-    def drift_before(self, messages: Messages) -> tuple[Drift, list[int]] | None:
-        """Where a server that renders these messages behind the others would send other tokens, and which."""
-        return self._compare_with_rendered(self.template.render_after_turn(self._last, messages), messages)
-
     def find_drift(self) -> Drift | None:
-        """Where the template would write other tokens than those that the last reply answers."""
-        n, known = self._asked
-        if sum(turn.written for turn in self.trajectory.conversation) < 2 or not n:
-            return None
-        found = self._compare(self.trajectory.tokens[:n], self._sent[:known])
-        return None if found is None else found[0]
-
-    def _refused_render(self, later: list[int], messages: Messages) -> list[int] | None:
-        """The conversation as it is rendered, where that is not what stands there."""
-        found = self._compare_with_rendered(later, messages)
-        if found is None:
-            return None
-        drift, rendered = found
-        self.trajectory.drift = drift
-        if self.episode.drift == "refuse":
-            raise EnvError(self.describe_drift(drift, rendered))
-        return rendered
-
-    def _compare_with_rendered(self, later: list[int], messages: Messages) -> tuple[Drift, list[int]] | None:
-        return self._compare(self.trajectory.tokens + later, [*self._sent, *messages])
-
-    def _compare(self, written: Sequence[int], sent: list[SentTurn]) -> tuple[Drift, list[int]] | None:
-        return compare_with_template(self.template, written, sent, self._tools, self.trajectory.conversation)
-
-    def describe_drift(self, drift: Drift, rendered: Sequence[int]) -> str:
-        """A difference in words."""
-        return describe_drift(self.tokenizer, drift, self.trajectory.tokens, rendered)
+        """Where the template would write other tokens than those that the last reply answers, from the second reply on."""
+        return find_drift(self) if self.turn > 1 else None
 
     def _close_trajectory(self) -> None:
         """What was read and written so far is set aside, and the same object goes on empty: with all that was said."""
@@ -309,21 +249,7 @@ class TokenChat:
         fresh.conversation = [turn._replace(start=0, end=0) for turn in t.conversation]
         for name in values:
             setattr(t, name, getattr(fresh, name))
-        self._asked = (0, 0)
-
-    async def _extend_in_turns(self, done: Completion) -> None:
-        """Its tokens into the trajectory, in passes of the event loop that are short however many they are."""
-        for at in range(0, len(done.tokens) or 1, TURN_TOKENS):
-            if at:
-                await asyncio.sleep(0)
-            part = slice(at, at + TURN_TOKENS)
-            self.trajectory.extend(
-                done.tokens[part],
-                logprobs=done.logprobs[part],
-                versions=done.versions[part],
-                support=None if done.support is None else done.support[part],
-                behavior_top=None if done.behavior_top is None else done.behavior_top[part],
-            )
+        self.asked = (0, 0)
 
     async def calls(self, done: Completion) -> list[ToolCall]:
         """The tools that a reply asks for, as the template writes calls; what it only thought of is not asked for."""
@@ -344,11 +270,6 @@ class TokenChat:
         self.trajectory.extend(kept, logprobs=[0.0] * len(kept), versions=[version] * len(kept))
         self._close_turn(kept, text)
         self.trajectory.finish_reason = "stop" if len(kept) == len(tokens) else "length"
-
-    @property
-    def logs_commands(self) -> bool:
-        """Whether `log_command` is heard: then the digest of a folder is worth its time."""
-        return self.episode.commands is not None
 
     def log_command(self, command: Any, *, exit: int, folder: str) -> None:
         """The environment ran a command in its sandbox: its exit code, and a digest of the working folder behind it.
@@ -375,7 +296,9 @@ class TokenChat:
         """Of the turn that the policy has just written."""
         n = len(self.trajectory.tokens)
         t = self.trajectory
-        return ConversationMark(n, len(t.text), self.turn, n - len(self._last), t.finish_reason, len(t.conversation))
+        return ConversationMark(
+            n, len(t.text), self.turn, n - len(self.last_turn), t.finish_reason, len(t.conversation)
+        )
 
     def beside(self, agent: str = "") -> TokenChat:
         """An empty conversation of the same episode, with noise of its own: for another
@@ -420,9 +343,9 @@ class TokenChat:
             text=t.text[: mark.text],
             conversation=t.conversation[: mark.messages],
         )
-        twin.turn, twin._last = mark.turn, t.tokens[mark.began : n]
+        twin.turn, twin.last_turn = mark.turn, t.tokens[mark.began : n]
         if n:
-            twin._sent, twin._tools, twin._opening = self._sent[: mark.messages], self._tools, None
+            twin.sent, twin.tools, twin._opening = self.sent[: mark.messages], self.tools, None
         return twin
 
     @property
@@ -439,26 +362,13 @@ class TokenChat:
                 "shorten or drop this task, or raise the context length"
             )
 
-    def _check_speaker(self) -> None:
-        """The weights that write are those of the agent, from its first turn on."""
-        if not self.cast:
-            return
-        t, plays = self.trajectory, self.cast.get(self.trajectory.agent, POLICY)
-        if t.policy != plays and t.written:
-            raise DataError(
-                f"agent '{t.agent}' is played by '{plays}', and '{t.policy}' has written its first turn: name it before "
-                f"it speaks, "
-                f'chat.beside("{t.agent}") or chat.trajectory.agent = "{t.agent}"'
-            )
-        t.policy = plays
-
     def _close_turn(self, tokens: Sequence[int], text: str) -> None:
         """A turn of the policy is over. Turns are joined by a line break, so that a number at an end does not grow."""
         self.trajectory.text += ("\n" if self.turn else "") + text
         n = len(self.trajectory.tokens)
-        self._sent.append((tokens, text))
+        self.sent.append((tokens, text))
         self.trajectory.conversation.append(Turn("assistant", text, n - len(tokens), n, True))
-        self._last, self._open, self.turn = tokens, False, self.turn + 1
+        self.last_turn, self._open, self.turn = tokens, False, self.turn + 1
 
 
 def _behind(opening: Messages, messages: Messages) -> Messages:
@@ -469,3 +379,67 @@ def _behind(opening: Messages, messages: Messages) -> Messages:
     if not all(m["role"] == "user" and isinstance(m["content"], str) for m in (last, first)):
         return [*opening, *messages]
     return [*opening[:-1], {**first, "content": f"{last['content']}\n\n{first['content']}"}, *messages[1:]]
+
+
+def name_speaker(trajectory: Trajectory, cast: Mapping[str, str]) -> None:
+    """The weights that write are those of the agent, from its first turn on."""
+    if not cast:
+        return
+    t, plays = trajectory, cast.get(trajectory.agent, POLICY)
+    if t.policy != plays and t.written:
+        raise DataError(
+            f"agent '{t.agent}' is played by '{plays}', and '{t.policy}' has written its first turn: name it before "
+            f"it speaks, "
+            f'chat.beside("{t.agent}") or chat.trajectory.agent = "{t.agent}"'
+        )
+    t.policy = plays
+
+
+def record_turns(trajectory: Trajectory, messages: Messages) -> None:
+    """What was just given, as rewards read it. The template writes all messages at once, so only their common end is a
+    place.
+    """
+    known, end = trajectory.conversation, len(trajectory.tokens)
+    for message in messages:
+        calls = "".join(
+            f"\n{json.dumps(call, ensure_ascii=False, default=str)}" for call in message.get("tool_calls") or ()
+        )
+        text = message_text(message.get("content") or "") + calls
+        known.append(Turn(str(message.get("role", "user")), text, known[-1].end if known else 0, end))
+
+
+async def extend_in_pieces(trajectory: Trajectory, done: Completion) -> None:
+    """An answer into the trajectory, in passes of the event loop that are short however many tokens it has."""
+    for at in range(0, len(done.tokens) or 1, TURN_TOKENS):
+        if at:
+            await asyncio.sleep(0)
+        part = slice(at, at + TURN_TOKENS)
+        trajectory.extend(
+            done.tokens[part],
+            logprobs=done.logprobs[part],
+            versions=done.versions[part],
+            support=None if done.support is None else done.support[part],
+            behavior_top=None if done.behavior_top is None else done.behavior_top[part],
+        )
+
+
+def split_images(messages: Messages, sight: ImageProcessorConfig | None) -> tuple[Messages, list[Any]]:
+    """Messages with a placeholder for each image, and the images. DataError where the model reads text alone."""
+    if all(isinstance(m.get("content"), str) for m in messages):
+        return messages, []
+    plain, sources = split_media(messages, sight)
+    if sources and sight is None:
+        raise DataError(
+            f"{len(sources)} images in a conversation with a model that reads text alone: take a vision-language "
+            f"model, or leave them out"
+        )
+    return plain, sources
+
+
+def images_in(
+    tokens: list[int], sources: list[Any], sight: ImageProcessorConfig | None
+) -> tuple[list[int], list[ImagePlaceholder]]:
+    """Tokens with room for each image, and where they lie."""
+    if sight is None:
+        return tokens, []
+    return place_images(tokens, process_media(sources, sight), sight)

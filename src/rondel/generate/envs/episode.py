@@ -41,8 +41,9 @@ class EpisodeState:
              "branch"  what is rendered anew begins another trajectory, which shares the score of the episode
              "refuse"  the episode is a fault of its environment, which names the difference
 
-    `commands` keeps what was run in sandboxes, for an episode that is played again after a crash. `chats` are the conversations (TokenChat) in which the policy was asked. `drops`: an episode whose budget is used up has no
-    score."""
+    `commands` keeps what was run in sandboxes, for an episode that is played again after a crash. `chats` are the
+    conversations (TokenChat) in which the policy was asked. `drops`: an episode whose budget is used up has no score.
+    """
 
     budget: EpisodeBudget | None = None
     drift: DriftPolicy = "keep"

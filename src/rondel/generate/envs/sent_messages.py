@@ -1,11 +1,14 @@
-"""A conversation as messages: what a client would send to a server that renders every request anew."""
+"""A conversation as messages: what a client would send to a server that renders every request anew, compared with what
+the policy reads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rondel.core.types import Drift, Turn
+from rondel.core.errors import EnvError
+from rondel.core.types import Drift, Trajectory, Turn
 from rondel.generate.calls import read_calls, text_before_calls
 from rondel.generate.drift import drift_kind, first_difference
 
@@ -61,6 +64,60 @@ def describe_drift(tokenizer: Any, drift: Drift, written: Sequence[int], rendere
         f"the chat template writes {there!r}; task.env.drift = 'branch' goes on from what it writes, 'keep' from what "
         f"was written"
     )
+
+
+class RenderedChat(Protocol):
+    """What is read of a conversation here.
+
+    sent       its messages, as a client would send them
+    asked      (tokens, messages) that the last reply answers
+    last_turn  tokens of the policy's last turn
+    """
+
+    template: Template
+    trajectory: Trajectory
+    sent: list[SentTurn]
+    tools: Schemas
+    asked: tuple[int, int]
+    last_turn: Sequence[int]
+
+
+def drift_before(
+    chat: RenderedChat, messages: Messages, later: Sequence[int] | None = None
+) -> tuple[Drift, list[int]] | None:
+    """Where the template would write other tokens of the conversation with these messages behind it, and which.
+    `later`: the tokens that would be given for them.
+    """
+    if later is None:
+        later = chat.template.render_after_turn(chat.last_turn, messages)
+    written = [*chat.trajectory.tokens, *later]
+    return compare_with_template(
+        chat.template, written, [*chat.sent, *messages], chat.tools, chat.trajectory.conversation
+    )
+
+
+def find_drift(chat: RenderedChat) -> Drift | None:
+    """Where the template would write other tokens than those that the last reply answers."""
+    n, known = chat.asked
+    if sum(turn.written for turn in chat.trajectory.conversation) < 2 or not n:
+        return None
+    t = chat.trajectory
+    found = compare_with_template(chat.template, t.tokens[:n], chat.sent[:known], chat.tools, t.conversation)
+    return None if found is None else found[0]
+
+
+def branch_tokens(
+    chat: RenderedChat, messages: Messages, later: Sequence[int] | None = None, *, policy: str
+) -> list[int] | None:
+    """The conversation as it is rendered, where that is not what stands there; `policy`: task.env.drift. EnvError where
+    it is "refuse".
+    """
+    if policy == "keep" or (found := drift_before(chat, messages, later)) is None:
+        return None
+    chat.trajectory.drift, rendered = found
+    if policy == "refuse":
+        raise EnvError(describe_drift(chat.template.tokenizer, found[0], chat.trajectory.tokens, rendered))
+    return rendered
 
 
 def _written_message(tokens: Sequence[int], text: str, template: Template, *, tools: bool) -> dict[str, Any]:

@@ -173,7 +173,9 @@ class Tools:
         """The calls of one reply side by side; those of one working folder one after the other, and each is logged
         before anyone reads what came of it."""
         lanes: dict[int, list[int]] = {}
-        log = getattr(chat, "log_command", None) if getattr(chat, "logs_commands", False) else None
+        told: Any = chat
+        logs = getattr(getattr(chat, "episode", None), "commands", None) is not None
+        log = told.log_command if logs else None
         for place, call in enumerate(calls):
             home = tools[call.name].workspace if call.name in tools and log is not None else None
             lanes.setdefault(-1 - place if home is None else id(home), []).append(place)

@@ -20,6 +20,7 @@ from rondel.generate.chat_apis.messages import canonical_messages, key_of
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.gateway.conversation_tree import AnsweredTurn, ConversationBranch, ConversationTree
 from rondel.generate.envs.gateway.errors import TooLong
+from rondel.generate.envs.sent_messages import describe_drift, drift_before
 from rondel.generate.pictures import (
     TooLarge,
     count_image_tokens,
@@ -108,13 +109,16 @@ class GatewaySession:
         later, policy = messages[branch.turns[-1].length :], self.chat.episode.drift
         if policy == "keep" or not later or any(not isinstance(m["content"], str) for m in later):
             return False
+        chat = branch.chat
         with _encoding_errors():
-            found = branch.chat.drift_before(later)
+            found = drift_before(chat, later)
         if found is None:
             return False
-        branch.chat.trajectory.drift = found[0]
+        chat.trajectory.drift = found[0]
         if policy == "refuse":
-            self.fault = self.fault or EnvError(branch.chat.describe_drift(*found))
+            self.fault = self.fault or EnvError(
+                describe_drift(chat.template.tokenizer, found[0], chat.trajectory.tokens, found[1])
+            )
             raise RequestRefusal(500, str(self.fault)) from self.fault
         return True
 
