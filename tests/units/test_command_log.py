@@ -58,7 +58,10 @@ def test_a_command_that_ends_otherwise_is_a_fault_and_another_command_is_another
     assert again.replayed == 3
     again.close()
     for _ in range(5):
-        EpisodeCommandLog(tmp_path, keep=3).close()
+        EpisodeCommandLog(tmp_path, keep=3).close()  # a life without a command leaves no file
+        life = EpisodeCommandLog(tmp_path, keep=3)
+        life.record(9, 0, "ls", exit=0, folder="f")
+        life.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000004.jsonl", "000005.jsonl", "000006.jsonl"]
 
 

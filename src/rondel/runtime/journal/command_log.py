@@ -35,8 +35,7 @@ class EpisodeCommandLog:
     """`log.record(episode, 0, "pytest -q", exit=1, folder="9f3c...")`; `replayed` counts those that were compared."""
 
     def __init__(self, folder: Path, *, keep: int = LIVES) -> None:
-        make_folder(folder)
-        lives = numbered_paths(folder, "", ".jsonl")
+        lives = numbered_paths(folder, "", ".jsonl") if folder.is_dir() else {}
         self._earlier: dict[str, dict[int, LoggedCommand]] = {}
         for path in lives.values():
             for row in _whole_rows(path):
@@ -45,10 +44,8 @@ class EpisodeCommandLog:
         self._left: set[str] = set()  # episodes that went another way
         self.replayed = 0
         self._path = folder / f"{max(lives, default=-1) + 1:06d}.jsonl"
-        for old in list(lives.values())[: max(0, len(lives) + 1 - keep)]:
-            old.unlink(missing_ok=True)
-        with guard_write(self._path):
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._old = list(lives.values())[: max(0, len(lives) + 1 - keep)]
+        self._fd: int | None = None  # opened with the first command: a run without sandboxes has no such folder
 
     def record(self, episode: int, n: int, command: Any, *, exit: int, folder: str) -> None:
         """Command `n` of an episode was run. EnvError where an earlier life ran it with another end."""
@@ -69,11 +66,19 @@ class EpisodeCommandLog:
         self._append({"episode": name, "n": n, **now._asdict()})
 
     def close(self) -> None:
-        os.close(self._fd)
+        if self._fd is not None:
+            os.close(self._fd)
+
+    def _open(self) -> int:
+        make_folder(self._path.parent)
+        for old in self._old:
+            old.unlink(missing_ok=True)
+        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def _append(self, row: dict[str, Any]) -> None:
         line = json.dumps(row).encode() + b"\n"
         with guard_write(self._path, len(line)):
+            self._fd = self._open() if self._fd is None else self._fd
             while line:
                 line = line[os.write(self._fd, line) :]
 
