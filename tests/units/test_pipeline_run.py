@@ -19,9 +19,9 @@ from rondel.core.config.toml_reader import set_dotted
 from rondel.core.errors import ConfigError, WorkerError
 from rondel.core.events import subscribe
 from rondel.pipeline.pipeline_file import read_pipeline
-from rondel.pipeline.pipeline_record import lock_pipeline
 from rondel.pipeline.pipeline_run import run_pipeline, share_cores
 from rondel.pipeline.pipeline_summary import summary_table, teacher_shares
+from rondel.system.folder_lock import lock_folder
 
 SHOWN = {"steps": 0, "warmup": {"steps": 2}}
 
@@ -181,7 +181,7 @@ def test_what_fails_is_told_and_tried_again_and_what_was_done_again_is_kept(file
     assert (folder / "replaced" / "student-1" / "job.toml").is_file() and (folder / "replaced" / "exam-1").is_dir()
     stages = json.loads((folder / "pipeline.json").read_text())["stages"]
     assert stages["student"]["status"] == "failed" and "exam" not in stages and stages["other"]["status"] == "finished"
-    with lock_pipeline(folder), pytest.raises(ConfigError, match="another process works at the pipeline"):
+    with lock_folder(folder, "taken"), pytest.raises(ConfigError, match="another process works at the pipeline"):
         run(file, folder)
     with pytest.raises(ConfigError, match=r"other has finished, and .*step-000002 is gone"):
         manifest = folder / "other" / "checkpoints" / "step-000002" / "manifest.json"

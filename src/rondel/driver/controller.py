@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from filelock import FileLock, Timeout
 
 from rondel.assemble.components import build, with_steps
 from rondel.assemble.facts import facts_of
@@ -43,7 +42,8 @@ from rondel.runtime.telemetry.progress import ProgressPrinter
 from rondel.runtime.telemetry.reward_hacking import HackingMonitor
 from rondel.runtime.telemetry.sinks import open_sinks, sink_tables, traces_address
 from rondel.runtime.termination import GracefulStop
-from rondel.system.files import guard_write, make_folder, replace_file
+from rondel.system.files import make_folder, replace_file
+from rondel.system.folder_lock import lock_folder
 from rondel.train.checkpoint import Checkpoints
 
 RESTARTS = 3  # of a run that lost a rank of its trainer
@@ -68,7 +68,8 @@ def train(
         return {}
     folder = make_folder(Path(job.run.folder), "run.folder")
     refuse_misplaced(folder, job.run.sinks)
-    with lock_folder(folder):
+    taken = f"another process is training in {folder}; wait for it, or set --run.folder to another one"
+    with lock_folder(folder, taken):
         return _run_training(job, folder, quiet, built, schedule or ScheduleGate(), why)
 
 
@@ -186,23 +187,6 @@ def refuse_misplaced(folder: Path, sinks: Sequence[str | dict[str, Any]]) -> Non
                 f"{path} is {what}, and the run needs a {'folder' if wanted else 'file'} there: move it away, or "
                 f"choose another folder with --run.folder=..."
             )
-
-
-@contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """The folder is this process's alone."""
-    with guard_write(folder / ".lock", doing="locking"):
-        lock = FileLock(folder / ".lock", timeout=0)
-        try:
-            lock.acquire()
-        except Timeout as error:
-            raise ConfigError(
-                f"another process is training in {folder}; wait for it, or set --run.folder to another one"
-            ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def refuse_lost_checkpoints(folder: Path) -> None:

@@ -4,12 +4,8 @@ by it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from rondel.core.config.differences import changed_keys, changed_text
 from rondel.core.config.job import Job
@@ -125,21 +121,3 @@ def _changed(record: PipelineRecord, stage: StageRecipe, again: set[str]) -> str
     ):
         return f"has finished, and {known['checkpoint']['path']} is gone or another one"
     return ""
-
-
-@contextmanager
-def lock_pipeline(folder: Path) -> Iterator[None]:
-    """The folder is this process's alone."""
-    make_folder(folder, "folder")
-    with guard_write(folder / ".lock", doing="locking"):
-        lock = FileLock(folder / ".lock", timeout=0)
-        try:
-            lock.acquire()
-        except Timeout as error:
-            raise ConfigError(
-                f"another process works at the pipeline in {folder}; wait for it, or set --folder=..."
-            ) from error
-    try:
-        yield
-    finally:
-        lock.release()

@@ -21,7 +21,7 @@ from rondel.core.config.toml_reader import ORIGIN
 from rondel.core.errors import RondelError, Stopped, UserError, WorkerError
 from rondel.core.registry import suggest_name
 from rondel.pipeline.pipeline_file import Pipeline
-from rondel.pipeline.pipeline_record import PipelineRecord, lock_pipeline, refuse_changed
+from rondel.pipeline.pipeline_record import PipelineRecord, refuse_changed
 from rondel.pipeline.pipeline_summary import stage_line, write_summary
 from rondel.pipeline.preflight import check_pipeline
 from rondel.pipeline.stage_process import ChildProcess, StageProcess
@@ -37,6 +37,7 @@ from rondel.pipeline.stage_result import (
 )
 from rondel.runtime.termination import GracefulStop
 from rondel.system.files import make_folder, replace_file
+from rondel.system.folder_lock import lock_folder
 
 POLL = 0.2  # seconds between two looks at the stages that run
 StartStage = Callable[[list[str], Path, Path | None, tuple[int, ...]], StageProcess]
@@ -71,7 +72,9 @@ def run_pipeline(
             f"--redo {unknown[0]}: there is no such stage.{suggest_name(unknown[0], list(pipeline.stages))}"
         )
     check_pipeline(pipeline)
-    with lock_pipeline(pipeline.folder):
+    make_folder(pipeline.folder, "folder")
+    taken = f"another process works at the pipeline in {pipeline.folder}; wait for it, or set --folder=..."
+    with lock_folder(pipeline.folder, taken):
         record = PipelineRecord(pipeline)
         again = pipeline.dependents(set(redo))
         refuse_changed(record, again)

@@ -137,8 +137,8 @@ class Offload:
 
 
 def _module_tensors(loaded: LoadedModel) -> list[Tensor]:
-    """All parameters and buffers, each once. Without the names that `parameters()` makes on its way, which took a tenth
-    of a small run's event loop: the tensors are asked for three times a step.
+    """All parameters and buffers, each once. Without the names that `parameters()` makes on its way: the tensors
+    are asked for three times a step, on the event loop.
     """
     modules: list[torch.nn.Module] = [loaded.model]
     tensors: dict[int, Tensor] = {}
