@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from rondel.algos.scored_samples import ScoredSamples
@@ -31,6 +31,27 @@ class Component:
     if TYPE_CHECKING:
         __call__: Callable[..., Any]
 
+    reads: ClassVar[frozenset[str]] = ADVANTAGE_AND_RATIO
+    """Of a surrogate: what it takes numbers from, of "advantage", "ratio", "behavior"."""
+
+    token_ratio: ClassVar[bool] = False
+    """Of a surrogate: it compares the token's own probabilities, so the ratio must be the token's."""
+
+    weighs: ClassVar[bool] = False
+    """Of a correction: it reaches from the behavior to the proximal policy."""
+
+    reads_parts: ClassVar[bool] = False
+    """Of an advantage: it reads the parts of a reward, so the shaped reward is not read."""
+
+    compares: ClassVar[bool] = False
+    """Of an advantage: it compares the samples of a group, so one sample has none."""
+
+    counts_groups: ClassVar[bool] = False
+    """Of an aggregate: it is called with (lengths_N, group_N), for it counts the tokens of a group."""
+
+    counts_samples: ClassVar[bool] = False
+    """Of an aggregate: its denominator is a number of samples, so one that is masked is counted out again."""
+
     @property
     def needs(self) -> frozenset[str]:
         """What must be known of each token beside its log-probability: fields of a TokenBatch, as "ref_logprobs"."""
@@ -40,11 +61,6 @@ class Component:
     def idle(self) -> Mapping[str, str]:
         """Knobs that change nothing as things stand, and why."""
         return {}
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """Of a surrogate: what it takes numbers from, of "advantage", "ratio", "behavior"."""
-        return ADVANTAGE_AND_RATIO
 
     @property
     def slope(self) -> str:
@@ -57,11 +73,6 @@ class Component:
         return ""
 
     @property
-    def token_ratio(self) -> bool:
-        """Of a surrogate: it compares the token's own probabilities, so the ratio must be the token's."""
-        return False
-
-    @property
     def behavior_top(self) -> int:
         """Of a surrogate: how many of the tokens that were likeliest at each draw it needs; 0 for none."""
         return 0
@@ -72,11 +83,6 @@ class Component:
         return "proximal"
 
     @property
-    def weighs(self) -> bool:
-        """Of a correction: it reaches from the behavior to the proximal policy."""
-        return False
-
-    @property
     def denominator(self) -> str:
         """Of a correction: which tokens count in the denominators."""
         return "all"
@@ -84,26 +90,6 @@ class Component:
     @property
     def per_token(self) -> bool:
         """Of an advantage: it returns a number a token, not a sample."""
-        return False
-
-    @property
-    def reads_parts(self) -> bool:
-        """Of an advantage: it reads the parts of a reward, so the shaped reward is not read."""
-        return False
-
-    @property
-    def compares(self) -> bool:
-        """Of an advantage: it compares the samples of a group, so one sample has none."""
-        return False
-
-    @property
-    def counts_groups(self) -> bool:
-        """Of an aggregate: it is called with (lengths_N, group_N), for it counts the tokens of a group."""
-        return False
-
-    @property
-    def counts_samples(self) -> bool:
-        """Of an aggregate: its denominator is a number of samples, so one that is masked is counted out again."""
         return False
 
     @property
