@@ -5,6 +5,7 @@ data, reward, model.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from rondel.core.media import ImageProcessorConfig
 from rondel.core.protocols import Env, Filter, MultiTurnEnv, PromptedEnv
 from rondel.core.registry import (
     find_registered,
+    locate_path,
     make_from_settings,
     refuse_missing_methods,
     refuse_settings,
@@ -61,6 +63,7 @@ from rondel.generate.envs.gym import Gym, world_factory
 from rondel.generate.envs.mcp import Mcp
 from rondel.generate.envs.order import MixedOrder, TaskAdmissions
 from rondel.generate.envs.python import GRACE, SECONDS, python_tool
+from rondel.generate.envs.repository.env import RepositoryEnv
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, question_text
 from rondel.generate.envs.toolbox import calculator
@@ -82,6 +85,7 @@ ENVS = {
     "agents": Agents,
     "verifiers": agent_of_verifiers,
     "gym": Gym,
+    "repository": RepositoryEnv,
 }
 TOOLS: dict[str, Any] = {"calculator": calculator, "python": python_tool(Sandbox)}
 EXAMINED = 2000  # tasks that are looked at before a run: all, or so many evenly among them
@@ -256,9 +260,26 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
         return Gym(turns=own.turns, timeout=own.timeout, suffix=own.suffix, system=system)
     if found is Gateway:
         return Gateway(agent_of(own.agent), timeout=own.timeout)
+    if found is RepositoryEnv:
+        return _repository_env(own, system, where)
     if found is Agents:
         return Agents(own.agents, suffix=own.suffix, system=system)
     return Gateway(agent_of_verifiers(data), timeout=own.timeout)
+
+
+def _repository_env(own: Any, system: str | None, where: str) -> RepositoryEnv:
+    """Its boxes are those of a substrate that this machine has."""
+    sandbox_kind, sandbox_settings = split_kind(own.sandbox, "process")
+    if sandbox_kind == "process":
+        try:
+            find_isolation()
+        except SandboxError as error:
+            raise ConfigError(f'{where} = "repository": {error}') from error
+    sandbox = Sandbox(sandbox_kind, **sandbox_settings)
+    settings = own.model_dump(exclude={"sandbox", "shown", "agent"})
+    shown = tuple(str(locate_path(path)) for path in own.shown)
+    words = shlex.split(own.agent) if isinstance(own.agent, str) else own.agent
+    return RepositoryEnv(sandbox, system=system, shown=shown, agent=words, **settings)
 
 
 def _users_env(kind: str, found: Any, settings: dict[str, Any]) -> Any:

@@ -60,6 +60,24 @@ class GatewayConfig(BaseModel):
     timeout: float = Field(600.0, gt=0, le=LONGEST, description="seconds of wall clock for one episode of the agent")
 
 
+class RepositoryConfig(BaseModel):
+    """The policy works on the files of a repository, from task.data.kind = "repository"."""
+
+    model_config = CLOSED
+    turns: int = Field(30, ge=1, description="most replies of the policy in one episode")
+    seconds: float = Field(60.0, gt=0, le=LONGEST, description="wall clock of one command of the policy")
+    output: int = Field(6000, ge=200, description="characters that the policy reads of one call")
+    sandbox: str | dict[str, Any] = Field(
+        "process", description='where its commands run: a kind of substrate, or { kind = "container", image = ..., ... }'
+    )
+    suffix: str = Field("", description="appended to the last message of every prompt")
+    agent: str | list[str] = Field(
+        "", description="a command that works in the box and asks the policy over HTTP, instead of the tools"
+    )
+    agent_seconds: float = Field(600.0, gt=0, le=LONGEST, description="wall clock of that command")
+    shown: list[str] = Field([], description="folders of this machine that the box may read: the agent's own program")
+
+
 class AgentsConfig(BaseModel):
     """Several agents that read each other's turns."""
 
@@ -124,4 +142,5 @@ ENV_TABLES: dict[str, type[BaseModel]] = {
     "gateway": GatewayConfig,
     "agents": AgentsConfig,
     "verifiers": VerifiersConfig,
+    "repository": RepositoryConfig,
 }

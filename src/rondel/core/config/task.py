@@ -73,9 +73,8 @@ class EvaluationConfig(SettingsTable):
 class TaskConfig(ConfigSection):
     env: str | dict[str, Any] = Field(
         "single_turn",
-        description='an environment: "single_turn", "tools", "gym", "gateway", "agents", "verifiers" or "module:name"; '
-        "with "
-        'settings: { kind = "tools", tools = ["calculator"] }',
+        description='an environment: "single_turn", "tools", "gym", "gateway", "agents", "verifiers", '
+        '"repository" or "module:name"; with settings: { kind = "tools", tools = ["calculator"] }',
     )
     data: dict[str, Any] = Field(
         description="where tasks come from: `kind` and its settings, `prompt`, `answer`, `image`, `video`, `holdout`, "

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from rondel.core.errors import DataError, disk_refusal, error_boundary
 from rondel.core.registry import locate_path, search_folders, suggest_name
+from rondel.generate.envs.repository.reader import load_task, task_specs
 
 
 class DatasetRow(NamedTuple):
@@ -216,6 +217,21 @@ def verifiers(name: str, split: str = "train", args: dict[str, Any] | None = Non
         yield DatasetRow(f"{name}, example {number}", name.partition(":")[2] or name, fields)
 
 
+def repository(path: str, format: str = "auto", source: str = "", test: str = "") -> Iterator[DatasetRow]:
+    """Repositories to work on, for `env = "repository"`: a folder of tasks, one task, or rows in a .jsonl file.
+
+    format   "auto", "rondel", "harbor", "terminal_bench" or "swebench" (generate/envs/repository/reader.py)
+    source   for rows of SWE-bench: the folder that holds the checkouts
+    test     for rows of SWE-bench: the command of the tests, where it is not pytest's
+    """
+    for where, spec in task_specs(path, format, source, test):
+        task = load_task(spec)
+        fields: dict[str, Any] = {"prompt": task.statement, "answer": "", "repository": json.dumps(spec), "name": task.name}
+        if task.settings.difficulty is not None:
+            fields["difficulty"] = task.settings.difficulty
+        yield DatasetRow(where, task.name, fields)
+
+
 def inline_rows(rows: list[dict[str, Any]]) -> Iterator[DatasetRow]:
     """Rows written in the recipe."""
     for number, fields in enumerate(rows, 1):
@@ -258,6 +274,7 @@ KINDS: dict[str, Callable[..., Iterable[DatasetRow]]] = {
     "list": inline_rows,
     "verifiers": verifiers,
     "gym": gym,
+    "repository": repository,
     "digits": digit_sums,
     "quadrants": quadrants,
 }

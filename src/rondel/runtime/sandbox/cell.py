@@ -43,6 +43,7 @@ class NamespaceCell:
     becomes its home; else its home is in memory.
 
     shown    further folders of the host that it may read
+    places   further folders that it may write: empty, and its own
     imports  folders that its Python looks for modules in, after its own
     modules  of the standard library: imported once, for all commands
     group    False: no control groups, as on a machine where none can be made
@@ -56,6 +57,7 @@ class NamespaceCell:
         *,
         folder: str | Path | None = None,
         shown: tuple[str, ...] = (),
+        places: tuple[str, ...] = (),
         imports: tuple[str, ...] = (),
         modules: tuple[str, ...] = (),
         group: bool = True,
@@ -72,6 +74,7 @@ class NamespaceCell:
             "home": HOME,
             "python": PYTHON,
             "shown": [*prefix, *map(os.path.realpath, shown)],
+            "places": list(places),
             "uid": owner_of(self.folder) if self.folder else random_user_id(),
             "folder": str(self.folder or ""),
             "group": group,

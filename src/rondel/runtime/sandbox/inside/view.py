@@ -90,7 +90,8 @@ def mount_writable(spec: dict[str, Any]) -> None:
     os.mkdir("/rw")
     flags = k.NOSUID | k.NODEV
     k.mount("rw", "/rw", "tmpfs", flags, f"size={spec['disk']},nr_inodes={spec['files']},mode=755")
-    for part, path in (("home", spec["home"]), ("tmp", "/tmp"), ("shm", "/dev/shm")):
+    places = [(f"place-{n}", path) for n, path in enumerate(spec["places"])]
+    for part, path in (("home", spec["home"]), ("tmp", "/tmp"), ("shm", "/dev/shm"), *places):
         os.makedirs(path, exist_ok=True)
         if part == "home" and spec["folder"]:
             k.mount("/old" + spec["folder"], path, flags=k.BIND)

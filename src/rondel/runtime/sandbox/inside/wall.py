@@ -8,11 +8,13 @@ of `control`, which the kernel closes when the controller dies, however it dies.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
 import signal
 import socket
+import struct
 import sys
 from contextlib import suppress
 from pathlib import PurePath
@@ -68,12 +70,22 @@ def enter_namespaces(control: socket.socket, spec: dict[str, Any], attached: lis
             view.write_file("/proc/self/gid_map", f"{spec['uid']} {gid} 1")
             view.write_file("/proc/self/projid_map", "0 0 1")  # it can be set once, by anybody: not by a command
         socket.sethostname("box")
+        if not spec["network"]:
+            bring_up_loopback()
         view.build_view(spec)
         serve(control, spec, attached, counts)
     except BaseException as error:
         with suppress(OSError):
             control.send(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
     os._exit(0)
+
+
+def bring_up_loopback() -> None:
+    """127.0.0.1 of the box's own network, by which its processes reach each other and nobody else; bubblewrap does the
+    same."""
+    up = struct.pack("16sh", b"lo", 0x1 | 0x40)  # IFF_UP, IFF_RUNNING
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, 0x8914, up)  # SIOCSIFFLAGS
 
 
 def bubblewrap(control: socket.socket, spec: dict[str, Any], attached: list[int], counts: int) -> int:
@@ -112,7 +124,8 @@ def bubblewrap(control: socket.socket, spec: dict[str, Any], attached: list[int]
         command += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf"]
     command += ["--dev", "/dev", "--proc", "/proc", "--ro-bind", HERE, "/.box/rondel/runtime/sandbox/inside"]
     command += ["--dir", "/dev/shm", "--remount-ro", "/dev"]
-    for path, share in ((spec["home"], 2), ("/tmp", 4), ("/dev/shm", 4)):
+    places = [(path, 4) for path in spec["places"]]
+    for path, share in ((spec["home"], 2), ("/tmp", 4), ("/dev/shm", 4), *places):
         if path == spec["home"] and spec["folder"]:
             command += ["--bind", spec["folder"], path]
         else:
