@@ -9,6 +9,8 @@ from kits.chat import Engine, chat, tokenizer
 from rondel.core.errors import SandboxError
 from rondel.core.types import Task
 from rondel.generate.envs.repository.env import RepositoryEnv
+from rondel.generate.envs.repository.tree import RepositoryFile
+from rondel.generate.envs.repository.unified_diff import write_diff
 from rondel.generate.envs.rows import repository
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.probe import find_isolation
@@ -88,3 +90,42 @@ def environment(**settings: object) -> RepositoryEnv:
 def read_by_policy(policy: Engine) -> str:
     """All that the last request held."""
     return tokenizer().decode(policy.requests[-1].tokens)
+
+
+HARBOR = {
+    "task.toml": 'version = "1.0"\n[verifier]\ntimeout_sec = 60.0\n[agent]\ntimeout_sec = 60.0\n[environment]\ncpus = 1\n',
+    "instruction.md": "Write the word done into /app/out.txt.\n",
+    "environment/Dockerfile": "FROM python:3.11-slim\n# the work\nWORKDIR /app\nCOPY data.txt ./\n",
+    "environment/data.txt": "1\n2\n",
+    "tests/test.sh": "#!/bin/bash\nif grep -qx done /app/out.txt && grep -q 2 data.txt; then\n  echo 1 > /logs/verifier/reward.txt\n"
+    "else\n  echo 0 > /logs/verifier/reward.txt\nfi\n",
+    "solution/solve.sh": "#!/bin/bash\necho done > /app/out.txt\n",
+}
+TERMINAL_BENCH = {
+    "task.yaml": "instruction: |-\n  Write the word done into out.txt.\ndifficulty: easy\nparser_name: pytest\nmax_test_timeout_sec: 60\n",
+    "Dockerfile": "FROM ghcr.io/laude-institute/t-bench/python-3-13:20250620\nWORKDIR /app\n",
+    "run-tests.sh": "#!/bin/bash\npython3 -m pytest -q $TEST_DIR/test_outputs.py\n",
+    "tests/test_outputs.py": "from pathlib import Path\n\n\ndef test_out():\n    assert Path('/app/out.txt').read_text().strip() == 'done'\n",
+    "solution.sh": "#!/bin/bash\necho done > out.txt\n",
+}
+
+
+def swebench_row(**changes):
+    row = {
+        "instance_id": "me__sums-1",
+        "repo": "me/sums",
+        "base_commit": "0123456789abcdef",
+        "problem_statement": "add gives wrong sums",
+        "patch": PATCH,
+        "test_patch": write_diff({}, {"tests/test_more.py": RepositoryFile(HIDDEN.encode())}),
+        "FAIL_TO_PASS": '["tests/test_more.py::test_more"]',
+        "PASS_TO_PASS": ["tests/test_sums.py::test_twice"],
+        "hints_text": "",
+    }
+    return row | changes
+
+
+def swebench_rows(folder, **changes):
+    write_files(folder / "checkouts" / "me__sums-1", {"sums.py": SUMS, "tests/test_sums.py": TEST})
+    (folder / "rows.jsonl").write_text(json.dumps(swebench_row(**changes)) + "\n")
+    return folder / "rows.jsonl", str(folder / "checkouts")

@@ -65,6 +65,7 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel check-env recipes/tiny.toml": "whole",
     "PYTHONPATH=examples rondel check-env guess:Guess --task.data.kind=guess:numbers --n 7": "whole",
     "rondel card --diff runs/tiny runs/apart": "whole",
+    "rondel tasks repositories --out tasks --n 60 --seed 0": "parsed: it fetches packages and takes half an hour; tests/units/test_repository_generated.py makes tasks",
     "rondel diagnose runs/tiny": "whole",
     "rondel diagnose runs/tiny runs/apart": "whole",
     "rondel diagnose runs/tiny --json --fail-on error": "parsed: of a reduced run it finds errors; tests/units/test_diagnose.py runs it",

@@ -276,10 +276,11 @@ def _repository_env(own: Any, system: str | None, where: str) -> RepositoryEnv:
         except SandboxError as error:
             raise ConfigError(f'{where} = "repository": {error}') from error
     sandbox = Sandbox(sandbox_kind, **sandbox_settings)
-    settings = own.model_dump(exclude={"sandbox", "shown", "agent"})
+    settings = own.model_dump(exclude={"sandbox", "shown", "agent", "agent_files"})
     shown = tuple(str(locate_path(path)) for path in own.shown)
     words = shlex.split(own.agent) if isinstance(own.agent, str) else own.agent
-    return RepositoryEnv(sandbox, system=system, shown=shown, agent=words, **settings)
+    files = locate_path(own.agent_files) if own.agent_files else None
+    return RepositoryEnv(sandbox, system=system, shown=shown, agent=words, agent_files=files, **settings)
 
 
 def _users_env(kind: str, found: Any, settings: dict[str, Any]) -> Any:

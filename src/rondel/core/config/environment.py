@@ -75,7 +75,10 @@ class RepositoryConfig(BaseModel):
         "", description="a command that works in the box and asks the policy over HTTP, instead of the tools"
     )
     agent_seconds: float = Field(600.0, gt=0, le=LONGEST, description="wall clock of that command")
-    shown: list[str] = Field([], description="folders of this machine that the box may read: the agent's own program")
+    agent_files: str = Field("", description="a folder that is copied into the box; {files} in the command is where")
+    shown: list[str] = Field(
+        [], description="folders of this machine that the box may read, outside of /tmp: the programs of the agent"
+    )
 
 
 class AgentsConfig(BaseModel):

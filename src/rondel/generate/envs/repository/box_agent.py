@@ -30,8 +30,8 @@ async def run_agent(box: Workspace, argv: Sequence[str], env: Mapping[str, str],
     asks, answers = os.pipe(), os.pipe()
     said = os.memfd_create("said")
     port = urlsplit(url).port or 80
-    whole = box.environment() | {"PATH": f"{OWN}/bin:{os.defpath}:/usr/local/bin"} | dict(env)
-    code = f"{SERVES}\nserve({list(argv)!r}, {box.root!r}, {whole!r})\n"
+    whole = box.environment() | dict(env)
+    code = f"{SERVES}\nserve({list(argv)!r}, {box.root!r}, {f'{OWN}/bin'!r}, {whole!r})\n"
     try:
         try:
             await asyncio.to_thread(box.cell.begin, code, asks[0], answers[1], said)
@@ -66,7 +66,7 @@ async def bridge(reads: int, writes: int, port: int) -> AsyncIterator[None]:
         with suppress(asyncio.CancelledError):
             await work
         into.close()
-        out.abort()
+        out.close()
 
 
 async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:

@@ -66,8 +66,9 @@ def deliver():
                 OPEN.pop(number).shutdown(socket.SHUT_WR)
 
 
-def serve(argv, folder, env):
+def serve(argv, folder, programs, env):
     """Runs the agent; `{port}` in its variables is where it is answered. Ends with its exit code."""
+    os.environ["PATH"] = f"{programs}:{os.environ.get('PATH', os.defpath)}"
     listener = socket.create_server(("127.0.0.1", 0))
     port = str(listener.getsockname()[1])
     for work in (lambda: accept(listener), deliver):

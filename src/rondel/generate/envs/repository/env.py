@@ -10,6 +10,7 @@ import asyncio
 import copy
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 from rondel.core.errors import DataError, EnvError
@@ -21,12 +22,14 @@ from rondel.generate.envs.repository.grading import Changes, grade, known_sums
 from rondel.generate.envs.repository.reader import load_task
 from rondel.generate.envs.repository.task import RepositoryTask
 from rondel.generate.envs.repository.tools import RepositoryTools
-from rondel.generate.envs.repository.workspace import Workspace, open_workspace
+from rondel.generate.envs.repository.tree import read_tree
+from rondel.generate.envs.repository.workspace import OWN, Workspace, open_workspace
 from rondel.generate.envs.single_turn import opening_messages
 from rondel.generate.envs.tools import Tool, Tools, resolve_tools
 from rondel.generate.template import Messages, Schemas
 
 LATE = 90.0  # seconds that a call may take beyond those of its command: its box starts with the first one
+AGENT = f"{OWN}/agent"
 KEPT = 16  # tasks in memory
 
 
@@ -37,6 +40,7 @@ class RepositoryEnv:
     seconds        wall clock of one command
     output         characters that the policy reads of one call
     agent          a command that works in the box and asks the policy over HTTP: then there are no tools
+    agent_files    a folder that is copied into the box for it; {files} in the command is where
     agent_seconds  its wall clock
     shown          folders of this machine that the box may read
     """
@@ -51,12 +55,14 @@ class RepositoryEnv:
         suffix: str = "",
         system: str | None = None,
         agent: Sequence[str] = (),
+        agent_files: Path | None = None,
         agent_seconds: float = 600.0,
         shown: tuple[str, ...] = (),
     ) -> None:
         self.sandbox, self.turns, self.seconds, self.output = sandbox, turns, seconds, output
         self.suffix, self.system, self.shown = suffix, system, shown
-        self.agent, self.agent_seconds = list(agent), agent_seconds
+        self.agent, self.agent_seconds = [word.replace("{files}", AGENT) for word in agent], agent_seconds
+        self._agent_files = {} if agent_files is None else read_tree(agent_files)
         self._load: Callable[[str], RepositoryTask] = lru_cache(KEPT)(load_task)
         self._untouched: dict[str, Score] = {}
         self._gateway = Gateway(_no_agent, timeout=agent_seconds + 2 * LATE) if agent else None
@@ -89,6 +95,7 @@ class RepositoryEnv:
             open_workspace, own, self.sandbox, seconds=self.seconds, shown=self.shown
         )
         try:
+            await asyncio.to_thread(box.put, self._agent_files, AGENT)
             env = agent_variables(own.statement, own.name, box.root, key)
             ran = await run_agent(box, self.agent, env, url, self.agent_seconds)
             if not ran.ok:

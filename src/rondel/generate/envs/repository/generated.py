@@ -29,7 +29,7 @@ from rondel.generate.envs.repository.workspace import Workspace, open_workspace
 
 TRIALS = Path(__file__).with_name("mutant_tests.py").read_text(encoding="utf-8")
 TEST = "python3 -m pytest -q -c /dev/null --rootdir=. {files}"
-ARGS = ("-c", "/dev/null", "--rootdir=.")
+ARGS = ("-c", "/dev/null", "--rootdir=.", "--continue-on-collection-errors")
 SECONDS = 15.0  # of computing, for the tests of one bug
 TRIED = 12  # bugs that are tried for each that is wanted
 SHARE = 0.25  # of its files' tests that may fail for a bug
