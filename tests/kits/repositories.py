@@ -7,9 +7,9 @@ from pathlib import Path
 
 from kits.chat import Engine, chat, tokenizer
 from rondel.core.errors import SandboxError
+from rondel.core.repository_files import RepositoryFile
 from rondel.core.types import Task
 from rondel.generate.envs.repository.env import RepositoryEnv
-from rondel.generate.envs.repository.tree import RepositoryFile
 from rondel.generate.envs.repository.unified_diff import write_diff
 from rondel.generate.envs.rows import repository
 from rondel.runtime.sandbox.box import Sandbox
@@ -84,6 +84,10 @@ def scripted_chat(*turns: str, **settings: object):
 
 
 def environment(**settings: object) -> RepositoryEnv:
+    if "agent" in settings:
+        from rondel.generate.envs.gateway.env import Gateway  # needs starlette
+
+        settings["gateway"] = Gateway(None, timeout=120)
     return RepositoryEnv(Sandbox(), **settings)
 
 

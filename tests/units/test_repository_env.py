@@ -25,13 +25,13 @@ from kits.repositories import (
     written_call,
 )
 from rondel.core.errors import DataError, EnvError
+from rondel.core.repository_files import RepositoryFile
 from rondel.core.sandbox_types import CommandResult
 from rondel.core.types import Task
 from rondel.generate.envs.episode import EpisodeState
 from rondel.generate.envs.repository.grading import grade, reward_in, split_changes
 from rondel.generate.envs.repository.reader import load_task
 from rondel.generate.envs.repository.self_check import check_in_boxes
-from rondel.generate.envs.repository.tree import RepositoryFile
 from rondel.generate.envs.repository.workspace import command_text, open_workspace, stable_text
 from rondel.runtime.journal.command_log import EpisodeCommandLog
 from rondel.runtime.sandbox.box import Sandbox
@@ -110,7 +110,9 @@ def test_tests_and_what_stands_in_for_them_are_restored_and_counted(tmp_path):
     cheats = {
         "tests/test_sums.py": RepositoryFile(b"def test_add(): pass\ndef test_twice(): pass\n"),
         "tests/test_more.py": RepositoryFile(b"def test_more(): pass\n"),
-        "conftest.py": RepositoryFile(b"import pytest\n@pytest.hookimpl\ndef pytest_runtest_call(item): item.obj = lambda: 0\n"),
+        "conftest.py": RepositoryFile(
+            b"import pytest\n@pytest.hookimpl\ndef pytest_runtest_call(item): item.obj = lambda: 0\n"
+        ),
         "pytest.py": RepositoryFile(b"raise SystemExit(0)\n"),
         "src/json/__init__.py": RepositoryFile(b""),
         "sitecustomize.py": RepositoryFile(b"import os; os._exit(0)\n"),
@@ -136,7 +138,8 @@ def test_tasks_of_other_formats_are_played_unmodified(tmp_path):
         assert (found.fault, found.untouched, found.solved) == ("", 0.0, 1.0), own.name
     t, text = play(
         the_task(tmp_path / "harbor"),
-        written_call("run", command="pwd; ls; ls /tests /solution; echo done > /app/out.txt") + written_call("run_tests"),
+        written_call("run", command="pwd; ls; ls /tests /solution; echo done > /app/out.txt")
+        + written_call("run_tests"),
         "done",
     )
     assert t.score.value == 1.0 and "/app\ndata.txt\n/solution:\n\n/tests:\n[exit code 0]" in text
@@ -217,7 +220,9 @@ def test_what_differs_from_run_to_run_is_not_read():
     )
     ran = CommandResult(0, 9, b"a" * 500 + b"z", b"err", "memory")
     shown = command_text(ran, 90)
-    assert re.fullmatch(r"a{30}\n\[\.\.\. 415 characters left out \.\.\.\]\na*z\nerr\n\[SIGKILL, over its memory limit\]", shown)
+    assert re.fullmatch(
+        r"a{30}\n\[\.\.\. 415 characters left out \.\.\.\]\na*z\nerr\n\[SIGKILL, over its memory limit\]", shown
+    )
 
 
 def test_a_reward_is_a_number_or_numbers_by_name():

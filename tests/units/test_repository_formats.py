@@ -22,9 +22,10 @@ from kits.repositories import (
     write_files,
 )
 from rondel.core.errors import DataError
+from rondel.core.repository_files import RepositoryFile
 from rondel.generate.envs.repository.box_files import checksum, contents
 from rondel.generate.envs.repository.reader import load_task
-from rondel.generate.envs.repository.tree import RepositoryFile, read_tree, tree_digest, write_tree
+from rondel.generate.envs.repository.tree import read_tree, tree_digest, write_tree
 from rondel.generate.envs.repository.unified_diff import apply_diff, write_diff
 from rondel.generate.envs.rows import repository
 from rondel.generate.envs.sources import load_tasks
@@ -35,13 +36,20 @@ def test_a_folder_a_tar_file_and_a_row_are_the_same_task(tmp_path):
     with tarfile.open(tmp_path / "one.tar.gz", "w:gz") as tar:
         tar.add(folder, "one")
     (tmp_path / "rows.jsonl").write_text('{"path": "set/one"}\n')
-    found = [load_task(the_task(path).data["repository"]) for path in (tmp_path / "set", folder, tmp_path / "one.tar.gz")]
+    found = [
+        load_task(the_task(path).data["repository"]) for path in (tmp_path / "set", folder, tmp_path / "one.tar.gz")
+    ]
     found.append(load_task(the_task(tmp_path / "rows.jsonl").data["repository"]))
     assert all(task == found[0] for task in found)
     own = found[0]
     assert own.statement == "add gives wrong sums. Mend it." and own.solved()["sums.py"].data.decode() == MENDED
-    assert sorted(own.files) == ["sums.py", "tests/test_sums.py"] and own.test_files == ["tests/test_more.py", "tests/test_sums.py"]
-    assert own.is_protected("tests/test_more.py") and own.is_protected("a/conftest.py") and not own.is_protected("sums.py")
+    assert sorted(own.files) == ["sums.py", "tests/test_sums.py"] and own.test_files == [
+        "tests/test_more.py",
+        "tests/test_sums.py",
+    ]
+    assert (
+        own.is_protected("tests/test_more.py") and own.is_protected("a/conftest.py") and not own.is_protected("sums.py")
+    )
 
 
 def test_tasks_are_read_as_data_of_a_run(tmp_path):
@@ -61,7 +69,10 @@ def test_tasks_are_read_as_data_of_a_run(tmp_path):
         ({"task.toml": "seconds = ["}, "one/task.toml: not TOML"),
         ({"task.toml": "seconds = -1"}, "one/task.toml: seconds: .*greater than 0"),
         ({"task.toml": ""}, "fail_to_pass is empty, .* name at least one test"),
-        ({"task.toml": 'fail_to_pass = ["test_a.py::test_b"]'}, "test file test_a.py is neither in repository/ nor in hidden/"),
+        (
+            {"task.toml": 'fail_to_pass = ["test_a.py::test_b"]'},
+            "test file test_a.py is neither in repository/ nor in hidden/",
+        ),
         ({"task.toml": 'report = "reward"'}, "needs reward_file"),
         ({"task.toml": TEST.join(["x = '''", "'''"])}, "task.toml: x: "),
         ({"statement.md": " \n"}, "one/statement.md is empty"),
@@ -141,7 +152,9 @@ def test_a_diff_gives_what_it_was_made_of_and_what_git_makes_of_it(tmp_path, bef
     old, new = ({"f.txt": RepositoryFile(text.encode())} for text in (before, after))
     assert apply_diff(old, write_diff(old, new)) == new
     write_tree({"a/f.txt": old["f.txt"], "b/f.txt": new["f.txt"]}, tmp_path)
-    told = subprocess.run(["git", "diff", "--no-index", "a/f.txt", "b/f.txt"], cwd=tmp_path, capture_output=True, text=True)
+    told = subprocess.run(
+        ["git", "diff", "--no-index", "a/f.txt", "b/f.txt"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert apply_diff({"f.txt": old["f.txt"]}, told.stdout.replace("a/a/", "a/").replace("b/b/", "b/")) == new
 
 
@@ -161,4 +174,8 @@ def test_both_ends_compute_the_same_sums_and_digests_know_files_alone(tmp_path):
     assert read_tree(tmp_path / "one") == tree
     assert all(checksum(contents(str(tmp_path / "one" / name))) == checksum(file) for name, file in tree.items())
     write_files(tmp_path / "one", {"__pycache__/x.pyc": "", ".git/HEAD": "ref"})
-    assert tree_digest(read_tree(tmp_path / "one")) == tree_digest(tree) != tree_digest(tree | {"run": RepositoryFile(b"#!")})
+    assert (
+        tree_digest(read_tree(tmp_path / "one"))
+        == tree_digest(tree)
+        != tree_digest(tree | {"run": RepositoryFile(b"#!")})
+    )

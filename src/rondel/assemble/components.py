@@ -57,13 +57,13 @@ from rondel.filter.complete import Complete
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.curriculum import build_curriculum
-from rondel.generate.envs.gateway.agent import agent_of
+from rondel.generate.envs.gateway.agent import agent_of, function_agent
 from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.gym import Gym, world_factory
 from rondel.generate.envs.mcp import Mcp
 from rondel.generate.envs.order import MixedOrder, TaskAdmissions
 from rondel.generate.envs.python import GRACE, SECONDS, python_tool
-from rondel.generate.envs.repository.env import RepositoryEnv
+from rondel.generate.envs.repository.env import LATE, RepositoryEnv
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, question_text
 from rondel.generate.envs.toolbox import calculator
@@ -280,7 +280,14 @@ def _repository_env(own: Any, system: str | None, where: str) -> RepositoryEnv:
     shown = tuple(str(locate_path(path)) for path in own.shown)
     words = shlex.split(own.agent) if isinstance(own.agent, str) else own.agent
     files = locate_path(own.agent_files) if own.agent_files else None
-    return RepositoryEnv(sandbox, system=system, shown=shown, agent=words, agent_files=files, **settings)
+    gateway = Gateway(function_agent(_no_agent), timeout=own.agent_seconds + 2 * LATE) if words else None
+    return RepositoryEnv(
+        sandbox, system=system, shown=shown, gateway=gateway, agent=words, agent_files=files, **settings
+    )
+
+
+async def _no_agent(**given: Any) -> None:
+    raise AssertionError("each episode brings the agent that works in its box")
 
 
 def _users_env(kind: str, found: Any, settings: dict[str, Any]) -> Any:

@@ -49,7 +49,9 @@ def _make(out: str, n: int, seed: int, names: list[str], cache: str, as_json: bo
     if not out:
         raise UserError("--out is missing: name a new folder for the tasks")
     if odd := next((name for name in names if name not in PACKAGES), None):
-        raise UserError(f"--package {odd}: it is not known.{suggest_name(odd, list(PACKAGES))} Known: {', '.join(PACKAGES)}")
+        raise UserError(
+            f"--package {odd}: it is not known.{suggest_name(odd, list(PACKAGES))} Known: {', '.join(PACKAGES)}"
+        )
     packages = [PACKAGES[name] for name in names or PACKAGES]
     folder = Path(out)
     kept = Path(cache) if cache else folder / ".sdists"

@@ -68,7 +68,8 @@ class RepositoryConfig(BaseModel):
     seconds: float = Field(60.0, gt=0, le=LONGEST, description="wall clock of one command of the policy")
     output: int = Field(6000, ge=200, description="characters that the policy reads of one call")
     sandbox: str | dict[str, Any] = Field(
-        "process", description='where its commands run: a kind of substrate, or { kind = "container", image = ..., ... }'
+        "process",
+        description='where its commands run: a kind of substrate, or { kind = "container", image = ..., ... }',
     )
     suffix: str = Field("", description="appended to the last message of every prompt")
     agent: str | list[str] = Field(

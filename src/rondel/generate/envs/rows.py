@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rondel.core.errors import DataError, disk_refusal, error_boundary
-from rondel.core.registry import locate_path, search_folders, suggest_name
-from rondel.generate.envs.repository.reader import load_task, task_specs
+from rondel.core.registry import import_attribute, locate_path, search_folders, suggest_name
+
+REPOSITORIES = "rondel.generate.envs.repository.reader"  # by name: a run without repositories imports none of it
 
 
 class DatasetRow(NamedTuple):
@@ -224,9 +225,17 @@ def repository(path: str, format: str = "auto", source: str = "", test: str = ""
     source   for rows of SWE-bench: the folder that holds the checkouts
     test     for rows of SWE-bench: the command of the tests, where it is not pytest's
     """
+    task_specs, load_task = (
+        import_attribute("task.data", f"{REPOSITORIES}:{name}") for name in ("task_specs", "load_task")
+    )
     for where, spec in task_specs(path, format, source, test):
         task = load_task(spec)
-        fields: dict[str, Any] = {"prompt": task.statement, "answer": "", "repository": json.dumps(spec), "name": task.name}
+        fields: dict[str, Any] = {
+            "prompt": task.statement,
+            "answer": "",
+            "repository": json.dumps(spec),
+            "name": task.name,
+        }
         if task.settings.difficulty is not None:
             fields["difficulty"] = task.settings.difficulty
         yield DatasetRow(where, task.name, fields)

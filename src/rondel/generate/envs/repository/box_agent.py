@@ -23,7 +23,9 @@ CONNECTIONS = 64  # of one agent, at one time
 SAID = 2000  # bytes of an agent's last words
 
 
-async def run_agent(box: Workspace, argv: Sequence[str], env: Mapping[str, str], url: str, seconds: float) -> CommandResult:
+async def run_agent(
+    box: Workspace, argv: Sequence[str], env: Mapping[str, str], url: str, seconds: float
+) -> CommandResult:
     """Until the agent ends, or its seconds do. `{port}` in its variables becomes the port that answers it.
     EnvError where the box cannot do that; stderr is the end of what the agent printed.
     """

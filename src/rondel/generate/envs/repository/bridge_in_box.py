@@ -14,7 +14,7 @@ import threading
 HEADER = struct.Struct(">IBI")
 OPENED, DATA, CLOSED = range(3)
 PIECE = 1 << 15
-OPEN = {}
+OPEN: dict[int, socket.socket] = {}
 TURN = threading.Lock()
 
 

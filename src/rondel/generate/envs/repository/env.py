@@ -1,7 +1,7 @@
 """Episodes in a repository: the policy reads a statement, works on the files in a box, and is graded by hidden tests.
 
-    give(statement, tools) -> reply -> calls in the box -> reply ... -> files of the box -> grade in a fresh box
-    agent in the box -> asks the gateway, whom the policy answers ...  -> files of the box -> grade in a fresh box
+give(statement, tools) -> reply -> calls in the box -> reply ... -> files of the box -> grade in a fresh box
+agent in the box -> asks the gateway, whom the policy answers ...  -> files of the box -> grade in a fresh box
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 from rondel.core.errors import DataError, EnvError
 from rondel.core.protocols import SandboxFactory
 from rondel.core.types import Score, Task, Trajectory
-from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.repository.box_agent import agent_variables, run_agent
 from rondel.generate.envs.repository.grading import Changes, grade, known_sums
 from rondel.generate.envs.repository.reader import load_task
@@ -40,6 +39,7 @@ class RepositoryEnv:
     seconds        wall clock of one command
     output         characters that the policy reads of one call
     agent          a command that works in the box and asks the policy over HTTP: then there are no tools
+    gateway        where the agent asks: a `Gateway` for its episodes, needed with an agent
     agent_files    a folder that is copied into the box for it; {files} in the command is where
     agent_seconds  its wall clock
     shown          folders of this machine that the box may read
@@ -54,6 +54,7 @@ class RepositoryEnv:
         output: int = 6000,
         suffix: str = "",
         system: str | None = None,
+        gateway: Any = None,
         agent: Sequence[str] = (),
         agent_files: Path | None = None,
         agent_seconds: float = 600.0,
@@ -65,9 +66,9 @@ class RepositoryEnv:
         self._agent_files = {} if agent_files is None else read_tree(agent_files)
         self._load: Callable[[str], RepositoryTask] = lru_cache(KEPT)(load_task)
         self._untouched: dict[str, Score] = {}
-        self._gateway = Gateway(_no_agent, timeout=agent_seconds + 2 * LATE) if agent else None
-        if self._gateway is not None:
-            self.turns = self._gateway.turns
+        self._gateway = gateway
+        if gateway is not None:
+            self.turns = gateway.turns
 
     def prompt(self, task: Task) -> tuple[Messages, Schemas]:
         """The statement, and the tools it is offered."""
@@ -124,10 +125,6 @@ class RepositoryEnv:
             self._untouched[task.id] = await asyncio.to_thread(grade, own, {}, self.sandbox)
         score = self._untouched[task.id]
         return Score(score.value, dict(score.parts))
-
-
-async def _no_agent(task: Task, url: str, key: str) -> Any:
-    raise AssertionError("each episode brings its own")
 
 
 def _schemas() -> list[dict[str, Any]]:

@@ -20,10 +20,11 @@ import tomli_w
 
 from rondel.core.errors import DataError, SandboxError
 from rondel.core.protocols import SandboxFactory
+from rondel.core.repository_files import RepositoryFile, Tree
 from rondel.generate.envs.repository.catalogue import SourcePackage
 from rondel.generate.envs.repository.mutations import Mutation, mutations_of, without_tests
 from rondel.generate.envs.repository.task import RepositoryTask, TaskSettings
-from rondel.generate.envs.repository.tree import RepositoryFile, Tree, write_tree
+from rondel.generate.envs.repository.tree import write_tree
 from rondel.generate.envs.repository.unified_diff import write_diff
 from rondel.generate.envs.repository.workspace import Workspace, open_workspace
 
@@ -196,7 +197,9 @@ def difficulty_of(package: SourcePackage, files: Tree, bug: FoundBug) -> float:
 
     (1 - log(1 + failing) / log(1 + tests)) / 2 + min(1, log2(lines of the package) / 14) / 2
     """
-    code = (file.data.count(b"\n") for path, file in files.items() if path.startswith(package.code) and path.endswith(".py"))
+    code = (
+        file.data.count(b"\n") for path, file in files.items() if path.startswith(package.code) and path.endswith(".py")
+    )
     tests = len(bug.failing) + len(bug.passing)
     few = 1 - math.log(1 + len(bug.failing)) / math.log(1 + max(2, tests))
     return round(few / 2 + min(1.0, math.log2(max(2, sum(code))) / 14) / 2, 3)

@@ -19,11 +19,11 @@ from typing import Any
 
 from rondel.core.errors import BoxError, EnvError
 from rondel.core.protocols import SandboxFactory
+from rondel.core.repository_files import RepositoryFile, Tree
 from rondel.core.types import Score
 from rondel.generate.envs.repository.box_files import checksum
 from rondel.generate.envs.repository.packages import shadowed_names
 from rondel.generate.envs.repository.task import RepositoryTask
-from rondel.generate.envs.repository.tree import RepositoryFile, Tree
 from rondel.generate.envs.repository.workspace import Workspace, open_workspace
 
 Changes = Mapping[str, RepositoryFile | None]
@@ -103,6 +103,8 @@ def reward_in(text: str, path: str) -> tuple[float, dict[str, float]]:
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     }
     if len(numbers) != len(parts) or not numbers:
-        raise EnvError(f"the tests wrote no reward to {path}: {text.strip()[:200]!r} is neither a number nor such an object")
+        raise EnvError(
+            f"the tests wrote no reward to {path}: {text.strip()[:200]!r} is neither a number nor such an object"
+        )
     total = numbers.pop("reward", None)
     return (sum(numbers.values()) / len(numbers) if total is None else total), numbers

@@ -18,8 +18,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rondel.core.errors import DataError
+from rondel.core.repository_files import RepositoryFile, Tree
 from rondel.generate.envs.repository.task import RepositoryTask, TaskSettings, text_of
-from rondel.generate.envs.repository.tree import RepositoryFile, Tree, subtree
+from rondel.generate.envs.repository.tree import subtree
 
 APP = "/app"  # where neither image nor settings say
 REWARD = "/logs/verifier"
@@ -81,7 +82,9 @@ def read_terminal_bench(tree: Mapping[str, RepositoryFile], where: str, name: st
     )
     solution = {"solution.sh": tree["solution.sh"]} if "solution.sh" in tree else {}
     solve = (solution, "bash /oracle/solution.sh") if solution else None
-    return RepositoryTask(name, told["instruction"].strip(), image.files, settings, hidden, solve=solve, unmet=image.unmet)
+    return RepositoryTask(
+        name, told["instruction"].strip(), image.files, settings, hidden, solve=solve, unmet=image.unmet
+    )
 
 
 class _Image:
@@ -108,7 +111,9 @@ class _Image:
                 self.env |= dict(part.split("=", 1) for part in shlex.split(rest) if "=" in part)
             elif word not in IDLE or word == "COPY":
                 unmet.append(line)
-        self.files = {path[len(self.workdir) + 1 :]: f for path, f in copied.items() if path.startswith(f"{self.workdir}/")}
+        self.files = {
+            path[len(self.workdir) + 1 :]: f for path, f in copied.items() if path.startswith(f"{self.workdir}/")
+        }
         if outside := [path for path in copied if not path.startswith(f"{self.workdir}/")]:
             unmet += [f"COPY ... {path}" for path in outside]
         self.unmet = tuple(unmet)
@@ -122,7 +127,9 @@ class _Image:
         found: Tree = {}
         for source in words[:-1]:
             source = posixpath.normpath(source.lstrip("/"))
-            inside = {p: f for p, f in (context if source == "." else subtree(context, source)).items() if p != "Dockerfile"}
+            inside = {
+                p: f for p, f in (context if source == "." else subtree(context, source)).items() if p != "Dockerfile"
+            }
             if source in context:
                 found[posixpath.join(target, posixpath.basename(source)) if many else target] = context[source]
             elif inside:

@@ -103,7 +103,7 @@ def _first_line(function: Function) -> int:
 
 def _changes(function: Function, text: _Text) -> Iterator[Change]:
     for default in [*function.args.defaults, *(one for one in function.args.kw_defaults if one is not None)]:
-        if isinstance(default, ast.Constant) and type(default.value) in (bool, int):
+        if isinstance(default, ast.Constant) and isinstance(default.value, int):
             other = not default.value if isinstance(default.value, bool) else default.value + 1
             yield "default", *text.span(default), str(other).encode()
     for node in _walk(function.body):

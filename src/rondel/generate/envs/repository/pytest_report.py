@@ -5,7 +5,7 @@ grades. A test has passed if all of its phases have.
 import json
 import os
 
-_outcomes = {}
+_outcomes: dict[str, str] = {}
 
 
 def pytest_runtest_logreport(report):

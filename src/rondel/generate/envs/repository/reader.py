@@ -16,10 +16,11 @@ from typing import Any
 
 from rondel.core.errors import DataError
 from rondel.core.registry import locate_path, one_of
+from rondel.core.repository_files import RepositoryFile, Tree
 from rondel.generate.envs.repository.harbor import read_harbor, read_terminal_bench
 from rondel.generate.envs.repository.swebench import REQUIRED, read_swebench
 from rondel.generate.envs.repository.task import RepositoryTask, read_task
-from rondel.generate.envs.repository.tree import RepositoryFile, Tree, is_tar, read_tree
+from rondel.generate.envs.repository.tree import is_tar, read_tree
 
 FORMATS = ("auto", "rondel", "harbor", "terminal_bench", "swebench")
 NEST = 3  # folders between the given one and a task

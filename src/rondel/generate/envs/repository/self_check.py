@@ -28,7 +28,9 @@ def check_in_boxes(task: RepositoryTask, sandbox: SandboxFactory) -> TaskCheck:
     try:
         untouched = grade(task, {}, sandbox)
         if untouched.value >= 1:
-            return TaskCheck(task.name, untouched.value, 0.0, "the untouched repository passes its tests: nothing to do")
+            return TaskCheck(
+                task.name, untouched.value, 0.0, "the untouched repository passes its tests: nothing to do"
+            )
         changes = _solution(task, sandbox)
         if changes is None:
             return TaskCheck(task.name, untouched.value, 0.0, "no gold.patch and no script that solves it")

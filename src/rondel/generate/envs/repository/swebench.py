@@ -14,11 +14,21 @@ from typing import Any
 
 from rondel.core.errors import DataError
 from rondel.core.registry import locate_path
+from rondel.core.repository_files import Tree
 from rondel.generate.envs.repository.task import HOME, RepositoryTask, TaskSettings, check_task
-from rondel.generate.envs.repository.tree import TARS, Tree, read_tree
+from rondel.generate.envs.repository.tree import TARS, read_tree
 from rondel.generate.envs.repository.unified_diff import apply_diff, patched_files
 
-REQUIRED = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS")
+REQUIRED = (
+    "instance_id",
+    "repo",
+    "base_commit",
+    "problem_statement",
+    "patch",
+    "test_patch",
+    "FAIL_TO_PASS",
+    "PASS_TO_PASS",
+)
 
 
 def read_swebench(row: Mapping[str, Any], source: str, test: str = "") -> RepositoryTask:
@@ -30,7 +40,9 @@ def read_swebench(row: Mapping[str, Any], source: str, test: str = "") -> Reposi
     try:
         tested = apply_diff(files, row["test_patch"])
     except DataError as error:
-        raise DataError(f"{where}: test_patch: {error}; is the folder of base_commit {row['base_commit']:.12}?") from error
+        raise DataError(
+            f"{where}: test_patch: {error}; is the folder of base_commit {row['base_commit']:.12}?"
+        ) from error
     touched = [path for path in patched_files(row["test_patch"]) if path in tested]
     hidden: Tree = {path: tested[path] for path in touched}
     settings = TaskSettings(
@@ -52,7 +64,9 @@ def _tests(row: Mapping[str, Any], key: str) -> list[str]:
         try:
             found = json.loads(found)
         except ValueError as error:
-            raise DataError(f"row {row['instance_id']}: {key} is neither a list nor the JSON of one: {error}") from error
+            raise DataError(
+                f"row {row['instance_id']}: {key} is neither a list nor the JSON of one: {error}"
+            ) from error
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise DataError(f"row {row['instance_id']}: {key} is no list of names of tests")
     if odd := next((one for one in found if "::" not in one), None):

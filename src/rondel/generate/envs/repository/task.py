@@ -1,10 +1,10 @@
 """A repository task: files, a statement, tests that the policy sees and tests that it does not, and what solves it.
 
-    task.toml        how it is tested, below
-    statement.md     what the policy reads first
-    repository/      the files that it works on (or repository.tar.gz)
-    hidden/          files laid over the repository when it is graded; a folder hidden/@/logs is /logs there
-    gold.patch       a unified diff that solves it, for checks
+task.toml        how it is tested, below
+statement.md     what the policy reads first
+repository/      the files that it works on (or repository.tar.gz)
+hidden/          files laid over the repository when it is graded; a folder hidden/@/logs is /logs there
+gold.patch       a unified diff that solves it, for checks
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pydantic import BaseModel, Field, ValidationError
 from rondel.core.config.section import CLOSED, LONGEST
 from rondel.core.errors import DataError
 from rondel.core.registry import suggest_name
-from rondel.generate.envs.repository.tree import RepositoryFile, Tree, subtree
+from rondel.core.repository_files import RepositoryFile, Tree
+from rondel.generate.envs.repository.tree import subtree
 from rondel.generate.envs.repository.unified_diff import apply_diff
 
 HOME = "/box/repository"

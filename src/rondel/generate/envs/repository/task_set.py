@@ -7,14 +7,16 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rondel.core.errors import DataError, SandboxError
 from rondel.core.protocols import SandboxFactory
+from rondel.core.repository_files import Tree
 from rondel.generate.envs.repository.catalogue import SourcePackage
 from rondel.generate.envs.repository.generated import FoundBug, find_bugs, make_task, package_files, write_task
 from rondel.generate.envs.repository.sdists import sdist_of
 from rondel.generate.envs.repository.self_check import check_in_boxes
-from rondel.generate.envs.repository.tree import Tree, read_tree, tree_digest
+from rondel.generate.envs.repository.tree import read_tree, tree_digest
 
 INDEX = "tasks.json"
 SPARE = 2  # bugs more than are needed of each package
@@ -51,7 +53,7 @@ def make_task_set(
             f"{number}/{len(packages)} {package.title}: {told['tests']} tests, {told['tried']} bugs tried, {len(found)} found "
             f"by them, {time.monotonic() - began:.0f} s"
         )
-    made = []
+    made: list[dict[str, Any]] = []
     for package, files, bug, name in _in_turn(bugs, seed):
         if len(made) == n:
             break
@@ -61,7 +63,9 @@ def make_task_set(
             say(f"{name}: left out: {checked.fault}")
             continue
         write_task(task, out / name)
-        made.append({"name": name, "digest": tree_digest(read_tree(out / name)), "difficulty": task.settings.difficulty})
+        made.append(
+            {"name": name, "digest": tree_digest(read_tree(out / name)), "difficulty": task.settings.difficulty}
+        )
         say(f"{len(made)}/{n} {name}: untouched {checked.untouched:g}, solved {checked.solved:g}")
     if len(made) < n:
         raise DataError(

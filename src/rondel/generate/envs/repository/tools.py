@@ -110,7 +110,9 @@ class RepositoryTools:
             except BoxError as error:  # what the policy ran took the box with it: the files are lost
                 self._box.close()
                 self._box = None
-                raise BoxFileError(f"the box of the repository ended ({error}); its files are as they were at first") from None
+                raise BoxFileError(
+                    f"the box of the repository ended ({error}); its files are as they were at first"
+                ) from None
             finally:
                 self.is_busy = False
 

@@ -7,25 +7,14 @@ import tarfile
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 from rondel.core.errors import DataError
+from rondel.core.repository_files import RepositoryFile, Tree, is_inside
 
 LARGEST = 256 << 20  # bytes of one task
 # what a tool or an interpreter leaves beside the files: no part of a repository, and no part of its digest
 LEFTOVER_FOLDERS = ("__pycache__", ".git", ".hg", ".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache")
 TARS = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
-
-
-class RepositoryFile(NamedTuple):
-    """One file: `RepositoryFile(b"print(1)\\n", executable=True)`, or a symbolic link with its target."""
-
-    data: bytes = b""
-    executable: bool = False
-    link: str = ""
-
-
-Tree = dict[str, RepositoryFile]
 
 
 def is_tar(path: Path) -> bool:
@@ -90,12 +79,6 @@ def _checked_size(path: Path, size: int) -> int:
     if size > LARGEST:
         raise DataError(f"{path}: more than {LARGEST >> 20} MiB of files; a task is a small repository: leave data out")
     return size
-
-
-def is_inside(path: str) -> bool:
-    """Whether a relative path stays in its folder."""
-    whole = os.path.normpath(path)
-    return not os.path.isabs(whole) and whole.split("/")[0] != ".."
 
 
 def subtree(tree: Mapping[str, RepositoryFile], folder: str) -> Tree:

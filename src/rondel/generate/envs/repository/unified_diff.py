@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rondel.core.errors import DataError
-from rondel.generate.envs.repository.tree import RepositoryFile, Tree, is_inside
+from rondel.core.repository_files import RepositoryFile, Tree, is_inside
 
 HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 NOTHING = "/dev/null"
@@ -46,7 +46,9 @@ def read_diff(text: str) -> list[FilePatch]:
             made = FilePatch(old, _checked_path(line.removeprefix("rename to ")), executable=mode)
             found.append(made)
         elif line.startswith(("GIT binary patch", "Binary files ")):
-            raise DataError(f"line {at + 1} of the diff is of a binary file: give that file in the hidden folder instead")
+            raise DataError(
+                f"line {at + 1} of the diff is of a binary file: give that file in the hidden folder instead"
+            )
         elif line.startswith("--- ") and at + 1 < len(lines) and lines[at + 1].startswith("+++ "):
             before, after = _path_of(line), _path_of(lines[at + 1])
             if made is None or made.hunks or made.new != after:  # else that of the rename above
@@ -120,17 +122,19 @@ def _apply_hunks(text: str, patch: FilePatch) -> str:
         if not {"+", " "} & last and ends:
             new.append("")
         at = max(0, first - 1 + shift)
-        if lines[at : at + len(old)] != old and (at := _only_place(lines, old)) is None:
+        if lines[at : at + len(old)] != old:
+            at = _only_place(lines, old)
+        if at < 0:
             raise DataError(f"{patch.new}: the diff does not fit at line {first}: it is of another version of the file")
         lines[at : at + len(old)] = new
         shift += len(new) - len(old)
     return "\n".join(lines)
 
 
-def _only_place(lines: list[str], old: list[str]) -> int | None:
-    """Where these lines stand, if at one place alone."""
+def _only_place(lines: list[str], old: list[str]) -> int:
+    """Where these lines stand, if at one place alone; else -1."""
     found = [at for at in range(len(lines) - len(old) + 1) if lines[at : at + len(old)] == old] if old else []
-    return found[0] if len(found) == 1 else None
+    return found[0] if len(found) == 1 else -1
 
 
 def write_diff(before: Mapping[str, RepositoryFile], after: Mapping[str, RepositoryFile]) -> str:
@@ -140,11 +144,13 @@ def write_diff(before: Mapping[str, RepositoryFile], after: Mapping[str, Reposit
         old, new = before.get(path), after.get(path)
         if old == new:
             continue
-        lines = [
-            [] if file is None else file.data.decode("utf-8", "surrogateescape").splitlines(keepends=True)
-            for file in (old, new)
-        ]
-        names = [NOTHING if old is None else f"a/{path}", NOTHING if new is None else f"b/{path}"]
-        for line in difflib.unified_diff(*lines, *names):
+        names = (NOTHING if old is None else f"a/{path}", NOTHING if new is None else f"b/{path}")
+        for line in difflib.unified_diff(_lines_of(old), _lines_of(new), *names):
             text += line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
     return text
+
+
+def _lines_of(file: RepositoryFile | None) -> list[str]:
+    """Split at line feeds alone, as diffs are."""
+    text = "" if file is None else file.data.decode("utf-8", "surrogateescape")
+    return [f"{line}\n" for line in text.split("\n")[:-1]] + [line for line in text.split("\n")[-1:] if line]

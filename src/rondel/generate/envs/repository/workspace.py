@@ -12,10 +12,10 @@ from typing import Any
 
 from rondel.core.errors import BoxError, DataError, EnvError, SandboxError
 from rondel.core.protocols import SandboxCell, SandboxFactory
+from rondel.core.repository_files import RepositoryFile, Tree
 from rondel.core.sandbox_types import BoxFileError, CommandResult, Limits
 from rondel.generate.envs.repository.packages import installed_modules
 from rondel.generate.envs.repository.task import RepositoryTask
-from rondel.generate.envs.repository.tree import RepositoryFile, Tree
 
 SCRIPT = Path(__file__).with_name("box_files.py").read_text(encoding="utf-8")
 PLUGIN = Path(__file__).with_name("pytest_report.py").read_bytes()
@@ -26,7 +26,7 @@ SHELL = (
     'cd "$1" && PATH="$2:$PATH" && export PATH && if command -v bash >/dev/null; then exec bash -c "$3"; '
     'else exec sh -c "$3"; fi'
 )
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "cpu": 600.0, "memory": 1 << 30, "processes": 64, "disk": 256 << 20, "file": 64 << 20, "files": 40_000,
     "output": 16 << 20, "open_files": 256,
 }  # fmt: skip
@@ -198,5 +198,3 @@ def command_text(ran: CommandResult, most: int) -> str:
         cut = len(text) - most
         text = f"{text[: most // 3]}\n[... {cut} characters left out ...]\n{text[-(most - most // 3) :]}"
     return f"{text}\n[{ran.ended}]".strip()
-
-
