@@ -144,4 +144,5 @@ def main():
     print(json.dumps({"tests": len(good), "tried": tried, "found": found}))
 
 
-main()
+if __name__ == "__main__":
+    main()
