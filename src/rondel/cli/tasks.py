@@ -29,9 +29,9 @@ def run(
     source: Annotated[str, typer.Option("--source", help="Checkouts, for rows of SWE-bench.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Make repository tasks from packages of PyPI with seeded bugs, or check tasks in boxes.
+    """Make or check repository tasks.
 
-    A task is good if its solution scores 1 and the untouched repository less. Exits 1 if one is not.
+    They are made of packages of PyPI with seeded bugs. A task is good if its solution scores 1 and the untouched repository less. Exits 1 if one is not.
     """
     if what not in WHAT:
         raise UserError(f"rondel tasks {what}: it is {' or '.join(WHAT)}.{suggest_name(what, list(WHAT))}")
