@@ -310,7 +310,7 @@ def _check_engine_ranks(job: Job) -> None:
             raise ConfigError(f"place.engines.{key} {rule}", page="docs/place.md#engines-of-several-processes")
 
 
-NAMELESS = {"single_turn", "tools", "gateway", "verifiers", "gym"}  # environments whose one agent has no name
+NAMELESS = {"single_turn", "tools", "search", "gateway", "verifiers", "gym"}  # environments whose one agent has no name
 
 
 def refuse_unplayed(job: Job, env: Env) -> None:

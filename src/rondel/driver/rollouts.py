@@ -19,6 +19,7 @@ from rondel.assemble.refusals import (
 )
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, DataError, ends_the_run, error_boundary, error_text
+from rondel.core.protocols import GoldEnv
 from rondel.core.registry import find_registered, refuse_uncallable
 from rondel.core.types import (
     DATA,
@@ -39,7 +40,7 @@ from rondel.driver.demonstration_stream import DemonstrationStream
 from rondel.driver.teacher_prompts import write_teacher_prompts
 from rondel.generate.engine.resumption import generate_until_done
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.demonstrations import Demonstrate
+from rondel.generate.envs.demonstrations import Demonstrate, GoldEpisode
 from rondel.generate.envs.episode import assign_parents, episode_of, join_episodes, share_scores
 from rondel.generate.envs.order import ShuffledOrder
 from rondel.generate.envs.sources import TaskSet, load_tasks
@@ -78,7 +79,9 @@ class GroupRollouts:
         return group
 
     async def _demonstrate_task(self, slot: Slot, policy: str) -> list[Trajectory]:
-        section = self.parts.job.task
+        section, env = self.parts.job.task, self.parts.env
+        if isinstance(env, GoldEnv):
+            return [await GoldEpisode(env, policy=policy).run(slot.task, self.open_chat(lambda turn: 0))]
         shows = Demonstrate(
             suffix=section.suffix, system=section.system, examples=section.shown_examples, policy=policy
         )

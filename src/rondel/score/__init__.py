@@ -10,6 +10,7 @@ from typing import Any
 from rondel.core.errors import ConfigError
 from rondel.core.registry import find_registered, refuse_uncallable
 from rondel.core.types import Task
+from rondel.score.citation import Citation
 from rondel.score.code import Code
 from rondel.score.code_tests import read_tests
 from rondel.score.combine import By, Combine
@@ -45,6 +46,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "number": Number,
     "math": Math,
     "code": Code,
+    "citation": Citation,
     "format": Format,
     "reasoning_gym": ReasoningGym,
     "combine": combine_rewards,

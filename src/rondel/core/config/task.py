@@ -73,7 +73,7 @@ class EvaluationConfig(SettingsTable):
 class TaskConfig(ConfigSection):
     env: str | dict[str, Any] = Field(
         "single_turn",
-        description='an environment: "single_turn", "tools", "gym", "gateway", "agents", "verifiers" or "module:name"; '
+        description='an environment: "single_turn", "tools", "search", "gym", "gateway", "agents", "verifiers" or "module:name"; '
         "with "
         'settings: { kind = "tools", tools = ["calculator"] }',
     )
