@@ -128,10 +128,9 @@ def table_passages(sources: list[dict[str, Any]], say: Say) -> Iterator[Passage]
         "signal": {one.name: str(int(one)) for one in signal.Signals},
         "status": {one.phrase: str(one.value) for one in http.HTTPStatus},
     }
+    count = sum(map(len, tables.values()))
+    sources.append({"name": "python tables", "version": sys.version.split()[0], "passages": count})
     for title, facts in tables.items():
         for name, value in sorted(facts.items()):
             yield Passage(title, title, f"{name} {value}")
         say(f"{title}: {len(facts)} passages")
-    sources.append(
-        {"name": "python tables", "version": sys.version.split()[0], "passages": sum(map(len, tables.values()))}
-    )
