@@ -59,6 +59,8 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "PYTHONPATH=examples rondel train recipes/calculator.toml": "parsed: minutes and a model of 93 MB; tests/units/test_tools.py plays tools",
     "rondel train recipes/lora.toml": "parsed: it takes minutes and a model of 93 MB; tests/units/test_adapters.py runs a tiny one",
     "rondel train recipes/vision.toml": "reduced",
+    "rondel tasks search --out runs/corpus": "parsed: it downloads 51 MB; tests/units/test_search_corpus.py makes smaller ones",
+    "rondel tasks search --out runs/tables --source tables": "whole",
     "PYTHONPATH=examples rondel train recipes/relay.toml": "parsed: tests/units/test_policies.py runs it whole",
     "rondel train recipes/opd.toml": "parsed: its teacher is a whole run of recipes/tiny.toml; tests/units/test_distill.py runs one",
     "rondel card runs/tiny": "whole",
@@ -155,6 +157,7 @@ RECIPES = {
     "moe.toml": "reduced",
     "ppo.toml": "reduced",
     "vision.toml": "reduced",
+    "search.toml": "parsed: it needs a corpus; tests/units/test_search_env.py trains it smaller",
     "relay.toml": "parsed: tests/units/test_policies.py runs it whole",
     **dict.fromkeys(
         ("dr_grpo.toml", "dapo.toml", "gspo.toml", "cispo.toml", "rloo.toml", "reinforce_pp.toml"),

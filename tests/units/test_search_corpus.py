@@ -43,7 +43,9 @@ say \fImore\fP
 def test_a_page_becomes_passages_with_their_headings():
     assert list(cut_passages(read_html(PAGE))) == [
         Passage("maths", "maths", "Functions of numbers."),
-        Passage("maths", "m.prod(iterable, *, start=1)", "m.prod(iterable, *, start=1) The product. New in version 3.8."),
+        Passage(
+            "maths", "m.prod(iterable, *, start=1)", "m.prod(iterable, *, start=1) The product. New in version 3.8."
+        ),
     ]
 
 
@@ -190,7 +192,9 @@ def test_every_question_has_one_passage_with_its_answer(made):
     assert asked["If a caller of m.prod leaves out start, what value does it get?"]["answer"] == "1"
     assert asked["How is the flag -v of getpid spelled out in full?"]["answer"] == "--verbose"
     assert "Which release was the first to have t.a?" not in asked, "it has two answers"
-    hops = asked['Which file has to be included for the function whose manual page is headed "get process identification"?']
+    hops = asked[
+        'Which file has to be included for the function whose manual page is headed "get process identification"?'
+    ]
     assert hops["answer"] == "unistd.h" and hops["level"] == 2
     assert hops["queries"] == ["get process identification", "getpid synopsis include"]
 
@@ -213,7 +217,11 @@ def test_tables_of_the_library_are_facts(tmp_path, capsys):
     passages = list(table_passages(sources, print))
     assert sources[0]["passages"] == len(passages) == len(set(passages)) > 1500
     facts = {(p.title, *p.text.split(" ", 1)) for p in passages}
-    assert {("entity", "hearts", "2665"), ("extension", "json", "application/json"), ("signal", "SIGKILL", "9")} <= facts
+    assert {
+        ("entity", "hearts", "2665"),
+        ("extension", "json", "application/json"),
+        ("signal", "SIGKILL", "9"),
+    } <= facts
 
 
 @pytest.mark.slow

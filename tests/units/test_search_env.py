@@ -74,10 +74,9 @@ def test_every_token_of_a_tool_has_mask_0_and_every_token_of_the_policy_mask_1(c
 
 
 def test_the_same_tools_are_called_as_the_template_writes_calls(corpus):
+    from rondel.generate.corpus.tools import CorpusTools
     from rondel.generate.envs.search import Search
     from rondel.generate.envs.tools import Tools
-
-    from rondel.generate.corpus.tools import CorpusTools
 
     for env in (Search(corpus, results=2), Tools([CorpusTools(corpus)])):
         found, asked, _ = play(env, call("search", query="m.prod"), call("open", id=1), "3.8 [1]")

@@ -1,8 +1,8 @@
 """Documents that packages ship: Debian's documentation packages, the Python library, and its tables.
 
-    debian   apt-get download (nothing is installed, no root is needed) -> dpkg-deb -x -> HTML and manual pages
-    python   docstrings and signatures of the standard library and of installed packages, read from their source
-    tables   short facts from modules of the standard library: HTML entities, errno, signals, HTTP, file types
+debian   apt-get download (nothing is installed, no root is needed) -> dpkg-deb -x -> HTML and manual pages
+python   docstrings and signatures of the standard library and of installed packages, read from their source
+tables   short facts from modules of the standard library: HTML entities, errno, signals, HTTP, file types
 """
 
 from __future__ import annotations

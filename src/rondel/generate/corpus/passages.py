@@ -66,7 +66,9 @@ def _sentence_end(words: list[str]) -> int:
 HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
 BLOCKS = {"p", "li", "dd", "dt", "pre", "tr", "div", "blockquote", "section", "table", "td", "th", "br"}
 SKIPPED = {"script", "style", "nav", "head", "footer", "form"}
-NAVIGATION = re.compile(r"\b(?:sphinxsidebar|related|footer|toctree-wrapper|navheader|navfooter|toc|contents|fancy_toc)\b")
+NAVIGATION = re.compile(
+    r"\b(?:sphinxsidebar|related|footer|toctree-wrapper|navheader|navfooter|toc|contents|fancy_toc)\b"
+)
 
 
 class _HtmlBlocks(HTMLParser):

@@ -61,4 +61,8 @@ def best_window(text: str, wanted: set[str], size: int) -> str:
     places = [i for i, found in enumerate(marks) if found] or [0]
     starts = [max(0, min(place - size // 4, len(words) - size)) for place in places]
     start = max(starts, key=lambda s: (len(set().union(*marks[s : s + size])), -s))
-    return ("... " if start else "") + " ".join(words[start : start + size]) + (" ..." if start + size < len(words) else "")
+    return (
+        ("... " if start else "")
+        + " ".join(words[start : start + size])
+        + (" ..." if start + size < len(words) else "")
+    )

@@ -1,6 +1,6 @@
 """Answers that must be looked up in a corpus, and given with the passage that says so: "EPERM [79183]".
 
-    question -> search: ranked passages -> open, find: what one says -> "answer [passage]"
+question -> search: ranked passages -> open, find: what one says -> "answer [passage]"
 """
 
 from __future__ import annotations
