@@ -185,3 +185,37 @@ def test_the_preflight_holds():
     with RewardPool("citation") as pool:
         found = asyncio.run(check_reward(pool, [TASK, other]))
     assert [(f.what, f.message) for f in found if not f.ok] == []
+
+
+# -- a run -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_supervised_phase_plays_gold_and_the_policy_goes_on_from_there(tmp_path):
+    """The recipe, smaller: each supervised episode is the gold one, with the tool's tokens masked, and each sampled
+    one is scored in parts."""
+    pytest.importorskip("bm25s")
+    from pathlib import Path
+
+    from rondel.assemble import train
+    from rondel.cli.tasks import CorpusSource, TaskFamily
+    from rondel.cli.tasks import run as make_tasks
+    from rondel.core.config.job import Job
+    from rondel.runtime.journal.store import read_step
+
+    folder = tmp_path / "tables"
+    make_tasks(TaskFamily.search, folder, CorpusSource.tables, 60)
+    smaller = {
+        "task.env.corpus": str(folder), "task.data.corpus": str(folder), "task.data.holdout": 10, "loop.steps": 1,
+        "loop.warmup.steps": 1, "loop.warmup.groups_per_step": 4, "loop.groups_per_step": 2, "algo.group_size": 2,
+        "model.path.hidden_size": 32, "model.path.intermediate_size": 64, "model.path.num_hidden_layers": 2,
+        "run.folder": str(tmp_path / "run"), "run.sinks": [], "place.threads": 1, "task.eval.n": 2,
+    }  # fmt: skip
+    train(Job.read(Path(__file__).parents[2] / "recipes" / "search.toml", smaller), quiet=True)
+    shown, sampled = (read_step(tmp_path / "run", step) for step in (1, 2))
+    assert len(shown) == 4 and len(sampled) == 4
+    for row in shown:
+        ask, answer = row["text"].split("\n")
+        assert ask.startswith("search: ") and answer.endswith("]")
+        assert sum(row["mask"]) == len(ask) + len(answer) + 2, "the letters of both replies, and their ends"
+    assert all({*row["reward_parts"]} == {"answer", "citation", "unread"} for row in sampled)

@@ -39,7 +39,7 @@ def run(
     ] = CorpusSource.auto,
     most: Annotated[int | None, typer.Option(min=1, help="Most passages.")] = None,
 ) -> None:
-    """Write a corpus, its index and questions with checked answers into a folder.
+    """Make a corpus to search, and questions with checked answers.
 
     task.env = { kind = "search", corpus = FOLDER } searches it, and task.data = { kind = "search_questions", corpus =
     FOLDER } asks. Nothing is installed; downloads are kept in FOLDER/packages.

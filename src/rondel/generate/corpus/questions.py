@@ -103,7 +103,8 @@ FAMILIES: tuple[Callable[[int, Passage], Iterator[Fact]], ...] = (
 
 
 def make_questions(corpus: Corpus) -> Iterator[dict[str, Any]]:
-    """The rows: prompt, answer, passages (that support it), queries (one for each hop), family, level, document."""
+    """The rows: prompt, answer, passages (that support it), queries (one for each hop), family, length (characters
+    of the subject), level, document."""
     facts = [fact for id in range(len(corpus)) for family in FAMILIES for fact in family(id, corpus[id])]
     answers = _answers(facts)
     facts = [fact for fact in facts if len(answers[fact.family, fact.subject]) == 1 and _is_unique(corpus, fact)]
@@ -119,6 +120,7 @@ def make_questions(corpus: Corpus) -> Iterator[dict[str, Any]]:
                 "passages": [fact.passage],
                 "queries": [*fact.hops, fact.query],
                 "family": fact.family,
+                "length": len(fact.subject),
                 "level": 2 if fact.hops else 1 if fact.passage in found else 3,
                 "document": passage.title if PAGE.match(passage.title) else f"passage {fact.passage}",
             }
