@@ -57,7 +57,12 @@ def debian_passages(folder: Path, sources: list[dict[str, Any]], say: Say) -> It
         if package is None:
             raise DataError(f"apt-get did not bring the package {name}: run `apt-get update`, or use --source python")
         version = package.name.split("_")[1].replace("%3a", ":")
-        about = {"name": name, "version": version, "sha256": sha256(package.read_bytes()).hexdigest(), "passages": 0}
+        about: dict[str, Any] = {
+            "name": name,
+            "version": version,
+            "sha256": sha256(package.read_bytes()).hexdigest(),
+            "passages": 0,
+        }
         sources.append(about)
         with tempfile.TemporaryDirectory() as unpacked:
             _run_tool(["dpkg-deb", "-x", str(package), unpacked], folder)
@@ -98,7 +103,7 @@ def python_passages(sources: list[dict[str, Any]], say: Say) -> Iterator[Passage
         files = [Path(str(package.locate_file(f))) for f in package.files or () if f.suffix == ".py"]
         roots.append((package.metadata["Name"] or "?", package.version, Path(str(package.locate_file(""))), files))
     for name, version, root, files in roots:
-        about = {"name": name, "version": version, "passages": 0}
+        about: dict[str, Any] = {"name": name, "version": version, "passages": 0}
         sources.append(about)
         for path in files:
             parts = path.relative_to(root).with_suffix("").parts if path.is_relative_to(root) else ()

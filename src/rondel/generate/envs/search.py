@@ -47,14 +47,14 @@ class Search(Tools):
 
     def gold(self, task: Task) -> list[str]:
         """A search for each hop, then the answer with its passage."""
-        *queries, passage = [*task.data["queries"], task.data["passages"][0]]
+        queries: list[str] = task.data["queries"]
         calls = [
             f"search: {query}"
             if self.lines
             else f"{HERMES.opens}{json.dumps({'name': 'search', 'arguments': {'query': query}})}{HERMES.closes}"
             for query in queries
         ]
-        return [*calls[: self.turns - 1], f"{task.data['answer']} [{passage}]"]
+        return [*calls[: self.turns - 1], f"{task.data['answer']} [{task.data['passages'][0]}]"]
 
     async def _read_calls(self, done: Completion, chat: Chat) -> list[ToolCall]:
         if not self.lines:
