@@ -63,6 +63,7 @@ class RewardProcess:
             raise ConfigError(f"task.reward = {spec!r}: {why}")
         self.together: int = hello[0]["together"]
         self.naps, self.memory = bool(hello[0]["naps"]), int(hello[0]["memory"])
+        self.groupwise = bool(hello[0]["groupwise"])
 
     def run_jobs(self, jobs: Sequence[bytes], seconds: float) -> tuple[list[dict[str, Any]], bool]:
         """(replies in order, killed for being late). Where there are fewer replies than
