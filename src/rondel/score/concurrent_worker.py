@@ -22,31 +22,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 from rondel.core.errors import ConfigError
-from rondel.core.types import Failed, Score, Task, Trajectory
-
-if TYPE_CHECKING:
-    from rondel.score.killable_process import RewardProcess
+from rondel.core.types import Failed, Task
+from rondel.score.killable_process import Asked, Result, RewardProcess, read_reply, without_arrays
 
 GRACE = 5.0  # seconds beside the timeout that a silent worker has
-Asked = Trajectory | list[Trajectory]  # one answer, or those of a group together
-Result = Score | Failed | list[Score | Failed]
-
-
-def without_arrays(asked: Asked) -> Asked:
-    """What travels to a worker: records of experts and pictures are large, and a task's images are in its data."""
-    if isinstance(asked, list):
-        return [replace(trajectory, experts=None, media=[]) for trajectory in asked]
-    return replace(asked, experts=None, media=[])
-
-
-def read_reply(reply: dict[str, Any]) -> Result:
-    if "group" in reply:
-        return [Score(**one) if "value" in one else Failed(**one) for one in reply["group"]]
-    return Score(**reply) if "value" in reply else Failed(**reply)
 
 
 @dataclass(eq=False)

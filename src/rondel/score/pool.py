@@ -24,8 +24,8 @@ from rondel.core.errors import ConfigError, RewardError, UserError
 from rondel.core.events import RewardCounts, Warned, emit
 from rondel.core.failure_rate import RecentOutcomes
 from rondel.core.types import Failed, Score, Task, Trajectory
-from rondel.score.concurrent_worker import GRACE, Asked, ConcurrentWorker, Result, read_reply, without_arrays
-from rondel.score.killable_process import RewardProcess
+from rondel.score.concurrent_worker import GRACE, ConcurrentWorker
+from rondel.score.killable_process import Asked, Result, RewardProcess, read_reply, without_arrays
 
 if TYPE_CHECKING:
     from rondel.score import Spec
