@@ -74,6 +74,7 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel dashboard runs/tiny runs/apart": "parsed: it serves until a signal; tests/e2e/test_dashboard.py runs it",
     "PYTHONPATH=examples rondel check recipes/tiny.toml --task.reward=my_reward:grade": "whole",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.reward=my_reward:grade --run.folder=runs/mine": "reduced",
+    "PYTHONPATH=examples rondel train recipes/tiny.toml --task.reward=my_group_reward:rank --run.folder=runs/ranked": "reduced",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env.kind=my_env:SecondThought --task.env.hint=Think. --run.folder=runs/two-turns": "reduced",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=guess:Guess --task.data.kind=guess:numbers --loop.warmup.steps=0 "
     "--loop.steps=200 --engine.sampling.max_tokens=1 --trainer.lr=3e-3 --run.folder=runs/guess": "reduced",
@@ -174,6 +175,7 @@ PIPELINES = {
 EXAMPLES = {
     "three_digits.py": "by recipes/pipelines/specialists.toml",
     "my_reward.py": "by a command of README.md",
+    "my_group_reward.py": "by a command of docs/score.md",
     "my_env.py": "by a command of docs/generate.md",
     "guess.py": "by another",
     "my_agent.py": "by a third",

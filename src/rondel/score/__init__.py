@@ -110,7 +110,9 @@ def build_reward(spec: Spec, lent: Lent | None = None) -> Callable[..., Any]:
             return factory(**settings)
     except TypeError as error:
         raise ConfigError(f"reward '{kind}' cannot be made from {settings}: {error}") from error
-    reward = functools.partial(factory, **settings) if settings else factory
+    reward: Any = functools.partial(factory, **settings) if settings else factory
+    if settings and getattr(factory, "groupwise", False):
+        reward.groupwise = True
     refuse_uncallable(f"reward '{kind}'", reward, "trajectory", "task")
     return reward
 
