@@ -59,6 +59,8 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "PYTHONPATH=examples rondel train recipes/calculator.toml": "parsed: minutes and a model of 93 MB; tests/units/test_tools.py plays tools",
     "rondel train recipes/lora.toml": "parsed: it takes minutes and a model of 93 MB; tests/units/test_adapters.py runs a tiny one",
     "rondel train recipes/vision.toml": "reduced",
+    "rondel tasks search --out runs/corpus": "parsed: it downloads 51 MB; tests/units/test_search_corpus.py makes smaller ones",
+    "rondel tasks search --out runs/tables --source tables": "whole",
     "PYTHONPATH=examples rondel train recipes/relay.toml": "parsed: tests/units/test_policies.py runs it whole",
     "rondel train recipes/opd.toml": "parsed: its teacher is a whole run of recipes/tiny.toml; tests/units/test_distill.py runs one",
     "rondel card runs/tiny": "whole",
@@ -73,6 +75,7 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel dashboard runs/tiny runs/apart": "parsed: it serves until a signal; tests/e2e/test_dashboard.py runs it",
     "PYTHONPATH=examples rondel check recipes/tiny.toml --task.reward=my_reward:grade": "whole",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.reward=my_reward:grade --run.folder=runs/mine": "reduced",
+    "PYTHONPATH=examples rondel train recipes/tiny.toml --task.reward=my_group_reward:rank --run.folder=runs/ranked": "reduced",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env.kind=my_env:SecondThought --task.env.hint=Think. --run.folder=runs/two-turns": "reduced",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=guess:Guess --task.data.kind=guess:numbers --loop.warmup.steps=0 "
     "--loop.steps=200 --engine.sampling.max_tokens=1 --trainer.lr=3e-3 --run.folder=runs/guess": "reduced",
@@ -156,6 +159,7 @@ RECIPES = {
     "moe.toml": "reduced",
     "ppo.toml": "reduced",
     "vision.toml": "reduced",
+    "search.toml": "parsed: it needs a corpus; tests/units/test_search_env.py trains it smaller",
     "relay.toml": "parsed: tests/units/test_policies.py runs it whole",
     **dict.fromkeys(
         ("dr_grpo.toml", "dapo.toml", "gspo.toml", "cispo.toml", "rloo.toml", "reinforce_pp.toml"),
@@ -172,6 +176,7 @@ PIPELINES = {
 EXAMPLES = {
     "three_digits.py": "by recipes/pipelines/specialists.toml",
     "my_reward.py": "by a command of README.md",
+    "my_group_reward.py": "by a command of docs/score.md",
     "my_env.py": "by a command of docs/generate.md",
     "guess.py": "by another",
     "my_agent.py": "by a third",

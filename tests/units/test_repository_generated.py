@@ -7,7 +7,7 @@ import ast
 import pytest
 
 from kits.repositories import has_walls
-from rondel.cli.tasks import WHAT
+from rondel.cli.tasks import TaskFamily, run
 from rondel.core.errors import DataError, UserError
 from rondel.core.repository_files import RepositoryFile
 from rondel.generate.envs.repository import task_set
@@ -123,19 +123,13 @@ def test_a_source_with_another_sum_is_refused(tmp_path):
         sdist_of(SMALL, tmp_path)
 
 
-def test_the_command_says_what_is_missing():
-    from rondel.cli.tasks import run
-
-    for words, says in (
-        (("made",), "it is repositories or check"),
-        (("check",), "name what is to be checked"),
-        (("repositories",), "--out is missing"),
-    ):
-        with pytest.raises(UserError, match=says):
-            run(*words)
+def test_the_command_says_what_is_missing(tmp_path):
+    with pytest.raises(UserError, match="name what is to be checked"):
+        run(TaskFamily.check)
+    with pytest.raises(UserError, match="--out is missing"):
+        run(TaskFamily.repositories)
     with pytest.raises(UserError, match="Did you mean 'toolz'"):
-        run("repositories", out="x", package=["tools"])
-    assert WHAT == ("repositories", "check")
+        run(TaskFamily.repositories, out=tmp_path, package=["tools"])
 
 
 @pytest.mark.slow

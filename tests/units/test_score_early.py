@@ -34,6 +34,8 @@ class Env:
 
 
 class Pool:
+    groupwise = False
+
     def __init__(self, log, scored):
         self.log, self.scored = log, scored
 
@@ -72,6 +74,8 @@ def test_a_fault_of_the_environment_is_not_scored(tmp_path):
             raise RuntimeError("no disk")
 
     class Never:
+        groupwise = False
+
         async def score(self, trajectory, task):
             raise AssertionError
 

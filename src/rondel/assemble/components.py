@@ -54,6 +54,8 @@ from rondel.driver.replay_buffer import ReplayBuffer
 from rondel.driver.rollouts import batch_function, shown_of
 from rondel.filter import FILTERS, chain_filters
 from rondel.filter.complete import Complete
+from rondel.generate.corpus.store import open_corpus
+from rondel.generate.corpus.tools import CorpusTools
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.curriculum import build_curriculum
@@ -64,6 +66,7 @@ from rondel.generate.envs.mcp import Mcp
 from rondel.generate.envs.order import MixedOrder, TaskAdmissions
 from rondel.generate.envs.python import GRACE, SECONDS, python_tool
 from rondel.generate.envs.repository.env import LATE, RepositoryEnv
+from rondel.generate.envs.search import Search
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, question_text
 from rondel.generate.envs.toolbox import calculator
@@ -81,12 +84,14 @@ from rondel.sync.update import WeightUpdate
 ENVS = {
     "single_turn": SingleTurn,
     "tools": Tools,
+    "search": Search,
     "gateway": Gateway,
     "agents": Agents,
     "verifiers": agent_of_verifiers,
     "gym": Gym,
     "repository": RepositoryEnv,
 }
+CORPUS = "corpus:"  # before its folder, in task.env.tools
 TOOLS: dict[str, Any] = {"calculator": calculator, "python": python_tool(Sandbox)}
 EXAMINED = 2000  # tasks that are looked at before a run: all, or so many evenly among them
 LENDS = {"sandbox": "rondel.runtime.sandbox.box:Sandbox"}  # by name: a worker that wants none imports none
@@ -242,11 +247,18 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
     system = job.task.system
     if found is SingleTurn:
         return SingleTurn(suffix=own.suffix, system=system, examples=[e.model_dump() for e in own.examples])
+    if found is Search:
+        settings = own.model_dump()
+        return Search(open_corpus(settings.pop("corpus")), **settings, system=system)
     if found is Tools:
         if "python" in own.tools:
             _python_can_run(own.timeout)
         tools = [
-            Mcp(name) if name.startswith(("mcp:", "mcp+shared:")) else find_registered("tool", name, TOOLS)
+            Mcp(name)
+            if name.startswith(("mcp:", "mcp+shared:"))
+            else CorpusTools(open_corpus(name.removeprefix(CORPUS)))
+            if name.startswith(CORPUS)
+            else find_registered("tool", name, TOOLS)
             for name in own.tools
         ]
         return Tools(tools, turns=own.turns, timeout=own.timeout, suffix=own.suffix, system=system)

@@ -310,14 +310,8 @@ def _check_engine_ranks(job: Job) -> None:
             raise ConfigError(f"place.engines.{key} {rule}", page="docs/place.md#engines-of-several-processes")
 
 
-NAMELESS = {
-    "single_turn",
-    "tools",
-    "gateway",
-    "verifiers",
-    "gym",
-    "repository",
-}  # environments whose one agent has no name
+# environments whose one agent has no name
+NAMELESS = {"single_turn", "tools", "search", "gateway", "verifiers", "gym", "repository"}
 
 
 def refuse_unplayed(job: Job, env: Env) -> None:

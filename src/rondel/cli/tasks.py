@@ -1,89 +1,61 @@
-"""rondel tasks: repository tasks, made of real packages, and checked."""
+"""rondel tasks: task data made on this machine, and checked."""
 
 from __future__ import annotations
 
-import json
-import sys
-from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rondel.cli.repository_tasks import check_repositories, make_repositories
+from rondel.cli.search_tasks import CorpusSource, make_corpus
 from rondel.core.errors import UserError
-from rondel.core.registry import suggest_name
-from rondel.text.unicode import visible_text
 
-WHAT = ("repositories", "check")
+
+class TaskFamily(StrEnum):
+    search = "search"
+    repositories = "repositories"
+    check = "check"
 
 
 def run(
-    what: Annotated[str, typer.Argument(metavar="repositories|check", help="Make tasks, or check those of a path.")],
+    family: Annotated[
+        TaskFamily,
+        typer.Argument(
+            help="search: a corpus, and questions that it answers. repositories: packages of PyPI with seeded bugs. "
+            "check: whether the repository tasks of PATH are good."
+        ),
+    ],
     path: Annotated[str, typer.Argument(metavar="[PATH]", help="For check: a folder of tasks, or one.")] = "",
-    out: Annotated[str, typer.Option("--out", metavar="FOLDER", help="Where tasks are written.")] = "",
-    n: Annotated[int, typer.Option("--n", min=1, help="How many.")] = 60,
-    seed: Annotated[int, typer.Option("--seed", help="Of the bugs: equal seeds make equal folders.")] = 0,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Where it is written.")] = None,
+    source: Annotated[
+        CorpusSource,
+        typer.Option(
+            help="Of search. debian: documentation packages, 51 MB to download; python: docstrings of what is installed; "
+            "tables: short facts of the standard library; auto: debian where apt-get is there, else python."
+        ),
+    ] = CorpusSource.auto,
+    most: Annotated[int | None, typer.Option(min=1, help="Of search: most passages.")] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Of repositories: how many.")] = 60,
+    seed: Annotated[int, typer.Option("--seed", help="Of repositories: equal seeds make equal folders.")] = 0,
     package: Annotated[list[str] | None, typer.Option("--package", help="Of these alone; may be repeated.")] = None,
     cache: Annotated[str, typer.Option("--cache", metavar="FOLDER", help="Where sdists are kept.")] = "",
     format: Annotated[str, typer.Option("--format", help="Of what is checked: rondel, harbor, ...")] = "auto",
-    source: Annotated[str, typer.Option("--source", help="Checkouts, for rows of SWE-bench.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    checkouts: Annotated[str, typer.Option("--checkouts", help="For rows of SWE-bench that are checked.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, of repository tasks.")] = False,
 ) -> None:
-    """Make or check repository tasks.
+    """Make task data, or check repository tasks.
 
-    They are made of packages of PyPI with seeded bugs. A task is good if its solution scores 1 and the untouched repository less. Exits 1 if one is not.
+    search: task.env = { kind = "search", corpus = FOLDER } searches it, and task.data = { kind = "search_questions",
+    corpus = FOLDER } asks. Nothing is installed; downloads are kept in FOLDER/packages. repositories: each task is
+    written if its solution scores 1 and the untouched repository less; check exits with 1 if one does not.
     """
-    if what not in WHAT:
-        raise UserError(f"rondel tasks {what}: it is {' or '.join(WHAT)}.{suggest_name(what, list(WHAT))}")
-    if what == "check":
-        _check(path, format, source, as_json)
+    if family is TaskFamily.check:
+        check_repositories(path, format, checkouts, as_json)
+    elif out is None:
+        raise UserError("--out is missing: name a new folder")
+    elif family is TaskFamily.search:
+        make_corpus(out, source, most)
     else:
-        _make(out, n, seed, package or [], cache, as_json)
-
-
-def _make(out: str, n: int, seed: int, names: list[str], cache: str, as_json: bool) -> None:
-    from rondel.generate.envs.repository.catalogue import PACKAGES
-    from rondel.generate.envs.repository.task_set import make_task_set
-    from rondel.runtime.sandbox.box import Sandbox
-
-    if not out:
-        raise UserError("--out is missing: name a new folder for the tasks")
-    if odd := next((name for name in names if name not in PACKAGES), None):
-        raise UserError(
-            f"--package {odd}: it is not known.{suggest_name(odd, list(PACKAGES))} Known: {', '.join(PACKAGES)}"
-        )
-    packages = [PACKAGES[name] for name in names or PACKAGES]
-    folder = Path(out)
-    kept = Path(cache) if cache else folder / ".sdists"
-    digest = make_task_set(packages, folder, Sandbox(), n=n, seed=seed, cache=kept, say=_say)
-    if as_json:
-        print(json.dumps({"folder": out, "tasks": n, "seed": seed, "digest": digest}))
-    else:
-        print(f'{n} tasks in {out}, digest {digest}\ntask.data = {{ kind = "repository", path = "{out}" }}')
-
-
-def _check(path: str, format: str, source: str, as_json: bool) -> None:
-    from rondel.generate.envs.repository.reader import load_task, task_specs
-    from rondel.generate.envs.repository.self_check import check_in_boxes
-    from rondel.runtime.sandbox.box import Sandbox
-
-    if not path:
-        raise UserError("name what is to be checked: rondel tasks check FOLDER")
-    sandbox, found = Sandbox(), []
-    for _, spec in task_specs(path, format, source, ""):
-        checked = check_in_boxes(load_task(spec), sandbox)
-        found.append(checked)
-        if not as_json:
-            ends = checked.fault or f"untouched {checked.untouched:g}, solved {checked.solved:g}"
-            print(visible_text(f"{'✗' if checked.fault else '✓'} {checked.name}  {ends}"), flush=True)
-    wrong = [one for one in found if one.fault]
-    if as_json:
-        print(json.dumps({"ok": not wrong, "tasks": [asdict(one) for one in found]}))
-    else:
-        print(f"\n{len(found) - len(wrong)} of {len(found)} tasks are good")
-    if wrong:
-        raise typer.Exit(1)
-
-
-def _say(text: str) -> None:
-    print(visible_text(text), file=sys.stderr, flush=True)
+        make_repositories(out, n, seed, package or [], cache, as_json)

@@ -63,7 +63,7 @@ async def _evaluate_set(
     if on_progress:
         on_progress(name, 0, total)
 
-    async def draw(at: int, task: Task, sample: int) -> Trajectory:
+    async def draw(at: int, task: Task, sample: int) -> list[Trajectory]:
         nonlocal done
 
         def open_chat() -> Any:
@@ -73,14 +73,20 @@ async def _evaluate_set(
             )
 
         episode = assign_parents(await rollouts.run_episode(task, open_chat))
-        await rollouts.score_episode(episode, task)
+        if not rollouts.scores_together:
+            await rollouts.score_episode(episode, task)
         done += 1
         if on_progress:
             on_progress(name, done, total)
-        return episode[0]
+        return episode
 
-    flat = await asyncio.gather(*(draw(at, task, s) for at, task in enumerate(tasks) for s in range(samples)))
-    draws = [list(flat[at * samples : (at + 1) * samples]) for at in range(len(tasks))]
+    async def draw_group(at: int, task: Task) -> list[Trajectory]:
+        episodes = await asyncio.gather(*(draw(at, task, sample) for sample in range(samples)))
+        if rollouts.scores_together:
+            await rollouts.score_episodes(episodes, task)
+        return [episode[0] for episode in episodes]
+
+    draws = list(await asyncio.gather(*(draw_group(at, task) for at, task in enumerate(tasks))))
     event = _summarize(parts, step, name, tasks, draws, sampling)
     event.seconds = time.perf_counter() - began
     return SetEvaluation(event, tasks, draws, job.task.eval.pass_reward)

@@ -19,6 +19,7 @@ from rondel.assemble.refusals import (
 )
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, DataError, ends_the_run, error_boundary, error_text
+from rondel.core.protocols import GoldEnv
 from rondel.core.registry import find_registered, refuse_uncallable
 from rondel.core.types import (
     DATA,
@@ -39,7 +40,7 @@ from rondel.driver.demonstration_stream import DemonstrationStream
 from rondel.driver.teacher_prompts import write_teacher_prompts
 from rondel.generate.engine.resumption import generate_until_done
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.demonstrations import Demonstrate
+from rondel.generate.envs.demonstrations import Demonstrate, GoldEpisode
 from rondel.generate.envs.episode import assign_parents, episode_of, join_episodes, share_scores
 from rondel.generate.envs.order import ShuffledOrder
 from rondel.generate.envs.sources import TaskSet, load_tasks
@@ -70,15 +71,25 @@ class GroupRollouts:
         if self.greedy:
             asked.append(self._run_scored_episode(slot, self.group_size, GREEDY))
         asked += [self._demonstrate_task(slot, DATA) for _ in range(self.guides)]
-        group = Group(slot.number, slot.task, join_episodes(await asyncio.gather(*asked)), slot.born)
+        episodes = list(await asyncio.gather(*asked))
+        if self.scores_together:
+            await self._score_together(slot, episodes)
+        group = Group(slot.number, slot.task, join_episodes(episodes), slot.born)
         if self.parts.job.model.teacher is not None and self.parts.rows.needs_teacher(slot.task.stream):
             contexts = [teacher.context for teacher in self.parts.job.model.teachers]
             info = self.parts.model_info
             write_teacher_prompts(group, contexts, Template(info.tokenizer, None), info.max_context)
         return group
 
+    @property
+    def scores_together(self) -> bool:
+        """Whether the reward sees the answers to a task in one call."""
+        return self.parts.pool is not None and self.parts.pool.groupwise
+
     async def _demonstrate_task(self, slot: Slot, policy: str) -> list[Trajectory]:
-        section = self.parts.job.task
+        section, env = self.parts.job.task, self.parts.env
+        if isinstance(env, GoldEnv):
+            return [await GoldEpisode(env, policy=policy).run(slot.task, self.open_chat(lambda turn: 0))]
         shows = Demonstrate(
             suffix=section.suffix, system=section.system, examples=section.shown_examples, policy=policy
         )
@@ -89,6 +100,8 @@ class GroupRollouts:
         fault anew, a reward's of the same answer.
         """
         episode = assign_parents(await self._sample_episode(slot, index, policy))
+        if self.scores_together:  # when its siblings are there
+            return episode
         await self.score_episode(episode, slot.task)
         while not _is_dropped(episode[0]) and await self.parts.failures.should_retry(episode[0].score):
             if isinstance(episode[0].outcome, EnvFault):
@@ -97,6 +110,23 @@ class GroupRollouts:
                 trajectory.score = None if isinstance(trajectory.score, Failed) else trajectory.score
             await self.score_episode(episode, slot.task)
         return episode
+
+    async def _score_together(self, slot: Slot, episodes: list[list[Trajectory]]) -> None:
+        """A groupwise reward sees all answers in one call. While a run pauses all are asked for again, and those that the
+        world broke are played again first.
+        """
+        asked = [i for i, episode in enumerate(episodes) if episode[0].score is None]
+        while True:
+            await self.score_episodes(episodes, slot.task)
+            scores = [episode[0].score for episode in episodes if not _is_dropped(episode[0])]
+            if not any([await self.parts.failures.should_retry(score) for score in scores]):
+                return
+            for i in asked:
+                if isinstance(episodes[i][0].outcome, EnvFault):
+                    policy = GREEDY if i == self.group_size else POLICY
+                    episodes[i] = assign_parents(await self._sample_episode(slot, i, policy))
+                elif not _is_dropped(episodes[i][0]):
+                    episodes[i][0].score = None
 
     async def _sample_episode(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
         sampling = replace(self.parts.sampling, temperature=0.0) if policy == GREEDY else None
@@ -168,6 +198,14 @@ class GroupRollouts:
     async def score(self, group: Group) -> None:
         """Whoever has no score yet: what was shown, and not written."""
         await asyncio.gather(*(self._score_trajectory(t, group.task) for t in group.trajectories if t.score is None))
+
+    async def score_episodes(self, episodes: list[list[Trajectory]], task: Task) -> None:
+        """Several of one task, whose first trajectories a groupwise reward sees together."""
+        waiting = [e[0] for e in episodes if e[0].score is None and not isinstance(e[0].outcome, EnvFault)]
+        for trajectory, score in zip(waiting, await self.parts.pool.score_group(waiting, task), strict=True):
+            trajectory.score = score
+        for episode in episodes:
+            await self.score_episode(episode, task)
 
     async def score_episode(self, episode: list[Trajectory], task: Task) -> None:
         """The first by the reward, or as its environment says; the others have that score, or one of their own."""

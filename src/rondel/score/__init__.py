@@ -10,6 +10,7 @@ from typing import Any
 from rondel.core.errors import ConfigError
 from rondel.core.registry import find_registered, refuse_uncallable
 from rondel.core.types import Task
+from rondel.score.citation import Citation
 from rondel.score.code import Code
 from rondel.score.code_tests import read_tests
 from rondel.score.combine import By, Combine
@@ -45,6 +46,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "number": Number,
     "math": Math,
     "code": Code,
+    "citation": Citation,
     "format": Format,
     "reasoning_gym": ReasoningGym,
     "combine": combine_rewards,
@@ -108,7 +110,9 @@ def build_reward(spec: Spec, lent: Lent | None = None) -> Callable[..., Any]:
             return factory(**settings)
     except TypeError as error:
         raise ConfigError(f"reward '{kind}' cannot be made from {settings}: {error}") from error
-    reward = functools.partial(factory, **settings) if settings else factory
+    reward: Any = functools.partial(factory, **settings) if settings else factory
+    if settings and getattr(factory, "groupwise", False):
+        reward.groupwise = True
     refuse_uncallable(f"reward '{kind}'", reward, "trajectory", "task")
     return reward
 

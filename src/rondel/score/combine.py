@@ -12,7 +12,7 @@ from typing import Any
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score.clock import call_with_clock
-from rondel.score.result import read_score
+from rondel.score.result import check_group, read_score
 
 
 class RewardTraits:
@@ -21,6 +21,7 @@ class RewardTraits:
     def __init__(self, rewards: dict[str, Callable[..., Any]]) -> None:
         self.rewards = rewards
         self.together = max(int(getattr(reward, "together", 1)) for reward in rewards.values())
+        self.groupwise = any(getattr(reward, "groupwise", False) for reward in rewards.values())
 
     def open(self, folder: str | None) -> None:
         for reward in self.rewards.values():
@@ -73,12 +74,21 @@ class Combine(RewardTraits):
         self.parts = parts
         super().__init__({name: reward for name, (_, reward) in parts.items()})
 
-    async def __call__(self, trajectory: Trajectory, task: Task) -> Score | Failed:
+    async def __call__(self, asked: Trajectory | list[Trajectory], task: Task) -> Score | Failed | list[Score | Failed]:
+        trajectories = asked if isinstance(asked, list) else [asked]
+        found = [
+            (name, weight, await _ask_reward(reward, trajectories, task))
+            for name, (weight, reward) in self.parts.items()
+        ]
+        scores = [
+            self._join_parts([(name, weight, of[i]) for name, weight, of in found]) for i in range(len(trajectories))
+        ]
+        return scores if isinstance(asked, list) else scores[0]
+
+    def _join_parts(self, found: list[tuple[str, float, Score | Failed]]) -> Score | Failed:
         values: dict[str, float] = {}
         steps: list[tuple[int, float]] = []
-        for name, (weight, reward) in self.parts.items():
-            returned = call_with_clock(reward, trajectory, task)
-            score = read_score(await returned if inspect.isawaitable(returned) else returned)
+        for name, weight, score in found:
             if isinstance(score, Failed):
                 return Failed(score.reason, f"part '{name}' {score.reason} {score.detail}".strip())
             values[name] = weight * score.value
@@ -97,10 +107,23 @@ class By(RewardTraits):
         self.field = field
         super().__init__(parts)
 
-    async def __call__(self, trajectory: Trajectory, task: Task) -> Score | Failed:
+    async def __call__(self, asked: Trajectory | list[Trajectory], task: Task) -> Score | Failed | list[Score | Failed]:
         value = task.data.get(self.field)
         if value not in self.rewards:
             known = ", ".join(self.rewards)
             raise DataError(f"task {task.id} has {self.field} = {value!r}, and reward 'by' has parts for: {known}")
-        returned = call_with_clock(self.rewards[value], trajectory, task)
-        return read_score(await returned if inspect.isawaitable(returned) else returned)
+        trajectories = asked if isinstance(asked, list) else [asked]
+        scores = await _ask_reward(self.rewards[value], trajectories, task)
+        return scores if isinstance(asked, list) else scores[0]
+
+
+async def _ask_reward(reward: Any, trajectories: list[Trajectory], task: Task) -> list[Score | Failed]:
+    """All together if it is groupwise, else one after the other."""
+    if getattr(reward, "groupwise", False):
+        returned = call_with_clock(reward, trajectories, task)
+        return check_group(await returned if inspect.isawaitable(returned) else returned, trajectories)
+    scores = []
+    for trajectory in trajectories:
+        returned = call_with_clock(reward, trajectory, task)
+        scores.append(read_score(await returned if inspect.isawaitable(returned) else returned))
+    return scores

@@ -22,14 +22,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 from rondel.core.errors import ConfigError
-from rondel.core.types import Failed, Score, Task, Trajectory
-
-if TYPE_CHECKING:
-    from rondel.score.killable_process import RewardProcess
+from rondel.core.types import Failed, Task
+from rondel.score.killable_process import Asked, Result, RewardProcess, read_reply, without_arrays
 
 GRACE = 5.0  # seconds beside the timeout that a silent worker has
 
@@ -38,11 +36,11 @@ GRACE = 5.0  # seconds beside the timeout that a silent worker has
 class Open:
     number: int
     job: bytes
-    answer: asyncio.Future[Score | Failed]
+    answer: asyncio.Future[Result]
     suspect: bool = False  # it was open when a worker ended
     order: bool = False  # to the worker itself
 
-    def deliver_result(self, result: Score | Failed) -> None:
+    def deliver_result(self, result: Result) -> None:
         def resolve_answer() -> None:
             if not self.answer.done():
                 self.answer.set_result(result)
@@ -75,10 +73,10 @@ class ConcurrentWorker:
         self._bell, self._button = socket.socketpair()
         self._button.setblocking(False)
 
-    async def request_score(self, trajectory: Trajectory, task: Task, threads: ThreadPoolExecutor) -> Score | Failed:
+    async def request_score(self, asked: Asked, task: Task, threads: ThreadPoolExecutor) -> Result:
         number = next(self._numbers)
         try:
-            job = pickle.dumps((number, replace(trajectory, experts=None, media=[]), task))
+            job = pickle.dumps((number, without_arrays(asked), task))
         except Exception as error:  # pickle raises what the object's own code raises
             return Failed("task cannot be sent", f"task {task.id}: {type(error).__name__}: {error}")
         call = Open(number, job, asyncio.get_running_loop().create_future())
@@ -89,7 +87,7 @@ class ConcurrentWorker:
         finally:
             self.pending -= 1
 
-    async def send_order(self, verb: str, threads: ThreadPoolExecutor) -> Score | Failed:
+    async def send_order(self, verb: str, threads: ThreadPoolExecutor) -> Result:
         """ "sleep" or "wake": done when the answer is there, also by a worker that is hired meanwhile."""
         number, self.asleep = next(self._numbers), verb == "sleep"
         call = Open(number, pickle.dumps((number, verb)), asyncio.get_running_loop().create_future(), order=True)
@@ -194,7 +192,7 @@ class ConcurrentWorker:
         self.memory = reply.pop("memory", self.memory)
         call = opened.pop(reply.pop("number", -1), None)
         if call:
-            call.deliver_result(Score(**reply) if "value" in reply else Failed(**reply))
+            call.deliver_result(read_reply(reply))
 
     def _handle_lost_worker(self, opened: dict[int, Open], failed: Failed | None, *, finally_: bool = False) -> None:
         """The worker is gone: one that was alone in it is to blame, several are asked again one by one."""

@@ -17,16 +17,33 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import ConfigError
 from rondel.core.given_objects import pack_given
+from rondel.core.types import Failed, Score, Trajectory
 
 if TYPE_CHECKING:
     from rondel.score import Spec
 
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rondel.score.worker import main; main()"
 START_SECONDS = 120.0  # a worker imports the user's module; on a cold disk that takes its time
+Asked = Trajectory | list[Trajectory]  # one answer, or those of a group together
+Result = Score | Failed | list[Score | Failed]
+
+
+def without_arrays(asked: Asked) -> Asked:
+    """What travels to a worker: records of experts and pictures are large, and a task's images are in its data."""
+    if isinstance(asked, list):
+        return [replace(trajectory, experts=None, media=[]) for trajectory in asked]
+    return replace(asked, experts=None, media=[])
+
+
+def read_reply(reply: dict[str, Any]) -> Result:
+    if "group" in reply:
+        return [Score(**one) if "value" in one else Failed(**one) for one in reply["group"]]
+    return Score(**reply) if "value" in reply else Failed(**reply)
 
 
 class RewardProcess:
@@ -63,6 +80,7 @@ class RewardProcess:
             raise ConfigError(f"task.reward = {spec!r}: {why}")
         self.together: int = hello[0]["together"]
         self.naps, self.memory = bool(hello[0]["naps"]), int(hello[0]["memory"])
+        self.groupwise = bool(hello[0]["groupwise"])
 
     def run_jobs(self, jobs: Sequence[bytes], seconds: float) -> tuple[list[dict[str, Any]], bool]:
         """(replies in order, killed for being late). Where there are fewer replies than

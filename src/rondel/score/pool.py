@@ -17,7 +17,6 @@ import weakref
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,7 +25,7 @@ from rondel.core.events import RewardCounts, Warned, emit
 from rondel.core.failure_rate import RecentOutcomes
 from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score.concurrent_worker import GRACE, ConcurrentWorker
-from rondel.score.killable_process import RewardProcess
+from rondel.score.killable_process import Asked, Result, RewardProcess, read_reply, without_arrays
 
 if TYPE_CHECKING:
     from rondel.score import Spec
@@ -36,14 +35,12 @@ MESSAGE_CALLS = 128
 
 
 class RewardCall(NamedTuple):
-    trajectory: Trajectory
+    asked: Asked
     task: Task
-    answer: asyncio.Future[Score | Failed]
+    answer: asyncio.Future[Result]
 
     def pickle_call(self) -> bytes:
-        return pickle.dumps(
-            (replace(self.trajectory, experts=None, media=[]), self.task)
-        )  # both are large; a task's images are in its data
+        return pickle.dumps((without_arrays(self.asked), self.task))
 
 
 class RewardPool:
@@ -88,6 +85,7 @@ class RewardPool:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
         self.shared: ConcurrentWorker | None = None
         self.naps = False  # whether its model leaves the device while somebody else has it
+        self.groupwise = False  # whether it grades the answers to a task together
         self._end = weakref.finalize(self, _end_workers, self._threads, self._hired)
         try:
             worker = self._threads.submit(
@@ -96,6 +94,7 @@ class RewardPool:
         except BaseException:
             self._end()
             raise
+        self.groupwise = worker.groupwise
         if worker.together > 1 and workers > 1:
             self._end()
             raise ConfigError(
@@ -117,21 +116,38 @@ class RewardPool:
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score | Failed:
         """The reward of one trajectory. Never raises for what the reward does."""
+        if self.groupwise:
+            return (await self.score_group([trajectory], task))[0]
+        result = await self._ask_worker(trajectory, task)
+        assert not isinstance(result, list)
+        self._count_result(result)
+        return result
+
+    async def score_group(self, trajectories: list[Trajectory], task: Task) -> list[Score | Failed]:
+        """The rewards of answers to one task, by one call of a groupwise reward that sees them all, else one by one."""
+        if not self.groupwise:
+            return list(await asyncio.gather(*(self.score(trajectory, task) for trajectory in trajectories)))
+        if not trajectories:
+            return []
+        result = await self._ask_worker(trajectories, task)
+        results = result if isinstance(result, list) else [result] * len(trajectories)
+        for one in results:
+            self._count_result(one)
+        return results
+
+    async def _ask_worker(self, asked: Asked, task: Task) -> Result:
         if self.shared:
-            result = await self.shared.request_score(trajectory, task, self._threads)
-            self._count_result(result.reason if isinstance(result, Failed) else "")
+            result = await self.shared.request_score(asked, task, self._threads)
             self._tell_counts()
             return result
-        call = RewardCall(trajectory, task, asyncio.get_running_loop().create_future())
+        call = RewardCall(asked, task, asyncio.get_running_loop().create_future())
         with self._lock:
             self._queue.append(call)
             if wanted := self._lanes < self._workers:
                 self._lanes += 1
         if wanted:
             self._threads.submit(self._serve_queue)
-        result = await call.answer
-        self._count_result(result.reason if isinstance(result, Failed) else "")
-        return result
+        return await call.answer
 
     async def sleep(self) -> None:
         """Its model leaves the device; what is scored meanwhile waits, off its clock,
@@ -170,7 +186,7 @@ class RewardPool:
         """Serves the queue until it is empty."""
         while calls := self._next_calls():
             try:
-                results = self._score_calls(calls) if self._end.alive else []
+                results: list[Result] = self._score_calls(calls) if self._end.alive else []
             except BaseException as error:  # ours: nobody may wait for ever
                 results = [Failed("pool broke", f"{type(error).__name__}: {error}")] * len(calls)
             if not self._end.alive:
@@ -197,7 +213,7 @@ class RewardPool:
                 self._lanes -= 1
             return calls
 
-    def _score_calls(self, calls: list[RewardCall]) -> list[Score | Failed]:
+    def _score_calls(self, calls: list[RewardCall]) -> list[Result]:
         """What became of the first of them, at least of one; those behind a late or deadly call
         are still to be asked.
         """
@@ -209,7 +225,7 @@ class RewardPool:
         except (ConfigError, OSError) as error:  # it started once, and no longer does
             return [Failed("worker did not start", str(error))]
         jobs: list[bytes] = []
-        unsent: list[Score | Failed] = []
+        unsent: list[Result] = []
         for call in calls:
             try:
                 jobs.append(call.pickle_call())
@@ -219,7 +235,7 @@ class RewardPool:
         began = time.monotonic()
         replies, late = worker.run_jobs(jobs, self.timeout) if jobs else ([], False)
         self._seconds = 0.8 * self._seconds + 0.2 * max(1e-6, (time.monotonic() - began) / max(1, len(replies)))
-        results: list[Score | Failed] = [Score(**reply) if "value" in reply else Failed(**reply) for reply in replies]
+        results = [read_reply(reply) for reply in replies]
         if len(results) == len(jobs):
             self._idle.append(worker)
             results += unsent
@@ -251,7 +267,8 @@ class RewardPool:
             emit(RewardCounts({name: value - self._told.get(name, 0) for name, value in self.shared.counts.items()}))
             self._told, self._told_at = dict(self.shared.counts), time.monotonic()
 
-    def _count_result(self, reason: str) -> None:
+    def _count_result(self, result: Score | Failed) -> None:
+        reason = result.reason if isinstance(result, Failed) else ""
         self.calls += 1
         self._recent.add(reason)
         if not reason:
@@ -268,7 +285,7 @@ class RewardPool:
             )
 
 
-def _deliver_results(told: list[tuple[RewardCall, Score | Failed]]) -> None:
+def _deliver_results(told: list[tuple[RewardCall, Result]]) -> None:
     for call, result in told:
         if not call.answer.done():
             call.answer.set_result(result)

@@ -61,10 +61,20 @@ async def check_reward(
     scores: Scores = {"gold": [], "empty": [], "wrong": []}
     failures: list[tuple[str, Task, Failed]] = []
     seconds: list[float] = []
+    results: dict[tuple[str, str], Score | Failed] = {}
+    if pool.groupwise:  # the three answers to a task are its group
+        for task in tried:
+            own = [(kind, text) for kind, of, text in texts if of is task]
+            start = time.perf_counter()
+            given = await pool.score_group([Trajectory(text=text) for _, text in own], task)
+            seconds.append(time.perf_counter() - start)
+            results |= {(kind, task.id): result for (kind, _), result in zip(own, given)}
     for kind, task, text in texts:
-        start = time.perf_counter()
-        result = await pool.score(Trajectory(text=text), task)
-        seconds.append(time.perf_counter() - start)
+        if not pool.groupwise:
+            start = time.perf_counter()
+            results[kind, task.id] = await pool.score(Trajectory(text=text), task)
+            seconds.append(time.perf_counter() - start)
+        result = results[kind, task.id]
         if isinstance(result, Failed):
             failures.append((kind, task, result))
         else:

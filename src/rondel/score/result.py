@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -52,6 +53,16 @@ def check_score(score: Score | Failed, trajectory: Trajectory) -> Score | Failed
         except ValueError as error:
             return Failed("misplaced a reward", str(error))
     return score
+
+
+def check_group(returned: Any, trajectories: Sequence[Trajectory]) -> list[Score | Failed]:
+    """What a groupwise reward returned: one score an answer, in their order. A fault of the whole is that of each."""
+    if isinstance(returned, Failed):
+        return [returned] * len(trajectories)
+    if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != len(trajectories):
+        what = f"{len(returned)} scores" if isinstance(returned, list | tuple) else f"a {type(returned).__name__}"
+        return [Failed("graded another group", f"{len(trajectories)} answers got {what}")] * len(trajectories)
+    return [check_score(score, trajectory) for score, trajectory in zip(returned, trajectories)]
 
 
 def _read_part(returned: Any) -> Score | Failed:

@@ -2,8 +2,10 @@
 
 stdin   pickle  (reward spec, parent's process id, timeout, folder, what it may lend, whether it begins asleep, objects
         that the recipe was given), then (trajectory, task) for ever; its end is the end of the process
-stdout  JSON    {"together": 1, "naps": false} | {"error": ...}, then {"value": ..., "parts": ...,
-        "steps": ...} | {"reason": ..., "detail": ...}
+stdout  JSON    {"together": 1, "naps": false, "groupwise": false} | {"error": ...}, then {"value": ...,
+        "parts": ..., "steps": ...} | {"reason": ..., "detail": ...}
+
+A groupwise reward is given a list of trajectories, and replies {"group": [one such object each]}.
 
 A reward with `together` > 1 is asked so many times at once: a job is then (number,
 trajectory, task), a reply names its number, what the reward counts goes along, and an empty
@@ -31,7 +33,7 @@ from rondel.core.registry import import_attribute
 from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score import Lent, build_reward
 from rondel.score.clock import CLOCK, CLOCKS, CallClocks, call_with_clock
-from rondel.score.result import check_score, read_score
+from rondel.score.result import check_group, check_score, read_score
 from rondel.system.signals import leave_to_controller
 
 
@@ -59,7 +61,8 @@ def main() -> None:
     except BaseException as error:
         send_reply({"error": str(error) if isinstance(error, ValueError) else last_line(error)})
         return
-    send_reply({"together": together, "naps": naps, "memory": reward.memory if naps else 0})
+    groupwise = bool(getattr(reward, "groupwise", False))
+    send_reply({"together": together, "naps": naps, "groupwise": groupwise, "memory": reward.memory if naps else 0})
     with asyncio.Runner() as runner:  # one loop for the life of the worker: an async reward may keep its connections
         if together > 1:
             return runner.run(serve_calls(reward, jobs, send_reply, timeout))
@@ -71,7 +74,9 @@ def main() -> None:
             send_reply(result_message(call_reward(reward, trajectory, task, runner)))
 
 
-def result_message(result: Score | Failed) -> dict[str, Any]:
+def result_message(result: Score | Failed | list[Score | Failed]) -> dict[str, Any]:
+    if isinstance(result, list):
+        return {"group": [result_message(one) for one in result]}
     if isinstance(result, Score):
         return {"value": result.value, "parts": result.parts, "steps": result.steps}
     return {"reason": result.reason, "detail": result.detail}
@@ -83,17 +88,15 @@ async def serve_calls(reward: Any, jobs: Any, answer: Callable[[dict[str, Any]],
     open_calls: set[asyncio.Task] = set()
     CLOCKS.set(clocks := CallClocks(lambda: answer({})))
 
-    async def score_one(number: int, trajectory: Trajectory, task: Task) -> None:
-        result: Score | Failed
+    async def score_one(number: int, trajectory: Trajectory | list[Trajectory], task: Task) -> None:
+        result: Score | Failed | list[Score | Failed]
         try:
             async with asyncio.timeout(timeout) as clock:
                 CLOCK.set(clock)
                 clocks.open.add(clock)
                 try:
                     returned = call_with_clock(reward, trajectory, task)
-                    result = check_score(
-                        read_score(await returned if inspect.isawaitable(returned) else returned), trajectory
-                    )
+                    result = check_result(await returned if inspect.isawaitable(returned) else returned, trajectory)
                 finally:
                     clocks.open.discard(clock)
         except TimeoutError:
@@ -133,16 +136,20 @@ def make_lent(path: str) -> Any:
 
 
 def call_reward(
-    reward: Callable[..., Any], trajectory: Trajectory, task: Task, runner: asyncio.Runner
-) -> Score | Failed:
+    reward: Callable[..., Any], trajectory: Trajectory | list[Trajectory], task: Task, runner: asyncio.Runner
+) -> Score | Failed | list[Score | Failed]:
     """One call; whatever is raised, SystemExit and a library's BaseException too, is a failure and not a number."""
     try:
         returned = reward(trajectory, task)
         if inspect.isawaitable(returned):
             returned = runner.run(_await_value(returned))
-        return check_score(read_score(returned), trajectory)
+        return check_result(returned, trajectory)
     except BaseException as error:
         return Failed(f"raised {type(error).__name__}", last_line(error))
+
+
+def check_result(returned: Any, asked: Trajectory | list[Trajectory]) -> Score | Failed | list[Score | Failed]:
+    return check_group(returned, asked) if isinstance(asked, list) else check_score(read_score(returned), asked)
 
 
 async def _await_value(awaitable: Any) -> Any:

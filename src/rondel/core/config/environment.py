@@ -35,10 +35,28 @@ class ToolsConfig(BaseModel):
     model_config = CLOSED
     tools: list[str] = Field(
         min_length=1,
-        description="what the policy may call: calculator, python (in a sandbox), functions and classes of yours as "
-        '"module:name", "mcp:command", "mcp:http://...", "mcp+shared:..."',
+        description="what the policy may call: calculator, python (in a sandbox), corpus:FOLDER (search, open, find), functions "
+        'and classes of yours as "module:name", "mcp:command", "mcp:http://...", "mcp+shared:..."',
     )
     turns: int = Field(8, ge=1, description="most replies of the policy in one episode")
+    timeout: float = Field(30.0, gt=0, le=LONGEST, description="seconds for one call of a tool")
+    suffix: str = Field("", description="appended to the last message of every prompt")
+
+
+class SearchConfig(BaseModel):
+    """The policy looks answers up in a corpus that `rondel tasks search` wrote."""
+
+    model_config = CLOSED
+    corpus: str = Field(min_length=1, description="its folder")
+    turns: int = Field(6, ge=1, description="most replies of the policy in one episode")
+    results: int = Field(5, ge=1, le=20, description="passages that one search returns")
+    snippet: int = Field(30, ge=1, description="words of each that a search shows; open shows the whole passage")
+    output_tokens: int = Field(512, ge=16, description="most tokens that one call returns; what is longer is cut")
+    calls: Literal["template", "lines"] = Field(
+        "template",
+        description='how the policy calls: "template", as its chat template writes calls of tools, or "lines", for a '
+        'model that knows none: a line "search: words", "open: 17" or "find: 17 words"',
+    )
     timeout: float = Field(30.0, gt=0, le=LONGEST, description="seconds for one call of a tool")
     suffix: str = Field("", description="appended to the last message of every prompt")
 
@@ -142,6 +160,7 @@ class EpisodeConfig(BaseModel):
 ENV_TABLES: dict[str, type[BaseModel]] = {
     "single_turn": SingleTurnConfig,
     "tools": ToolsConfig,
+    "search": SearchConfig,
     "gym": GymConfig,
     "gateway": GatewayConfig,
     "agents": AgentsConfig,

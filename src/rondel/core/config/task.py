@@ -73,7 +73,7 @@ class EvaluationConfig(SettingsTable):
 class TaskConfig(ConfigSection):
     env: str | dict[str, Any] = Field(
         "single_turn",
-        description='an environment: "single_turn", "tools", "gym", "gateway", "agents", "verifiers", '
+        description='an environment: "single_turn", "tools", "search", "gym", "gateway", "agents", "verifiers", '
         '"repository" or "module:name"; with settings: { kind = "tools", tools = ["calculator"] }',
     )
     data: dict[str, Any] = Field(

@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rondel.core.errors import DataError
-from rondel.core.types import Task, Trajectory
+from rondel.core.types import Completion, Request, Task, Trajectory
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.single_turn import Example, opening_messages
 from rondel.text.special_tokens import SPLIT
+
+
+class GoldEpisode:
+    """Plays an environment with its own gold(task): the replies are the policy's tokens, logprobs 0, versions 0, and
+    what the environment gives stays the environment's, mask 0.
+    """
+
+    def __init__(self, env: Any, *, policy: str = "policy") -> None:
+        self.env, self.policy = env, policy
+
+    async def run(self, task: Task, chat: TokenChat) -> Trajectory:
+        replies, tokenizer = iter(self.env.gold(task)), chat.tokenizer
+
+        async def next_reply(request: Request) -> Completion:
+            if (text := next(replies, None)) is None:
+                raise DataError(f"the environment asks for more replies than its gold({task.id}) has")
+            tokens = [*chat.template.special.encode_text(text, split=True), tokenizer.eos_token_id]
+            kept = tokens[: request.sampling.max_tokens]
+            n = len(kept)
+            return Completion(kept, [0.0] * n, [0] * n, "stop" if n == len(tokens) else "length", text=text)  # type: ignore[arg-type]
+
+        chat.generate = next_reply
+        trajectory = await self.env.run(task, chat)
+        trajectory.policy = self.policy
+        return trajectory
 
 
 class Demonstrate:

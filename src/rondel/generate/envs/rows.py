@@ -275,6 +275,14 @@ def quadrants(size: int = 160, seed: int = 0, pixels: int = 56) -> Iterator[Data
         )
 
 
+def search_questions(corpus: str) -> Iterator[DatasetRow]:
+    """The questions that `rondel tasks search` made of a corpus. Hold-outs take whole documents."""
+    path = f"{corpus}/questions.jsonl"
+    for number, line in enumerate(_read_lines(_existing_path(path), path), 1):
+        fields = _parse_row(line, f"{path}:{number}")
+        yield DatasetRow(f"{path}:{number}", fields["family"], fields, fields["document"])
+
+
 KINDS: dict[str, Callable[..., Iterable[DatasetRow]]] = {
     "reasoning_gym": reasoning_gym,
     "jsonl": jsonl,
@@ -286,6 +294,7 @@ KINDS: dict[str, Callable[..., Iterable[DatasetRow]]] = {
     "repository": repository,
     "digits": digit_sums,
     "quadrants": quadrants,
+    "search_questions": search_questions,
 }
 
 

@@ -29,7 +29,7 @@ from rondel.core.errors import BoxError, ConfigError, EnvError, SandboxError, er
 from rondel.core.media import message_text
 from rondel.core.protocols import Chat
 from rondel.core.sandbox_types import BoxFileError
-from rondel.core.types import Task, Trajectory
+from rondel.core.types import Completion, Task, Trajectory
 from rondel.generate.calls import ToolCall
 from rondel.generate.envs.single_turn import opening_messages
 from rondel.generate.pictures import tool_image_parts
@@ -153,7 +153,7 @@ class Tools:
             chat.give(*self.prompt(task, tools))
             for left in reversed(range(self.turns)):
                 done = await chat.reply()
-                calls = await chat.calls(done) if done.finish_reason == "stop" else []
+                calls = await self._read_calls(done, chat) if done.finish_reason == "stop" else []
                 if not calls:
                     break
                 if not left:
@@ -168,6 +168,10 @@ class Tools:
                     [{"role": "tool", "name": call.name, "content": content} for call, content in zip(calls, read)]
                 )
         return chat.trajectory
+
+    async def _read_calls(self, done: Completion, chat: Chat) -> list[ToolCall]:
+        """The calls of one reply, as the template writes them."""
+        return await chat.calls(done)
 
     async def _carry_out_all(self, calls: list[ToolCall], tools: dict[str, Tool], chat: Chat) -> list[Any]:
         """The calls of one reply side by side; those of one working folder one after the other, and each is logged
