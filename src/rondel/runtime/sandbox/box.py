@@ -26,7 +26,9 @@ from typing import Any
 from rondel.core.registry import one_of
 from rondel.core.sandbox_types import CommandResult, Limits
 from rondel.runtime.sandbox.cell import NamespaceCell
-from rondel.runtime.sandbox.images import container, make_machine, make_microvm
+from rondel.runtime.sandbox.container import container
+from rondel.runtime.sandbox.machine import make_machine, make_microvm
+from rondel.runtime.sandbox.oci_runtime import make_gvisor
 from rondel.runtime.sandbox.probe import find_isolation
 
 STANDARD = Limits()
