@@ -7,10 +7,13 @@
 
 | substrate  | a box is                                          | needs |
 | process    | a process tree behind namespaces or bubblewrap    | Linux |
-| container  | a container of an image                           | docker or podman |
+| namespaces, bubblewrap | the same behind that wall and no other | Linux; bwrap |
+| container  | a container of an image                           | docker, podman, crun or runc |
+| gvisor     | a container whose kernel is gVisor's              | runsc |
 | microvm    | a virtual machine of Firecracker                  | firecracker, /dev/kvm, a kernel, a root image with an agent |
 | vm         | a virtual machine of QEMU                         | qemu-system-*, a kernel, a root image with an agent |
-The quickest, boxes that wait with an interpreter started, is pool.py.
+| http       | a box of a service                                | its key |
+A recipe names one with its settings (recipe.py). Boxes that wait with an interpreter started: pool.py.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,8 @@ from rondel.runtime.sandbox.container import container
 from rondel.runtime.sandbox.machine import make_machine, make_microvm
 from rondel.runtime.sandbox.oci_runtime import make_gvisor
 from rondel.runtime.sandbox.probe import find_isolation
+from rondel.runtime.sandbox.remote_box import make_remote_box
+from rondel.runtime.sandbox.waiting import WaitingBoxes
 
 STANDARD = Limits()
 
@@ -43,20 +50,41 @@ def make_process_cell(
 
 SUBSTRATES: dict[str, Callable[..., Any]] = {
     "process": make_process_cell,
+    "namespaces": partial(make_process_cell, wall="native"),
+    "bubblewrap": partial(make_process_cell, wall="bubblewrap"),
     "container": container,
+    "gvisor": make_gvisor,
     "microvm": make_microvm,
     "vm": make_machine,
+    "http": make_remote_box,
 }
+SHOWS_HOST = ("process", "namespaces", "bubblewrap")  # whose boxes see the interpreter and the packages of this machine
 
 
 class Sandbox:
-    """Makes boxes of one substrate. `cell` is a box with blocking verbs; `open` is one for a coroutine."""
+    """Makes boxes of one substrate. `cell` is a box with blocking verbs; `open` is one for a coroutine.
 
-    def __init__(self, kind: str = "process", **settings: Any) -> None:
+    limits  of a recipe, that replace those of the caller: {"memory": 1 << 30}
+    warm    how many boxes wait started
+    """
+
+    def __init__(
+        self, kind: str = "process", *, limits: dict[str, Any] | None = None, warm: int = 0, **settings: Any
+    ) -> None:
         one_of("sandbox kind", kind, SUBSTRATES)
-        self.kind, self.settings = kind, settings
+        self.kind, self.settings, self.limits = kind, settings, limits or {}
+        self._waiting = WaitingBoxes(self._start, warm) if warm else None
+
+    @property
+    def shows_host(self) -> bool:
+        """Whether what is installed on this machine can be shown in a box; else it has what its image has."""
+        return self.kind in SHOWS_HOST
 
     def cell(self, limits: Limits = STANDARD, **settings: Any) -> Any:
+        limits = replace(limits, **self.limits) if self.limits else limits
+        return self._waiting.take(limits, settings) if self._waiting else self._start(limits, settings)
+
+    def _start(self, limits: Limits, settings: dict[str, Any]) -> Any:
         return SUBSTRATES[self.kind](limits, **self.settings, **settings)
 
     @asynccontextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 import subprocess
 import threading
@@ -18,7 +17,9 @@ from rondel.core.sandbox_types import BoxUsage, Limits
 from rondel.runtime.sandbox.external import ENV, FIRST, HOME, ContainerSandbox, KeptProcess
 from rondel.runtime.sandbox.image_store import is_layout, manifest_of
 from rondel.runtime.sandbox.oci_runtime import OciContainer, is_hybrid, make_oci_container
+from rondel.runtime.sandbox.users import NOBODY, is_real_root, random_user_id
 
+SHARED = 4096  # processes of all boxes of one user together, where they have no users of their own
 ENGINES, RUNTIMES = ("docker", "podman"), ("crun", "runc")
 
 
@@ -71,11 +72,11 @@ def container_command(tool: str, name: str, limits: Limits, image: str, folder: 
         else ["--tmpfs", f"{HOME}:rw,nosuid,nodev,mode=1777,size={limits.disk}"]
     )
     variables = [word for key, value in ENV.items() for word in ("--env", f"{key}={value}")]
-    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]  # of all its user's processes; podman would ask for more
-    most = 1 << 15 if hard == resource.RLIM_INFINITY else hard // 2
+    own = is_real_root()  # then each box has a user of its own, whose processes the kernel counts
+    user, most = (random_user_id(), limits.processes + 2) if own else (NOBODY, SHARED)
     return [
         *client(tool), "run", "--interactive", "--rm", "--name", name, "--network", "bridge" if limits.network else "none", "--read-only",
-        "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "65534:65534", "--pids-limit", str(limits.processes + 2),
+        "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", f"{user}:{user}", "--pids-limit", str(limits.processes + 2),
         "--memory", str(limits.memory), "--memory-swap", str(limits.memory), "--ulimit", f"fsize={limits.file}", "--ulimit", "core=0",
         "--ulimit", f"nofile={limits.open_files}", "--ulimit", f"nproc={most}", "--ulimit", f"cpu={int(limits.cpu + 1)}", *home,
         "--tmpfs", f"/tmp:rw,nosuid,nodev,mode=1777,size={limits.disk}", "--workdir", HOME, *variables, image, *FIRST,

@@ -19,6 +19,7 @@ from typing import Any
 
 from rondel.core.errors import SandboxError, UserError
 from rondel.core.sandbox_types import BoxFileError, BoxUsage, CommandResult, Limits
+from rondel.runtime.sandbox.relay import RelayedProgram
 
 HOME = "/box"
 ENV = {
@@ -72,6 +73,12 @@ class ExternalSandbox:
                 f"cannot read {path!r} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}"
             )
         return done.stdout
+
+    def begin(self, code: str, stdin: int, stdout: int, stderr: int, *, prelude: str = "") -> None:
+        self._relayed = RelayedProgram(self, f"{prelude}\n{code}", stdin, stdout, stderr)
+
+    def finish(self, wall: float) -> CommandResult:
+        return self._relayed.finish(wall)
 
     def usage(self) -> BoxUsage:
         """Nobody counts it unless the substrate does."""

@@ -14,6 +14,7 @@ import select
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -99,7 +100,7 @@ class Machine(ExternalSandbox):
     def __init__(
         self, command: list[str], limits: Limits, *, leaves: Path | None = None, patience: float = 60.0
     ) -> None:
-        self.limits, self.leaves, self.patience = limits, leaves, patience
+        self.limits, self.leaves, self.patience, self._turn = limits, leaves, patience, threading.Lock()
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -114,11 +115,17 @@ class Machine(ExternalSandbox):
             raise SandboxError(f"{command[0]}: no agent of the machine answered within {patience:g} s")
 
     @property
-    def alive(self) -> bool:
+    def alive(self) -> bool:  # type: ignore[override]
         return self.process.poll() is None
 
     def run(
         self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None
+    ) -> CommandResult:
+        with self._turn:
+            return self._carry_out(argv, stdin, env, wall)
+
+    def _carry_out(
+        self, argv: list[str], stdin: bytes, env: dict[str, str] | None, wall: float | None
     ) -> CommandResult:
         assert self.process.stdin
         began = time.monotonic()
