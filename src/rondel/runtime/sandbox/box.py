@@ -31,9 +31,9 @@ from typing import Any
 from rondel.core.registry import one_of
 from rondel.core.sandbox_types import CommandResult, Limits
 from rondel.runtime.sandbox.cell import NamespaceCell
-from rondel.runtime.sandbox.container import container
+from rondel.runtime.sandbox.container import RUNTIMES, find_container_tool, make_engine_container
 from rondel.runtime.sandbox.machine import make_machine, make_microvm
-from rondel.runtime.sandbox.oci_runtime import make_gvisor
+from rondel.runtime.sandbox.oci_runtime import make_gvisor, make_oci_container
 from rondel.runtime.sandbox.probe import find_isolation
 from rondel.runtime.sandbox.remote_box import make_remote_box
 from rondel.runtime.sandbox.waiting import WaitingBoxes
@@ -48,11 +48,18 @@ def make_process_cell(
     return NamespaceCell(limits, find_isolation(wall).wall, folder=folder, lock=lock, **more)
 
 
+def make_container(limits: Limits, *, image: str = "python:3.11-slim", tool: str = "auto", **more: Any) -> Any:
+    """By the runtime alone for a folder with an image; by an engine for the name of one."""
+    found = find_container_tool(image, tool)
+    make = make_oci_container if Path(found).name in RUNTIMES else make_engine_container
+    return make(found, limits, image=image, **more)
+
+
 SUBSTRATES: dict[str, Callable[..., Any]] = {
     "process": make_process_cell,
     "namespaces": partial(make_process_cell, wall="native"),
     "bubblewrap": partial(make_process_cell, wall="bubblewrap"),
-    "container": container,
+    "container": make_container,
     "gvisor": make_gvisor,
     "microvm": make_microvm,
     "vm": make_machine,

@@ -16,20 +16,17 @@ from rondel.core.errors import SandboxError
 from rondel.core.sandbox_types import BoxUsage, Limits
 from rondel.runtime.sandbox.external import ENV, FIRST, HOME, ContainerSandbox, KeptProcess
 from rondel.runtime.sandbox.image_store import is_layout, manifest_of
-from rondel.runtime.sandbox.oci_runtime import OciContainer, is_hybrid, make_oci_container
+from rondel.runtime.sandbox.usage import is_hybrid
 from rondel.runtime.sandbox.users import NOBODY, is_real_root, random_user_id
 
 SHARED = 4096  # processes of all boxes of one user together, where they have no users of their own
 ENGINES, RUNTIMES = ("docker", "podman"), ("crun", "runc")
 
 
-def container(
-    limits: Limits, *, image: str = "python:3.11-slim", tool: str = "auto", folder: str | Path | None = None, **_: Any
-) -> Container | OciContainer:
-    found = find_container_tool(image, tool)
-    if Path(found).name in RUNTIMES:
-        return make_oci_container(limits, image=image, tool=found, folder=folder)
-    return Container(found, limits, local_image(found, image), folder)
+def make_engine_container(
+    tool: str, limits: Limits, *, image: str, folder: str | Path | None = None, **_: Any
+) -> Container:
+    return Container(tool, limits, local_image(tool, image), folder)
 
 
 def find_container_tool(image: str, tool: str = "auto") -> str:

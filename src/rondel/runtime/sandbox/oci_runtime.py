@@ -8,7 +8,6 @@ https://github.com/opencontainers/runtime-spec/blob/main/config.md
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
@@ -29,7 +28,7 @@ from rondel.runtime.sandbox.external import ENV, FIRST, HOME, ContainerSandbox, 
 from rondel.runtime.sandbox.image_store import root_of
 from rondel.runtime.sandbox.inside.filter import FAMILIES, NAMESPACES, TABLE
 from rondel.runtime.sandbox.inside.groups import ROOT, make_group, remove_groups
-from rondel.runtime.sandbox.usage import count_kills, group_usage, own_folders
+from rondel.runtime.sandbox.usage import count_kills, group_usage, is_hybrid, own_folders
 from rondel.runtime.sandbox.users import is_real_root, owner_of, random_user_id
 
 SECONDS_OF_BUNDLE = 60  # that the shell of a controller that was killed has to remove it
@@ -50,19 +49,23 @@ exit $code
 
 
 def make_oci_container(
-    limits: Limits, *, image: str, tool: str = "crun", folder: str | Path | None = None, **_: Any
+    tool: str, limits: Limits, *, image: str, folder: str | Path | None = None, **_: Any
 ) -> OciContainer:
     return OciContainer(tool, limits, root_of(image), folder)
 
 
-def make_gvisor(limits: Limits, *, image: str = "", folder: str | Path | None = None, **_: Any) -> OciContainer:
+def find_runsc() -> str:
     found = shutil.which("runsc")
     if found is None:
         raise SandboxError(
             "substrate 'gvisor' needs runsc, which is not on the PATH: install it from https://gvisor.dev/docs, or use "
             "kind = 'container'"
         )
-    return OciContainer(found, limits, root_of(image), folder)
+    return found
+
+
+def make_gvisor(limits: Limits, *, image: str = "", folder: str | Path | None = None, **_: Any) -> OciContainer:
+    return OciContainer(find_runsc(), limits, root_of(image), folder)
 
 
 class OciContainer(ContainerSandbox):
@@ -126,13 +129,6 @@ def _client(tool: str) -> list[str]:
     if own != "crun" or not is_hybrid():
         return command
     return ["unshare", "--mount", "sh", "-c", f'umount {ROOT}/unified && exec "$@"', "crun", *command]
-
-
-@functools.cache
-def is_hybrid() -> bool:
-    with suppress(OSError), open(f"{ROOT}/unified/cgroup.controllers") as file:
-        return bool(file.read().strip())
-    return False
 
 
 def _end_container(kept: KeptProcess, tool: str, name: str) -> None:

@@ -219,11 +219,11 @@ class Kubernetes:
                 self._pods[box] = pod["metadata"]["name"]
                 break
             if time.monotonic() > until:
-                self.delete(box)
+                self.delete(f"{self.namespace}/{box}")
                 raise SandboxError(f"kubernetes: no pod of job {box} runs after {START_SECONDS:g} s")
             self.client.pause(0.5)
         self.client.request("GET", self._agent(box))  # again while it starts
-        return str(box)
+        return f"{self.namespace}/{box}"
 
     def job(self, limits: Limits) -> dict[str, Any]:
         """No token of the cluster, no privilege, nothing to write to but memory; ended by the cluster itself in time.
@@ -260,11 +260,13 @@ class Kubernetes:
         return str(told["result"])
 
     def delete(self, box: str) -> None:
-        path = f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{box}?propagationPolicy=Background"
+        namespace, _, job = box.rpartition("/")
+        path = f"/apis/batch/v1/namespaces/{namespace}/jobs/{job}?propagationPolicy=Background"
         self.client.request("DELETE", path, gone=True)
 
     def _agent(self, box: str) -> str:
-        return f"/api/v1/namespaces/{self.namespace}/pods/{self._pods[box]}:{AGENT_PORT}/proxy/"
+        pod = self._pods[box.rpartition("/")[2]]
+        return f"/api/v1/namespaces/{self.namespace}/pods/{pod}:{AGENT_PORT}/proxy/"
 
 
 def _quoted(command: str) -> str:

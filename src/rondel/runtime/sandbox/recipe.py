@@ -20,6 +20,7 @@ from rondel.core.sandbox_types import Limits
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.container import ENGINES, find_container_tool, local_image
 from rondel.runtime.sandbox.image_store import root_of
+from rondel.runtime.sandbox.oci_runtime import find_runsc
 from rondel.runtime.sandbox.probe import find_isolation
 
 Spec = str | dict[str, Any]
@@ -45,6 +46,7 @@ def prepare(sandbox: Sandbox, say: Callable[[str], None] = lambda text: None) ->
     """What the first box would wait for: the image is fetched or unpacked, and that is said."""
     image = sandbox.settings.get("image", "")
     if sandbox.kind == "gvisor":
+        find_runsc()
         root_of(image, say)
     if sandbox.kind != "container":
         return

@@ -20,8 +20,8 @@ from typing import Any
 from rondel.core.errors import BoxError, SandboxError
 from rondel.core.sandbox_types import CommandResult, Limits
 from rondel.runtime.sandbox.external import ENV, ExternalSandbox
-from rondel.runtime.sandbox.leftovers import Leftovers
-from rondel.runtime.sandbox.providers import PROVIDERS, Provider
+from rondel.runtime.sandbox.leftovers import Leftovers, end_left_boxes
+from rondel.runtime.sandbox.providers import PROVIDERS, Provider, delete_box
 
 CHUNK = 60_000  # characters of one shell line
 MARK = "rondel-result:"
@@ -74,6 +74,8 @@ def make_remote_box(limits: Limits, *, provider: str = "", **settings: Any) -> R
                 else f"it must be one of {', '.join(PROVIDERS)}"
             )
         )
+    with suppress(SandboxError):  # of earlier runs; `rondel sandbox clean` says why not
+        end_left_boxes(delete_box)
     known = {name: settings[name] for name in ("image", "url", "timeout", "namespace") if name in settings}
     return RemoteBox(made(**known), limits)
 

@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 
 from rondel.core.sandbox_types import BoxUsage
-from rondel.runtime.sandbox.inside.groups import cgroup_folders
+from rondel.runtime.sandbox.inside.groups import ROOT, cgroup_folders
 
 FILES = {"cpu": ("cpuacct.usage", "cpu.stat"), "peak": ("memory.max_usage_in_bytes", "memory.peak")}
 KILLS = ("memory.oom_control", "memory.events")
@@ -17,6 +17,14 @@ KILLS = ("memory.oom_control", "memory.events")
 def own_folders() -> tuple[str, ...]:
     """Below which the groups of this process's boxes are."""
     return tuple(dict.fromkeys(home for home, _ in cgroup_folders().values()))
+
+
+@functools.cache
+def is_hybrid() -> bool:
+    """Whether both versions have controllers on this machine."""
+    with suppress(OSError), open(f"{ROOT}/unified/cgroup.controllers") as file:
+        return bool(file.read().strip())
+    return False
 
 
 def group_usage(group: str, folders: tuple[str, ...]) -> BoxUsage:

@@ -16,6 +16,7 @@ from rondel.core.config.section import split_kind
 from rondel.core.errors import UserError
 from rondel.runtime.journal.log import drop_repeated_events, read_history, read_recipe
 from rondel.runtime.telemetry.accounts import seconds_of, seconds_to_shares
+from rondel.runtime.telemetry.boxes import add_boxes, box_rows
 from rondel.runtime.telemetry.scores import interval_text, is_share, score_text, within_unit
 from rondel.system.files import replace_file
 from rondel.text.unicode import write_json
@@ -120,6 +121,7 @@ def run_summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
         "warnings": list(dict.fromkeys(e["message"] for e in raw if e["kind"] == "Warned")),
         "rewards": _mean_rewards(events),
         "episodes": _count_episodes(events),
+        "boxes": add_boxes(e.get("boxes") or {} for e in events if e["kind"] == "GroupFinished"),
         "policies": policy_summaries(done, facts),
         "questions": answer_questions(events, job, facts),
         "loss": facts.get("loss", UNKNOWN),
@@ -342,6 +344,7 @@ def render_markdown(card: dict[str, Any]) -> str:
             if len(card["episodes"]) > 1
             else []
         ),
+        *(["## Sandboxes", markdown_table(("what", "used"), box_rows(card["boxes"]))] if card["boxes"] else []),
         "## Nine questions",
         markdown_table(("question", "answer"), list(card["questions"].items())),
         "## To do it again",

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from rondel.runtime.telemetry.boxes import add_boxes
 from rondel.core.events import (
     Evaluated,
     Event,
@@ -50,6 +51,9 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
         "episodes whose tokens are not what the chat template would write of the same messages now (task.env.drift)",
     ),
     "episode/out_of_budget_share": ("share", "episodes that used up task.env.budget"),
+    "episode/box_seconds": ("seconds", "that the sandbox of one episode was open, on average"),
+    "episode/box_cpu_seconds": ("seconds", "of computing in the sandbox of one episode, on average"),
+    "episode/box_memory_peak": ("bytes", "that the sandbox of one episode took at most"),
     "generate/guess_acceptance": ("share", "guessed tokens that stayed (engine.speculative)"),
     "generate/tokens_per_round": (
         "tokens",
@@ -246,6 +250,12 @@ def from_episodes(finished: list[GroupFinished], n: int) -> dict[str, float]:
     for begin, name in (("drift_", "drift_share"), ("out_of_", "out_of_budget_share")):
         if of := [count for what, count in counts.items() if what.startswith(begin)]:
             row[f"episode/{name}"] = sum(of) / n
+    boxes = add_boxes(group.boxes for group in finished)
+    for what, name in (("seconds", "box_seconds"), ("cpu", "box_cpu_seconds")):
+        if what in boxes:
+            row[f"episode/{name}"] = boxes[what] / boxes["episodes"]
+    if "peak" in boxes:
+        row["episode/box_memory_peak"] = boxes["peak"]
     return row
 
 
