@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -47,12 +47,13 @@ def run(
 def check(image: str) -> None:
     from rondel.runtime.sandbox.recipe import describe, sandbox_of
 
-    container = {"kind": "container", **({"image": image} if image else {})}
-    kinds = ["namespaces", "bubblewrap", *({**container, "tool": tool} for tool in ("crun", "runc", "podman", "docker"))]
-    specs = [*kinds, {"kind": "gvisor", "image": image or "-"}, {"kind": "microvm", "kernel": "-", "root": "-"}]
+    container: dict[str, Any] = {"kind": "container", **({"image": image} if image else {})}
+    specs: list[dict[str, Any]] = [{"kind": "namespaces"}, {"kind": "bubblewrap"}]
+    specs += [{**container, "tool": tool} for tool in ("crun", "runc", "podman", "docker")]
+    specs += [{"kind": "gvisor", "image": image or "-"}, {"kind": "microvm", "kernel": "-", "root": "-"}]
     for spec in specs:
-        name = spec if isinstance(spec, str) else " ".join(spec.get(key, "") for key in ("kind", "tool")).strip()
-        if isinstance(spec, dict) and spec.get("tool") in ("crun", "runc") and not image:
+        name = " ".join(spec.get(key, "") for key in ("kind", "tool")).strip()
+        if spec.get("tool") in ("crun", "runc") and not image:
             print(f"  -   {name}: name an image to try it, --image DIR")
             continue
         try:

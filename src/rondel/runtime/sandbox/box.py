@@ -26,8 +26,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
+from rondel.core.errors import SandboxError
 from rondel.core.registry import one_of
 from rondel.core.sandbox_types import CommandResult, Limits
 from rondel.runtime.sandbox.cell import NamespaceCell
@@ -36,6 +38,7 @@ from rondel.runtime.sandbox.machine import make_machine, make_microvm
 from rondel.runtime.sandbox.oci_runtime import make_gvisor, make_oci_container
 from rondel.runtime.sandbox.probe import find_isolation
 from rondel.runtime.sandbox.remote_box import make_remote_box
+from rondel.runtime.sandbox.snapshot import box_copy
 from rondel.runtime.sandbox.waiting import WaitingBoxes
 
 STANDARD = Limits()
@@ -92,7 +95,21 @@ class Sandbox:
         return self._waiting.take(limits, settings) if self._waiting else self._start(limits, settings)
 
     def _start(self, limits: Limits, settings: dict[str, Any]) -> Any:
-        return SUBSTRATES[self.kind](limits, **self.settings, **settings)
+        """`base`: a folder whose copy the box has as its home."""
+        base = settings.get("base")
+        if base is None:
+            return SUBSTRATES[self.kind](limits, **self.settings, **settings)
+        if self.kind in ("microvm", "vm", "http"):
+            raise SandboxError(f"a box of kind '{self.kind}' sees no folder of this machine, and cannot begin from {base}")
+        copy = box_copy(base)
+        try:
+            rest = {name: value for name, value in settings.items() if name != "base"}
+            cell = SUBSTRATES[self.kind](limits, **self.settings, **rest, folder=copy)
+        except BaseException:
+            rmtree(copy, ignore_errors=True)
+            raise
+        cell.kill = partial(_end_with_copy, cell.kill, copy)
+        return cell
 
     @asynccontextmanager
     async def open(self, limits: Limits = STANDARD, **settings: Any) -> AsyncIterator[Box]:
@@ -107,6 +124,11 @@ class Sandbox:
             yield Box(cell)
         finally:
             await asyncio.shield(on_a_thread(cell.kill))
+
+
+def _end_with_copy(kill: Callable[[], None], copy: Path) -> None:
+    kill()
+    rmtree(copy, ignore_errors=True)
 
 
 class Box:

@@ -21,7 +21,7 @@ import urllib.parse
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from rondel.core.errors import SandboxError, UserError
 
@@ -254,8 +254,4 @@ def write_layer(blobs: Path, members: Members) -> tuple[str, int]:
 
 def file_digest(path: Path) -> str:
     with open(path, "rb") as file:
-        return stream_digest(file)
-
-
-def stream_digest(file: BinaryIO) -> str:
-    return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
