@@ -57,6 +57,8 @@ def main(argv: list[str] | None = None) -> None:
             row["processes"] = len(family)
             controller.send_signal(signal.SIGKILL)
         new = {name: came[name] - before[name] for name in before}
+        own = {str(pid) for pid, _ in family} | {str(controller.pid)}
+        new["groups"] = {path for path in new["groups"] if path.rpartition("/")[2].split("-")[1] in own}
         ended = time.monotonic()
         while time.monotonic() < ended + 120 and (any(map(runs, family)) or traces()["groups"] & new["groups"]):
             time.sleep(0.2)
