@@ -28,11 +28,10 @@ from torch import Tensor
 from rondel.core.errors import StalledError, SyncError
 from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Weights
 from rondel.core.types import Manifest, Route, TensorInfo
-from rondel.sync.tensor_bytes import size_of
+from rondel.sync.tensor_bytes import aligned, size_of
 from rondel.system import sockets
 
 BUCKET = 64 << 20  # bytes; a larger tensor has a bucket of its own
-ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def split_into_buckets(rows: Iterable[TensorInfo], most: int) -> list[list[Tenso
 
 
 def _aligned_size(row: TensorInfo) -> int:
-    return -(-size_of(row) // ALIGN) * ALIGN
+    return aligned(size_of(row))
 
 
 def split_bucket(bucket: list[TensorInfo], buffer: Tensor) -> Iterator[tuple[TensorInfo, Tensor]]:

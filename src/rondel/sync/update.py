@@ -73,19 +73,22 @@ class EngineMessages:
     async def statuses(self, engines: Sequence[RolloutEngine]) -> list[EngineStatus]:
         return await self.gather({f"engine {i}": engine.status() for i, engine in enumerate(engines)}, "its status")
 
-    async def pause(self, engines: Sequence[RolloutEngine]) -> list[RolloutEngine]:
-        """-> those that were decoding, between two steps now."""
-        serving = [
-            engine
-            for engine, status in zip(engines, await self.statuses(engines), strict=True)
-            if status.state == "serving"
-        ]
-        await self.gather({f"engine {i}": engine.pause(self.how, LEASE) for i, engine in enumerate(serving)}, "a pause")
-        return serving
+    async def pause(self, engines: Sequence[RolloutEngine], parked: list[RolloutEngine]) -> float:
+        """Those that decode, or have only just ceased to, stand between two steps when it returns. `parked` has them from
+        before the first one is asked, for if one cannot be paused, the others are to go on. -> since when.
+        """
+        for engine, status in zip(engines, await self.statuses(engines), strict=True):
+            if status.state in ("serving", "refusing"):
+                parked.append(engine)
+        await self.gather({f"engine {i}": engine.pause(self.how, LEASE) for i, engine in enumerate(parked)}, "a pause")
+        return time.perf_counter()
 
-    async def resume(self, parked: Sequence[RolloutEngine], since: float) -> float:
+    async def resume(self, parked: list[RolloutEngine], since: float) -> float:
+        """-> seconds in which they stood still."""
         await self.gather({f"engine {i}": engine.resume() for i, engine in enumerate(parked)}, "its resumption")
-        return time.perf_counter() - since if parked else 0.0
+        paused = time.perf_counter() - since if parked else 0.0
+        parked.clear()
+        return paused
 
     async def gather(self, waits: dict[str, Awaitable[Any]], what: str) -> list[Any]:
         """All of them, or the first fault; the others end by themselves, because whoever
@@ -277,20 +280,20 @@ class WeightUpdate:
         since = paused = gap = 0.0
         try:
             if holds == "begin":
-                parked, since = await self.messages.pause(engines), time.perf_counter()
+                since = await self.messages.pause(engines, parked)
             await self.messages.send(engines, Begin(manifest, beside=holds == "commit"))
             with self._by_transport():
                 also = {"the trainer": send(route)} if send and holds == "begin" else {}
                 await self.messages.send(engines, route, also=also)
             if holds == "commit":
-                parked, since = await self.messages.pause(engines), time.perf_counter()
+                since = await self.messages.pause(engines, parked)
             for version in await self.messages.send(engines, Commit(manifest.version, manifest.root)):
                 if version != manifest.version:
                     raise SyncError(
                         f"the engine says it serves version {version}, but {manifest.version} was committed"
                     )
             if holds == "commit":
-                paused, parked = await self.messages.resume(parked, since), []
+                paused = await self.messages.resume(parked, since)
             if scored:
                 gap = max(
                     [await self._probe_gap(engine, manifest.version, scored, of) for engine in engines for of in scored]

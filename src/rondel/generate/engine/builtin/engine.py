@@ -239,14 +239,14 @@ class BuiltinEngine:
             if serving.has_stopped:  # nobody may move; whoever is not at its line is named when the weights change
                 break
             await serving.wait_for_task()
-        life.held = life.held or how != "drain"
+        before, life.held = life.held, life.held or how != "drain"
         life.admits = how != "drain"
         try:
             while not serving.has_stopped:
                 await serving.wait_for_task()
-            life.held = True
+            before = life.held = True
         finally:
-            life.admits = True
+            life.held, life.admits = before, True  # a pause that was cut off holds nobody
             serving.wake()
         if how == "abort":
             for live in [*self.scheduler.running, *self.scheduler.waiting]:
