@@ -33,7 +33,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--boxes", type=int, default=500)
     parser.add_argument("--parallel", type=int, default=4)
-    parser.add_argument("--kinds", nargs="+", default=["namespaces", "bubblewrap"], help=f"beside the walls: {', '.join(TOOLS)}")
+    parser.add_argument(
+        "--kinds", nargs="+", default=["namespaces", "bubblewrap"], help=f"beside the walls: {', '.join(TOOLS)}"
+    )
     parser.add_argument("--image", default="", help="a folder of `rondel sandbox image`, for containers")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # the controller that will be killed
@@ -46,7 +48,18 @@ def main(argv: list[str] | None = None) -> None:
     found: dict[str, Any] = {"boxes": a.boxes, "parallel": a.parallel}
     for kind in a.kinds:
         before = traces()
-        command = [sys.executable, __file__, "--one", kind, "--image", a.image, "--boxes", str(a.boxes), "--parallel", str(a.parallel)]
+        command = [
+            sys.executable,
+            __file__,
+            "--one",
+            kind,
+            "--image",
+            a.image,
+            "--boxes",
+            str(a.boxes),
+            "--parallel",
+            str(a.parallel),
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as controller:
             assert controller.stdout
             line = controller.stdout.readline()

@@ -1,6 +1,6 @@
 """Attempts to get out of a box, on every substrate that works here, as a table: which were held, and which were not.
 
-    python tests/kits/attack_table.py [--image FOLDER] [--attempts 120] [KIND ...]
+    PYTHONPATH=tests python tests/kits/attack_table.py [--image FOLDER] [--attempts 120] [KIND ...]
 An attempt has escaped if it says so, shows the host's secret, reached a socket of the host, ended its process, changed
 its files, or left a process. What else it may answer differs between walls; tests/e2e/test_sandbox.py checks that.
 """
@@ -19,8 +19,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1])]
-
 from kits.root_folder import make_root
 from kits.sandbox_attacks import ATTACKS, PRELUDE, Attack
 from rondel.core.errors import BoxError, SandboxError
@@ -32,7 +30,15 @@ SECRET = "the-secret-of-the-host"
 INSIDE = {
     "the first process", "/sys", "signals", "what a machine keeps", "maps of the first process", "namespaces of the first process",
 }  # fmt: skip
-SMALL = {"wall": 4.0, "cpu": 4.0, "memory": 128 << 20, "processes": 24, "disk": 16 << 20, "file": 8 << 20, "output": 20_000}
+SMALL = {
+    "wall": 4.0,
+    "cpu": 4.0,
+    "memory": 128 << 20,
+    "processes": 24,
+    "disk": 16 << 20,
+    "file": 8 << 20,
+    "output": 20_000,
+}
 
 
 class AttackedHost:
@@ -42,7 +48,11 @@ class AttackedHost:
         self.secret = folder / "secret"
         self.secret.write_text(SECRET)
         self.victim = subprocess.Popen(["sleep", "600"])
-        self.listening = [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX), socket.create_server(("127.0.0.1", 0))]
+        self.listening = [
+            socket.socket(socket.AF_UNIX),
+            socket.socket(socket.AF_UNIX),
+            socket.create_server(("127.0.0.1", 0)),
+        ]
         self.listening[0].bind(str(folder / "socket"))
         self.listening[1].bind(f"\0rondel-{os.getpid()}")
         self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

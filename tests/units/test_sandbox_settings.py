@@ -11,6 +11,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -159,8 +160,8 @@ def test_boxes_that_wait_are_used_once_and_end_with_their_pool():
 class Service(BaseHTTPRequestHandler):
     """Boxes are commands of this machine; the three interfaces as their documentation has them."""
 
-    boxes: dict[str, str] = {}
-    asked: list[tuple[str, str, dict[str, str]]] = []
+    boxes: ClassVar[dict[str, str]] = {}
+    asked: ClassVar[list[tuple[str, str, dict[str, str]]]] = []
     flaky = 0
 
     def handle_any(self):
@@ -187,7 +188,13 @@ class Service(BaseHTTPRequestHandler):
         name = f"box{len(type(self).boxes)}"
         if self.command == "POST":
             type(self).boxes[name] = body.decode()
-            full = {"sandboxID": name, "envdAccessToken": "t", "id": name, "state": "creating", "metadata": {"name": name}}
+            full = {
+                "sandboxID": name,
+                "envdAccessToken": "t",
+                "id": name,
+                "state": "creating",
+                "metadata": {"name": name},
+            }
             return self.answer(201, full)
         if self.command == "DELETE":
             found = type(self).boxes.pop(path.rpartition("/")[2], None)
@@ -358,7 +365,10 @@ def test_what_boxes_used_is_on_the_card():
     assert tool.box_usage()["box_cpu"] == 0.5 and tool.box_usage()["box_peak"] == 7 << 20
     tool.python("1")
     assert tool.box_usage()["box_cpu"] == 1.0 and tool.box_usage()["box_peak"] == 7 << 20, "of two boxes"
-    answers = [Trajectory(timings={"box_seconds": 2.0, "box_cpu": 1.0, "box_peak": 5e6}), Trajectory(timings={"box_seconds": 1.0})]
+    answers = [
+        Trajectory(timings={"box_seconds": 2.0, "box_cpu": 1.0, "box_peak": 5e6}),
+        Trajectory(timings={"box_seconds": 1.0}),
+    ]
     used = Group(0, Task("t", "x", {}), answers, 0).sum_boxes()
     assert used == {"episodes": 2.0, "seconds": 3.0, "cpu": 1.0, "peak": 5e6}
     assert Group(0, Task("t", "x", {}), [Trajectory()], 0).sum_boxes() == {}

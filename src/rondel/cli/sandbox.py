@@ -18,12 +18,15 @@ def run(
     action: Annotated[
         str, typer.Argument(metavar="ACTION", help="check: what works here; image: build one; clean: end what is left.")
     ] = "check",
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="image: the folder to write; it must not exist.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="image: the folder to write; it must not exist.")
+    ] = None,
     debian: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="image: a Debian package beside python3; again for more.")
     ] = None,
     pypi: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="image: a package of PyPI, as numpy==2.4.1; again for more.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="image: a package of PyPI, as numpy==2.4.1; again for more."),
     ] = None,
     lock: Annotated[
         Path | None, typer.Option(metavar="FILE", help="image: packages.json of an image, to build the same again.")

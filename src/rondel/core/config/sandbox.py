@@ -20,8 +20,12 @@ class SandboxConfig(BaseModel):
     cpu: float | None = Field(None, gt=0, le=LONGEST, description="seconds of computing of each process of a box")
     processes: int | None = Field(None, ge=1, description="processes of a box at one time, threads among them")
     disk: int | None = Field(None, ge=1, description="bytes that a box may write")
-    network: bool = Field(False, description="whether a box reaches the network; off, not even the host's own addresses")
-    warm: int = Field(0, ge=0, le=1000, description="boxes that wait started; each is used for one episode or test alone")
+    network: bool = Field(
+        False, description="whether a box reaches the network; off, not even the host's own addresses"
+    )
+    warm: int = Field(
+        0, ge=0, le=1000, description="boxes that wait started; each is used for one episode or test alone"
+    )
 
 
 class ContainerConfig(SandboxConfig):

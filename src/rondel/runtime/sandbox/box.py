@@ -100,7 +100,9 @@ class Sandbox:
         if base is None:
             return SUBSTRATES[self.kind](limits, **self.settings, **settings)
         if self.kind in ("microvm", "vm", "http"):
-            raise SandboxError(f"a box of kind '{self.kind}' sees no folder of this machine, and cannot begin from {base}")
+            raise SandboxError(
+                f"a box of kind '{self.kind}' sees no folder of this machine, and cannot begin from {base}"
+            )
         copy = box_copy(base)
         try:
             rest = {name: value for name, value in settings.items() if name != "base"}

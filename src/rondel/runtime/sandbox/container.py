@@ -51,11 +51,17 @@ def local_image(tool: str, image: str) -> str:
     if not subprocess.run([tool, "image", "inspect", name], capture_output=True).returncode:
         return name
     if Path(tool).name == "docker":
-        raise SandboxError(f"docker reads no image folder: use tool = 'crun' or 'podman', or docker load an archive of {image}")
-    pulled = subprocess.run([tool, "pull", "--quiet", f"oci:{Path(image).resolve()}:latest"], capture_output=True, text=True)
+        raise SandboxError(
+            f"docker reads no image folder: use tool = 'crun' or 'podman', or docker load an archive of {image}"
+        )
+    pulled = subprocess.run(
+        [tool, "pull", "--quiet", f"oci:{Path(image).resolve()}:latest"], capture_output=True, text=True
+    )
     done = pulled
     if not pulled.returncode:
-        done = subprocess.run([tool, "tag", pulled.stdout.strip().splitlines()[-1], name], capture_output=True, text=True)
+        done = subprocess.run(
+            [tool, "tag", pulled.stdout.strip().splitlines()[-1], name], capture_output=True, text=True
+        )
     if done.returncode:
         raise SandboxError(f"{tool} cannot read the image of {image}: {done.stderr.strip()[-300:]}")
     return name

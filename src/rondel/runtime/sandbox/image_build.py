@@ -159,7 +159,10 @@ def _clean_members(archive: tarfile.TarFile) -> Iterator[tuple[str, tuple[tarfil
         elif entry.islnk() or entry.isreg():
             reader = archive.extractfile(entry)
             data = reader.read() if reader else b""
-            yield path, (plain_entry(path, tarfile.REGTYPE, 0o755 if entry.mode & 0o100 else 0o644, size=len(data)), data)
+            yield (
+                path,
+                (plain_entry(path, tarfile.REGTYPE, 0o755 if entry.mode & 0o100 else 0o644, size=len(data)), data),
+            )
 
 
 def wheel_members(wheel: Path) -> Members:
@@ -233,7 +236,8 @@ def write_layer(blobs: Path, members: Members) -> tuple[str, int]:
     """-> (its digest, its bytes). Uncompressed: a compressor's version would be in the digest."""
     whole = dict(members)
     for folder in FOLDERS:
-        whole.setdefault(folder, (plain_entry(folder, tarfile.DIRTYPE, 0o755), b""))
+        mode = 0o1777 if folder in ("box", "tmp") else 0o755  # engines give it to what they mount there
+        whole[folder] = (plain_entry(folder, tarfile.DIRTYPE, mode), b"")
     for path, text in FILES.items():
         whole[path] = (plain_entry(path, tarfile.REGTYPE, 0o644, size=len(text)), text.encode())
     for path, target in LINKS.items():

@@ -24,6 +24,7 @@ from rondel.core.errors import ConfigError, SandboxError
 from rondel.core.sandbox_types import CommandResult, Limits
 from rondel.runtime.sandbox.external import ExternalSandbox
 
+
 def make_microvm(limits: Limits, *, kernel: str = "", root: str = "", **_: Any) -> Machine:
     tool = find_tool("microvm", "firecracker", kernel, root)
     if not os.access("/dev/kvm", os.R_OK | os.W_OK):

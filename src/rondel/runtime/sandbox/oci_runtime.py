@@ -154,7 +154,8 @@ def bundle_config(
     """config.json. For a root the box's user is a number that nobody has; else a user namespace of one number."""
     real = is_real_root()
     user = {"uid": uid, "gid": uid} if real else {"uid": 0, "gid": 0}
-    tmpfs = ["nosuid", "nodev", "mode=1777", f"size={limits.disk}"]
+    # owned by the box's user: runc gives the place the mode of the image's folder, whatever is asked for
+    tmpfs = ["nosuid", "nodev", "mode=1777", f"uid={user['uid']}", f"gid={user['gid']}", f"size={limits.disk}"]
     mounts: list[dict[str, Any]] = [
         {"destination": "/proc", "type": "proc", "source": "proc", "options": ["nosuid", "nodev", "noexec"]},
         {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "noexec", "mode=755", "size=64k"]},
@@ -164,7 +165,15 @@ def bundle_config(
         if folder
         else {"destination": HOME, "type": "tmpfs", "source": "box", "options": tmpfs},
     ]  # fmt: skip
-    namespaces = ["pid", "mount", "ipc", "uts", "cgroup", *([] if limits.network else ["network"]), *([] if real else ["user"])]
+    namespaces = [
+        "pid",
+        "mount",
+        "ipc",
+        "uts",
+        "cgroup",
+        *([] if limits.network else ["network"]),
+        *([] if real else ["user"]),
+    ]
     ids = {} if real else {
         "uidMappings": [{"containerID": 0, "hostID": os.geteuid(), "size": 1}],
         "gidMappings": [{"containerID": 0, "hostID": os.getegid(), "size": 1}],
@@ -215,13 +224,12 @@ def seccomp() -> dict[str, Any]:
 
     flags = [1 << bit for bit in range(32) if NAMESPACES >> bit & 1]
     clones = [
-        refuse(["clone"], args=[{"index": 0, "value": flag, "valueTwo": flag, "op": "SCMP_CMP_MASKED_EQ"}]) for flag in flags
+        refuse(["clone"], args=[{"index": 0, "value": flag, "valueTwo": flag, "op": "SCMP_CMP_MASKED_EQ"}])
+        for flag in flags
     ]
     below = [n for n in range(max(FAMILIES)) if n not in FAMILIES]
     sockets = [refuse(["socket", "socketpair"], args=[{"index": 0, "value": n, "op": "SCMP_CMP_EQ"}]) for n in below]
-    sockets.append(
-        refuse(["socket", "socketpair"], args=[{"index": 0, "value": max(FAMILIES), "op": "SCMP_CMP_GT"}])
-    )
+    sockets.append(refuse(["socket", "socketpair"], args=[{"index": 0, "value": max(FAMILIES), "op": "SCMP_CMP_GT"}]))
     architecture = {"x86_64": "SCMP_ARCH_X86_64", "aarch64": "SCMP_ARCH_AARCH64"}.get(os.uname().machine)
     return {
         "defaultAction": "SCMP_ACT_ALLOW",

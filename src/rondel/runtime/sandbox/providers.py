@@ -26,7 +26,8 @@ PATIENCE, TRIES = 60.0, 6  # seconds for one answer; how often what may pass by 
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 START_SECONDS = 300.0  # for a box to be there
 AGENT_PORT, ENVD_PORT = 8000, 49983
-AGENT = """
+AGENT = (
+    """
 import json, subprocess
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Agent(BaseHTTPRequestHandler):
@@ -43,7 +44,9 @@ class Agent(BaseHTTPRequestHandler):
         self.wfile.write(body)
     def log_message(self, *words): pass
 ThreadingHTTPServer(("", %d), Agent).serve_forever()
-""" % AGENT_PORT
+"""
+    % AGENT_PORT
+)
 
 
 class Provider(Protocol):
@@ -65,18 +68,35 @@ class HttpClient:
         self.pause: Callable[[float], None] = time.sleep
 
     def request(
-        self, method: str, path: str, body: Any = None, *, timeout: float = PATIENCE, again: bool = True, gone: bool = False
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        timeout: float = PATIENCE,
+        again: bool = True,
+        gone: bool = False,
     ) -> Any:
         """-> the answer. `gone`: that there is nothing is an answer, too (None)."""
         data = None if body is None else json.dumps(body).encode()
-        raw = self.send(method, path, data, {"Content-Type": "application/json"}, timeout=timeout, again=again, gone=gone)
+        raw = self.send(
+            method, path, data, {"Content-Type": "application/json"}, timeout=timeout, again=again, gone=gone
+        )
         try:
             return json.loads(raw) if raw else None
         except ValueError:
             raise SandboxError(f"{self.what}: {method} {path} is answered with no JSON: {raw[:200]!r}") from None
 
     def send(
-        self, method: str, path: str, data: bytes | None, headers: dict[str, str], *, timeout: float, again: bool, gone: bool = False
+        self,
+        method: str,
+        path: str,
+        data: bytes | None,
+        headers: dict[str, str],
+        *,
+        timeout: float,
+        again: bool,
+        gone: bool = False,
     ) -> bytes:
         url = path if path.startswith("http") else f"{self.base}{path}"
         fault = ""
@@ -213,7 +233,9 @@ class Kubernetes:
         box = self.client.request("POST", jobs, self.job(limits), again=False)["metadata"]["name"]
         until = time.monotonic() + START_SECONDS
         while True:
-            pods = self.client.request("GET", f"/api/v1/namespaces/{self.namespace}/pods?labelSelector=job-name%3D{box}")
+            pods = self.client.request(
+                "GET", f"/api/v1/namespaces/{self.namespace}/pods?labelSelector=job-name%3D{box}"
+            )
             pod = next((one for one in pods["items"] if one["status"].get("phase") == "Running"), None)
             if pod is not None:
                 self._pods[box] = pod["metadata"]["name"]

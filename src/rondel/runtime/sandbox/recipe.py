@@ -59,7 +59,7 @@ def prepare(sandbox: Sandbox, say: Callable[[str], None] = lambda text: None) ->
 
 
 def describe(sandbox: Sandbox) -> str:
-    """"bubblewrap: files, network, ...", or for other kinds what a first box said and how long it took; SandboxError
+    """ "bubblewrap: files, network, ...", or for other kinds what a first box said and how long it took; SandboxError
     where there is none.
     """
     if sandbox.shows_host:

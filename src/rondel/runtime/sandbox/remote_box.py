@@ -114,7 +114,9 @@ class RemoteBox(ExternalSandbox):
         if not told:
             raise BoxError(f"{self.tool}: a command came to no result: {said.strip()[-200:] or 'it said nothing'}")
         streams = {name: base64.b64decode(told[name]) for name in ("stdout", "stderr")}
-        return CommandResult(told["exit"], told["signal"], **streams, limit=told["limit"], seconds=time.monotonic() - began)
+        return CommandResult(
+            told["exit"], told["signal"], **streams, limit=told["limit"], seconds=time.monotonic() - began
+        )
 
     def _upload(self, word: str) -> str:
         """The words in a file of the box, in pieces that a shell line can have."""
