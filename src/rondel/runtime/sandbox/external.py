@@ -10,6 +10,7 @@ import base64
 import os
 import select
 import subprocess
+import tempfile
 import threading
 import time
 import zlib
@@ -152,7 +153,7 @@ class KeptProcess:
         self.said = os.memfd_create("said")
         try:
             self.process = subprocess.Popen(
-                command, stdin=there, stdout=ready, stderr=self.said, start_new_session=True
+                command, stdin=there, stdout=ready, stderr=self.said, start_new_session=True, cwd=tempfile.gettempdir()
             )
         except OSError as error:
             for fd in (there, self.pipe, back, ready, self.said):

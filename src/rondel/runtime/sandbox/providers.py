@@ -43,10 +43,8 @@ class Agent(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
     def log_message(self, *words): pass
-ThreadingHTTPServer(("", %d), Agent).serve_forever()
-"""
-    % AGENT_PORT
-)
+ThreadingHTTPServer(("", 8000), Agent).serve_forever()
+"""  # 8000: AGENT_PORT
 
 
 class Provider(Protocol):
