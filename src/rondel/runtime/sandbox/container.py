@@ -16,6 +16,7 @@ from rondel.core.errors import SandboxError
 from rondel.core.sandbox_types import BoxUsage, Limits
 from rondel.runtime.sandbox.external import ENV, FIRST, HOME, ContainerSandbox, KeptProcess
 from rondel.runtime.sandbox.image_store import is_layout, manifest_of
+from rondel.runtime.sandbox.oci_seccomp import seccomp_file
 from rondel.runtime.sandbox.usage import is_hybrid
 from rondel.runtime.sandbox.users import NOBODY, is_real_root, random_user_id
 
@@ -79,7 +80,7 @@ def container_command(tool: str, name: str, limits: Limits, image: str, folder: 
     user, most = (random_user_id(), limits.processes + 2) if own else (NOBODY, SHARED)
     return [
         *client(tool), "run", "--interactive", "--rm", "--name", name, "--network", "bridge" if limits.network else "none", "--read-only",
-        "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", f"{user}:{user}", "--pids-limit", str(limits.processes + 2),
+        "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--security-opt", f"seccomp={seccomp_file()}", "--user", f"{user}:{user}", "--pids-limit", str(limits.processes + 2),
         "--memory", str(limits.memory), "--memory-swap", str(limits.memory), "--ulimit", f"fsize={limits.file}", "--ulimit", "core=0",
         "--ulimit", f"nofile={limits.open_files}", "--ulimit", f"nproc={most}", "--ulimit", f"cpu={int(limits.cpu + 1)}", *home,
         "--tmpfs", f"/tmp:rw,nosuid,nodev,mode=1777,size={limits.disk}", "--workdir", HOME, *variables, image, *FIRST,

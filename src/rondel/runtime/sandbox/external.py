@@ -139,9 +139,9 @@ class ContainerSandbox(ExternalSandbox):
         return self._result(code, b"", b"", limit, self._began)
 
     def _result(self, code: int, stdout: bytes, stderr: bytes, limit: str, began: float) -> CommandResult:
-        number = max(0, code - 128, -code)
+        number = -code if code < 0 else code - 128 if 128 < code <= 192 else 0  # above: the client failed, or an exit
         limit = limit or ("memory" if number == 9 and self.over_memory() else "cpu" if number == 24 else "")
-        return CommandResult(code if 0 <= code < 128 else 0, number, stdout, stderr, limit, time.monotonic() - began)
+        return CommandResult(0 if number else code, number, stdout, stderr, limit, time.monotonic() - began)
 
 
 class KeptProcess:

@@ -26,8 +26,8 @@ from rondel.core.errors import BoxError, SandboxError
 from rondel.core.sandbox_types import BoxUsage, Limits
 from rondel.runtime.sandbox.external import ENV, FIRST, HOME, ContainerSandbox, KeptProcess
 from rondel.runtime.sandbox.image_store import root_of
-from rondel.runtime.sandbox.inside.filter import FAMILIES, NAMESPACES, TABLE
 from rondel.runtime.sandbox.inside.groups import ROOT, make_group, remove_groups
+from rondel.runtime.sandbox.oci_seccomp import seccomp
 from rondel.runtime.sandbox.usage import count_kills, group_usage, is_hybrid, own_folders
 from rondel.runtime.sandbox.users import is_real_root, owner_of, random_user_id
 
@@ -214,25 +214,3 @@ def bundle_config(
             **({} if gvisor else {"seccomp": seccomp()}),
         },
     }  # fmt: skip
-
-
-def seccomp() -> dict[str, Any]:
-    """The filter of our own boxes (inside/filter.py), as the runtime spec writes it."""
-
-    def refuse(names: list[str], errno: int = 1, **args: Any) -> dict[str, Any]:
-        return {"names": names, "action": "SCMP_ACT_ERRNO", "errnoRet": errno, **args}
-
-    flags = [1 << bit for bit in range(32) if NAMESPACES >> bit & 1]
-    clones = [
-        refuse(["clone"], args=[{"index": 0, "value": flag, "valueTwo": flag, "op": "SCMP_CMP_MASKED_EQ"}])
-        for flag in flags
-    ]
-    below = [n for n in range(max(FAMILIES)) if n not in FAMILIES]
-    sockets = [refuse(["socket", "socketpair"], args=[{"index": 0, "value": n, "op": "SCMP_CMP_EQ"}]) for n in below]
-    sockets.append(refuse(["socket", "socketpair"], args=[{"index": 0, "value": max(FAMILIES), "op": "SCMP_CMP_GT"}]))
-    architecture = {"x86_64": "SCMP_ARCH_X86_64", "aarch64": "SCMP_ARCH_AARCH64"}.get(os.uname().machine)
-    return {
-        "defaultAction": "SCMP_ACT_ALLOW",
-        **({"architectures": [architecture]} if architecture else {}),
-        "syscalls": [refuse([row.split()[0] for row in TABLE.splitlines()]), refuse(["clone3"], 38), *clones, *sockets],
-    }

@@ -26,8 +26,7 @@ PATIENCE, TRIES = 60.0, 6  # seconds for one answer; how often what may pass by 
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 START_SECONDS = 300.0  # for a box to be there
 AGENT_PORT, ENVD_PORT = 8000, 49983
-AGENT = (
-    """
+AGENT = """
 import json, subprocess
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Agent(BaseHTTPRequestHandler):
