@@ -33,7 +33,7 @@ def run(
     ] = None,
     image: Annotated[str, typer.Option(metavar="DIR", help="check: try containers of this image, too.")] = "",
 ) -> None:
-    """Show what contains code here, build an image for containers without a hub, or end boxes that were left.
+    """Show what contains code here; build an image; end left boxes.
 
     check starts a box of every kind that needs no setting. image takes packages from Debian and PyPI and no others;
     equal packages make an equal digest. clean ends boxes of services that a killed run left.
