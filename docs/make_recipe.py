@@ -18,6 +18,7 @@ from rondel.core.config.model import TeacherConfig
 from rondel.core.config.place import EnginesConfig
 from rondel.core.config.policy import PolicyConfig
 from rondel.core.config.reward import RewardCallConfig
+from rondel.core.config.sandbox import SANDBOX_TABLES
 from rondel.core.config.section import ConfigSection, SettingsTable
 
 PAGE = Path(__file__).with_name("recipe.md")
@@ -25,6 +26,16 @@ TABLES: dict[str, type[BaseModel]] = {  # beside those of keys that are tables t
     **{f'task.env, kind = "{name}"': model for name, model in ENV_TABLES.items()},
     "task.env, beside those of its kind": EpisodeConfig,
     "task.env.budget": EpisodeBudgetConfig,
+    **{
+        f'sandbox of task.env and task.reward, kind = "{" or ".join(kinds)}"': SANDBOX_TABLES[kinds[0]]
+        for kinds in (
+            ("process", "namespaces", "bubblewrap"),
+            ("container",),
+            ("gvisor",),
+            ("microvm", "vm"),
+            ("http",),
+        )
+    },
     "task.reward, beside those of its kind": RewardCallConfig,
     "place.engines, as a table": EnginesConfig,
     "an entry of model.teacher": TeacherConfig,

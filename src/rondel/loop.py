@@ -89,6 +89,7 @@ def _group_finished(group: Group, verdict: Verdict) -> GroupFinished:
         lengths=[t.written for t in group.policy_samples],
         failed=sum(isinstance(t.score, Failed) and t.score.reason != DROPPED for t in group.policy_samples),
         episodes=group.count_episodes(),
+        boxes=group.sum_boxes(),
         truncated=sum(t.finish_reason == "length" for t in group.policy_samples),
         source=str(group.task.data.get("source", "")),
         supervised=group.supervised,

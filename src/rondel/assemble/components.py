@@ -4,6 +4,7 @@ data, reward, model.
 
 from __future__ import annotations
 
+import inspect
 import math
 import shlex
 from collections.abc import Awaitable, Callable
@@ -77,6 +78,7 @@ from rondel.models import adapters, nf4
 from rondel.models.load import tokenizer_of
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.probe import find_isolation
+from rondel.runtime.sandbox.recipe import describe, prepare, sandbox_of
 from rondel.score import examine_task
 from rondel.score.pool import RewardPool
 from rondel.sync.update import WeightUpdate
@@ -94,7 +96,7 @@ ENVS = {
 CORPUS = "corpus:"  # before its folder, in task.env.tools
 TOOLS: dict[str, Any] = {"calculator": calculator, "python": python_tool(Sandbox)}
 EXAMINED = 2000  # tasks that are looked at before a run: all, or so many evenly among them
-LENDS = {"sandbox": "rondel.runtime.sandbox.box:Sandbox"}  # by name: a worker that wants none imports none
+LENDS = {"sandbox": "rondel.runtime.sandbox.recipe:sandbox_of"}  # by name: a worker that wants none imports none
 PROBE = 24  # tokens of the first prompt that are scored on both sides after every sync
 
 
@@ -251,14 +253,20 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
         settings = own.model_dump()
         return Search(open_corpus(settings.pop("corpus")), **settings, system=system)
     if found is Tools:
+        known = dict(TOOLS)
         if "python" in own.tools:
-            _python_can_run(own.timeout)
+            sandbox = sandbox_of(own.sandbox, f"{where}.sandbox")
+            _python_can_run(own.timeout, sandbox)
+            if own.sandbox != "process":
+                known["python"] = python_tool(lambda: sandbox)
+        elif own.sandbox != "process":
+            raise ConfigError(f'{where}.sandbox is for the tool "python", and {where}.tools has none')
         tools = [
             Mcp(name)
             if name.startswith(("mcp:", "mcp+shared:"))
             else CorpusTools(open_corpus(name.removeprefix(CORPUS)))
             if name.startswith(CORPUS)
-            else find_registered("tool", name, TOOLS)
+            else find_registered("tool", name, known)
             for name in own.tools
         ]
         return Tools(tools, turns=own.turns, timeout=own.timeout, suffix=own.suffix, system=system)
@@ -281,13 +289,14 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
 
 def _repository_env(own: Any, system: str | None, where: str) -> RepositoryEnv:
     """Its boxes are those of a substrate that this machine has."""
-    sandbox_kind, sandbox_settings = split_kind(own.sandbox, "process")
-    if sandbox_kind == "process":
-        try:
+    sandbox = sandbox_of(own.sandbox, f"{where}.sandbox")
+    try:
+        if sandbox.kind == "process":
             find_isolation()
-        except SandboxError as error:
-            raise ConfigError(f'{where} = "repository": {error}') from error
-    sandbox = Sandbox(sandbox_kind, **sandbox_settings)
+        else:
+            prepare(sandbox, lambda text: emit(Warned(f"sandbox: {text}")))
+    except SandboxError as error:
+        raise ConfigError(f'{where} = "repository": {error}') from error
     settings = own.model_dump(exclude={"sandbox", "shown", "agent", "agent_files"})
     shown = tuple(str(locate_path(path)) for path in own.shown)
     words = shlex.split(own.agent) if isinstance(own.agent, str) else own.agent
@@ -303,7 +312,10 @@ async def _no_agent(**given: Any) -> None:
 
 
 def _users_env(kind: str, found: Any, settings: dict[str, Any]) -> Any:
-    """A class is made with the settings of task.env; a function gets them with each call."""
+    """A class is made with the settings of task.env; a function gets them with each call. `sandbox`, where it has such
+    a parameter, is what makes its boxes."""
+    if _has_sandbox(found) and isinstance(settings.get("sandbox", "process"), str | dict):
+        settings = {**settings, "sandbox": sandbox_of(settings.get("sandbox", "process"), "task.env.sandbox")}
     if not isinstance(found, type):
         refuse_settings("task.env", kind, found, settings, given=2)
         refuse_uncallable(f"environment '{kind}'", partial(found, **settings), "task", "chat")
@@ -313,7 +325,14 @@ def _users_env(kind: str, found: Any, settings: dict[str, Any]) -> Any:
     return made
 
 
-def _python_can_run(timeout: float) -> None:
+def _has_sandbox(found: Any) -> bool:
+    try:
+        return "sandbox" in inspect.signature(found).parameters
+    except (TypeError, ValueError):  # written in C
+        return False
+
+
+def _python_can_run(timeout: float, sandbox: Sandbox) -> None:
     """The python tool has the time that its own calls take, and a box."""
     if timeout <= SECONDS + GRACE:
         raise ConfigError(
@@ -322,7 +341,11 @@ def _python_can_run(timeout: float) -> None:
             "environment gives up first would count as the world's fault; set it above, or leave it out"
         )
     try:
-        find_isolation()
+        if sandbox.kind == "process":
+            find_isolation()
+        else:
+            prepare(sandbox, lambda text: emit(Warned(f"sandbox: {text}")))
+            describe(sandbox)
     except SandboxError as error:
         raise ConfigError(f'task.env.tools has "python": {error}') from error
 

@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from rondel.assemble.components import TOOLS, build
 from rondel.assemble.facts import batch_line
@@ -13,13 +14,14 @@ from rondel.assemble.run_components import Components
 from rondel.checks.self_test import self_test
 from rondel.checks.special_token_check import all_tasks, read_as_text
 from rondel.core.config.job import Job
-from rondel.core.errors import CheckpointError, EnvError, RondelError
+from rondel.core.errors import CheckpointError, EnvError, RondelError, SandboxError
 from rondel.core.types import Failed, Group, Slot, Task
 from rondel.driver.rollouts import prepare, rollouts_of
+from rondel.generate.envs.python import python_tool
 from rondel.planner.resolve import free_memory
 from rondel.runtime.devices import prepare_process
-from rondel.runtime.sandbox.probe import find_isolation
-from rondel.score import reward_kinds
+from rondel.runtime.sandbox.recipe import describe, sandbox_of
+from rondel.score import code_sandboxes
 from rondel.score.preflight import GROUPS, CheckFinding, check_reward
 from rondel.train.checkpoint import Checkpoints
 
@@ -80,16 +82,24 @@ def _check_tasks(parts: Components) -> CheckFinding:
 
 
 def _check_sandboxes(job: Job) -> list[CheckFinding]:
-    """Whether code of the policy runs, and behind what; a recipe that has none for it was not built."""
-    python = "python" in job.task.env_settings.get("tools", ())
-    if not python and "code" not in reward_kinds(job.task.reward_spec):
-        return []
-    found = [CheckFinding("sandbox", True, find_isolation().summary_line())]
-    return [*found, _python_tool()] if python else found
+    """Where code of the policy runs, and behind what; a recipe that has no place for it was not built."""
+    env = job.task.env_settings
+    python = "python" in env.get("tools", ())
+    specs = [env.get("sandbox", "process")] if python else []
+    specs += code_sandboxes(job.task.reward_spec)
+    found = []
+    for number, spec in enumerate(specs):
+        if spec not in specs[:number]:
+            try:
+                found.append(CheckFinding("sandbox", True, describe(sandbox_of(spec))))
+            except SandboxError as error:
+                found.append(CheckFinding("sandbox", False, str(error), "see `rondel sandbox`"))
+    return [*found, _python_tool(specs[0])] if python else found
 
 
-def _python_tool() -> CheckFinding:
-    tool = TOOLS["python"](Task("check", "tools", {}))
+def _python_tool(spec: str | dict[str, Any]) -> CheckFinding:
+    made = TOOLS["python"] if spec == "process" else python_tool(lambda: sandbox_of(spec))
+    tool = made(Task("check", "tools", {}))
     began = time.perf_counter()
     try:
         said = tool.python("6 * 7").strip()
@@ -102,7 +112,7 @@ def _python_tool() -> CheckFinding:
             "python tool", True, f"answers, the first call in {1e3 * (time.perf_counter() - began):.0f} ms"
         )
     return CheckFinding(
-        "python tool", False, f"6 * 7 is answered with {said!r:.200}", "see `rondel doctor` for what the sandbox needs"
+        "python tool", False, f"6 * 7 is answered with {said!r:.200}", "see `rondel sandbox` for what works here"
     )
 
 

@@ -60,6 +60,8 @@ class GroupFinished(Event):
     supervised: bool = False  # of the supervised phase: nothing was drawn and nothing scored
     # episodes of it by what is to be known of them: {"drift_thought": 3, "out_of_turns": 1}
     episodes: dict[str, int] = field(default_factory=dict)
+    # what its episodes used of sandboxes: {"episodes": 8, "seconds": 41.2, "cpu": 3.1, "peak": 31457280}
+    boxes: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

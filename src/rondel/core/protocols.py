@@ -24,7 +24,7 @@ from rondel.core.types import (
 )
 
 if TYPE_CHECKING:
-    from rondel.core.sandbox_types import CommandResult, Limits
+    from rondel.core.sandbox_types import BoxUsage, CommandResult, Limits
     from rondel.core.tensor_parts import Block, TensorPart
 
 Interrupt = Literal["hold", "drain", "abort"]
@@ -96,6 +96,7 @@ class SandboxCell(Protocol):
         self, code: str, stdin: int, stdout: int, stderr: int, *, prelude: str = ""
     ) -> None: ...  # on open files, to be waited for by
     def finish(self, wall: float) -> CommandResult: ...
+    def usage(self) -> BoxUsage: ...
     def kill(self) -> None: ...
 
 

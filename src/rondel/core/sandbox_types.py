@@ -71,8 +71,22 @@ class CommandResult:
         """In words: "exit code 1", "SIGKILL, over its memory limit"."""
         import signal as signals
 
-        how = signals.Signals(self.signal).name if self.signal else f"exit code {self.exit}"
+        known = self.signal in set(signals.Signals)
+        name = signals.Signals(self.signal).name if known else f"exit code {128 + self.signal}"
+        how = name if self.signal else f"exit code {self.exit}"
         return f"{how}, over its {self.limit} limit" if self.limit else how
+
+
+@dataclass(frozen=True, slots=True)
+class BoxUsage:
+    """What a box has used so far: `BoxUsage(cpu=0.31, peak=24 << 20)`; None for what nobody counts.
+
+    cpu    seconds of computing, of all its processes
+    peak   bytes of memory, at most at one time
+    """
+
+    cpu: float | None = None
+    peak: int | None = None
 
 
 class BoxFileError(OSError):

@@ -447,6 +447,20 @@ class Group:
                 counts[f"out_of_{t.outcome.reason}"] = counts.get(f"out_of_{t.outcome.reason}", 0) + 1
         return counts
 
+    def sum_boxes(self) -> dict[str, float]:
+        """What the samples used of sandboxes: {"episodes": 8, "seconds": 41.2, "cpu": 3.1, "peak": 31457280}; the peak is
+        of one episode, cpu and peak are there if somebody counted them. Nothing where no episode had a box.
+        """
+        used = [t.timings for t in self.policy_samples if "box_seconds" in t.timings]
+        if not used:
+            return {}
+        found = {"episodes": float(len(used)), "seconds": sum(one["box_seconds"] for one in used)}
+        if cpu := [one["box_cpu"] for one in used if "box_cpu" in one]:
+            found["cpu"] = sum(cpu)
+        if peak := [one["box_peak"] for one in used if "box_peak" in one]:
+            found["peak"] = max(peak)
+        return found
+
     @property
     def baseline(self) -> float | None:
         """The reward of its greedy answer, where one was asked for and scored."""

@@ -24,10 +24,10 @@ from rondel.score.reasoning_gym import ReasoningGym
 from rondel.score.remote import RemoteReward
 
 Spec = str | dict[str, Any]
-Lent = dict[str, Callable[[], Any]]
+Lent = dict[str, Callable[..., Any]]  # called with the setting of that name, if there is one
 
 
-def combine_rewards(*, parts: dict[str, Spec], **lent: Callable[[], Any]) -> Combine:
+def combine_rewards(*, parts: dict[str, Spec], **lent: Callable[..., Any]) -> Combine:
     """`parts = { correct = "number", format = { kind = "format", tag = "answer", weight =
     0.2 } }`; a weight is 1 unless given.
     """
@@ -35,7 +35,7 @@ def combine_rewards(*, parts: dict[str, Spec], **lent: Callable[[], Any]) -> Com
     return Combine({name: (float(part.pop("weight", 1.0)), build_reward(part, lent)) for name, part in specs.items()})
 
 
-def reward_by_field(*, parts: dict[str, Spec], field: str = "source", **lent: Callable[[], Any]) -> By:
+def reward_by_field(*, parts: dict[str, Spec], field: str = "source", **lent: Callable[..., Any]) -> By:
     """`field = "source", parts = { sums = "number", proofs = "math" }`: which of them
     judges a task, a field of its data says.
     """
@@ -73,6 +73,13 @@ def reward_kinds(spec: Spec) -> set[str]:
     return {settings["kind"]}.union(*map(reward_kinds, dict(settings.get("parts", {})).values()))
 
 
+def code_sandboxes(spec: Spec) -> list[Spec]:
+    """Where the code rewards among a reward and its parts run what the policy wrote."""
+    settings: dict[str, Any] = {"kind": spec} if isinstance(spec, str) else spec
+    own = [settings.get("sandbox", "process")] if settings["kind"] == "code" else []
+    return own + [one for part in dict(settings.get("parts", {})).values() for one in code_sandboxes(part)]
+
+
 def examine_task(spec: Spec, task: Task) -> None:
     """DataError for a task that this reward cannot judge whatever the answer is, as far as its data says."""
     settings: dict[str, Any] = {"kind": spec} if isinstance(spec, str) else spec
@@ -100,10 +107,8 @@ def build_reward(spec: Spec, lent: Lent | None = None) -> Callable[..., Any]:
             f"reward {spec!r} has no 'kind'. Known: {', '.join(sorted(REWARDS))}; or your own as 'module:name'"
         )
     factory = find_registered("reward", kind, REWARDS)
-    if kind in REWARDS and (own := sorted(settings.keys() & {"sandbox", "deadline"})):
-        raise ConfigError(
-            f"reward '{kind}' has no setting '{own[0]}': task.reward.timeout is its deadline, and the run makes its boxes"
-        )
+    if kind in REWARDS and "deadline" in settings:
+        raise ConfigError(f"reward '{kind}' has no setting 'deadline': task.reward.timeout is its deadline")
     settings |= _lent_arguments(factory, lent or {}, settings)
     try:
         if kind in REWARDS or isinstance(factory, type):
@@ -124,4 +129,8 @@ def _lent_arguments(factory: Callable[..., Any], lent: Lent, settings: dict[str,
         known = inspect.signature(factory).parameters
     except (TypeError, ValueError):  # written in C
         return {}
-    return {name: make() for name, make in lent.items() if name in known and name not in settings}
+    return {
+        name: make(settings[name]) if name in settings else make()
+        for name, make in lent.items()
+        if name in known and (name not in settings or isinstance(settings[name], str | dict))
+    }

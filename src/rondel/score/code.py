@@ -52,10 +52,11 @@ HARNESS = boxed_source(
 class Code:
     """The share of `task.data["tests"]` that pass, or with credit = "all" 1.0 only for all of them.
 
-    sandbox   makes the boxes: lent by who builds the reward
+    sandbox   makes the boxes: lent by who builds the reward, of the kind that the recipe names
     deadline  seconds for one call of the reward; the tests share 0.8 of them
     seconds   wall clock of one test; `memory` bytes of its box
-    packages  what the code and its tests may import beside the standard library; it must be installed here
+    packages  what the code and its tests may import beside the standard library; it must be installed here,
+              or in the image of the sandbox
     What the code does is its own affair: one that hangs, is killed or floods has not passed the
     test. A box that cannot be made, a test that cannot be judged here, or tests that the
     reference (`task.data["answer"]`, if there is one)
@@ -81,7 +82,8 @@ class Code:
             )
         self.sandbox, self.deadline, self.seconds, self.credit = sandbox, deadline, seconds, credit
         self.limits = Limits(wall=seconds, cpu=seconds + 1, memory=memory, output=1 << 20)
-        self.settings = import_settings(packages) | {"modules": MODULES}
+        shown = import_settings(packages) if getattr(sandbox, "shows_host", True) else {}  # else an image has them
+        self.settings = shown | {"modules": MODULES}
         self._cells: dict[str, SandboxCell] = {}
         self._good: dict[str, int] = {}  # task -> how many of its tests its reference is known to pass
         self._late: set[str] = set()  # tasks whose reference has run out of time once

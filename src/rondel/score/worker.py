@@ -131,8 +131,8 @@ async def serve_calls(reward: Any, jobs: Any, answer: Callable[[dict[str, Any]],
         task.add_done_callback(open_calls.discard)
 
 
-def make_lent(path: str) -> Any:
-    return import_attribute("what is lent to rewards", path)()
+def make_lent(path: str, *setting: Any) -> Any:
+    return import_attribute("what is lent to rewards", path)(*setting)
 
 
 def call_reward(

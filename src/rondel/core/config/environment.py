@@ -40,6 +40,10 @@ class ToolsConfig(BaseModel):
     )
     turns: int = Field(8, ge=1, description="most replies of the policy in one episode")
     timeout: float = Field(30.0, gt=0, le=LONGEST, description="seconds for one call of a tool")
+    sandbox: str | dict[str, Any] = Field(
+        "process",
+        description='where the tool python runs: a kind of substrate, or { kind = "container", image = ..., ... }',
+    )
     suffix: str = Field("", description="appended to the last message of every prompt")
 
 

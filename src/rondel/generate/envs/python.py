@@ -28,6 +28,7 @@ class SandboxInterpreter:
 
     def __init__(self, sandbox: SandboxFactory) -> None:
         self.cell: SandboxCell = sandbox.cell(LIMITS)
+        self._began = time.monotonic()
         asks, answers, none = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDWR)
         try:
             self.cell.begin(
@@ -75,6 +76,16 @@ class SandboxInterpreter:
         ):  # late, a broken pipe; or the code wrote into the answers itself
             return None
 
+    def usage(self) -> dict[str, float]:
+        """Seconds that it is open, and what is counted of its box: {"box_seconds", "box_cpu", "box_peak"}."""
+        found = {"box_seconds": time.monotonic() - self._began}
+        used = self.cell.usage() if hasattr(self.cell, "usage") else None
+        if used is not None and used.cpu is not None:
+            found["box_cpu"] = used.cpu
+        if used is not None and used.peak is not None:
+            found["box_peak"] = float(used.peak)
+        return found
+
     def end_process(self) -> str:
         """-> how it ended."""
         try:
@@ -95,6 +106,7 @@ def python_tool(sandbox: Callable[[], SandboxFactory]) -> type:
         def __init__(self, task: Task) -> None:
             self._turn, self._closed, self._task = threading.Lock(), False, task
             self._open: SandboxInterpreter | None = None
+            self._spent: dict[str, float] = {}  # of its boxes that have ended
             self.is_busy = False
 
         def python(self, code: str) -> str:
@@ -114,6 +126,7 @@ def python_tool(sandbox: Callable[[], SandboxFactory]) -> type:
                 finally:
                     self.is_busy = False
                 if text is None:  # and a box that was opened for an episode that is over ends too
+                    self._spent = _added(self._spent, self._open.usage())
                     how, self._open = self._open.end_process(), None
                     return f"error: the interpreter ended ({visible_error(how)}); its variables and files are lost"
                 return middle_out(text)
@@ -122,6 +135,11 @@ def python_tool(sandbox: Callable[[], SandboxFactory]) -> type:
             """Of the box's folder; "" where there is none, or it does not answer."""
             with self._turn:
                 return (self._open.folder_digest() if self._open is not None and not self._closed else None) or ""
+
+        def box_usage(self) -> dict[str, float]:
+            """Of all its boxes so far; nothing where none was opened."""
+            with self._turn:
+                return _added(self._spent, self._open.usage()) if self._open is not None else self._spent
 
         def close(self) -> None:
             """At once for the caller: the box ends beside."""
@@ -137,6 +155,13 @@ def python_tool(sandbox: Callable[[], SandboxFactory]) -> type:
                     self._open = None
 
     return Python
+
+
+def _added(spent: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    return spent | {
+        name: max(spent.get(name, 0.0), value) if name == "box_peak" else spent.get(name, 0.0) + value
+        for name, value in more.items()
+    }
 
 
 def middle_out(text: str, most: int = MOST + 200) -> str:

@@ -44,7 +44,7 @@ OF_ARGUMENTS = {
 }  # fmt: skip
 
 
-OURS = ("close", "folder_digest")  # methods of an episode's object that are no tools
+OURS = ("close", "folder_digest", "box_usage")  # methods of an episode's object that are no tools
 
 
 class Tool:
@@ -68,6 +68,12 @@ class Tool:
         """What it is a method of, where that has a working folder: `folder_digest()`."""
         owner = getattr(self.function, "__self__", None)
         return owner if hasattr(owner, "folder_digest") else None
+
+    @property
+    def box_owner(self) -> Any:
+        """What it is a method of, where that has boxes: `box_usage()` -> {"box_seconds", "box_cpu", "box_peak"}."""
+        owner = getattr(self.function, "__self__", None)
+        return owner if hasattr(owner, "box_usage") else None
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.name = function, function.__name__
@@ -167,11 +173,20 @@ class Tools:
                 chat.give(
                     [{"role": "tool", "name": call.name, "content": content} for call, content in zip(calls, read)]
                 )
+            await self._add_box_usage(tools, chat.trajectory)
         return chat.trajectory
 
     async def _read_calls(self, done: Completion, chat: Chat) -> list[ToolCall]:
         """The calls of one reply, as the template writes them."""
         return await chat.calls(done)
+
+    async def _add_box_usage(self, tools: dict[str, Tool], of: Trajectory) -> None:
+        """What the boxes of the episode used: seconds and bytes in its timings, for the card of the run."""
+        owners = {id(owner): owner for tool in tools.values() if (owner := tool.box_owner) is not None}
+        for owner in owners.values():
+            for name, value in (await asyncio.to_thread(owner.box_usage)).items():
+                before = of.timings.get(name, 0.0)
+                of.timings[name] = max(before, value) if name == "box_peak" else before + value
 
     async def _carry_out_all(self, calls: list[ToolCall], tools: dict[str, Tool], chat: Chat) -> list[Any]:
         """The calls of one reply side by side; those of one working folder one after the other, and each is logged

@@ -7,10 +7,13 @@
 
 | substrate  | a box is                                          | needs |
 | process    | a process tree behind namespaces or bubblewrap    | Linux |
-| container  | a container of an image                           | docker or podman |
+| namespaces, bubblewrap | the same behind that wall and no other | Linux; bwrap |
+| container  | a container of an image                           | docker, podman, crun or runc |
+| gvisor     | a container whose kernel is gVisor's              | runsc |
 | microvm    | a virtual machine of Firecracker                  | firecracker, /dev/kvm, a kernel, a root image with an agent |
 | vm         | a virtual machine of QEMU                         | qemu-system-*, a kernel, a root image with an agent |
-The quickest, boxes that wait with an interpreter started, is pool.py.
+| http       | a box of a service                                | its key |
+A recipe names one with its settings (recipe.py). Boxes that wait with an interpreter started: pool.py.
 """
 
 from __future__ import annotations
@@ -20,14 +23,23 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
+from rondel.core.errors import SandboxError
 from rondel.core.registry import one_of
 from rondel.core.sandbox_types import CommandResult, Limits
 from rondel.runtime.sandbox.cell import NamespaceCell
-from rondel.runtime.sandbox.images import container, make_machine, make_microvm
+from rondel.runtime.sandbox.container import RUNTIMES, find_container_tool, make_engine_container
+from rondel.runtime.sandbox.machine import make_machine, make_microvm
+from rondel.runtime.sandbox.oci_runtime import make_gvisor, make_oci_container
 from rondel.runtime.sandbox.probe import find_isolation
+from rondel.runtime.sandbox.remote_box import make_remote_box
+from rondel.runtime.sandbox.snapshot import box_copy
+from rondel.runtime.sandbox.waiting import WaitingBoxes
 
 STANDARD = Limits()
 
@@ -39,23 +51,67 @@ def make_process_cell(
     return NamespaceCell(limits, find_isolation(wall).wall, folder=folder, lock=lock, **more)
 
 
+def make_container(limits: Limits, *, image: str = "python:3.11-slim", tool: str = "auto", **more: Any) -> Any:
+    """By the runtime alone for a folder with an image; by an engine for the name of one."""
+    found = find_container_tool(image, tool)
+    make = make_oci_container if Path(found).name in RUNTIMES else make_engine_container
+    return make(found, limits, image=image, **more)
+
+
 SUBSTRATES: dict[str, Callable[..., Any]] = {
     "process": make_process_cell,
-    "container": container,
+    "namespaces": partial(make_process_cell, wall="native"),
+    "bubblewrap": partial(make_process_cell, wall="bubblewrap"),
+    "container": make_container,
+    "gvisor": make_gvisor,
     "microvm": make_microvm,
     "vm": make_machine,
+    "http": make_remote_box,
 }
+SHOWS_HOST = ("process", "namespaces", "bubblewrap")  # whose boxes see the interpreter and the packages of this machine
 
 
 class Sandbox:
-    """Makes boxes of one substrate. `cell` is a box with blocking verbs; `open` is one for a coroutine."""
+    """Makes boxes of one substrate. `cell` is a box with blocking verbs; `open` is one for a coroutine.
 
-    def __init__(self, kind: str = "process", **settings: Any) -> None:
+    limits  of a recipe, that replace those of the caller: {"memory": 1 << 30}
+    warm    how many boxes wait started
+    """
+
+    def __init__(
+        self, kind: str = "process", *, limits: dict[str, Any] | None = None, warm: int = 0, **settings: Any
+    ) -> None:
         one_of("sandbox kind", kind, SUBSTRATES)
-        self.kind, self.settings = kind, settings
+        self.kind, self.settings, self.limits = kind, settings, limits or {}
+        self._waiting = WaitingBoxes(self._start, warm) if warm else None
+
+    @property
+    def shows_host(self) -> bool:
+        """Whether what is installed on this machine can be shown in a box; else it has what its image has."""
+        return self.kind in SHOWS_HOST
 
     def cell(self, limits: Limits = STANDARD, **settings: Any) -> Any:
-        return SUBSTRATES[self.kind](limits, **self.settings, **settings)
+        limits = replace(limits, **self.limits) if self.limits else limits
+        return self._waiting.take(limits, settings) if self._waiting else self._start(limits, settings)
+
+    def _start(self, limits: Limits, settings: dict[str, Any]) -> Any:
+        """`base`: a folder whose copy the box has as its home."""
+        base = settings.get("base")
+        if base is None:
+            return SUBSTRATES[self.kind](limits, **self.settings, **settings)
+        if self.kind in ("microvm", "vm", "http"):
+            raise SandboxError(
+                f"a box of kind '{self.kind}' sees no folder of this machine, and cannot begin from {base}"
+            )
+        copy = box_copy(base)
+        try:
+            rest = {name: value for name, value in settings.items() if name != "base"}
+            cell = SUBSTRATES[self.kind](limits, **self.settings, **rest, folder=copy)
+        except BaseException:
+            rmtree(copy, ignore_errors=True)
+            raise
+        cell.kill = partial(_end_with_copy, cell.kill, copy)
+        return cell
 
     @asynccontextmanager
     async def open(self, limits: Limits = STANDARD, **settings: Any) -> AsyncIterator[Box]:
@@ -70,6 +126,11 @@ class Sandbox:
             yield Box(cell)
         finally:
             await asyncio.shield(on_a_thread(cell.kill))
+
+
+def _end_with_copy(kill: Callable[[], None], copy: Path) -> None:
+    kill()
+    rmtree(copy, ignore_errors=True)
 
 
 class Box:

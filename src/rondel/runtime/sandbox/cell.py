@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from rondel.core.errors import BoxError, SandboxError, UserError
-from rondel.core.sandbox_types import BoxFileError, CommandResult, Limits
+from rondel.core.sandbox_types import BoxFileError, BoxUsage, CommandResult, Limits
 from rondel.runtime.sandbox.talk import CommandStreams
+from rondel.runtime.sandbox.usage import group_usage, own_folders
 from rondel.runtime.sandbox.users import is_real_root, owner_of, random_user_id
 
 HOME = "/box"
@@ -171,6 +172,10 @@ class NamespaceCell:
             return self._command_result(answer, limit, b"", b"", self._began)
         finally:
             self._turn.release()
+
+    def usage(self) -> BoxUsage:
+        """Of the whole box, where control groups can be made."""
+        return group_usage(f"rondel-{self.process.pid}", own_folders()) if self.grouped and self.alive else BoxUsage()
 
     def interrupt(self) -> None:
         """From another thread: whoever waits for a command of this box gets a SandboxError."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rondel.core.config.section import split_kind
 from rondel.core.errors import UserError
 from rondel.runtime.journal.log import drop_repeated_events, read_history, read_recipe
 from rondel.runtime.telemetry.accounts import seconds_of, seconds_to_shares
+from rondel.runtime.telemetry.metrics import add_boxes
 from rondel.runtime.telemetry.scores import interval_text, is_share, score_text, within_unit
 from rondel.system.files import replace_file
 from rondel.text.unicode import write_json
@@ -120,6 +122,7 @@ def run_summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
         "warnings": list(dict.fromkeys(e["message"] for e in raw if e["kind"] == "Warned")),
         "rewards": _mean_rewards(events),
         "episodes": _count_episodes(events),
+        "boxes": add_boxes(e.get("boxes") or {} for e in events if e["kind"] == "GroupFinished"),
         "policies": policy_summaries(done, facts),
         "questions": answer_questions(events, job, facts),
         "loss": facts.get("loss", UNKNOWN),
@@ -342,6 +345,7 @@ def render_markdown(card: dict[str, Any]) -> str:
             if len(card["episodes"]) > 1
             else []
         ),
+        *(["## Sandboxes", markdown_table(("what", "used"), box_rows(card["boxes"]))] if card["boxes"] else []),
         "## Nine questions",
         markdown_table(("question", "answer"), list(card["questions"].items())),
         "## To do it again",
@@ -369,6 +373,22 @@ def render_markdown(card: dict[str, Any]) -> str:
     if card["warnings"]:
         parts += ["## Warnings", "\n".join(f"- {_escape_cell(w)}" for w in card["warnings"])]
     return "\n\n".join(parts) + "\n"
+
+
+def box_rows(boxes: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(what, in all and for each episode), as a card shows it; what nobody counted is said to be so."""
+    n = boxes["episodes"]
+
+    def spent(name: str) -> str:
+        return f"{boxes[name]:.1f} s, {boxes[name] / n:.2f} s an episode" if name in boxes else "not counted here"
+
+    peak = f"{boxes['peak'] / 1e6:.1f} MB in one episode, at most" if "peak" in boxes else "not counted here"
+    return [
+        ("episodes with a box", f"{n:.0f}"),
+        ("boxes open", spent("seconds")),
+        ("computing in boxes", spent("cpu")),
+        ("memory of a box", peak),
+    ]
 
 
 def _policy_rows(policies: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:

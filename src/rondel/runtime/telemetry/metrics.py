@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from rondel.core.events import (
     Evaluated,
@@ -50,6 +50,9 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
         "episodes whose tokens are not what the chat template would write of the same messages now (task.env.drift)",
     ),
     "episode/out_of_budget_share": ("share", "episodes that used up task.env.budget"),
+    "episode/box_seconds": ("seconds", "that the sandbox of one episode was open, on average"),
+    "episode/box_cpu_seconds": ("seconds", "of computing in the sandbox of one episode, on average"),
+    "episode/box_memory_peak": ("bytes", "that the sandbox of one episode took at most"),
     "generate/guess_acceptance": ("share", "guessed tokens that stayed (engine.speculative)"),
     "generate/tokens_per_round": (
         "tokens",
@@ -246,7 +249,22 @@ def from_episodes(finished: list[GroupFinished], n: int) -> dict[str, float]:
     for begin, name in (("drift_", "drift_share"), ("out_of_", "out_of_budget_share")):
         if of := [count for what, count in counts.items() if what.startswith(begin)]:
             row[f"episode/{name}"] = sum(of) / n
+    boxes = add_boxes(group.boxes for group in finished)
+    for what, name in (("seconds", "box_seconds"), ("cpu", "box_cpu_seconds")):
+        if what in boxes:
+            row[f"episode/{name}"] = boxes[what] / boxes["episodes"]
+    if "peak" in boxes:
+        row["episode/box_memory_peak"] = boxes["peak"]
     return row
+
+
+def add_boxes(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """[{"episodes": 8, "seconds": 41.2, "cpu": 3.1, "peak": 3e7}, {}] -> their sums, and the largest peak."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = max(total.get(name, 0.0), value) if name == "peak" else total.get(name, 0.0) + value
+    return total
 
 
 def from_tail(finished: Iterable[GroupFinished]) -> dict[str, float]:

@@ -9,6 +9,7 @@ ROOT = "/sys/fs/cgroup"
 FILES = {  # controller -> (its limit, where its oom kills are counted), version 1 and 2
     "memory": (("memory.limit_in_bytes", "memory.oom_control"), ("memory.max", "memory.events")),
     "pids": (("pids.max", ""), ("pids.max", "")),
+    "cpuacct": (("", ""), ("", "")),  # version 1 counts seconds in a group of their own; nothing is limited there
 }
 
 
@@ -42,8 +43,9 @@ def make_group(name: str, limits: dict[str, int]) -> tuple[dict[str, str], str]:
         try:
             remove_orphan_groups(home)
             os.makedirs(folder, exist_ok=True)
-            with open(f"{folder}/{limit}", "w") as file:
-                file.write(str(limits[controller]))
+            if limit:
+                with open(f"{folder}/{limit}", "w") as file:
+                    file.write(str(limits[controller]))
         except OSError:
             with suppress(OSError):
                 os.rmdir(folder)

@@ -1,0 +1,82 @@
+"""The sandbox that a recipe names: `sandbox = "bubblewrap"`, or `{ kind = "container", image = "images/python" }`.
+
+`sandbox_of(value)` -> its factory; `describe(sandbox)` -> one line of what it is here, from a box that was started.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rondel.core.config.sandbox import read_sandbox
+from rondel.core.config.section import SettingsFault
+from rondel.core.config.validation_messages import explain_settings
+from rondel.core.errors import ConfigError, SandboxError
+from rondel.core.registry import locate_path
+from rondel.core.sandbox_types import Limits
+from rondel.runtime.sandbox.box import Sandbox
+from rondel.runtime.sandbox.container import ENGINES, find_container_tool, local_image
+from rondel.runtime.sandbox.image_store import root_of
+from rondel.runtime.sandbox.oci_runtime import find_runsc
+from rondel.runtime.sandbox.probe import find_isolation
+
+Spec = str | dict[str, Any]
+PATHS = ("image", "kernel", "root")  # settings that may name something beside the recipe
+TRIAL = "print(6 * 7)"
+
+
+def sandbox_of(value: Spec = "process", where: str = "sandbox") -> Sandbox:
+    """What makes the boxes; ConfigError for a kind or a setting that there is not. Nothing is started."""
+    if not isinstance(value, str | dict):
+        raise ConfigError(f'{where} = {value!r}; it is a kind, or {{ kind = "container", ... }}')
+    try:
+        kind, settings, limits, warm = read_sandbox(where, value)
+    except SettingsFault as fault:
+        raise ConfigError(explain_settings(fault)) from fault
+    for name in PATHS:
+        if settings.get(name) and os.path.exists(found := locate_path(settings[name])):
+            settings[name] = str(found)
+    return Sandbox(kind, limits=limits if value != kind else {}, warm=warm, **settings)
+
+
+def prepare(sandbox: Sandbox, say: Callable[[str], None] = lambda text: None) -> None:
+    """What the first box would wait for: the image is fetched or unpacked, and that is said."""
+    image = sandbox.settings.get("image", "")
+    if sandbox.kind == "gvisor":
+        find_runsc()
+        root_of(image, say)
+    if sandbox.kind != "container":
+        return
+    tool = find_container_tool(image, sandbox.settings.get("tool", "auto"))
+    if Path(tool).name not in ENGINES:
+        root_of(image, say)
+    else:
+        say(f"image {image} for {Path(tool).name}")
+        local_image(tool, image)
+
+
+def describe(sandbox: Sandbox) -> str:
+    """ "bubblewrap: files, network, ...", or for other kinds what a first box said and how long it took; SandboxError
+    where there is none.
+    """
+    if sandbox.shows_host:
+        walls = {"process": "auto", "namespaces": "native", "bubblewrap": "bubblewrap"}
+        return find_isolation(walls[sandbox.kind]).summary_line()
+    prepare(sandbox)
+    began = time.perf_counter()
+    cell = sandbox.cell(Limits(wall=60))
+    try:
+        started = time.perf_counter()
+        ran = cell.call(TRIAL, wall=30)
+        ended = time.perf_counter()
+    finally:
+        cell.kill()
+    if ran.stdout != b"42\n":
+        said = ran.stderr.decode(errors="replace").strip()[-200:] or ran.ended
+        raise SandboxError(f"a box of kind '{sandbox.kind}' does not answer {TRIAL}: {said}; its image needs python3")
+    own = Path(getattr(cell, "tool", sandbox.settings.get("provider", sandbox.kind))).name
+    milliseconds = (1e3 * (started - began), 1e3 * (ended - started))
+    return f"{sandbox.kind} by {own}: a box in %.0f ms, its first answer in %.0f ms" % milliseconds

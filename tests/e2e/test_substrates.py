@@ -1,0 +1,176 @@
+"""Containers for real, where this machine has their tools: the python tool, the code reward, attempts to get out,
+folders that boxes begin from, and what a killed controller leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kits.attack_table import INSIDE, attacked_host, attempt
+from kits.root_folder import make_root
+from kits.sandbox_attacks import ATTACKS
+from rondel.core.errors import SandboxError
+from rondel.core.sandbox_types import Limits
+from rondel.core.types import Score, Task, Trajectory
+from rondel.generate.envs.python import python_tool
+from rondel.runtime.sandbox.inside.filter import TABLE
+from rondel.runtime.sandbox.oci_runtime import bundle_config
+from rondel.runtime.sandbox.recipe import describe, sandbox_of
+from rondel.runtime.sandbox.usage import own_folders
+from rondel.score.code import Code
+
+TOOLS = ("crun", "runc", "podman")
+TRIED = (  # a few of each kind; tests/kits/attack_table.py tries all
+    "the secret", "mounts", "devices", "the first process", "a fork bomb", "memory", "namespaces", "abstract", "ptrace", "signals",
+)  # fmt: skip
+
+
+def test_a_bundle_takes_everything_away(tmp_path):
+    """As the runtime reads it, on every machine."""
+    spec = bundle_config(Limits(processes=9, open_files=50), tmp_path, None, uid=4242)
+    process, linux = spec["process"], spec["linux"]
+    assert process["noNewPrivileges"] and not any(process["capabilities"].values()) and spec["root"]["readonly"]
+    kinds = {one["type"] for one in linux["namespaces"]}
+    assert kinds >= {"pid", "mount", "ipc", "uts", "network"} and (process["user"]["uid"] == 4242 or "user" in kinds)
+    assert {"network"} - {
+        one["type"] for one in bundle_config(Limits(network=True), tmp_path, None, uid=1)["linux"]["namespaces"]
+    }
+    assert {"type": "RLIMIT_NOFILE", "soft": 50, "hard": 50} in process["rlimits"]
+    refused = {name for rule in linux["seccomp"]["syscalls"] for name in rule["names"]}
+    assert refused >= {row.split()[0] for row in TABLE.splitlines()} | {"clone", "clone3", "socket"}
+    assert linux["resources"]["devices"] == [{"allow": False, "access": "rwm"}]
+    assert not any(mount["type"] == "bind" for mount in spec["mounts"]), "nothing of the host but the root"
+    assert "seccomp" not in bundle_config(Limits(), tmp_path, None, uid=1, gvisor=True)["linux"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    if not any(map(shutil.which, TOOLS)):
+        pytest.skip("needs crun, runc or podman: apt install crun")
+    found = make_root(tmp_path_factory.mktemp("image") / "root")
+    if found is None:
+        pytest.skip("needs /usr/bin/python3 for a root folder")
+    for folder in (found, *found.parents):
+        if folder.stat().st_uid == os.geteuid() and str(folder).startswith("/tmp/"):
+            folder.chmod(0o755)
+    return found
+
+
+@pytest.fixture(scope="module", params=["crun", "runc"])
+def sandbox(request, root):
+    if shutil.which(request.param) is None:
+        pytest.skip(f"{request.param} is not installed: apt install {request.param}")
+    made = sandbox_of({"kind": "container", "tool": request.param, "image": str(root)})
+    try:
+        assert f"container by {request.param}" in describe(made)
+    except SandboxError as error:
+        pytest.skip(str(error))
+    return made
+
+
+@pytest.mark.slow
+def test_the_python_tool_and_the_code_reward_in_a_container(sandbox):
+    tool = python_tool(lambda: sandbox)(Task("t", "tools", {}))
+    assert tool.python("x = 6\nopen('f', 'w').write('y')") == "1\n" and tool.python("x * 7") == "42\n"
+    assert "Network is unreachable" in tool.python("import socket; socket.create_connection(('192.0.2.1', 80))")
+    assert "exit code 3" in tool.python("import os; os._exit(3)") and "NameError" in tool.python("x")
+    used = tool.box_usage()
+    assert used["box_seconds"] > 0 and (not os.access("/sys/fs/cgroup", os.W_OK) or used.get("box_cpu", 1) > 0)
+    tool.close()
+    judge = Code(sandbox=sandbox, packages=[], seconds=20.0, deadline=90.0)
+    task = Task("t", "x", {"tests": ["assert f(2) == 4"]})
+    assert judge(Trajectory(text="def f(x): return x * x"), task) == Score(1.0, {"passed": 1.0})
+    assert judge(Trajectory(text="def f(x): return 5"), task) == Score(0.0, {"passed": 0.0})
+    for cell in judge._cells.values():
+        cell.kill()
+
+
+@pytest.mark.slow
+def test_limits_hold_in_a_container(sandbox):
+    cell = sandbox.cell(Limits(wall=20, memory=64 << 20, processes=16, output=1000))
+    try:
+        assert cell.call("x = [bytearray(1 << 20) for _ in range(500)]; print('all')").stdout == b""
+        assert b"File too large" in cell.call("f = open('x', 'wb')\nfor _ in range(40): f.write(bytes(1 << 20))").stderr
+        cell.write("a/b", b"\x00text")
+        assert cell.read("a/b") == b"\x00text"
+        assert cell.run(["cat"], stdin=b"said").stdout == b"said" and cell.run(["no-such"]).exit != 0
+        assert cell.call("import os; os.remove('x')").ok  # it counts as memory
+        forks = "import os, time\nn = 0\ntry:\n  while os.fork(): n += 1\n  time.sleep(1)\nexcept OSError: print(n < 20); time.sleep(2)"
+        assert cell.call(forks).stdout == b"True\n"
+        assert cell.call("while True: print('x' * 99)").limit == "output" and not cell.alive
+    finally:
+        cell.kill()
+
+
+@pytest.mark.slow
+def test_a_few_attempts_to_get_out_of_a_container(sandbox):
+    wanted = [a for a in ATTACKS if not a.only and a.name not in INSIDE and a.name.startswith(TRIED)]
+    assert len(wanted) >= 5, "the names of the attacks changed"
+    with attacked_host() as host:
+        assert {a.name: got for a in wanted[:12] if (got := attempt(sandbox, a, host))} == {}
+
+
+@pytest.mark.slow
+def test_a_box_begins_from_a_prepared_folder(sandbox, tmp_path):
+    (tmp_path / "kept").write_text("1\n")
+    sandboxes = [sandbox]
+    try:
+        describe(sandbox_of("process"))
+        sandboxes.append(sandbox_of("process"))
+    except SandboxError:
+        pass
+    for one in sandboxes:
+        cells = [one.cell(Limits(wall=20), base=tmp_path) for _ in range(2)]
+        assert [c.run(["sh", "-c", "cat kept; echo 2 >> kept; cat kept"]).stdout for c in cells] == [b"1\n1\n2\n"] * 2
+        copies = [Path(cell.kill.args[1]) for cell in cells]
+        for cell in cells:
+            cell.kill()
+        assert (tmp_path / "kept").read_text() == "1\n" and not any(copy.exists() for copy in copies)
+
+
+HOLDS = """
+import json, os, sys, time
+from rondel.core.sandbox_types import Limits
+from rondel.runtime.sandbox.recipe import sandbox_of
+sandbox = sandbox_of(json.loads(sys.argv[1]))
+cells = [sandbox.cell(Limits(wall=60)) for _ in range(4)]
+print(json.dumps([getattr(cell, "_kept", cell).process.pid for cell in cells]), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_container_whose_controller_was_killed(sandbox):
+    spec = {"kind": "container", **sandbox.settings}
+    controller = subprocess.Popen([sys.executable, "-c", HOLDS, json.dumps(spec)], stdout=subprocess.PIPE, text=True)
+    keepers = json.loads(controller.stdout.readline())
+    mark = f"rondel-{controller.pid}-"
+
+    def left() -> list[str]:
+        groups = [name for home in own_folders() for name in os.listdir(home) if name.startswith(mark)]
+        bundles = [path.name for path in Path("/tmp").glob(f"rondel-bundle-{controller.pid}-*")]
+        return groups + bundles + [str(pid) for pid in keepers if runs(pid)]
+
+    assert len(left()) >= 8
+    controller.kill()
+    controller.wait()
+    controller.stdout.close()
+    until = time.monotonic() + 60
+    while left() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert left() == []
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
