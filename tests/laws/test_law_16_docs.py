@@ -61,6 +61,8 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel train recipes/vision.toml": "reduced",
     "rondel tasks search --out runs/corpus": "parsed: it downloads 51 MB; tests/units/test_search_corpus.py makes smaller ones",
     "rondel tasks search --out runs/tables --source tables": "whole",
+    "rondel train recipes/search.toml --loop.seed=0 --place.threads=1 --task.eval.every=30": "parsed: minutes; tests/units/test_search_env.py "
+    "trains a smaller one",
     "PYTHONPATH=examples rondel train recipes/relay.toml": "parsed: tests/units/test_policies.py runs it whole",
     "rondel train recipes/opd.toml": "parsed: its teacher is a whole run of recipes/tiny.toml; tests/units/test_distill.py runs one",
     "rondel card runs/tiny": "whole",
