@@ -11,7 +11,7 @@ from kits.repositories import has_walls
 from kits.repository_kills import found_in, life, make_folder, moments
 from kits.runs import context
 
-KILLS = 20
+KILLS = 5  # `rondel bench repository_kills` makes twenty
 
 
 def in_a_process(folder, delay):
@@ -24,7 +24,7 @@ def in_a_process(folder, delay):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_walls(), reason="nothing would contain the code")
-def test_twenty_kills_at_random_moments_leave_no_trace(tmp_path):
+def test_kills_at_random_moments_leave_no_trace(tmp_path):
     """All of one episode, each in the life that goes on from the one before."""
     folder = make_folder(tmp_path)
     in_a_process(folder, None)
