@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 
 SETTLED = 14  # turns of the loop after which nothing moves by itself: chains of awaits are shorter
@@ -38,12 +39,15 @@ class World:
     free        everything happens at once, and well
     invariants  asked at every state; each returns what is wrong, or ""
     facts       what the state is beside the steps that happened; each returns something hashable
+    alike       with which names the steps of participants begin that are interchangeable; `facts` are then theirs, in
+                the same order
     """
 
     faults: int
     free: bool = False
     invariants: list[Callable[[], str]] = field(default_factory=list)
     facts: list[Callable[[], Any]] = field(default_factory=list)
+    alike: list[str] = field(default_factory=list)
     happened: list[tuple[str, str]] = field(default_factory=list)
     struck: set[str] = field(default_factory=set)  # by a fault, or by the cancellation while it was awaited
     _waiting: dict[str, tuple[asyncio.Future[str], tuple[str, ...]]] = field(default_factory=dict)
@@ -88,11 +92,19 @@ class World:
 
     @property
     def state(self) -> Any:
-        return (
-            frozenset(self.happened),
-            frozenset(self._waiting),
-            tuple(fact() for fact in self.facts),
-        )
+        """One for all that differ only in which of the `alike` is which: of their renamings the least."""
+        facts = [fact() for fact in self.facts]
+        found = []
+        for order in permutations(range(len(self.alike))):
+            named = {self.alike[old]: f"alike {new}" for new, old in enumerate(order)}
+
+            def renamed(name: str, named: dict[str, str] = named) -> str:
+                return next((new + name[len(old) :] for old, new in named.items() if name.startswith(old)), name)
+
+            happened = tuple(sorted((renamed(name), fault) for name, fault in self.happened))
+            own = tuple(facts[i] for i in order) if order else tuple(facts)
+            found.append((happened, tuple(sorted(map(renamed, self._waiting))), own))
+        return min(found, key=repr)
 
     def let_happen(self, name: str, fault: str) -> None:
         self.happened.append((name, fault))
