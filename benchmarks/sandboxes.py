@@ -1,6 +1,7 @@
 """Many sandboxes at once: start time, memory in total and for each box, and what a killed controller leaves.
 
     rondel bench sandboxes --boxes 500 --kinds namespaces bubblewrap crun --image images/python --json
+
 `start_ms_p50`, `start_ms_p99`  from the request for a box to its being there, `--parallel` at a time
 `answer_ms_p50`                 one snippet of Python in an open box
 `memory_mb`, `memory_kb_each`   of all boxes open at once: proportional set sizes (PSS) of their processes, keepers and tools
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
         found[kind] = row
         if not a.json:
             print(f"{kind:12} {row}", flush=True)
-    report(found, as_json=a.json) if a.json else None
+    report(found, only_json=True)
 
 
 def hold(kind: str, image: str, boxes: int, parallel: int) -> None:

@@ -35,6 +35,7 @@ SMALL = {
     "prefix": "--model {model} --prompt 16 --completion 4 --group 2 --repeat 1",
     "rewards": "--calls 50 --repeat 1",
     "sandbox": "--calls 2",
+    "sandboxes": "--boxes 2 --kinds namespaces",
     "rows": "--rows grpo --seeds 1 --steps 2 --warmup 4",
     "simulated": "--rounds 1 --steps 2 --staleness 0 --groups 2 --tokens 4 --hidden 32",
     "speculative": "--model {model} --kind copy --running 1 --new 8 --pairs 1",
@@ -47,7 +48,11 @@ SMALL = {
     "wal": "--blocks 4",
     "weight_parts": "--mesh shards=2 --hidden 64 --layers 2 --pairs 1",
 }
-ELSEWHERE = {"chaos": "minutes; by hand", "kill_resume": "tests/laws/test_law_09_resume.py runs it"}
+ELSEWHERE = {
+    "chaos": "minutes; by hand",
+    "kill_resume": "tests/laws/test_law_09_resume.py runs it",
+    "repository_kills": "tests/units/test_repository_kills.py runs a smaller one",
+}
 
 
 @pytest.fixture(scope="module")
