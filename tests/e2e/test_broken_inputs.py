@@ -235,7 +235,7 @@ CASES: dict[str, tuple[Words, str]] = {
     "a tolerance that nothing meets": (recipe("--task.reward={ kind = 'number', tolerance = -1 }"), "tolerance = -1; it must be a number of at least 0"),
     "a tolerance that everything meets": (recipe("--task.reward={ kind = 'number', tolerance = inf }"), "tolerance = inf"),
     "a deadline of its own": (recipe("--task.reward={ kind = 'math', deadline = 5 }"), "has no setting 'deadline': task.reward.timeout is its deadline"),
-    "a box of its own": (recipe("--task.reward={ kind = 'code', sandbox = 5 }"), "has no setting 'sandbox'"),
+    "a box of its own": (recipe("--task.reward={ kind = 'code', sandbox = 5 }"), "sandbox = 5; it is a kind"),
     "a reward without a name": (recipe("--task.reward=''"), "reward '' does not exist"),
     "a reward of a colon": (recipe("--task.reward=':'"), "your own is written 'module:name'"),
     "a reward of half a name": (recipe("--task.reward='json:'"), "your own is written 'module:name'"),

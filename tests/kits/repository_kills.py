@@ -7,6 +7,7 @@ the tests, of its second an edit, and so on; so every token that it draws decide
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -37,7 +38,9 @@ class CallingChat(TokenChat):
         super().give(messages)  # the schemas of the tools would fill the context of a small model
 
     async def reply(self):
+        self.place()
         done = await super().reply()
+        self.place()
         done.finish_reason = "stop"  # of a model that never ends by itself
         return done
 
@@ -53,29 +56,41 @@ class CallingChat(TokenChat):
 class Recorder(EpisodeCommandLog):
     """Keeps the digests of this life, too."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, place):
         super().__init__(folder)
-        self.folders = []
+        self.folders, self.place = [], place
 
     def record(self, episode, n, command, *, exit, folder):
+        self.place()
         super().record(episode, n, command, exit=exit, folder=folder)
+        self.place()
         self.folders.append(folder)
 
 
-def life(folder: Path, delay: float | None, seed: int) -> None:
-    """Whole, or killed so many seconds after the episode began. Its end is in found.json."""
+def life(folder: Path, delay: float | None, seed: int, at: int | None = None) -> None:
+    """Whole, or killed so many seconds after the episode began, or at the place with that number: before or behind a
+    reply or the record of a command. Its end is in found.json.
+    """
+    places = itertools.count(1)
+
+    def place() -> None:
+        if next(places) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     loaded = tiny("llama", **{**SIZE, "max_position_embeddings": 4096})
-    engine, log = serving(folder / "wal" / "engine-0", loaded), Recorder(folder / "wal" / "commands")
+    engine, log = serving(folder / "wal" / "engine-0", loaded), Recorder(folder / "wal" / "commands", place)
     tok = engine.loaded.tokenizer
     talk = CallingChat(
         tok, engine.generate, sampling=Sampling(max_tokens=8), key=lambda turn: KEY + 1000 * seed + turn, max_context=2000,
         episode=EpisodeState(commands=log),
     )  # fmt: skip
+    talk.place = place
     began = time.monotonic()
     if delay is not None:
         threading.Thread(target=_kill_after, args=(delay,), daemon=True).start()
     t = asyncio.run(environment(output=400, turns=TURNS + 1).run(the_task(folder / "task"), talk))
     found = {"tokens": list(t.tokens), "folders": log.folders, "replayed": log.replayed, "score": t.score.value}
+    found["places"] = next(places) - 1
     (folder / "found.json").write_text(json.dumps(found | {"seconds": time.monotonic() - began}))
 
 

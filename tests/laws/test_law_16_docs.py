@@ -82,7 +82,7 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=guess:Guess --task.data.kind=guess:numbers --loop.warmup.steps=0 "
     "--loop.steps=200 --engine.sampling.max_tokens=1 --trainer.lr=3e-3 --run.folder=runs/guess": "reduced",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=search:Search --task.data.kind=search:questions "
-    "--task.reward=search:grade --model.path.max_position_embeddings=2048 --run.folder=runs/search": "reduced",
+    "--task.reward=search:grade --model.path.max_position_embeddings=2048 --run.folder=runs/facts": "reduced",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=shop:Shop --task.data.kind=shop:wishes "
     "--model.path.max_position_embeddings=2048 --loop.warmup.steps=0 --run.folder=runs/shop": "reduced",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=repair:Repair --task.data.kind=repair:bugs "

@@ -228,15 +228,13 @@ def test_tables_of_the_library_are_facts(tmp_path, capsys):
 @pytest.mark.parametrize("source", ["tables", "python"])
 def test_the_command_writes_a_corpus_and_its_questions(tmp_path, capsys, source):
     pytest.importorskip("bm25s")
-    from pathlib import Path
+    from rondel.cli.search_tasks import CorpusSource, make_corpus
 
-    from rondel.cli.tasks import CorpusSource, TaskFamily, run
-
-    run(TaskFamily.search, tmp_path / "c", CorpusSource(source), 600)
+    make_corpus(tmp_path / "c", CorpusSource(source), 600)
     about = json.loads((tmp_path / "c" / "corpus.json").read_text())
     assert about["passages"] == 600 or source == "python"  # repeats of docstrings are dropped
     assert sum(s["passages"] for s in about["sources"]) >= about["passages"]
     assert (tmp_path / "c" / "questions.jsonl").stat().st_size > 1000
     assert "questions:" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="a corpus already"):
-        run(TaskFamily.search, Path(tmp_path / "c"), CorpusSource(source), 600)
+        make_corpus(tmp_path / "c", CorpusSource(source), 600)

@@ -198,13 +198,12 @@ def test_a_supervised_phase_plays_gold_and_the_policy_goes_on_from_there(tmp_pat
     from pathlib import Path
 
     from rondel.assemble import train
-    from rondel.cli.tasks import CorpusSource, TaskFamily
-    from rondel.cli.tasks import run as make_tasks
+    from rondel.cli.search_tasks import CorpusSource, make_corpus
     from rondel.core.config.job import Job
     from rondel.runtime.journal.store import read_step
 
     folder = tmp_path / "tables"
-    make_tasks(TaskFamily.search, folder, CorpusSource.tables, 60)
+    make_corpus(folder, CorpusSource.tables, 60)
     smaller = {
         "task.env.corpus": str(folder), "task.data.corpus": str(folder), "task.data.holdout": 10, "loop.steps": 1,
         "loop.warmup.steps": 1, "loop.warmup.groups_per_step": 4, "loop.groups_per_step": 2, "algo.group_size": 2,

@@ -109,6 +109,8 @@ def build_reward(spec: Spec, lent: Lent | None = None) -> Callable[..., Any]:
     factory = find_registered("reward", kind, REWARDS)
     if kind in REWARDS and "deadline" in settings:
         raise ConfigError(f"reward '{kind}' has no setting 'deadline': task.reward.timeout is its deadline")
+    if kind in REWARDS and not isinstance(box := settings.get("sandbox", "process"), str | dict):
+        raise ConfigError(f"reward '{kind}': sandbox = {box!r}; it is a kind, or {{ kind = \"container\", ... }}")
     settings |= _lent_arguments(factory, lent or {}, settings)
     try:
         if kind in REWARDS or isinstance(factory, type):
