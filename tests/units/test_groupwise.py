@@ -13,8 +13,10 @@ from rondel.core.types import EnvFault, Failed, Sampling, Score, Slot, Task, Tra
 from rondel.driver.failure_budget import FailureBudget
 from rondel.driver.rollouts import GroupRollouts
 from rondel.generate.envs.episode import EpisodeState
+from rondel.score import build_reward
 from rondel.score.pool import RewardPool
 from rondel.score.preflight import check_reward
+from rondel.score.worker import call_reward
 
 TASK = Task("t", "x", {"answer": "7"})
 
@@ -54,12 +56,21 @@ broken.groupwise = True
 
 
 def graded(reward, trajectories, task=TASK):
+    """By what a worker does, in this process."""
+    built = build_reward(reward)
+    assert built.groupwise
+    with asyncio.Runner() as runner:
+        return call_reward(built, trajectories, task, runner)
+
+
+def graded_by_a_worker(reward, trajectories, task=TASK):
     with RewardPool(reward) as pool:
         assert pool.groupwise
         return asyncio.run(pool.score_group(trajectories, task))
 
 
-def test_one_call_sees_all_answers():
+@pytest.mark.parametrize("graded", [graded, graded_by_a_worker])
+def test_one_call_sees_all_answers(graded):
     assert graded("test_groupwise:place", said("8", "7", "9")) == [
         Score(1.0, {"place": 1.0, "of": 0.0}),
         Score(0.0, {"place": 0.0, "of": 0.0}),
@@ -84,7 +95,7 @@ def test_what_is_wrong_with_a_score_is_that_answers_failure_alone():
     ],
 )
 def test_what_is_wrong_with_the_call_is_each_ones_failure(reward, data, reason):
-    found = graded(reward, said("a", "b", "c"), Task("t", "x", data))
+    found = graded_by_a_worker(reward, said("a", "b", "c"), Task("t", "x", data))
     assert [one.reason for one in found] == [reason] * 3
 
 
