@@ -1,14 +1,13 @@
 """Steps that are valued while an answer is written: the numbers of the whole answer, whatever happens on the way."""
 
 import asyncio
-import os
-import time
 from types import SimpleNamespace
 
 import pytest
 
 from kits.engine import engine, publish_in_place, tiny
 from kits.reward_models import saved
+from kits.step_scorers import ASKED
 from rondel.core.errors import ConfigError
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Failed, Sampling, Score, Task, Trajectory, Turn
@@ -34,51 +33,13 @@ EPISODE_TURNS = [
 
 
 def here(name):
-    return f"test_step_watch:{name}"
-
-
-# -- scorers -------------------------------------------------------------------------------------
-
-ASKED: list[tuple[int, int]] = []  # (first, steps) of every call
-
-
-async def by_length(steps, task, first=0):
-    ASKED.append((first, len(steps)))
-    await asyncio.sleep(0)
-    return [len(step) / 7 + i for i, step in enumerate(steps)][first:]
-
-
-def looks_ahead(steps, task, first=0):
-    return [float(len(steps))] * (len(steps) - first)
-
-
-def breaks_at_second(steps, task, first=0):
-    ASKED.append((first, len(steps)))
-    if len(steps) > 1:
-        raise ValueError("no second step")
-    return [1.0]
-
-
-def dies_at_second(steps, task, first=0):
-    if len(steps) == 2:
-        os._exit(3)
-    return [float(len(step)) for step in steps[first:]]
-
-
-def hangs_early(steps, task, first=0):
-    if len(steps) < 3:
-        time.sleep(30)
-    return [float(len(step)) for step in steps[first:]]
-
-
-def old_form(steps, task):
-    return [0.0] * len(steps)
+    return f"kits.step_scorers:{name}"
 
 
 # -- what a watch says, piece by piece -----------------------------------------------------------
 
 
-def conversation(upto=len(EPISODE_TURNS)):
+def conversation(upto=None):
     return [*OPENING, *(Turn(role, text, 0, 0, role == "assistant") for role, text in EPISODE_TURNS[:upto])]
 
 
@@ -164,7 +125,7 @@ def test_a_model_that_reads_what_follows_is_refused(step_model, monkeypatch):
     backwards = lambda self, batch: [[sum(values)] * len(values) for values in plain(self, batch)]  # noqa: E731
     monkeypatch.setattr(TokenModel, "_forward_batch", backwards)
     build_reward(spec)
-    with pytest.raises(ConfigError, match="depends on those behind it. Leave pipelined out"):
+    with pytest.raises(ConfigError, match="depends on those behind it"):
         build_reward({**spec, "pipelined": True})
     with pytest.raises(ConfigError, match="needs a parameter 'first'"):
         build_reward({"kind": "process", "scorer": here("old_form"), "pipelined": True})

@@ -157,7 +157,7 @@ class ProcessReward:
                 self.counts["process_early_steps"] += known if early.valued.values_of(steps) else 0
                 return await self.scorer.value_steps(steps, task, early.valued)
             assert self.model
-            ids, ends = self._encode_steps(asked_of(trajectory, task), turns, of)
+            ids, ends = self.encode_steps(asked_of(trajectory, task), turns, of)
             if len(ids) > (most := self.model.most):
                 return Failed(
                     "text does not fit the reward model", f"it has {len(ids)} tokens, and the model reads {most}"
@@ -185,7 +185,7 @@ class ProcessReward:
                 return
             began = time.monotonic()
             if self.model:
-                await self.model.read_ahead(early.text, self._encode_steps(asked_of(trajectory, task), turns, of)[0])
+                await self.model.read_ahead(early.text, self.encode_steps(asked_of(trajectory, task), turns, of)[0])
             elif self.scorer and self.scorer.agrees:
                 await self.scorer.extend(early.valued, steps, task)
             self.counts["process_early_seconds"] += time.monotonic() - began
@@ -214,7 +214,7 @@ class ProcessReward:
         found, self.scorer.warning = self.scorer.warning, ""
         return found
 
-    def _encode_steps(
+    def encode_steps(
         self, asked: list[dict[str, str]], turns: list[Turn], of: list[list[tuple[str, int]]]
     ) -> tuple[list[int], list[int]]:
         """(tokens, where each step's value stands): at the last token of the separator behind it. What was
