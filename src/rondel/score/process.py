@@ -154,7 +154,8 @@ class ProcessReward:
             await early.lock.acquire()
         try:
             if self.scorer:
-                self.counts["process_early_steps"] += known if early.valued.values_of(steps) else 0
+                if early.valued.values_of(steps):
+                    self.counts["process_early_steps"] += known
                 return await self.scorer.value_steps(steps, task, early.valued)
             assert self.model
             ids, ends = self.encode_steps(asked_of(trajectory, task), turns, of)
