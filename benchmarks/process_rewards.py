@@ -2,10 +2,13 @@
 
     rondel bench process_rewards --pairs 3 --json
 
-Both do the same work in turn (A B A B ...): the same answers, token by token, and the same steps. `seconds` is the
-median time from the first prompt to the last score, `saved` that of the pairs' differences, in seconds and as a share.
-`early` is the share of the steps that were valued when their answer ended, `apart` the largest difference between two
-scores of one answer.
+Both do the same work in turn (A B A B ...): the same answers, token by token, and the same steps.
+
+seconds   from the first prompt to the last score: medians, then the least of each
+saved     median of the pairs' differences, in seconds and as a share, and the least of them
+waited    from an answer's end to its score, mean of all answers: what is left for a wall clock to show
+early     share of the steps that were valued when their answer ended
+apart     the largest difference between two scores of one answer
 
 model           a model values the steps, in a process of its own; it and the engine have a core each, if there are two
 judge per step  a server is asked about one step after the other, `--latency` seconds each
@@ -24,6 +27,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +118,10 @@ async def compare(a: argparse.Namespace, loaded: Any, spec: dict[str, Any]) -> d
     return {
         "after the fact": round(median([one.seconds for one in after]), 3),
         "pipelined": round(median([one.seconds for one in early]), 3),
+        "least after": round(min(one.seconds for one in after), 3),
+        "least pipelined": round(min(one.seconds for one in early), 3),
+        "waited after": round(sum(one.waited for one in after) / len(after), 4),
+        "waited pipelined": round(sum(one.waited for one in early) / len(early), 4),
         "saved": round(median(saved), 3),
         "saved share": round(median([s / one.seconds for s, one in zip(saved, after)]), 3),
         "least saved": round(min(saved), 3),
@@ -152,11 +160,15 @@ async def scorers(a: argparse.Namespace, loaded: Any, spec: dict[str, Any]) -> A
         device.close()
 
 
+@dataclass
 class Round:
     """What one round took and gave."""
 
-    def __init__(self, seconds: float, scores: list[float], steps: int, early: int) -> None:
-        self.seconds, self.scores, self.steps, self.early = seconds, scores, steps, early
+    seconds: float
+    waited: float
+    scores: list[float]
+    steps: int
+    early: int
 
 
 async def write_and_score(a: argparse.Namespace, engine: Any, watch: Any, pool: Any, task: Any, number: int) -> Round:
@@ -169,6 +181,8 @@ async def write_and_score(a: argparse.Namespace, engine: Any, watch: Any, pool: 
 
     tokenizer = engine.loaded.tokenizer
     bias = {token: 2.5 for token in tokenizer.encode(SEPARATOR, add_special_tokens=False)}
+
+    waits: list[float] = []
 
     async def answer(sample: int) -> float:
         length = a.new if a.equal else a.new // 4 + (a.new - a.new // 4) * sample // max(1, a.answers - 1)
@@ -183,8 +197,9 @@ async def write_and_score(a: argparse.Namespace, engine: Any, watch: Any, pool: 
             )
             chat.give_tokens(tokenizer.encode(task.data["prompt"], add_special_tokens=False))
             await chat.reply()
-            watched = current_answer()
+            watched, ended = current_answer(), time.perf_counter()
             score = await (pool.score(chat.trajectory, task) if watched is None else watched.score(chat.trajectory))
+        waits.append(time.perf_counter() - ended)
         return float(score.value)
 
     before, began = dict(pool.shared.counts), time.perf_counter()
@@ -193,7 +208,7 @@ async def write_and_score(a: argparse.Namespace, engine: Any, watch: Any, pool: 
     steps, early = (
         int(pool.shared.counts.get(name, 0) - before.get(name, 0)) for name in ("process_steps", "process_early_steps")
     )
-    return Round(seconds, scores, steps, early)
+    return Round(seconds, sum(waits) / len(waits), scores, steps, early)
 
 
 if __name__ == "__main__":
