@@ -64,7 +64,8 @@ class RewardTraits:
                 await reward.precompute(episode, trajectory, task, unfinished)
 
     async def forget(self, episode: int) -> None:
-        for reward in self.rewards.values():
+        parts: list[Any] = list(self.rewards.values())
+        for reward in parts:
             if getattr(reward, "separators", ()):
                 await reward.forget(episode)
 

@@ -72,7 +72,7 @@ class Tool:
 
     def interrupt(self) -> None:
         """What it is a method of ends what it does, where it can."""
-        owner = getattr(self.function, "__self__", None)
+        owner: Any = getattr(self.function, "__self__", None)
         if hasattr(owner, "interrupt"):
             owner.interrupt()
 
