@@ -16,16 +16,25 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from rondel.core.errors import EngineError, StalledError, WorkerError, error_text
 from rondel.core.events import Warned, emit
 from rondel.core.types import Failed, Score, Task, Trajectory, Turn
 from rondel.generate.engine.builtin.text import IncrementalDetokenizer
-from rondel.score.pool import RewardPool
 
 INTERVAL = 0.05  # seconds between two questions to the engine
 CURRENT: ContextVar[AnswerWatch | None] = ContextVar("rondel_answer_watch", default=None)
+
+
+class EarlyPool(Protocol):
+    """What values steps: `RewardPool`."""
+
+    separators: tuple[str, ...]
+
+    async def precompute(self, episode: int, trajectory: Trajectory, task: Task, unfinished: bool) -> bool: ...
+    def forget(self, episode: int) -> None: ...
+    async def score(self, trajectory: Trajectory, task: Task, episode: int | None = None) -> Score | Failed: ...
 
 
 @dataclass(eq=False)
@@ -123,7 +132,7 @@ def _plain_turns(chat: Any) -> list[Turn]:
 class StepWatch:
     """The answers that are being written, and the loop that asks what they have by now."""
 
-    def __init__(self, pool: RewardPool, engine: Callable[[], Any], interval: float = INTERVAL) -> None:
+    def __init__(self, pool: EarlyPool, engine: Callable[[], Any], interval: float = INTERVAL) -> None:
         self.pool, self.engine, self.interval = pool, engine, interval
         self.turns: dict[int, tuple[AnswerWatch, TurnText]] = {}  # by the key of the request
         self.answers: set[AnswerWatch] = set()
