@@ -175,7 +175,7 @@ async def write_and_score(a: argparse.Namespace, engine: Any, watch: Any, pool: 
     from contextlib import nullcontext
 
     from rondel.core.types import Sampling, sample_key
-    from rondel.driver.step_watch import current_answer
+    from rondel.driver.step_watch import CURRENT_ANSWER
     from rondel.generate.envs.chat import TokenChat
     from rondel.generate.envs.episode import EpisodeState
 
@@ -193,11 +193,11 @@ async def write_and_score(a: argparse.Namespace, engine: Any, watch: Any, pool: 
                 sampling=Sampling(max_tokens=length, ignore_eos=True, logit_bias=bias),
                 key=lambda turn: sample_key(number, 0, sample, turn),
                 max_context=2 * a.new + 64,
-                episode=EpisodeState(watcher=current_answer()),
+                episode=EpisodeState(watcher=CURRENT_ANSWER.get()),
             )
             chat.give_tokens(tokenizer.encode(task.data["prompt"], add_special_tokens=False))
             await chat.reply()
-            watched, ended = current_answer(), time.perf_counter()
+            watched, ended = CURRENT_ANSWER.get(), time.perf_counter()
             score = await (pool.score(chat.trajectory, task) if watched is None else watched.score(chat.trajectory))
         waits.append(time.perf_counter() - ended)
         return float(score.value)

@@ -12,7 +12,7 @@ from kits.step_scorers import ASKED
 from rondel.core.errors import ConfigError
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Failed, Sampling, Score, Task, Trajectory, Turn
-from rondel.driver.step_watch import StepWatch, current_answer
+from rondel.driver.step_watch import CURRENT_ANSWER, StepWatch
 from rondel.generate.engine.multi_policy import MultiPolicyEngine
 from rondel.generate.engine.resumption import generate_until_done
 from rondel.generate.engine.router import EngineRouter
@@ -249,7 +249,7 @@ def model():
 def talk_of(e, model, n=25):
     """A conversation whose policy likes to end steps."""
     (semicolon,) = model.tokenizer.encode(";", add_special_tokens=False)
-    episode = EpisodeState(watcher=current_answer())
+    episode = EpisodeState(watcher=CURRENT_ANSWER.get())
     sampling = Sampling(max_tokens=n, ignore_eos=True, logit_bias={semicolon: 6.0})
     ask = lambda request: generate_until_done(e.generate, request)  # noqa: E731
     return TokenChat(model.tokenizer, ask, sampling=sampling, key=lambda turn: turn, max_context=500, episode=episode)
@@ -262,7 +262,7 @@ async def played(e, model, watch, turns=1):
             talk.give_tokens(model.tokenizer.encode(f"say {turn}", add_special_tokens=False))
             await talk.reply()
             await asyncio.sleep(0.01)  # a tool
-        assert answer is current_answer()
+        assert answer is CURRENT_ANSWER.get()
         return talk.trajectory, await answer.score(talk.trajectory)
 
 
@@ -320,7 +320,7 @@ def test_an_answer_that_is_given_up_is_forgotten(model):
         await asyncio.wait(playing)
         assert sorted(pool.forgotten) == [1, 2] and isinstance(playing[2].result()[1], Score)
         assert not watch.turns and not watch.answers and not reward.early
-        assert current_answer() is None
+        assert CURRENT_ANSWER.get() is None
 
     asyncio.run(asyncio.wait_for(work(), 60))
 
@@ -338,7 +338,7 @@ def test_an_engine_that_does_not_say_what_it_has_written(model):
         watch = StepWatch(pool, Silent)
         for _ in range(2):
             async with watch.open(TASK) as answer:
-                assert answer is None and current_answer() is None
+                assert answer is None and CURRENT_ANSWER.get() is None
         assert pool.told == pool.forgotten == []
 
     try:

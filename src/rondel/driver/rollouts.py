@@ -38,7 +38,7 @@ from rondel.core.types import (
     sample_key,
 )
 from rondel.driver.demonstration_stream import DemonstrationStream
-from rondel.driver.step_watch import StepWatch, current_answer
+from rondel.driver.step_watch import CURRENT_ANSWER, StepWatch
 from rondel.driver.teacher_prompts import write_teacher_prompts
 from rondel.generate.engine.resumption import generate_until_done
 from rondel.generate.envs.chat import TokenChat
@@ -190,7 +190,7 @@ class GroupRollouts:
             return done
 
         episode = p.episodes()
-        episode.watcher = current_answer()
+        episode.watcher = CURRENT_ANSWER.get()
         if sampling is None:
             episode.commands = p.commands
         else:  # what is measured is scored, however it ended
@@ -233,7 +233,7 @@ class GroupRollouts:
         elif _is_dropped(trajectory):
             return
         elif trajectory.score is None:
-            answer, pool = current_answer(), self.parts.pool
+            answer, pool = CURRENT_ANSWER.get(), self.parts.pool
             trajectory.score = await (pool.score(trajectory, task) if answer is None else answer.score(trajectory))
         else:
             trajectory.score = check_score(trajectory.score, trajectory)

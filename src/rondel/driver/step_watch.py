@@ -24,7 +24,8 @@ from rondel.core.types import Failed, Score, Task, Trajectory, Turn
 from rondel.generate.engine.builtin.text import IncrementalDetokenizer
 
 INTERVAL = 0.05  # seconds between two questions to the engine
-CURRENT: ContextVar[AnswerWatch | None] = ContextVar("rondel_answer_watch", default=None)
+# the answer that is watched for the task that asks
+CURRENT_ANSWER: ContextVar[AnswerWatch | None] = ContextVar("rondel_answer_watch", default=None)
 
 
 class EarlyPool(Protocol):
@@ -148,11 +149,11 @@ class StepWatch:
             return
         answer = AnswerWatch(self, next(self._numbers), task)
         self.answers.add(answer)
-        before = CURRENT.set(answer)
+        before = CURRENT_ANSWER.set(answer)
         try:
             yield answer
         finally:
-            CURRENT.reset(before)
+            CURRENT_ANSWER.reset(before)
             self.answers.discard(answer)
             await answer.stop()
             if not answer.scored:
@@ -198,8 +199,3 @@ class StepWatch:
                     answer.read(text)
             for answer in list(self.answers):
                 answer.send()
-
-
-def current_answer() -> AnswerWatch | None:
-    """The answer that is watched for the task that asks."""
-    return CURRENT.get()
