@@ -502,7 +502,7 @@ class LocalTrainer:
                 return
             sums.add_expert_counts(tape.expert_counts())
             if self.settings.replay_routes:
-                sums.add_routing_flips(tape.flips)
+                sums.add_routing_flips(tape.flips, tape.margins)
 
         def backward(made: tuple[Tensor, Callable[[], None]], is_last: bool) -> None:
             self.ranks.begin_pass(self.loaded.model, last=last and is_last)

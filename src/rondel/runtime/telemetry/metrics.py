@@ -180,6 +180,14 @@ FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
     ),
     "ledger/": ("groups", "what became of the groups issued so far"),
     "train/expert_load_imbalance_": ("ratio", "the same of one layer"),
+    "train/route_margin_flipped_": (
+        "score",
+        "the same of tokens that chose otherwise than in the engine: above its max none did",
+    ),
+    "train/route_margin_": (
+        "score",
+        "quantile over tokens and layers of s_k - s_(k+1): the last chosen expert before the next",
+    ),
     "train/mismatch_k3_tenth_": ("nats", "the K3 of the first, second, ... tenth of the answers"),
     "train/mismatch_k3_lag_": (
         "nats",
