@@ -68,6 +68,8 @@ from rondel.generate.envs.order import MixedOrder, TaskAdmissions
 from rondel.generate.envs.python import GRACE, SECONDS, python_tool
 from rondel.generate.envs.repository.env import LATE, RepositoryEnv
 from rondel.generate.envs.search import Search
+from rondel.generate.envs.shop.database import open_database
+from rondel.generate.envs.shop.env import Shop
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, question_text
 from rondel.generate.envs.toolbox import calculator
@@ -92,6 +94,7 @@ ENVS = {
     "verifiers": agent_of_verifiers,
     "gym": Gym,
     "repository": RepositoryEnv,
+    "shop": Shop,
 }
 CORPUS = "corpus:"  # before its folder, in task.env.tools
 TOOLS: dict[str, Any] = {"calculator": calculator, "python": python_tool(Sandbox)}
@@ -252,6 +255,9 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
     if found is Search:
         settings = own.model_dump()
         return Search(open_corpus(settings.pop("corpus")), **settings, system=system)
+    if found is Shop:
+        settings = own.model_dump()
+        return Shop(open_database(settings.pop("path")), **settings, system=system)
     if found is Tools:
         known = dict(TOOLS)
         if "python" in own.tools:

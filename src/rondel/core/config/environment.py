@@ -104,6 +104,21 @@ class RepositoryConfig(BaseModel):
     )
 
 
+class ShopConfig(BaseModel):
+    """The policy serves the customers of a shop that `rondel tasks shop` wrote."""
+
+    model_config = CLOSED
+    path: str = Field(min_length=1, description="its folder")
+    turns: int = Field(20, ge=1, description="most replies of the policy in one episode, calls included")
+    short: bool = Field(
+        False,
+        description='for models that read letters and no language: "u0417 cancel 51234 mistake" instead of sentences, '
+        "calls as lines, no rules and no tools in the prompt",
+    )
+    timeout: float = Field(30.0, gt=0, le=LONGEST, description="seconds for one call of a tool")
+    suffix: str = Field("", description="appended to the first message of every user")
+
+
 class AgentsConfig(BaseModel):
     """Several agents that read each other's turns."""
 
@@ -170,4 +185,5 @@ ENV_TABLES: dict[str, type[BaseModel]] = {
     "agents": AgentsConfig,
     "verifiers": VerifiersConfig,
     "repository": RepositoryConfig,
+    "shop": ShopConfig,
 }

@@ -1,0 +1,37 @@
+"""The scores of an environment that judges its episodes itself: gold replies must reach the best, empty and wrong ones
+must not.
+"""
+
+from __future__ import annotations
+
+from rondel.assemble.run_components import Components
+from rondel.checks.scripted_policy import ScriptedStage, build_scripts
+from rondel.core.types import Failed, Task
+from rondel.score.preflight import CheckFinding, Scores, judge_scores
+from rondel.score.result import check_score, read_score
+
+TRIED = 8  # tasks
+
+
+async def check_own_scores(parts: Components) -> list[CheckFinding]:
+    """Findings on the first training tasks, played by scripts."""
+    info, tasks = parts.model_info, parts.tasks.train[:TRIED]
+    system = parts.job.task.system
+    stage = ScriptedStage(parts.env, info.tokenizer, parts.sampling, info.max_context, system, sight=info.sight)
+    scripts = build_scripts(info.tokenizer, tasks, parts.env)
+    scores: Scores = {"gold": [], "empty": [], "wrong": []}
+    failures: list[tuple[str, Task, Failed]] = []
+    for name, found in scores.items():
+        for task in tasks:
+            played = await stage.play_episode(name, task, scripts[name])
+            if played.fault:
+                failures.append((name, task, Failed("environment fault", played.fault)))
+                continue
+            root = played.trajectories[0]
+            score = root.score if isinstance(root.score, Failed) else check_score(read_score(root.score), root)
+            if isinstance(score, Failed):
+                failures.append((name, task, score))
+            else:
+                found.append((task, root.text, score))
+    judged = judge_scores(scores, failures, 3 * len(tasks))
+    return [CheckFinding(f"environment: {f.what}", f.ok, f.message, f.remedy) for f in judged]
