@@ -210,11 +210,13 @@ def test_a_mistake_is_named_and_changes_nothing(call, arguments, says):
 
 def test_a_gift_card_pays_for_no_more_than_its_balance():
     session, tools = opened()
-    for order, row in database().orders.items():
-        left = database().users[row["user"]]["payments"]
-        poor = next((id for id in left if left[id] is not None and left[id] < sum(row["items"].values())), None)
-        if row["status"] == "pending" and poor and poor != row["payment"]:
-            break
+    order, poor = next(
+        (order, payment)
+        for order, row in database().orders.items()
+        for payment, left in database().users[row["user"]]["payments"].items()
+        if row["status"] == "pending" and payment != row["payment"] and left is not None
+        if left < sum(row["items"].values())
+    )
     with pytest.raises(ValueError, match="has a balance of"):
         tools.change_payment(order, poor)
     assert session.changes() == NOTHING
@@ -344,10 +346,8 @@ def test_an_agent_that_edits_the_order_of_a_stranger_earns_nothing():
     assert play(task, env().gold(task)).trajectory.score.value == 1.0
     score = play(task, cancelled(task)).trajectory.score
     assert (score.value, score.parts["database"], score.parts["rules"]) == (0.0, 0.0, 0.0)
-    reading = env().gold(task)[:-1] + [
-        PlainSpeech().call(("get_order", {"order": goal_of(task).wishes[0].order})),
-        env().gold(task)[-1],
-    ]
+    looks = PlainSpeech().call(("get_order", {"order": goal_of(task).wishes[0].order}))
+    reading = [*env().gold(task)[:-1], looks, env().gold(task)[-1]]
     assert play(task, reading).trajectory.score.parts["rules"] == 0.0
 
 

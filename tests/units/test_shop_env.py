@@ -99,10 +99,10 @@ def test_the_command_writes_what_the_recipe_reads(folder):
 
 def small(folder, tmp_path, **more):
     return {
-        "task.env.path": str(folder), "task.data.path": str(folder), "task.data.holdout": 10, "loop.steps": 1,
+        "task.env.path": str(folder), "task.data.path": str(folder), "task.data.holdout": 0, "loop.steps": 1,
         "loop.warmup.steps": 1, "loop.warmup.groups_per_step": 4, "loop.groups_per_step": 2, "algo.group_size": 2,
         "model.path.hidden_size": 32, "model.path.intermediate_size": 64,
-        "run.folder": str(tmp_path / "run"), "run.sinks": [], "place.threads": 1, "task.eval.n": 2, **more,
+        "run.folder": str(tmp_path / "run"), "run.sinks": [], "place.threads": 1, **more,
     }  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def test_rondel_check_plays_an_environment_that_scores_itself(made, wrong):
     info = SimpleNamespace(tokenizer=tokenizer("chatml"), max_context=12000, sight=None)
     job = SimpleNamespace(task=SimpleNamespace(system=None))
     parts = SimpleNamespace(
-        env=made(database()),
+        env=made(database(), short=True),
         model_info=info,
         tasks=SimpleNamespace(train=tasks()[:2]),
         job=job,

@@ -256,7 +256,7 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
         settings = own.model_dump()
         return Search(open_corpus(settings.pop("corpus")), **settings, system=system)
     if found is Shop:
-        settings = own.model_dump()
+        settings = own.model_dump(exclude_none=True)
         return Shop(open_database(settings.pop("path")), **settings, system=system)
     if found is Tools:
         known = dict(TOOLS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from rondel.core.config.section import CLOSED, LONGEST
 
@@ -115,8 +115,32 @@ class ShopConfig(BaseModel):
         description='for models that read letters and no language: "u0417 cancel 51234 mistake" instead of sentences, '
         "calls as lines, no rules and no tools in the prompt",
     )
+    user: str = Field(
+        "scripted",
+        description='who the customer is: "scripted"; "policy", the agent "user", by the weights of [policies.user] (frozen '
+        'or trained) or else by those that are trained; or a model at an OpenAI-shaped address, "http://127.0.0.1:8000/v1"',
+    )
+    user_model: str = Field("", description="the server's name of that model")
+    user_score: Literal["goal", "hard", "shared"] | None = Field(
+        None,
+        description='what a policy earns as the user: "goal" (if unset), for saying what it is asked for and nothing else; '
+        '"hard", the same where the agent failed; "shared", what the agent earned',
+    )
     timeout: float = Field(30.0, gt=0, le=LONGEST, description="seconds for one call of a tool")
     suffix: str = Field("", description="appended to the first message of every user")
+
+    @model_validator(mode="after")
+    def _check_user(self) -> ShopConfig:
+        remote = self.user.startswith(("http://", "https://"))
+        if not remote and self.user not in ("scripted", "policy"):
+            raise ValueError(
+                f'user = "{self.user}"; it is "scripted", "policy" or an address like http://127.0.0.1:8000/v1'
+            )
+        if remote != bool(self.user_model):
+            raise ValueError("user_model names the model of a user at an address; give both, or neither")
+        if self.user_score is not None and self.user != "policy":
+            raise ValueError(f'user_score is what a policy earns as the user, and user = "{self.user}"; leave it out')
+        return self
 
 
 class AgentsConfig(BaseModel):

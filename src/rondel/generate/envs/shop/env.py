@@ -15,8 +15,9 @@ from rondel.core.errors import EnvError
 from rondel.core.types import Completion, Task, Trajectory
 from rondel.generate.calls import ToolCall
 from rondel.generate.envs.shop.database import ShopDatabase, ShopSession
-from rondel.generate.envs.shop.gold import gold_replies
+from rondel.generate.envs.shop.gold import gold_of_both, gold_replies
 from rondel.generate.envs.shop.line_calls import read_line_calls
+from rondel.generate.envs.shop.model_user import USER, PolicyUser, RemoteUser, UserScore
 from rondel.generate.envs.shop.rules import POLICY, Conduct, grade
 from rondel.generate.envs.shop.scripted_user import ScriptedUser, UserReply
 from rondel.generate.envs.shop.speech import PlainSpeech, ShortSpeech, Speech
@@ -36,15 +37,31 @@ class UserSimulator(Protocol):
 class Shop(Tools):
     """`Shop(open_database("runs/shop"))`; tasks are those of task.data.kind = "shop_tasks".
 
-    short   the words of ShortSpeech, and calls as lines, for models that read letters and no language
+    replies     most replies of the agent; `turns` counts those of a user that is a policy, too
+    short       the words of ShortSpeech, and calls as lines, for models that read letters and no language
+    user        "scripted", "policy": the agent "user" of the run, or the address of a server with OpenAI's API
+    user_model  the server's name of the model
+    user_score  what a policy earns as the user
     """
 
     scores_itself = True
-    agents: tuple[str, ...] = (AGENT,)
 
-    def __init__(self, database: ShopDatabase, *, turns: int = 20, short: bool = False, **settings: Any) -> None:
-        super().__init__([ShopTools(ShopSession(database))], turns=turns, **settings)
-        self.database, self.short = database, short
+    def __init__(
+        self,
+        database: ShopDatabase,
+        *,
+        turns: int = 20,
+        short: bool = False,
+        user: str = "scripted",
+        user_model: str = "",
+        user_score: UserScore = "goal",
+        **settings: Any,
+    ) -> None:
+        played = user == "policy"
+        super().__init__([ShopTools(ShopSession(database))], turns=turns * (1 + played), **settings)
+        self.database, self.short, self.replies = database, short, turns
+        self.user, self.user_model, self.user_score = user, user_model, user_score
+        self.agents = (AGENT, USER) if played else (AGENT,)
         self.speech: Speech = ShortSpeech() if short else PlainSpeech()
         self.schemas = [tool.schema for tool in self.shared.values()]
 
@@ -60,12 +77,12 @@ class Shop(Tools):
     async def run(self, task: Task, chat: Any) -> Trajectory | list[Trajectory]:
         goal, session = _goal_of(task), ShopSession(self.database)
         conduct, tools = Conduct(session), self._bind(ShopTools(session))
-        user = self.open_user(task, goal, chat)
         chat.trajectory.agent = AGENT
         messages, schemas = self.prompt(task)
+        user = self.open_user(goal, messages[-1]["content"], chat)
         conduct.user_said(messages[-1]["content"])
         chat.give(messages, schemas)
-        for left in reversed(range(self.turns)):
+        for left in reversed(range(self.replies)):
             done = await chat.reply()
             if done.finish_reason == "length":
                 break
@@ -80,16 +97,25 @@ class Shop(Tools):
                 break
             conduct.user_said(said.text)
             chat.give([{"role": "user", "content": said.text}])
-        chat.trajectory.score = grade(conduct, goal)
-        return chat.trajectory
+        chat.trajectory.score = score = grade(conduct, goal)
+        if not isinstance(user, PolicyUser) or not user.said:
+            return chat.trajectory
+        user.chat.trajectory.score = user.score(self.user_score, conduct, score)
+        return [chat.trajectory, user.chat.trajectory]
 
-    def open_user(self, task: Task, goal: UserGoal, chat: Any) -> UserSimulator:
+    def open_user(self, goal: UserGoal, opening: str, chat: Any) -> UserSimulator:
         """The user of one episode."""
-        return ScriptedUser(goal, self.speech)
+        if self.user == "scripted":
+            return ScriptedUser(goal, self.speech)
+        if self.user == "policy":
+            return PolicyUser(goal, self.speech, chat)
+        return RemoteUser(goal, self.speech, self.user, self.user_model, opening, self.timeout)
 
     def gold(self, task: Task) -> list[str]:
-        """The replies of an agent that does everything right."""
-        return gold_replies(_goal_of(task), self.database, self.speech)
+        """The replies of an agent that does everything right; between them those of a user that is a policy."""
+        goal = _goal_of(task)
+        replies = gold_replies(goal, self.database, self.speech)
+        return gold_of_both(replies, ScriptedUser(goal, self.speech)) if self.user == "policy" else replies
 
     async def _read_calls(self, done: Completion, chat: Any) -> list[ToolCall]:
         return read_line_calls(done.text or "") if self.short else await super()._read_calls(done, chat)

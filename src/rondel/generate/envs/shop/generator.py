@@ -39,12 +39,12 @@ SYLLABLES = ("al", "ber", "cor", "dun", "el", "fin", "gar", "hol", "is", "jor", 
 FIRST = (
     "Ada Ana Ben Carla Chen Dario Ella Emil Eva Felix Finn Greta Hana Hugo Ida Ivan Jana Joel Kira Lars Lea Leo Lina Luca "
     "Maja Marco Mia Milan Nina Noah Nora Olga Omar Paul Petra Rosa Sara Tara Theo Zoe"
-).split()
+)
 LAST = (
     "Adler Bauer Berger Brandt Costa Dietz Ebner Fischer Frank Gruber Haas Hofer Jansen Keller Klein Koch Kraus Lang Lorenz "
     "Maier Marin Moser Novak Okafor Pohl Reiter Rossi Roth Sato Schmid Silva Sommer Steiner Suzuki Thaler Urban Vogel "
     "Wagner Weber Winter"
-).split()
+)
 STREETS = (
     "Elm Road",
     "Mill Lane",
@@ -105,7 +105,7 @@ def _products(draw: random.Random, count: int) -> Iterator[tuple[str, Row]]:
 
 def _users(draw: random.Random, count: int) -> Iterator[tuple[str, Row]]:
     for place in range(count):
-        first, last = draw.choice(FIRST), draw.choice(LAST)
+        first, last = draw.choice(FIRST.split()), draw.choice(LAST.split())
         address, zip = new_address(draw)
         cards = [f"card_{draw.randrange(1000, 10_000)}" for _ in range(draw.randrange(1, 3))]
         payments: dict[str, int | None] = dict.fromkeys(cards)

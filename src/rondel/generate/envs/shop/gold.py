@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from rondel.generate.calls import HERMES
 from rondel.generate.envs.shop.database import ShopDatabase
+from rondel.generate.envs.shop.line_calls import read_line_calls
+from rondel.generate.envs.shop.scripted_user import ScriptedUser
 from rondel.generate.envs.shop.speech import Speech
 from rondel.generate.envs.shop.wishes import FACTS, UserGoal, Wish
 
@@ -14,6 +17,17 @@ def gold_replies(goal: UserGoal, shop: ShopDatabase, speech: Speech) -> list[str
     for wish in goal.wishes:
         replies += _wish_replies(wish, goal, shop, speech)
     return replies
+
+
+def gold_of_both(replies: list[str], user: ScriptedUser) -> list[str]:
+    """The same with what the user says to each that is no call, in the order in which both are asked."""
+    found = []
+    for reply in replies:
+        found.append(reply)
+        if HERMES.opens not in reply and not read_line_calls(reply):
+            said = user.answer(reply)
+            found.append(f"{said.text} {user.speech.end}" if said.ends else said.text)
+    return found
 
 
 def _wish_replies(wish: Wish, goal: UserGoal, shop: ShopDatabase, speech: Speech) -> list[str]:

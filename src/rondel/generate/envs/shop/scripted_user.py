@@ -46,6 +46,9 @@ class ScriptedUser:
         self.agreed = self.insisted = False
 
     async def reply(self, text: str) -> UserReply:
+        return self.answer(text)
+
+    def answer(self, text: str) -> UserReply:
         """To a message of the agent."""
         wish = self.goal.wishes[self.place]
         asked = [name for name, about in ASKS.items() if re.search(about, text, re.IGNORECASE)] if "?" in text else []

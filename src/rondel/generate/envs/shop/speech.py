@@ -6,12 +6,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, Protocol
 
 from rondel.generate.calls import HERMES
 from rondel.generate.envs.shop.database import ShopDatabase
-from rondel.generate.envs.shop.wishes import Call, UserGoal, Wish, spoken
+from rondel.generate.envs.shop.wishes import FACTS, Call, UserGoal, Wish, spoken
 
+BRIEF = """You play a customer of an online shop who wants the following, one after the other.
+{who}
+{wishes}
+
+- Write one short message at a time, as the customer would. Say what you are asked for, and not everything at once.
+- Say nothing that is not written here. If you are asked for something else, say that you do not know.
+- If the shop asks whether it should do exactly what you want, begin your answer with Yes. If it is something else, begin
+  with No and say what you want.
+- If the shop says that something is not possible, go on to the next wish.
+- When all wishes are settled, write {end} and nothing else."""
 REASON_TEXT = {"mistake": "I ordered it by mistake.", "unneeded": "I do not need it any more."}
 VERB = {
     "cancel": "cancel", "address": "change", "payment": "change", "return": "return", "exchange": "exchange",
@@ -23,7 +34,9 @@ class Speech(Protocol):
     yes: str
     accepts: str
     thanks: str
+    end: str  # in what a model writes as the user: it leaves
 
+    def brief(self, goal: UserGoal) -> str: ...  # what a model that plays the user has to know
     def opening(self, goal: UserGoal) -> str: ...  # the first message of the user
     def wish(self, wish: Wish) -> str: ...  # with the facts in wish.told
     def fact(self, name: str, goal: UserGoal, wish: Wish) -> str: ...  # where the agent asks for it
@@ -44,6 +57,14 @@ class PlainSpeech:
     """Sentences; calls as the most common chat templates write them, results as JSON."""
 
     yes, accepts, thanks = "Yes, please do.", "I see. All right.", "Thank you, that is all."
+    end = "[END]"
+
+    def brief(self, goal: UserGoal) -> str:
+        wishes = [self.wish(replace(wish, told=FACTS[wish.kind])) for wish in goal.wishes]
+        lines = "\n".join(f"{number}. {text}" for number, text in enumerate(wishes, 1))
+        return BRIEF.format(who=f"You are {goal.name}. Your details: {goal.identity}.", wishes=lines, end=self.end) + (
+            f"\nYou began with: {self.opening(goal)}\n\nThe shop answers:"
+        )
 
     def opening(self, goal: UserGoal) -> str:
         who = f" My details are: {goal.identity}." if goal.told else ""
@@ -143,6 +164,10 @@ class ShortSpeech:
     """Few letters: `u0417 cancel 51234 mistake`, `cancel 51234 mistake?`, `yes`; calls are lines (line_calls.py)."""
 
     yes, accepts, thanks = "yes", "ok", "bye"
+    end = "bye"
+
+    def brief(self, goal: UserGoal) -> str:
+        return " ".join([goal.identity, *(self.wish(replace(wish, told=FACTS[wish.kind])) for wish in goal.wishes)])
 
     def opening(self, goal: UserGoal) -> str:
         return " ".join([*([goal.identity] if goal.told else []), self.wish(goal.wishes[0])])
@@ -196,10 +221,12 @@ class ShortSpeech:
         if isinstance(result, list):
             return "\n".join(result)
         if name == "find_user":
-            return " ".join([result["customer"], *result["orders"]])
+            return str(result["customer"])
+        if name == "get_user":
+            return " ".join([*result["orders"], *result["payments"]])
         if name == "get_order":
             when = [result["delivered"]] if result["delivered"] else []
-            items = [f"{item} {text}" for item, text in result["items"].items()]
+            items = [f"{item} {shop.item_name(item)}" for item in result["items"]]
             return "\n".join([" ".join([result["status"], *when]), *items, f"{result['total']} {result['payment']}"])
         if name == "get_product":
             return "\n".join(" ".join(map(str, [item, *one.values()])) for item, one in result["variants"].items())

@@ -111,7 +111,9 @@ class UserGoal:
     def lookups(self, wish: Wish, shop: ShopDatabase) -> list[Call]:
         """What the agent reads before it decides on a wish."""
         calls: list[Call] = []
-        if wish.order in shop.users[self.user]["orders"] and wish.outcome != "transferred":
+        if wish.order and wish.order not in shop.users[self.user]["orders"]:
+            calls.append(("get_user", {"customer": self.user}))
+        elif wish.order and wish.outcome != "transferred":
             calls.append(("get_order", {"order": wish.order}))
         if wish.new_items or wish.kind == "cheapest":
             calls += [("get_product", {"product": name}) for name in wish.names]
