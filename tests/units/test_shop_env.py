@@ -62,7 +62,8 @@ def test_what_a_user_writes_is_text(short):
     attacked = replace(task, data={**task.data, "prompt": attack, "goal": goal})
     found, engine = play_tokens(shop, attacked, "Hello.", "I cannot.", "I cannot.")
     tok = tokenizer("chatml")
-    assert found.score.parts["database"] == 0.0 and "tool" not in {turn.role for turn in found.conversation}
+    assert found.score.parts["database"] == 0.0
+    assert not {"tool", "cancelled"} & {word for turn in found.conversation for word in (turn.role, turn.text)}
     ids = [tok.convert_tokens_to_ids(name) for name in ("<|im_start|>", "<|im_end|>")]
     given = [t for t, mine in zip(found.tokens, found.mask) if not mine]
     turns = len(found.conversation)
@@ -73,7 +74,7 @@ def test_what_a_user_writes_is_text(short):
 def test_gold_is_played_in_a_supervised_phase(short):
     for task in tasks()[:6]:
         shown = chat(tokenizer("chatml"), Engine(), max_context=12000, max_tokens=400)
-        found = asyncio.run(GoldEpisode(env(short)).run(task, shown))
+        [found] = asyncio.run(GoldEpisode(env(short)).run(task, shown))
         assert found.score.value == 1.0
         assert [turn.text for turn in found.conversation if turn.written] == env(short).gold(task)
 

@@ -60,11 +60,13 @@ from rondel.generate.corpus.tools import CorpusTools
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.curriculum import build_curriculum
+from rondel.generate.envs.debate import Debate
 from rondel.generate.envs.gateway.agent import agent_of, function_agent
 from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.gym import Gym, world_factory
 from rondel.generate.envs.mcp import Mcp
 from rondel.generate.envs.order import MixedOrder, TaskAdmissions
+from rondel.generate.envs.proposer_solver import ProposerSolver, arithmetic
 from rondel.generate.envs.python import GRACE, SECONDS, python_tool
 from rondel.generate.envs.repository.env import LATE, RepositoryEnv
 from rondel.generate.envs.search import Search
@@ -95,6 +97,8 @@ ENVS = {
     "gym": Gym,
     "repository": RepositoryEnv,
     "shop": Shop,
+    "debate": Debate,
+    "proposer_solver": ProposerSolver,
 }
 CORPUS = "corpus:"  # before its folder, in task.env.tools
 TOOLS: dict[str, Any] = {"calculator": calculator, "python": python_tool(Sandbox)}
@@ -255,6 +259,12 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
     if found is Search:
         settings = own.model_dump()
         return Search(open_corpus(settings.pop("corpus")), **settings, system=system)
+    if found is Debate:
+        return Debate(**own.model_dump(), system=system)
+    if found is ProposerSolver:
+        settings = own.model_dump()
+        checker = find_registered("checker", settings.pop("checker"), {"arithmetic": arithmetic})
+        return ProposerSolver(checker, **settings, system=system)
     if found is Shop:
         settings = own.model_dump(exclude_none=True)
         return Shop(open_database(settings.pop("path")), **settings, system=system)

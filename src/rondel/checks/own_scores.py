@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from rondel.assemble.run_components import Components
 from rondel.checks.scripted_policy import ScriptedStage, build_scripts
+from rondel.core.protocols import GoldEnv
 from rondel.core.types import Failed, Task
 from rondel.score.preflight import CheckFinding, Scores, judge_scores
 from rondel.score.result import check_score, read_score
@@ -15,7 +16,11 @@ TRIED = 8  # tasks
 
 async def check_own_scores(parts: Components) -> list[CheckFinding]:
     """Findings on the first training tasks, played by scripts."""
-    info, tasks = parts.model_info, parts.tasks.train[:TRIED]
+    info, has_gold = parts.model_info, isinstance(parts.env, GoldEnv)
+    tasks = [task for task in parts.tasks.train if has_gold or task.data.get("answer") not in (None, "")][:TRIED]
+    if not tasks:
+        told = "the environment has no gold(task) and no task an 'answer', so its scores were not tried"
+        return [CheckFinding("environment: gold", True, told)]
     system = parts.job.task.system
     stage = ScriptedStage(parts.env, info.tokenizer, parts.sampling, info.max_context, system, sight=info.sight)
     scripts = build_scripts(info.tokenizer, tasks, parts.env)

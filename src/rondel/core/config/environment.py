@@ -131,16 +131,45 @@ class ShopConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_user(self) -> ShopConfig:
-        remote = self.user.startswith(("http://", "https://"))
-        if not remote and self.user not in ("scripted", "policy"):
-            raise ValueError(
-                f'user = "{self.user}"; it is "scripted", "policy" or an address like http://127.0.0.1:8000/v1'
-            )
-        if remote != bool(self.user_model):
-            raise ValueError("user_model names the model of a user at an address; give both, or neither")
+        _check_partner("user", self.user, self.user_model, ("scripted", "policy"))
         if self.user_score is not None and self.user != "policy":
             raise ValueError(f'user_score is what a policy earns as the user, and user = "{self.user}"; leave it out')
         return self
+
+
+class DebateConfig(BaseModel):
+    """Two debaters and a judge; tasks have an answer, and in `wrong` another one."""
+
+    model_config = CLOSED
+    rounds: int = Field(1, ge=1, description="turns of each debater")
+    judge: str = Field("policy", description='"policy", the agent "judge"; or a model at an OpenAI-shaped address')
+    judge_model: str = Field("", description="the server's name of that model")
+    score: Literal["zero_sum", "judged"] = Field(
+        "zero_sum", description='what debaters earn: +1 and -1 by the verdict, or with "judged" the points of each'
+    )
+    timeout: float = Field(30.0, gt=0, le=LONGEST, description="seconds that a judge at an address may take")
+    suffix: str = Field("", description="appended to what debaters and judge read first")
+
+    @model_validator(mode="after")
+    def _check_judge(self) -> DebateConfig:
+        _check_partner("judge", self.judge, self.judge_model, ("policy",))
+        return self
+
+
+class ProposerSolverConfig(BaseModel):
+    """A policy that writes problems, and one that solves them."""
+
+    model_config = CLOSED
+    checker: str = Field(
+        "arithmetic",
+        description='what makes question and answer of a proposal: "arithmetic", or your "module:name", a function of its '
+        "text that raises ValueError where it is no problem",
+    )
+    attempts: int = Field(4, ge=1, description="answers of the solver to one problem")
+    solver_score: Literal["relative", "plain"] = Field(
+        "relative", description='right or wrong less the mean of the other attempts; or with "plain" right or wrong'
+    )
+    suffix: str = Field("", description="appended to every problem")
 
 
 class AgentsConfig(BaseModel):
@@ -158,6 +187,16 @@ class VerifiersConfig(BaseModel):
 
     model_config = CLOSED
     timeout: float = Field(600.0, gt=0, le=LONGEST, description="seconds of wall clock for one episode")
+
+
+def _check_partner(name: str, kind: str, model: str, known: tuple[str, ...]) -> None:
+    """`kind` is one of the known, or an address with the name of a model."""
+    remote = kind.startswith(("http://", "https://"))
+    if not remote and kind not in known:
+        names = " or ".join(f'"{one}"' for one in known)
+        raise ValueError(f'{name} = "{kind}"; it is {names}, or an address like http://127.0.0.1:8000/v1')
+    if remote != bool(model):
+        raise ValueError(f"{name}_model names the model of a {name} at an address; give both, or neither")
 
 
 class EpisodeBudgetConfig(BaseModel):
@@ -210,4 +249,6 @@ ENV_TABLES: dict[str, type[BaseModel]] = {
     "verifiers": VerifiersConfig,
     "repository": RepositoryConfig,
     "shop": ShopConfig,
+    "debate": DebateConfig,
+    "proposer_solver": ProposerSolverConfig,
 }

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from rondel.core.errors import EnvError
 from rondel.core.types import Completion, Task, Trajectory
 from rondel.generate.calls import ToolCall
+from rondel.generate.envs.remote_chat import RemoteChat
 from rondel.generate.envs.shop.database import ShopDatabase, ShopSession
 from rondel.generate.envs.shop.gold import gold_of_both, gold_replies
 from rondel.generate.envs.shop.line_calls import read_line_calls
@@ -90,7 +91,7 @@ class Shop(Tools):
                 results = [await self._carry_out(call, tools, conduct) for call in calls]
                 if session.transferred or not left:
                     break
-                chat.give([{"role": "tool", "name": c.name, "content": text} for c, text in zip(calls, results)])
+                chat.give(self._result_messages(calls, results))
                 continue
             conduct.agent_said(done.text or "")
             if not left or (said := await user.reply(done.text or "")).ends:
@@ -109,7 +110,8 @@ class Shop(Tools):
             return ScriptedUser(goal, self.speech)
         if self.user == "policy":
             return PolicyUser(goal, self.speech, chat)
-        return RemoteUser(goal, self.speech, self.user, self.user_model, opening, self.timeout)
+        server = RemoteChat(self.user, self.user_model, "task.env.user", self.timeout)
+        return RemoteUser(goal, self.speech, server, opening)
 
     def gold(self, task: Task) -> list[str]:
         """The replies of an agent that does everything right; between them those of a user that is a policy."""
@@ -119,6 +121,12 @@ class Shop(Tools):
 
     async def _read_calls(self, done: Completion, chat: Any) -> list[ToolCall]:
         return read_line_calls(done.text or "") if self.short else await super()._read_calls(done, chat)
+
+    def _result_messages(self, calls: list[ToolCall], results: list[str]) -> Messages:
+        """What tools returned; the marks that templates write around it are many letters for a model that reads letters."""
+        if self.short:
+            return [{"role": "user", "content": "\n".join(results)}]
+        return [{"role": "tool", "name": call.name, "content": text} for call, text in zip(calls, results)]
 
     def _bind(self, desk: ShopTools) -> dict[str, Tool]:
         """The tools on the session of one episode; their schemas are made once."""

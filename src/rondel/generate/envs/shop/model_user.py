@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rondel.core.errors import EnvError
 from rondel.core.types import Score
+from rondel.generate.envs.remote_chat import RemoteChat
 from rondel.generate.envs.shop.rules import Conduct
 from rondel.generate.envs.shop.scripted_user import ASKS, UserReply
 from rondel.generate.envs.shop.speech import Speech
 from rondel.generate.envs.shop.wishes import FACTS, UserGoal, Wish
-from rondel.system.http.client import client_settings, import_httpx, require_address, shorten_body
 
 USER = "user"  # the agent that plays it
-KEY = "RONDEL_USER_KEY"  # environment variable
-LONGEST = 2000  # characters of a message that a server wrote
 IDENTIFIER = re.compile(r"[\w.]+@[\w.]+\w|(?<!\w)(?:\w+_)?[a-z]?\d{4,}(?!\w)")
 UserScore = Literal["goal", "hard", "shared"]
 
@@ -84,16 +80,12 @@ def _mark(name: str, goal: UserGoal, wish: Wish) -> str:
 
 @dataclass
 class RemoteUser:
-    """A model at "http://127.0.0.1:8000/v1"; a key in $RONDEL_USER_KEY is sent. What goes wrong there is a fault of the
-    environment.
-    """
+    """A model at "http://127.0.0.1:8000/v1"."""
 
     goal: UserGoal
     speech: Speech
-    url: str
-    model: str
+    server: RemoteChat
     opening: str
-    timeout: float = 30.0
     messages: list[dict[str, str]] = field(default_factory=list)
 
     async def reply(self, text: str) -> UserReply:
@@ -103,22 +95,6 @@ class RemoteUser:
                 {"role": "assistant", "content": self.opening},
             ]
         self.messages.append({"role": "user", "content": text})
-        said = await self._ask()
+        said = await self.server.ask(self.messages)
         self.messages.append({"role": "assistant", "content": said})
-        return split_end(said[:LONGEST], self.speech)
-
-    async def _ask(self) -> str:
-        http = import_httpx("task.env.user")
-        body = {"model": self.model, "messages": self.messages}
-        url = f"{require_address('task.env.user', self.url)}/chat/completions"
-        settings = client_settings(http, os.environ.get(KEY, ""))
-        try:
-            async with http.AsyncClient(timeout=self.timeout, **settings) as client:
-                reply = await client.post(url, json=body)
-            if reply.status_code != 200:
-                raise EnvError(f"the user at {url} answered {reply.status_code}: {shorten_body(reply.text)}")
-            return str(reply.json()["choices"][0]["message"]["content"] or "")
-        except http.HTTPError as error:
-            raise EnvError(f"the user at {url} cannot be reached ({type(error).__name__}: {error})") from error
-        except (LookupError, TypeError, ValueError) as error:
-            raise EnvError(f"the user at {url} answered with no choices: {type(error).__name__}: {error}") from error
+        return split_end(said, self.speech)

@@ -174,14 +174,14 @@ class ShortSpeech:
 
     def wish(self, wish: Wish) -> str:
         facts = [self._fact(name, wish) for name in FACTS_IN_ORDER if name in wish.told]
-        about = list(wish.names) if wish.kind == "cheapest" else []
+        about = list(wish.names) if wish.kind == "cheapest" else []  # it is about no order
         return " ".join([wish.kind, *about, *facts])
 
     def fact(self, name: str, goal: UserGoal, wish: Wish) -> str:
         return goal.identity if name == "identity" else self._fact(name, wish)
 
     def _fact(self, name: str, wish: Wish) -> str:
-        value = getattr(wish, "names" if name == "items" else name)
+        value = getattr(wish, name)
         return value if isinstance(value, str) else "; ".join(value)
 
     def denial(self, wish: Wish) -> str:
@@ -226,8 +226,9 @@ class ShortSpeech:
             return " ".join([*result["orders"], *result["payments"]])
         if name == "get_order":
             when = [result["delivered"]] if result["delivered"] else []
-            items = [f"{item} {shop.item_name(item)}" for item in result["items"]]
-            return "\n".join([" ".join([result["status"], *when]), *items, f"{result['total']} {result['payment']}"])
+            return "\n".join(
+                [" ".join([result["status"], *when]), *result["items"], f"{result['payment']} {result['total']}"]
+            )
         if name == "get_product":
             return "\n".join(" ".join(map(str, [item, *one.values()])) for item, one in result["variants"].items())
         return json.dumps(result)

@@ -91,7 +91,11 @@ def _row(draw: Draw, shop: ShopDatabase, family: str, level: int, user: str, wis
         user, one["name"], identity, tuple(wishes), told=level == 1 or draw.random() < 0.3, facts=tuple(sorted(facts))
     )
     prompt = PlainSpeech().opening(goal)
-    return {"prompt": prompt, "answer": "", "family": family, "level": level, "user": user, "goal": goal.row()}
+    items = len(shop.orders[first.order]["items"]) if first.order else 0
+    return {"prompt": prompt, "answer": "", "family": family, "level": level, "items": items} | {
+        "user": user,
+        "goal": goal.row(),
+    }
 
 
 def _facts(wish: Wish) -> list[str]:

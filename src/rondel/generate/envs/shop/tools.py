@@ -45,9 +45,11 @@ class ShopTools:
         return {"order": order, "customer": row["user"], **kept, "items": items, "total": total, "today": shop.today}
 
     def get_product(self, product: str) -> Row:
-        """A product by its number or exact name: its variants with item number, options, price, and whether in stock."""
-        shop = self._session.database
-        id = next((id for id, one in shop.products.items() if one["name"].lower() == product.lower().strip()), product)
+        """A product by its number, its exact name or an item number: its variants with item number, options, price, and
+        whether in stock."""
+        shop, name = self._session.database, product.lower().strip()
+        named = next((id for id, one in shop.products.items() if one["name"].lower() == name), product)
+        id = shop.product_of.get(product, named)
         found = self._session.product(id)
         variants = {
             item: {**one["options"], "price": money(one["price"]), "in stock": one["stock"]}

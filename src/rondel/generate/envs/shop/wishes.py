@@ -116,7 +116,7 @@ class UserGoal:
         elif wish.order and wish.outcome != "transferred":
             calls.append(("get_order", {"order": wish.order}))
         if wish.new_items or wish.kind == "cheapest":
-            calls += [("get_product", {"product": name}) for name in wish.names]
+            calls += [("get_product", {"product": item}) for item in wish.items or wish.names]
         return calls
 
 
