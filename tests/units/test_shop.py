@@ -56,7 +56,7 @@ def test_equal_seeds_make_equal_shops_and_tasks(tmp_path):
     a.write(tmp_path)
     from rondel.generate.envs.shop.database import open_database
 
-    assert open_database(str(tmp_path)).digest == a.digest
+    assert open_database(tmp_path).digest == a.digest
 
 
 def test_tasks_are_different_and_each_order_is_asked_about_once():

@@ -87,7 +87,7 @@ def test_a_reply_that_is_cut_ends_the_episode():
 
 
 def test_the_command_writes_what_the_recipe_reads(folder):
-    assert open_database(str(folder)).digest == database().digest
+    assert open_database(folder).digest == database().digest
     found = load_tasks(
         {"kind": "shop_tasks", "path": str(folder), "holdout": 40, "where": {"level": [1, 3]}}, env="shop"
     )
@@ -95,7 +95,7 @@ def test_the_command_writes_what_the_recipe_reads(folder):
     assert not users[0] & users[1] and len(found.held_out) >= 40, "no user is on both sides"
     assert (folder / "rules.md").read_text().startswith("You serve the customers")
     with pytest.raises(ConfigError, match="rondel tasks shop --out nowhere"):
-        open_database("nowhere")
+        open_database(Path("nowhere"))
 
 
 def small(folder, tmp_path, **more):

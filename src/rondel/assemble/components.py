@@ -267,7 +267,7 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
         return ProposerSolver(checker, **settings, system=system)
     if found is Shop:
         settings = own.model_dump(exclude_none=True)
-        return Shop(open_database(settings.pop("path")), **settings, system=system)
+        return Shop(open_database(locate_path(settings.pop("path"))), **settings, system=system)
     if found is Tools:
         known = dict(TOOLS)
         if "python" in own.tools:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from rondel.core.errors import ConfigError, DataError, error_boundary
-from rondel.core.registry import locate_path
 
 Row = dict[str, Any]
 FILE, TASKS = "shop.json", "tasks.jsonl"
@@ -65,9 +64,9 @@ class ShopDatabase:
 
 
 @lru_cache(4)
-def open_database(folder: str) -> ShopDatabase:
+def open_database(folder: Path) -> ShopDatabase:
     """The database that `rondel tasks shop` wrote."""
-    path = locate_path(folder) / FILE
+    path = folder / FILE
     if not path.is_file():
         raise ConfigError(
             f"task.env.path = '{folder}' holds no {FILE}: write one with `rondel tasks shop --out {folder}`"
