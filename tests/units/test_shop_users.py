@@ -166,26 +166,39 @@ def test_a_user_that_cannot_be_reached_is_a_fault_of_the_world(server, broken, m
 
 
 @pytest.mark.slow
-def test_both_sides_are_trained_each_from_its_own_score(tmp_path):
-    """A step of the recipe with weights of its own for the user; frozen, it is asked and not trained."""
+def test_every_role_is_trained_from_its_own_score(tmp_path):
+    """One step of the shop with a user of its own weights, a debate, and a proposer with a solver."""
     from rondel.assemble import train
     from rondel.cli.shop_tasks import make_shop
     from rondel.core.config.job import Job
     from rondel.runtime.journal.store import read_step
 
-    make_shop(tmp_path / "shop", 200, 0)
+    make_shop(tmp_path / "shop", 100, 0)
     path = str(tmp_path / "shop")
+    questions = [{"prompt": "Is 7 prime?", "answer": "yes", "wrong": "no"}]
+    sources = [
+        {"source": "shop", "kind": "shop_tasks", "path": path,
+         "env": {"kind": "shop", "path": path, "short": True, "user": "policy", "user_score": "goal", "turns": 2}},
+        {"source": "debate", "kind": "list", "rows": questions, "env": "debate"},
+        {"source": "sums", "kind": "list", "rows": [{"prompt": "1+1", "answer": ""}], "env": "proposer_solver"},
+    ]  # fmt: skip
     smaller = {
-        "task.env.path": path, "task.data.path": path, "task.data.holdout": 0, "loop.steps": 1, "loop.warmup.steps": 0,
-        "loop.groups_per_step": 1, "algo.group_size": 2, "model.path.hidden_size": 32, "model.path.intermediate_size": 64,
-        "task.env.user": "policy", "task.env.user_score": "goal", "task.env.turns": 3, "policies": {"user": {"lr": 1e-3}},
-        "run.folder": str(tmp_path / "run"), "run.sinks": [], "place.threads": 1,
+        "task.data": {"kind": "mix", "sources": sources}, "task.env": "single_turn", "loop.steps": 1, "loop.warmup.steps": 0,
+        "loop.groups_per_step": 3, "algo.group_size": 2, "model.path.hidden_size": 32, "model.path.intermediate_size": 64,
+        "engine.sampling.max_tokens": 8, "policies": {"user": {"lr": 1e-3, "agents": ["user", "judge"]}},
+        "run.folder": str(tmp_path / "run"), "run.sinks": [], "place.threads": 1, "task.filters": [],
     }  # fmt: skip
     train(Job.read(Path(__file__).parents[2] / "recipes" / "shop.toml", smaller), quiet=True)
+    parts = {
+        "agent": {"database", "said", "rules"},
+        "user": {"told", "invented", "misled"},
+        "judge": {"decided"},
+        "first": {"honest"},
+        "second": {"honest"},
+        "proposer": {"valid"},
+    }
     rows = read_step(tmp_path / "run", 1)
-    assert {(row["agent"], row["policy"]) for row in rows} >= {("agent", "policy")}
+    assert {row["agent"] for row in rows} >= parts.keys() - {"user"}, "a model that ends no reply never meets its user"
     for row in rows:
-        assert row["policy"] == ("user" if row["agent"] == "user" else "policy")
-        assert {*row["reward_parts"]} == (
-            {"told", "invented", "misled"} if row["agent"] == "user" else {"database", "said", "rules"}
-        )
+        assert row["policy"] == ("user" if row["agent"] in ("user", "judge") else "policy")
+        assert {*row["reward_parts"]} >= parts.get(row["agent"], {"correct"})
