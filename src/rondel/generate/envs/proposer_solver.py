@@ -58,8 +58,8 @@ class ProposerSolver:
         if _is_fixed(task):
             chat.trajectory.agent = SOLVER
             chat.give(messages)
-            right = same_answer((await chat.reply()).text or "", str(task.data["answer"]))
-            chat.trajectory.score = Score(float(right), {"correct": float(right)})
+            correct = float(same_answer((await chat.reply()).text or "", str(task.data["answer"])))
+            chat.trajectory.score = Score(correct, {"correct": correct})
             return [chat.trajectory]
         chat.trajectory.agent = PROPOSER
         chat.give(messages)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Protocol
 
 from rondel.core.errors import EnvError
@@ -75,7 +76,7 @@ class Shop(Tools):
         system_text = POLICY if self.system is None else self.system
         return opening_messages(task, suffix=self.suffix, system=system_text), self.schemas
 
-    async def run(self, task: Task, chat: Any) -> Trajectory | list[Trajectory]:
+    async def run(self, task: Task, chat: Any) -> Trajectory | list[Trajectory]:  # type: ignore[override]  # of two agents
         goal, session = _goal_of(task), ShopSession(self.database)
         conduct, tools = Conduct(session), self._bind(ShopTools(session))
         chat.trajectory.agent = AGENT
@@ -133,7 +134,7 @@ class Shop(Tools):
         bound = {}
         for name, tool in self.shared.items():
             bound[name] = copy.copy(tool)
-            bound[name].function = _awaitable(getattr(desk, name), lambda result, name=name: self._show(name, result))
+            bound[name].function = _awaitable(getattr(desk, name), partial(self._show, name))
         return bound
 
     def _show(self, name: str, result: Any) -> str:

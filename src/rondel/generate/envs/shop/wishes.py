@@ -92,10 +92,7 @@ class UserGoal:
     @classmethod
     def read(cls, given: dict[str, Any]) -> UserGoal:
         """Of a row of tasks, where everything is a list or a text."""
-        wishes = tuple(
-            Wish(**{name: tuple(value) if isinstance(value, list) else value for name, value in wish.items()})
-            for wish in given["wishes"]
-        )
+        wishes = tuple(Wish(**_as_tuples(wish)) for wish in given["wishes"])
         return cls(**{**given, "wishes": wishes, "facts": tuple(given["facts"])})
 
     def row(self) -> dict[str, Any]:
@@ -118,6 +115,10 @@ class UserGoal:
         if wish.new_items or wish.kind == "cheapest":
             calls += [("get_product", {"product": item}) for item in wish.items or wish.names]
         return calls
+
+
+def _as_tuples(wish: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in wish.items()}
 
 
 def described(shop: ShopDatabase, items: Iterable[str]) -> tuple[str, ...]:
