@@ -283,6 +283,14 @@ def search_questions(corpus: str) -> Iterator[DatasetRow]:
         yield DatasetRow(f"{path}:{number}", fields["family"], fields, fields["document"])
 
 
+def shop_tasks(path: str) -> Iterator[DatasetRow]:
+    """The tasks that `rondel tasks shop` made for `env = "shop"`. Hold-outs take whole users."""
+    file = f"{path}/tasks.jsonl"
+    for number, line in enumerate(_read_lines(_existing_path(file), file), 1):
+        fields = _parse_row(line, f"{file}:{number}")
+        yield DatasetRow(f"{file}:{number}", fields["family"], fields, f"customer {fields['user']}")
+
+
 KINDS: dict[str, Callable[..., Iterable[DatasetRow]]] = {
     "reasoning_gym": reasoning_gym,
     "jsonl": jsonl,
@@ -295,6 +303,7 @@ KINDS: dict[str, Callable[..., Iterable[DatasetRow]]] = {
     "digits": digit_sums,
     "quadrants": quadrants,
     "search_questions": search_questions,
+    "shop_tasks": shop_tasks,
 }
 
 
