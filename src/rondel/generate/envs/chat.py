@@ -336,6 +336,7 @@ class TokenChat:
             experts=None if t.experts is None or not n else t.experts[: n - 1],
             support=None if t.support is None else t.support[:n],
             behavior_top=None if t.behavior_top is None else t.behavior_top[:n],
+            steps=None if t.steps is None else t.steps[: sum(t.mask[:n])],
             media=[place for place in t.media if place.end <= n],
             policy=t.policy,
             agent=t.agent,
@@ -420,6 +421,7 @@ async def extend_in_pieces(trajectory: Trajectory, done: Completion) -> None:
             versions=done.versions[part],
             support=None if done.support is None else done.support[part],
             behavior_top=None if done.behavior_top is None else done.behavior_top[part],
+            steps=None if done.steps is None else done.steps[part],
         )
 
 
