@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from kits.flows import asked, engine, flow, publish_in_place
 
+from kits.flows import asked, engine, flow, publish_in_place
 from rondel.core.errors import EngineError, UserError
 from rondel.core.types import Request, Sampling
 from rondel.generate.engine.resumption import generate_until_done

@@ -60,6 +60,7 @@ from rondel.generate.corpus.tools import CorpusTools
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.curriculum import build_curriculum
+from rondel.generate.envs.flow import Flow
 from rondel.generate.envs.gateway.agent import agent_of, function_agent
 from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.gym import Gym, world_factory
@@ -92,6 +93,7 @@ ENVS = {
     "verifiers": agent_of_verifiers,
     "gym": Gym,
     "repository": RepositoryEnv,
+    "flow": Flow,
 }
 CORPUS = "corpus:"  # before its folder, in task.env.tools
 TOOLS: dict[str, Any] = {"calculator": calculator, "python": python_tool(Sandbox)}
@@ -249,6 +251,8 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
     system = job.task.system
     if found is SingleTurn:
         return SingleTurn(suffix=own.suffix, system=system, examples=[e.model_dump() for e in own.examples])
+    if found is Flow:
+        return Flow(points=own.points, system=system)
     if found is Search:
         settings = own.model_dump()
         return Search(open_corpus(settings.pop("corpus")), **settings, system=system)

@@ -28,7 +28,12 @@ class ContinuousSteps:
     rows: np.ndarray
 
     def __post_init__(self) -> None:
-        if self.rows.ndim != 2 or self.rows.dtype != np.float32 or self.rows.shape[1] % 2 or self.rows.shape[1] <= SCALARS:
+        if (
+            self.rows.ndim != 2
+            or self.rows.dtype != np.float32
+            or self.rows.shape[1] % 2
+            or self.rows.shape[1] <= SCALARS
+        ):
             raise ValueError(
                 f"steps of {self.rows.dtype} {list(self.rows.shape)}: they are float32 [K, 2·D + {SCALARS}]"
             )

@@ -144,6 +144,13 @@ class GoldEnv(Protocol):
     def gold(self, task: Task) -> Iterable[str]: ...
 
 
+@runtime_checkable
+class DemonstratingEnv(Protocol):
+    """An environment that writes its demonstrations itself, by the noise of `key`: of points, which have no text."""
+
+    def demonstrate(self, task: Task, chat: Any, key: int) -> Trajectory: ...
+
+
 class Reward(Protocol):
     """-> a number, [(position, value)] for what was earned on the way, or named parts of
     either; raising is a failure, never a 0.

@@ -27,6 +27,7 @@ from rondel.models.compressed_attention import CompressedLayers, check_compresso
 from rondel.models.deferred_weights import DeferredWeights, keep_in_full_precision, parameters_on_meta
 from rondel.models.differential import install_differential
 from rondel.models.embedding_lookup import adopt_embedding
+from rondel.models.flow.load import flow_tokenizer, is_flow, load_flow
 from rondel.models.fp32_sums import install_fp32_stream
 from rondel.models.head import LMHead, decoder_of
 from rondel.models.indexer import check_indexers, install_indexers
@@ -64,6 +65,8 @@ def load_model(
     """
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
+    if is_flow(path):
+        return load_flow(path, dtype=dtype, device=device)
     if isinstance(path, str) and adapter_files.is_adapter(path):
         base, packed = adapter_files.base_of(path), four_bits or adapter_files.over_four_bits(path)
         loaded = load_model(base, dtype=dtype, device=device, four_bits=packed, trust_remote_code=trust_remote_code)
@@ -202,6 +205,8 @@ def _load_deferred(path: str, dtype: torch.dtype, device: str, trust_remote_code
 def tokenizer_of(path: str | dict[str, Any]) -> tuple[Any, int, ImageProcessorConfig | None]:
     """(tokenizer, context length, how it looks at pictures) of what `load` would load, without a weight."""
     hf_logging.set_verbosity_error()
+    if is_flow(path):
+        return *flow_tokenizer(path), None
     if isinstance(path, str) and adapter_files.is_adapter(path):
         return tokenizer_of(adapter_files.base_of(path))
     if isinstance(path, dict):

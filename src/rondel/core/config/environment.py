@@ -121,6 +121,13 @@ class VerifiersConfig(BaseModel):
     timeout: float = Field(600.0, gt=0, le=LONGEST, description="seconds of wall clock for one episode")
 
 
+class FlowConfig(BaseModel):
+    """The policy is a flow: it draws one point for each prompt."""
+
+    model_config = CLOSED
+    points: int = Field(32, ge=1, description="data points of one demonstration, each at a noise level of its own")
+
+
 class EpisodeBudgetConfig(BaseModel):
     """What one episode may use, in all its conversations together."""
 
@@ -170,4 +177,5 @@ ENV_TABLES: dict[str, type[BaseModel]] = {
     "agents": AgentsConfig,
     "verifiers": VerifiersConfig,
     "repository": RepositoryConfig,
+    "flow": FlowConfig,
 }

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.errors import DataError, EnvError
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, message_text
 from rondel.core.types import POLICY, Completion, Drift, FinishReason, Request, Sampling, Trajectory, Turn
@@ -270,6 +271,18 @@ class TokenChat:
         self.trajectory.extend(kept, logprobs=[0.0] * len(kept), versions=[version] * len(kept))
         self._close_turn(kept, text)
         self.trajectory.finish_reason = "stop" if len(kept) == len(tokens) else "length"
+
+    def write_steps(self, steps: ContinuousSteps, text: str = "") -> None:
+        """The same of points, for a policy that draws them."""
+        self._check_turn()
+        n = len(steps)
+        if n > self._remaining_tokens:
+            raise DataError(
+                f"{n} steps behind {len(self.trajectory.tokens)} tokens: the context holds {self.max_context}"
+            )
+        self.trajectory.extend(range(n), logprobs=[0.0] * n, versions=[0] * n, steps=steps)
+        self._close_turn(self.trajectory.tokens[-n:], text)
+        self.trajectory.finish_reason = "stop"
 
     def log_command(self, command: Any, *, exit: int, folder: str) -> None:
         """The environment ran a command in its sandbox: its exit code, and a digest of the working folder behind it.

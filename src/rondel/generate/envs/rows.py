@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from rondel.core.errors import DataError, disk_refusal, error_boundary
 from rondel.core.registry import import_attribute, locate_path, search_folders, suggest_name
+from rondel.generate.envs.points import find_points
 
 REPOSITORIES = "rondel.generate.envs.repository.reader"  # by name: a run without repositories imports none of it
 
@@ -283,6 +284,13 @@ def search_questions(corpus: str) -> Iterator[DatasetRow]:
         yield DatasetRow(f"{path}:{number}", fields["family"], fields, fields["document"])
 
 
+def points(name: str = "ring", args: dict[str, Any] | None = None) -> Iterator[DatasetRow]:
+    """One task for each prompt of a set of points that a flow learns from; `args` are the settings of the set."""
+    told = {"name": name, "args": args or {}}
+    for prompt in find_points(name, args or {}):
+        yield DatasetRow(f"{name}, {prompt}", name, {"prompt": prompt, "answer": "", "points": told})
+
+
 KINDS: dict[str, Callable[..., Iterable[DatasetRow]]] = {
     "reasoning_gym": reasoning_gym,
     "jsonl": jsonl,
@@ -295,6 +303,7 @@ KINDS: dict[str, Callable[..., Iterable[DatasetRow]]] = {
     "digits": digit_sums,
     "quadrants": quadrants,
     "search_questions": search_questions,
+    "points": points,
 }
 
 

@@ -55,6 +55,13 @@ class FlowMlp(PreTrainedModel):
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight)
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> None:
+        """It has no words to say."""
+        return None
+
     def condition(self, prompt: Tensor, begins: Tensor) -> Tensor:
         """Tokens of n prompts behind each other, and where each begins -> [n, W]."""
         return F.embedding_bag(prompt, self.embed.weight, begins, mode="mean")

@@ -111,5 +111,3 @@ class Chain:
 def describe_point(point: np.ndarray) -> str:
     """A point as a reader of rollouts sees it: its first numbers."""
     return " ".join(f"{number:.3f}" for number in point[:SHOWN]) + " ..." * (len(point) > SHOWN)
-
-

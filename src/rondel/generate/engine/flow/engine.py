@@ -207,7 +207,9 @@ class FlowEngine:
             await self.abort(lambda request: True)
 
         def warn_and_wake() -> None:
-            emit(Warned(f"the engine was paused for {lease:g} s and nobody resumed it; it serves version {self.version}"))
+            emit(
+                Warned(f"the engine was paused for {lease:g} s and nobody resumed it; it serves version {self.version}")
+            )
             self.wake_up()
 
         life.begin_lease(lease, warn_and_wake)
