@@ -1,9 +1,8 @@
-"""Small flows for tests, their engines, and a run of recipes/flow.toml made smaller."""
+"""Small flows for tests, and their engines."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,16 +41,3 @@ async def publish_in_place(e: FlowEngine, version: int) -> None:
     await e.receive(Begin(manifest))
     await e.receive(Route("tensor", dict(names.named_weights(e.loaded.model))))
     await e.receive(Commit(version, manifest.root))
-
-
-RECIPE = Path(__file__).parents[2] / "recipes" / "flow.toml"
-FAST = {
-    "loop.warmup.steps": 6, "loop.warmup.groups_per_step": 8, "loop.steps": 6, "loop.groups_per_step": 4, "algo.group_size": 4,
-    "model.path.hidden_size": 16, "engine.sampling.max_tokens": 4, "place.threads": 1, "run.checkpoint.every": 3,
-    "run.checkpoint.keep": 2, "run.sinks": [], "task.eval.every": 0,
-}  # fmt: skip
-
-
-def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Overrides that make recipes/flow.toml small; `loop__steps=2` sets loop.steps."""
-    return {**FAST, "run.folder": str(folder), **{key.replace("__", "."): value for key, value in changes.items()}}

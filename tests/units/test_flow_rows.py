@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from kits.algos import scored, tensor, tokens
 
+from kits.algos import scored, tensor, tokens
 from rondel.algos.table import DDRL, FLOW_GRPO, GRPO, resolve_algorithm
 
 

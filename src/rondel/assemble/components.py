@@ -17,6 +17,7 @@ from typing import Any
 from rondel.algos.table import Algorithm
 from rondel.assemble.deployment import ENGINES, TOLERANCE, deploy_job, refuse_engine
 from rondel.assemble.episodes import command_log_of, episodes_of
+from rondel.assemble.flow_refusals import refuse_flow_job
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.one_base import deploy_on_one_base, shares_base
 from rondel.assemble.placement import Deployment
@@ -111,6 +112,7 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
     batch_function(job)
     rows, sampling = rows_of(job), sampling_of(job)
     refuse_job(job, rows, sampling)
+    refuse_flow_job(job, rows, sampling)
     for row in rows.all_rows:
         if row.entropy.coef < 0:
             emit(

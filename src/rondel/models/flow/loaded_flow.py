@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rondel.core.continuous_steps import SCALARS
+from rondel.core.errors import UserError
 from rondel.models.flow.transition import draw_normal, entropy, log_density, step_coefficients, step_mean
 from rondel.models.loaded_model import LoadedModel
 
@@ -45,6 +46,15 @@ class PackedSteps:
             torch.from_numpy(np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts])).to(device),
             torch.tensor([0, *np.cumsum(lengths)[:-1].tolist()], device=device),
             torch.repeat_interleave(torch.arange(len(rows)), counts).to(device),
+        )
+
+
+def refuse_flow(loaded: LoadedModel) -> None:
+    """UserError for what only serves text."""
+    if isinstance(loaded, LoadedFlow):
+        raise UserError(
+            f"'{loaded.name}' is a flow, which draws points and not tokens: train it with `rondel train` (docs/flows.md); "
+            "it is not served"
         )
 
 
