@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kits.runs import FLOW, check, events, run, tiny
 
+from kits.runs import FLOW, check, events, final, run, run_and_die, steps, tiny
 from rondel.core.errors import UserError
 from rondel.core.types import Score
 from rondel.driver import replay
@@ -47,6 +47,19 @@ def test_a_step_is_recomputed_from_its_stored_rollouts(folder):
     found, [done] = replay.replay(folder, 10), [e["metrics"] for e in events(folder, "StepDone") if e["step"] == 10]
     same = [name for name in found if not name.endswith("_s")]
     assert len(same) > 10 and {name: found[name] for name in same} == {name: done[name] for name in same}
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_with_the_same_bits(folder, tmp_path):
+    """Law 9: in the middle of RL, between two checkpoints; chains go on from the points that they had reached."""
+    assert run_and_die(tmp_path / "run", ("StepDone", 8), recipe=FLOW) == -9
+    run(tmp_path / "run", recipe=FLOW)
+    ours, theirs = final(tmp_path / "run"), final(folder)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert steps(tmp_path / "run") == steps(folder)
+    for step in store.stored_steps(folder):
+        mine, whole = (store.groups_of(store.read_step(f, step)) for f in (tmp_path / "run", folder))
+        assert [[t.steps for t in g.trajectories] for g in mine] == [[t.steps for t in g.trajectories] for g in whole]
 
 
 @pytest.mark.slow

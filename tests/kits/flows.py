@@ -5,9 +5,22 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import torch
 
-from rondel.core.types import Begin, Commit, Request, Route, Sampling, sample_key
+from rondel.core.continuous_steps import ContinuousSteps
+from rondel.core.types import (
+    Begin,
+    Commit,
+    Group,
+    Request,
+    Route,
+    Sampling,
+    Score,
+    Task,
+    Trajectory,
+    sample_key,
+)
 from rondel.generate.engine.flow.engine import FlowEngine
 from rondel.models import names
 from rondel.models.flow.load import load_flow
@@ -33,6 +46,31 @@ def engine(loaded: LoadedFlow | None = None, **how: Any) -> FlowEngine:
 def asked(i: int, *, steps: int = 6, eta: float = 0.7, key: int | None = None) -> Request:
     sampling = Sampling(max_tokens=steps, temperature=eta)
     return Request([5, 40 + i % 3, 9], sampling, key=sample_key(0, i, 0) if key is None else key)
+
+
+def flown_groups(seed: int = 0) -> list[Group]:
+    """Chains of 1 to 9 steps under prompts of 1 to 6 tokens, a group of one among them."""
+    noise = np.random.default_rng(seed)
+
+    def chain(prompt: list[int], n: int) -> Trajectory:
+        points = noise.normal(size=(2, n, 2))
+        steps = ContinuousSteps.of(
+            *points,
+            sigma=noise.uniform(size=n),
+            scale_x=noise.normal(size=n),
+            scale_v=-0.2,
+            std=noise.uniform(0.5, 1.5, n),
+        )
+        t = Trajectory(score=Score(float(noise.normal())))
+        t.extend(prompt)
+        t.extend(range(n), logprobs=noise.normal(-1, 1, n).tolist(), versions=[0] * n, steps=steps)
+        return t
+
+    def group(number: int, lengths: list[int]) -> Group:
+        prompt = noise.integers(5, 100, number).tolist()
+        return Group(number, Task(f"t{number}", "flow", {}), [chain(prompt, n) for n in lengths], 0)
+
+    return [group(3, [1, 9, 2]), group(1, [4]), group(6, [5, 5, 5, 1]), group(2, [7, 3])]
 
 
 async def publish_in_place(e: FlowEngine, version: int) -> None:
