@@ -2,28 +2,103 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rondel.algos.divergence import Divergence
 from rondel.core.errors import TrainError
+from rondel.models.flow.loaded_flow import LoadedFlow
 from rondel.models.head import LMHead
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.routing_tape import RoutingTape
+from rondel.train.flow_policy import FlowPolicy
 from rondel.train.logprobs import (
     collision_probability,
+    logprob_and_entropy,
     logprob_entropy_and_kl,
     logprob_entropy_and_top,
 )
 from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
-from rondel.train.policy import join_flips, policy_of
-from rondel.train.row_share import own_routes, own_share
+from rondel.train.row_share import RowShare, own_routes, own_share
 from rondel.train.teacher_distributions import TeacherDistribution
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
+
+
+class Policy(Protocol):
+    """A head over a loaded model. Ratios, losses and everything behind them see only what `evaluate` returns."""
+
+    def evaluate(
+        self, packed: PackedBatch, *, temperature: float, tape: RoutingTape | None, drawn: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probability or log-density [M], entropy [M]) of what was drawn in one micro-batch, with its gradient."""
+        ...
+
+    def score_prompt(self, tokens: Sequence[int]) -> list[float]:
+        """What both sides of a weight update must agree on of one text; 0 for the first token."""
+        ...
+
+
+class TokenPolicy:
+    """Softmax over a vocabulary."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+
+    def evaluate(
+        self, packed: PackedBatch, *, temperature: float, tape: RoutingTape | None, drawn: bool
+    ) -> tuple[Tensor, Tensor]:
+        """`drawn`: of the distributions that top-k and top-p may have cut. Of a pipeline, the last stage's."""
+        loaded = self.loaded
+        own = packed if loaded.context is None else own_share(packed, loaded.context)
+
+        def compute_logprobs(head: LMHead) -> tuple[Tensor, Tensor]:
+            hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, tape, packed.encode_images(loaded))
+            return logprob_and_entropy(
+                hidden.index_select(0, own.source),
+                own.target,
+                head,
+                temperature=temperature,
+                kept=own.kept if drawn else None,
+            )
+
+        logprobs, entropy = loaded.run_with_head(compute_logprobs)
+        join_flips(own, tape)
+        return own.join_targets(logprobs), own.join_targets(entropy)
+
+    def score_prompt(self, tokens: Sequence[int]) -> list[float]:
+        loaded = self.loaded
+        ids = torch.tensor(tokens, device=loaded.device)
+
+        def compute_logprobs(head: LMHead) -> Tensor:
+            hidden = loaded.hidden_states(
+                ids,
+                torch.arange(len(ids), device=loaded.device),
+                PackedLayout([PackedSegment(0, len(ids))], loaded.device),
+            )
+            if loaded.stage is not None and not loaded.has_head:
+                loaded.stage.send_forward(hidden)
+                return torch.zeros(len(ids) - 1, device=ids.device)
+            return logprob_and_entropy(hidden[:-1], ids[1:], head)[0]
+
+        found = loaded.run_with_head(compute_logprobs)
+        return [0.0, *(found if loaded.stage is None else loaded.stage.link.broadcast_last(found)).tolist()]
+
+
+def policy_of(loaded: LoadedModel) -> Policy:
+    """Its head, by what it draws."""
+    return FlowPolicy(loaded) if isinstance(loaded, LoadedFlow) else TokenPolicy(loaded)
+
+
+def join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:
+    """Of a row that ranks share: each rank's tape gets the routes of its own part of it."""
+    if tape is not None and tape.routes is not None and not isinstance(own, PackedBatch):
+        tape.flips = [own.join_rows(flips_t) if i in tape.own else flips_t for i, flips_t in enumerate(tape.flips)]
 
 
 def forward(
