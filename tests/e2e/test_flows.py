@@ -9,8 +9,8 @@ from kits.runs import FLOW, check, events, final, run, run_and_die, steps, tiny
 from rondel.core.errors import UserError
 from rondel.core.types import Score
 from rondel.driver import replay
-from rondel.models.flow.load import load_flow
-from rondel.models.flow.loaded_flow import PackedSteps
+from rondel.models.flow.packed_steps import PackedSteps
+from rondel.models.load import load_model
 from rondel.runtime.journal import store
 
 
@@ -31,13 +31,13 @@ def test_ledger_versions_and_lag_are_those_of_any_run(folder):
 def test_the_stored_points_are_those_that_were_drawn(folder):
     """Law 5, of points: a chain has no gap, and its recorded densities are those of the weights that drew it."""
     [checkpoint] = [path for path in (folder / "checkpoints").iterdir() if path.name == "step-000009"]
-    loaded, seen = load_flow(str(checkpoint)), 0
+    loaded, seen = load_model(str(checkpoint)), 0
     for group in store.groups_of(store.read_step(folder, 10)):
         for t in group.trajectories:
             assert (t.steps.x[1:] == t.steps.drawn[:-1]).all() and isinstance(t.score, Score)
             prompt = [token for token, wrote in zip(t.tokens, t.mask) if not wrote]
             with torch.no_grad():
-                density = loaded.evaluate_steps(PackedSteps.of([t.steps.rows], [prompt], "cpu"))[0]
+                density = loaded.head.evaluate_steps(PackedSteps.of([t.steps.rows], [prompt], "cpu"))[0]
             assert density.tolist() == [p for p, wrote in zip(t.logprobs, t.mask) if wrote]
             seen += 1
     assert seen == 16
@@ -47,6 +47,23 @@ def test_a_step_is_recomputed_from_its_stored_rollouts(folder):
     found, [done] = replay.replay(folder, 10), [e["metrics"] for e in events(folder, "StepDone") if e["step"] == 10]
     same = [name for name in found if not name.endswith("_s")]
     assert len(same) > 10 and {name: found[name] for name in same} == {name: done[name] for name in same}
+
+
+def test_every_second_step_is_trained(tmp_path):
+    """Counted back from the last one, whose point is scored; each keeps the density that it was drawn with."""
+    env = {"kind": "flow", "every": 2}
+    run(
+        tmp_path / "run",
+        recipe=FLOW,
+        loop__steps=1,
+        loop__warmup__steps=0,
+        task__env=env,
+        engine__sampling__max_tokens=5,
+    )
+    rows = check(tmp_path / "run", staleness=0, total=1)
+    assert all([token for token, wrote in zip(r["tokens"], r["mask"]) if wrote] == [0, 2, 4] for r in rows)
+    [done] = events(tmp_path / "run", "StepDone")
+    assert done["metrics"]["train/tokens"] == 4 * 4 * 3 and done["metrics"]["train/gap_max"] < 1e-6
 
 
 @pytest.mark.slow

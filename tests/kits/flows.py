@@ -23,13 +23,13 @@ from rondel.core.types import (
 )
 from rondel.generate.engine.flow.engine import FlowEngine
 from rondel.models import names
-from rondel.models.flow.load import load_flow
-from rondel.models.flow.loaded_flow import LoadedFlow
+from rondel.models.load import load_model
+from rondel.models.loaded_model import LoadedModel
 
 
-def flow(seed: int = 0, **sizes: Any) -> LoadedFlow:
+def flow(seed: int = 0, **sizes: Any) -> LoadedModel:
     """A random flow whose last layer is not 0."""
-    loaded = load_flow({"random": "flow_mlp", "hidden_size": 16, "num_hidden_layers": 1, "seed": seed, **sizes})
+    loaded = load_model({"random": "flow_mlp", "hidden_size": 16, "num_hidden_layers": 1, "seed": seed, **sizes})
     torch.nn.init.normal_(loaded.model.leave.weight, std=0.3)
     return loaded
 
@@ -39,7 +39,7 @@ async def run_here(function: Any, *args: Any) -> Any:
     return function(*args)
 
 
-def engine(loaded: LoadedFlow | None = None, **how: Any) -> FlowEngine:
+def engine(loaded: LoadedModel | None = None, **how: Any) -> FlowEngine:
     return FlowEngine(loaded or flow(), run=run_here, **how)
 
 

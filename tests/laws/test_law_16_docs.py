@@ -54,6 +54,7 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel train recipes/tiny.toml --place.kind=split --loop.max_staleness=1 --algo.correction.kind=importance --run.folder=runs/apart": "reduced",
     "rondel view runs/tiny --limit 4": "whole",
     "rondel doctor --cluster": "parsed: it would join whatever Ray cluster runs; tests/e2e/test_doctor_cluster.py runs it",
+    "rondel train recipes/flow.toml": "parsed: tests/e2e/test_flows.py runs it smaller",
     "rondel train recipes/moe.toml": "reduced",
     "rondel train recipes/ppo.toml": "reduced",
     "PYTHONPATH=examples rondel train recipes/calculator.toml": "parsed: minutes and a model of 93 MB; tests/units/test_tools.py plays tools",
@@ -161,6 +162,7 @@ RECIPES = {
     "moe.toml": "reduced",
     "ppo.toml": "reduced",
     "vision.toml": "reduced",
+    "flow.toml": "parsed: tests/e2e/test_flows.py runs it smaller",
     "search.toml": "parsed: it needs a corpus; tests/units/test_search_env.py trains it smaller",
     "relay.toml": "parsed: tests/units/test_policies.py runs it whole",
     **dict.fromkeys(

@@ -11,7 +11,7 @@ from kits.flows import asked, engine, flow, publish_in_place
 from rondel.core.errors import EngineError, UserError
 from rondel.core.types import Request, Sampling
 from rondel.generate.engine.resumption import generate_until_done
-from rondel.models.flow.loaded_flow import PackedSteps
+from rondel.models.flow.packed_steps import PackedSteps
 from rondel.models.flow.transition import draw_normal, entropy, log_density, step_coefficients, step_mean
 from rondel.runtime.journal.wal import TokenLog
 
@@ -55,7 +55,7 @@ def test_density_gradient_and_entropy_against_torch():
     rows = torch.randn(7, 10, dtype=torch.float64)
     rows[:, 6], rows[:, 9] = torch.rand(7), torch.rand(7) + 0.1
     steps = PackedSteps.of([rows[:4].numpy(), rows[4:].numpy()], [[1, 2, 3], [4]], "cpu")
-    ours, spread = loaded.evaluate_steps(steps)
+    ours, spread = loaded.head.evaluate_steps(steps)
     ours.sum().backward()
     mine = [p.grad.clone() for p in loaded.model.parameters()]
     loaded.model.zero_grad()
@@ -89,7 +89,7 @@ def test_the_recorded_density_is_that_of_the_weights():
     done = asyncio.run(engine(loaded).generate(asked(0)))
     steps = PackedSteps.of([done.steps.rows], [asked(0).tokens], "cpu")
     with torch.no_grad():
-        assert loaded.evaluate_steps(steps)[0].tolist() == list(done.logprobs)
+        assert loaded.head.evaluate_steps(steps)[0].tolist() == list(done.logprobs)
     assert np.array_equal(done.steps.x[1:], done.steps.drawn[:-1])
     flown = asyncio.run(engine(loaded).generate(asked(0, eta=0.0)))  # without noise: the flow itself
     assert set(flown.logprobs) == {0.0} and np.array_equal(flown.steps.x[0], done.steps.x[0])

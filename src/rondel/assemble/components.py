@@ -254,7 +254,7 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
     if found is SingleTurn:
         return SingleTurn(suffix=own.suffix, system=system, examples=[e.model_dump() for e in own.examples])
     if found is Flow:
-        return Flow(points=own.points, system=system)
+        return Flow(points=own.points, every=own.every, system=system)
     if found is Search:
         settings = own.model_dump()
         return Search(open_corpus(settings.pop("corpus")), **settings, system=system)

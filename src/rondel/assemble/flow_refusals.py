@@ -8,7 +8,7 @@ from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, UserError
 from rondel.core.types import Sampling
 from rondel.generate.engine.flow.chain import refuse_sampling
-from rondel.models.flow.load import is_flow
+from rondel.models.flow.kinds import is_flow
 
 ABOUT_TOKENS = {  # what a row may need that only a vocabulary has
     "teacher_logprobs": "a teacher",

@@ -33,7 +33,7 @@ from rondel.generate.engine.flow.engine import FlowEngine
 from rondel.models import adapters, names, nf4, vision
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.cuda_graphs import serving_pass
-from rondel.models.flow.loaded_flow import LoadedFlow
+from rondel.models.flow.flow_head import FlowHead
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.rendezvous import Rendezvous
@@ -78,7 +78,7 @@ def engine_of(
     receiver: AdapterReceiver | None = None,
 ) -> tuple[BuiltinEngine | FlowEngine, dict[str, str]]:
     """`log`: where drawn tokens are kept for a life after a crash. -> the engine, and what was resolved for it."""
-    if isinstance(loaded, LoadedFlow):
+    if isinstance(loaded.head, FlowHead):
         return flow_engine_of(job, loaded, device, transports=transports, log=log)
     draft = speculation.draft if speculation else None
     own = device.name.startswith("cuda") and (
@@ -119,13 +119,13 @@ def engine_of(
 
 
 def flow_engine_of(
-    job: Job, loaded: LoadedFlow, device: Device, *, transports: dict[str, Transport], log: Path | None
+    job: Job, loaded: LoadedModel, device: Device, *, transports: dict[str, Transport], log: Path | None
 ) -> tuple[FlowEngine, dict[str, str]]:
     """Of a model that draws points: it has no cache to plan for."""
     running = job.engine.max_running
     engine = FlowEngine(loaded, run=device.run, max_running=running, transports=transports, log=token_log_of(job, log))
     steps, eta = job.engine.sampling.max_tokens, job.engine.sampling.temperature
-    return engine, {"engine.kind": f"flow: {loaded.dim} numbers a point, {steps} steps with noise {eta:g}"}
+    return engine, {"engine.kind": f"flow: {loaded.head.dim} numbers a point, {steps} steps with noise {eta:g}"}
 
 
 def token_log_of(job: Job, folder: Path | None) -> TokenLog | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rondel.algos.divergence import Divergence
 from rondel.core.errors import TrainError
-from rondel.models.flow.loaded_flow import LoadedFlow
+from rondel.models.flow.flow_head import FlowHead
 from rondel.models.head import LMHead
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.routing_tape import RoutingTape
@@ -92,7 +92,7 @@ class TokenPolicy:
 
 def policy_of(loaded: LoadedModel) -> Policy:
     """Its head, by what it draws."""
-    return FlowPolicy(loaded) if isinstance(loaded, LoadedFlow) else TokenPolicy(loaded)
+    return FlowPolicy(loaded.head) if isinstance(loaded.head, FlowHead) else TokenPolicy(loaded)
 
 
 def join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:

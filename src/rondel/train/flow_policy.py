@@ -10,7 +10,7 @@ from torch import Tensor
 from rondel.core.errors import TrainError
 
 if TYPE_CHECKING:
-    from rondel.models.flow.loaded_flow import LoadedFlow
+    from rondel.models.flow.flow_head import FlowHead
     from rondel.models.routing_tape import RoutingTape
     from rondel.train.pack import PackedBatch
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class FlowPolicy:
     """The Gaussian of each denoising step. Its noise is recorded with the step, so no temperature is read."""
 
-    def __init__(self, loaded: LoadedFlow) -> None:
-        self.loaded = loaded
+    def __init__(self, head: FlowHead) -> None:
+        self.head = head
 
     def evaluate(
         self, packed: PackedBatch, *, temperature: float, tape: RoutingTape | None, drawn: bool
@@ -29,7 +29,7 @@ class FlowPolicy:
                 "trajectories without points for a flow: an environment that builds trajectories itself must hand "
                 "Completion.steps to extend()"
             )
-        return self.loaded.evaluate_steps(packed.steps)
+        return self.head.evaluate_steps(packed.steps)
 
     def score_prompt(self, tokens: Sequence[int]) -> list[float]:
-        return self.loaded.score_prompt(tokens)
+        return self.head.score_prompt(tokens)

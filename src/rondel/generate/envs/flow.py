@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,10 +21,11 @@ class Flow:
     """Gives the prompt, takes one point.
 
     points  data points of one demonstration, each at a noise level of its own
+    every   one denoising step of so many is trained, counted back from the last one, whose point is the answer
     """
 
-    def __init__(self, *, points: int = 32, system: str | None = None) -> None:
-        self.points, self.system = points, system
+    def __init__(self, *, points: int = 32, every: int = 1, system: str | None = None) -> None:
+        self.points, self.every, self.system = points, every, system
 
     def prompt(self, task: Task) -> tuple[Messages, Schemas]:
         return opening_messages(task, system=self.system), ()
@@ -33,7 +35,7 @@ class Flow:
         done = await chat.reply()
         if done.steps is None:
             raise DataError('task.env = "flow" with a model that writes tokens: set model.path to a flow')
-        return chat.trajectory
+        return chat.trajectory if self.every == 1 else _thinned(chat.trajectory, self.every)
 
     def demonstrate(self, task: Task, chat: Any, key: int) -> Trajectory:
         """Data points of the task, chosen and noised by `key` alone, as the policy's own steps: their log-density is
@@ -47,6 +49,17 @@ class Flow:
         )
         trajectory: Trajectory = chat.trajectory
         return trajectory
+
+
+def _thinned(t: Trajectory, every: int) -> Trajectory:
+    """The same with every n-th of its steps. A step is a Gaussian of its own, so none needs the others."""
+    assert t.steps is not None
+    first, n = len(t.tokens) - len(t.steps), len(t.steps)
+    kept = [*range(first), *range(first + (n - 1) % every, first + n, every)]
+    columns = {name: [getattr(t, name)[at] for at in kept] for name in ("tokens", "mask", "logprobs", "versions")}
+    *read, said = t.conversation
+    steps = ContinuousSteps(t.steps.rows[(n - 1) % every :: every])
+    return replace(t, **columns, steps=steps, conversation=[*read, said._replace(end=len(kept))])
 
 
 @lru_cache(4)

@@ -27,22 +27,23 @@ from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 from rondel.generate.engine.flow.chain import Chain
 from rondel.generate.engine.flow.step_log import StepLog
 from rondel.generate.engine.flow.update import FlowUpdate
-from rondel.models.flow.loaded_flow import PackedSteps
+from rondel.models.flow.packed_steps import PackedSteps
 from rondel.models.flow.transition import log_density, step_mean
 
 if TYPE_CHECKING:
-    from rondel.models.flow.loaded_flow import LoadedFlow
+    from rondel.models.flow.flow_head import FlowHead
+    from rondel.models.loaded_model import LoadedModel
     from rondel.runtime.journal.wal import TokenLog
 
 CAN = ("logprobs", "hold", "drain", "abort", "score")
 
 
 class FlowEngine:
-    """The Engine protocol over `LoadedFlow`. `run` executes a function on the device's own thread."""
+    """The Engine protocol over a `LoadedModel` with a `FlowHead`. `run` executes a function on the device's own thread."""
 
     def __init__(
         self,
-        loaded: LoadedFlow,
+        loaded: LoadedModel,
         *,
         run: Callable[..., Awaitable[Any]],
         max_running: int = 64,
@@ -51,6 +52,7 @@ class FlowEngine:
         log: TokenLog | None = None,
     ) -> None:
         self.loaded, self.run, self.max_running, self.log = loaded, run, max_running, StepLog(log)
+        self.head: FlowHead = loaded.head
         self.arrivals = WeightReceiver(loaded, transports or {})
         self.lifecycle = EngineLifecycle(version, lambda: self.arrivals.is_overwriting)
         self.account = TimeAccount("engine")
@@ -81,7 +83,7 @@ class FlowEngine:
                 f"{self.loaded.max_context}; set max_position_embeddings of the model"
             )
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        chain = Chain.of(request, done, self.loaded.dim)
+        chain = Chain.of(request, done, self.head.dim)
         self.log.restore(chain)
         if chain.is_whole:
             chain.finish("stop")
@@ -104,7 +106,7 @@ class FlowEngine:
         self.lifecycle.refuse_if_broken()
         if self.arrivals.is_overwriting:
             raise EngineError("new weights are arriving: score before the update begins or after its commit")
-        return TokenScores(await self.run(self.loaded.score_prompt, list(request.tokens)), self.version)
+        return TokenScores(await self.run(self.head.score_prompt, list(request.tokens)), self.version)
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -156,11 +158,11 @@ class FlowEngine:
     @torch.no_grad()
     def _draw(self, chains: list[Chain]) -> tuple[np.ndarray, list[float]]:
         """On the device's thread: the next point of each, [n, D], and its log-density; 0 where nothing is random."""
-        dim, device = self.loaded.dim, self.loaded.device
+        dim, device = self.head.dim, self.loaded.device
         rows = [np.concatenate([c.point, c.noise(), c.numbers[c.step]])[None] for c in chains]
         steps = PackedSteps.of(rows, [c.prompt for c in chains], device)
         x, noise, numbers = steps.rows[:, :dim], steps.rows[:, dim : 2 * dim], steps.rows[:, 2 * dim :]
-        mean = step_mean(x, self.loaded.velocity(x, numbers[:, 0], steps), numbers[:, 1:])
+        mean = step_mean(x, self.head.velocity(x, numbers[:, 0], steps), numbers[:, 1:])
         drawn, std = mean + numbers[:, 3:] * noise, numbers[:, 3]
         if not bool(drawn.isfinite().all()):
             raise EngineError("a point is not finite: the model's weights have overflowed")

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from rondel.core.types import Commit
 from rondel.generate.engine.builtin.engine_update import EngineUpdate
 from rondel.models.main_grad import weights_changed
 
-if TYPE_CHECKING:
-    from rondel.generate.engine.flow.engine import FlowEngine
-
 
 class FlowUpdate(EngineUpdate):
     """The transaction of the token engine, whose commit has no cache and no draft to forget."""
 
-    def __init__(self, engine: FlowEngine) -> None:
-        super().__init__(engine.arrivals, engine.lifecycle, cast(Any, engine))
+    def __init__(self, engine: Any) -> None:
+        """`engine`: a FlowEngine, which is its own serving loop."""
+        super().__init__(engine.arrivals, engine.lifecycle, engine)
         self.engine = engine
 
     async def _commit(self, commit: Commit) -> None:
