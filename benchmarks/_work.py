@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from typing import Any
@@ -44,6 +45,21 @@ def median(values: list[float]) -> float:
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def add_set(parser: argparse.ArgumentParser) -> None:
+    """`--set KEY=VALUE`, as often as wanted: what the runs of a benchmark change in its recipe."""
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides of the recipe")
+
+
+def overrides(pairs: list[str], changes: dict[str, Any]) -> dict[str, Any]:
+    """The changes of a run with those of `--set` over them. A size of the model is none of a run that reads its weights."""
+    from rondel.core.config.toml_reader import parse_overrides
+
+    given = parse_overrides([f"--{pair}" for pair in pairs])
+    if isinstance(changes.get("model.path"), str):
+        given = {key: value for key, value in given.items() if not key.startswith("model.path.")}
+    return changes | given
 
 
 def report(row: dict[str, Any], *, only_json: bool) -> None:

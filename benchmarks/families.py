@@ -62,6 +62,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def main(argv: list[str] | None = None) -> None:
+    from _work import add_set, report
+
     parser = argparse.ArgumentParser(
         prog="rondel bench families", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,9 +78,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
+    add_set(parser)
     a = parser.parse_args(argv)
-
-    from _work import report
 
     told = {name: learn(name, a) for name in filter(None, a.families.split(","))}
     speed = {name: roll_out(name, a) for name in filter(None, a.rollout.split(","))}
@@ -95,12 +96,12 @@ def learn(name: str, a: argparse.Namespace) -> dict[str, float]:
         model["trainer.routing_replay"] = True
     with tempfile.TemporaryDirectory() as scratch:
         folder, began = Path(scratch) / "run", time.perf_counter()
-        curve, _ = train(folder, a.seed, model | {"loop.steps": a.steps, "loop.warmup.steps": a.warmup})
+        curve, _ = train(folder, a.seed, model | {"loop.steps": a.steps, "loop.warmup.steps": a.warmup}, a.set)
         seconds = time.perf_counter() - began
         held_out = [e["score"] for e in read(folder) if e["kind"] == "Evaluated"]
         still = {"model.path": last(folder), "loop.steps": 2, "loop.warmup.steps": 0, "trainer.lr": 0.0}
         replayed = {key: value for key, value in model.items() if key != "model.path"}
-        train(Path(scratch) / "still", a.seed, still | replayed)
+        train(Path(scratch) / "still", a.seed, still | replayed, a.set)
         gaps = [e["metrics"]["train/gap_max"] for e in read(Path(scratch) / "still") if e["kind"] == "StepDone"]
     row = {
         "first": round(curve[0], 3),

@@ -25,6 +25,8 @@ PLAIN = {"float32": 32, "bfloat16": 16, "float16": 16}
 
 
 def main(argv: list[str] | None = None) -> None:
+    from _work import add_set, report
+
     parser = argparse.ArgumentParser(
         prog="rondel bench formats", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -37,9 +39,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=55)
     parser.add_argument("--warmup", type=int, default=230, help="steps of the supervised start")
     parser.add_argument("--json", action="store_true")
+    add_set(parser)
     a = parser.parse_args(argv)
 
-    from _work import report
     from rows import half, last, mean, train
 
     from rondel.formats import format_of
@@ -48,11 +50,11 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for seed in range(a.seeds):
             home = Path(scratch) / str(seed)
-            train(home / "start", seed, {"loop.steps": 0, "loop.warmup.steps": a.warmup})
+            train(home / "start", seed, {"loop.steps": 0, "loop.warmup.steps": a.warmup}, a.set)
             for name in names:
                 chosen = {"model.dtype": name} if name in PLAIN else {"model.dtype": "bfloat16", "model.format": name}
                 phases = {"loop.steps": a.steps, "loop.warmup.steps": 0, "model.path": last(home / "start")}
-                curve, _ = train(home / name, seed, chosen | phases)
+                curve, _ = train(home / name, seed, chosen | phases, a.set)
                 found.setdefault(name, []).append(
                     {"first": curve[0], "reward": mean(curve[-10:]), **_steps(home / name)}
                 )

@@ -40,6 +40,8 @@ FIRST = 3  # steps that are not counted
 
 
 def main(argv: list[str] | None = None) -> None:
+    from _work import add_set, report
+
     parser = argparse.ArgumentParser(
         prog="rondel bench overlap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,9 +52,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--clock", type=float, default=1.0, help="seconds of each measurement of a core")
     parser.add_argument("--json", action="store_true")
+    add_set(parser)
     a = parser.parse_args(argv)
-
-    from _work import report
 
     modes = {
         "shared": {},
@@ -167,6 +168,8 @@ print(sorted(times)[len(times) // 2])
 
 def measured(a: argparse.Namespace, changes: dict[str, Any]) -> dict[str, float]:
     """One run. -> seconds of a step, its halves, and the pause of an update."""
+    from _work import overrides
+
     from rondel.assemble import train
     from rondel.core.config.job import Job
     from rondel.runtime.journal.log import read
@@ -178,7 +181,7 @@ def measured(a: argparse.Namespace, changes: dict[str, Any]) -> dict[str, float]
             "model.path.hidden_size": a.hidden, "model.path.intermediate_size": 2 * a.hidden, "model.path.num_hidden_layers": 4,
             "engine.sampling": {"max_tokens": a.tokens, "ignore_eos": True}, "engine.max_running": 256,
         }  # fmt: skip
-        train(Job.read(RECIPE, {**fixed, **changes}), quiet=True)
+        train(Job.read(RECIPE, overrides(a.set, {**fixed, **changes})), quiet=True)
         events = list(read(Path(folder)))
     done = [e for e in events if e["kind"] == "StepDone"]
     counted = done[FIRST:]

@@ -70,6 +70,8 @@ class PinnedRewardModel(RewardModel):
 
 
 def main(argv: list[str] | None = None) -> None:
+    from _work import add_set, report
+
     parser = argparse.ArgumentParser(
         prog="rondel bench placements", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -81,9 +83,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--answers", type=int, default=8, help="of a group")
     parser.add_argument("--hidden", type=int, default=256, help="of the policy; the reward model has as many")
     parser.add_argument("--json", action="store_true")
+    add_set(parser)
     a = parser.parse_args(argv)
-
-    from _work import report
 
     if len(cores := sorted(os.sched_getaffinity(0))) < 2:
         parser.error("two places need two cores")
@@ -125,6 +126,7 @@ def save_reward_model(folder: str, hidden: int) -> None:
 def measure(a: argparse.Namespace, name: str, reward: str, cores: list[int]) -> dict[str, float]:
     """One run in one placement."""
     import placements  # by the name under which the reward's process finds it
+    from _work import overrides
 
     from rondel.assemble import train
     from rondel.core.config.job import Job
@@ -141,7 +143,7 @@ def measure(a: argparse.Namespace, name: str, reward: str, cores: list[int]) -> 
             "task.reward.kind": f"{placements.__name__}:PinnedRewardModel", "task.reward.path": reward,
             "task.reward.cores": [cores[i] for i in places["reward_model"]], **recipe,
         }  # fmt: skip
-        train(Job.read(RECIPE, changes), quiet=True)
+        train(Job.read(RECIPE, overrides(a.set, changes)), quiet=True)
         events = list(read(Path(folder)))
     return shares(events, places)
 

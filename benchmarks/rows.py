@@ -26,6 +26,8 @@ STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile by number 
 
 
 def main(argv: list[str] | None = None) -> None:
+    from _work import add_set, report
+
     parser = argparse.ArgumentParser(
         prog="rondel bench rows", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -34,9 +36,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=55)
     parser.add_argument("--warmup", type=int, default=230, help="steps of the supervised start")
     parser.add_argument("--json", action="store_true")
+    add_set(parser)
     a = parser.parse_args(argv)
-
-    from _work import report
 
     rows = a.rows.split(",")
     ends: dict[str, list[float]] = {row: [] for row in rows}
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for seed in range(a.seeds):
             home = Path(scratch) / str(seed)
-            train(home / "start", seed, {"loop.steps": 0, "loop.warmup.steps": a.warmup})
+            train(home / "start", seed, {"loop.steps": 0, "loop.warmup.steps": a.warmup}, a.set)
             for row in rows:
                 changes = {
                     "algo.kind": row,
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
                 }
                 if row == "opd":
                     changes |= {"model.teacher": last(home / "grpo")}
-                curve, drawn = train(home / row, seed, changes)
+                curve, drawn = train(home / row, seed, changes, a.set)
                 answers[row] += drawn
                 ends[row].append(mean(curve[-10:]))
                 if row == rows[0]:
@@ -81,8 +82,10 @@ def main(argv: list[str] | None = None) -> None:
     report({"steps": a.steps, "start": round(mean(starts), 3), "rows": table}, only_json=True)
 
 
-def train(folder: Path, seed: int, changes: dict[str, Any]) -> tuple[list[float], int]:
-    """One run. -> (the mean reward of each of its steps, answers that were drawn)."""
+def train(folder: Path, seed: int, changes: dict[str, Any], given: list[str]) -> tuple[list[float], int]:
+    """One run, changed by what `--set` gave. -> (the mean reward of each of its steps, answers that were drawn)."""
+    from _work import overrides
+
     from rondel.assemble import train as whole
     from rondel.core.config.job import Job
 
@@ -95,7 +98,7 @@ def train(folder: Path, seed: int, changes: dict[str, Any]) -> tuple[list[float]
         "run.checkpoint.every": 0,
         "task.data.holdout": 10,
     }
-    whole(Job.read(RECIPE, common | changes), quiet=True)
+    whole(Job.read(RECIPE, overrides(given, common | changes)), quiet=True)
     curve: list[float] = []
     rewards: list[float] = []
     drawn = 0

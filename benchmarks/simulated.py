@@ -45,6 +45,8 @@ class Ragged:
 
 
 def main(argv: list[str] | None = None) -> None:
+    from _work import add_set, report
+
     parser = argparse.ArgumentParser(
         prog="rondel bench simulated", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -57,9 +59,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=128, help="at most, of an answer")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--json", action="store_true")
+    add_set(parser)
     a = parser.parse_args(argv)
-
-    from _work import report
 
     from rondel.simulate.costs import costs_of
 
@@ -85,6 +86,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def real(a: argparse.Namespace, folder: str, staleness: int, groups: int) -> None:
+    from _work import overrides
+
     from rondel.assemble import train
     from rondel.core.config.job import Job
 
@@ -97,7 +100,7 @@ def real(a: argparse.Namespace, folder: str, staleness: int, groups: int) -> Non
     }  # fmt: skip
     if staleness:
         changes["algo.correction"] = {"kind": "importance"}
-    train(Job.read(RECIPE, changes), quiet=True)
+    train(Job.read(RECIPE, overrides(a.set, changes)), quiet=True)
 
 
 def compared(folders: list[str], staleness: int, groups: int, ahead: Any) -> dict[str, Any]:

@@ -24,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def main(argv: list[str] | None = None) -> None:
+    from _work import add_set, report
+
     parser = argparse.ArgumentParser(
         prog="rondel bench staleness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -34,20 +36,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--warmup", type=int, default=230, help="steps of the supervised start")
     parser.add_argument("--final", type=int, default=128, help="groups that judge the final weights")
     parser.add_argument("--json", action="store_true")
+    add_set(parser)
     a = parser.parse_args(argv)
 
-    from _work import report
     from rows import half, mean
+
+    import rondel.assemble  # noqa: F401  once, before the runs are forked
 
     ends: dict[str, list[float]] = {}
     lags: dict[str, list[float]] = {}
     runs = [(seed, row, s) for seed in range(a.seeds) for row in a.rows.split(",") for s in a.staleness]
     with (
         tempfile.TemporaryDirectory() as scratch,
-        ProcessPoolExecutor(min(len(runs), len(os.sched_getaffinity(0))), get_context("spawn")) as pool,
+        ProcessPoolExecutor(min(len(runs), len(os.sched_getaffinity(0))), get_context("fork")) as pool,
     ):
-        list(pool.map(begin, *zip(*[(Path(scratch), seed, a.warmup) for seed in range(a.seeds)])))
-        results = pool.map(judged, *zip(*[(Path(scratch), *run, a.steps, a.final) for run in runs]))
+        list(pool.map(begin, *zip(*[(Path(scratch), seed, a.warmup, a.set) for seed in range(a.seeds)])))
+        results = pool.map(judged, *zip(*[(Path(scratch), *run, a.steps, a.final, a.set) for run in runs]))
         for (seed, row, s), (reward, lag) in zip(runs, results):
             name = f"{row}, S = {s}"
             ends.setdefault(name, []).append(reward)
@@ -63,22 +67,22 @@ def main(argv: list[str] | None = None) -> None:
     report({"steps": a.steps, "final_groups": a.final, "rows": table}, only_json=True)
 
 
-def begin(scratch: Path, seed: int, warmup: int) -> None:
+def begin(scratch: Path, seed: int, warmup: int, given: list[str]) -> None:
     from rows import train
 
-    train(scratch / str(seed) / "start", seed, {"loop.steps": 0, "loop.warmup.steps": warmup})
+    train(scratch / str(seed) / "start", seed, {"loop.steps": 0, "loop.warmup.steps": warmup}, given)
 
 
-def judged(scratch: Path, seed: int, row: str, s: int, steps: int, final: int) -> tuple[float, float]:
+def judged(scratch: Path, seed: int, row: str, s: int, steps: int, final: int, given: list[str]) -> tuple[float, float]:
     """-> (mean reward of the final weights, lag)"""
     from rows import last, mean, train
 
     home = scratch / str(seed)
     name = f"{row}, S = {s}"
     begun = {"algo.kind": row, "loop.warmup.steps": 0, "model.path": last(home / "start")}
-    train(home / name, seed, begun | {"loop.steps": steps, "loop.max_staleness": s})
-    once = {"loop.warmup.steps": 0, "model.path": last(home / name), "loop.steps": 1, "loop.groups_per_step": final}
-    curve, _ = train(home / f"{name}, judged", seed + 100, once)
+    train(home / name, seed, begun | {"loop.steps": steps, "loop.max_staleness": s}, given)
+    once = {"loop.warmup.steps": 0, "model.path": last(home / name), "loop.steps": 1}
+    curve, _ = train(home / f"{name}, judged", seed + 100, once, [*given, f"loop.groups_per_step={final}"])
     return curve[0], mean(lag_of(home / name))
 
 

@@ -33,6 +33,8 @@ MODES = ("waits", "beside")
 
 
 def main(argv: list[str] | None = None) -> None:
+    from _work import add_set, report
+
     parser = argparse.ArgumentParser(
         prog="rondel bench sync_overlap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -44,14 +46,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--block", type=int, default=5, help="steps of one block")
     parser.add_argument("--sync", default="ipc", help="sync.kind")
     parser.add_argument("--json", action="store_true")
+    add_set(parser)
     a = parser.parse_args(argv)
-
-    from _work import report
 
     report(measure(a), only_json=a.json)
 
 
 def measure(a: argparse.Namespace) -> dict[str, Any]:
+    from _work import overrides
+
     from rondel.assemble import train
     from rondel.core.config.job import Job
     from rondel.core.events import StepDone, subscribe
@@ -83,13 +86,13 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
         parts.sync.__class__ = InTurn
 
     with tempfile.TemporaryDirectory() as folder:
-        job = Job.read(RECIPE, {
+        job = Job.read(RECIPE, overrides(a.set, {
             "run.folder": folder, "run.sinks": [], "task.eval.every": 0, "run.checkpoint.every": 0, "loop.warmup.steps": 0,
             "loop.steps": 2 * a.pairs * a.block, "loop.groups_per_step": 4, "algo.group_size": a.answers, "algo.kind": "reinforce",
             "model.path.hidden_size": a.hidden, "model.path.intermediate_size": 3 * a.hidden, "model.path.num_hidden_layers": a.layers,
             "engine.sampling": {"max_tokens": a.tokens, "ignore_eos": True}, "engine.max_running": 96, "place.kind": "split",
             "loop.max_staleness": 2, "algo.correction": {"kind": "importance"}, "sync.kind": a.sync, "place.threads": 1,
-        })  # fmt: skip
+        }))  # fmt: skip
         stop = subscribe(count)
         try:
             train(job, quiet=True, built=opened)

@@ -27,14 +27,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 RECIPE = Path(__file__).parents[1] / "recipes" / "tiny.toml"
 FIRST = 3  # steps that are not counted
 PLACES = 64
-SHORT, LONG = 16, 128
+LONG = 128  # tokens of every tenth answer; the others have an eighth of them
 
 
 class Mixed:
     """One answer of ten is long, whatever the policy writes: the noise's key decides."""
 
     async def run(self, task: Any, chat: Any) -> Any:
-        length = LONG if chat.key(0) % 10 == 0 else SHORT
+        longest = chat.sampling.max_tokens
+        length = longest if chat.key(0) % 10 == 0 else longest // 8
         chat.sampling = replace(chat.sampling, max_tokens=length, ignore_eos=True)
         chat.give([{"role": "user", "content": str(task.data["prompt"])}])
         await chat.reply()
@@ -42,6 +43,8 @@ class Mixed:
 
 
 def main(argv: list[str] | None = None) -> None:
+    from _work import add_set, report
+
     parser = argparse.ArgumentParser(
         prog="rondel bench tails", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -49,15 +52,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--json", action="store_true")
+    add_set(parser)
     a = parser.parse_args(argv)
-
-    from _work import report
 
     modes = {"synchronous": 0} | {f"partial rollout, S = {s}": s for s in a.staleness}
     told: dict[str, list[dict[str, float]]] = {name: [] for name in modes}
     for number in range(a.rounds):
         for name, staleness in modes.items():
-            told[name].append(measured(a.steps, staleness))
+            told[name].append(measured(a.steps, staleness, a.set))
             print(f"round {number + 1}, {name}: idle {told[name][-1]['idle']:.0%}", file=sys.stderr, flush=True)
     result: dict[str, Any] = {
         name: {what: statistics.median(run[what] for run in runs) for what in runs[0]} for name, runs in told.items()
@@ -67,8 +69,10 @@ def main(argv: list[str] | None = None) -> None:
     report(result, only_json=a.json)
 
 
-def measured(steps: int, staleness: int) -> dict[str, float]:
+def measured(steps: int, staleness: int, given: list[str]) -> dict[str, float]:
     """One run on a shared device."""
+    from _work import overrides
+
     from rondel.assemble import train
     from rondel.core.config.job import Job
     from rondel.runtime.journal.log import read
@@ -87,7 +91,7 @@ def measured(steps: int, staleness: int) -> dict[str, float]:
         }  # fmt: skip
         if staleness:
             changes["algo.correction"] = {"kind": "importance"}
-        train(Job.read(RECIPE, changes), quiet=True, built=count)
+        train(Job.read(RECIPE, overrides(given, changes)), quiet=True, built=count)
         done = [e for e in read(Path(folder)) if e["kind"] == "StepDone"]
     counted = done[FIRST:]
     return {

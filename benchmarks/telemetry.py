@@ -25,20 +25,21 @@ DATA = "RolloutStore"
 
 
 def main(argv: list[str] | None = None) -> None:
+    from _work import add_set
+
     parser = argparse.ArgumentParser(
         prog="rondel bench telemetry", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", nargs="?", default=str(Path(__file__).parents[1] / "recipes" / "tiny.toml"))
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides of the recipe")
+    add_set(parser)
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
 
-    from _work import report
+    from _work import overrides, report
 
     from rondel.core import time_account
     from rondel.core.config.job import Job
-    from rondel.core.config.toml_reader import parse_overrides
     from rondel.core.events import StepDone, subscribe
     from rondel.driver import controller
     from rondel.runtime.journal import store
@@ -84,14 +85,13 @@ def main(argv: list[str] | None = None) -> None:
         spent["accounts"] += time.thread_time() - began  # type: ignore[assignment]
 
     with tempfile.TemporaryDirectory() as scratch:
-        overrides = {
+        changes = {
             "loop.steps": a.steps,
             "run.folder": scratch,
             "run.checkpoint.every": 0,
             "task.eval.every": 0,
-            **parse_overrides([f"--{pair}" for pair in a.set]),
         }
-        job = Job.read(a.recipe, overrides)
+        job = Job.read(a.recipe, overrides(a.set, changes))
         warm = job.loop.warmup.steps
         before, controller.subscribe, time_account.TimeAccount._add_lap = controller.subscribe, timed, lap
         store.write_step, store.annotate_step = counted(write), counted(annotate)

@@ -13,6 +13,13 @@ from kits import forked
 from kits.runs import run
 
 HERE = Path(__file__).parents[2] / "benchmarks"
+TINY = " ".join(
+    f"--set {change}"
+    for change in (
+        "model.path.hidden_size=32", "model.path.intermediate_size=64", "model.path.num_hidden_layers=2", "place.threads=1",
+        "loop.groups_per_step=2", "algo.group_size=2", "loop.warmup.groups_per_step=2",
+    )
+)  # fmt: skip
 SMALL = {
     "adapters": "--model {model} --clients 2 --steps 2 --samples 2 --new 4",
     "activations": "--model {model} --tokens 32 --recompute layers --activations disk --json",
@@ -21,29 +28,30 @@ SMALL = {
     "decode": "--model {model} --running 1 --new 4 --rounds 1 --profile 0",
     "engine_ranks": "--families llama --speed {model} --running 2 --new 4 --rounds 1",
     "long_answers": "--tokens 20000 --samples 2 --steps 1 --ranks 2",
-    "families": "--families lfm2 --steps 2 --warmup 4 --rollout lfm2 --prompt 16 --new 2 --groups 1 --group 2 --rounds 1",
-    "formats": "--formats bfloat16,int4 --seeds 1 --steps 2 --warmup 4",
+    "families": "--families lfm2 --steps 2 --warmup 2 --rollout lfm2 --prompt 16 --new 2 --groups 1 --group 2 --rounds 1 "
+    "--set loop.groups_per_step=2 --set algo.group_size=2 --set loop.warmup.groups_per_step=2",
+    "formats": f"--formats int4 --seeds 1 --steps 2 --warmup 2 {TINY}",
     "gae": "--samples 2 --tokens 64 --repeat 1",
     "generate": "--model {model} --groups 1 --group 2 --repeat 1 --work equal",
     "gpu": "--size tiny --running 1,2 --context 8 --new 4 --rounds 1 --prompt 16",
     "mesh": "--meshes pp=2 --families llama --rows grpo --groups 1 --samples 2",
-    "overlap": "--rounds 1 --steps 4 --tokens 4 --hidden 32 --clock 0.05",
+    "overlap": f"--rounds 1 --steps 4 --tokens 4 --clock 0.02 --hidden 32 {TINY}",
     "parity": "--model {model} --prompts 1 --samples 1 --new 4",
-    "placements": "--placements split-colocate --rounds 1 --steps 3 --tokens 4 --hidden 32 --groups 2 --answers 2",
+    "placements": f"--placements split-colocate --rounds 1 --steps 3 --tokens 4 --hidden 32 {TINY}",
     "plan": "--steps 2",
     "precision": "--model {model} --modes rounded fast --prompts 1 --samples 2 --new 4 --steps 1 --running 1 --rounds 1",
     "prefix": "--model {model} --prompt 16 --completion 4 --group 2 --repeat 1",
     "rewards": "--calls 50 --repeat 1",
     "sandbox": "--calls 2",
     "sandboxes": "--boxes 2 --kinds namespaces",
-    "rows": "--rows grpo --seeds 1 --steps 2 --warmup 4",
-    "simulated": "--rounds 1 --steps 2 --staleness 0 --groups 2 --tokens 4 --hidden 32",
+    "rows": f"--rows grpo --seeds 1 --steps 2 --warmup 2 {TINY}",
+    "simulated": f"--rounds 1 --steps 2 --staleness 0 --groups 2 --tokens 4 --hidden 32 {TINY}",
     "speculative": "--model {model} --kind copy --running 1 --new 8 --pairs 1",
-    "staleness": "--rows grpo --staleness 1 --seeds 1 --steps 2 --final 2 --warmup 4",
+    "staleness": f"--rows grpo --staleness 1 --seeds 1 --steps 2 --final 2 --warmup 2 {TINY}",
     "step": "--model {model} --prompts 1 --group 2 --new 4 --steps 2",
-    "sync_overlap": "--hidden 32 --layers 2 --tokens 4 --pairs 2 --block 3",
-    "tails": "--rounds 1 --steps 5 --staleness 1",
-    "telemetry": "--steps 2 --set loop.warmup.steps=2 --set loop.groups_per_step=4 --set place.threads=1",
+    "sync_overlap": f"--hidden 32 --layers 2 --tokens 4 --pairs 2 --block 2 {TINY}",
+    "tails": f"--rounds 1 --steps 4 --staleness 1 {TINY} --set engine.sampling.max_tokens=16",
+    "telemetry": f"--steps 2 --set loop.warmup.steps=2 {TINY}",
     "transports": "--size 1m --kinds ipc --updates 1",
     "wal": "--blocks 4",
     "weight_parts": "--mesh shards=2 --hidden 64 --layers 2 --pairs 1",

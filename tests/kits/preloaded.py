@@ -8,6 +8,8 @@ import atexit
 import contextlib
 import gc
 import importlib
+import os
+from pathlib import Path
 
 from transformers import conversion_mapping
 
@@ -26,6 +28,10 @@ for name in ("pandas", "peft"):  # pyarrow imports the one where it is there, an
 with contextlib.suppress(AttributeError):  # of another version
     conversion_mapping.get_checkpoint_conversion_mapping("llama")
 importlib.import_module("kits.runs")
+# what is forked has the variable as whoever asked for it (kits.runs.FromCleanServer)
+given = os.environ.pop("PYTHONPATH").removeprefix(str(Path(__file__).parents[1])).removeprefix(os.pathsep)
+if given:
+    os.environ["PYTHONPATH"] = given
 gc.collect()
 gc.freeze()  # a collection in a forked process would write to every page that it shares
 atexit.register(gc.unfreeze)

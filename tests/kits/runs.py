@@ -4,10 +4,11 @@ Children are forked from a clean server.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,31 @@ FAST = {
     "engine.max_running": 32, "place.threads": 1, "trainer.lr": 1e-3, "trainer.schedule": "constant", "loop.warmup.lr": 3e-3,
     "run.checkpoint.every": 3, "run.checkpoint.keep": 2, "run.sinks": [], "task.data.holdout": 10, "task.eval.every": 0,
 }  # fmt: skip
-context = multiprocessing.get_context("forkserver")
+
+
+class FromCleanServer(ForkServerProcess):
+    """A process forked from the server that has imported `kits.preloaded`.
+
+    Python 3.11 does not hand its search path to that server, which then imports nothing beforehand and says nothing.
+    """
+
+    def start(self) -> None:
+        given = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [given])])
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.environ.pop("PYTHONPATH")
+            if given is not None:
+                os.environ["PYTHONPATH"] = given
+        super().start()
+
+
+class CleanServer(ForkServerContext):
+    Process = FromCleanServer
+
+
+context = CleanServer()
 context.set_forkserver_preload(["kits.preloaded"])
 
 
