@@ -167,6 +167,7 @@ def _load_flow(path: str | dict[str, Any], dtype: str, device: str) -> LoadedMod
     """In float32: densities in 16 bits overflow. There is no attention to prove."""
     if dtype not in ("auto", "float32"):
         raise ModelError(f'model.dtype = "{dtype}" with a flow: its log-densities need float32; leave the key out')
+    tokenizer: Any
     if isinstance(path, dict):
         tokenizer, name = random_tokenizer(path), f"random-{path['random']}"
         config = random_config(dict(path), tokenizer)

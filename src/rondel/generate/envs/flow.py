@@ -11,7 +11,7 @@ import numpy as np
 from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.errors import DataError
 from rondel.core.protocols import Chat
-from rondel.core.types import Task, Trajectory
+from rondel.core.types import FLAGS, IDS, NUMBERS, Task, TokenColumn, Trajectory
 from rondel.generate.envs.points import find_points
 from rondel.generate.envs.single_turn import opening_messages
 from rondel.generate.template import Messages, Schemas
@@ -56,10 +56,16 @@ def _thinned(t: Trajectory, every: int) -> Trajectory:
     assert t.steps is not None
     first, n = len(t.tokens) - len(t.steps), len(t.steps)
     kept = [*range(first), *range(first + (n - 1) % every, first + n, every)]
-    columns = {name: [getattr(t, name)[at] for at in kept] for name in ("tokens", "mask", "logprobs", "versions")}
     *read, said = t.conversation
-    steps = ContinuousSteps(t.steps.rows[(n - 1) % every :: every])
-    return replace(t, **columns, steps=steps, conversation=[*read, said._replace(end=len(kept))])
+    return replace(
+        t,
+        tokens=TokenColumn(IDS, [t.tokens[at] for at in kept]),
+        mask=TokenColumn(FLAGS, [t.mask[at] for at in kept]),
+        logprobs=TokenColumn(NUMBERS, [t.logprobs[at] for at in kept]),
+        versions=TokenColumn(IDS, [t.versions[at] for at in kept]),
+        steps=ContinuousSteps(t.steps.rows[(n - 1) % every :: every]),
+        conversation=[*read, said._replace(end=len(kept))],
+    )
 
 
 @lru_cache(4)
