@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from kits.runs import FLOW, check, events, final, run, run_and_die, steps, tiny
+from rondel.checks.recipe_check import check as check_recipe
+from rondel.cli.view import token_pieces
 from rondel.core.errors import UserError
 from rondel.core.types import Score
 from rondel.driver import replay
@@ -64,6 +66,15 @@ def test_every_second_step_is_trained(tmp_path):
     assert all([token for token, wrote in zip(r["tokens"], r["mask"]) if wrote] == [0, 2, 4] for r in rows)
     [done] = events(tmp_path / "run", "StepDone")
     assert done["metrics"]["train/tokens"] == 4 * 4 * 3 and done["metrics"]["train/gap_max"] < 1e-6
+
+
+def test_its_recipe_is_checked_and_its_points_are_shown(folder, tmp_path):
+    found = {f.what: f for f in check_recipe(tiny(tmp_path, recipe=FLOW))}
+    assert all(f.ok for f in found.values()), found
+    assert "reads points" in found["reward"].message and "prompts that it was trained with" in found["tasks"].message
+    [row, *_] = store.read_step(folder, 10)
+    said = token_pieces(row, lambda ids: "-".join(map(str, ids)))
+    assert said[-1] == (True, row["text"]) and len(row["text"].split()) == 2
 
 
 @pytest.mark.slow
