@@ -146,29 +146,6 @@ def test_a_killed_reward_worker_is_hired_anew(tmp_path):
     check(tmp_path, staleness=0, total=8)
 
 
-@pytest.mark.slow
-def test_a_killed_engine_on_ray_comes_back(tmp_path):
-    pytest.importorskip("ray")
-    parts, left = [], [6]
-
-    def strike(event: Event) -> None:
-        if isinstance(event, GroupFinished):
-            left[0] -= 1
-            if not left[0]:
-                parts[0].placed.remotes["engine-0"]._worker._kill_actor()  # and says nothing to the worker's proxy
-
-    stop = subscribe(strike)
-    try:
-        train(tiny(tmp_path, **SPLIT, place__cluster="ray"), quiet=True, built=parts.append)
-    finally:
-        stop()
-    check(tmp_path, staleness=0, total=8)
-    assert any(
-        "worker engine-0 ended" in e["message"] and "started again (1 of" in e["message"]
-        for e in events(tmp_path, "Warned")
-    )
-
-
 def test_a_stopped_engine_is_named_and_replaced(tmp_path):
     struck(tmp_path, Strike("engine-0", "rollout", 6, signal.SIGSTOP))
     check(tmp_path, staleness=0, total=8)

@@ -9,10 +9,11 @@ import sys
 
 import pytest
 
-from kits.runs import PLACES, check, events, run
+from kits.runs import PLACES, check, events, run, tiny
 from kits.transports import Broken
-from rondel.assemble import deployment
+from rondel.assemble import deployment, train
 from rondel.core.errors import ConfigError
+from rondel.core.events import Event, GroupFinished, subscribe
 
 pytestmark = pytest.mark.slow
 
@@ -110,36 +111,47 @@ def test_places_that_cannot_be_are_refused_by_name(tmp_path, changes, said):
 
 @pytest.fixture(scope="module")
 def one_ray(tmp_path_factory):
-    """A cluster of this machine that runs join one after the other; those that begin one
-    themselves are in test_chaos and test_law_09_resume.
-    """
+    """A cluster of this machine that runs join one after the other; one that begins its own is in test_law_09_resume."""
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(path or os.getcwd() for path in sys.path))
+        patch.setenv("RAY_prestart_worker_first_driver", "0")  # workers are started for those who ask for one
         ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=True, configure_logging=False)
     yield
     ray.shutdown()
 
 
-@pytest.mark.parametrize("mode", ["synchronous", "stale, abort"])
-def test_a_mode_runs_on_ray(tmp_path, one_ray, mode):
-    """The calls of a mode are those of other processes; one that waits for all and one that ends what runs."""
-    changes = {
-        "loop__steps": 4,
-        "loop__warmup__steps": 0,
-        **{k: v for k, v in MODES[mode].items() if k != "loop__steps"},
-    }
-    run(tmp_path, **changes, place__kind="split", place__cluster="ray")
-    check(tmp_path, staleness=changes.get("loop__max_staleness", 0), total=4)
+def test_a_mode_runs_on_two_ranks_on_ray(tmp_path, one_ray):
+    """The calls of a mode are those of other processes; this one ends what runs, that of the other test waits for all."""
+    changes = MODES["stale, abort"] | {"loop__steps": 4}
+    run(tmp_path, **changes, place__kind="split", place__cluster="ray", place__ranks=2)
+    check(tmp_path, staleness=1, total=4)
     assert (
         "distributed (trainer and engines are on different machines"
         in json.loads((tmp_path / "card.json").read_text())["facts"]["resolved"]["sync.kind"]
     )
 
 
-def test_two_ranks_on_ray(tmp_path, one_ray):
-    run(tmp_path, loop__steps=3, place__kind="split", place__cluster="ray", place__ranks=2)
-    check(tmp_path, staleness=0, total=9)
+def test_a_killed_engine_on_ray_comes_back(tmp_path, one_ray):
+    parts, left = [], [6]
+
+    def strike(event: Event) -> None:
+        if isinstance(event, GroupFinished):
+            left[0] -= 1
+            if not left[0]:
+                parts[0].placed.remotes["engine-0"]._worker._kill_actor()  # and says nothing to the worker's proxy
+
+    stop = subscribe(strike)
+    try:
+        job = tiny(tmp_path, loop__warmup__steps=0, place__kind="split", place__patience=6.0, place__cluster="ray")
+        train(job, quiet=True, built=parts.append)
+    finally:
+        stop()
+    check(tmp_path, staleness=0, total=8)
+    assert any(
+        "worker engine-0 ended" in e["message"] and "started again (1 of" in e["message"]
+        for e in events(tmp_path, "Warned")
+    )
 
 
 def test_torchrun_is_asked_for_by_name(tmp_path, monkeypatch):

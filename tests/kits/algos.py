@@ -204,7 +204,7 @@ class Ragged:
             likeliest = self.behavior_TV[at_T].topk(min(5, row.surrogate.behavior_top), -1)
             known = known.with_fields(top_ids=likeliest.indices, top_behavior=likeliest.values)
         if noted:
-            known = decide_update(row, known)
+            known, _ = decide_update(row, known)
         counted_N = counted_tokens(scored.lengths_N, known.counts)
         weight_T = scored.spread_to_tokens(aggregate.sample_weights(row.aggregate, counted_N, scored.group_N))
         total, terms = torch.zeros((), dtype=F64), []

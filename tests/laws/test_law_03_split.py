@@ -40,6 +40,7 @@ ROWS = {
     "sft": row("sft"),
 }
 WHOLE = {
+    "a bound chosen from all weights": row("reinforce", correction={"kind": "importance", "high": "auto"}),
     "normalised": row(
         "grpo", correction={"kind": "importance", "normalize": "token"}, entropy={"coef": 0.02, "top": 0.4}
     ),

@@ -12,6 +12,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from kits.engine import SIZE, all_of, ask, engine, idle, prompt, tiny
 from kits.routing import MOES, forward, group_of, own_routes
@@ -22,6 +23,7 @@ from rondel.models.loaded_model import LoadedModel
 from rondel.models.routing_tape import RoutingTape
 from rondel.train import annotate
 from rondel.train.pack import batch_of, micro_batches
+from rondel.train.step_metrics import StepMetricSums
 
 
 @cache
@@ -74,7 +76,7 @@ def test_replay_closes_the_gap_that_a_rounded_router_opens(kind, rounding):
                 p.copy_(p.to(rounding).float())
     rounded = replace(loaded, model=other, head=LMHead.from_model(other))
     batch = batch_of([group_of(given, outs)])
-    gaps, flips = {}, 0.0
+    gaps, flips, sums = {}, 0.0, StepMetricSums()
     for replay in (False, True):
         gap = []
         with torch.no_grad():
@@ -82,9 +84,42 @@ def test_replay_closes_the_gap_that_a_rounded_router_opens(kind, rounding):
                 tape = annotate.replay_tape(rounded, packed) if replay else None
                 logprobs, _ = annotate.forward(rounded, packed, temperature=1.0, tape=tape)
                 gap.append((logprobs - batch.tokens(packed.samples).behavior).abs())
-                flips = float(torch.cat(tape.flips).mean()) if tape else flips
+                if tape:
+                    flips = float(torch.cat(tape.flips).mean())
+                    sums.add_routing_flips(tape.flips, tape.margins)
         gaps[replay] = float(torch.cat(gap).max())
     assert flips > 0 and gaps[True] * 10 <= gaps[False], (flips, gaps)
+    told = sums.to_metrics(1)  # who chose otherwise stood nearer to the edge
+    assert told["train/route_margin_flipped_p50"] < told["train/route_margin_p50"]
+    assert told["train/route_margin_flipped_max"] < told["train/route_margin_max"]
+
+
+@pytest.mark.parametrize("kind", MOES)
+def test_the_margin_is_that_of_the_scores_between_which_the_router_chose(kind):
+    loaded, tokens = model(kind), prompt(5, 40)
+    tape, scores = RoutingTape(loaded.routers), []
+    with torch.no_grad(), Scores(scores):
+        forward(loaded, tokens, tape)
+        again = RoutingTape(loaded.routers, tape.recorded_routes)
+        del scores[:]
+        forward(loaded, tokens, again)
+    for margins_T, scores_TE in zip(again.margins, scores, strict=True):
+        ordered = scores_TE.sort(-1, descending=True).values
+        assert torch.equal(margins_T, ordered[:, 1] - ordered[:, 2]) and bool((margins_T >= 0).all())
+
+
+class Scores(TorchFunctionMode):
+    """What every topk of a router, two of many, was given."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.topk, torch.Tensor.topk) and out[1].ndim == 2 and out[1].shape[-1] == 2:
+            self.seen.append(args[0].flatten(0, -2))
+        return out
 
 
 @pytest.mark.parametrize("kind", MOES)

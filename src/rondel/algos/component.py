@@ -112,6 +112,10 @@ class Component:
         """[T] bool: of a correction whose denominator is not "all", the tokens that count."""
         raise NotImplementedError(f"{type(self).__name__} has a denominator, and no `counts`")
 
+    def measures(self, log_weight_T: Tensor, sample_T: Tensor) -> dict[str, float]:
+        """Metrics of a correction about what it chose over the whole update."""
+        return {}
+
     def returns(self, scored: ScoredSamples) -> Tensor:
         """[T]: of an advantage that needs "values", what the critic is to learn."""
         raise NotImplementedError(f"{type(self).__name__} needs values, and has no `returns`")

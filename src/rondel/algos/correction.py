@@ -20,6 +20,7 @@ from rondel.algos.component import Component
 from rondel.algos.exponent import bounded_exp
 from rondel.algos.scored_samples import group_sizes, over_group
 from rondel.algos.tensors import Tensor, torch
+from rondel.algos.truncation import Bound, least_error_bound
 from rondel.core.errors import ConfigError
 from rondel.core.registry import one_of
 
@@ -62,7 +63,7 @@ class Importance(Component):
                    none: 1, so that it only rejects
     action         truncate at high; clip into [low, high]; mask: 0 outside of [low, high]
     low            the smallest weight that is kept
-    high           the largest weight that is kept
+    high           the largest weight that is kept; "auto": the one of least bias² + variance over the whole update
     reject         none, or a level at which a token or a sample outside of [reject_low, reject_high] weighs 0
     reject_low     smallest ratio that is not rejected
     reject_high    largest ratio that is not rejected
@@ -74,7 +75,7 @@ class Importance(Component):
     level: str = "token"
     action: str = "truncate"
     low: float = 0.5
-    high: float = 2.0
+    high: float | str = 2.0
     reject: str = "none"
     reject_low: float = 0.5
     reject_high: float = 2.0
@@ -89,7 +90,13 @@ class Importance(Component):
         one_of("reject", self.reject, ("none", *LEVELS))
         one_of("normalize", self.normalize, ("none", "token", "sequence"))
         one_of("denominator", self.denominator, DENOMINATORS)
-        if not self.high >= 1:
+        if isinstance(self.high, str):
+            one_of("high", self.high, ("auto",))
+            if self.action == "mask":
+                raise ConfigError(
+                    "high = 'auto' beside action = 'mask': the bound is chosen for truncated weights; write a number"
+                )
+        elif not self.high >= 1:
             raise ConfigError(f"high = {self.high}; it must be at least 1, or on-policy tokens would be scaled down")
         if not 0 <= self.low <= 1:
             raise ConfigError(f"low = {self.low}; it must lie in [0, 1], or on-policy tokens would be scaled up")
@@ -107,7 +114,7 @@ class Importance(Component):
 
     @property
     def needs(self) -> frozenset[str]:
-        whole = self.normalize != "none" or self.denominator != "all"
+        whole = self.normalize != "none" or self.denominator != "all" or self.high == "auto"
         return frozenset({"behavior_logprobs", "proximal_logprobs"} if whole else {"behavior_logprobs"})
 
     @property
@@ -129,8 +136,26 @@ class Importance(Component):
             return torch.ones_like(log_weight_T)
         weight_T = bounded_exp(level_weights(log_weight_T, sample_T, self.level))
         if self.action == "mask":
+            assert not isinstance(self.high, str)
             return torch.where((weight_T >= self.low) & (weight_T <= self.high), weight_T, 0.0)
-        return weight_T.clamp(self.low if self.action == "clip" else None, self.high)
+        return weight_T.clamp(self.low if self.action == "clip" else None, self.bound(log_weight_T, sample_T).high)
+
+    def bound(self, log_weight_T: Tensor, sample_T: Tensor) -> Bound:
+        """`high`, chosen from all weights of the update where it is "auto", with its error.  [T], [T]."""
+        if not isinstance(self.high, str):
+            return Bound(self.high, math.nan, math.nan)
+        weight_T = bounded_exp(level_weights(log_weight_T, sample_T, self.level))
+        share_T = torch.ones_like(weight_T)
+        return least_error_bound(
+            weight_T, share_T if self.level == "token" else share_T / group_sizes(weight_T, sample_T)
+        )
+
+    def measures(self, log_weight_T: Tensor, sample_T: Tensor) -> dict[str, float]:
+        if self.high != "auto" or self.level == "none" or not len(log_weight_T):
+            return {}
+        return {
+            f"train/correction_{name}": value for name, value in self.bound(log_weight_T, sample_T)._asdict().items()
+        }
 
     def _accepted_mask(self, log_weight_T: Tensor, sample_T: Tensor) -> Tensor:
         """Neither rejected nor vetoed.  [T], [T] -> [T] bool."""
@@ -164,8 +189,9 @@ class Importance(Component):
         if self.level == "none":
             text = "1"
         else:
+            high = "C of least bias² + variance" if isinstance(self.high, str) else f"{self.high:g}"
             text = f"{ratio[self.level].format('proximal / behavior')}, " + (
-                f"0 outside of [{low}, {self.high:g}]" if self.action == "mask" else f"held to [{low}, {self.high:g}]"
+                f"0 outside of [{low}, {high}]" if self.action == "mask" else f"held to [{low}, {high}]"
             )
         if self.reject != "none":
             text += f", 0 where the {self.reject} ratio is outside of [{self.reject_low:g}, {self.reject_high:g}]"

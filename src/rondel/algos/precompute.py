@@ -48,20 +48,21 @@ def tokens_of(row: Algorithm, batch: TokenBatch) -> Tokens:
     )
 
 
-def decide_update(row: Algorithm, batch: TokenBatch) -> TokenBatch:
-    """`batch` are all tokens of the update; -> the same with what the row decides over all of them at once."""
+def decide_update(row: Algorithm, batch: TokenBatch) -> tuple[TokenBatch, dict[str, float]]:
+    """`batch` are all tokens of the update; -> (the same with what the row decides over all of them at once, metrics)."""
     tokens = tokens_of(row, batch.with_fields(logprobs=batch.proximal))
     dtype = tokens.logprobs.dtype
     correction_T = row.correction.weights_of(tokens)
     counts_T: Tensor | None = None
     if row.correction.denominator != "all":
         counts_T = row.correction.counts(tokens.log_weight, tokens.sample, correction_T).to(correction_T.dtype)
-    return batch.with_fields(
+    decided = batch.with_fields(
         correction=correction_T,
         counts=counts_T,
         selected=row.surrogate.select(tokens).to(dtype) if row.surrogate.selects_tokens else None,
         entropy_mask=row.entropy.select(tokens).to(dtype) if row.entropy.selects_tokens else None,
     )
+    return decided, row.correction.measures(tokens.log_weight, tokens.sample)
 
 
 def counted_tokens(lengths_N: Tensor, counts_T: Tensor | None) -> Tensor:

@@ -58,6 +58,7 @@ class RoutingTape:
         self.flips: list[Tensor] = [
             torch.zeros(0)
         ] * layers  # of each layer: share of a token's own choice that the record does not hold [T]
+        self.margins: list[Tensor] = [torch.zeros(0)] * layers  # of each layer that replays: s_k - s_(k+1) [T]
         self.experts = [0] * layers  # of each layer: among how many its router chose
 
     def repeated(self) -> RoutingTape:
@@ -179,6 +180,9 @@ class _Choice(TorchFunctionMode):
         chosen = self.tape.select_experts(self.layer, out[1].detach().flatten(0, -2))
         if self.tape.routes is None:
             return out
+        if self.k < self.experts:  # by how much the last that was taken was ahead of the first that was not
+            ahead = args[0].detach().flatten(0, -2).topk(self.k + 1).values.float()
+            self.tape.margins[self.layer] = ahead[:, -2] - ahead[:, -1]
         chosen = chosen.view_as(out[1])
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 

@@ -439,7 +439,7 @@ class LocalTrainer:
         other row of the update follows.
         """
         device = self.loaded.device
-        decided = _decide_masks(batch, algo) if proximal_noted else None
+        decided = _decide_masks(batch, algo, sums) if proximal_noted else None
         counted_N = counted_tokens(batch.lengths_N, decided.counts if decided is not None else None)
         weight_N = weight * sample_weights(algo.aggregate, counted_N, batch.group_N).float().to(device)
         score_N = torch.tensor([s.reward for s in batch.samples], dtype=torch.float32, device=device)
@@ -502,7 +502,7 @@ class LocalTrainer:
                 return
             sums.add_expert_counts(tape.expert_counts())
             if self.settings.replay_routes:
-                sums.add_routing_flips(tape.flips)
+                sums.add_routing_flips(tape.flips, tape.margins)
 
         def backward(made: tuple[Tensor, Callable[[], None]], is_last: bool) -> None:
             self.ranks.begin_pass(self.loaded.model, last=last and is_last)
@@ -606,17 +606,19 @@ def _visible_tokens(known: TokenBatch, algo: Algorithm, *, decides: bool) -> Tok
     return known.with_fields(**hidden)
 
 
-def _decide_masks(batch: TrainBatch, algo: Algorithm) -> TokenBatch:
+def _decide_masks(batch: TrainBatch, algo: Algorithm, sums: StepMetricSums) -> TokenBatch:
     """What the row decides over the whole update, also kept with its samples."""
     each = batch.scored_samples.spread_to_tokens
     known = _visible_tokens(batch.tokens(), algo, decides=True)
-    decided = decide_update(
+    decided, measured = decide_update(
         algo,
         known.with_fields(
             score=each(torch.tensor([s.reward for s in batch.samples])),
             demonstration=each(torch.tensor([s.guided for s in batch.samples])),
         ),
     )
+    for name, value in measured.items():
+        sums.put(name, value)
     for name in ("correction", "counts", "selected", "entropy_mask"):
         values_T = getattr(decided, name)
         if values_T is not None:

@@ -23,10 +23,14 @@ class StepMetricSums:
         for name, values in terms.items():
             self.terms.setdefault(name, []).append(values.float().cpu())  # no wait for what is on the host
 
-    def add_routing_flips(self, flips_L: list[Tensor]) -> None:
-        """Share of each token's own choice of experts that the engine's record does not hold."""
-        for layer, flips in enumerate(flips_L):
+    def add_routing_flips(self, flips_L: list[Tensor], margins_L: list[Tensor]) -> None:
+        """Share of each token's own choice of experts that the engine's record does not hold, and by how much the last
+        expert of that choice was ahead of the next one.
+        """
+        for layer, (flips, margins) in enumerate(zip(flips_L, margins_L)):
             self.terms.setdefault(f"flips_{layer}", []).append(flips.cpu())
+            if len(margins) == len(flips):
+                self.terms.setdefault(f"margins_{layer}", []).append(margins.cpu())
 
     def add_expert_counts(self, counts_LE: dict[int, Tensor]) -> None:
         for layer, counts_E in counts_LE.items():
@@ -73,6 +77,7 @@ class StepMetricSums:
         if flips:
             out["train/route_flips"] = float(torch.cat(list(flips.values())).mean())
             out |= {f"train/route_{name}": float(values.mean()) for name, values in flips.items()}
+            out |= _route_margins(flips, terms)
         out |= _expert_load(self.expert_counts)
         if "gap" in terms and terms["gap"].numel():
             gap = terms["gap"].abs()
@@ -84,6 +89,22 @@ class StepMetricSums:
         if "ratio" in terms and terms["ratio"].numel():
             out["train/ratio_max_deviation"] = float((terms["ratio"] - 1).abs().max())
         return out
+
+
+def _route_margins(flips: dict[str, Tensor], terms: dict[str, Tensor]) -> dict[str, float]:
+    """Quantiles of s_k - s_(k+1) over tokens and layers, of all and of those that chose otherwise than the engine did."""
+    pairs = [
+        (margins, flips[name]) for name in flips if (margins := terms.get(name.replace("flips", "margins"))) is not None
+    ]
+    if not pairs:
+        return {}
+    margins, flipped = (torch.cat(each) for each in zip(*pairs))
+    out: dict[str, float] = {}
+    for name, values in (("route_margin", margins), ("route_margin_flipped", margins[flipped > 0])):
+        if len(values):
+            quantiles = np.quantile(values.numpy(), (0.01, 0.5, 0.99, 1.0))
+            out |= {f"train/{name}_{q}": float(v) for q, v in zip(("p01", "p50", "p99", "max"), quantiles)}
+    return out
 
 
 def _expert_load(counts: dict[int, Tensor]) -> dict[str, float]:

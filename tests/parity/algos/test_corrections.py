@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kits.algos import F64, near, tensor
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
+from rondel.core.errors import ConfigError
 
 
 def test_truncation_holds_above_and_carries_no_gradient():
@@ -133,3 +134,50 @@ def test_on_policy_every_importance_weight_is_one():
     flat, sample = torch.zeros(4, dtype=F64), torch.tensor([0, 0, 1, 2])
     for rule, _ in CASES:
         assert rule(flat, sample, -flat - 1).tolist() == [1.0] * 4
+
+
+def brute_force(weights):
+    """The bound of least error, tried one after the other in plain Python; of equal ones the smallest."""
+    n, mean = len(weights), sum(weights) / len(weights)
+
+    def error(bound):
+        held = [min(w, bound) for w in weights]
+        middle = sum(held) / n
+        return (mean - middle) ** 2 + sum((w - middle) ** 2 for w in held) / n / n
+
+    return min(sorted({1.0, *(w for w in weights if w > 1)}), key=error), error
+
+
+@settings(max_examples=60, deadline=None)
+@given(samples=logs.filter(bool), level=st.sampled_from(["token", "sequence", "geometric"]))
+def test_the_chosen_bound_has_the_least_error_of_all(samples, level):
+    gap, sample = given_logs(samples)
+    free = Importance(level, high=1e30)(gap, sample, gap)
+    each = free if level == "token" else torch.stack([free[sample == s][0] for s in sample.unique()])
+    wanted, error = brute_force(each.tolist())
+    rule = Importance(level, high="auto")
+    found = rule.bound(gap, sample)
+    assert error(found.high) == pytest.approx(error(wanted), rel=1e-6, abs=1e-12)
+    assert found.bias_squared + found.variance == pytest.approx(error(found.high), rel=1e-6, abs=1e-12)
+    assert torch.equal(rule(gap, sample, gap), free.clamp(max=found.high))
+    assert rule.measures(gap, sample)["train/correction_high"] == found.high
+
+
+def test_the_more_tokens_the_higher_the_bound():
+    """Variance falls with their number and bias does not: weights of the same distribution are cut later."""
+    drawn = torch.randn(100_000, dtype=F64, generator=torch.Generator().manual_seed(0))
+    bounds = [
+        Importance(high="auto").bound(drawn[:n], torch.zeros(n, dtype=torch.int64)).high for n in (100, 3_000, 100_000)
+    ]
+    assert 1 < bounds[0] < bounds[1] < bounds[2]
+    still = torch.zeros(9, dtype=F64)
+    assert Importance(high="auto").bound(still, still.long()) == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [({"high": "auto", "action": "mask"}, "beside action = 'mask'"), ({"high": "best"}, "'auto'|auto")],
+)
+def test_bounds_that_cannot_be_chosen_are_refused(knobs, said):
+    with pytest.raises(ConfigError, match=said):
+        Importance(**knobs)

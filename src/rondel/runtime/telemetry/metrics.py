@@ -96,6 +96,9 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "train/ratio_max_deviation": ("ratio", "largest |policy / proximal - 1|; 0 at the first update of a batch"),
     "train/correction": ("ratio", "mean weight of the proximal/behavior correction"),
     "train/correction_dropped": ("share", "tokens that the correction masked, rejected or vetoed: their weight is 0"),
+    "train/correction_high": ("1", 'the bound of importance weights that the update chose (high = "auto")'),
+    "train/correction_bias_squared": ("1", "of the mean of truncated weights at that bound"),
+    "train/correction_variance": ("1", "of the mean of truncated weights at that bound"),
     "train/truncated_masked": (
         "answers",
         "answers that gave no gradient because the token limit cut them off: algo.mask_truncated",
@@ -182,6 +185,14 @@ FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
     ),
     "ledger/": ("groups", "what became of the groups issued so far"),
     "train/expert_load_imbalance_": ("ratio", "the same of one layer"),
+    "train/route_margin_flipped_": (
+        "score",
+        "the same of tokens that chose otherwise than in the engine: above its max none did",
+    ),
+    "train/route_margin_": (
+        "score",
+        "quantile over tokens and layers of s_k - s_(k+1): the last chosen expert before the next",
+    ),
     "train/mismatch_k3_tenth_": ("nats", "the K3 of the first, second, ... tenth of the answers"),
     "train/mismatch_k3_lag_": (
         "nats",
