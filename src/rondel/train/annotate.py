@@ -99,6 +99,7 @@ def join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:
     """Of a row that ranks share: each rank's tape gets the routes of its own part of it."""
     if tape is not None and tape.routes is not None and not isinstance(own, PackedBatch):
         tape.flips = [own.join_rows(flips_t) if i in tape.own else flips_t for i, flips_t in enumerate(tape.flips)]
+        tape.margins = [own.join_rows(m_t) if len(m_t) else m_t for m_t in tape.margins]
 
 
 def forward(
@@ -150,16 +151,6 @@ def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | 
     return sent
 
 
-<<<<<<< HEAD
-=======
-def _join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:
-    """Of a row that ranks share: each rank's tape gets the routes of its own part of it."""
-    if tape is not None and tape.routes is not None and not isinstance(own, PackedBatch):
-        tape.flips = [own.join_rows(flips_t) if i in tape.own else flips_t for i, flips_t in enumerate(tape.flips)]
-        tape.margins = [own.join_rows(m_t) if len(m_t) else m_t for m_t in tape.margins]
-
-
->>>>>>> main
 def forward_taught(
     loaded: LoadedModel,
     packed: PackedBatch,
