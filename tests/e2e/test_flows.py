@@ -7,6 +7,7 @@ import torch
 
 from kits.runs import FLOW, check, events, final, run, run_and_die, steps, tiny
 from rondel.checks.recipe_check import check as check_recipe
+from rondel.cli import export
 from rondel.cli.view import token_pieces
 from rondel.core.errors import UserError
 from rondel.core.types import Score
@@ -75,6 +76,8 @@ def test_its_recipe_is_checked_and_its_points_are_shown(folder, tmp_path):
     [row, *_] = store.read_step(folder, 10)
     said = token_pieces(row, lambda ids: "-".join(map(str, ids)))
     assert said[-1] == (True, row["text"]) and len(row["text"].split()) == 2
+    with pytest.raises(UserError, match=r"for model\.path"):
+        export.run(folder, tmp_path / "exported", False, "", False)
 
 
 @pytest.mark.slow
