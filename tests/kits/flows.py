@@ -79,3 +79,12 @@ async def publish_in_place(e: FlowEngine, version: int) -> None:
     await e.receive(Begin(manifest))
     await e.receive(Route("tensor", dict(names.named_weights(e.loaded.model))))
     await e.receive(Commit(version, manifest.root))
+
+
+def corners(n: int = 4) -> dict[str, Any]:
+    """Points of a user's own: {prompt: points}."""
+    return {"low": [[-1.0, -1.0, -1.0]] * n, "high": [[1.0, 1.0, 1.0]] * n}
+
+
+def nowhere() -> dict[str, Any]:
+    return {"gone": []}
