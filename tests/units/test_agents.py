@@ -208,8 +208,9 @@ def test_an_environment_that_forgets_to_return_is_told_so(tmp_path):
 
 def test_a_broken_environment_in_an_evaluation_is_a_failure_and_no_end(tmp_path, monkeypatch):
     made = rollouts(Crowd(ZeroDivisionError("my own")), fine, tmp_path)
-    monkeypatch.setattr("rondel.driver.rollouts.GroupRollouts", lambda parts, size: made)
+    monkeypatch.setattr("rondel.driver.rollouts.GroupRollouts", lambda parts, size, watch=None: made)
     parts = made.parts
+    parts.step_watch = None
     parts.tasks, parts.engine = SimpleNamespace(held_out=[TASK], sources=[], sets={}), SimpleNamespace(version=3)
     [done] = asyncio.run(evaluate(parts, 1))
     told = done.event

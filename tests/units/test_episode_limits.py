@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from contextlib import ExitStack
 
 import pytest
 
@@ -14,9 +16,11 @@ from rondel.core.config.environment import EpisodeConfig
 from rondel.core.errors import ConfigError, EnvError
 from rondel.core.events import GroupFinished
 from rondel.core.types import Drift, Failed, Group, Ok, OutOfBudget, Score, Task, Trajectory
+from rondel.generate.calls import ToolCall
 from rondel.generate.envs.episode import EpisodeState, assign_parents, episode_of
 from rondel.generate.envs.episode_budget import ASKS, EpisodeBudget
 from rondel.generate.envs.single_turn import SingleTurn
+from rondel.generate.envs.tools import Tools
 from rondel.runtime.journal import store
 from rondel.runtime.telemetry.metrics import from_groups
 
@@ -84,6 +88,45 @@ def test_each_budget_ends_the_episode_under_its_name():
     assert t.score == Failed("out of budget", "turns")
     [t] = play(Talks(), budget(turns=9), Engine(answer, []))
     assert t.outcome != OutOfBudget("turns") and t.written == n
+
+
+def test_a_tool_that_runs_is_ended_when_the_seconds_are_over():
+    """Its object hears of it, the policy writes nothing more, and a call that would begin later is not begun."""
+    heard = []
+
+    class Slow:
+        def __init__(self, task):
+            self.ended = threading.Event()
+
+        def wait(self) -> str:
+            """Waits until it is interrupted."""
+            heard.append("begun")
+            self.ended.wait(60)
+            return "never read"
+
+        def interrupt(self):
+            heard.append("interrupted")
+            self.ended.set()
+
+        def close(self):
+            heard.append("closed")
+
+    text = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>'
+    talk = chat(TOK, Engine(words(text), words("seven")), episode=EpisodeState(EpisodeBudget(seconds=0.2)))
+
+    async def episode():
+        return await talk.episode.finish(await episode_of(Tools([Slow], timeout=30.0), TASK, talk))
+
+    [t] = asyncio.run(asyncio.wait_for(episode(), 20))
+    assert t.outcome == OutOfBudget("seconds") and t.written == len(words(text)) and t.finish_reason == "length"
+    assert heard == ["begun", "interrupted", "closed"]
+    assert [turn.text for turn in t.conversation if turn.role == "tool"] == [
+        "error: wait: the time of the episode is over"
+    ]
+    tools = Tools([Slow])
+    with ExitStack() as ends:
+        late = tools.carry_out(ToolCall("wait", {}), tools._open_tools(TASK, ends), 0.0)
+        assert asyncio.run(late) == "error: wait: the time of the episode is over" and heard.count("begun") == 1
 
 
 def test_agents_of_one_episode_have_one_budget():

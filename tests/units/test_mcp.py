@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,8 @@ from rondel.core.errors import ConfigError, EnvError
 from rondel.core.types import Completion, Sampling, Task
 
 pytest.importorskip("mcp")
-from rondel.generate.envs.mcp import Mcp
+from kits.counter_server import png
+from rondel.generate.envs.mcp import Mcp, McpEpisode
 from rondel.generate.envs.tools import Tools
 
 pytestmark = pytest.mark.slow
@@ -101,7 +103,7 @@ def test_one_server_for_all():
 
 
 def test_what_a_tool_refuses_is_read_and_what_the_server_does_is_a_fault(own):
-    env = Tools([own], timeout=5.0)
+    env = Tools([own], timeout=60.0)  # a server starts slowly on a busy machine
     told = asyncio.run(episode(env, call("refuse"), call("count", by="many"), "done."))
     assert told.count("error: ") == 2 and "refuse" in told.split("error: ")[1], (
         "its words where the server lets them out"
@@ -111,6 +113,37 @@ def test_what_a_tool_refuses_is_read_and_what_the_server_does_is_a_fault(own):
         asyncio.run(episode(env, call("leave"), "done."))
     with pytest.raises(EnvError, match="did not answer within"):
         asyncio.run(episode(Tools([own], timeout=1.5), call("sleep", seconds=60), "done."))
+
+
+TRACE = f"""no such row
+Traceback (most recent call last):
+  File "{SERVER}", line 7, in look
+    return rows[3]
+IndexError: 3 of {SERVER.parent / "rows.csv"}"""
+
+
+@pytest.mark.parametrize("how", ["text", "image", "structured", "refused"])
+def test_an_error_of_a_server_has_no_traceback_and_no_folder_of_its_machine(how):
+    """Whatever form it comes in; what the policy named itself stays."""
+    asked = {"path": "/data/mine/rows.csv"}
+    said = {"type": "text", "text": f"{TRACE}\n/data/mine/rows.csv is empty"}
+    picture = {"type": "image", "data": png(4, 4, (255, 0, 0), False), "mimeType": "image/png"}
+    answers = {"text": [said], "image": [said, picture], "structured": []}
+
+    async def call_method(verb, name, arguments):
+        if how == "refused":
+            raise type("McpError", (Exception,), {"code": -32602, "message": said["text"]})
+        structured = {"structuredContent": {"result": said["text"]}} if how == "structured" else {}
+        return {"isError": True, "content": answers[how], **structured}
+
+    episode = McpEpisode(SimpleNamespace(listed=[], is_shared=False, where="a server"))
+    episode._open_session = lambda: SimpleNamespace(call_method=call_method)
+    told = asyncio.run(episode.call_tool("look", asked))
+    assert isinstance(told, list) == (how == "image")
+    text = "\n".join(part for part in told if isinstance(part, str)) if isinstance(told, list) else told
+    assert text.startswith("error:") and "no such row" in text and "IndexError: 3 of rows.csv" in text
+    assert "/data/mine/rows.csv is empty" in text
+    assert "Traceback" not in text and "line 7" not in text and str(SERVER.parent) not in text
 
 
 def test_over_http(http):

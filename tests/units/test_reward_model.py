@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,13 +15,15 @@ import transformers
 from kits.chat import tokenizer as chat_tokenizer
 from kits.engine import tiny
 from kits.reward_models import FAMILIES, saved
+from rondel.algos.turn_advantages import StepGroups, TurnGae, Turns
 from rondel.core.errors import ConfigError, RewardError
-from rondel.core.types import Completion, Failed, Sampling, Score, Task, Trajectory
+from rondel.core.types import Completion, Failed, Group, Sampling, Score, Task, Trajectory
 from rondel.generate.envs.chat import TokenChat
 from rondel.score import build_reward
 from rondel.score.answer_text import asked_of, turns_of
 from rondel.score.pool import RewardPool
 from rondel.score.process import steps_of
+from rondel.train.pack import batch_of
 
 TEMPLATE = "{question}\n{answer}"
 TEXTS = ["7", "It is 8.", "x" * 90, "", "a\n\nb", "the sum of both is forty-two, or so", "é🎉"]
@@ -61,6 +64,10 @@ def steps_by_number(steps, task):
     return [float(n) for n, _ in enumerate(steps, 1)]
 
 
+def steps_from_zero(steps, task):
+    return [float(n) for n, _ in enumerate(steps)]
+
+
 def test_steps_of_later_turns_stand_where_they_were_written(tmp_path):
     """Each turn is split alone, and a turn before it shifts no place."""
     tokenizer = chat_tokenizer()
@@ -78,6 +85,40 @@ def test_steps_of_later_turns_stand_where_they_were_written(tmp_path):
     score = asyncio.run(reward(trajectory, task()))
     written = [tokenizer.decode(trajectory.tokens[at - 1 : at + 1]) for at, _ in score.steps]
     assert written == ["aa", "bb", "cc", "dd", "ee", "ff"] and [value for _, value in score.steps] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("aggregate", ["sum", "mean"])
+def test_what_steps_are_worth_reaches_the_turns_that_wrote_them(tmp_path, aggregate):
+    """From the process reward to the advantages of GiGPO and of GAE over turns, against their formulas. Three turns each:
+    the steps 1 and 2, then 3 and 4, then 5 and 6, and in a second episode the same less one.
+    """
+    tokenizer = chat_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    spec = {"kind": "process", "separator": ";", "aggregate": aggregate, "tokenizer": str(tmp_path)}
+    group = Group(0, task(), [in_turns(tokenizer), in_turns(tokenizer)], 0)
+    for trajectory, scorer in zip(group.trajectories, ("steps_by_number", "steps_from_zero")):
+        trajectory.score = asyncio.run(build_reward({**spec, "scorer": here(scorer)})(trajectory, task()))
+    told = batch_of([group]).scored_samples
+    share = 1.0 if aggregate == "sum" else 1 / 6
+    turns, earned = Turns.of(told), [[3.0, 7.0, 11.0], [1.0, 5.0, 9.0]]
+    assert turns.earned_K.tolist() == pytest.approx([share * r for own in earned for r in own])
+    assert turns.sample_K.tolist() == [0, 0, 0, 1, 1, 1]
+
+    gamma, half = 0.5, [share * r / 2 for r in (2 + 1 + 0.5, 2 + 1, 2)]  # half of what the second lacks, discounted
+    found = StepGroups(gamma=gamma, divide=False)(told)[turns.first_K]
+    whole = share * (21 - 15) / 2
+    assert found.tolist() == pytest.approx([sign * (whole + own) for sign in (1, -1) for own in half])
+
+    values = torch.linspace(-1, 1, len(told.sample_T), dtype=torch.float64)
+    found = TurnGae(0.9, 0.8, whiten=False)(replace(told, values_T=values))[turns.first_K].tolist()
+    v = values[turns.first_K].tolist()
+    for n, own in enumerate(earned):
+        after = 0.0
+        for turn in (2, 1, 0):
+            k = 3 * n + turn
+            later = v[k + 1] if turn < 2 else 0.0
+            after = share * own[turn] + 0.9 * later - v[k] + 0.72 * after
+            assert found[k] == pytest.approx(after)
 
 
 def test_a_reward_model_reads_what_tools_and_users_said(tmp_path):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import struct
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -23,7 +25,7 @@ from rondel.core.sandbox_types import BoxUsage, CommandResult, Limits
 from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.generate.envs.python import python_tool
 from rondel.generate.envs.sources import TaskSet
-from rondel.runtime.sandbox import image_build, leftovers, providers, remote_box
+from rondel.runtime.sandbox import image_build, leftovers, providers, relay, remote_box
 from rondel.runtime.sandbox.box import SUBSTRATES, Sandbox
 from rondel.runtime.sandbox.image_store import root_of
 from rondel.runtime.sandbox.recipe import describe, sandbox_of
@@ -226,9 +228,35 @@ def service(monkeypatch, tmp_path):
     for name in ("E2B_API_KEY", "DAYTONA_API_KEY", "KUBERNETES_TOKEN"):
         monkeypatch.setenv(name, "the-key")
     monkeypatch.setattr(providers.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(relay, "PLACE", str(tmp_path / "left-relay"))
+    monkeypatch.setattr(remote_box, "WORDS", str(tmp_path / "left-words"))
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
+    for line in Path("/proc").glob("[0-9]*/cmdline"):  # boxes are deleted with what runs in them
+        with suppress(OSError):
+            if str(tmp_path / "left-relay").encode() in line.read_bytes():
+                os.kill(int(line.parent.name), signal.SIGKILL)
+
+
+class BoxOfThisMachine:
+    def run(self, argv, *, stdin=b"", env=None, wall=None):
+        done = subprocess.run(argv, input=stdin, capture_output=True, timeout=wall)
+        return CommandResult(max(done.returncode, 0), 0, done.stdout, done.stderr, "", 0.0)
+
+    def kill(self): ...
+
+
+def test_a_program_that_ends_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(relay, "PLACE", str(tmp_path / "left-relay"))
+    (read_in, write_in), (read_out, write_out) = os.pipe(), os.pipe()
+    program = relay.RelayedProgram(BoxOfThisMachine(), "print(int(input()) + 1)", read_in, write_out, write_out)
+    os.write(write_in, b"41\n")
+    os.close(write_in)
+    assert program.finish(30).exit == 0 and os.read(read_out, 100) == b"42\n"
+    assert program._thread.is_alive() is False and list(tmp_path.iterdir()) == []
+    for fd in (read_in, read_out, write_out):
+        os.close(fd)
 
 
 @pytest.mark.parametrize("provider", ["e2b", "daytona", "kubernetes"])
@@ -252,6 +280,8 @@ def test_a_box_of_a_service(provider, service, tmp_path):
     tool = python_tool(lambda: made)(Task("t", "tools", {}))
     assert tool.python("x = 6") == "" and tool.python("x * 7") == "42\n", "and it can be talked to"
     assert tool.box_usage().keys() == {"box_seconds"}, "nobody counts more"
+    (door,) = tmp_path.glob("left-*")
+    assert door.is_socket(), "programs and long commands have removed their files"
     tool._release_interpreter(tool._open)
     box.kill()
     box.kill()

@@ -12,13 +12,18 @@ from pathlib import Path
 import pytest
 
 from kits.chat import Engine, chat, tokenizer
+from kits.reward_models import saved
 from rondel.core.errors import ConfigError, EnvError
 from rondel.core.sandbox_types import BoxFileError
-from rondel.core.types import Task
+from rondel.core.types import Score, Task, Trajectory
 from rondel.generate.calls import HERMES, JsonCalls, TaggedCalls, read_off
 from rondel.generate.envs import repl
 from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tool, Tools
+from rondel.score import build_reward
+from rondel.score.answer_text import asked_of, turns_of
+from rondel.score.killable_process import without_arrays
+from rondel.score.process import steps_of
 
 TASK = Task("t", "tools", {"prompt": "what is three plus four?"})
 QWEN = (  # tools in the system message, calls as tagged JSON, results from the user
@@ -154,6 +159,54 @@ def test_an_episode_with_a_call(template):
         "tool_response" not in tok(template).decode(mine) and trajectory.mask[-1] and trajectory.finish_reason == "stop"
     )
     assert trajectory.timings["tools"] >= 0
+
+
+def shown_to(kind: str, folder: Path, trajectory: Trajectory) -> str:
+    """What a reward of this kind reads of an episode: the body that it sends, or the text that its model gets."""
+    address = {"url": "http://127.0.0.1:9/v1"}
+    if kind == "judge":
+        judge = build_reward({"kind": "judge", **address, "model": "j", "rubric": "1 if the sum was computed"})
+        return str(judge.build_request(trajectory, TASK)["messages"][0]["content"])
+    if kind == "remote":
+        remote, sent = build_reward({"kind": "remote", **address}), []
+
+        async def post(item):
+            sent.append(item)
+            return 1.0
+
+        remote.post = post
+        assert asyncio.run(remote(trajectory, TASK)) == Score(1.0)
+        return "\n".join(f"{m['role']}: {m['content']}" for m in sent[0]["messages"])
+    if kind == "groupwise":
+        return "\n".join(f"{turn.role}: {turn.text}" for turn in without_arrays([trajectory])[0].conversation)
+    saved(folder, what={"model": "SequenceClassification", "process": "TokenClassification"}[kind])
+    template = {"template": "{question}\n{answer}"} if kind == "model" else {"separator": "\n\n"}
+    reward = build_reward({"kind": kind, "path": str(folder), **template})
+    asked, turns = asked_of(trajectory, TASK), turns_of(trajectory)
+    if kind == "model":
+        return str(reward.tokenizer.decode(reward.encode_conversation(asked, turns)))
+    of = [steps_of(turn.text, "\n\n") if turn.written else [] for turn in turns]
+    return str(reward.model.tokenizer.decode(reward.encode_steps(asked, turns, of)[0]))
+
+
+@pytest.mark.parametrize("kind", ["judge", "remote", "model", "process", "groupwise"])
+def test_a_reward_that_reads_a_conversation_sees_calls_and_what_tools_said(kind, tmp_path):
+    trajectory, *_ = play("look. " + call("add", a=3, b=4), call("add", a="x"), "the answer is 7.")
+    shown = shown_to(kind, tmp_path, trajectory)
+    result, fault = (turn.text for turn in trajectory.conversation if turn.role == "tool")
+    assert result == "7" and "a valid integer" in fault
+    order = [
+        "what is three",
+        '{"name": "add", "arguments": {"a": 3, "b": 4}}',
+        "7",
+        '{"a": "x"}',
+        fault,
+        "the answer is 7.",
+    ]
+    at = 0
+    for text in order:
+        assert text in shown[at:], f"{text!r} is not where it belongs in {shown!r}"
+        at = shown.index(text, at) + len(text)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from rondel.driver.demonstration_stream import DemonstrationStream
 from rondel.driver.failure_budget import FailureBudget
 from rondel.driver.remote_teachers import RemoteTeachers
 from rondel.driver.replay_buffer import ReplayBuffer
+from rondel.driver.step_watch import StepWatch
 from rondel.generate.envs.episode import EpisodeState
 from rondel.generate.envs.order import TaskAdmissions
 from rondel.generate.envs.sources import TaskSet
@@ -73,6 +74,11 @@ class Components:
     @property
     def trainer(self) -> Any:
         return self.placed.trainer
+
+    @cached_property
+    def step_watch(self) -> StepWatch | None:
+        """Where the reward values steps while answers are written."""
+        return StepWatch(self.pool, lambda: self.engine) if self.pool.separators else None
 
     @cached_property
     def behavior_top(self) -> int:

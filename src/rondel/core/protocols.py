@@ -32,6 +32,7 @@ Earned = float | list[tuple[int, float]]
 Tags = tuple[str, ...]  # "weights", "kv_cache", "cuda_graph"
 # each whole and under its HF name, one at a time: a gathered tensor can go when its turn is over
 Tensors = Iterable[tuple[str, Any]]
+Progress = dict[int, tuple[int, Sequence[int]]]  # key of a request -> (tokens before these, tokens)
 Weights = Iterable[tuple[TensorInfo, Any]]  # the same with shape, dtype and digest
 
 
@@ -46,6 +47,13 @@ class RolloutEngine(Protocol):
     async def sleep(self, tags: Tags) -> None: ...
     async def wake(self, tags: Tags) -> None: ...
     async def receive(self, message: Message) -> int: ...  # -> the version served from now on
+
+
+class ProgressEngine(Protocol):
+    """An engine with the capability "progress": of its requests, by key, what they have written behind the tokens that
+    the caller knows; everything, from 0 on, where one has fewer than that."""
+
+    async def progress(self, known: Mapping[int, int]) -> Progress: ...
 
 
 class Trainer(Protocol):

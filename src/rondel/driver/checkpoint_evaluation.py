@@ -67,7 +67,7 @@ def rate(
     None where no try could be scored. told: (tasks done, tasks) as they end.
     """
     with _open_checkpoint(model_or_run, recipe, overrides | {"algo.guides": 0}) as (parts, _):
-        rollouts, tasks, done = GroupRollouts(parts, samples), parts.tasks.train, 0
+        rollouts, tasks, done = GroupRollouts(parts, samples, watch=parts.step_watch), parts.tasks.train, 0
 
         async def rate_task(number: int, lanes: asyncio.Semaphore) -> float | None:
             nonlocal done

@@ -59,7 +59,7 @@ async def _evaluate_set(
 
     began, job, samples, done = time.perf_counter(), parts.job, parts.job.task.eval.samples, 0
     sampling = evaluation_sampling(job.task.eval, parts.sampling)
-    rollouts, total = GroupRollouts(parts, 1), len(tasks) * samples
+    rollouts, total = GroupRollouts(parts, 1, watch=parts.step_watch), len(tasks) * samples
     if on_progress:
         on_progress(name, 0, total)
 
@@ -72,9 +72,10 @@ async def _evaluate_set(
                 lambda turn: sample_key(job.loop.seed, admission, sample, turn), sampling, NAMESPACE
             )
 
-        episode = assign_parents(await rollouts.run_episode(task, open_chat))
-        if not rollouts.scores_together:
-            await rollouts.score_episode(episode, task)
+        async with rollouts.watched(task):
+            episode = assign_parents(await rollouts.run_episode(task, open_chat))
+            if not rollouts.scores_together:
+                await rollouts.score_episode(episode, task)
         done += 1
         if on_progress:
             on_progress(name, done, total)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from rondel.core.types import (
     sample_key,
 )
 from rondel.driver.demonstration_stream import DemonstrationStream
+from rondel.driver.step_watch import CURRENT_ANSWER, StepWatch
 from rondel.driver.teacher_prompts import write_teacher_prompts
 from rondel.generate.engine.resumption import generate_until_done
 from rondel.generate.envs.chat import TokenChat
@@ -58,12 +60,13 @@ TURN = 1 << 17  # tokens of a batch after which others have their turn on the ev
 
 @dataclass
 class GroupRollouts:
-    """Generate and Score for one phase."""
+    """Generate and Score for one phase. `watch`: where steps are scored while answers are written."""
 
     parts: Components
     group_size: int
     guides: int = 0
     greedy: bool = False
+    watch: StepWatch | None = None
 
     async def generate_group(self, slot: Slot) -> Group:
         """G trajectories at once, each scored as soon as it is written, while its siblings still are."""
@@ -109,6 +112,14 @@ class GroupRollouts:
         """One that is scored, or a failure; while a run pauses it is asked for again: the world's
         fault anew, a reward's of the same answer.
         """
+        async with self.watched(slot.task):
+            return await self._score_until_settled(slot, index, policy)
+
+    def watched(self, task: Task) -> AbstractAsyncContextManager[Any]:
+        """Around an episode and its score."""
+        return nullcontext() if self.watch is None else self.watch.open(task)
+
+    async def _score_until_settled(self, slot: Slot, index: int, policy: str) -> list[Trajectory]:
         episode = assign_parents(await self._sample_episode(slot, index, policy))
         if self.scores_together:  # when its siblings are there
             return episode
@@ -189,6 +200,7 @@ class GroupRollouts:
             return done
 
         episode = p.episodes()
+        episode.watcher = CURRENT_ANSWER.get()
         if sampling is None:
             episode.commands = p.commands
         else:  # what is measured is scored, however it ended
@@ -231,7 +243,8 @@ class GroupRollouts:
         elif _is_dropped(trajectory):
             return
         elif trajectory.score is None:
-            trajectory.score = await self.parts.pool.score(trajectory, task)
+            answer, pool = CURRENT_ANSWER.get(), self.parts.pool
+            trajectory.score = await (pool.score(trajectory, task) if answer is None else answer.score(trajectory))
         else:
             trajectory.score = check_score(trajectory.score, trajectory)
 
@@ -243,7 +256,8 @@ def _is_dropped(trajectory: Trajectory) -> bool:
 
 def rollouts_of(parts: Components) -> GroupRollouts:
     """Of the loop itself: samples, and what the row wants beside them."""
-    return GroupRollouts(parts, parts.job.algo.group_size, parts.job.algo.guides, "greedy" in parts.row.needs)
+    job = parts.job
+    return GroupRollouts(parts, job.algo.group_size, job.algo.guides, "greedy" in parts.row.needs, parts.step_watch)
 
 
 class SupervisedRollouts(GroupRollouts):

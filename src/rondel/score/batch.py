@@ -41,6 +41,8 @@ class Batcher:
         self.compute, self.most, self.size, self.room, self.lanes, self.timed = compute, most, size, room, lanes, timed
         self.door, self.waiting = door, deque[PendingCall]()
         self._open: set[asyncio.Task[None]] = set()
+        self.idle = asyncio.Event()  # whether nobody waits and nothing is computed
+        self.idle.set()
 
     async def __call__(self, item: Any) -> Any:
         loop = asyncio.get_running_loop()
@@ -51,6 +53,7 @@ class Batcher:
                 self._process_batches(), context=Context()
             )  # not on the clock of the call that opened it
             self._open.add(lane)
+            self.idle.clear()
         with pause_clock():
             await (me.begun if self.timed else asyncio.wait([me.answer]))
         return await me.answer
@@ -63,6 +66,8 @@ class Batcher:
             await self._serve_lane()
         finally:
             self._open.discard(asyncio.current_task())  # type: ignore[arg-type]  # a task runs this
+            if not self._open:
+                self.idle.set()
 
     async def _serve_lane(self) -> None:
         await asyncio.sleep(0)  # who comes in the same turn of the loop comes along

@@ -1,4 +1,4 @@
-"""The clock of each call that is open, for whoever makes it wait without its fault."""
+"""The clock of each call that is open, for whoever makes it wait without its fault, and the episode it is about."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from contextvars import ContextVar
 from typing import Any
 
 CLOCK: ContextVar[asyncio.Timeout | None] = ContextVar("rondel_reward_clock", default=None)
+
+
+# of the call, what its answer was called while it was written; None where nobody watched it
+EPISODE: ContextVar[int | None] = ContextVar("rondel_reward_episode", default=None)
 
 
 class CallClocks:

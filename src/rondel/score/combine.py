@@ -54,6 +54,30 @@ class RewardTraits:
         return sum(reward.memory for reward in self.sleepable_rewards)
 
     @property
+    def separators(self) -> set[str]:
+        """Behind which a step of an unfinished answer can be valued already."""
+        return {separator for reward in self.rewards.values() for separator in getattr(reward, "separators", ())}
+
+    async def precompute(self, episode: int, trajectory: Trajectory, task: Task, unfinished: bool) -> None:
+        for reward in self.rewards_of(task):
+            if getattr(reward, "separators", ()):
+                await reward.precompute(episode, trajectory, task, unfinished)
+
+    async def forget(self, episode: int) -> None:
+        parts: list[Any] = list(self.rewards.values())
+        for reward in parts:
+            if getattr(reward, "separators", ()):
+                await reward.forget(episode)
+
+    def take_warning(self) -> str:
+        found = [reward.take_warning() for reward in self.rewards.values() if hasattr(reward, "take_warning")]
+        return " ".join(filter(None, found))
+
+    def rewards_of(self, task: Task) -> list[Any]:
+        """Those that judge this task."""
+        return list(self.rewards.values())
+
+    @property
     def counts(self) -> Mapping[str, float]:
         return ChainMap(*(reward.counts for reward in self.rewards.values() if hasattr(reward, "counts")))
 
@@ -106,6 +130,9 @@ class By(RewardTraits):
             raise ConfigError('reward \'by\' has no parts: parts = { sums = "number", proofs = "math" }')
         self.field = field
         super().__init__(parts)
+
+    def rewards_of(self, task: Task) -> list[Any]:
+        return [reward for value, reward in self.rewards.items() if value == task.data.get(self.field)]
 
     async def __call__(self, asked: Trajectory | list[Trajectory], task: Task) -> Score | Failed | list[Score | Failed]:
         value = task.data.get(self.field)

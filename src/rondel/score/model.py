@@ -184,14 +184,17 @@ class RewardModel:
 
     def _forward_batch(self, batch: list[list[int]]) -> list[list[float]]:
         """All texts in one row; positions begin anew with each, and by them attention keeps to its own text."""
-        if self._naps is not None and self._naps.asleep:
-            raise RewardError("a reward model was asked while it slept: somebody else has its device")
+        self._refuse_asleep()
         torch, device = self.torch, self.device
         row = torch.tensor([[i for ids in batch for i in ids]], device=device)
         places = torch.tensor([[at for ids in batch for at in range(len(ids))]], device=device)
         with torch.inference_mode():
             said_T = self.head(self.body(input_ids=row, position_ids=places, use_cache=False).last_hidden_state)[0]
         return [self.reward_values(said_NK).tolist() for said_NK in said_T.float().split([len(ids) for ids in batch])]
+
+    def _refuse_asleep(self) -> None:
+        if self._naps is not None and self._naps.asleep:
+            raise RewardError("a reward model was asked while it slept: somebody else has its device")
 
     def reward_values(self, said_NK: Any) -> Any:
         return said_NK[:, 0]

@@ -86,6 +86,7 @@ class RewardPool:
         self.shared: ConcurrentWorker | None = None
         self.naps = False  # whether its model leaves the device while somebody else has it
         self.groupwise = False  # whether it grades the answers to a task together
+        self.separators: tuple[str, ...] = ()  # behind which a step of an unfinished answer can be valued already
         self._end = weakref.finalize(self, _end_workers, self._threads, self._hired)
         try:
             worker = self._threads.submit(
@@ -94,7 +95,13 @@ class RewardPool:
         except BaseException:
             self._end()
             raise
-        self.groupwise = worker.groupwise
+        self.groupwise, self.separators = worker.groupwise, worker.separators
+        if self.groupwise and self.separators:
+            self._end()
+            raise ConfigError(
+                "reward 'process': pipelined = true has no effect beside a groupwise part, which is asked when the last "
+                "answer of a group is written; leave it out"
+            )
         if worker.together > 1 and workers > 1:
             self._end()
             raise ConfigError(
@@ -114,11 +121,13 @@ class RewardPool:
         else:
             self._idle.append(worker)
 
-    async def score(self, trajectory: Trajectory, task: Task) -> Score | Failed:
-        """The reward of one trajectory. Never raises for what the reward does."""
+    async def score(self, trajectory: Trajectory, task: Task, episode: int | None = None) -> Score | Failed:
+        """The reward of one trajectory. Never raises for what the reward does. `episode`: what it was called when its
+        steps were `precompute`d.
+        """
         if self.groupwise:
             return (await self.score_group([trajectory], task))[0]
-        result = await self._ask_worker(trajectory, task)
+        result = await self._ask_worker(trajectory, task, episode)
         assert not isinstance(result, list)
         self._count_result(result)
         return result
@@ -135,9 +144,21 @@ class RewardPool:
             self._count_result(one)
         return results
 
-    async def _ask_worker(self, asked: Asked, task: Task) -> Result:
+    async def precompute(self, episode: int, trajectory: Trajectory, task: Task, unfinished: bool) -> bool:
+        """Value the steps that an answer has so far; where its last turn is `unfinished`, those behind which a separator
+        stands. -> whether it worked: a failure counts when the answer is scored, and not here.
+        """
+        assert self.shared
+        return await self.shared.precompute(episode, trajectory, task, unfinished, self._threads)
+
+    def forget(self, episode: int) -> None:
+        """What was precomputed for an answer that nobody will score."""
+        assert self.shared
+        self.shared.forget(episode, self._threads)
+
+    async def _ask_worker(self, asked: Asked, task: Task, episode: int | None = None) -> Result:
         if self.shared:
-            result = await self.shared.request_score(asked, task, self._threads)
+            result = await self.shared.request_score(asked, task, self._threads, episode)
             self._tell_counts()
             return result
         call = RewardCall(asked, task, asyncio.get_running_loop().create_future())
@@ -263,6 +284,8 @@ class RewardPool:
     def _tell_counts(self) -> None:
         """What a reward counts of itself, at most once a second, and when nobody waits."""
         assert self.shared
+        while self.shared.warnings:
+            emit(Warned(self.shared.warnings.pop(0)))
         if self.shared.counts != self._told and (not self.shared.pending or time.monotonic() > self._told_at + 1):
             emit(RewardCounts({name: value - self._told.get(name, 0) for name, value in self.shared.counts.items()}))
             self._told, self._told_at = dict(self.shared.counts), time.monotonic()

@@ -5,17 +5,22 @@ for tokens or from a function of yours.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from rondel.core.errors import ConfigError
-from rondel.core.registry import import_attribute, one_of
+from rondel.core.registry import one_of
 from rondel.core.types import Failed, Score, Task, Trajectory, Turn
 from rondel.score.answer_text import asked_of, turns_of
-from rondel.score.model import RewardModel
+from rondel.score.clock import EPISODE, pause_clock
+from rondel.score.step_model import GrowingText, TokenModel
+from rondel.score.step_scorer import StepScorer, ValuedSteps, check_values
 from rondel.text.unicode import valid_unicode
 
 AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
@@ -37,32 +42,29 @@ def steps_of(text: str, separator: str) -> list[tuple[str, int]]:
     return found
 
 
-class TokenModel(RewardModel):
-    """A token classifier; of two labels the second is "right", and its probability is the value."""
+@dataclass(eq=False)
+class EarlyAnswer:
+    """What is known of an answer that is still being written.
 
-    auto = "AutoModelForTokenClassification"
+    lock    one call at a time extends it; `closed` when the answer is whole, and its own call does the rest
+    """
 
-    def _score_head(self) -> Any:
-        head = getattr(self.model, "score", None)
-        if self.model.config.num_labels not in (1, 2) or head is None or self.body is None:
-            raise ConfigError(
-                f"process reward model {self.path!r} is a {type(self.model).__name__} with "
-                f"{self.model.config.num_labels} labels; a decoder with one or "
-                "two labels is needed, and a head called 'score'"
-            )
-        return head
-
-    def reward_values(self, said_NK: Any) -> Any:
-        return said_NK[:, 0] if said_NK.shape[1] == 1 else said_NK.softmax(-1)[:, 1]
+    valued: ValuedSteps = field(default_factory=ValuedSteps)
+    text: GrowingText = field(default_factory=GrowingText)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    closed: bool = False
 
 
 class ProcessReward:
     """The aggregate of the steps' values, or, with `tokenizer`, each value at the last token of its step.
 
-    path or scorer   a token classifier, or "module:name": `(steps, task) -> values`, plain or async
+    path or scorer   a token classifier, or "module:name": `(steps, task) -> values`, plain or async; with a parameter
+                     `first` it values steps[first:] alone
     separator        of steps, and what the model reads after each: its value stands at that token
     aggregate        min, mean, last or sum. Placed values add up to it, so only mean and sum can be placed
     tokenizer        of the policy, by which a character's place becomes a token's
+    pipelined        a step is valued when it is written, while the answer goes on: with the same result, because its
+                     value depends on nothing behind it
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class ProcessReward:
         aggregate: str = "min",
         tokenizer: str | None = None,
         together: int = 64,
+        pipelined: bool = False,
         **settings: Any,
     ) -> None:
         one_of("process reward: aggregate", aggregate, AGGREGATES)
@@ -89,9 +92,12 @@ class ProcessReward:
                 f"tokenizer; or use sum or mean"
             )
         self.separator, self.aggregate, self.together = separator, aggregate, max(2, together)
-        self.scorer = import_attribute("process scorer", scorer) if scorer else None
-        self.model = TokenModel(path=path, together=together, **settings) if path else None
-        self.counts: dict[str, float] = self.model.counts if self.model else {}
+        self.scorer = StepScorer(scorer, together=self.together, pipelined=pipelined) if scorer else None
+        self.model = TokenModel(path=path, together=together, pipelined=pipelined, **settings) if path else None
+        self.counts: dict[str, float] = self.model.counts if self.model else defaultdict(float)
+        self.separators = {separator} if pipelined else set[str]()
+        self.early: dict[int | None, EarlyAnswer] = {}  # by episode
+        self._places = asyncio.Semaphore(self.together)
         self.naps = self.model is not None and self.model.naps
         self.tokenizer: Any = None
         if tokenizer:
@@ -116,21 +122,16 @@ class ProcessReward:
         return self.model.memory if self.model else 0
 
     async def __call__(self, trajectory: Trajectory, task: Task) -> Score | Failed:
-        turns = turns_of(trajectory)
+        began, turns = time.monotonic(), turns_of(trajectory)
         of = [steps_of(turn.text, self.separator) if turn.written else [] for turn in turns]
-        steps = [step for own in of for step in own]
-        if not steps:
+        if not any(of):
             return Failed("answer has no steps")
-        if self.scorer:
-            returned = await asyncio.to_thread(self.scorer, [step for step, _ in steps], task)
-            values = await returned if inspect.isawaitable(returned) else returned
-        else:
-            values = await self._by_model(asked_of(trajectory, task), turns, of)
+        values = await self._value_steps(trajectory, task, turns, of)
         if isinstance(values, Failed):
             return values
-        values = list(values)
-        if len(values) != len(steps) or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
-            return Failed("steps were not valued", f"{len(steps)} steps got {values!s:.120}")
+        if self.separators:
+            self.counts["process_steps"] += len(values)
+            self.counts["process_wait_seconds"] += time.monotonic() - began
         total = AGGREGATES[self.aggregate](values)
         if self.tokenizer is None or not trajectory.tokens:
             return Score(total)
@@ -142,13 +143,85 @@ class ProcessReward:
         ]
         return Score(total, steps=tuple((place, share * value) for place, value in zip(places, values)))
 
-    async def _by_model(
-        self, asked: list[dict[str, str]], turns: list[Turn], of: list[list[tuple[str, int]]]
+    async def _value_steps(
+        self, trajectory: Trajectory, task: Task, turns: list[Turn], of: list[list[tuple[str, int]]]
     ) -> list[float] | Failed:
-        """The value of a step stands at the last token of the separator behind it. What was
+        """Of a whole answer. Those that were valued while it was written are not valued again."""
+        early = self.early.get(EPISODE.get()) or EarlyAnswer()
+        early.closed = True
+        steps, known, read = _texts(of), len(early.valued.steps), len(early.text.ids)
+        with pause_clock():  # what is being valued has a clock of its own
+            await early.lock.acquire()
+        try:
+            if self.scorer:
+                if early.valued.values_of(steps):
+                    self.counts["process_early_steps"] += known
+                return await self.scorer.value_steps(steps, task, early.valued)
+            assert self.model
+            ids, ends = self.encode_steps(asked_of(trajectory, task), turns, of)
+            if len(ids) > (most := self.model.most):
+                return Failed(
+                    "text does not fit the reward model", f"it has {len(ids)} tokens, and the model reads {most}"
+                )
+            if early.text.known_of(ids):
+                self.counts["process_early_steps"] += sum(end < read for end in ends)
+            said = await self.model.value_rest(early.text, ids)
+            return check_values([said[end] for end in ends], len(ends))
+        finally:
+            early.lock.release()
+
+    # -- while an answer is written ------------------------------------------------------------------
+
+    async def precompute(self, episode: int, trajectory: Trajectory, task: Task, unfinished: bool) -> None:
+        """Value the steps that an answer has by now; of an unfinished last turn those behind which a separator stands.
+        What raises here raises again when the answer is scored, and counts then.
+        """
+        early = self.early.setdefault(episode, EarlyAnswer())
+        turns = turns_of(trajectory)
+        of = [steps_of(turn.text, self.separator) if turn.written else [] for turn in turns]
+        if unfinished:
+            of[-1] = steps_of(turns[-1].text.rpartition(self.separator)[0], self.separator)
+        async with self._early_place(), early.lock:
+            if early.closed or not (steps := _texts(of)):
+                return
+            began = time.monotonic()
+            if self.model:
+                await self.model.read_ahead(early.text, self.encode_steps(asked_of(trajectory, task), turns, of)[0])
+            elif self.scorer and self.scorer.agrees:
+                await self.scorer.extend(early.valued, steps, task)
+            self.counts["process_early_seconds"] += time.monotonic() - began
+
+    @asynccontextmanager
+    async def _early_place(self) -> AsyncIterator[None]:
+        """Among the steps that are valued early, when nobody waits for a score: not on the clock of the call."""
+        async with AsyncExitStack() as ends:
+            with pause_clock():
+                await ends.enter_async_context(self._places)
+                if self.model:
+                    await ends.enter_async_context(self.model.quiet())
+            yield
+
+    async def forget(self, episode: int) -> None:
+        """The answer is scored, or nobody will ask for it."""
+        if early := self.early.pop(episode, None):
+            early.closed = True
+            if self.model:
+                async with early.lock:
+                    self.model.drop_text(early.text)
+
+    def take_warning(self) -> str:
+        if self.scorer is None:
+            return ""
+        found, self.scorer.warning = self.scorer.warning, ""
+        return found
+
+    def encode_steps(
+        self, asked: list[dict[str, str]], turns: list[Turn], of: list[list[tuple[str, int]]]
+    ) -> tuple[list[int], list[int]]:
+        """(tokens, where each step's value stands): at the last token of the separator behind it. What was
         asked stands before the first step, and what tools and users said between the turns where they said it."""
         assert self.model
-        model, special = self.model, self.model.special
+        special = self.model.special
         question = "\n".join(message["content"] for message in asked)
         ids = special.encode(
             special.cover_control_tokens(valid_unicode(question)) + self.separator, add_special_tokens=True
@@ -158,12 +231,7 @@ class ProcessReward:
             for text in [step for step, _ in steps] if turn.written else [turn.text]:
                 ids += special.encode(special.cover_control_tokens(valid_unicode(text)) + self.separator)
                 ends += [len(ids) - 1] * turn.written
-        if len(ids) > model.most:
-            return Failed(
-                "text does not fit the reward model", f"it has {len(ids)} tokens, and the model reads {model.most}"
-            )
-        said = await model._batcher(ids)
-        return [said[end] for end in ends]
+        return ids, ends
 
     def _step_tokens(self, trajectory: Trajectory, turn: Turn, ends: list[int]) -> list[int]:
         """For each character of a turn behind a step, the token that the policy wrote it with.
@@ -177,3 +245,7 @@ class ProcessReward:
             for end in ends
         ]
         return [written[min(place, len(written) - 1)] for place in places]
+
+
+def _texts(of: list[list[tuple[str, int]]]) -> list[str]:
+    return [step for own in of for step, _ in own]

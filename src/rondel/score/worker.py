@@ -2,15 +2,15 @@
 
 stdin   pickle  (reward spec, parent's process id, timeout, folder, what it may lend, whether it begins asleep, objects
         that the recipe was given), then (trajectory, task) for ever; its end is the end of the process
-stdout  JSON    {"together": 1, "naps": false, "groupwise": false} | {"error": ...}, then {"value": ...,
-        "parts": ..., "steps": ...} | {"reason": ..., "detail": ...}
+stdout  JSON    {"together": 1, "naps": false, "groupwise": false, "separators": []} | {"error": ...}, then
+        {"value": ..., "parts": ..., "steps": ...} | {"reason": ..., "detail": ...}
 
 A groupwise reward is given a list of trajectories, and replies {"group": [one such object each]}.
 
-A reward with `together` > 1 is asked so many times at once: a job is then (number,
-trajectory, task), a reply names its number, what the reward counts goes along, and an empty
-reply every second says that the event loop runs.
-(number, "sleep" | "wake") is an order to one that naps (score/offload.py).
+A reward with `together` > 1 is asked so many times at once: jobs are then those of score/jobs.py,
+a reply names its number, what the reward counts goes along, and an empty reply every second
+says that the event loop runs. Orders go to one that naps (score/offload.py), early jobs to one
+that values steps while an answer is written (score/process.py).
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from rondel.core.given_objects import unpack_given
 from rondel.core.registry import import_attribute
 from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score import Lent, build_reward
-from rondel.score.clock import CLOCK, CLOCKS, CallClocks, call_with_clock
+from rondel.score.clock import CLOCK, CLOCKS, EPISODE, CallClocks, call_with_clock
+from rondel.score.jobs import EarlyJob, OrderJob, ScoreJob
 from rondel.score.result import check_group, check_score, read_score
 from rondel.system.signals import leave_to_controller
 
@@ -62,7 +63,16 @@ def main() -> None:
         send_reply({"error": str(error) if isinstance(error, ValueError) else last_line(error)})
         return
     groupwise = bool(getattr(reward, "groupwise", False))
-    send_reply({"together": together, "naps": naps, "groupwise": groupwise, "memory": reward.memory if naps else 0})
+    separators = sorted(getattr(reward, "separators", ()))
+    send_reply(
+        {
+            "together": together,
+            "naps": naps,
+            "groupwise": groupwise,
+            "memory": reward.memory if naps else 0,
+            "separators": separators,
+        }
+    )
     with asyncio.Runner() as runner:  # one loop for the life of the worker: an async reward may keep its connections
         if together > 1:
             return runner.run(serve_calls(reward, jobs, send_reply, timeout))
@@ -88,37 +98,57 @@ async def serve_calls(reward: Any, jobs: Any, answer: Callable[[dict[str, Any]],
     open_calls: set[asyncio.Task] = set()
     CLOCKS.set(clocks := CallClocks(lambda: answer({})))
 
-    async def score_one(number: int, trajectory: Trajectory | list[Trajectory], task: Task) -> None:
-        result: Score | Failed | list[Score | Failed]
+    async def run_timed(call: Callable[[], Awaitable[Any]]) -> Any:
+        """What it returns; a `Failed` for whatever it raises and for being late."""
         try:
             async with asyncio.timeout(timeout) as clock:
                 CLOCK.set(clock)
                 clocks.open.add(clock)
                 try:
-                    returned = call_with_clock(reward, trajectory, task)
-                    result = check_result(await returned if inspect.isawaitable(returned) else returned, trajectory)
+                    return await call()
                 finally:
                     clocks.open.discard(clock)
         except TimeoutError:
-            result = Failed("timeout", f"no answer within {timeout:g} s")
+            return Failed("timeout", f"no answer within {timeout:g} s")
         except BaseException as error:
-            result = Failed(f"raised {type(error).__name__}", last_line(error))
-        answer({"number": number, "counts": dict(counts), **result_message(result)})
+            return Failed(f"raised {type(error).__name__}", last_line(error))
+
+    async def score_one(job: ScoreJob) -> None:
+        EPISODE.set(job.episode)
+
+        async def call() -> Any:
+            returned = call_with_clock(reward, job.asked, job.task)
+            return check_result(await returned if inspect.isawaitable(returned) else returned, job.asked)
+
+        result = await run_timed(call)
+        if job.episode is not None:
+            await reward.forget(job.episode)
+        warned = reward.take_warning() if hasattr(reward, "take_warning") else ""
+        answer({"number": job.number, "counts": dict(counts), "warned": warned, **result_message(result)})
+
+    async def score_early(job: EarlyJob) -> None:
+        failed = await run_timed(lambda: reward.precompute(job.episode, job.trajectory, job.task, job.unfinished))
+        answer({"number": job.number, **(result_message(failed) if isinstance(failed, Failed) else {"value": 0.0})})
 
     async def send_heartbeats() -> None:
         while True:
             answer({})
             await asyncio.sleep(1)
 
-    async def told_to(number: int, verb: str) -> None:
-        """ "sleep" or "wake": what it then has on the device."""
+    async def follow_order(job: OrderJob) -> None:
+        """What it then has on the device."""
         try:
-            await getattr(reward, verb)()
+            await getattr(reward, job.verb)(*job.given)
         except BaseException as error:
-            answer({"number": number, "reason": f"does not {verb}", "detail": last_line(error)})
+            answer({"number": job.number, "reason": f"does not {job.verb}", "detail": last_line(error)})
         else:
-            answer({"number": number, "value": 0.0, "memory": reward.memory})
+            answer({"number": job.number, "value": 0.0, "memory": getattr(reward, "memory", 0)})
 
+    serve: dict[type, Callable[[Any], Coroutine[Any, Any, None]]] = {
+        ScoreJob: score_one,
+        EarlyJob: score_early,
+        OrderJob: follow_order,
+    }
     beat = asyncio.ensure_future(send_heartbeats())
     while True:
         try:
@@ -126,7 +156,7 @@ async def serve_calls(reward: Any, jobs: Any, answer: Callable[[dict[str, Any]],
         except EOFError:
             beat.cancel()
             return
-        task = asyncio.ensure_future(told_to(*job) if len(job) == 2 else score_one(*job))
+        task = asyncio.ensure_future(serve[type(job)](job))
         open_calls.add(task)
         task.add_done_callback(open_calls.discard)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from rondel.core.errors import EngineError, SyncError
-from rondel.core.protocols import Interrupt, RolloutEngine, Tags
+from rondel.core.protocols import Interrupt, Progress, RolloutEngine, Tags
 from rondel.core.registry import suggest_name
 from rondel.core.types import (
     IDS,
@@ -31,6 +31,7 @@ from rondel.core.types import (
     TokenColumn,
     TokenScores,
 )
+from rondel.generate.engine.replica_fleet import merge_progress
 
 STATES = ("serving", "held", "asleep", "refusing")  # of several, the first that one of them is in
 
@@ -66,6 +67,9 @@ class MultiPolicyEngine:
         if request.policy in self.frozen:
             done = replace(done, versions=TokenColumn(IDS, [version]) * len(done.tokens), stints=())
         return done
+
+    async def progress(self, known: Mapping[int, int]) -> Progress:
+        return await merge_progress(self.each.values(), known)
 
     async def score(self, request: Request) -> TokenScores:
         scored = await self._engine_for(request).score(request)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rondel.core.errors import EngineError, StalledError, WorkerError
 from rondel.core.events import Warned, emit
-from rondel.core.protocols import RolloutEngine
+from rondel.core.protocols import Progress, RolloutEngine
+
+
+async def merge_progress(engines: Iterable[Any], known: Mapping[int, int]) -> Progress:
+    """What several engines say of the same requests. One that raises says nothing."""
+    told = await asyncio.gather(*(engine.progress(known) for engine in engines), return_exceptions=True)
+    found: Progress = {}
+    for one in told:
+        found |= one if isinstance(one, dict) else {}
+    return found
 
 
 @dataclass(eq=False, slots=True)

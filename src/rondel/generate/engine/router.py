@@ -20,10 +20,10 @@ import numpy as np
 
 from rondel.core.errors import EngineError, LawError, StalledError, WorkerError
 from rondel.core.events import Advised, emit, stalled_error
-from rondel.core.protocols import Interrupt, RolloutEngine, Tags
+from rondel.core.protocols import Interrupt, Progress, RolloutEngine, Tags
 from rondel.core.types import Abort, Begin, Commit, Completion, EngineStatus, Message, Request, TokenScores
 from rondel.generate.engine.concurrency import ConcurrencyController
-from rondel.generate.engine.replica_fleet import EngineReplica, ReplicaFleet
+from rondel.generate.engine.replica_fleet import EngineReplica, ReplicaFleet, merge_progress
 from rondel.generate.engine.request_queue import RequestQueue
 
 STATES = ("serving", "held", "asleep", "refusing")  # of several, the first that one of them is in
@@ -120,6 +120,11 @@ class EngineRouter:
                 self._record_answer(0, pressed=isinstance(error, StalledError))
                 raise
             return None
+
+    async def progress(self, known: Mapping[int, int]) -> Progress:
+        """Of all replicas that answer; who does not is found out by those whose requests it has."""
+        asked = (replica.engine for replica in self.fleet.healthy)
+        return await merge_progress(asked, known)
 
     async def score(self, request: Request) -> TokenScores:
         """Log-probabilities of all replicas, who must agree: what one of them alone gets wrong

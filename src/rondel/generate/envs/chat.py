@@ -190,16 +190,10 @@ class TokenChat:
         sampling = replace(self.sampling, max_tokens=limit, min_tokens=min(self.sampling.min_tokens, limit))
         tokens = self.trajectory.tokens.copy()
         self.asked = (len(tokens), len(self.sent))
-        began = now()
-        done = await self.generate(
-            Request(
-                tokens,
-                sampling,
-                key=self.key(self.turn),
-                policy=self.trajectory.policy,
-                media=tuple(self.trajectory.media),
-            )
-        )
+        began, key = now(), self.key(self.turn)
+        media = tuple(self.trajectory.media)
+        with self.episode.watched_turn(self, key):
+            done = await self.generate(Request(tokens, sampling, key=key, policy=self.trajectory.policy, media=media))
         took = now() - began
         if done.text is None:  # before its tokens are there twice
             done.text = await decode_answer(self.tokenizer, done.tokens)
@@ -212,6 +206,7 @@ class TokenChat:
             self.trajectory.timings[what] = self.trajectory.timings.get(what, 0.0) + seconds
         self._close_turn(done.tokens, done.text)
         self.trajectory.finish_reason = done.finish_reason
+        self.episode.end_turn(self)
         if budget is not None:
             budget.spend(len(done.tokens), cut=done.finish_reason == "length")
         return done

@@ -13,7 +13,8 @@ share are trained in each (and computed once).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -33,6 +34,13 @@ class CommandRecorder(Protocol):
     def record(self, episode: int, n: int, command: Any, *, exit: int, folder: str) -> None: ...
 
 
+class TurnWatcher(Protocol):
+    """What is told of the policy's turns: `turn` around one, with the key of its request, `end_turn` behind it."""
+
+    def turn(self, chat: Any, key: int) -> AbstractContextManager[None]: ...
+    def end_turn(self, chat: Any) -> None: ...
+
+
 @dataclass
 class EpisodeState:
     """What the conversations of one episode share, and what becomes of them when it ends.
@@ -43,6 +51,7 @@ class EpisodeState:
 
     `commands` keeps what was run in sandboxes, for an episode that is played again after a crash. `chats` are the
     conversations (TokenChat) in which the policy was asked. `drops`: an episode whose budget is used up has no score.
+    `watcher` hears of the policy's turns while they are written.
     """
 
     budget: EpisodeBudget | None = None
@@ -50,10 +59,20 @@ class EpisodeState:
     drops: bool = False
     commands: CommandRecorder | None = None
     chats: list[Any] = field(default_factory=list)
+    watcher: TurnWatcher | None = None
 
     @property
     def is_out_of_budget(self) -> bool:
         return self.budget is not None and bool(self.budget.over)
+
+    @contextmanager
+    def watched_turn(self, chat: Any, key: int) -> Iterator[None]:
+        with nullcontext() if self.watcher is None else self.watcher.turn(chat, key):
+            yield
+
+    def end_turn(self, chat: Any) -> None:
+        if self.watcher is not None:
+            self.watcher.end_turn(chat)
 
     async def finish(self, episode: list[Trajectory]) -> list[Trajectory]:
         """The trajectories of the episode with those that were closed on the way, behind the others; each with its

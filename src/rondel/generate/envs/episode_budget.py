@@ -53,6 +53,12 @@ class EpisodeBudget:
             )
         return False
 
+    def seconds_left(self) -> float | None:
+        """What a tool may take now; None is no limit."""
+        if self.seconds is None:
+            return None
+        return self.seconds - (0.0 if self._began is None else self.clock() - self._began)
+
     def limit_tokens(self, limit: int) -> int:
         """Of one reply."""
         return limit if self.tokens is None else min(limit, self.tokens - self.used_tokens)

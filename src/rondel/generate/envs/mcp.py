@@ -133,10 +133,13 @@ class McpEpisode:
             raise EnvError(f"the MCP server '{self.server.where}': {_error_text(error)}") from error
         content = answer.get("content") or []
         if any(map(_image_url, content)):
-            return await self._read_content(content, begins=["error:"] * bool(answer.get("isError")))
+            pieces = await self._read_content(content, begins=["error:"] * bool(answer.get("isError")))
+            wrong = answer.get("isError")
+            return [visible_error(one, arguments) if wrong and isinstance(one, str) else one for one in pieces]
         text = "\n".join(_part_text(part) for part in content)
         if not text and answer.get("structuredContent") is not None:
-            text = json.dumps(answer["structuredContent"], ensure_ascii=False)
+            shown: Any = answer["structuredContent"]
+            text = json.dumps(_visible(shown, arguments) if answer.get("isError") else shown, ensure_ascii=False)
         return f"error: {visible_error(text, arguments)}" if answer.get("isError") else text
 
     async def _read_content(self, content: list[dict[str, Any]], begins: list[Any]) -> list[Any]:
@@ -265,6 +268,15 @@ def _image_url(part: dict[str, Any]) -> str:
     held = (part.get("resource") or {}) if part.get("type") == "resource" else part
     kind, data = str(held.get("mimeType") or ""), held.get("blob", held.get("data"))
     return f"data:{kind};base64,{data}" if kind.startswith("image/") and isinstance(data, str) else ""
+
+
+def _visible(value: Any, said: Any) -> Any:
+    """The texts in a JSON value as the policy may read them in an error; a line break is none there."""
+    if isinstance(value, str):
+        return visible_error(value, said)
+    if isinstance(value, dict):
+        return {name: _visible(one, said) for name, one in value.items()}
+    return [_visible(one, said) for one in value] if isinstance(value, list) else value
 
 
 def _error_text(error: BaseException) -> str:

@@ -141,6 +141,11 @@ def python_tool(sandbox: Callable[[], SandboxFactory]) -> type:
             with self._turn:
                 return _added(self._spent, self._open.usage()) if self._open is not None else self._spent
 
+        def interrupt(self) -> None:
+            """The time of the episode is over: the code that runs ends, with its box."""
+            if self.is_busy and (opened := self._open) is not None:
+                opened.cell.kill()
+
         def close(self) -> None:
             """At once for the caller: the box ends beside."""
             self._closed = True

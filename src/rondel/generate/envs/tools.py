@@ -44,7 +44,8 @@ OF_ARGUMENTS = {
 }  # fmt: skip
 
 
-OURS = ("close", "folder_digest", "box_usage")  # methods of an episode's object that are no tools
+OURS = ("close", "folder_digest", "box_usage", "interrupt")  # methods of an episode's object that are no tools
+LATE = "the time of the episode is over"
 
 
 class Tool:
@@ -68,6 +69,12 @@ class Tool:
         """What it is a method of, where that has a working folder: `folder_digest()`."""
         owner = getattr(self.function, "__self__", None)
         return owner if hasattr(owner, "folder_digest") else None
+
+    def interrupt(self) -> None:
+        """What it is a method of ends what it does, where it can."""
+        owner: Any = getattr(self.function, "__self__", None)
+        if hasattr(owner, "interrupt"):
+            owner.interrupt()
 
     @property
     def box_owner(self) -> Any:
@@ -203,7 +210,7 @@ class Tools:
         async def carry_out_lane(lane: int, places: list[int]) -> None:
             for place in places:
                 call = calls[place]
-                results[place] = await self._call_timed(call, tools, chat.trajectory)
+                results[place] = await self._call_timed(call, tools, chat)
                 if lane >= 0 and log is not None:
                     folder = await asyncio.to_thread(tools[call.name].workspace.folder_digest)
                     wrong = isinstance(results[place], str) and results[place].startswith("error:")
@@ -227,15 +234,17 @@ class Tools:
         blind = getattr(chat, "sight", None) is None
         return message_text(result) if blind and call.name in tools and tools[call.name].foreign else result
 
-    async def _call_timed(self, call: ToolCall, tools: dict[str, Tool], of: Trajectory) -> str | list[dict[str, Any]]:
-        began = now()
-        result = await self.carry_out(call, tools)
-        of.laps.append((call.name or "?", began, now() - began, 0, 0))
+    async def _call_timed(self, call: ToolCall, tools: dict[str, Tool], chat: Chat) -> str | list[dict[str, Any]]:
+        began, budget = now(), getattr(getattr(chat, "episode", None), "budget", None)
+        result = await self.carry_out(call, tools, None if budget is None else budget.seconds_left())
+        chat.trajectory.laps.append((call.name or "?", began, now() - began, 0, 0))
         return result
 
-    async def carry_out(self, call: ToolCall, tools: dict[str, Tool] | None = None) -> str | list[dict[str, Any]]:
+    async def carry_out(
+        self, call: ToolCall, tools: dict[str, Tool] | None = None, left: float | None = None
+    ) -> str | list[dict[str, Any]]:
         """-> what the policy reads: a text, or parts with images where it returned a PIL image,
-        an array of pixels, or a list with one.
+        an array of pixels, or a list with one. `left`: seconds of the episode, after which the call is ended.
         """
         if call.fault:
             return f"error: {call.fault}"
@@ -247,13 +256,18 @@ class Tools:
         except ValidationError as error:
             first = error.errors()[0]
             return f"error: {call.name}: {'.'.join(map(str, first['loc'])) or 'arguments'}: {first['msg']}"
+        if left is not None and left <= 0:
+            return f"error: {call.name}: {LATE}"
         try:
-            async with asyncio.timeout(self.timeout):
+            async with asyncio.timeout(self.timeout if left is None else min(left, self.timeout)):
                 result = await self._call_function(tool.function, arguments)
             if (parts := tool_image_parts(result)) is not None:
                 return parts
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except TimeoutError as error:
+            if left is not None and left <= self.timeout:
+                tool.interrupt()
+                return f"error: {call.name}: {LATE}"
             late = f"tool {call.name} did not answer within {self.timeout:g} s"
             if tool.is_busy:
                 return f"error: {late}: it is busy with your other calls"

@@ -22,7 +22,8 @@ from rondel.core.sandbox_types import CommandResult
 
 LONG, SHORT = 1.0, 0.5  # seconds that a step waits for output that is due; between two looks at nothing
 PLACE = "/tmp/.relay"
-# stdin: the program. The supervisor answers on a socket that only this box has
+# stdin: the program, which removes its file when it has read it. The supervisor answers on a socket that only this box
+# has, and removes it at the program's end
 SUPERVISOR = """
 import base64, json, os, socket, subprocess, sys, threading
 code = sys.stdin.read()
@@ -36,7 +37,7 @@ os.setsid()
 null = os.open(os.devnull, os.O_RDWR)
 for fd in range(3): os.dup2(null, fd)
 with open(home + ".py", "w", encoding="utf-8", errors="surrogateescape") as file: file.write(code)
-one = subprocess.Popen(["python3", "-c", "import sys; f = open(sys.argv.pop(1), encoding='utf-8'); sys.argv = ['-c']; t = f.read(); f.close(); sys.path[0] = ''; exec(compile(t, '<code>', 'exec'))", home + ".py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+one = subprocess.Popen(["python3", "-c", "import os, sys; p = sys.argv.pop(1); f = open(p, encoding='utf-8'); sys.argv = ['-c']; t = f.read(); f.close(); os.unlink(p); del p; sys.path[0] = ''; exec(compile(t, '<code>', 'exec'))", home + ".py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 said, news, open_ones = {"stdout": b"", "stderr": b""}, threading.Condition(), {"stdout", "stderr"}
 def read(name):
     stream = getattr(one, name)
@@ -69,6 +70,7 @@ while True:
         lines.write(json.dumps({"code": code, **told}).encode() + b"\\n")
         lines.flush()
     if code is not None: break
+os.unlink(home)
 """
 STEP = """
 import socket, sys

@@ -30,7 +30,9 @@ RUNNER = """
 import base64, json, os, resource, signal, subprocess, sys
 word = sys.argv[1]
 if word.startswith("@"):
-    word = open(word[1:]).read()
+    path = word[1:]
+    word = open(path).read()
+    os.unlink(path)
 asked = json.loads(base64.b64decode(word))
 def narrow():
     for what, value in (("RLIMIT_CPU", asked["cpu"]), ("RLIMIT_FSIZE", asked["file"]), ("RLIMIT_CORE", 0)):
@@ -59,6 +61,9 @@ if not limit and code == -signal.SIGXCPU:
 streams = {name: base64.b64encode(data[:most]).decode() for name, data in (("stdout", out), ("stderr", err))}
 print("rondel-result:" + json.dumps({"exit": max(code, 0), "signal": max(-code, 0), "limit": limit, **streams}))
 """
+
+
+WORDS = "/tmp/.rondel"  # of a command that is too long for a shell line, until it begins
 
 
 def make_remote_box(limits: Limits, *, provider: str = "", **settings: Any) -> RemoteBox:
@@ -122,7 +127,7 @@ class RemoteBox(ExternalSandbox):
         """The words in a file of the box, in pieces that a shell line can have."""
         with self._lock:
             self._count += 1
-            path = f"/tmp/.rondel-{self._count}"
+            path = f"{WORDS}-{self._count}"
         for begin in range(0, len(word), CHUNK):
             sign = ">" if begin == 0 else ">>"
             self.provider.execute(self.name, f"printf %s {word[begin : begin + CHUNK]} {sign} {path}", 30.0)

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from rondel.core.errors import EngineError
+from rondel.core.protocols import Progress
 from rondel.core.types import Completion, FinishReason
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.request import SequenceState
     from rondel.generate.engine.builtin.scheduler import Scheduler
     from rondel.models.loaded_model import LoadedModel
+
+
+def written_so_far(sequences: Iterable[SequenceState], known: Mapping[int, int]) -> Progress:
+    """Of those whose keys are asked for: what each has written behind the tokens that are known, and where it begins.
+    One that has fewer than are known, because it was begun again, is told whole.
+    """
+    found: Progress = {}
+    for live in sequences:
+        if (key := live.request.key) in known:
+            first = live.prompt - live.request.continuation
+            n = min(known[key], len(live.tokens) - first)
+            n = n if n == known[key] else 0
+            found[key] = (n, live.tokens[first + n :])
+    return found
 
 
 class AnswerDelivery:

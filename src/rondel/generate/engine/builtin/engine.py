@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rondel.core.errors import EngineError, UserError
 from rondel.core.events import Warned, emit, stalled_error
-from rondel.core.protocols import Interrupt, MemoryClaim, Tags, Transport
+from rondel.core.protocols import Interrupt, MemoryClaim, Progress, Tags, Transport
 from rondel.core.types import Completion, EngineStatus, Message, Request, TokenScores
-from rondel.generate.engine.builtin.answer_delivery import AnswerDelivery
+from rondel.generate.engine.builtin.answer_delivery import AnswerDelivery, written_so_far
 from rondel.generate.engine.builtin.channels import open_channels
 from rondel.generate.engine.builtin.engine_update import EngineUpdate
 from rondel.generate.engine.builtin.grammar import GrammarCache
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
     from rondel.runtime.journal.wal import TokenLog
 
-CAN = ("logprobs", "hold", "drain", "abort", "score")
+CAN = ("logprobs", "hold", "drain", "abort", "score", "progress")
 
 
 class BuiltinEngine:
@@ -162,6 +162,9 @@ class BuiltinEngine:
         finally:
             if done.cancelled():  # the caller went away
                 self.serving.remove_request(live)
+
+    async def progress(self, known: Mapping[int, int]) -> Progress:
+        return written_so_far([*self.scheduler.running, *self.scheduler.waiting], known)
 
     async def _with_text(self, completion: Completion) -> Completion:
         if completion.text is None:
