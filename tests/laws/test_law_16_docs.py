@@ -64,6 +64,8 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel tasks search --out runs/tables --source tables": "whole",
     "rondel train recipes/search.toml --loop.seed=0 --place.threads=1 --task.eval.every=30": "parsed: minutes; tests/units/test_search_env.py "
     "trains a smaller one",
+    "rondel tasks shop --out runs/shop-world --n 4000": "whole",
+    "rondel train recipes/shop.toml --place.threads=1": "parsed: minutes; tests/units/test_shop_env.py trains a smaller one",
     "PYTHONPATH=examples rondel train recipes/relay.toml": "parsed: tests/units/test_policies.py runs it whole",
     "rondel train recipes/opd.toml": "parsed: its teacher is a whole run of recipes/tiny.toml; tests/units/test_distill.py runs one",
     "rondel card runs/tiny": "whole",
@@ -164,6 +166,7 @@ RECIPES = {
     "vision.toml": "reduced",
     "flow.toml": "parsed: tests/e2e/test_flows.py runs it smaller",
     "search.toml": "parsed: it needs a corpus; tests/units/test_search_env.py trains it smaller",
+    "shop.toml": "parsed: it needs a shop; tests/units/test_shop_env.py trains it smaller",
     "relay.toml": "parsed: tests/units/test_policies.py runs it whole",
     **dict.fromkeys(
         ("dr_grpo.toml", "dapo.toml", "gspo.toml", "cispo.toml", "rloo.toml", "reinforce_pp.toml"),
@@ -409,7 +412,8 @@ def test_a_piece_of_a_recipe_is_read(block, tmp_path, monkeypatch):
         tree[section] = tree.get(section, {}) | keys
     job = Job.parse(tree, block.place)
     resolve_algorithm({k: v for k, v in job.algo.model_dump().items() if v != {} and k not in OF_GROUPS})
-    own = ("verifiers", "repository")  # a reader's own; test_verifiers.py and test_repository_formats.py have some
+    # a reader's own; test_verifiers.py, test_repository_formats.py and test_shop_env.py have some
+    own = ("verifiers", "repository", "shop_tasks")
     if "data" in tomllib.loads(block.text).get("task", {}) and job.task.data["kind"] not in own:
         from rondel.generate.envs.sources import load_tasks
 

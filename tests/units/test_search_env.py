@@ -108,7 +108,7 @@ def test_gold_searches_and_deserves_the_best_score(corpus):
     for env in (lines(corpus, snippet=100), Search(corpus, results=2, snippet=100)):
         tok = tokenizer("chatml")
         shown = chat(tok, Engine(), max_context=4000, max_tokens=200)
-        found = asyncio.run(GoldEpisode(env).run(TASK, shown))
+        [found] = asyncio.run(GoldEpisode(env).run(TASK, shown))
         assert build_reward("citation")(found, TASK).parts == {"answer": 0.5, "citation": 0.5, "unread": 0.0}
         said = [t.text for t in found.conversation if t.written]
         assert said == list(env.gold(TASK))

@@ -61,15 +61,19 @@ from rondel.generate.corpus.tools import CorpusTools
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.curriculum import build_curriculum
+from rondel.generate.envs.debate import Debate
 from rondel.generate.envs.flow import Flow
 from rondel.generate.envs.gateway.agent import agent_of, function_agent
 from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.gym import Gym, world_factory
 from rondel.generate.envs.mcp import Mcp
 from rondel.generate.envs.order import MixedOrder, TaskAdmissions
+from rondel.generate.envs.proposer_solver import ProposerSolver, arithmetic
 from rondel.generate.envs.python import GRACE, SECONDS, python_tool
 from rondel.generate.envs.repository.env import LATE, RepositoryEnv
 from rondel.generate.envs.search import Search
+from rondel.generate.envs.shop.database import open_database
+from rondel.generate.envs.shop.env import Shop
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, question_text
 from rondel.generate.envs.toolbox import calculator
@@ -94,6 +98,9 @@ ENVS = {
     "verifiers": agent_of_verifiers,
     "gym": Gym,
     "repository": RepositoryEnv,
+    "shop": Shop,
+    "debate": Debate,
+    "proposer_solver": ProposerSolver,
     "flow": Flow,
 }
 CORPUS = "corpus:"  # before its folder, in task.env.tools
@@ -258,6 +265,15 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
     if found is Search:
         settings = own.model_dump()
         return Search(open_corpus(settings.pop("corpus")), **settings, system=system)
+    if found is Debate:
+        return Debate(**own.model_dump(), system=system)
+    if found is ProposerSolver:
+        settings = own.model_dump()
+        checker = find_registered("checker", settings.pop("checker"), {"arithmetic": arithmetic})
+        return ProposerSolver(checker, **settings, system=system)
+    if found is Shop:
+        settings = own.model_dump(exclude_none=True)
+        return Shop(open_database(locate_path(settings.pop("path"))), **settings, system=system)
     if found is Tools:
         known = dict(TOOLS)
         if "python" in own.tools:

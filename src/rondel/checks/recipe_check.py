@@ -11,11 +11,12 @@ from typing import Any
 from rondel.assemble.components import TOOLS, build
 from rondel.assemble.facts import batch_line
 from rondel.assemble.run_components import Components
+from rondel.checks.own_scores import check_own_scores
 from rondel.checks.self_test import self_test
 from rondel.checks.special_token_check import all_tasks, read_as_text
 from rondel.core.config.job import Job
 from rondel.core.errors import CheckpointError, EnvError, RondelError, SandboxError
-from rondel.core.protocols import DemonstratingEnv
+from rondel.core.protocols import DemonstratingEnv, SelfScoringEnv
 from rondel.core.types import Failed, Group, Slot, Task
 from rondel.driver.rollouts import prepare, rollouts_of
 from rondel.generate.envs.python import python_tool
@@ -124,6 +125,8 @@ async def _check_live(parts: Components, *, asked: bool) -> list[CheckFinding]:
         found = [
             CheckFinding("reward", True, "not tried on texts, since it reads points; see the signal on drawn ones")
         ]
+    elif isinstance(parts.env, SelfScoringEnv):
+        found = await check_own_scores(parts)
     else:
         rewards = await check_reward(parts.pool, parts.tasks.train)
         found = [CheckFinding(f"reward: {f.what}", f.ok, f.message, f.remedy) for f in rewards]

@@ -10,12 +10,14 @@ import typer
 
 from rondel.cli.repository_tasks import check_repositories, make_repositories
 from rondel.cli.search_tasks import CorpusSource, make_corpus
+from rondel.cli.shop_tasks import make_shop
 from rondel.core.errors import UserError
 
 
 class TaskFamily(StrEnum):
     search = "search"
     repositories = "repositories"
+    shop = "shop"
     check = "check"
 
 
@@ -24,7 +26,7 @@ def run(
         TaskFamily,
         typer.Argument(
             help="search: a corpus, and questions that it answers. repositories: packages of PyPI with seeded bugs. "
-            "check: whether the repository tasks of PATH are good."
+            "shop: a shop's database, and users who want something of it. check: whether the repository tasks of PATH are good."
         ),
     ],
     path: Annotated[str, typer.Argument(metavar="[PATH]", help="For check: a folder of tasks, or one.")] = "",
@@ -37,8 +39,10 @@ def run(
         ),
     ] = CorpusSource.auto,
     most: Annotated[int | None, typer.Option(min=1, help="Of search: most passages.")] = None,
-    n: Annotated[int, typer.Option("--n", min=1, help="Of repositories: how many.")] = 60,
-    seed: Annotated[int, typer.Option("--seed", help="Of repositories: equal seeds make equal folders.")] = 0,
+    n: Annotated[
+        int | None, typer.Option("--n", min=1, help="How many, of repositories (60) and of shop (2000).")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of repositories and shop: equal seeds make equal folders.")] = 0,
     package: Annotated[list[str] | None, typer.Option("--package", help="Of these alone; may be repeated.")] = None,
     cache: Annotated[str, typer.Option("--cache", metavar="FOLDER", help="Where sdists are kept.")] = "",
     format: Annotated[str, typer.Option("--format", help="Of what is checked: rondel, harbor, ...")] = "auto",
@@ -49,7 +53,8 @@ def run(
 
     search: task.env = { kind = "search", corpus = FOLDER } searches it, and task.data = { kind = "search_questions",
     corpus = FOLDER } asks. Nothing is installed; downloads are kept in FOLDER/packages. repositories: each task is
-    written if its solution scores 1 and the untouched repository less; check exits with 1 if one does not.
+    written if its solution scores 1 and the untouched repository less; check exits with 1 if one does not. shop: task.env = { kind = "shop", path = FOLDER } is
+    the shop, and task.data = { kind = "shop_tasks", path = FOLDER } its users.
     """
     if family is TaskFamily.check:
         check_repositories(path, format, checkouts, as_json)
@@ -57,5 +62,7 @@ def run(
         raise UserError("--out is missing: name a new folder")
     elif family is TaskFamily.search:
         make_corpus(out, source, most)
+    elif family is TaskFamily.shop:
+        make_shop(out, 2000 if n is None else n, seed)
     else:
-        make_repositories(out, n, seed, package or [], cache, as_json)
+        make_repositories(out, 60 if n is None else n, seed, package or [], cache, as_json)

@@ -159,6 +159,13 @@ class DemonstratingEnv(Protocol):
     def demonstrate(self, task: Task, chat: Any, key: int) -> Trajectory: ...
 
 
+@runtime_checkable
+class SelfScoringEnv(Protocol):
+    """An environment that always sets the score of its episodes: `rondel check` plays it instead of asking a reward."""
+
+    scores_itself: bool
+
+
 class Reward(Protocol):
     """-> a number, [(position, value)] for what was earned on the way, or named parts of
     either; raising is a failure, never a 0.

@@ -96,7 +96,7 @@ class GroupRollouts:
                 self.demonstrate_by_env(env, slot.task, sample_key(self.parts.job.loop.seed, slot.number, -1), policy)
             ]
         if isinstance(env, GoldEnv):
-            return [await GoldEpisode(env, policy=policy).run(slot.task, self.open_chat(lambda turn: 0))]
+            return await GoldEpisode(env, policy=policy).run(slot.task, self.open_chat(lambda turn: 0))
         shows = Demonstrate(
             suffix=section.suffix, system=section.system, examples=section.shown_examples, policy=policy
         )
@@ -267,9 +267,10 @@ class SupervisedRollouts(GroupRollouts):
         return replace(await super().generate_group(slot), supervised=True)
 
     async def _sample_episode(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
-        [trajectory] = await self._demonstrate_task(slot, policy)
-        trajectory.score = Score(1.0)
-        return [trajectory]
+        episode = await self._demonstrate_task(slot, policy)
+        for trajectory in episode:
+            trajectory.score = Score(1.0)
+        return episode
 
 
 def shown_of(job: Job, tasks: TaskSet, rows: list[Algorithm]) -> list[DemonstrationStream]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from rondel.core.config.section import CLOSED, LONGEST
 
@@ -104,6 +104,74 @@ class RepositoryConfig(BaseModel):
     )
 
 
+class ShopConfig(BaseModel):
+    """The policy serves the customers of a shop that `rondel tasks shop` wrote."""
+
+    model_config = CLOSED
+    path: str = Field(min_length=1, description="its folder")
+    turns: int = Field(20, ge=1, description="most replies of the policy in one episode, calls included")
+    short: bool = Field(
+        False,
+        description='for models that read letters and no language: "u0417 cancel 51234 mistake" instead of sentences, '
+        "calls as lines, no rules and no tools in the prompt",
+    )
+    user: str = Field(
+        "scripted",
+        description='who the customer is: "scripted"; "policy", the agent "user", by the weights of [policies.user] (frozen '
+        'or trained) or else by those that are trained; or a model at an OpenAI-shaped address, "http://127.0.0.1:8000/v1"',
+    )
+    user_model: str = Field("", description="the server's name of that model")
+    user_score: Literal["goal", "hard", "shared"] | None = Field(
+        None,
+        description='what a policy earns as the user: "goal" (if unset), for saying what it is asked for and nothing else; '
+        '"hard", the same where the agent failed; "shared", what the agent earned',
+    )
+    timeout: float = Field(30.0, gt=0, le=LONGEST, description="seconds for one call of a tool")
+    suffix: str = Field("", description="appended to the first message of every user")
+
+    @model_validator(mode="after")
+    def _check_user(self) -> ShopConfig:
+        _check_partner("user", self.user, self.user_model, ("scripted", "policy"))
+        if self.user_score is not None and self.user != "policy":
+            raise ValueError(f'user_score is what a policy earns as the user, and user = "{self.user}"; leave it out')
+        return self
+
+
+class DebateConfig(BaseModel):
+    """Two debaters and a judge; tasks have an answer, and in `wrong` another one."""
+
+    model_config = CLOSED
+    rounds: int = Field(1, ge=1, description="turns of each debater")
+    judge: str = Field("policy", description='"policy", the agent "judge"; or a model at an OpenAI-shaped address')
+    judge_model: str = Field("", description="the server's name of that model")
+    score: Literal["zero_sum", "judged"] = Field(
+        "zero_sum", description='what debaters earn: +1 and -1 by the verdict, or with "judged" the points of each'
+    )
+    timeout: float = Field(30.0, gt=0, le=LONGEST, description="seconds that a judge at an address may take")
+    suffix: str = Field("", description="appended to what debaters and judge read first")
+
+    @model_validator(mode="after")
+    def _check_judge(self) -> DebateConfig:
+        _check_partner("judge", self.judge, self.judge_model, ("policy",))
+        return self
+
+
+class ProposerSolverConfig(BaseModel):
+    """A policy that writes problems, and one that solves them."""
+
+    model_config = CLOSED
+    checker: str = Field(
+        "arithmetic",
+        description='what makes question and answer of a proposal: "arithmetic", or your "module:name", a function of its '
+        "text that raises ValueError where it is no problem",
+    )
+    attempts: int = Field(4, ge=1, description="answers of the solver to one problem")
+    solver_score: Literal["relative", "plain"] = Field(
+        "relative", description='right or wrong less the mean of the other attempts; or with "plain" right or wrong'
+    )
+    suffix: str = Field("", description="appended to every problem")
+
+
 class AgentsConfig(BaseModel):
     """Several agents that read each other's turns."""
 
@@ -127,6 +195,16 @@ class FlowConfig(BaseModel):
     model_config = CLOSED
     points: int = Field(32, ge=1, description="data points of one demonstration, each at a noise level of its own")
     every: int = Field(1, ge=1, description="one denoising step of so many is trained, counted back from the last one")
+
+
+def _check_partner(name: str, kind: str, model: str, known: tuple[str, ...]) -> None:
+    """`kind` is one of the known, or an address with the name of a model."""
+    remote = kind.startswith(("http://", "https://"))
+    if not remote and kind not in known:
+        names = " or ".join(f'"{one}"' for one in known)
+        raise ValueError(f'{name} = "{kind}"; it is {names}, or an address like http://127.0.0.1:8000/v1')
+    if remote != bool(model):
+        raise ValueError(f"{name}_model names the model of a {name} at an address; give both, or neither")
 
 
 class EpisodeBudgetConfig(BaseModel):
@@ -179,4 +257,7 @@ ENV_TABLES: dict[str, type[BaseModel]] = {
     "verifiers": VerifiersConfig,
     "repository": RepositoryConfig,
     "flow": FlowConfig,
+    "shop": ShopConfig,
+    "debate": DebateConfig,
+    "proposer_solver": ProposerSolverConfig,
 }

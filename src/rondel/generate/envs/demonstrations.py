@@ -8,6 +8,7 @@ from typing import Any
 from rondel.core.errors import DataError
 from rondel.core.types import Completion, Request, Task, Trajectory
 from rondel.generate.envs.chat import TokenChat
+from rondel.generate.envs.episode import as_trajectories
 from rondel.generate.envs.single_turn import Example, opening_messages
 from rondel.text.special_tokens import SPLIT
 
@@ -20,7 +21,7 @@ class GoldEpisode:
     def __init__(self, env: Any, *, policy: str = "policy") -> None:
         self.env, self.policy = env, policy
 
-    async def run(self, task: Task, chat: TokenChat) -> Trajectory:
+    async def run(self, task: Task, chat: TokenChat) -> list[Trajectory]:
         replies, tokenizer = iter(self.env.gold(task)), chat.tokenizer
 
         async def next_reply(request: Request) -> Completion:
@@ -32,9 +33,10 @@ class GoldEpisode:
             return Completion(kept, [0.0] * n, [0] * n, "stop" if n == len(tokens) else "length", text=text)  # type: ignore[arg-type]
 
         chat.generate = next_reply
-        trajectory = await self.env.run(task, chat)
-        trajectory.policy = self.policy
-        return trajectory
+        episode = as_trajectories(await self.env.run(task, chat))
+        for trajectory in episode:
+            trajectory.policy = self.policy
+        return episode
 
 
 class Demonstrate:

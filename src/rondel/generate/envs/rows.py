@@ -284,6 +284,14 @@ def search_questions(corpus: str) -> Iterator[DatasetRow]:
         yield DatasetRow(f"{path}:{number}", fields["family"], fields, fields["document"])
 
 
+def shop_tasks(path: str) -> Iterator[DatasetRow]:
+    """The tasks that `rondel tasks shop` made for `env = "shop"`. Hold-outs take whole users."""
+    file = f"{path}/tasks.jsonl"
+    for number, line in enumerate(_read_lines(_existing_path(file), file), 1):
+        fields = _parse_row(line, f"{file}:{number}")
+        yield DatasetRow(f"{file}:{number}", fields["family"], fields, f"customer {fields['user']}")
+
+
 def points(name: str = "ring", args: dict[str, Any] | None = None) -> Iterator[DatasetRow]:
     """One task for each prompt of a set of points that a flow learns from; `args` are the settings of the set."""
     told = {"name": name, "args": args or {}}
@@ -303,6 +311,7 @@ KINDS: dict[str, Callable[..., Iterable[DatasetRow]]] = {
     "digits": digit_sums,
     "quadrants": quadrants,
     "search_questions": search_questions,
+    "shop_tasks": shop_tasks,
     "points": points,
 }
 
