@@ -329,6 +329,9 @@ def one(rule, name, i, shaped, mates, lengths, group, all_mates) -> float:
         return lead / (std(peers) + rule.eps) if rule.divide else lead
     if name == "MeanNorm":
         return (r - mean(peers)) / (mean(peers) + rule.eps) if mean(peers) > 0 else 0.0
+    if name == "NegativeExp":
+        costs = [math.exp(-(p - mean(peers)) / (std(peers) + rule.eps)) for p in peers]
+        return mean(costs) - math.exp(-(r - mean(peers)) / (std(peers) + rule.eps))
     if name == "SoftValue":
         return r - rule.beta * math.log(mean([math.exp(p / rule.beta) for p in peers]))
     if name == "SignalCenter":

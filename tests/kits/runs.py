@@ -56,10 +56,18 @@ context = CleanServer()
 context.set_forkserver_preload(["kits.preloaded"])
 
 
-def tiny(folder: Path, **changes: Any) -> Job:
-    """The tiny recipe, smaller still; `loop__max_staleness=1` sets loop.max_staleness."""
+FLOW = RECIPE.with_name("flow.toml")
+FAST_FLOW = {
+    "loop.warmup.steps": 4, "loop.warmup.groups_per_step": 4, "loop.steps": 6, "loop.groups_per_step": 4,
+    "algo.group_size": 4, "model.path.hidden_size": 16, "task.env": {"kind": "flow", "points": 8},
+    "engine.sampling.max_tokens": 4, "place.threads": 1, "run.checkpoint.every": 3, "run.checkpoint.keep": 2, "run.sinks": [],
+}  # fmt: skip
+
+
+def tiny(folder: Path, recipe: Path = RECIPE, **changes: Any) -> Job:
+    """The tiny recipe, or `FLOW`, smaller still; `loop__max_staleness=1` sets loop.max_staleness."""
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    return Job.read(RECIPE, {**FAST, "run.folder": str(folder), **dotted})
+    return Job.read(recipe, {**(FAST_FLOW if recipe == FLOW else FAST), "run.folder": str(folder), **dotted})
 
 
 def run(folder: Path, **changes: Any) -> dict[str, Any]:

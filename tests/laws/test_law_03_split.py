@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from kits.algos import AGGREGATES, FORMULAS_ONLY, Ragged, lively, relative_difference, rows
+from kits.flows import flow, flown_groups
 from kits.train import apart, awkward_groups, batch, gradient, make_stale, model, row, shuffled, step, trainer
 from rondel.algos import aggregate, correction, table
 from rondel.algos.component import Component
@@ -75,6 +76,16 @@ def test_the_gradient_is_the_same_for_any_split(kind, name):
         )
     print(f"{kind}, {name}: relative difference {worst:.1e}")
     assert worst <= TOLERANCE
+
+
+def test_the_gradient_over_points_is_the_same_for_any_split():
+    algo = row("flow_grpo", kl={"coef": 0.1}, surrogate={"low": 0.5, "high": 0.5})
+    t, b = trainer(flow(), algo), batch(flown_groups(), algo)
+    whole = gradient(t, b, algo)
+    assert whole.norm() > 1e-3
+    cuts = [gradient(t, b, algo, micro_tokens=n) for n in (1, 13, 40)]
+    cuts += [gradient(t, shuffled(b, seed, whole_groups=not seed), algo, micro_tokens=25) for seed in (0, 1)]
+    assert max(apart(cut, whole) for cut in cuts) <= TOLERANCE
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from rondel.algos.distill import Distill, EarlyDistill, FullDistill, GatedDistil
 from rondel.algos.divergence import Divergence
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.gae import Gae, Returns
-from rondel.algos.group_advantages import AgentBaseline, BatchNorm, Classify, Redistribute, SoftValue
+from rondel.algos.group_advantages import AgentBaseline, BatchNorm, Classify, NegativeExp, Redistribute, SoftValue
 from rondel.algos.kl import Kl
 from rondel.algos.mask_corrections import BinaryKlMask, Freshness, VariationMask
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
@@ -70,6 +70,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "constant": Constant,
         "batch_norm": BatchNorm,
         "soft_value": SoftValue,
+        "negative_exp": NegativeExp,
         "classify": Classify,
         "redistribute": Redistribute,
         "agent_baseline": AgentBaseline,
@@ -456,6 +457,10 @@ RAE = replace(REINFORCE, name="rae", paper="arXiv:2506.24119", advantage=AgentBa
 GIGPO = replace(GRPO, name="gigpo", paper="arXiv:2505.10978", advantage=StepGroups())
 TURN_PPO = replace(PPO, name="turn_ppo", paper="https://github.com/areal-project/AReaL/pull/1600", advantage=TurnGae())
 
+# points instead of tokens: ratios of log-densities, which are averages over the dimensions and move little
+FLOW_GRPO = replace(GRPO, name="flow_grpo", paper="arXiv:2505.05470", surrogate=Clip(low=1e-4, high=1e-4))
+DDRL = replace(FLOW_GRPO, name="ddrl", paper="arXiv:2512.04332", advantage=NegativeExp())
+
 TABLE = {
     row.name: row
     for row in (
@@ -466,6 +471,7 @@ TABLE = {
         *(VESPO, LUSPO, DRPO, UP, FIPO, VACO, KPOP, A_STAR_PO, REAL, SCALERL),
         *(GAR, RAE, GIGPO, TURN_PPO, OTB, IW_OPD, SDAR, ECHO),
         *(SCORE_CENTERING, SDFT, OPSD, SDPO, RLSD),
+        *(FLOW_GRPO, DDRL),
     )
 }
 

@@ -17,6 +17,7 @@ from typing import Any
 from rondel.algos.table import Algorithm
 from rondel.assemble.deployment import ENGINES, TOLERANCE, deploy_job, refuse_engine
 from rondel.assemble.episodes import command_log_of, episodes_of
+from rondel.assemble.flow_refusals import refuse_flow_job
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.one_base import deploy_on_one_base, shares_base
 from rondel.assemble.placement import Deployment
@@ -61,6 +62,7 @@ from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.curriculum import build_curriculum
 from rondel.generate.envs.debate import Debate
+from rondel.generate.envs.flow import Flow
 from rondel.generate.envs.gateway.agent import agent_of, function_agent
 from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.gym import Gym, world_factory
@@ -99,6 +101,7 @@ ENVS = {
     "shop": Shop,
     "debate": Debate,
     "proposer_solver": ProposerSolver,
+    "flow": Flow,
 }
 CORPUS = "corpus:"  # before its folder, in task.env.tools
 TOOLS: dict[str, Any] = {"calculator": calculator, "python": python_tool(Sandbox)}
@@ -116,6 +119,7 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
     batch_function(job)
     rows, sampling = rows_of(job), sampling_of(job)
     refuse_job(job, rows, sampling)
+    refuse_flow_job(job, rows, sampling)
     for row in rows.all_rows:
         if row.entropy.coef < 0:
             emit(
@@ -256,6 +260,8 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
     system = job.task.system
     if found is SingleTurn:
         return SingleTurn(suffix=own.suffix, system=system, examples=[e.model_dump() for e in own.examples])
+    if found is Flow:
+        return Flow(points=own.points, every=own.every, system=system)
     if found is Search:
         settings = own.model_dump()
         return Search(open_corpus(settings.pop("corpus")), **settings, system=system)

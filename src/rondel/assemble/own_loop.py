@@ -229,6 +229,7 @@ class Trainer:
                 versions=done.versions,
                 support=done.support,
                 behavior_top=done.behavior_top,
+                steps=done.steps,
             )
             t.text = (
                 done.text if done.text is not None else self.tokenizer.decode(done.tokens, skip_special_tokens=True)

@@ -29,9 +29,11 @@ from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.generate.engine.concurrency import ConcurrencyController
+from rondel.generate.engine.flow.engine import FlowEngine
 from rondel.models import adapters, names, nf4, vision
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.cuda_graphs import serving_pass
+from rondel.models.flow.flow_head import FlowHead
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.rendezvous import Rendezvous
@@ -74,8 +76,10 @@ def engine_of(
     claim: MemoryClaim | None = None,
     ranks: LeadRank | None = None,
     receiver: AdapterReceiver | None = None,
-) -> tuple[BuiltinEngine, dict[str, str]]:
+) -> tuple[BuiltinEngine | FlowEngine, dict[str, str]]:
     """`log`: where drawn tokens are kept for a life after a crash. -> the engine, and what was resolved for it."""
+    if isinstance(loaded.head, FlowHead):
+        return flow_engine_of(job, loaded, device, transports=transports, log=log)
     draft = speculation.draft if speculation else None
     own = device.name.startswith("cuda") and (
         job.place.kind == "split" or (job.trainer.memory.offload and not job.policies)
@@ -100,7 +104,7 @@ def engine_of(
         compiled=device.call(serving_pass, loaded, job.engine.max_running) if job.engine.compile else None,
         transports=transports,
         concurrency=ConcurrencyController(job.engine.max_running) if job.engine.concurrency == "auto" else None,
-        log=TokenLog(log, durable=job.run.durability == "disk", beside=log.parent.glob("engine-*")) if log else None,
+        log=token_log_of(job, log),
         claim=claim,
         ranks=ranks,
         receiver=receiver,
@@ -112,6 +116,23 @@ def engine_of(
         "engine.compile": "on" if job.engine.compile else "off",
         "engine.speculative": speculation_fact(job, draft),
     }
+
+
+def flow_engine_of(
+    job: Job, loaded: LoadedModel, device: Device, *, transports: dict[str, Transport], log: Path | None
+) -> tuple[FlowEngine, dict[str, str]]:
+    """Of a model that draws points: it has no cache to plan for."""
+    running = job.engine.max_running
+    engine = FlowEngine(loaded, run=device.run, max_running=running, transports=transports, log=token_log_of(job, log))
+    steps, eta = job.engine.sampling.max_tokens, job.engine.sampling.temperature
+    return engine, {"engine.kind": f"flow: {loaded.head.dim} numbers a point, {steps} steps with noise {eta:g}"}
+
+
+def token_log_of(job: Job, folder: Path | None) -> TokenLog | None:
+    """Where an engine keeps what it draws; None keeps nothing."""
+    if folder is None:
+        return None
+    return TokenLog(folder, durable=job.run.durability == "disk", beside=folder.parent.glob("engine-*"))
 
 
 def trainer_of(

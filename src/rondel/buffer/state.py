@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import (
     FLAGS,
@@ -57,6 +58,8 @@ def encode(group: Group) -> dict[str, Any]:
         if whole.experts is not None:
             experts = np.ascontiguousarray(whole.experts)
             plain["experts"] = [str(experts.dtype), list(experts.shape), bytes_to_text(experts)]
+        if whole.steps is not None:
+            plain["steps"] = [list(whole.steps.rows.shape), bytes_to_text(np.ascontiguousarray(whole.steps.rows))]
         plain["outcome"] = [type(whole.outcome).__name__, asdict(whole.outcome)]
     return row
 
@@ -94,6 +97,9 @@ def decode(row: dict[str, Any]) -> Group:
                 if shape
                 else np.asarray(routes, dtype)  # of a checkpoint that lists them
             )
+        if plain.get("steps") is not None:
+            size, rows = plain["steps"]
+            given["steps"] = ContinuousSteps(np.frombuffer(text_to_bytes(rows), np.float32).reshape(size).copy())
         return Trajectory(**{**plain, **given})
 
     return Group(

@@ -16,7 +16,7 @@ from rondel.checks.self_test import self_test
 from rondel.checks.special_token_check import all_tasks, read_as_text
 from rondel.core.config.job import Job
 from rondel.core.errors import CheckpointError, EnvError, RondelError, SandboxError
-from rondel.core.protocols import SelfScoringEnv
+from rondel.core.protocols import DemonstratingEnv, SelfScoringEnv
 from rondel.core.types import Failed, Group, Slot, Task
 from rondel.driver.rollouts import prepare, rollouts_of
 from rondel.generate.envs.python import python_tool
@@ -75,6 +75,8 @@ def _check_tasks(parts: Components) -> CheckFinding:
     message += "".join(f"; {len(own)} in task.eval.sets.{name}" for name, own in t.sets.items())
     if t.evaluated:
         return CheckFinding("tasks", True, message)
+    if isinstance(parts.env, DemonstratingEnv):
+        return CheckFinding("tasks", True, f"{message}: a flow can only answer prompts that it was trained with")
     return CheckFinding(
         "tasks",
         False,
@@ -119,7 +121,11 @@ def _python_tool(spec: str | dict[str, Any]) -> CheckFinding:
 
 
 async def _check_live(parts: Components, *, asked: bool) -> list[CheckFinding]:
-    if isinstance(parts.env, SelfScoringEnv):
+    if isinstance(parts.env, DemonstratingEnv):
+        found = [
+            CheckFinding("reward", True, "not tried on texts, since it reads points; see the signal on drawn ones")
+        ]
+    elif isinstance(parts.env, SelfScoringEnv):
         found = await check_own_scores(parts)
     else:
         rewards = await check_reward(parts.pool, parts.tasks.train)

@@ -135,7 +135,10 @@ def token_pieces(row: dict[str, Any], read_tokens: Any) -> list[tuple[bool, str]
         sees[place.start : place.end] = [i] * place.image.tokens
     out: list[tuple[bool, str]] = []
     for (written, i), run in groupby(zip(row["mask"], sees, row["tokens"]), key=lambda token: token[:2]):
-        text = row["media"][i].image.name if i >= 0 else read_tokens([token for _, _, token in run])
+        if written and row["steps"] is not None:  # its tokens are the numbers of steps
+            text = row["text"]
+        else:
+            text = row["media"][i].image.name if i >= 0 else read_tokens([token for _, _, token in run])
         out = [*out[:-1], (written, out[-1][1] + text)] if out and out[-1][0] == written else [*out, (written, text)]
     return out
 

@@ -153,6 +153,13 @@ class GoldEnv(Protocol):
 
 
 @runtime_checkable
+class DemonstratingEnv(Protocol):
+    """An environment that writes its demonstrations itself, by the noise of `key`: of points, which have no text."""
+
+    def demonstrate(self, task: Task, chat: Any, key: int) -> Trajectory: ...
+
+
+@runtime_checkable
 class SelfScoringEnv(Protocol):
     """An environment that always sets the score of its episodes: `rondel check` plays it instead of asking a reward."""
 

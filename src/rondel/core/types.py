@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
+    from rondel.core.continuous_steps import ContinuousSteps
     from rondel.core.media import ImagePlaceholder
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -288,6 +289,9 @@ class Trajectory:
               nothing was cut, and for all if nothing ever was
     behavior_top [T]     (ids [K], log-probabilities [K]) of the likeliest tokens where it was drawn, by the distribution
               that drew it; None where the policy only read, and for all unless a row needs them
+    steps                the points that the policy drew, one for each token it wrote, where it draws points and not
+              tokens (core/continuous_steps.py): the token is then the number of the step, and its log-probability a
+              log-density, which may be above 0
     teacher_prompts      what a teacher reads instead of its prompt, by the teacher's place; None for the prompt itself
     media                the pictures that it reads, each where its placeholders stand (core/media.py)
     policy               whose weights wrote: "policy", or one of the recipe's policies that plays the
@@ -309,6 +313,7 @@ class Trajectory:
     experts: Any | None = None
     support: list[Any | None] | None = None
     behavior_top: list[Any | None] | None = None
+    steps: ContinuousSteps | None = None
     teacher_prompts: list[list[int] | None] = field(default_factory=list)
     media: list[ImagePlaceholder] = field(default_factory=list)
     policy: str = POLICY
@@ -336,10 +341,12 @@ class Trajectory:
         versions: Sequence[int] | None = None,
         support: list[Any | None] | None = None,
         behavior_top: list[Any | None] | None = None,
+        steps: ContinuousSteps | None = None,
         media: Sequence[ImagePlaceholder] = (),
     ) -> None:
         """Append tokens: given ones (no logprobs) or ones the policy wrote (logprobs and versions). The only writer.
 
+        `steps` are the points that the policy drew with these tokens.
         `media` are pictures in the given ones, their places counted from the first of these.
         """
         n = len(tokens)
@@ -360,11 +367,13 @@ class Trajectory:
                 )
         ids, drawn = TokenColumn.of(IDS, tokens), None if logprobs is None else TokenColumn.of(NUMBERS, logprobs)
         wrote = TokenColumn(IDS, [-1]) * n if versions is None else TokenColumn.of(IDS, versions)
-        if drawn and (wrong := _first_impossible(drawn)) is not None:
+        if drawn and (wrong := _first_impossible(drawn, inf if steps is not None else MOST)) is not None:
             raise ValueError(
                 f"token {tokens[wrong]} was drawn with a log-probability of {drawn[wrong]}: it must be finite and at "
                 f"most 0"
             )
+        if drawn is not None:
+            self.steps = self._joined_steps(steps, n)
         self.support = self._joined(self.support, support, n)
         self.behavior_top = self._joined(self.behavior_top, behavior_top, n)
         self.tokens += ids
@@ -377,6 +386,14 @@ class Trajectory:
         if known is None and more is None:
             return None
         return ([None] * len(self.tokens) if known is None else known) + ([None] * n if more is None else more)
+
+    def _joined_steps(self, more: ContinuousSteps | None, n: int) -> ContinuousSteps | None:
+        """The points so far and those of `n` more tokens: of all that the policy writes, or of none."""
+        if more is not None and len(more) != n:
+            raise ValueError(f"{n} tokens with {len(more)} steps: a step is one token")
+        if n and self.written and (more is None) != (self.steps is None):
+            raise ValueError(f"{n} tokens {'without' if more is None else 'with'} steps behind others: all have them")
+        return more if self.steps is None else self.steps if more is None else self.steps + more
 
     @property
     def reward(self) -> float | None:
@@ -394,10 +411,13 @@ class Trajectory:
         return int(np.count_nonzero(np.asarray(self.mask)))
 
 
-def _first_impossible(logprobs: TokenColumn) -> int | None:
-    """Place of the first that is no log-probability, if there is one."""
+MOST = 1e-6  # of a log-probability, as rounding leaves it
+
+
+def _first_impossible(logprobs: TokenColumn, most: float) -> int | None:
+    """Place of the first that is not finite, or above `most`, if there is one."""
     values = np.asarray(logprobs)
-    impossible = ~((values > -inf) & (values <= 1e-6))
+    impossible = ~((values > -inf) & (values <= most) & (values < inf))
     return int(impossible.argmax()) if impossible.any() else None
 
 
@@ -610,7 +630,7 @@ class Request:
     `id` is what a client calls it, to abort it by; samples of one call share it, and go to one replica.
     `lines` are the stints of its recorded run, to be computed again: at each it stands
     still until those weights have gone. `media` are the pictures among its tokens, which only
-    an engine with the capability "images" sees.
+    an engine with the capability "images" sees. `steps` are the points of its continuation, where a policy draws points.
     """
 
     tokens: Sequence[int]
@@ -625,6 +645,7 @@ class Request:
     id: str = ""
     lines: tuple[Stint, ...] | None = None
     media: tuple[ImagePlaceholder, ...] = ()
+    steps: ContinuousSteps | None = None
 
 
 @dataclass(slots=True)
@@ -641,7 +662,8 @@ class Completion:
     prompt_top_logprobs [P,K]  the K most likely tokens in their places; the first entry is empty
     support           [T]      the ids a token was drawn from, ascending; None where nothing was cut
     behavior_top      [T]      (ids [K], log-probabilities [K]) of the likeliest tokens of the distribution drawn from
-    The last five are None unless `Request.wants` names them.
+    steps             [T]      the points drawn, where the policy draws points; their densities are the logprobs
+    From raw_logprobs to behavior_top they are None unless `Request.wants` names them.
     """
 
     tokens: TokenColumn
@@ -661,6 +683,7 @@ class Completion:
     prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
     support: list[list[int] | None] | None = None
     behavior_top: list[Any] | None = None
+    steps: ContinuousSteps | None = None
 
     def __post_init__(self) -> None:
         """Lists are taken, too."""

@@ -20,7 +20,7 @@ from rondel.assemble.refusals import (
 )
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, DataError, ends_the_run, error_boundary, error_text
-from rondel.core.protocols import GoldEnv
+from rondel.core.protocols import DemonstratingEnv, GoldEnv
 from rondel.core.registry import find_registered, refuse_uncallable
 from rondel.core.types import (
     DATA,
@@ -91,12 +91,22 @@ class GroupRollouts:
 
     async def _demonstrate_task(self, slot: Slot, policy: str) -> list[Trajectory]:
         section, env = self.parts.job.task, self.parts.env
+        if isinstance(env, DemonstratingEnv):
+            return [
+                self.demonstrate_by_env(env, slot.task, sample_key(self.parts.job.loop.seed, slot.number, -1), policy)
+            ]
         if isinstance(env, GoldEnv):
             return await GoldEpisode(env, policy=policy).run(slot.task, self.open_chat(lambda turn: 0))
         shows = Demonstrate(
             suffix=section.suffix, system=section.system, examples=section.shown_examples, policy=policy
         )
         return [await shows.run(slot.task, self.open_chat(lambda turn: 0))]
+
+    def demonstrate_by_env(self, env: DemonstratingEnv, task: Task, key: int, policy: str = POLICY) -> Trajectory:
+        """Its own demonstration, drawn by `key`."""
+        trajectory = env.demonstrate(task, self.open_chat(lambda turn: key), key)
+        trajectory.policy = policy
+        return trajectory
 
     async def _run_scored_episode(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
         """One that is scored, or a failure; while a run pauses it is asked for again: the world's
@@ -340,8 +350,12 @@ def prepare_of(parts: Components) -> Callable[[list[Group]], Awaitable[TrainBatc
             first = min(group.id for group in groups) * shown.groups
             for number in range(first, first + shown.groups):
                 task = ShuffledOrder(shown.tasks, parts.job.loop.seed).task_at(number)
-                shows = Demonstrate(suffix=shown.suffix, system=parts.job.task.system, examples=shown.examples)
-                trajectory = await shows.run(task, rollouts.open_chat(lambda turn: 0))
+                if isinstance(parts.env, DemonstratingEnv):
+                    key = sample_key(parts.job.loop.seed, number, -2)
+                    trajectory = rollouts.demonstrate_by_env(parts.env, task, key)
+                else:
+                    shows = Demonstrate(suffix=shown.suffix, system=parts.job.task.system, examples=shown.examples)
+                    trajectory = await shows.run(task, rollouts.open_chat(lambda turn: 0))
                 trajectory.score = Score(1.0)
                 beside.append(Group(-1 - len(beside), task, [trajectory], 0))
         again = parts.returning.due_groups() if parts.returning is not None else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,10 @@ class LMHead:
         caps = (getattr(config, name, None) for name in names)
         bias, softcap = getattr(linear, "bias", None), next(filter(None, caps), None)
         return cls(linear.weight, bias, scale, softcap, rounded=getattr(model, "rounded_logits", False))
+
+    def of_copy(self, model: Any) -> LMHead:
+        """The head of a copy of its model."""
+        return replace(LMHead.from_model(model), aligned=self.aligned)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[C, D] -> [C, V] in fp32, never rounded on the way unless `rounded`; of this rank's part of the vocabulary

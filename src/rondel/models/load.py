@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoTokenizer,
 )
 from transformers import logging as hf_logging
@@ -27,6 +28,8 @@ from rondel.models.compressed_attention import CompressedLayers, check_compresso
 from rondel.models.deferred_weights import DeferredWeights, keep_in_full_precision, parameters_on_meta
 from rondel.models.differential import install_differential
 from rondel.models.embedding_lookup import adopt_embedding
+from rondel.models.flow.flow_head import FlowHead
+from rondel.models.flow.kinds import is_flow
 from rondel.models.fp32_sums import install_fp32_stream
 from rondel.models.head import LMHead, decoder_of
 from rondel.models.indexer import check_indexers, install_indexers
@@ -64,6 +67,8 @@ def load_model(
     """
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
+    if is_flow(path):
+        return _load_flow(path, dtype, device)
     if isinstance(path, str) and adapter_files.is_adapter(path):
         base, packed = adapter_files.base_of(path), four_bits or adapter_files.over_four_bits(path)
         loaded = load_model(base, dtype=dtype, device=device, four_bits=packed, trust_remote_code=trust_remote_code)
@@ -156,6 +161,28 @@ def _install(model: Any) -> tuple[list[Any], int, list[Any], list[int], Compress
         install_fp32_stream(model, decoder_of(model))
     install_kept_inputs(decoder_of(model))
     return found
+
+
+def _load_flow(path: str | dict[str, Any], dtype: str, device: str) -> LoadedModel:
+    """In float32: densities in 16 bits overflow. There is no attention to prove."""
+    if dtype not in ("auto", "float32"):
+        raise ModelError(f'model.dtype = "{dtype}" with a flow: its log-densities need float32; leave the key out')
+    tokenizer: Any
+    if isinstance(path, dict):
+        tokenizer, name = random_tokenizer(path), f"random-{path['random']}"
+        config = random_config(dict(path), tokenizer)
+        with error_boundary(ModelError, f"making a random '{path['random']}'"):
+            torch.manual_seed(path.get("seed", 0))
+            model = AutoModel.from_config(config)
+    else:
+        path = name = str(Path(path).expanduser().resolve())
+        with error_boundary(ModelError, f"loading the model '{path}'"):
+            model = AutoModel.from_pretrained(path, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+    model = model.to(device, torch.float32).eval()
+    linear.install_cpu_linear(model)
+    context = _max_context(model.config)
+    return LoadedModel(model, tokenizer, FlowHead(model), name, frozenset(), context, path=path)
 
 
 def _load_deferred(path: str, dtype: torch.dtype, device: str, trust_remote_code: bool) -> LoadedModel | None:

@@ -34,7 +34,7 @@ class LoadedModel:
 
     model: Any
     tokenizer: Any
-    head: LMHead
+    head: Any  # LMHead, or FlowHead of a model that draws points
     name: str
     stop_ids: frozenset[int]
     max_context: int
@@ -186,7 +186,7 @@ class LoadedModel:
         """
         frozen = {id(p): p for p in self.model.parameters() if not p.requires_grad}
         model, adapter = copy.deepcopy((self.model, self.adapter), frozen)
-        return replace(self, model=model, head=replace(LMHead.from_model(model), aligned=self.aligned), adapter=adapter)
+        return replace(self, model=model, head=self.head.of_copy(model), adapter=adapter)
 
     def randomized_adapter(self) -> AbstractContextManager[None]:
         """Inside, a fresh adapter is noise: what is proven of this model is then proven of its adapter, too."""

@@ -18,6 +18,7 @@ from rondel.score.format import Format
 from rondel.score.judge import Judge
 from rondel.score.math import Math
 from rondel.score.model import RewardModel
+from rondel.score.near import Near
 from rondel.score.number import Number
 from rondel.score.process import ProcessReward
 from rondel.score.reasoning_gym import ReasoningGym
@@ -44,6 +45,7 @@ def reward_by_field(*, parts: dict[str, Spec], field: str = "source", **lent: Ca
 
 REWARDS: dict[str, Callable[..., Any]] = {
     "number": Number,
+    "near": Near,
     "math": Math,
     "code": Code,
     "citation": Citation,

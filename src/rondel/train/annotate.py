@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rondel.algos.divergence import Divergence
 from rondel.core.errors import TrainError
+from rondel.models.flow.flow_head import FlowHead
 from rondel.models.head import LMHead
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.routing_tape import RoutingTape
+from rondel.train.flow_policy import FlowPolicy
 from rondel.train.logprobs import (
     collision_probability,
     logprob_and_entropy,
@@ -27,6 +30,78 @@ if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
 
 
+class Policy(Protocol):
+    """A head over a loaded model. Ratios, losses and everything behind them see only what `evaluate` returns."""
+
+    def evaluate(
+        self, packed: PackedBatch, *, temperature: float, tape: RoutingTape | None, drawn: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probability or log-density [M], entropy [M]) of what was drawn in one micro-batch, with its gradient."""
+        ...
+
+    def score_prompt(self, tokens: Sequence[int]) -> list[float]:
+        """What both sides of a weight update must agree on of one text; 0 for the first token."""
+        ...
+
+
+class TokenPolicy:
+    """Softmax over a vocabulary."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+
+    def evaluate(
+        self, packed: PackedBatch, *, temperature: float, tape: RoutingTape | None, drawn: bool
+    ) -> tuple[Tensor, Tensor]:
+        """`drawn`: of the distributions that top-k and top-p may have cut. Of a pipeline, the last stage's."""
+        loaded = self.loaded
+        own = packed if loaded.context is None else own_share(packed, loaded.context)
+
+        def compute_logprobs(head: LMHead) -> tuple[Tensor, Tensor]:
+            hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, tape, packed.encode_images(loaded))
+            return logprob_and_entropy(
+                hidden.index_select(0, own.source),
+                own.target,
+                head,
+                temperature=temperature,
+                kept=own.kept if drawn else None,
+            )
+
+        logprobs, entropy = loaded.run_with_head(compute_logprobs)
+        join_flips(own, tape)
+        return own.join_targets(logprobs), own.join_targets(entropy)
+
+    def score_prompt(self, tokens: Sequence[int]) -> list[float]:
+        loaded = self.loaded
+        ids = torch.tensor(tokens, device=loaded.device)
+
+        def compute_logprobs(head: LMHead) -> Tensor:
+            hidden = loaded.hidden_states(
+                ids,
+                torch.arange(len(ids), device=loaded.device),
+                PackedLayout([PackedSegment(0, len(ids))], loaded.device),
+            )
+            if loaded.stage is not None and not loaded.has_head:
+                loaded.stage.send_forward(hidden)
+                return torch.zeros(len(ids) - 1, device=ids.device)
+            return logprob_and_entropy(hidden[:-1], ids[1:], head)[0]
+
+        found = loaded.run_with_head(compute_logprobs)
+        return [0.0, *(found if loaded.stage is None else loaded.stage.link.broadcast_last(found)).tolist()]
+
+
+def policy_of(loaded: LoadedModel) -> Policy:
+    """Its head, by what it draws."""
+    return FlowPolicy(loaded.head) if isinstance(loaded.head, FlowHead) else TokenPolicy(loaded)
+
+
+def join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:
+    """Of a row that ranks share: each rank's tape gets the routes of its own part of it."""
+    if tape is not None and tape.routes is not None and not isinstance(own, PackedBatch):
+        tape.flips = [own.join_rows(flips_t) if i in tape.own else flips_t for i, flips_t in enumerate(tape.flips)]
+        tape.margins = [own.join_rows(m_t) if len(m_t) else m_t for m_t in tape.margins]
+
+
 def forward(
     loaded: LoadedModel,
     packed: PackedBatch,
@@ -38,21 +113,7 @@ def forward(
     """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch; of the distributions that they were
     `drawn` from, which top-k and top-p may have cut, or of whole ones. Of a pipeline, the last stage's.
     """
-    own = packed if loaded.context is None else own_share(packed, loaded.context)
-
-    def compute_logprobs(head: LMHead) -> tuple[Tensor, Tensor]:
-        hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, tape, packed.encode_images(loaded))
-        return logprob_and_entropy(
-            hidden.index_select(0, own.source),
-            own.target,
-            head,
-            temperature=temperature,
-            kept=own.kept if drawn else None,
-        )
-
-    logprobs, entropy = loaded.run_with_head(compute_logprobs)
-    _join_flips(own, tape)
-    return own.join_targets(logprobs), own.join_targets(entropy)
+    return policy_of(loaded).evaluate(packed, temperature=temperature, tape=tape, drawn=drawn)
 
 
 def forward_with_top(
@@ -86,15 +147,8 @@ def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | 
         return loaded.stage.send_forward(loaded.hidden_states(own.tokens, own.positions, own.layout, tape, seen))
 
     sent: Tensor = loaded.run_with_head(compute_states)
-    _join_flips(own, tape)
+    join_flips(own, tape)
     return sent
-
-
-def _join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:
-    """Of a row that ranks share: each rank's tape gets the routes of its own part of it."""
-    if tape is not None and tape.routes is not None and not isinstance(own, PackedBatch):
-        tape.flips = [own.join_rows(flips_t) if i in tape.own else flips_t for i, flips_t in enumerate(tape.flips)]
-        tape.margins = [own.join_rows(m_t) if len(m_t) else m_t for m_t in tape.margins]
 
 
 def forward_taught(
@@ -219,7 +273,7 @@ def annotate_collisions(
             )
 
         found = own.join_targets(loaded.run_with_head(compute_collisions))
-        _join_flips(own, tape)
+        join_flips(own, tape)
         if not packed.idle:
             done += packed.samples
             batch.write_tokens(packed.samples, collision=found)
@@ -238,19 +292,7 @@ def annotate_ages(batch: TrainBatch, version: int) -> None:
 @torch.no_grad()
 def logprobs_of(loaded: LoadedModel, tokens: list[int]) -> list[float]:
     """Of every token of one text; 0 for the first."""
-    ids = torch.tensor(tokens, device=loaded.device)
-
-    def compute_logprobs(head: LMHead) -> Tensor:
-        hidden = loaded.hidden_states(
-            ids, torch.arange(len(ids), device=loaded.device), PackedLayout([PackedSegment(0, len(ids))], loaded.device)
-        )
-        if loaded.stage is not None and not loaded.has_head:
-            loaded.stage.send_forward(hidden)
-            return torch.zeros(len(ids) - 1, device=ids.device)
-        return logprob_and_entropy(hidden[:-1], ids[1:], head)[0]
-
-    found = loaded.run_with_head(compute_logprobs)
-    return [0.0, *(found if loaded.stage is None else loaded.stage.link.broadcast_last(found)).tolist()]
+    return policy_of(loaded).score_prompt(tokens)
 
 
 def expert_tape(loaded: LoadedModel, packed: PackedBatch, *, replay: bool) -> RoutingTape | None:

@@ -23,6 +23,7 @@ from rondel.algos.tokens import TokenBatch
 from rondel.core import media
 from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import GREEDY, POLICY, Group, Score, Trajectory
+from rondel.models.flow.packed_steps import PackedSteps
 from rondel.models.image_features import VisionFeatures
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.train.balance import PromptFamilies, balance_micro_batches, in_order
@@ -62,6 +63,7 @@ class TrainSample:
     # [m,D] each: a teacher's last hidden states, by its place among the teachers
     hidden: dict[int, Tensor] = field(default_factory=dict)
     media: list[ImagePlaceholder] = field(default_factory=list)  # the pictures that it reads
+    steps: np.ndarray | None = None  # [m, 2·D + 4] of a flow: the points that it drew (core/continuous_steps.py)
     keys: np.ndarray = field(init=False)  # [t] what siblings must have in common to share it
 
     @classmethod
@@ -108,6 +110,7 @@ class TrainSample:
             else _checked_support(trajectory, trainable, f"group {group}, sample {index}"),
             teacher_prompts=trajectory.teacher_prompts,
             media=trajectory.media,
+            steps=None if trajectory.steps is None else trajectory.steps.rows,
         )
 
     def __post_init__(self) -> None:
@@ -291,6 +294,7 @@ class PackedBatch:
     routes: Tensor | None = None  # [T,L,K] to be replayed
     kept: SupportMask | None = None  # of the M tokens, where truncation cut some of the vocabulary off
     looks: ImageLookups | None = None
+    steps: PackedSteps | None = None  # of the M tokens, where they are points
     idle: bool = False  # another rank computes it: only the pass counts
 
     def join_targets(self, values_M: Tensor) -> Tensor:
@@ -460,7 +464,18 @@ def pack_samples(
         _concat_tensor(routes, device).long() if routes else None,
         _support_mask([batch.samples[i] for i in chosen], device),
         _image_lookups(looked, device) if looked else None,
+        _packed_steps([batch.samples[i] for i in chosen], device),
     )
+
+
+def _packed_steps(samples: list[TrainSample], device: torch.device | str) -> PackedSteps | None:
+    """The points of all samples, each under what stands before its first one; None where nobody draws points."""
+    found = [s.steps for s in samples if s.steps is not None]
+    if not found:
+        return None
+    if len(found) < len(samples):
+        raise ValueError("samples with points beside samples without them: one policy draws either")
+    return PackedSteps.of(found, [s.tokens[: s.prompt_length] for s in samples], device)
 
 
 def _image_lookups(looked: list[tuple[int, ImagePlaceholder, int, int]], device: torch.device | str) -> ImageLookups:

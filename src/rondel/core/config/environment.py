@@ -189,6 +189,14 @@ class VerifiersConfig(BaseModel):
     timeout: float = Field(600.0, gt=0, le=LONGEST, description="seconds of wall clock for one episode")
 
 
+class FlowConfig(BaseModel):
+    """The policy is a flow: it draws one point for each prompt."""
+
+    model_config = CLOSED
+    points: int = Field(32, ge=1, description="data points of one demonstration, each at a noise level of its own")
+    every: int = Field(1, ge=1, description="one denoising step of so many is trained, counted back from the last one")
+
+
 def _check_partner(name: str, kind: str, model: str, known: tuple[str, ...]) -> None:
     """`kind` is one of the known, or an address with the name of a model."""
     remote = kind.startswith(("http://", "https://"))
@@ -248,6 +256,7 @@ ENV_TABLES: dict[str, type[BaseModel]] = {
     "agents": AgentsConfig,
     "verifiers": VerifiersConfig,
     "repository": RepositoryConfig,
+    "flow": FlowConfig,
     "shop": ShopConfig,
     "debate": DebateConfig,
     "proposer_solver": ProposerSolverConfig,

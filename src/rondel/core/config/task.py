@@ -74,7 +74,8 @@ class TaskConfig(ConfigSection):
     env: str | dict[str, Any] = Field(
         "single_turn",
         description='an environment: "single_turn", "tools", "search", "gym", "gateway", "agents", "verifiers", '
-        '"repository", "shop", "debate", "proposer_solver" or "module:name"; with settings: { kind = "tools", tools = ["calculator"] }',
+        '"repository", "shop", "debate", "proposer_solver", "flow" or "module:name"; '
+        'with settings: { kind = "tools", tools = ["calculator"] }',
     )
     data: dict[str, Any] = Field(
         description="where tasks come from: `kind` and its settings, `prompt`, `answer`, `image`, `video`, `holdout`, "

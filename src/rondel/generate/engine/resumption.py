@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import reduce
+from operator import add
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rondel.core.types import IDS, NUMBERS, Completion, Request, TokenColumn
+
+if TYPE_CHECKING:
+    from rondel.core.continuous_steps import ContinuousSteps
 
 
 async def generate_until_done(generate: Callable[[Request], Awaitable[Completion]], request: Request) -> Completion:
@@ -25,6 +30,7 @@ async def generate_until_done(generate: Callable[[Request], Awaitable[Completion
             tokens=_join_columns(IDS, [request.tokens, tokens]),
             sampling=rest,
             continuation=request.continuation + len(tokens),
+            steps=_join_steps([request, *pieces]),
         )
         pieces.append(await generate(again))
     return join_completions(pieces) if len(pieces) > 1 else pieces[0]
@@ -55,6 +61,7 @@ def join_completions(pieces: list[Completion]) -> Completion:
         top_logprobs=_join_pieces(pieces, "top_logprobs"),
         support=_join_pieces(pieces, "support"),
         behavior_top=_join_pieces(pieces, "behavior_top"),
+        steps=_join_steps(pieces),
         prompt_logprobs=first.prompt_logprobs,
         prompt_top_logprobs=first.prompt_top_logprobs,
     )
@@ -65,6 +72,11 @@ def _join_columns(kind: str, parts: Sequence[Sequence[Any]]) -> TokenColumn:
     for part in parts:
         whole += part
     return whole
+
+
+def _join_steps(parts: Sequence[Request | Completion]) -> ContinuousSteps | None:
+    found = [part.steps for part in parts if part.steps is not None]
+    return reduce(add, found) if found else None
 
 
 def _join_pieces(pieces: list[Completion], name: str) -> list[Any] | None:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.errors import DataError, EnvError
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, message_text
 from rondel.core.types import POLICY, Completion, Drift, FinishReason, Request, Sampling, Trajectory, Turn
@@ -266,6 +267,18 @@ class TokenChat:
         self._close_turn(kept, text)
         self.trajectory.finish_reason = "stop" if len(kept) == len(tokens) else "length"
 
+    def write_steps(self, steps: ContinuousSteps, text: str = "") -> None:
+        """The same of points, for a policy that draws them."""
+        self._check_turn()
+        n = len(steps)
+        if n > self._remaining_tokens:
+            raise DataError(
+                f"{n} steps behind {len(self.trajectory.tokens)} tokens: the context holds {self.max_context}"
+            )
+        self.trajectory.extend(range(n), logprobs=[0.0] * n, versions=[0] * n, steps=steps)
+        self._close_turn(self.trajectory.tokens[-n:], text)
+        self.trajectory.finish_reason = "stop"
+
     def log_command(self, command: Any, *, exit: int, folder: str) -> None:
         """The environment ran a command in its sandbox: its exit code, and a digest of the working folder behind it.
         To be called before the policy reads what came of it. EnvError where the episode was interrupted, and the
@@ -331,6 +344,7 @@ class TokenChat:
             experts=None if t.experts is None or not n else t.experts[: n - 1],
             support=None if t.support is None else t.support[:n],
             behavior_top=None if t.behavior_top is None else t.behavior_top[:n],
+            steps=None if t.steps is None else t.steps[: sum(t.mask[:n])],
             media=[place for place in t.media if place.end <= n],
             policy=t.policy,
             agent=t.agent,
@@ -415,6 +429,7 @@ async def extend_in_pieces(trajectory: Trajectory, done: Completion) -> None:
             versions=done.versions[part],
             support=None if done.support is None else done.support[part],
             behavior_top=None if done.behavior_top is None else done.behavior_top[part],
+            steps=None if done.steps is None else done.steps[part],
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from rondel.core.errors import DataError, disk_refusal, error_boundary
 from rondel.core.registry import import_attribute, locate_path, search_folders, suggest_name
+from rondel.generate.envs.points import find_points
 
 REPOSITORIES = "rondel.generate.envs.repository.reader"  # by name: a run without repositories imports none of it
 
@@ -291,6 +292,13 @@ def shop_tasks(path: str) -> Iterator[DatasetRow]:
         yield DatasetRow(f"{file}:{number}", fields["family"], fields, f"customer {fields['user']}")
 
 
+def points(name: str = "ring", args: dict[str, Any] | None = None) -> Iterator[DatasetRow]:
+    """One task for each prompt of a set of points that a flow learns from; `args` are the settings of the set."""
+    told = {"name": name, "args": args or {}}
+    for prompt in find_points(name, args or {}):
+        yield DatasetRow(f"{name}, {prompt}", name, {"prompt": prompt, "answer": "", "points": told})
+
+
 KINDS: dict[str, Callable[..., Iterable[DatasetRow]]] = {
     "reasoning_gym": reasoning_gym,
     "jsonl": jsonl,
@@ -304,6 +312,7 @@ KINDS: dict[str, Callable[..., Iterable[DatasetRow]]] = {
     "quadrants": quadrants,
     "search_questions": search_questions,
     "shop_tasks": shop_tasks,
+    "points": points,
 }
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.errors import CheckpointError, UserError, error_boundary
 from rondel.core.events import Event, GroupsTaken, Resumed
 from rondel.core.types import (
@@ -186,6 +187,7 @@ def _rollout_row(group: Group, sample: int, t: Trajectory) -> dict[str, Any]:
         "behavior_logprobs": t.logprobs,
         "versions": t.versions,
         "experts": t.experts,
+        "steps": None if t.steps is None else t.steps.rows,
         "support": t.support,
         "top_ids": _half_of(t.behavior_top, 0),
         "top_logprobs": _half_of(t.behavior_top, 1),
@@ -234,6 +236,7 @@ def _rollout_schema() -> Any:
         "advantages": numbers,
         "versions": integers,
         "experts": pa.binary(),
+        "steps": pa.binary(),
         "support": pa.list_(integers),
         "top_ids": pa.list_(integers),
         "top_logprobs": pa.list_(numbers),
@@ -259,6 +262,7 @@ def _rollout_schema() -> Any:
 
 
 JSON = ("task_data", "reward_parts", "timings", "media", "drift")  # columns of small trees, as strict JSON text
+ARRAYS = ("experts", "steps")  # columns of arrays, as numpy's files
 # columns whose values repeat; of numbers of every token a dictionary is slow, larger than they are, and eight times
 # as much in memory while it is made
 REPEATED = ["task", "env", "outcome", "outcome_reason", "finish_reason", "failed", "policy", "agent"]
@@ -291,7 +295,7 @@ def _row_tables(rows: Iterable[dict[str, Any]], album: ImageStore) -> Iterator[A
             "media": album.store_images(row["media"]) or None,
         }
         row = {**row, **more}
-        row |= {name: write_json(row[name]) for name in JSON} | {"experts": _pack_experts(row["experts"])}
+        row |= {name: write_json(row[name]) for name in JSON} | {name: _pack_array(row[name]) for name in ARRAYS}
         for piece in _split_row(row):
             part.append(piece)
             tokens += len(piece["tokens"])
@@ -386,11 +390,11 @@ def _replace_invalid_unicode(value: Any) -> Any:
     return value.encode("utf-8", "replace").decode()
 
 
-def _pack_experts(experts: Any) -> bytes | None:
-    if experts is None:
+def _pack_array(array: Any) -> bytes | None:
+    if array is None:
         return None
     out = io.BytesIO()
-    np.save(out, np.asarray(experts), allow_pickle=False)
+    np.save(out, np.asarray(array), allow_pickle=False)
     return out.getvalue()
 
 
@@ -414,7 +418,7 @@ def read_step(folder: str | Path, step: int) -> list[dict[str, Any]]:
         for row in rows:
             row.update({name: read_exact_json(row[name]) for name in JSON if row[name] is not None})
             row.update(task_data=album.restore_data_urls(row["task_data"]), media=album.load_images(row["media"] or []))
-            row["experts"] = None if row["experts"] is None else np.load(io.BytesIO(row["experts"]), allow_pickle=False)
+            row.update({name: np.load(io.BytesIO(row[name]), allow_pickle=False) for name in ARRAYS if row[name]})
     return rows
 
 
@@ -457,9 +461,14 @@ def _decode_trajectory(row: dict[str, Any]) -> Trajectory:
             f"group {row['group']} sample {row['sample']}: columns of lengths {[len(c) for c in columns]}; the file is "
             f"damaged"
         )
+    steps = None if row["steps"] is None else ContinuousSteps(row["steps"])
     for written, run in groupby(zip(*columns), key=lambda token: token[1]):
         tokens, _, logprobs, versions = (list(column) for column in zip(*run))
-        t.extend(tokens, logprobs=logprobs if written else None, versions=versions if written else None)
+        if not written:
+            t.extend(tokens)
+            continue
+        own, steps = (None, None) if steps is None else (steps[: len(tokens)], steps[len(tokens) :])
+        t.extend(tokens, logprobs=logprobs, versions=versions, steps=own)
     t.support, t.media = row["support"], row["media"]
     t.teacher_prompts = row["teacher_prompts"] or []
     if row["top_ids"] is not None:

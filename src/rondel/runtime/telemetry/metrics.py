@@ -44,6 +44,11 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
         "8-grams that one answer of each trained group had written before, in its last 2,000 tokens",
     ),
     "generate/tokens": ("tokens", "written since the last step, all trajectories together"),
+    "generate/spread": (
+        "distance",
+        "root mean square of what the points of a group deviate from their mean, where the policy draws points: the "
+        "diversity of its answers to one prompt",
+    ),
     "generate/truncated_fraction": ("share", "trajectories cut at max_tokens"),
     "episode/drift_share": (
         "share",
@@ -347,7 +352,19 @@ def from_taken(taken: GroupsTaken) -> dict[str, float]:
         "loop/lag_max": max(lags),
         "loop/lag_limit": taken.limit,
         **histogram,
+        **_from_points(taken),
     }
+
+
+def _from_points(taken: GroupsTaken) -> dict[str, float]:
+    """How far apart the points lie that groups drew; nothing where they drew tokens."""
+    spreads = []
+    for group in taken.groups:
+        points = [t.steps.drawn[-1] for t in group.policy_samples if t.steps is not None and not group.supervised]
+        if len(points) > 1:
+            mean = sum(points) / len(points)
+            spreads.append(math.sqrt(sum(float(((p - mean) ** 2).sum()) for p in points) / len(points)))
+    return {"generate/spread": math.fsum(spreads) / len(spreads)} if spreads else {}
 
 
 def from_evaluation(event: Evaluated, *, main: bool) -> dict[str, float]:

@@ -1,0 +1,61 @@
+"""What a recipe of a flow cannot have: what is about tokens, and what has not been carried over to points yet."""
+
+from __future__ import annotations
+
+from rondel.assemble.rows import AlgorithmRows
+from rondel.core.config.environment import ENV_TABLES
+from rondel.core.config.job import Job
+from rondel.core.errors import ConfigError, UserError
+from rondel.core.types import Sampling
+from rondel.generate.engine.flow.chain import refuse_sampling
+from rondel.models.flow.kinds import is_flow
+
+ABOUT_TOKENS = {  # what a row may need that only a vocabulary has
+    "teacher_logprobs": "a teacher",
+    "teacher_hidden": "a teacher",
+    "values": "a critic",
+    "behavior_top": "the likeliest tokens of every draw",
+    "collisions": "the whole vocabulary at every draw",
+    "guidance": "demonstrations among the samples",
+}
+
+
+def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
+    """ConfigError where model.path is a flow and the rest of the recipe is not, or the other way round."""
+    kind = job.task.env_kind
+    if not is_flow(job.model.path):
+        if kind == "flow":
+            raise ConfigError(
+                f'task.env = "flow" with model.path = {job.model.path!r}, which writes tokens: take a flow, '
+                '{ random = "flow_mlp" } or the folder of a trained one'
+            )
+        return
+    mesh = job.place.mesh.to_mesh(job.place.ranks)
+    rules = [
+        (kind == "flow" or kind not in ENV_TABLES, f'task.env = "{kind}" reads text: set task.env = "flow"'),
+        (job.engine.kind == "builtin", f'engine.kind = "{job.engine.kind}" serves tokens: leave it out'),
+        (job.engine.numerics == "fast", f'engine.numerics = "{job.engine.numerics}" is about tokens: leave it out'),
+        (not job.engine.compile, "engine.compile = true is about tokens: leave it out"),
+        (job.engine.speculative.kind == "off", "engine.speculative guesses tokens: leave it out"),
+        (job.engine.concurrency == "fixed", 'engine.concurrency = "auto" watches a cache, and a flow has none'),
+        (job.model.adapter.kind == "off", "model.adapter goes on language models: leave it out"),
+        (job.model.format == "none", "model.format is for language models: leave it out"),
+        (not job.policies, "policies play agents that write text: leave them out"),
+        (mesh.world == 1, f"place.ranks = {mesh.world}: a flow is trained by one rank"),
+        (job.place.engine_processes == 1, "an engine of several processes splits a language model: use one"),
+        (not job.run.record, "run.record replays caches of tokens: leave it out"),
+        (not job.trainer.memory.offload, "trainer.memory.offload makes room for a cache, and a flow has none"),
+    ]
+    for row in rows.all_rows:
+        needs = sorted({what for need, what in ABOUT_TOKENS.items() if need in row.needs})
+        rules.append((not needs, f"algo.kind = '{row.name}' needs {', '.join(needs)}: use flow_grpo, ddrl or grpo"))
+        rules.append(
+            (not row.entropy.coef, f"algo.entropy.coef = {row.entropy.coef:g}: the noise of a step is set, not learned")
+        )
+    for holds, rule in rules:
+        if not holds:
+            raise ConfigError(f"model.path is a flow, and {rule}", page="docs/flows.md")
+    try:
+        refuse_sampling(sampling)
+    except UserError as error:
+        raise ConfigError(f"engine.{error}", page="docs/flows.md") from error

@@ -1,0 +1,36 @@
+"""Sets of points that a flow learns from: prompt -> points [N, D], a function of the settings alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rondel.core.errors import DataError, error_boundary
+from rondel.core.registry import find_registered
+
+Points = dict[str, np.ndarray]
+
+
+def ring(modes: int = 8, spread: float = 0.1, radius: float = 1.5, size: int = 4096, seed: int = 0) -> Points:
+    """Gaussians evenly on a circle, all under the prompt "ring"; mode 0 lies at (radius, 0)."""
+    random = np.random.default_rng(seed)
+    angles = 2 * np.pi * random.integers(modes, size=size) / modes
+    centers = radius * np.stack([np.cos(angles), np.sin(angles)], 1)
+    return {"ring": centers + spread * random.standard_normal((size, 2))}
+
+
+POINTS: dict[str, Callable[..., Points]] = {"ring": ring}
+
+
+def find_points(name: str, args: dict[str, Any]) -> Points:
+    """One of ours, or what a function of the user's returns: {prompt: points [N, D]}."""
+    with error_boundary(DataError, f"task.data.name = '{name}'"):
+        found = {
+            str(prompt): np.asarray(own, np.float64)
+            for prompt, own in find_registered("points", name, POINTS)(**args).items()
+        }
+    if odd := [prompt for prompt, own in found.items() if own.ndim != 2 or not len(own) or not np.isfinite(own).all()]:
+        raise DataError(f"task.data.name = '{name}': the points of '{odd[0]}' are no finite numbers [N, D]")
+    return found

@@ -1,0 +1,84 @@
+"""What turns the velocities of a flow into log-densities of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rondel.core.continuous_steps import SCALARS
+from rondel.core.errors import UserError
+from rondel.models.flow.packed_steps import PackedSteps
+from rondel.models.flow.transition import draw_normal, entropy, log_density, step_coefficients, step_mean
+
+PROBE_KEY = 20261126  # of the noise in which both sides of a weight update score a prompt
+
+
+class FlowHead:
+    """Stands where a model of text has its LMHead, over a module whose `forward` gives velocities. The policy over
+    chains of points is the Gaussian of each step.
+    """
+
+    part = None
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def of_copy(self, model: Any) -> FlowHead:
+        """The head of a copy of its model."""
+        return FlowHead(model)
+
+    @property
+    def weight(self) -> Tensor:
+        """Where the weights lie, and in what."""
+        found: Tensor = self.model.leave.weight
+        return found
+
+    @property
+    def dim(self) -> int:
+        """D of its points."""
+        return int(self.model.config.dim)
+
+    def velocity(self, x: Tensor, sigma: Tensor, steps: PackedSteps) -> Tensor:
+        """[M, D], [M] -> [M, D], under the prompts of these steps."""
+        condition = self.model.condition(steps.prompt, steps.begins)
+        found: Tensor = self.model(x, sigma, condition.index_select(0, steps.prompt_of))
+        return found
+
+    def evaluate_steps(self, steps: PackedSteps) -> tuple[Tensor, Tensor]:
+        """(log-density [M], entropy [M]) of recorded steps under the weights of now, a dimension; in the dtype of the
+        rows, which is at least float32.
+        """
+        dim, rows = self.dim, steps.rows
+        if rows.shape[1] != 2 * dim + SCALARS:
+            raise ValueError(f"steps of {(rows.shape[1] - SCALARS) / 2:g} dimensions for a flow of {dim}")
+        x, drawn, numbers = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim :]
+        velocity = self.velocity(x, numbers[:, 0], steps).to(rows.dtype)
+        mean = step_mean(x, velocity, numbers[:, 1:])
+        return log_density(drawn, mean, numbers[:, 3]), entropy(numbers[:, 3])
+
+    @torch.no_grad()
+    def score_prompt(self, tokens: Sequence[int]) -> list[float]:
+        """What both sides of a weight update must agree on: log-densities of a fixed chain under this prompt, one for
+        each token but the first, whose entry is 0. The points are noise, near to where a flow takes them.
+        """
+        n = len(tokens) - 1
+        if n < 1:
+            return [0.0] * len(tokens)
+        numbers = step_coefficients(n, 1.0)
+        points = np.stack([draw_normal(PROBE_KEY, t, 2 * self.dim) for t in range(n)])
+        points[:, self.dim :] = numbers[:, 1:2] * points[:, : self.dim] + numbers[:, 3:] * points[:, self.dim :]
+        rows = np.concatenate([points, numbers], 1).astype(np.float32)
+        return [0.0, *self.evaluate_steps(PackedSteps.of([rows], [tokens], self.weight.device))[0].tolist()]
+
+
+def refuse_flow(name: str, head: Any) -> None:
+    """UserError for what only serves text."""
+    if isinstance(head, FlowHead):
+        raise UserError(
+            f"'{name}' is a flow, which draws points and not tokens: train it with `rondel train` (docs/flows.md); it is "
+            "not served"
+        )

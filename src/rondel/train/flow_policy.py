@@ -1,0 +1,35 @@
+"""What training asks of a policy that draws points: the same as of one that draws tokens (annotate.py: Policy)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from rondel.core.errors import TrainError
+
+if TYPE_CHECKING:
+    from rondel.models.flow.flow_head import FlowHead
+    from rondel.models.routing_tape import RoutingTape
+    from rondel.train.pack import PackedBatch
+
+
+class FlowPolicy:
+    """The Gaussian of each denoising step. Its noise is recorded with the step, so no temperature is read."""
+
+    def __init__(self, head: FlowHead) -> None:
+        self.head = head
+
+    def evaluate(
+        self, packed: PackedBatch, *, temperature: float, tape: RoutingTape | None, drawn: bool
+    ) -> tuple[Tensor, Tensor]:
+        if packed.steps is None:
+            raise TrainError(
+                "trajectories without points for a flow: an environment that builds trajectories itself must hand "
+                "Completion.steps to extend()"
+            )
+        return self.head.evaluate_steps(packed.steps)
+
+    def score_prompt(self, tokens: Sequence[int]) -> list[float]:
+        return self.head.score_prompt(tokens)

@@ -1,0 +1,129 @@
+"""A flow in the loop: the same journal, store, checkpoints and replay as of a model of text, and it learns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kits.runs import FLOW, check, events, final, run, run_and_die, steps, tiny
+from rondel.checks.recipe_check import check as check_recipe
+from rondel.cli import export
+from rondel.cli.view import token_pieces
+from rondel.core.errors import UserError
+from rondel.core.types import Score
+from rondel.driver import replay
+from rondel.models.flow.packed_steps import PackedSteps
+from rondel.models.load import load_model
+from rondel.runtime.journal import store
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """4 steps of flow matching, 6 of RL."""
+    found = tmp_path_factory.mktemp("flow") / "run"
+    run(found, recipe=FLOW)
+    return found
+
+
+def test_ledger_versions_and_lag_are_those_of_any_run(folder):
+    rows = check(folder, staleness=0, total=10)
+    assert len(rows) == 4 * 4 + 6 * 4 * 4
+    assert all(e["metrics"]["train/gap_max"] < 1e-6 for e in events(folder, "StepDone") if e["step"] > 4)
+
+
+def test_the_stored_points_are_those_that_were_drawn(folder):
+    """Law 5, of points: a chain has no gap, and its recorded densities are those of the weights that drew it."""
+    [checkpoint] = [path for path in (folder / "checkpoints").iterdir() if path.name == "step-000009"]
+    loaded, seen = load_model(str(checkpoint)), 0
+    for group in store.groups_of(store.read_step(folder, 10)):
+        for t in group.trajectories:
+            assert (t.steps.x[1:] == t.steps.drawn[:-1]).all() and isinstance(t.score, Score)
+            prompt = [token for token, wrote in zip(t.tokens, t.mask) if not wrote]
+            with torch.no_grad():
+                density = loaded.head.evaluate_steps(PackedSteps.of([t.steps.rows], [prompt], "cpu"))[0]
+            assert density.tolist() == [p for p, wrote in zip(t.logprobs, t.mask) if wrote]
+            seen += 1
+    assert seen == 16
+
+
+def test_a_step_is_recomputed_from_its_stored_rollouts(folder):
+    found, [done] = replay.replay(folder, 10), [e["metrics"] for e in events(folder, "StepDone") if e["step"] == 10]
+    same = [name for name in found if not name.endswith("_s")]
+    assert len(same) > 10 and {name: found[name] for name in same} == {name: done[name] for name in same}
+
+
+def test_every_second_step_is_trained(tmp_path):
+    """Counted back from the last one, whose point is scored; each keeps the density that it was drawn with."""
+    env = {"kind": "flow", "every": 2}
+    run(
+        tmp_path / "run",
+        recipe=FLOW,
+        loop__steps=1,
+        loop__warmup__steps=0,
+        task__env=env,
+        engine__sampling__max_tokens=5,
+    )
+    rows = check(tmp_path / "run", staleness=0, total=1)
+    assert all([token for token, wrote in zip(r["tokens"], r["mask"]) if wrote] == [0, 2, 4] for r in rows)
+    [done] = events(tmp_path / "run", "StepDone")
+    assert done["metrics"]["train/tokens"] == 4 * 4 * 3 and done["metrics"]["train/gap_max"] < 1e-6
+
+
+def test_its_recipe_is_checked_and_its_points_are_shown(folder, tmp_path):
+    found = {f.what: f for f in check_recipe(tiny(tmp_path, recipe=FLOW))}
+    assert all(f.ok for f in found.values()), found
+    assert "reads points" in found["reward"].message and "prompts that it was trained with" in found["tasks"].message
+    [row, *_] = store.read_step(folder, 10)
+    said = token_pieces(row, lambda ids: "-".join(map(str, ids)))
+    assert said[-1] == (True, row["text"]) and len(row["text"].split()) == 2
+    with pytest.raises(UserError, match=r"for model\.path"):
+        export.run(folder, tmp_path / "exported", False, "", False)
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_with_the_same_bits(folder, tmp_path):
+    """Law 9: in the middle of RL, between two checkpoints; chains go on from the points that they had reached."""
+    assert run_and_die(tmp_path / "run", ("StepDone", 8), recipe=FLOW) == -9
+    run(tmp_path / "run", recipe=FLOW)
+    ours, theirs = final(tmp_path / "run"), final(folder)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert steps(tmp_path / "run") == steps(folder)
+    for step in store.stored_steps(folder):
+        mine, whole = (store.groups_of(store.read_step(f, step)) for f in (tmp_path / "run", folder))
+        assert [[t.steps for t in g.trajectories] for g in mine] == [[t.steps for t in g.trajectories] for g in whole]
+
+
+@pytest.mark.slow
+def test_stale_steps_apart_keep_the_books(tmp_path):
+    run(tmp_path / "run", recipe=FLOW, loop__max_staleness=1, place__kind="split", place__cluster="local")
+    check(tmp_path / "run", staleness=1, total=10)
+
+
+def test_the_data_term_of_ddrl_stands_beside(tmp_path):
+    """DDRL: 0.01 of the loss of flow matching, on data points of every step."""
+    beside = [{"kind": "sft", "weight": 0.01, "groups_per_step": 2}]
+    run(tmp_path / "run", recipe=FLOW, loop__steps=2, loop__warmup__steps=0, algo__kind="ddrl", algo__beside=beside)
+    check(tmp_path / "run", staleness=0, total=2)
+    assert [e["metrics"]["train/tokens"] for e in events(tmp_path / "run", "StepDone")] == [4 * 4 * 4 + 2 * 8] * 2
+
+
+@pytest.mark.parametrize(
+    "changes, why",
+    [
+        ({"task__env": "single_turn"}, "reads text"),
+        ({"engine__sampling__top_k": 5}, "top_k"),
+        ({"algo__entropy": {"coef": 0.1}}, "noise of a step is set"),
+        ({"algo__kind": "ppo"}, "a critic"),
+        ({"model__adapter__kind": "lora"}, "adapter"),
+        ({"model__path": "smollm2-135m"}, "writes tokens"),
+        ({"engine__numerics": "aligned"}, "about tokens"),
+        ({"model__dtype": "bfloat16"}, "need float32"),
+        ({"task__reward": {"kind": "near", "points": [[0.0], [1.0, 2.0]]}}, "equal length"),
+        ({"task__data__args": {"moods": 3}}, "moods"),
+    ],
+)
+def test_what_is_about_tokens_is_refused(tmp_path, changes, why):
+    from rondel.assemble.components import build
+
+    with pytest.raises(UserError, match=why):
+        build(tiny(tmp_path, recipe=FLOW, **changes))

@@ -1,0 +1,168 @@
+"""The flow engine: the density that it records, noise that no scheduling changes, parking, updates and its log."""
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from kits.flows import asked, engine, flow, publish_in_place
+from rondel.core.errors import EngineError, UserError
+from rondel.core.types import Request, Sampling
+from rondel.generate.engine.resumption import generate_until_done
+from rondel.models.flow.packed_steps import PackedSteps
+from rondel.models.flow.transition import draw_normal, entropy, log_density, step_coefficients, step_mean
+from rondel.runtime.journal.wal import TokenLog
+
+
+def test_a_step_is_the_one_of_the_papers():
+    """The formulas of arXiv:2505.05470 written out once more, in plain floats."""
+    eta, steps = 0.7, 5
+    x, v, noise = 0.3, -1.1, 0.4
+    for k, (sigma, a, b, std) in enumerate(step_coefficients(steps, eta)):
+        now, dt = 1 - k / steps, -1 / steps
+        s = eta * math.sqrt(now / (1 - (now if k else 1 - 1 / steps)))
+        mean = x * (1 + s**2 / (2 * now) * dt) + v * (1 + s**2 * (1 - now) / (2 * now)) * dt
+        assert sigma == pytest.approx(now) and a * x + b * v == pytest.approx(mean, abs=1e-14)
+        drawn = mean + s * math.sqrt(-dt) * noise
+        wanted = -((drawn - mean) ** 2) / (2 * std**2) - math.log(std) - math.log(math.sqrt(2 * math.pi))
+        point = torch.tensor([[drawn]], dtype=torch.float64)
+        numbers = torch.tensor([[a, b, std]], dtype=torch.float64)
+        ours = step_mean(torch.tensor([[x]], dtype=torch.float64), torch.tensor([[v]], dtype=torch.float64), numbers)
+        assert float(log_density(point, ours, numbers[:, 2])[0]) == pytest.approx(wanted, abs=1e-10)
+    assert step_coefficients(steps, 0.0)[:, 1:].tolist() == [[1.0, pytest.approx(-1 / steps), 0.0]] * steps
+
+
+def test_chains_keep_the_marginals_of_the_flow():
+    """Data N(1, 0.5²), whose velocity is known: points of the stochastic chain have its mean and its spread."""
+    mean, spread, steps = 1.0, 0.5, 64
+    points = np.stack([draw_normal(i, 0, 1)[0] for i in range(4000)]).astype(np.float64)
+    noise = np.random.default_rng(0)
+    for sigma, a, b, std in step_coefficients(steps, 0.7):
+        var = (1 - sigma) ** 2 * spread**2 + sigma**2
+        deviation = points - (1 - sigma) * mean
+        velocity = (sigma - (1 - sigma) * spread**2) / var * deviation - mean  # E[noise - x0 | x]
+        points = a * points + b * velocity + std * noise.normal(size=len(points))
+    assert points.mean() == pytest.approx(mean, abs=0.03) and points.std() == pytest.approx(spread, abs=0.03)
+
+
+def test_density_gradient_and_entropy_against_torch():
+    """In float64, against torch's own normal distribution and its autograd."""
+    torch.manual_seed(0)
+    loaded = flow(dim=3)
+    loaded.model.double()
+    rows = torch.randn(7, 10, dtype=torch.float64)
+    rows[:, 6], rows[:, 9] = torch.rand(7), torch.rand(7) + 0.1
+    steps = PackedSteps.of([rows[:4].numpy(), rows[4:].numpy()], [[1, 2, 3], [4]], "cpu")
+    ours, spread = loaded.head.evaluate_steps(steps)
+    ours.sum().backward()
+    mine = [p.grad.clone() for p in loaded.model.parameters()]
+    loaded.model.zero_grad()
+    embed = loaded.model.embed.weight
+    condition = torch.stack([embed[[1, 2, 3]].mean(0)] * 4 + [embed[4]] * 3)
+    velocity = loaded.model(rows[:, :3], rows[:, 6], condition)
+    gaussian = torch.distributions.Normal(rows[:, 7:8] * rows[:, :3] + rows[:, 8:9] * velocity, rows[:, 9:])
+    theirs = gaussian.log_prob(rows[:, 3:6]).mean(1)
+    theirs.sum().backward()
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-10)
+    assert torch.allclose(spread, gaussian.entropy().mean(1), rtol=0, atol=1e-10)
+    assert torch.allclose(entropy(rows[:, 9]), spread)
+    assert all(torch.allclose(a, p.grad, rtol=0, atol=1e-10) for a, p in zip(mine, loaded.model.parameters()))
+
+
+def test_a_chain_is_the_same_alone_and_in_company():
+    async def draw(n, **how):
+        e = engine(**how)
+        return await asyncio.gather(*(e.generate(asked(i)) for i in range(n)))
+
+    alone, crowd, narrow = (asyncio.run(draw(n, **how)) for n, how in ((1, {}), (9, {}), (9, {"max_running": 2})))
+    assert alone[0].steps == crowd[0].steps and alone[0].logprobs == crowd[0].logprobs
+    assert all(a.steps == b.steps for a, b in zip(crowd, narrow))
+    assert crowd[0].steps != crowd[1].steps and list(crowd[0].tokens) == list(range(6))
+    x0 = crowd[0].steps.drawn[-1]
+    assert crowd[0].text == f"{x0[0]:.3f} {x0[1]:.3f}" and crowd[0].finish_reason == "stop"
+
+
+def test_the_recorded_density_is_that_of_the_weights():
+    loaded = flow()
+    done = asyncio.run(engine(loaded).generate(asked(0)))
+    steps = PackedSteps.of([done.steps.rows], [asked(0).tokens], "cpu")
+    with torch.no_grad():
+        assert loaded.head.evaluate_steps(steps)[0].tolist() == list(done.logprobs)
+    assert np.array_equal(done.steps.x[1:], done.steps.drawn[:-1])
+    flown = asyncio.run(engine(loaded).generate(asked(0, eta=0.0)))  # without noise: the flow itself
+    assert set(flown.logprobs) == {0.0} and np.array_equal(flown.steps.x[0], done.steps.x[0])
+
+
+@pytest.mark.parametrize("how", ["hold", "abort"])
+def test_new_weights_in_the_middle_of_a_chain(how):
+    """It goes on from its point under what serves then; the steps before keep their bits (law 15)."""
+
+    async def draw(pauses):
+        loaded = flow()
+        e = engine(loaded)
+        asks = [asyncio.ensure_future(generate_until_done(e.generate, asked(i))) for i in range(3)]
+        if pauses:
+            while not e.chains or e.chains[0].step < 3:
+                await asyncio.sleep(0)
+            await e.pause(how)
+            with torch.no_grad():
+                loaded.model.leave.weight.mul_(1.5)
+            await publish_in_place(e, 1)
+            await e.resume()
+        return await asyncio.gather(*asks)
+
+    whole, parted = asyncio.run(draw(False)), asyncio.run(draw(True))
+    for a, b in zip(whole, parted):
+        at = list(b.versions).index(1)
+        assert at >= 3 and set(b.versions[:at]) == {0} and len(b.tokens) == 6 and list(b.tokens) == list(range(6))
+        assert a.steps[:at] == b.steps[:at] and a.steps[at:] != b.steps[at:]
+        assert np.array_equal(b.steps.x[1:], b.steps.drawn[:-1])
+
+
+def test_a_killed_chain_goes_on_from_its_point(tmp_path):
+    async def serve(folder, n, dies=False):
+        e = engine(log=TokenLog(folder))
+        await publish_in_place(e, 1)
+        asks = [asyncio.ensure_future(e.generate(asked(i))) for i in range(n)]
+        if dies:
+            while not e.chains or e.chains[0].step < 3:
+                await asyncio.sleep(0)
+            return await e.pause("hold")
+        done = await asyncio.gather(*asks)
+        return done, e.account.counts["tokens"]
+
+    whole, drawn = asyncio.run(serve(tmp_path / "a", 3))
+    asyncio.run(serve(tmp_path / "b", 3, dies=True))
+    resumed, again = asyncio.run(serve(tmp_path / "b", 3))
+    assert drawn == 18 and again <= 9
+    assert [d.steps for d in resumed] == [d.steps for d in whole]
+    assert [d.logprobs for d in resumed] == [d.logprobs for d in whole]
+
+
+def test_what_has_no_meaning_for_points_is_refused():
+    e = engine()
+    for request, why in (
+        (Request([1], Sampling(top_k=3)), "top_k"),
+        (Request([1], Sampling(stop=("a",))), "stop"),
+        (Request([], Sampling()), "prompt"),
+        (Request([1] * 1000), "context"),
+        (Request([1, 0], Sampling(), continuation=1), "bring them all"),
+    ):
+        with pytest.raises(UserError, match=why):
+            asyncio.run(e.generate(request))
+
+
+def test_weights_that_overflow_break_the_step_and_not_the_run():
+    loaded = flow()
+    with torch.no_grad():
+        loaded.model.leave.weight.fill_(math.nan)
+
+    async def draw():
+        e = engine(loaded)
+        with pytest.raises(EngineError, match="not finite"):
+            await e.generate(asked(0))
+        assert (await e.status()).state == "refusing"
+
+    asyncio.run(draw())
