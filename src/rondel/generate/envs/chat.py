@@ -253,31 +253,29 @@ class TokenChat:
         form = self.template.call_format
         return await asyncio.to_thread(read_calls, form, said) if len(done.tokens) > LONG else read_calls(form, said)
 
-    def write(self, text: str, *, version: int = 0, split_special_tokens: bool = True) -> None:
+    def write(
+        self, text: str, *, version: int = 0, split_special_tokens: bool = True, steps: ContinuousSteps | None = None
+    ) -> None:
         """Put words into the policy's mouth, for supervised phases: mask 1, logprob 0, then the tokenizer's end token.
 
         What does not fit into max_context is cut, with finish_reason "length", as it would be for the policy itself.
-        Control tokens that the text spells are text, or with split_special_tokens = False tokens.
+        Control tokens that the text spells are text, or with split_special_tokens = False tokens. Of a policy that draws
+        points: `steps`, which are not cut, and no text.
         """
         self._check_turn()
         text, special, end = valid_unicode(text), self.template.special, self.tokenizer.eos_token_id
-        tokens = special.encode_text(text, split=split_special_tokens) + ([] if end is None else [end])
-        kept = [] if self._full else tokens[: max(0, self._remaining_tokens)]
-        self.trajectory.extend(kept, logprobs=[0.0] * len(kept), versions=[version] * len(kept))
-        self._close_turn(kept, text)
-        self.trajectory.finish_reason = "stop" if len(kept) == len(tokens) else "length"
-
-    def write_steps(self, steps: ContinuousSteps, text: str = "") -> None:
-        """The same of points, for a policy that draws them."""
-        self._check_turn()
-        n = len(steps)
-        if n > self._remaining_tokens:
+        if steps is None:
+            tokens = special.encode_text(text, split=split_special_tokens) + ([] if end is None else [end])
+        elif (n := len(steps)) <= self._remaining_tokens:
+            tokens = list(range(n))
+        else:
             raise DataError(
                 f"{n} steps behind {len(self.trajectory.tokens)} tokens: the context holds {self.max_context}"
             )
-        self.trajectory.extend(range(n), logprobs=[0.0] * n, versions=[0] * n, steps=steps)
-        self._close_turn(self.trajectory.tokens[-n:], text)
-        self.trajectory.finish_reason = "stop"
+        kept = [] if self._full else tokens[: max(0, self._remaining_tokens)]
+        self.trajectory.extend(kept, logprobs=[0.0] * len(kept), versions=[version] * len(kept), steps=steps)
+        self._close_turn(kept, text)
+        self.trajectory.finish_reason = "stop" if len(kept) == len(tokens) else "length"
 
     def log_command(self, command: Any, *, exit: int, folder: str) -> None:
         """The environment ran a command in its sandbox: its exit code, and a digest of the working folder behind it.

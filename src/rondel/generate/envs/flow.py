@@ -44,9 +44,8 @@ class Flow:
         if not isinstance(known := task.data.get("points"), dict):
             raise DataError(f"task {task.id} names no points to learn from: task.data.kind = 'points' brings them")
         chat.give(*self.prompt(task))
-        chat.write_steps(
-            matching_steps(_points_of(known["name"], repr(known["args"]))[task.data["prompt"]], self.points, key)
-        )
+        data = _points_of(known["name"], repr(known["args"]))[task.data["prompt"]]
+        chat.write("", steps=matching_steps(data, self.points, key))
         trajectory: Trajectory = chat.trajectory
         return trajectory
 
