@@ -44,7 +44,7 @@ def run(
         ),
     ] = "fast",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 takes all cores.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 takes OMP_NUM_THREADS, or else all cores.")] = 0,
     kv_pages: Annotated[
         int, typer.Option(min=0, help="Cache pages of one token each; 0 takes what memory allows.")
     ] = 0,

@@ -71,6 +71,13 @@ def _set_allocator(settings: dict[int, int]) -> bool:
     return all(mallopt(key, value) for key, value in settings.items())
 
 
+def default_threads() -> int:
+    """OMP_NUM_THREADS where it is set, as every program with OpenMP takes it, or the cores that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(wanted) if wanted.isdecimal() and int(wanted) else cores
+
+
 class Device:
     """One device and its one thread: `await device.run(function, *args)`.
 
@@ -82,8 +89,7 @@ class Device:
 
     def __init__(self, name: str = "cpu", threads: int | None = None) -> None:
         self.name = name
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.threads = threads or cores
+        self.threads = threads or default_threads()
         self._thread = ThreadPoolExecutor(1, f"rondel-{name}", initializer=self._init_thread)
 
     def _init_thread(self) -> None:

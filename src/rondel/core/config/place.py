@@ -119,7 +119,7 @@ class PlaceConfig(ConfigSection):
     )
     device: str = Field("auto", description='"cpu", "cuda", "cuda:1", "mps"; "auto" takes a CUDA GPU if there is one')
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
-        "auto", description='CPU threads; "auto" is all that this process may use'
+        "auto", description='CPU threads; "auto" is OMP_NUM_THREADS, or else all that this process may use'
     )
 
     @field_validator("cluster")
