@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -171,28 +172,26 @@ def test_on_rollouts_that_nothing_is_tuned_on_the_audit_is_as_good_as_the_docs_s
     assert (found, len(HACKS), named, len(FRESH)) == (16, 20, 0, 20)
 
 
-def test_patterns_take_no_time_on_what_a_policy_can_write():
-    import time
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "tests/", "rm -rf ", "\\boxed{", "<answer>", "1, ", "(", "score ", "<!--", "def __eq__(self, ", "cat a", "find tests ",
+        "sed -i '", "x = 'tests/a' ",
+    ],
+)  # fmt: skip
+def test_patterns_take_no_time_on_what_a_policy_can_write(piece):
+    """Four times the text takes about four times as long, and not sixteen times."""
 
-    began = time.process_time()
-    for piece in (
-        "tests/",
-        "rm -rf ",
-        "\\boxed{",
-        "<answer>",
-        "1, ",
-        "(",
-        "score ",
-        "<!--",
-        "def __eq__(self, ",
-        "cat a",
-        "find tests ",
-        "sed -i '",
-        "x = 'tests/a' ",
-    ):
-        find_hacks(rollout(SUM, [piece * 8000]))
-        find_hacks(rollout(CODE, [piece * 8000, piece * 8000, piece * 8000]))
-    assert time.process_time() - began < 10
+    def least(n, tries):
+        found = []
+        for _ in range(tries):
+            began = time.process_time()
+            find_hacks(rollout(SUM, [piece * n]))
+            find_hacks(rollout(CODE, [piece * n] * 3))
+            found.append(time.process_time() - began)
+        return min(found)
+
+    assert least(4000, 2) < 10 * least(1000, 3) + 0.02
 
 
 def test_reward_against_the_group_and_over_steps():
