@@ -20,7 +20,14 @@ def rows_of(drawn, **data):
     """Stored trajectories of one step each, under the prompts of `data`."""
     steps = ContinuousSteps.of(drawn, drawn, sigma=0.5, scale_x=1.0, scale_v=-0.1, std=0.1)
     return [
-        {"steps": steps.rows[i : i + 1], "text": "0.1", "task": "t", "task_data": data, "group": i // 2, "sample": i % 2}
+        {
+            "steps": steps.rows[i : i + 1],
+            "text": "0.1",
+            "task": "t",
+            "task_data": data,
+            "group": i // 2,
+            "sample": i % 2,
+        }
         for i in range(len(drawn))
     ]
 

@@ -96,6 +96,10 @@ def test_it_is_saved_and_loaded_as_any_model(tmp_path):
 def test_a_new_one_says_that_nothing_moves():
     model = load_model(SIZES | {"hidden_size": 16}).model
     assert not model(torch.randn(3, 16), torch.rand(3), torch.randn(3, 16)).any()
-    for odd, why in (({"dim": 60}, "no square image"), ({"patch_size": 3}, "patches of 3"), ({"num_attention_heads": 3}, "no multiple")):
+    for odd, why in (
+        ({"dim": 60}, "no square image"),
+        ({"patch_size": 3}, "patches of 3"),
+        ({"num_attention_heads": 3}, "no multiple"),
+    ):
         with pytest.raises(UserError, match=why):
             load_model(SIZES | {"hidden_size": 16} | odd)
