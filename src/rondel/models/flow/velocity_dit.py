@@ -74,15 +74,14 @@ class FlowDit(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
-            begins_at_0 = module is self.leave or module in self._modulations
-            nn.init.normal_(module.weight, std=0.0 if begins_at_0 else module.in_features**-0.5)
+            nn.init.normal_(module.weight, std=0.0 if module in self._begin_at_0() else module.in_features**-0.5)
             nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight)
 
-    @property
-    def _modulations(self) -> list[nn.Module]:
-        return [self.modulation, *(layer.modulation for layer in self.layers)]
+    def _begin_at_0(self) -> list[nn.Module]:
+        blocks = [module.modulation for module in self.layers if isinstance(module, DitBlock)]
+        return [self.leave, self.modulation, *blocks]
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
