@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
             "megabytes": round((folder / "journal.jsonl").stat().st_size / 1e6, 1),
             **reading(folder),
         }
-        row |= live(Path(scratch) / "live")
+        row |= live(Path(scratch) / "live", min(a.events, 20_000))
         browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
         row |= painting(folder, browser, a.repeat) if browser else {"painting": "no Chromium on the PATH"}
     report(row, only_json=a.json)
@@ -63,14 +63,14 @@ def reading(folder: Path) -> dict[str, float]:
     return {"sample_seconds": round(sampled - began, 3), "whole_seconds": round(time.perf_counter() - sampled, 2)}
 
 
-def live(folder: Path) -> dict[str, float]:
+def live(folder: Path, events: int) -> dict[str, float]:
     """Appended in small pieces, as a run does."""
     from _long import write_long
 
     from rondel.dashboard.run import DashboardRun
     from rondel.runtime.telemetry.diagnose import findings
 
-    lines = (write_long(folder / "told", 20_000) / "journal.jsonl").read_bytes().split(b"\n")[:-1]
+    lines = (write_long(folder / "told", events) / "journal.jsonl").read_bytes().split(b"\n")[:-1]
     (folder / "now").mkdir()
     run, spent = DashboardRun(folder / "now", findings), 0.0
     with (folder / "now" / "journal.jsonl").open("ab") as file:

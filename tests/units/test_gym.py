@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 
 from kits.chat import chat
+from kits.command_line import SMALL, TINY
 from kits.gateway import Policy, recorded, runs, tok
 from kits.runs import check, run
+from rondel.cli import main
 from rondel.core.errors import ConfigError, EnvError
+from rondel.core.protocols import SelfScoringEnv
 from rondel.core.types import Task
 from rondel.generate.envs.gym import Gym
+from rondel.generate.envs.repository.env import RepositoryEnv
 from rondel.generate.envs.sources import load_tasks
 
 gymnasium = pytest.importorskip("gymnasium")
@@ -121,6 +125,20 @@ def test_a_run_of_the_example(tmp_path, monkeypatch):
     )
     rows = check(tmp_path, staleness=0, total=2)
     assert len(rows) == 32 and all(-0.03 - 1e-9 <= row["reward"] <= 0.99 for row in rows)
+
+
+@pytest.mark.slow
+def test_no_reward_is_asked_about_episodes_that_their_world_scores(tmp_path, monkeypatch, capfd):
+    """`rondel check` would call task.reward's "number" on tasks without an answer, and tell the user to repair it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    world = ("--task.env.kind=gym", "--task.env.turns=3", "--task.data.kind=gym", "--task.data.name=guess_world:make")
+    with pytest.raises(SystemExit):
+        main(["check", str(TINY), *world, *SMALL, f"--run.folder={tmp_path / 'run'}"])
+    told = capfd.readouterr().out
+    assert "its scores were not tried" in told and "reward" not in told.replace("mixed rewards", "").replace(
+        "mean reward", ""
+    )
+    assert isinstance(Gym(), SelfScoringEnv) and isinstance(RepositoryEnv(lambda: None), SelfScoringEnv)
 
 
 @pytest.mark.slow

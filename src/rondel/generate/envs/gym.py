@@ -53,6 +53,8 @@ class Gym:
     timeout  seconds for one verb of the world
     """
 
+    scores_itself = True
+
     def __init__(self, *, turns: int = 8, timeout: float = 30.0, suffix: str = "", system: str | None = None) -> None:
         self.turns, self.timeout, self.suffix, self.system = turns, timeout, suffix, system
 

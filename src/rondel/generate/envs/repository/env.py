@@ -45,6 +45,8 @@ class RepositoryEnv:
     shown          folders of this machine that the box may read
     """
 
+    scores_itself = True
+
     def __init__(
         self,
         sandbox: SandboxFactory,
