@@ -56,7 +56,7 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel doctor --cluster": "parsed: it would join whatever Ray cluster runs; tests/e2e/test_doctor_cluster.py runs it",
     "rondel train recipes/flow.toml": "parsed: tests/e2e/test_flows.py runs it smaller",
     "rondel train recipes/digits.toml": "parsed: tests/e2e/test_flows.py runs it smaller, where scikit-learn is",
-    "rondel view runs/digits --step 401 --png before.png": "parsed: tests/e2e/test_flows.py writes such a file",
+    "rondel view runs/digits --step 101 --png before.png": "parsed: tests/e2e/test_flows.py writes such a file",
     "rondel view runs/digits --png after.png": "parsed: tests/e2e/test_flows.py writes such a file",
     "rondel train recipes/moe.toml": "reduced",
     "rondel train recipes/ppo.toml": "reduced",
