@@ -55,7 +55,7 @@ def test_the_images_and_the_classifier_that_reads_them():
         build_reward({"kind": "digit", "digit": 10})
     first = known["3"][:4]
     assert describe_coverage(rows_of(first, prompt="3", points={"name": "digits", "args": {}})) == (
-        "4 points are nearest to 4 of the 1797 data points; 4 of 4 to one of their own prompt"
+        "4 points are nearest to 4 of the 1797 data points, 0.00 away on average; 4 of 4 to one of their own prompt"
     )
 
 
@@ -69,7 +69,7 @@ def test_without_scikit_learn_the_extra_is_named(monkeypatch):
 def test_points_are_counted_by_the_data_that_they_are_nearest_to():
     data = find_points("ring", {"size": 40})["ring"]
     rows = rows_of(data[[3, 3, 7, 9]] + 1e-4, prompt="ring", points={"name": "ring", "args": {"size": 40}})
-    assert describe_coverage(rows) == "4 points are nearest to 3 of the 40 data points"
+    assert describe_coverage(rows) == "4 points are nearest to 3 of the 40 data points, 0.00 away on average"
     assert describe_coverage(rows_of(data[:2], points={"name": "os:getcwd", "args": {}})) == ""
     assert describe_coverage([dict(rows[0], steps=None)]) == ""
 

@@ -80,8 +80,8 @@ def write_png(path: str | Path, gray: np.ndarray) -> None:
 
 
 def describe_coverage(rows: Iterable[dict[str, Any]]) -> str:
-    """ "120 points are nearest to 97 of the 1797 data points; 110 of 120 to one of their own prompt"; "" where there are
-    no points, or those to learn from are a user's own: to look at a run imports no code that it names.
+    """ "120 points are nearest to 97 of the 1797 data points, 3.02 away on average; 110 of 120 to one of their own prompt";
+    "" where there are no points, or those to learn from are a user's own: to look at a run imports no code that it names.
     """
     from rondel.generate.envs.points import POINTS, find_points
 
@@ -94,8 +94,13 @@ def describe_coverage(rows: Iterable[dict[str, Any]]) -> str:
     except RondelError as error:
         return f"the data points were not compared: {error}"
     prompts = np.repeat(list(known), [len(own) for own in known.values()])
-    nearest = nearest_of(np.stack([point for _, point in drawn]), np.concatenate(list(known.values())))
-    covered = f"{len(drawn)} points are nearest to {len(set(nearest.tolist()))} of the {len(prompts)} data points"
+    points, known_points = np.stack([point for _, point in drawn]), np.concatenate(list(known.values()))
+    nearest = nearest_of(points, known_points)
+    away = np.linalg.norm(points - known_points[nearest], axis=1).mean()
+    covered = (
+        f"{len(drawn)} points are nearest to {len(set(nearest.tolist()))} of the {len(prompts)} data points, "
+        f"{away:.2f} away on average"
+    )
     right = sum(prompts[at] == data["prompt"] for at, (data, _) in zip(nearest, drawn))
     return covered + (f"; {right} of {len(drawn)} to one of their own prompt" if len(known) > 1 else "")
 
