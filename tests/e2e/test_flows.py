@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kits.runs import FLOW, check, events, final, run, run_and_die, steps, tiny
+from kits.runs import DIGITS, FLOW, check, events, final, run, run_and_die, steps, tiny
 from rondel.checks.recipe_check import check as check_recipe
-from rondel.cli import export
+from rondel.cli import export, view
 from rondel.cli.view import token_pieces
 from rondel.core.errors import UserError
 from rondel.core.types import Score
@@ -105,6 +105,22 @@ def test_the_data_term_of_ddrl_stands_beside(tmp_path):
     run(tmp_path / "run", recipe=FLOW, loop__steps=2, loop__warmup__steps=0, algo__kind="ddrl", algo__beside=beside)
     check(tmp_path / "run", staleness=0, total=2)
     assert [e["metrics"]["train/tokens"] for e in events(tmp_path / "run", "StepDone")] == [4 * 4 * 4 + 2 * 8] * 2
+
+
+@pytest.mark.slow
+def test_digits_are_drawn_and_shown(tmp_path, capsys):
+    """A diffusion transformer, scikit-learn's images and a classifier as reward, in the loop of any run."""
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed: rondel[digits]")
+    run(tmp_path / "run", recipe=DIGITS, model__path__num_hidden_layers=1, loop__warmup__steps=2, loop__steps=2)
+    rows = check(tmp_path / "run", staleness=0, total=4)
+    assert all(0 <= row["reward"] <= 1 for row in rows if row["reward"] is not None)
+    done = [e["metrics"] for e in events(tmp_path / "run", "StepDone")]
+    assert all(m["train/gap_max"] < 1e-5 for m in done[2:])
+    view.run(str(tmp_path / "run"), step=4, png=str(tmp_path / "grid.png"), limit=1)
+    assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
+    assert "16 points are nearest to" in capsys.readouterr().out
+    with pytest.raises(UserError, match="of a step of RL"):
+        view.run(str(tmp_path / "run"), step=1, png=str(tmp_path / "grid.png"), limit=1)
 
 
 @pytest.mark.parametrize(

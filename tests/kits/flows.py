@@ -28,9 +28,11 @@ from rondel.models.loaded_model import LoadedModel
 
 
 def flow(seed: int = 0, **sizes: Any) -> LoadedModel:
-    """A random flow whose last layer is not 0."""
+    """A random flow of which no layer is 0."""
     loaded = load_model({"random": "flow_mlp", "hidden_size": 16, "num_hidden_layers": 1, "seed": seed, **sizes})
-    torch.nn.init.normal_(loaded.model.leave.weight, std=0.3)
+    for name, weight in loaded.model.named_parameters():
+        if name.endswith(("leave.weight", "modulation.weight")):
+            torch.nn.init.normal_(weight, std=0.3)
     return loaded
 
 

@@ -57,6 +57,7 @@ context.set_forkserver_preload(["kits.preloaded"])
 
 
 FLOW = RECIPE.with_name("flow.toml")
+DIGITS = RECIPE.with_name("digits.toml")
 FAST_FLOW = {
     "loop.warmup.steps": 4, "loop.warmup.groups_per_step": 4, "loop.steps": 6, "loop.groups_per_step": 4,
     "algo.group_size": 4, "model.path.hidden_size": 16, "task.env": {"kind": "flow", "points": 8},
@@ -65,9 +66,9 @@ FAST_FLOW = {
 
 
 def tiny(folder: Path, recipe: Path = RECIPE, **changes: Any) -> Job:
-    """The tiny recipe, or `FLOW`, smaller still; `loop__max_staleness=1` sets loop.max_staleness."""
+    """The tiny recipe, or that of a flow, smaller still; `loop__max_staleness=1` sets loop.max_staleness."""
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    return Job.read(recipe, {**(FAST_FLOW if recipe == FLOW else FAST), "run.folder": str(folder), **dotted})
+    return Job.read(recipe, {**(FAST_FLOW if recipe in (FLOW, DIGITS) else FAST), "run.folder": str(folder), **dotted})
 
 
 def run(folder: Path, **changes: Any) -> dict[str, Any]:

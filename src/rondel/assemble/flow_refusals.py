@@ -27,7 +27,7 @@ def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         if kind == "flow":
             raise ConfigError(
                 f'task.env = "flow" with model.path = {job.model.path!r}, which writes tokens: take a flow, '
-                '{ random = "flow_mlp" } or the folder of a trained one'
+                '{ random = "flow_mlp" } or "flow_dit", or the folder of a trained one'
             )
         return
     mesh = job.place.mesh.to_mesh(job.place.ranks)

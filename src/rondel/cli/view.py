@@ -23,9 +23,13 @@ def run(
     ] = False,
     limit: Annotated[int, typer.Option("--limit", min=1, help="How many to show in the terminal.")] = 16,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a web page instead.")] = None,
+    png: Annotated[
+        str | None, typer.Option("--png", metavar="FILE", help="Write the images that a flow drew instead.")
+    ] = None,
 ) -> None:
     """Show what the policy read and wrote."""
     from rondel.cli.page import render_page
+    from rondel.cli.point_images import describe_coverage, image_grid, write_png
     from rondel.core.errors import UserError
     from rondel.runtime.journal.store import read_step, stored_steps
 
@@ -36,6 +40,10 @@ def run(
     if group is not None and group not in (numbers := sorted({row["group"] for row in rows})):
         raise UserError(f"step {step} has no group {group}; it has {', '.join(map(str, numbers))}")
     chosen = [r for r in rows if _matches_filter(r, group, min_reward, max_reward, errors)]
+    if png is not None:
+        write_png(png, image_grid(chosen))
+        print(f"{png}: the images of {len(chosen)} trajectories of step {step}\n{describe_coverage(chosen)}".rstrip())
+        return
     read_tokens = load_tokenizer(Path(folder))
     supervised = step is not None and step <= supervised_steps(Path(folder))
     cards = [trajectory_view(row, read_tokens, supervised=supervised) for row in chosen]
@@ -51,6 +59,8 @@ def run(
         + (f", {len(cards)} match" if len(cards) < len(rows) else "")
         + others
     )
+    if coverage := describe_coverage(chosen):
+        print(coverage)
 
 
 def _matches_filter(
@@ -127,7 +137,7 @@ def logprob_gap(row: dict[str, Any]) -> float | None:
 def token_pieces(row: dict[str, Any], read_tokens: Any) -> list[tuple[bool, str]]:
     """Token by token where the run folder has a tokenizer, else the task's prompt and the stored text."""
     if read_tokens is None:
-        return [(False, prompt_text(row["task_data"])), (True, row["text"])]
+        return [(False, prompt_text(row["task_data"])), (True, _describe_answer(row))]
     from itertools import groupby
 
     sees = [-1] * len(row["tokens"])
@@ -136,11 +146,20 @@ def token_pieces(row: dict[str, Any], read_tokens: Any) -> list[tuple[bool, str]
     out: list[tuple[bool, str]] = []
     for (written, i), run in groupby(zip(row["mask"], sees, row["tokens"]), key=lambda token: token[:2]):
         if written and row["steps"] is not None:  # its tokens are the numbers of steps
-            text = row["text"]
+            text = _describe_answer(row)
         else:
             text = row["media"][i].image.name if i >= 0 else read_tokens([token for _, _, token in run])
         out = [*out[:-1], (written, out[-1][1] + text)] if out and out[-1][0] == written else [*out, (written, text)]
     return out
+
+
+def _describe_answer(row: dict[str, Any]) -> str:
+    """The point that a flow drew: an image in characters where it is one, else its first numbers."""
+    from rondel.cli.point_images import as_image, draw_as_text, last_point
+
+    point = last_point(row)
+    image = None if point is None else as_image(point)
+    return str(row["text"]) if image is None else f"\n{draw_as_text(image)}\n"
 
 
 def prompt_text(data: dict[str, Any]) -> str:

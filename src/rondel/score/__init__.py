@@ -14,6 +14,7 @@ from rondel.score.citation import Citation
 from rondel.score.code import Code
 from rondel.score.code_tests import read_tests
 from rondel.score.combine import By, Combine
+from rondel.score.digit import Digit
 from rondel.score.format import Format
 from rondel.score.judge import Judge
 from rondel.score.math import Math
@@ -46,6 +47,7 @@ def reward_by_field(*, parts: dict[str, Spec], field: str = "source", **lent: Ca
 REWARDS: dict[str, Callable[..., Any]] = {
     "number": Number,
     "near": Near,
+    "digit": Digit,
     "math": Math,
     "code": Code,
     "citation": Citation,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rondel.core.digits import load_digit_images
 from rondel.core.errors import DataError, error_boundary
 from rondel.core.registry import find_registered
 
@@ -21,7 +22,13 @@ def ring(modes: int = 8, spread: float = 0.1, radius: float = 1.5, size: int = 4
     return {"ring": centers + spread * random.standard_normal((size, 2))}
 
 
-POINTS: dict[str, Callable[..., Points]] = {"ring": ring}
+def digits() -> Points:
+    """Images of 8·8 pixels under the prompts "0" to "9": some 180 of each (core/digits.py)."""
+    images, labels = load_digit_images()
+    return {str(digit): images[labels == digit] for digit in range(10)}
+
+
+POINTS: dict[str, Callable[..., Points]] = {"ring": ring, "digits": digits}
 
 
 def find_points(name: str, args: dict[str, Any]) -> Points:

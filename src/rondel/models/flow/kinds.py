@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rondel.models.flow.velocity_dit import FlowDitConfig
 from rondel.models.flow.velocity_mlp import FlowMlpConfig
 
-FLOWS = (FlowMlpConfig.model_type,)  # model types that are flows
+FLOWS = (FlowMlpConfig.model_type, FlowDitConfig.model_type)  # model types that are flows
 
 
 def is_flow(path: str | dict[str, Any]) -> bool:
