@@ -115,7 +115,6 @@ def one_ray(tmp_path_factory):
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(path or os.getcwd() for path in sys.path))
-        patch.setenv("RAY_prestart_worker_first_driver", "0")  # workers are started for those who ask for one
         ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=True, configure_logging=False)
     yield
     ray.shutdown()
