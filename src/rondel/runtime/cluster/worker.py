@@ -16,7 +16,7 @@ from rondel.core.errors import WorkerError
 from rondel.core.events import Event, WorkerTime, emit
 
 PULSE = 1.0  # seconds between two signs of life
-START = 120.0  # seconds that a worker may be silent while it imports and loads
+START = 300.0  # seconds that a worker may be silent while it imports and loads, from a busy disk at times
 
 
 class RemoteWorker:
