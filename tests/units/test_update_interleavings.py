@@ -22,6 +22,7 @@ from rondel.generate.engine.builtin import weight_receiver
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.engine_update import EngineUpdate
 from rondel.generate.engine.builtin.lifecycle import EngineLifecycle
+from rondel.generate.engine.builtin.serving_loop import ServingLoop
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 from rondel.models import names
 from rondel.sync.from_tensor import FromTensor
@@ -92,6 +93,8 @@ class SmallEngine:
 
             async def wait_for_task(self):
                 await engine._end_step()
+
+            wait_until_stopped = ServingLoop.wait_until_stopped
 
             def update_account(self): ...
 

@@ -48,6 +48,25 @@ class GroupNorm(Component):
 
 
 @dataclass(frozen=True)
+class NegativeExp(GroupNorm):
+    """A_i = mean e^(-z) over its group - e^(-z_i), z = (r - mean) / (std + eps).  -> [N].  arXiv:2512.04332 (DDRL).
+
+    -e^(-z) grows with the reward, and the worse a sample is the faster it falls: the bad ones are left before the good
+    ones are told apart. The paper has no baseline; the group's mean is one, and changes no expected gradient. Zero for a
+    constant group.
+
+    eps    added to the standard deviation
+    """
+
+    def __call__(self, scored: ScoredSamples) -> Tensor:
+        cost_N = (-super().__call__(scored)).exp()
+        return -group_deviations(cost_N, scored.group_N)
+
+    def __str__(self) -> str:
+        return f"mean e^-z of its group - e^-z, z = (R - mean of its group) / (std of its group + {self.eps:g})"
+
+
+@dataclass(frozen=True)
 class GroupCenter(Component):
     """A_i = r_i - mean of its group.  -> [N].  arXiv:2503.20783 (Dr. GRPO).  Zero for a constant
     group or a group of 1.

@@ -13,7 +13,6 @@ from rondel.algos.scored_samples import (
     group_sizes,
     group_stds,
     over_group,
-    standardize_rewards,
 )
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
@@ -55,32 +54,6 @@ class BatchNorm(Component):
     def __str__(self) -> str:
         what = "R - mean of its group" if self.over == "deviations" else "R"
         return f"(R - mean of its group) / (std of {what} over the step + {self.eps:g})"
-
-
-@dataclass(frozen=True)
-class NegativeExp(Component):
-    """A_i = mean e^(-z) over its group - e^(-z_i), z = (r - mean) / (std + eps).  -> [N].  arXiv:2512.04332 (DDRL).
-
-    -e^(-z) grows with the reward, and the worse a sample is the faster it falls: the bad ones are left before the good
-    ones are told apart. The paper has no baseline; the group's mean is one, and changes no expected gradient. Zero for a
-    constant group.
-
-    eps    added to the standard deviation
-    """
-
-    eps: float = 1e-6
-    compares: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not self.eps > 0:
-            raise ConfigError(f"eps = {self.eps}; it must be positive, or a constant group would divide 0 by 0")
-
-    def __call__(self, scored: ScoredSamples) -> Tensor:
-        cost_N = (-standardize_rewards(scored.rewards_N, scored.group_N, self.eps)).exp()
-        return -group_deviations(cost_N, scored.group_N)
-
-    def __str__(self) -> str:
-        return f"mean e^-z of its group - e^-z, z = (R - mean of its group) / (std of its group + {self.eps:g})"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from rondel.algos.advantage import (
     LeaveOneOut,
     LengthBaseline,
     MeanNorm,
+    NegativeExp,
     PartsNorm,
     PassAtK,
     Preference,
@@ -32,7 +33,7 @@ from rondel.algos.distill import Distill, EarlyDistill, FullDistill, GatedDistil
 from rondel.algos.divergence import Divergence
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.gae import Gae, Returns
-from rondel.algos.group_advantages import AgentBaseline, BatchNorm, Classify, NegativeExp, Redistribute, SoftValue
+from rondel.algos.group_advantages import AgentBaseline, BatchNorm, Classify, Redistribute, SoftValue
 from rondel.algos.kl import Kl
 from rondel.algos.mask_corrections import BinaryKlMask, Freshness, VariationMask
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov

@@ -11,31 +11,25 @@ from __future__ import annotations
 
 import math
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel
 
 from rondel.models.flow.transition import sinusoidal
+from rondel.models.flow.velocity_model import VelocityConfig, VelocityModel
 
 
-class FlowDitConfig(PreTrainedConfig):
+class FlowDitConfig(VelocityConfig):
     """Of `FlowDit`. dim: pixels, a square number; patch_size: side of a patch, in pixels; mlp_ratio: how much wider than
-    a token the hidden layer of a block's MLP is; the others as of `FlowMlpConfig`.
+    a token the hidden layer of a block's MLP is.
     """
 
     model_type = "flow_dit"
 
-    vocab_size: int = 128
     dim: int = 64
     patch_size: int = 2
-    hidden_size: int = 64
-    num_hidden_layers: int = 3
     num_attention_heads: int = 4
     mlp_ratio: int = 4
-    frequencies: int = 6
-    max_position_embeddings: int = 1024
-    eos_token_id: int | None = None
 
     @property
     def patches(self) -> int:
@@ -53,11 +47,10 @@ class FlowDitConfig(PreTrainedConfig):
         return side // self.patch_size
 
 
-class FlowDit(PreTrainedModel):
-    """v(x, sigma, prompt).  A prompt is the mean of its tokens' embeddings. A new one says that nothing moves."""
+class FlowDit(VelocityModel):
+    """Blocks on the patches of an image, steered by its noise level and the prompt."""
 
     config_class = FlowDitConfig
-    main_input_name = "x"
 
     def __init__(self, config: FlowDitConfig) -> None:
         super().__init__(config)
@@ -71,28 +64,9 @@ class FlowDit(PreTrainedModel):
         self.leave = nn.Linear(width, pixels)
         self.post_init()
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.0 if module in self._begin_at_0() else module.in_features**-0.5)
-            nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight)
-
     def _begin_at_0(self) -> list[nn.Module]:
         blocks = [module.modulation for module in self.layers if isinstance(module, DitBlock)]
         return [self.leave, self.modulation, *blocks]
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed
-
-    def get_output_embeddings(self) -> None:
-        """It has no words to say."""
-        return None
-
-    def condition(self, prompt: Tensor, begins: Tensor) -> Tensor:
-        """Tokens of n prompts behind each other, and where each begins -> [n, W]."""
-        return F.embedding_bag(prompt, self.embed.weight, begins, mode="mean")
 
     def forward(self, x: Tensor, sigma: Tensor, condition: Tensor) -> Tensor:
         """[M, D], [M], [M, W] -> velocities [M, D]"""

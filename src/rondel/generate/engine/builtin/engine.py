@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from rondel.core.errors import EngineError, UserError
-from rondel.core.events import Warned, emit, stalled_error
+from rondel.core.errors import EngineError
+from rondel.core.events import stalled_error
 from rondel.core.protocols import Interrupt, MemoryClaim, Progress, Tags, Transport
 from rondel.core.types import Completion, EngineStatus, Message, Request, TokenScores
 from rondel.generate.engine.builtin.answer_delivery import AnswerDelivery, written_so_far
 from rondel.generate.engine.builtin.channels import open_channels
 from rondel.generate.engine.builtin.engine_update import EngineUpdate
 from rondel.generate.engine.builtin.grammar import GrammarCache
-from rondel.generate.engine.builtin.lifecycle import EngineLifecycle
+from rondel.generate.engine.builtin.lifecycle import EngineLifecycle, check_interrupt
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
 from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.request import Heard, SequenceState
@@ -233,38 +233,19 @@ class BuiltinEngine:
 
         Those of a replayed run are first brought to their lines.
         """
-        if how not in get_args(Interrupt):
-            raise UserError(f"pause('{how}'): it is one of {', '.join(get_args(Interrupt))}")
-        life, serving = self.lifecycle, self.serving
-        life.end_lease()
+        check_interrupt(how)
+        serving = self.serving
+        self.lifecycle.end_lease()
         while self.state == "serving" and self.scheduler.replay.is_behind(self.version):
             serving.wake()
             if serving.has_stopped:  # nobody may move; whoever is not at its line is named when the weights change
                 break
             await serving.wait_for_task()
-        before, life.held = life.held, life.held or how != "drain"
-        life.admits = how != "drain"
-        try:
-            while not serving.has_stopped:
-                await serving.wait_for_task()
-            before = life.held = True
-        finally:
-            life.held, life.admits = before, True  # a pause that was cut off holds nobody
-            serving.wake()
+        await self.lifecycle.hold(how, serving.wait_until_stopped, serving.wake)
         if how == "abort":
             for live in [*self.scheduler.running, *self.scheduler.waiting]:
                 self.answers.finish_sequence(live, "abort", self.version)
-
-        def warn_and_wake() -> None:
-            emit(
-                Warned(
-                    f"the engine was paused for {lease:g} s and nobody resumed it; it is {self.state} again at version "
-                    f"{self.version}"
-                )
-            )
-            serving.wake()
-
-        life.begin_lease(lease, warn_and_wake)
+        self.lifecycle.begin_lease(lease, serving.wake)
 
     async def resume(self) -> None:
         self.lifecycle.end_lease()

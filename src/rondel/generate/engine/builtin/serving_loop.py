@@ -91,6 +91,11 @@ class ServingLoop:
         if self._task is not None:
             await asyncio.wait([self._task])
 
+    async def wait_until_stopped(self) -> None:
+        """Until nothing moves: what a hold waits for."""
+        while not self.has_stopped:
+            await self.wait_for_task()
+
     async def _step_until_done(self) -> None:
         """Step until nothing is left or a pause arrives."""
         began = told = time.perf_counter()

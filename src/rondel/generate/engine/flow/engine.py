@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from rondel.core.errors import EngineError, UserError
-from rondel.core.events import Warned, emit, stalled_error
+from rondel.core.events import stalled_error
 from rondel.core.protocols import Interrupt, Tags, Transport
 from rondel.core.time_account import TimeAccount
 from rondel.core.types import Completion, EngineStatus, Message, Request, TokenScores
-from rondel.generate.engine.builtin.lifecycle import EngineLifecycle
+from rondel.generate.engine.builtin.lifecycle import EngineLifecycle, check_interrupt
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 from rondel.generate.engine.flow.chain import Chain
 from rondel.generate.engine.flow.step_log import StepLog
@@ -192,29 +192,16 @@ class FlowEngine:
 
     async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:
         """hold: park chains between two steps. drain: let the begun ones end. abort: return what is drawn."""
-        if how not in get_args(Interrupt):
-            raise UserError(f"pause('{how}'): it is one of {', '.join(get_args(Interrupt))}")
-        life = self.lifecycle
-        life.end_lease()
-        before, life.held = life.held, life.held or how != "drain"
-        life.admits = how != "drain"
-        try:
-            while self._task is not None:
-                await asyncio.wait([self._task])
-            before = life.held = True
-        finally:
-            life.held, life.admits = before, True  # a pause that was cut off holds nobody
-            self.wake_up()
+        check_interrupt(how)
+        self.lifecycle.end_lease()
+        await self.lifecycle.hold(how, self._wait_until_stopped, self.wake_up)
         if how == "abort":
             await self.abort(lambda request: True)
+        self.lifecycle.begin_lease(lease, self.wake_up)
 
-        def warn_and_wake() -> None:
-            emit(
-                Warned(f"the engine was paused for {lease:g} s and nobody resumed it; it serves version {self.version}")
-            )
-            self.wake_up()
-
-        life.begin_lease(lease, warn_and_wake)
+    async def _wait_until_stopped(self) -> None:
+        while self._task is not None:
+            await asyncio.wait([self._task])
 
     async def resume(self) -> None:
         self.lifecycle.end_lease()
