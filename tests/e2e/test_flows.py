@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from kits.runs import DIGITS, FLOW, check, events, final, run, run_and_die, steps, tiny
 from rondel.checks.recipe_check import check as check_recipe
-from rondel.cli import export, view
+from rondel.cli import export, main, view
 from rondel.cli.view import token_pieces
 from rondel.core.errors import UserError
 from rondel.core.types import Score
@@ -50,6 +52,20 @@ def test_a_step_is_recomputed_from_its_stored_rollouts(folder):
     found, [done] = replay.replay(folder, 10), [e["metrics"] for e in events(folder, "StepDone") if e["step"] == 10]
     same = [name for name in found if not name.endswith("_s")]
     assert len(same) > 10 and {name: found[name] for name in same} == {name: done[name] for name in same}
+
+
+def test_what_it_learned_is_told_from_its_stored_points(folder, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "flows", str(folder), "--steps", "2", "--json"])
+    assert not end.value.code
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])[str(folder)]
+    spreads = []
+    for group in store.groups_of(store.read_step(folder, 5)):
+        points = torch.tensor([t.steps.drawn[-1].tolist() for t in group.trajectories])
+        spreads.append(float((points - points.mean(0)).square().sum(1).mean().sqrt()))
+    assert told["steps"] == 6 and told["spread"][0] == pytest.approx(sum(spreads) / len(spreads), abs=1e-3)
+    last = [row["reward"] for step in (9, 10) for row in store.read_step(folder, step)]
+    assert told["reward"][2] == pytest.approx(sum(last) / len(last), abs=1e-3)
 
 
 def test_every_second_step_is_trained(tmp_path):
