@@ -28,6 +28,7 @@ from rondel.train.teacher_distributions import TeacherDistribution
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
+    from rondel.train.static_batch import StaticShapes
 
 
 class Policy(Protocol):
@@ -210,6 +211,7 @@ def annotate_logprobs(
     replay: bool = False,
     drawn: bool = False,
     ranks: SingleRank = ALONE,
+    shapes: StaticShapes | None = None,
 ) -> TrainBatch:
     """Write the logprobs of `loaded` into the field `name` of every sample's tokens, and the entropy beside "proximal".
 
@@ -222,7 +224,7 @@ def annotate_logprobs(
     """
     done: list[int] = []
     where = {"rank": ranks.data_rank, "ranks": ranks.data_size, "stages": ranks.stages}
-    for packed in micro_batches(batch, budget, share=share, device=loaded.device, **where):
+    for packed in micro_batches(batch, budget, share=share, device=loaded.device, shapes=shapes, **where):
         tape = replay_tape(loaded, packed) if replay else None
         if not loaded.has_head:
             forward_stage(loaded, packed, tape)
@@ -252,13 +254,14 @@ def annotate_collisions(
     share: bool = True,
     replay: bool = False,
     ranks: SingleRank = ALONE,
+    shapes: StaticShapes | None = None,
 ) -> None:
     """Write the sum of p² over the vocabulary as the field `collision` of every sample's tokens, of the distributions
     that they were drawn from: how likely two draws are the same. A pass of its own.
     """
     done: list[int] = []
     for packed in micro_batches(
-        batch, budget, share=share, device=loaded.device, rank=ranks.data_rank, ranks=ranks.data_size
+        batch, budget, share=share, device=loaded.device, rank=ranks.data_rank, ranks=ranks.data_size, shapes=shapes
     ):
         tape = replay_tape(loaded, packed) if replay else None
         if not loaded.has_head:

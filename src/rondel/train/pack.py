@@ -9,9 +9,9 @@ T packed tokens · M trainable tokens, in sample order · N samples
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from rondel.train.turns import turns_of
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
     from rondel.models.loaded_model import LoadedModel
+    from rondel.train.static_batch import StaticShapes
 
 
 @dataclass(slots=True)
@@ -303,6 +304,11 @@ class PackedBatch:
         """
         return values_M
 
+    @property
+    def token_count(self) -> int:
+        """Tokens of the samples in the row."""
+        return len(self.tokens)
+
     def encode_images(self, loaded: LoadedModel) -> VisionFeatures | None:
         """What this model sees there."""
         return (
@@ -340,8 +346,11 @@ class MicroBatches:
         device: torch.device | str,
         rank: int,
         ranks: int,
+        shapes: StaticShapes | None = None,
     ) -> None:
+        """`shapes`: those that every row is padded to."""
         self.batch, self.cuts, self.share, self.device = batch, cuts, share, device
+        self._pack = pack_samples if shapes is None else shapes.pack_samples
         self.numbers = range(rank, -(-len(cuts) // ranks) * ranks, ranks)
 
     def __len__(self) -> int:
@@ -349,7 +358,7 @@ class MicroBatches:
 
     def __iter__(self) -> Iterator[PackedBatch]:
         for i in self.numbers:
-            packed = pack_samples(self.batch, self.cuts[i % len(self.cuts)], share=self.share, device=self.device)
+            packed = self._pack(self.batch, self.cuts[i % len(self.cuts)], share=self.share, device=self.device)
             packed.idle = i >= len(self.cuts)
             yield packed
 
@@ -363,10 +372,13 @@ def micro_batches(
     rank: int = 0,
     ranks: int = 1,
     stages: int = 1,
+    shapes: StaticShapes | None = None,
 ) -> MicroBatches:
     """Those of one rank, in turn; every rank gets as many, the last ones idle where there are too few."""
     cuts = _split_batch(batch, budget, share=share, ranks=ranks, even=ranks * stages > 1)
-    return MicroBatches(batch, cuts, share=share, device=device, rank=rank, ranks=ranks)
+    if shapes is not None:
+        cuts = shapes.split_cuts(batch, cuts)
+    return MicroBatches(batch, cuts, share=share, device=device, rank=rank, ranks=ranks, shapes=shapes)
 
 
 def _split_batch(batch: TrainBatch, budget: int, *, share: bool, ranks: int, even: bool) -> list[list[int]]:
@@ -395,10 +407,15 @@ class SamplePlacement:
 
 
 def pack_samples(
-    batch: TrainBatch, chosen: list[int], *, share: bool = True, device: torch.device | str = "cpu"
+    batch: TrainBatch,
+    chosen: list[int],
+    *,
+    share: bool = True,
+    device: torch.device | str = "cpu",
+    lay_out: Callable[[list[PackedSegment], torch.device | str], Any] = PackedLayout,
 ) -> PackedBatch:
     """Lay the chosen samples out in one row, as trees of what they share: what groups begin
-    with, each group's prompt, its samples.
+    with, each group's prompt, its samples. `lay_out`: makes the attention layout of the segments.
     """
     segments: list[PackedSegment] = []
     tokens: list[np.ndarray] = []
@@ -460,7 +477,7 @@ def pack_samples(
         _concat_tensor([source[i] for i in chosen], device),
         _concat_tensor([batch.samples[i].tokens[batch.samples[i].trainable] for i in chosen], device).long(),
         torch.repeat_interleave(torch.tensor(chosen), torch.tensor(counts)).to(device),
-        PackedLayout(segments, device),
+        lay_out(segments, device),
         _concat_tensor(routes, device).long() if routes else None,
         _support_mask([batch.samples[i] for i in chosen], device),
         _image_lookups(looked, device) if looked else None,
