@@ -149,7 +149,7 @@ def trainer_of(
 ) -> tuple[LocalTrainer, dict[str, str]]:
     """-> the trainer, and what was resolved for it."""
     refuse_idle_memory(job.trainer.memory, device.name)
-    micro = planner.micro_tokens(job.trainer.micro_tokens, on_gpu=device.name.startswith("cuda"))
+    micro = planner.micro_tokens(job.trainer.micro_budget, on_gpu=device.name.startswith("cuda"))
     settings = settings_of(
         job,
         sampling,
@@ -157,6 +157,10 @@ def trainer_of(
         replay_routes=replays_routing(job, loaded),
         mismatch_bound=mismatch_bound(job, loaded),
     )
+    if job.trainer.static_shapes is not None:
+        from rondel.assemble.static_shapes import with_static_shapes
+
+        settings = with_static_shapes(settings, job, sampling, loaded, needs)
 
     def build_trainer() -> LocalTrainer:
         return LocalTrainer(
@@ -176,6 +180,7 @@ def trainer_of(
     trainer = device.call(build_trainer)
     return trainer, {
         "trainer.micro_tokens": f"{micro.value} ({micro.why})",
+        **({"trainer.shapes": ", ".join(f"{t}x{m}" for t, m in settings.shapes)} if settings.shapes else {}),
         "routing_replay": replay_fact(job, loaded),
         "model.adapter": adapter_fact(loaded),
         "model.teacher": teachers_fact(job),
