@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from rondel.algos.group_advantages import AgentBaseline
 from rondel.algos.objective import objective
 from rondel.algos.scored_samples import dense_group_ids
 from rondel.algos.tokens import TokenBatch
+from rondel.core.errors import ConfigError
 from rondel.train.annotate import policy_of
 from rondel.train.joint_graph import Compiler, JointGraph, compile_graph
 from rondel.train.shape_buckets import ShapeBuckets
@@ -104,12 +106,22 @@ class StaticPasses:
         return out
 
     def _run_graph(self, key: Any, loss_of: StaticLoss, inputs: dict[str, Tensor]) -> tuple[Tensor, Measured]:
+        refuse_changing_row(loss_of.row)
         if key not in self._graphs:
             began = time.perf_counter()
             assert self._compiler is not None
             self._graphs[key] = JointGraph(loss_of, inputs, self._compiler)
             self.compile_seconds += time.perf_counter() - began
         return self._graphs[key](inputs)
+
+
+def refuse_changing_row(row: Algorithm) -> None:
+    """A graph holds the numbers of its row, and these must not change from step to step."""
+    if row.kl.is_adaptive or row.entropy.is_adaptive or isinstance(row.advantage, AgentBaseline):
+        raise ConfigError(
+            f"trainer.micro_tokens.compile: coefficients or baselines of '{row.name}' follow what was measured, and each "
+            "step would be compiled anew; give them fixed values, or set compile = false"
+        )
 
 
 def make_static_passes(loaded: LoadedModel, settings: TrainSettings) -> StaticPasses:
