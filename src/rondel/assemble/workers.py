@@ -101,7 +101,9 @@ def engine_of(
         prefill_tokens=job.engine.prefill_tokens,
         routes=replays_routing(job, loaded),
         speculation=speculation,
-        compiled=device.call(serving_pass, loaded, job.engine.max_running) if job.engine.compile else None,
+        compiled=device.call(serving_pass, loaded, job.engine.max_running, job.engine.compile)
+        if job.engine.compile
+        else None,
         transports=transports,
         concurrency=ConcurrencyController(job.engine.max_running) if job.engine.concurrency == "auto" else None,
         log=token_log_of(job, log),
@@ -113,7 +115,7 @@ def engine_of(
         "engine.kv_pages": f"{pages.value} ({pages.why})",
         "engine.numerics": job.engine.numerics,
         "engine.concurrency": job.engine.concurrency,
-        "engine.compile": "on" if job.engine.compile else "off",
+        "engine.compile": {True: "on", False: "off"}.get(job.engine.compile, "static"),
         "engine.speculative": speculation_fact(job, draft),
     }
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rondel.models.cuda_graphs import DecodeGraphs
     from rondel.models.fed_layout import BlockTable, FedLayout
     from rondel.models.loaded_model import LoadedModel
+    from rondel.models.static_decode import StaticDecode
     from rondel.models.paged_attention import TokenRun
 
 # of the keys that whole contexts would read; beyond it the bookkeeping of families costs more than it saves
@@ -56,7 +57,7 @@ class ModelRunner:
         *,
         records: bool = False,
         draft: DraftModel | None = None,
-        compiled: CompiledModel | DecodeGraphs | None = None,
+        compiled: CompiledModel | DecodeGraphs | StaticDecode | None = None,
         states: SequenceStates | None = None,
     ) -> None:
         self.records, self.draft, self.states = records, draft, states
