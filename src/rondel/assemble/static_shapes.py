@@ -60,9 +60,9 @@ def refuse_static_shapes(job: Job, sampling: Sampling, loaded: LoadedModel, need
         (not sampling.truncates_support, "top_k and top_p leave each draw another number of tokens: set 0 and 1"),
         (not found, f"algo.kind = '{job.algo.kind}' needs {', '.join(found)}"),
         (mesh.world == 1, f"place.ranks = {mesh.world}: ranks share micro-batches by length; use one"),
-        (job.engine.speculative.kind != "draft" , "a draft model is trained in passes of its own"),
+        (job.engine.speculative.kind != "draft", "a draft model is trained in passes of its own"),
         (
-            not given.compile or loaded.dtype.itemsize == 4 or loaded.dtype.is_floating_point and "bfloat16" in str(loaded.dtype),
+            not given.compile or str(loaded.dtype) != "torch.float16",
             "compile = true computes gradients before float16 can scale them: use bfloat16 or float32",
         ),
         (

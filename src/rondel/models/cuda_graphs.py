@@ -148,9 +148,7 @@ class DecodeGraphs:
             self._over = over
 
 
-def serving_pass(
-    loaded: LoadedModel, most: int, how: bool | str = True
-) -> CompiledModel | DecodeGraphs | StaticDecode:
+def serving_pass(loaded: LoadedModel, most: int, how: bool | str = True) -> CompiledModel | DecodeGraphs | StaticDecode:
     """What `engine.compile` means here, for an engine of at most so many requests: fused
     loops on a CPU, recorded steps on a GPU, or steps of fixed shapes.
     """

@@ -49,7 +49,9 @@ class StaticDecode:
         shape = _upto(len(tokens), 1), _upto(slots.shape[1], LEAST)
         given = self._fill(shape, tokens, positions, layout.write, slots, lengths)
         if shape not in self.graphs:
-            self._loaded.hidden_states(tokens, positions, layout)  # makes the pools of all layers; written once more below
+            self._loaded.hidden_states(
+                tokens, positions, layout
+            )  # makes the pools of all layers; written once more below
             self.graphs[shape] = self._trace(given, layout)
         held = [*self._loaded.model.parameters(), *self._loaded.model.buffers(), *pools_of(layout)]
         return self.graphs[shape](*held, *given.values())[: len(tokens)]
@@ -57,7 +59,9 @@ class StaticDecode:
     def forget_graphs(self) -> None:
         """Nothing was recorded: a graph has no addresses."""
 
-    def _fill(self, shape: Shape, tokens: Tensor, positions: Tensor, write: Tensor, slots: Tensor, lengths: Tensor) -> Any:
+    def _fill(
+        self, shape: Shape, tokens: Tensor, positions: Tensor, write: Tensor, slots: Tensor, lengths: Tensor
+    ) -> Any:
         """The buffers of a shape with this step in them; left-over rows hold one token, in the scratch slot."""
         rows, width = shape
         if shape not in self.buffers:

@@ -47,7 +47,9 @@ class StaticLayout:
             for s in segments:
                 depth.append(0 if s.parent is None else depth[s.parent] + segments[s.parent].length)
             lengths = torch.tensor([s.length for s in segments])
-            own = torch.arange(int(lengths.sum())) - torch.tensor([s.start for s in segments]).repeat_interleave(lengths)
+            own = torch.arange(int(lengths.sum())) - torch.tensor([s.start for s in segments]).repeat_interleave(
+                lengths
+            )
             at = torch.tensor(depth).repeat_interleave(lengths) + own
             end = torch.tensor(subtree_ends(segments)).repeat_interleave(lengths)
         return cls(at.to(device), end.to(device))
@@ -99,6 +101,8 @@ def subtree_ends(segments: Sequence[PackedSegment]) -> list[int]:
     for i, s in enumerate(segments):
         while open_ and ends[open_[-1]] <= s.start:
             open_.pop()
-        assert (open_[-1] if open_ else None) == s.parent, f"segment {i} does not lie in the run of its parent {s.parent}"
+        assert (open_[-1] if open_ else None) == s.parent, (
+            f"segment {i} does not lie in the run of its parent {s.parent}"
+        )
         open_.append(i)
     return ends

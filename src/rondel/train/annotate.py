@@ -21,14 +21,13 @@ from rondel.train.logprobs import (
     logprob_entropy_and_kl,
     logprob_entropy_and_top,
 )
-from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
+from rondel.train.pack import MicroBatchShapes, PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.row_share import RowShare, own_routes, own_share
 from rondel.train.teacher_distributions import TeacherDistribution
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
-    from rondel.train.static_batch import StaticShapes
 
 
 class Policy(Protocol):
@@ -211,7 +210,7 @@ def annotate_logprobs(
     replay: bool = False,
     drawn: bool = False,
     ranks: SingleRank = ALONE,
-    shapes: StaticShapes | None = None,
+    shapes: MicroBatchShapes | None = None,
 ) -> TrainBatch:
     """Write the logprobs of `loaded` into the field `name` of every sample's tokens, and the entropy beside "proximal".
 
@@ -254,7 +253,7 @@ def annotate_collisions(
     share: bool = True,
     replay: bool = False,
     ranks: SingleRank = ALONE,
-    shapes: StaticShapes | None = None,
+    shapes: MicroBatchShapes | None = None,
 ) -> None:
     """Write the sum of p² over the vocabulary as the field `collision` of every sample's tokens, of the distributions
     that they were drawn from: how likely two draws are the same. A pass of its own.

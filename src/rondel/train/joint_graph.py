@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from rondel.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rondel.train.static_passes import StaticLoss
+    from rondel.train.static_loss import StaticLoss
 
 Run = Callable[..., Any]  # (weights and buffers, one after the other) -> loss, measures and gradients, likewise
 Compiler = Callable[[GraphModule, list[Tensor]], Run]

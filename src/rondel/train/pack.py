@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from rondel.train.turns import turns_of
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
     from rondel.models.loaded_model import LoadedModel
-    from rondel.train.static_batch import StaticShapes
 
 
 @dataclass(slots=True)
@@ -334,6 +333,16 @@ class ImageLookups:
     numbers: Tensor  # [n] of the image and its place
 
 
+class MicroBatchShapes(Protocol):
+    """Packing into rows of fixed shapes (train/static_batch.py)."""
+
+    def split_cuts(self, batch: TrainBatch, cuts: list[list[int]]) -> list[list[int]]: ...
+
+    def pack_samples(
+        self, batch: TrainBatch, chosen: list[int], *, share: bool, device: torch.device | str
+    ) -> PackedBatch: ...
+
+
 class MicroBatches:
     """Those of one rank, each packed when its turn comes."""
 
@@ -346,7 +355,7 @@ class MicroBatches:
         device: torch.device | str,
         rank: int,
         ranks: int,
-        shapes: StaticShapes | None = None,
+        shapes: MicroBatchShapes | None = None,
     ) -> None:
         """`shapes`: those that every row is padded to."""
         self.batch, self.cuts, self.share, self.device = batch, cuts, share, device
@@ -372,7 +381,7 @@ def micro_batches(
     rank: int = 0,
     ranks: int = 1,
     stages: int = 1,
-    shapes: StaticShapes | None = None,
+    shapes: MicroBatchShapes | None = None,
 ) -> MicroBatches:
     """Those of one rank, in turn; every rank gets as many, the last ones idle where there are too few."""
     cuts = _split_batch(batch, budget, share=share, ranks=ranks, even=ranks * stages > 1)

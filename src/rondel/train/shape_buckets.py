@@ -1,8 +1,8 @@
 """The few shapes that the passes of a trainer may have, so that a compiler or a recorder of graphs meets each once.
 
-    a micro-batch      430 tokens, 391 of them to be trained
-    smallest that      512 x 512         82 tokens and 121 targets of padding: they are seen by no other token, weigh 0
-    holds both                           in the loss, and count in no figure but `train/padding_share`
+a micro-batch      430 tokens, 391 of them to be trained
+smallest that      512 x 512         82 tokens and 121 targets of padding: they are seen by no other token, weigh 0
+holds both                           in the loss, and count in no figure but `train/padding_share`
 """
 
 from __future__ import annotations

@@ -114,13 +114,15 @@ class TrainerConfig(ConfigSection):
     optimizer: OptimizerConfig = Field(
         OptimizerConfig(), description="the optimizer beside its learning rate: kind, warmup_steps, weight_decay, betas"
     )
-    micro_tokens: (
-        Annotated[Count | Literal["auto"], Tag("int")] | Annotated[StaticShapesConfig, Tag("[table]")]
-    ) = Field(
-        "auto",
-        discriminator=Discriminator(lambda given: "[table]" if isinstance(given, (dict, StaticShapesConfig)) else "int"),
-        description="tokens in one forward and backward pass; speed and memory, never the result; or the table of a few "
-        'fixed shapes, `{ buckets = "auto" }`',
+    micro_tokens: Annotated[Count | Literal["auto"], Tag("int")] | Annotated[StaticShapesConfig, Tag("[table]")] = (
+        Field(
+            "auto",
+            discriminator=Discriminator(
+                lambda given: "[table]" if isinstance(given, (dict, StaticShapesConfig)) else "int"
+            ),
+            description="tokens in one forward and backward pass; speed and memory, never the result; or the table of a few "
+            'fixed shapes, `{ buckets = "auto" }`',
+        )
     )
     routing_replay: bool | Literal["auto"] = Field(
         "auto", description="a MoE's tokens go to the experts that the engine chose; auto: if it has any"

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 class MemoryRelease:
     """`owns`: the weights are the engine's. All on the device's thread."""
 
-    def __init__(self, loaded: LoadedModel, compiled: CompiledModel | DecodeGraphs | StaticDecode | None, *, owns: bool) -> None:
+    def __init__(
+        self, loaded: LoadedModel, compiled: CompiledModel | DecodeGraphs | StaticDecode | None, *, owns: bool
+    ) -> None:
         self.loaded, self.compiled, self.owns = loaded, compiled, owns
         self.host = HostMemory()
         self.moves = owns and loaded.device.type != "cpu"

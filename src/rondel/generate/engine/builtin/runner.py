@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from rondel.models.cuda_graphs import DecodeGraphs
     from rondel.models.fed_layout import BlockTable, FedLayout
     from rondel.models.loaded_model import LoadedModel
-    from rondel.models.static_decode import StaticDecode
     from rondel.models.paged_attention import TokenRun
+    from rondel.models.static_decode import StaticDecode
 
 # of the keys that whole contexts would read; beyond it the bookkeeping of families costs more than it saves
 SHARE = 0.7
