@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,39 +29,46 @@ def shape_of(packed: Any) -> tuple[Any, ...]:
 
 
 def run_once(recipe: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """One run. -> what its training passes were, and how long a step's took, in the median."""
+    """One run. -> what its training passes were, and how many seconds of a core those of a step took, in the median."""
     from _work import median
 
     from rondel.assemble import train
     from rondel.core.config.job import Job
     from rondel.core.events import StepDone, subscribe
     from rondel.train.pack import MicroBatches
+    from rondel.train.step import LocalTrainer
 
     done: list[StepDone] = []
     shapes: list[tuple[Any, ...]] = []
-    plain = MicroBatches.__iter__
+    taken: list[float] = []
+    plain, plain_step = MicroBatches.__iter__, LocalTrainer._step
 
     def watched(self: MicroBatches) -> Any:
         for packed in plain(self):
             shapes.append(shape_of(packed))
             yield packed
 
+    def timed(self: LocalTrainer, *args: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return plain_step(self, *args)
+        finally:
+            taken.append(time.thread_time() - began)
+
     forget = subscribe(lambda event: done.append(event) if isinstance(event, StepDone) else None)
-    MicroBatches.__iter__ = watched  # type: ignore[method-assign]
+    MicroBatches.__iter__, LocalTrainer._step = watched, timed  # type: ignore[method-assign]
     try:
         with tempfile.TemporaryDirectory() as folder:
             fixed = {"run.folder": folder, "run.sinks": [], "run.checkpoint.every": 0, "task.eval.every": 0}
             train(Job.read(recipe, changes | fixed), quiet=True)
     finally:
-        MicroBatches.__iter__ = plain  # type: ignore[method-assign]
+        MicroBatches.__iter__, LocalTrainer._step = plain, plain_step  # type: ignore[method-assign]
         forget()
-    names = ("train/forward_backward_s", "train/annotate_s")
-    taken = [sum(e.metrics.get(name, 0.0) for name in names) for e in done[1:]]
     padding = [e.metrics["train/padding_share"] for e in done if "train/padding_share" in e.metrics]
     return {
         "passes": len(shapes),
         "shapes": len(set(shapes)),
-        "train_s": median(taken),
+        "train_s": median(taken[1:]),
         "padding": median(padding) if padding else 0.0,
         "compile_s": sum(e.metrics.get("train/compile_s", 0.0) for e in done),
         "graphs": max((e.metrics.get("train/compiled_graphs", 0.0) for e in done), default=0.0),

@@ -19,7 +19,8 @@ from rondel.train.annotate import forward
 from rondel.train.pack import batch_of, micro_batches, pack_samples
 from rondel.train.shape_buckets import ShapeBucket, ShapeBuckets, buckets_upto
 from rondel.train.static_batch import StaticShapes, pad_packed
-from rondel.train.static_loss import StaticLoss
+from rondel.train.static_passes import StaticLoss
+from rondel.train.step import token_loss
 
 SHAPES = ((32, 32), (64, 64))
 FULL = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
@@ -123,7 +124,7 @@ def test_a_pass_can_be_exported():
     t = static_trainer("shallow", shapes=((64, 64),))
     gradient(t, batch(awkward_groups(), FULL), FULL, micro_tokens=64)
     (buffers,) = t.static._buffers.values()
-    loss_of = StaticLoss(t.loaded, FULL, 1.0)
+    loss_of = StaticLoss(token_loss, t.loaded, FULL, 1.0)
     program = torch.export.export(loss_of, (dict(buffers.tensors),), strict=False).module()
     gradient(t, batch(awkward_groups(1), FULL), FULL, micro_tokens=64)  # other numbers in the same buffers
     (loss, measured), (wanted, known) = program(buffers.tensors), loss_of(buffers.tensors)

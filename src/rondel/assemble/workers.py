@@ -62,6 +62,10 @@ if TYPE_CHECKING:
     from rondel.assemble.engine_ranks import EngineRanks
     from rondel.generate.engine.builtin.adapter_receiver import AdapterReceiver
     from rondel.generate.engine.builtin.lead_rank import LeadRank
+    from rondel.models.compilation import CompiledModel
+    from rondel.models.cuda_graphs import DecodeGraphs
+    from rondel.models.static_decode import StaticDecode
+    from rondel.train.static_passes import StaticPasses
 
 
 def engine_of(
@@ -101,9 +105,7 @@ def engine_of(
         prefill_tokens=job.engine.prefill_tokens,
         routes=replays_routing(job, loaded),
         speculation=speculation,
-        compiled=device.call(serving_pass, loaded, job.engine.max_running, job.engine.compile)
-        if job.engine.compile
-        else None,
+        compiled=device.call(_serving_pass, job, loaded) if job.engine.compile else None,
         transports=transports,
         concurrency=ConcurrencyController(job.engine.max_running) if job.engine.concurrency == "auto" else None,
         log=token_log_of(job, log),
@@ -118,6 +120,15 @@ def engine_of(
         "engine.compile": {True: "on", False: "off"}.get(job.engine.compile, "static"),
         "engine.speculative": speculation_fact(job, draft),
     }
+
+
+def _serving_pass(job: Job, loaded: LoadedModel) -> CompiledModel | DecodeGraphs | StaticDecode:
+    """What engine.compile asks for."""
+    if job.engine.compile != "static":
+        return serving_pass(loaded, job.engine.max_running)
+    from rondel.models.static_decode import StaticDecode
+
+    return StaticDecode(loaded, job.engine.max_running)
 
 
 def flow_engine_of(
@@ -165,6 +176,11 @@ def trainer_of(
         settings = with_static_shapes(settings, job, sampling, loaded, needs)
 
     def build_trainer() -> LocalTrainer:
+        static: StaticPasses | None = None
+        if settings.shapes:
+            from rondel.train.static_passes import make_static_passes
+
+            static = make_static_passes(loaded, settings)
         return LocalTrainer(
             loaded,
             settings,
@@ -177,6 +193,7 @@ def trainer_of(
             ranks=ranks,
             transport=transport,
             claim=claim,
+            static=static,
         )
 
     trainer = device.call(build_trainer)

@@ -26,7 +26,6 @@ from rondel.models.compilation import REMEDY, TOLERANCE, CompiledModel, refuse_c
 if TYPE_CHECKING:
     from rondel.models.fed_layout import FedLayout
     from rondel.models.loaded_model import LoadedModel
-    from rondel.models.static_decode import StaticDecode
 
 
 class GraphRecording(Protocol):
@@ -148,14 +147,10 @@ class DecodeGraphs:
             self._over = over
 
 
-def serving_pass(loaded: LoadedModel, most: int, how: bool | str = True) -> CompiledModel | DecodeGraphs | StaticDecode:
+def serving_pass(loaded: LoadedModel, most: int) -> CompiledModel | DecodeGraphs:
     """What `engine.compile` means here, for an engine of at most so many requests: fused
-    loops on a CPU, recorded steps on a GPU, or steps of fixed shapes.
+    loops on a CPU, recorded steps on a GPU.
     """
-    if how == "static":
-        from rondel.models.static_decode import StaticDecode
-
-        return StaticDecode(loaded, most)
     return CompiledModel(loaded) if loaded.device.type == "cpu" else DecodeGraphs(loaded, most)
 
 

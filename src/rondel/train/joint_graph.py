@@ -10,7 +10,7 @@ operation, whose gradients are known when it returns.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rondel.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rondel.train.static_loss import StaticLoss
 
 Run = Callable[..., Any]  # (weights and buffers, one after the other) -> loss, measures and gradients, likewise
 Compiler = Callable[[GraphModule, list[Tensor]], Run]
@@ -33,7 +30,7 @@ class JointGraph:
     Raises ConfigError where a pass depends on a number, or the compiler fails.
     """
 
-    def __init__(self, loss_of: StaticLoss, inputs: dict[str, Tensor], compiler: Compiler) -> None:
+    def __init__(self, loss_of: nn.Module, inputs: dict[str, Tensor], compiler: Compiler) -> None:
         held = dict(loss_of.named_parameters()) | dict(loss_of.named_buffers())
         self._held = list(held.values())
         self.trained = [p for p in self._held if p.requires_grad]
@@ -48,7 +45,7 @@ class JointGraph:
                 "C++ compiler (apt install g++, xcode-select --install); or set compile = false"
             ) from error
 
-    def _trace(self, loss_of: StaticLoss, names: list[str], inputs: list[Tensor]) -> GraphModule:
+    def _trace(self, loss_of: nn.Module, names: list[str], inputs: list[Tensor]) -> GraphModule:
         wants = [p.requires_grad for p in self._held]
 
         def joint(*tensors: Tensor) -> list[Tensor]:
@@ -65,8 +62,7 @@ class JointGraph:
             return make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(*self._held, *inputs)
         except Exception as error:
             raise ConfigError(
-                f"trainer.micro_tokens.compile: a training pass of '{loss_of.row.name}' cannot be made a graph: "
-                f"{_first_line(error)}; set compile = false"
+                f"trainer.micro_tokens.compile: a training pass cannot be made a graph: {_first_line(error)}; set compile = false"
             ) from error
 
     def __call__(self, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -84,7 +80,7 @@ class JointGraph:
 class _WithGradients(nn.Module):
     """Loss, measures, gradients of some weights: a backward pass may run a module again, over the same weights."""
 
-    def __init__(self, loss_of: StaticLoss) -> None:
+    def __init__(self, loss_of: nn.Module) -> None:
         super().__init__()
         self.loss_of = loss_of
 

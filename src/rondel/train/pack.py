@@ -384,17 +384,20 @@ def micro_batches(
     shapes: MicroBatchShapes | None = None,
 ) -> MicroBatches:
     """Those of one rank, in turn; every rank gets as many, the last ones idle where there are too few."""
-    cuts = _split_batch(batch, budget, share=share, ranks=ranks, even=ranks * stages > 1)
+    even, filled = ranks * stages > 1, shapes is not None
+    cuts = _split_batch(batch, budget, share=share, ranks=ranks, even=even, filled=filled)
     if shapes is not None:
         cuts = shapes.split_cuts(batch, cuts)
     return MicroBatches(batch, cuts, share=share, device=device, rank=rank, ranks=ranks, shapes=shapes)
 
 
-def _split_batch(batch: TrainBatch, budget: int, *, share: bool, ranks: int, even: bool) -> list[list[int]]:
+def _split_batch(
+    batch: TrainBatch, budget: int, *, share: bool, ranks: int, even: bool, filled: bool
+) -> list[list[int]]:
     """Samples of each micro-batch, by a token budget that cannot change the result. Siblings
     stay together, to share their prompt, while they fit, and groups whose prompts begin
     alike share that. `even`: the micro-batches are of equal size, for ranks beside each other and stages behind each
-    other wait for the fullest."""
+    other wait for the fullest. `filled`: each is as full as can be, to need little padding."""
     families = _prompt_families(batch, list(range(len(batch.samples))), share)
     # any part of a family shares at least as much
     prompts = [_common_prompt([batch.samples[i] for i in family]) for family in families]
@@ -404,7 +407,11 @@ def _split_batch(batch: TrainBatch, budget: int, *, share: bool, ranks: int, eve
     own = [len(s.tokens) - prompts[f] for s, f in zip(batch.samples, number)]
     beyond = [prompt - trees[of[f]][1] for f, prompt in enumerate(prompts)]
     sizes = PromptFamilies(own, number, beyond, [of[f] for f in range(len(families))], [root for _, root in trees])
-    return balance_micro_batches(sizes, budget=budget, ranks=ranks) if own and even else in_order(sizes, budget)
+    return (
+        balance_micro_batches(sizes, budget=budget, ranks=ranks)
+        if own and even
+        else in_order(sizes, budget, filled=filled)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,14 @@ proof that nothing does. It is compiled by torch's inductor, and never again whi
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rondel.algos.group_advantages import AgentBaseline
+from rondel.algos.scored_samples import dense_group_ids
 from rondel.algos.tokens import TokenBatch
 from rondel.core.errors import ConfigError
 from rondel.train.joint_graph import Compiler, JointGraph, compile_graph
@@ -25,14 +28,54 @@ from rondel.train.static_batch import (
     StaticBuffers,
     StaticPackedBatch,
     StaticShapes,
+    known_of,
+    packed_of,
     static_inputs,
 )
-from rondel.train.static_loss import Measured, StaticLoss
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
     from rondel.models.loaded_model import LoadedModel
+    from rondel.train.pack import PackedBatch
     from rondel.train.settings import TrainSettings
+
+Measured = dict[str, Tensor]  # [M] each
+
+
+class TokenLoss(Protocol):
+    """The loss of a micro-batch (train/step.py)."""
+
+    def __call__(
+        self,
+        loaded: LoadedModel,
+        packed: PackedBatch,
+        known: TokenBatch,
+        weight_M: Tensor,
+        row: Algorithm,
+        *,
+        temperature: float,
+    ) -> tuple[Tensor, TokenBatch, Measured]: ...
+
+
+class StaticLoss(nn.Module):
+    """`StaticLoss(token_loss, loaded, row, 1.0)(inputs)` -> the loss, and the log-probability, entropy and terms of each
+    target: a function of its inputs alone, which can be traced, exported and compiled.
+    """
+
+    def __init__(self, loss: TokenLoss, loaded: LoadedModel, row: Algorithm, temperature: float) -> None:
+        super().__init__()
+        self.model = loaded.model
+        self._loss, self._loaded, self._row, self._temperature = loss, loaded, row, temperature
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Measured]:
+        loaded = replace(self._loaded, head=self._loaded.head.of_copy(self.model))  # whose weights may be swapped
+        packed, known = packed_of(inputs), known_of(inputs)
+        with dense_group_ids():
+            loss, tokens, terms = self._loss(
+                loaded, packed, known, inputs["weight"], self._row, temperature=self._temperature
+            )
+        assert tokens.logprobs is not None and tokens.entropy is not None
+        return loss, {"logprobs": tokens.logprobs, "entropy": tokens.entropy, **terms}
 
 
 class StaticPasses:
@@ -54,7 +97,14 @@ class StaticPasses:
         return len(self._graphs)
 
     def evaluate(
-        self, packed: StaticPackedBatch, known: TokenBatch, weight_m: Tensor, row: Algorithm, temperature: float
+        self,
+        loss: TokenLoss,
+        packed: StaticPackedBatch,
+        known: TokenBatch,
+        weight_m: Tensor,
+        row: Algorithm,
+        *,
+        temperature: float,
     ) -> tuple[Tensor, TokenBatch, Measured]:
         """-> the loss with its gradient, `known` with log-probabilities and entropies, the terms; of real targets."""
         given = static_inputs(packed, known, weight_m)
@@ -62,14 +112,15 @@ class StaticPasses:
         if key not in self._buffers:
             self._buffers[key] = StaticBuffers(packed.shape, given)
         inputs = self._buffers[key].fill(packed, given)
-        loss_of = StaticLoss(self.loaded, row, temperature)
+        loss_of = StaticLoss(loss, self.loaded, row, temperature)
         if self._compiler is None:
-            loss, measured = loss_of(inputs)
+            value, measured = loss_of(inputs)
         else:
-            loss, measured = self._run_graph((*key, row, temperature), loss_of, inputs)
+            refuse_changing_row(row)
+            value, measured = self._run_graph((*key, row, temperature), loss_of, inputs)
         found = {name: packed.join_targets(values) for name, values in measured.items()}
         logprobs, entropy = found.pop("logprobs"), found.pop("entropy")
-        return loss, known.with_fields(logprobs=logprobs, entropy=entropy), found
+        return value, known.with_fields(logprobs=logprobs, entropy=entropy), found
 
     def take_metrics(self) -> dict[str, float]:
         """Of the passes since the last call."""
@@ -80,7 +131,6 @@ class StaticPasses:
         return out
 
     def _run_graph(self, key: Any, loss_of: StaticLoss, inputs: dict[str, Tensor]) -> tuple[Tensor, Measured]:
-        refuse_changing_row(loss_of.row)
         if key not in self._graphs:
             began = time.perf_counter()
             assert self._compiler is not None

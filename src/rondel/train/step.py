@@ -96,8 +96,9 @@ class LocalTrainer:
         ranks: SingleRank = ALONE,
         transport: Transport | None = None,
         claim: MemoryClaim | None = None,
+        static: StaticPasses | None = None,
     ) -> None:
-        """`claim`: on the memory of a device that an engine wants, too; with one the trainer begins asleep."""
+        """`static`: passes of fixed shapes. `claim`: on the memory of a device that an engine wants, too; with one the trainer begins asleep."""
         self.main = settings
         self.warmup = warmup
         self._device = run
@@ -122,8 +123,8 @@ class LocalTrainer:
         self.version = 0
         self.alarm = MismatchAlarm(settings.mismatch_bound)
         self.coefs = AdaptiveCoefs()
-        self.static = _static_passes(self.loaded, settings)
-        self._shapes = None if self.static is None else self.static.shapes  # that every micro-batch is padded to
+        self.static = static
+        self._shapes = None if static is None else static.shapes  # that every micro-batch is padded to
         self.whose = ""  # " of 'critic'" where there are several policies
         self.moved = False  # did the last step write other bits into the weights that the engine reads?
         beside = {"critic": self.critic.loaded if self.critic is not None else None, "reference": self.start}
@@ -464,28 +465,28 @@ class LocalTrainer:
             if not self.loaded.has_head:
                 return notes.forward_stage(self.loaded, packed, tape), lambda: add_routes(packed, tape)
             how: dict[str, Any] = {"temperature": self.settings.temperature, "tape": tape}
-            full_kl: Tensor | None = None
-            top: Tensor | None = None
             own = batch.tokens(packed.samples, device)
             weight_M = weight_N[packed.sample] * (not packed.idle)
             known = _visible_tokens(own, algo, decides=proximal_noted).with_fields(
                 score=score_N[packed.sample], demonstration=guided_N[packed.sample]
             )
             if self.static is not None:
-                loss, tokens, terms = self.static.evaluate(packed, known, weight_M, algo, self.settings.temperature)
-            else:
+                loss, tokens, terms = self.static.evaluate(
+                    token_loss, packed, known, weight_M, algo, temperature=self.settings.temperature
+                )
+            elif algo.needs & {"teacher_hidden", "behavior_top"}:
                 if "teacher_hidden" in algo.needs:
                     taught = self.teachers.teacher_distribution(batch, packed, self.settings.temperature)
                     found = notes.forward_taught(self.loaded, packed, taught, algo.divergence, **how)
-                    logprobs, entropy, full_kl = found
-                elif "behavior_top" in algo.needs:
-                    logprobs, entropy, top = notes.forward_with_top(self.loaded, packed, known_top(own), **how)
+                    more = {"full_kl": found[2]}
                 else:
-                    logprobs, entropy = notes.forward(self.loaded, packed, drawn=True, **how)
-                tokens = known.with_fields(
-                    sample=packed.sample, logprobs=logprobs, entropy=entropy, full_kl=full_kl, top_logprobs=top
-                )
+                    found = notes.forward_with_top(self.loaded, packed, known_top(own), **how)
+                    more = {"top_logprobs": found[2]}
+                tokens = known.with_fields(sample=packed.sample, logprobs=found[0], entropy=found[1], **more)
                 loss, terms = objective(algo, tokens, weight_M)
+            else:
+                known = known.with_fields(sample=packed.sample)
+                loss, tokens, terms = token_loss(self.loaded, packed, known, weight_M, algo, **how)
             measured = {
                 **terms,
                 "entropy": tokens.entropy.detach(),
@@ -538,13 +539,21 @@ class LocalTrainer:
         self.ranks.exchange_tokens(batch, done, "trained")
 
 
-def _static_passes(loaded: LoadedModel, settings: TrainSettings) -> StaticPasses | None:
-    """Of a run whose shapes are fixed."""
-    if not settings.shapes:
-        return None
-    from rondel.train.static_passes import make_static_passes
-
-    return make_static_passes(loaded, settings)
+def token_loss(
+    loaded: LoadedModel,
+    packed: PackedBatch,
+    known: TokenBatch,
+    weight_M: Tensor,
+    row: Algorithm,
+    *,
+    temperature: float,
+    tape: RoutingTape | None = None,
+) -> tuple[Tensor, TokenBatch, dict[str, Tensor]]:
+    """The loss of one micro-batch, `known` with log-probabilities and entropies, and the terms of each token."""
+    logprobs, entropy = notes.forward(loaded, packed, temperature=temperature, tape=tape, drawn=True)
+    tokens = known.with_fields(logprobs=logprobs, entropy=entropy)
+    loss, terms = objective(row, tokens, weight_M)
+    return loss, tokens, terms
 
 
 def begin_gradients(trainer: LocalTrainer) -> None:
