@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 PAGE = "docs/train.md#static-shapes"
 BEYOND = {  # what a row may need that has passes of its own
     "values": "a critic",
+    "teacher_logprobs": "a teacher",
     "teacher_hidden": "the whole distribution of a teacher",
     "behavior_top": "the likeliest tokens of every draw",
 }

@@ -105,12 +105,12 @@ class _GraphLoss(torch.autograd.Function):
         return None, None, *(g.mul_(grad) for g in grads)
 
 
-def compile_graph(graph: GraphModule, inputs: list[Tensor]) -> Run:
+def compile_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Run:
     """Machine code of a graph, by torch's inductor. It rounds where the operations round."""
     from torch._inductor import standalone_compile  # slow to import
 
     options = {"config_patches": {"emulate_precision_casts": True}}
-    return standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs", options=options)
+    return standalone_compile(graph, [*inputs], dynamic_shapes="from_example_inputs", options=options)
 
 
 def _first_line(error: Exception) -> str:
