@@ -117,7 +117,7 @@ def engine_of(
         "engine.kv_pages": f"{pages.value} ({pages.why})",
         "engine.numerics": job.engine.numerics,
         "engine.concurrency": job.engine.concurrency,
-        "engine.compile": {True: "on", False: "off"}.get(job.engine.compile, "static"),
+        "engine.compile": "static" if job.engine.compile == "static" else "on" if job.engine.compile else "off",
         "engine.speculative": speculation_fact(job, draft),
     }
 

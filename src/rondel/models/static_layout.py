@@ -76,7 +76,9 @@ class StaticLayout:
         """q [T,H,D], k and v [T,K,D] -> [T,H,D]."""
         distance = None if rule.slopes is None else self.distance()[None, None]
         out = sdpa(
-            *(x.transpose(0, 1)[None] for x in (q, k, v)),
+            q.transpose(0, 1)[None],
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
             rule,
             mask=self.attention_mask(rule)[None, None],
             distance=distance,

@@ -222,7 +222,7 @@ def annotate_logprobs(
               log pi_ref is that of the cut policy
     """
     done: list[int] = []
-    where = {"rank": ranks.data_rank, "ranks": ranks.data_size, "stages": ranks.stages}
+    where: dict[str, Any] = {"rank": ranks.data_rank, "ranks": ranks.data_size, "stages": ranks.stages}
     for packed in micro_batches(batch, budget, share=share, device=loaded.device, shapes=shapes, **where):
         tape = replay_tape(loaded, packed) if replay else None
         if not loaded.has_head:

@@ -143,4 +143,4 @@ def packed_of(inputs: Mapping[str, Tensor]) -> PackedBatch:
 
 def known_of(inputs: Mapping[str, Tensor]) -> TokenBatch:
     """What is known of its targets."""
-    return TokenBatch(**{name: value for name, value in inputs.items() if name not in ROW})
+    return TokenBatch(inputs["sample"]).with_fields(**{name: v for name, v in inputs.items() if name not in ROW})

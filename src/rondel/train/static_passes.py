@@ -99,7 +99,7 @@ class StaticPasses:
     def evaluate(
         self,
         loss: TokenLoss,
-        packed: StaticPackedBatch,
+        packed: PackedBatch,
         known: TokenBatch,
         weight_m: Tensor,
         row: Algorithm,
@@ -107,6 +107,7 @@ class StaticPasses:
         temperature: float,
     ) -> tuple[Tensor, TokenBatch, Measured]:
         """-> the loss with its gradient, `known` with log-probabilities and entropies, the terms; of real targets."""
+        assert isinstance(packed, StaticPackedBatch), "a micro-batch without one of the shapes of the run"
         given = static_inputs(packed, known, weight_m)
         key = (packed.shape, *given)
         if key not in self._buffers:

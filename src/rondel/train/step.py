@@ -487,6 +487,7 @@ class LocalTrainer:
             else:
                 known = known.with_fields(sample=packed.sample)
                 loss, tokens, terms = token_loss(self.loaded, packed, known, weight_M, algo, **how)
+            assert tokens.logprobs is not None and tokens.entropy is not None
             measured = {
                 **terms,
                 "entropy": tokens.entropy.detach(),
