@@ -46,6 +46,7 @@ def requests():
     return [ask(prompt(g, 20 + 30 * g), key=10 * g + s, n=4 + 6 * s) for g, s in asked]
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_ordinary_steps_and_each_shape_is_traced_once():
     loaded = tiny("llama", **SMALL)
     plain = asyncio.run(all_of(engine(loaded), requests()))

@@ -108,7 +108,7 @@ def test_there_are_as_many_graphs_as_shapes_and_they_compute_the_same():
     """A graph is made of tensors without numbers, so one that was made depends on none."""
     t = static_trainer("shallow", graphs=True)
     whole = gradient(trainer(model("shallow"), FULL), batch(awkward_groups(), FULL), FULL)
-    for seed in (0, 0, 1, 2):
+    for seed in (0, 0, 1):
         b = batch(awkward_groups(seed), FULL)
         found = gradient(t, b, FULL, micro_tokens=40)
         if seed == 0:

@@ -185,7 +185,7 @@ def store_hidden_states(
     forward pass is not done again for each update. Each rank computes its share, with a teacher that it has whole.
     """
     done: list[int] = []
-    where = {"rank": ranks.data_rank, "ranks": ranks.data_size}
+    where: dict[str, Any] = {"rank": ranks.data_rank, "ranks": ranks.data_size}
     for packed in micro_batches(batch, budget, share=share, device=loaded.device, **where):
         if packed.idle:
             continue
@@ -222,7 +222,7 @@ def annotate_logprobs(
               log pi_ref is that of the cut policy
     """
     done: list[int] = []
-    where: dict[str, Any] = {"rank": ranks.data_rank, "ranks": ranks.data_size, "stages": ranks.stages}
+    where = {"rank": ranks.data_rank, "ranks": ranks.data_size, "stages": ranks.stages}
     for packed in micro_batches(batch, budget, share=share, device=loaded.device, shapes=shapes, **where):
         tape = replay_tape(loaded, packed) if replay else None
         if not loaded.has_head:
