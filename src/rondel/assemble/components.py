@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rondel.algos.table import Algorithm
+from rondel.assemble.control_refusals import refuse_control_job, with_world_sizes
 from rondel.assemble.deployment import ENGINES, TOLERANCE, deploy_job, refuse_engine
 from rondel.assemble.episodes import command_log_of, episodes_of
 from rondel.assemble.flow_refusals import refuse_flow_job
@@ -60,6 +61,7 @@ from rondel.generate.corpus.store import open_corpus
 from rondel.generate.corpus.tools import CorpusTools
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
+from rondel.generate.envs.control import Control
 from rondel.generate.envs.curriculum import build_curriculum
 from rondel.generate.envs.debate import Debate
 from rondel.generate.envs.flow import Flow
@@ -102,6 +104,7 @@ ENVS = {
     "debate": Debate,
     "proposer_solver": ProposerSolver,
     "flow": Flow,
+    "control": Control,
 }
 CORPUS = "corpus:"  # before its folder, in task.env.tools
 TOOLS: dict[str, Any] = {"calculator": calculator, "python": python_tool(Sandbox)}
@@ -115,11 +118,13 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
     a run that may be continued after a crash. `trains`: False where the parts only evaluate.
     """
     job, _ = with_steps(job)
+    job = with_world_sizes(job)
     refuse_engine(job.engine.kind, find_registered("engine", job.engine.kind, ENGINES))
     batch_function(job)
     rows, sampling = rows_of(job), sampling_of(job)
     refuse_job(job, rows, sampling)
     refuse_flow_job(job, rows, sampling)
+    refuse_control_job(job, rows, sampling)
     for row in rows.all_rows:
         if row.entropy.coef < 0:
             emit(
@@ -260,6 +265,8 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
     system = job.task.system
     if found is SingleTurn:
         return SingleTurn(suffix=own.suffix, system=system, examples=[e.model_dump() for e in own.examples])
+    if found is Control:
+        return Control(turns=own.turns)
     if found is Flow:
         return Flow(points=own.points, every=own.every, system=system)
     if found is Search:

@@ -18,6 +18,7 @@ ABOUT_TOKENS = {  # what a row may need that only a vocabulary has
     "collisions": "the whole vocabulary at every draw",
     "guidance": "demonstrations among the samples",
 }
+Rules = list[tuple[bool, str]]
 
 
 def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
@@ -30,28 +31,10 @@ def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
                 '{ random = "flow_mlp" } or "flow_dit", or the folder of a trained one'
             )
         return
-    mesh = job.place.mesh.to_mesh(job.place.ranks)
     rules = [
         (kind == "flow" or kind not in ENV_TABLES, f'task.env = "{kind}" reads text: set task.env = "flow"'),
-        (job.engine.kind == "builtin", f'engine.kind = "{job.engine.kind}" serves tokens: leave it out'),
-        (job.engine.numerics == "fast", f'engine.numerics = "{job.engine.numerics}" is about tokens: leave it out'),
-        (not job.engine.compile, "engine.compile = true is about tokens: leave it out"),
-        (job.engine.speculative.kind == "off", "engine.speculative guesses tokens: leave it out"),
-        (job.engine.concurrency == "fixed", 'engine.concurrency = "auto" watches a cache, and a flow has none'),
-        (job.model.adapter.kind == "off", "model.adapter goes on language models: leave it out"),
-        (job.model.format == "none", "model.format is for language models: leave it out"),
-        (not job.policies, "policies play agents that write text: leave them out"),
-        (mesh.world == 1, f"place.ranks = {mesh.world}: a flow is trained by one rank"),
-        (job.place.engine_processes == 1, "an engine of several processes splits a language model: use one"),
-        (not job.run.record, "run.record replays caches of tokens: leave it out"),
-        (not job.trainer.memory.offload, "trainer.memory.offload makes room for a cache, and a flow has none"),
+        *refusals_of_steps(job, rows, "a flow"),
     ]
-    for row in rows.all_rows:
-        needs = sorted({what for need, what in ABOUT_TOKENS.items() if need in row.needs})
-        rules.append((not needs, f"algo.kind = '{row.name}' needs {', '.join(needs)}: use flow_grpo, ddrl or grpo"))
-        rules.append(
-            (not row.entropy.coef, f"algo.entropy.coef = {row.entropy.coef:g}: the noise of a step is set, not learned")
-        )
     for holds, rule in rules:
         if not holds:
             raise ConfigError(f"model.path is a flow, and {rule}", page="docs/flows.md")
@@ -59,3 +42,40 @@ def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         refuse_sampling(sampling)
     except UserError as error:
         raise ConfigError(f"engine.{error}", page="docs/flows.md") from error
+
+
+def refusals_of_steps(
+    job: Job, rows: AlgorithmRows, what: str, *, has_critic: bool = False, learns_noise: bool = False
+) -> Rules:
+    """(whether it holds, the rule) of every policy that draws no tokens.
+
+    learns_noise  whether the weights move its entropy
+    """
+    mesh = job.place.mesh.to_mesh(job.place.ranks)
+    rules = [
+        (job.engine.kind == "builtin", f'engine.kind = "{job.engine.kind}" serves tokens: leave it out'),
+        (job.engine.numerics == "fast", f'engine.numerics = "{job.engine.numerics}" is about tokens: leave it out'),
+        (not job.engine.compile, "engine.compile = true is about tokens: leave it out"),
+        (job.engine.speculative.kind == "off", "engine.speculative guesses tokens: leave it out"),
+        (job.engine.concurrency == "fixed", f'engine.concurrency = "auto" watches a cache, and {what} has none'),
+        (job.model.adapter.kind == "off", "model.adapter goes on language models: leave it out"),
+        (job.model.format == "none", "model.format is for language models: leave it out"),
+        (not job.policies, "policies play agents that write text: leave them out"),
+        (mesh.world == 1, f"place.ranks = {mesh.world}: {what} is trained by one rank"),
+        (job.place.engine_processes == 1, "an engine of several processes splits a language model: use one"),
+        (not job.run.record, "run.record replays caches of tokens: leave it out"),
+        (not job.trainer.memory.offload, f"trainer.memory.offload makes room for a cache, and {what} has none"),
+    ]
+    odd = {need: told for need, told in ABOUT_TOKENS.items() if not (has_critic and need == "values")}
+    instead = "ppo or grpo" if has_critic else "flow_grpo, ddrl or grpo"
+    for row in rows.all_rows:
+        needs = sorted({told for need, told in odd.items() if need in row.needs})
+        rules.append((not needs, f"algo.kind = '{row.name}' needs {', '.join(needs)}: use {instead}"))
+        if not learns_noise:
+            rules.append(
+                (
+                    not row.entropy.coef,
+                    f"algo.entropy.coef = {row.entropy.coef:g}: the noise of a step is set, not learned",
+                )
+            )
+    return rules

@@ -1,4 +1,4 @@
-"""The flow engine's side of a commit: what is not the weights themselves, for an engine without a cache."""
+"""The side of a commit of an engine of steps: what is not the weights themselves, for an engine without a cache."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rondel.generate.engine.builtin.engine_update import EngineUpdate
 from rondel.models.main_grad import weights_changed
 
 
-class FlowUpdate(EngineUpdate):
+class StepUpdate(EngineUpdate):
     """The transaction of the token engine, whose commit has no cache and no draft to forget."""
 
     def __init__(self, engine: Any) -> None:
-        """`engine`: a FlowEngine, which is its own serving loop."""
+        """`engine`: a StepEngine, which is its own serving loop."""
         super().__init__(engine.arrivals, engine.lifecycle, engine)
         self.engine = engine
 
