@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rondel.algos.table import Algorithm
-from rondel.assemble.control_refusals import refuse_control_job, with_world_sizes
 from rondel.assemble.deployment import ENGINES, TOLERANCE, deploy_job, refuse_engine
 from rondel.assemble.episodes import command_log_of, episodes_of
-from rondel.assemble.flow_refusals import refuse_flow_job
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.one_base import deploy_on_one_base, shares_base
 from rondel.assemble.placement import Deployment
@@ -32,6 +30,8 @@ from rondel.assemble.refusals import (
 )
 from rondel.assemble.rows import AlgorithmRows, refuse_unknown_sources, rows_beside, rows_of
 from rondel.assemble.run_components import Components
+from rondel.assemble.step_refusals import refuse_control_job, refuse_flow_job
+from rondel.assemble.world_sizes import with_world_sizes
 from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
 from rondel.core.config.environment import ENV_TABLES
 from rondel.core.config.job import Job
@@ -67,7 +67,7 @@ from rondel.generate.envs.debate import Debate
 from rondel.generate.envs.flow import Flow
 from rondel.generate.envs.gateway.agent import agent_of, function_agent
 from rondel.generate.envs.gateway.env import Gateway
-from rondel.generate.envs.gym import Gym, world_factory
+from rondel.generate.envs.gym import Gym
 from rondel.generate.envs.mcp import Mcp
 from rondel.generate.envs.order import MixedOrder, TaskAdmissions
 from rondel.generate.envs.proposer_solver import ProposerSolver, arithmetic
@@ -81,6 +81,7 @@ from rondel.generate.envs.sources import TaskSet, question_text
 from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tools
 from rondel.generate.envs.verifiers import agent_of_verifiers
+from rondel.generate.envs.worlds import world_factory
 from rondel.generate.template import Template
 from rondel.models import adapters, nf4
 from rondel.models.load import tokenizer_of

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,43 +19,19 @@ from rondel.core.errors import EngineError, UserError
 from rondel.core.events import stalled_error
 from rondel.core.protocols import Interrupt, Tags, Transport
 from rondel.core.time_account import TimeAccount
-from rondel.core.types import Completion, EngineStatus, FinishReason, Message, Request, TokenScores
+from rondel.core.types import Commit, Completion, EngineStatus, Message, Request, TokenScores
+from rondel.generate.engine.builtin.engine_update import EngineUpdate
 from rondel.generate.engine.builtin.lifecycle import EngineLifecycle, check_interrupt
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 from rondel.generate.engine.step_log import StepLog
-from rondel.generate.engine.step_update import StepUpdate
+from rondel.generate.engine.step_request import StepRequest
+from rondel.models.main_grad import weights_changed
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
     from rondel.runtime.journal.wal import TokenLog
 
 CAN = ("logprobs", "hold", "drain", "abort", "score")
-
-
-class StepRequest(Protocol):
-    """One request in the engine: what has been drawn of it.
-
-    prompt  numbers that the log knows it by
-    point   [D] what its last step drew, or as many numbers
-    mark    of its prompt in the log; 0 is not logged
-    rows    of each step since it came
-    """
-
-    request: Request
-    mark: int
-    rows: list[np.ndarray]
-
-    @property
-    def prompt(self) -> list[int]: ...
-    @property
-    def point(self) -> np.ndarray: ...
-    @property
-    def step(self) -> int: ...  # how many are drawn
-    @property
-    def is_whole(self) -> bool: ...
-    def append(self, drawn: np.ndarray, logprob: float, version: int) -> None: ...
-    def finish(self, reason: FinishReason) -> None: ...
-    def fail(self, error: Exception) -> None: ...
 
 
 class StepEngine:
@@ -241,3 +217,26 @@ class StepEngine:
         """begin -> route -> commit, or abort. -> the version served."""
         await self.update.receive(message)
         return self.version
+
+
+class StepUpdate(EngineUpdate):
+    """The transaction of the token engine, whose commit has no cache and no draft to forget."""
+
+    def __init__(self, engine: Any) -> None:
+        """`engine`: a StepEngine, which is its own serving loop."""
+        super().__init__(engine.arrivals, engine.lifecycle, engine)
+        self.engine = engine
+
+    async def _commit(self, commit: Commit) -> None:
+        engine = self.engine
+        await engine.run(engine.arrivals.commit_update, commit)
+        weights_changed()
+        engine.lifecycle.version, engine.lifecycle.broken = commit.version, ""
+        engine.log.record_version(commit.version, commit.root)
+        engine.wake_up()
+
+    def _report_version(self) -> None:
+        account = self.engine.account
+        if steps := account.counts["steps"]:
+            account.counts["room"] = steps * self.engine.max_running
+        account.report_time({"kv_cache": 0})

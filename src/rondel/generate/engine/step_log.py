@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.step_engine import StepRequest
+    from rondel.generate.engine.step_request import StepRequest
     from rondel.runtime.journal.wal import TokenLog
 
 

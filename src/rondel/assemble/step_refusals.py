@@ -1,13 +1,17 @@
-"""What a recipe of a flow cannot have: what is about tokens, and what has not been carried over to points yet."""
+"""What a recipe of a policy of points or actions cannot have: what is about tokens, and what has not been carried over
+to them yet.
+"""
 
 from __future__ import annotations
 
 from rondel.assemble.rows import AlgorithmRows
 from rondel.core.config.environment import ENV_TABLES
 from rondel.core.config.job import Job
-from rondel.core.errors import ConfigError, UserError
+from rondel.core.errors import ConfigError, ModelError, UserError
 from rondel.core.types import Sampling
+from rondel.generate.engine.control.action_request import refuse_sampling as refuse_action_sampling
 from rondel.generate.engine.flow.chain import refuse_sampling
+from rondel.models.control.kinds import MLP_POLICY, is_control
 from rondel.models.flow.kinds import is_flow
 
 ABOUT_TOKENS = {  # what a row may need that only a vocabulary has
@@ -18,6 +22,8 @@ ABOUT_TOKENS = {  # what a row may need that only a vocabulary has
     "collisions": "the whole vocabulary at every draw",
     "guidance": "demonstrations among the samples",
 }
+PAGE = "docs/control.md"
+WIDTH = 16  # a multiple of which a layer's width is: elementwise functions then give a row the same bits in every batch
 Rules = list[tuple[bool, str]]
 
 
@@ -42,6 +48,41 @@ def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         refuse_sampling(sampling)
     except UserError as error:
         raise ConfigError(f"engine.{error}", page="docs/flows.md") from error
+
+
+def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
+    """ConfigError where model.path is a policy of actions and the rest of the recipe is not, or the other way round."""
+    kind = job.task.env_kind
+    if not is_control(job.model.path):
+        if kind == "control":
+            raise ConfigError(
+                f'task.env = "control" with model.path = {job.model.path!r}, which draws no actions: take '
+                f'{{ random = "{MLP_POLICY}" }}, or the folder of a trained one',
+                page=PAGE,
+            )
+        return
+    world = job.task.data.get("kind") == "gym" or kind not in ENV_TABLES
+    rules = [
+        (kind == "control" or kind not in ENV_TABLES, f'task.env = "{kind}" reads text: set task.env = "control"'),
+        (world, 'task.env = "control" plays worlds: set task.data = { kind = "gym", name = "CartPole-v1", n = 100 }'),
+        (not job.task.episode.budget.model_fields_set, "task.env.budget counts text: set task.env.turns"),
+        (not job.loop.warmup.steps, "loop.warmup copies answers of the data set, and worlds have none: leave it out"),
+        (not job.algo.guides and not job.algo.beside, "there are no demonstrations of actions: leave them out"),
+        (
+            job.trainer.critic.path is None,
+            "trainer.critic.path: its critic begins as a copy of the policy; leave it out",
+        ),
+        *refusals_of_steps(job, rows, "a policy of actions", has_critic=True, learns_noise=True),
+    ]
+    for holds, rule in rules:
+        if not holds:
+            raise ConfigError(f"model.path is a policy of actions, and {rule}", page=PAGE)
+    if isinstance(job.model.path, dict) and (width := job.model.path.get("hidden_size", WIDTH)) % WIDTH:
+        raise ModelError(f"hidden_size = {width} of model.path: take a multiple of {WIDTH}")
+    try:
+        refuse_action_sampling(sampling)
+    except UserError as error:
+        raise ConfigError(f"engine.{error}", page=PAGE) from error
 
 
 def refusals_of_steps(
