@@ -64,7 +64,7 @@ class WorldSpaces:
         from gymnasium import spaces
 
         seen, taken = getattr(world, "observation_space", None), getattr(world, "action_space", None)
-        if not isinstance(seen, spaces.Space) or not seen.is_np_flattenable:
+        if not isinstance(seen, spaces.Space) or isinstance(seen, spaces.Text) or not seen.is_np_flattenable:
             raise ConfigError(
                 f"the world '{name}' shows {seen}, and a policy of arrays reads a space of gymnasium that can be laid "
                 'flat (Box, Discrete, MultiBinary, or a Dict or Tuple of these): for text, set task.env = "gym"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from rondel.core.errors import UserError
 from rondel.core.types import Completion, FinishReason, Request, Sampling
 
 
+@lru_cache(64)
 def refuse_sampling(sampling: Sampling) -> None:
     """What has no meaning for actions. `temperature` scales logits or the standard deviation."""
     plain = Sampling()
@@ -46,6 +48,7 @@ class ActionRequest:
         if seen is None or seen.shape != (observed,) or seen.dtype != np.float32:
             found = "none" if seen is None else f"{seen.dtype} {list(seen.shape)}"
             raise UserError(f"an action wants an observation, float32 [{observed}], and the request has {found}")
+        refuse_sampling(request.sampling)
         return cls(request, done, seen, np.zeros(dim, np.float32))
 
     @property
