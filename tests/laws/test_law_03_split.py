@@ -88,6 +88,25 @@ def test_the_gradient_over_points_is_the_same_for_any_split():
     assert max(apart(cut, whole) for cut in cuts) <= TOLERANCE
 
 
+@pytest.mark.parametrize("discrete", [True, False])
+def test_the_gradient_over_actions_is_the_same_for_any_split(discrete):
+    """Of policy and critic, of episodes of which some were cut off: their values are part of the returns."""
+    pytest.importorskip("gymnasium", reason="gymnasium is not installed: rondel[control]")
+    from kits.control import acted_groups, policy
+
+    algo, loaded = row("ppo", value={"clip": math.inf}, shaping={"kind": "none"}, entropy={"coef": 0.02}), None
+    loaded = policy(discrete=discrete)
+    t, b = trainer(loaded, algo), batch(acted_groups(loaded), algo)
+    with torch.no_grad():
+        t.critic.loaded.model.act.weight.normal_(generator=torch.Generator().manual_seed(0))
+    t.critic.follows = False
+    whole = gradient(t, b, algo)
+    assert whole.norm() > 1e-3 and any(s.value_after for s in b.samples)
+    cuts = [gradient(t, b, algo, micro_tokens=n) for n in (1, 13, 40)]
+    cuts += [gradient(t, shuffled(b, seed, whole_groups=not seed), algo, micro_tokens=25) for seed in (0, 1)]
+    assert max(apart(cut, whole) for cut in cuts) <= TOLERANCE
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3", "gemma3_text"))]
