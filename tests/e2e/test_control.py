@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kits.runs import CARTPOLE, check, events, final, run, run_and_die, steps, tiny
+from kits.runs import CARTPOLE, PENDULUM, check, events, final, run, run_and_die, steps, tiny
 from rondel.checks.recipe_check import check as check_recipe
 from rondel.cli import export, main
 from rondel.core.errors import EnvError, UserError
@@ -101,6 +101,14 @@ def test_numbers_as_actions_are_learned_by_grpo(tmp_path):
     )
     rewards = [np.mean([row["reward"] for row in store.read_step(tmp_path / "run", step)]) for step in range(1, 9)]
     assert np.mean(rewards[-2:]) > 0.75 * np.mean(rewards[:2])  # they are below 0
+
+
+@pytest.mark.slow
+def test_a_world_of_mujoco_is_played(tmp_path):
+    pytest.importorskip("mujoco", reason="MuJoCo is not installed: rondel[control]")
+    run(tmp_path / "run", recipe=PENDULUM, loop__steps=1, task__env__turns=20, task__data__n=20)
+    rows = check(tmp_path / "run", staleness=0, total=1, size=1)
+    assert all(row["steps"].shape[1] == 5 and set(row["step_rewards"]) <= {0.0, 1.0} for row in rows)
 
 
 @pytest.mark.slow
