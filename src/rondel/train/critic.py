@@ -80,6 +80,7 @@ class Critic:
 
         def compute_values(head: LMHead | StepHead) -> Tensor:
             if isinstance(head, StepHead):
+                assert packed.steps is not None, "samples without the steps that this model draws"
                 return self._values_of(head.states(packed.steps))
             hidden = self.loaded.hidden_states(
                 own.tokens, own.positions, own.layout, seen=packed.encode_images(self.loaded)
@@ -107,7 +108,7 @@ class Critic:
                 done += packed.samples
         self.ranks.exchange_tokens(batch, done, "values")
         if cut := [sample for sample in batch.samples if sample.after is not None]:
-            seen = torch.from_numpy(np.stack([sample.after for sample in cut])).to(self.loaded.device)
+            seen = torch.from_numpy(np.stack([np.asarray(sample.after) for sample in cut])).to(self.loaded.device)
             for sample, value in zip(cut, self._values_of(self.loaded.model(seen)).tolist(), strict=True):
                 sample.value_after = value
 

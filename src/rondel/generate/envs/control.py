@@ -50,7 +50,7 @@ class Control:
         sampling = replace(chat.sampling, max_tokens=1, min_tokens=0)
         shown, _ = _call(name, world.reset, seed=task.data["seed"])
         rows, rewards = list[np.ndarray](), list[float]()
-        columns: tuple[list[int], list[float], list[int]] = ([], [], [])  # tokens, logprobs, versions
+        tokens, logprobs, versions = list[int](), list[float](), list[int]()
         ended, last = "", spaces.flatten(shown)
         while not ended:
             request = Request([GIVEN], sampling, key=chat.key(len(rows)), policy=t.policy, observation=last)
@@ -59,8 +59,9 @@ class Control:
                 raise DataError(
                     'task.env = "control" with a model that writes text: set model.path to a policy of actions'
                 )
-            for column, own in zip(columns, (done.tokens, done.logprobs, done.versions), strict=True):
-                column.append(own[0])
+            tokens.append(done.tokens[0])
+            logprobs.append(done.logprobs[0])
+            versions.append(done.versions[0])
             rows.append(done.steps.rows[0])
             shown, reward, terminated, truncated, _ = _call(name, world.step, spaces.action(done.steps.drawn[0]))
             rewards.append(float(reward))
@@ -68,7 +69,7 @@ class Control:
             ended = "ended" if terminated else "cut off" if truncated or len(rows) >= self.turns else ""
         steps = ContinuousSteps(np.stack(rows), spaces.observed, last if ended == "cut off" else None)
         t.extend([GIVEN])
-        t.extend(columns[0], logprobs=columns[1], versions=columns[2], steps=steps)
+        t.extend(tokens, logprobs=logprobs, versions=versions, steps=steps)
         t.score = Score(math.fsum(rewards), steps=tuple(enumerate(rewards, 1)))
         t.finish_reason = "stop" if ended == "ended" else "length"
         t.text = f"{len(rows)} steps, return {t.score.value:g}, {ended}"
