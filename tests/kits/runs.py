@@ -63,12 +63,20 @@ FAST_FLOW = {
     "algo.group_size": 4, "model.path.hidden_size": 16, "task.env": {"kind": "flow", "points": 8},
     "engine.sampling.max_tokens": 4, "place.threads": 1, "run.checkpoint.every": 3, "run.checkpoint.keep": 2, "run.sinks": [],
 }  # fmt: skip
+CARTPOLE = RECIPE.with_name("cartpole.toml")
+PENDULUM = RECIPE.with_name("pendulum.toml")
+FAST_CONTROL = {
+    "loop.steps": 4, "loop.groups_per_step": 4, "loop.updates_per_step": 2, "loop.epochs": 2, "algo.group_size": 1,
+    "model.path.hidden_size": 16, "task.env.turns": 12, "task.data.n": 200, "task.data.eval_n": 2, "task.eval.every": 0,
+    "place.threads": 1, "run.checkpoint.every": 3, "run.checkpoint.keep": 2, "run.sinks": [],
+}  # fmt: skip
 
 
 def tiny(folder: Path, recipe: Path = RECIPE, **changes: Any) -> Job:
-    """The tiny recipe, or that of a flow, smaller still; `loop__max_staleness=1` sets loop.max_staleness."""
+    """The tiny recipe, or that of a flow or of a world, smaller still; `loop__max_staleness=1` sets loop.max_staleness."""
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    return Job.read(recipe, {**(FAST_FLOW if recipe in (FLOW, DIGITS) else FAST), "run.folder": str(folder), **dotted})
+    fast = {FLOW: FAST_FLOW, DIGITS: FAST_FLOW, CARTPOLE: FAST_CONTROL, PENDULUM: FAST_CONTROL}.get(recipe, FAST)
+    return Job.read(recipe, {**fast, "run.folder": str(folder), **dotted})
 
 
 def run(folder: Path, **changes: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ First of the trainer, then of the formulas alone. Two ranks are in tests/e2e/tes
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar
@@ -26,6 +27,7 @@ from rondel.algos.table import TABLE
 from rondel.core.types import Score, Trajectory
 from rondel.train.advantages import compute_advantages
 from rondel.train.pack import TrainBatch, batch_of, micro_batches
+from rondel.train.step_metrics import StepMetricSums
 
 TOLERANCE = 1e-6
 ROWS = {
@@ -85,6 +87,29 @@ def test_the_gradient_over_points_is_the_same_for_any_split():
     assert whole.norm() > 1e-3
     cuts = [gradient(t, b, algo, micro_tokens=n) for n in (1, 13, 40)]
     cuts += [gradient(t, shuffled(b, seed, whole_groups=not seed), algo, micro_tokens=25) for seed in (0, 1)]
+    assert max(apart(cut, whole) for cut in cuts) <= TOLERANCE
+
+
+@pytest.mark.parametrize("discrete", [True, False])
+def test_the_gradient_over_actions_is_the_same_for_any_split(discrete):
+    """Of policy and critic, of episodes of which some were cut off: their values are part of the returns."""
+    pytest.importorskip("gymnasium", reason="gymnasium is not installed: rondel[control]")
+    from kits.control import acted_groups, policy
+
+    algo = row("ppo", value={"clip": math.inf}, shaping={"kind": "none"}, entropy={"coef": 0.02})
+    loaded = policy(discrete=discrete)
+    t, b = trainer(loaded, algo), batch(acted_groups(loaded), algo)
+    torch.nn.init.normal_(t.critic.loaded.model.act.weight, generator=torch.Generator().manual_seed(0))
+
+    def both(b: TrainBatch, micro_tokens: int) -> torch.Tensor:
+        own = gradient(t, b, algo, micro_tokens=micro_tokens)
+        t.critic.accumulate_gradients(b, algo, t.settings, StepMetricSums())
+        return torch.cat([own, *(m.grad.double().flatten() for m in t.critic.weights.masters)])
+
+    whole = both(b, 10**6)
+    assert whole.norm() > 1e-3 and any(s.value_after for s in b.samples)
+    cuts = [both(b, n) for n in (1, 13, 40)]
+    cuts += [both(shuffled(b, seed, whole_groups=not seed), 25) for seed in (0, 1)]
     assert max(apart(cut, whole) for cut in cuts) <= TOLERANCE
 
 

@@ -52,15 +52,27 @@ def sample_lengths(sample_T: Tensor) -> Tensor:
     return sample_T.unique_consecutive(return_counts=True)[1]
 
 
-def gae(rewards_T: Tensor, values_T: Tensor, sample_T: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards_T: Tensor,
+    values_T: Tensor,
+    sample_T: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    after_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """A_t = d_t + gamma·lam·A_{t+1} with d_t = r_t + gamma·V_{t+1} - V_t; returns = A + V.
     [T], [T], [T] -> [T], [T].  arXiv:1506.02438.
 
-    A sample ends where its tokens end: the value behind the last one is 0, whether it was stopped or cut off.
+    A sample ends where its tokens end: the value behind the last one is 0, whether it was stopped or cut off. A world
+    that cuts an episode off shows a state that goes on: its value is in `after_N`.
     """
     if not len(rewards_T):
         return rewards_T, rewards_T
     length_N = sample_lengths(sample_T)
-    deltas_T = rewards_T.add(next_values(values_T, length_N), alpha=gamma).sub_(values_T)
+    next_T = next_values(values_T, length_N)
+    if after_N is not None:
+        next_T[length_N.cumsum(0) - 1] = after_N.to(next_T)
+    deltas_T = rewards_T.add(next_T, alpha=gamma).sub_(values_T)
     advantages_T = discounted_sums(deltas_T, length_N, gamma * lam)
     return advantages_T, advantages_T + values_T

@@ -22,8 +22,8 @@ from rondel.algos.tensors import Tensor
 class Gae(Component):
     """A_t = sum over k >= 0 of (gamma·lam)^k·(r_{t+k} + gamma·V_{t+k+1} - V_{t+k}).  -> [T].  arXiv:1506.02438.
 
-    r_t is what token t earned, V_t what the critic expected before it; nothing is expected
-    behind the last token. The critic learns A + V, before whitening.
+    r_t is what token t earned, V_t what the critic expected before it. Behind the last token nothing is expected, but
+    where a world cut the episode off: there V is that of what it showed then. The critic learns A + V, before whitening.
 
     gamma     what a reward one token later is worth
     lam       0 trusts the critic alone, 1 the rewards alone
@@ -55,6 +55,7 @@ class Gae(Component):
             scored.sample_T,
             gamma=self.gamma,
             lam=self.lam,
+            after_N=scored.value_after_N,
         )
 
     def __str__(self) -> str:

@@ -89,6 +89,8 @@ class ScoredSamples:
     greedy_N: Tensor | None = None  # the reward of the greedy answer to the sample's prompt
     earned_T: Tensor | None = None  # where the reward was earned; None: all of it at the end
     values_T: Tensor | None = None  # what the critic expected before the token; these are known if the row needs them
+    # what it expected behind the last token, where the episode had not ended there; None: nothing, for all
+    value_after_N: Tensor | None = None
     behavior_T: Tensor | None = None
     ref_T: Tensor | None = None
     teacher_T: Tensor | None = None

@@ -17,7 +17,6 @@ from typing import Any
 from rondel.algos.table import Algorithm
 from rondel.assemble.deployment import ENGINES, TOLERANCE, deploy_job, refuse_engine
 from rondel.assemble.episodes import command_log_of, episodes_of
-from rondel.assemble.flow_refusals import refuse_flow_job
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.one_base import deploy_on_one_base, shares_base
 from rondel.assemble.placement import Deployment
@@ -31,6 +30,8 @@ from rondel.assemble.refusals import (
 )
 from rondel.assemble.rows import AlgorithmRows, refuse_unknown_sources, rows_beside, rows_of
 from rondel.assemble.run_components import Components
+from rondel.assemble.step_refusals import refuse_control_job, refuse_flow_job
+from rondel.assemble.world_sizes import with_world_sizes
 from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
 from rondel.core.config.environment import ENV_TABLES
 from rondel.core.config.job import Job
@@ -60,12 +61,13 @@ from rondel.generate.corpus.store import open_corpus
 from rondel.generate.corpus.tools import CorpusTools
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
+from rondel.generate.envs.control import Control
 from rondel.generate.envs.curriculum import build_curriculum
 from rondel.generate.envs.debate import Debate
 from rondel.generate.envs.flow import Flow
 from rondel.generate.envs.gateway.agent import agent_of, function_agent
 from rondel.generate.envs.gateway.env import Gateway
-from rondel.generate.envs.gym import Gym, world_factory
+from rondel.generate.envs.gym import Gym
 from rondel.generate.envs.mcp import Mcp
 from rondel.generate.envs.order import MixedOrder, TaskAdmissions
 from rondel.generate.envs.proposer_solver import ProposerSolver, arithmetic
@@ -79,6 +81,7 @@ from rondel.generate.envs.sources import TaskSet, question_text
 from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tools
 from rondel.generate.envs.verifiers import agent_of_verifiers
+from rondel.generate.envs.worlds import world_factory
 from rondel.generate.template import Template
 from rondel.models import adapters, nf4
 from rondel.models.load import tokenizer_of
@@ -102,6 +105,7 @@ ENVS = {
     "debate": Debate,
     "proposer_solver": ProposerSolver,
     "flow": Flow,
+    "control": Control,
 }
 CORPUS = "corpus:"  # before its folder, in task.env.tools
 TOOLS: dict[str, Any] = {"calculator": calculator, "python": python_tool(Sandbox)}
@@ -115,11 +119,13 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
     a run that may be continued after a crash. `trains`: False where the parts only evaluate.
     """
     job, _ = with_steps(job)
+    job = with_world_sizes(job)
     refuse_engine(job.engine.kind, find_registered("engine", job.engine.kind, ENGINES))
     batch_function(job)
     rows, sampling = rows_of(job), sampling_of(job)
     refuse_job(job, rows, sampling)
     refuse_flow_job(job, rows, sampling)
+    refuse_control_job(job, rows, sampling)
     for row in rows.all_rows:
         if row.entropy.coef < 0:
             emit(
@@ -260,6 +266,8 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
     system = job.task.system
     if found is SingleTurn:
         return SingleTurn(suffix=own.suffix, system=system, examples=[e.model_dump() for e in own.examples])
+    if found is Control:
+        return Control(turns=own.turns)
     if found is Flow:
         return Flow(points=own.points, every=own.every, system=system)
     if found is Search:

@@ -21,9 +21,9 @@ from rondel.generate.engine.server.service import RequestLimits
 from rondel.models.adapter_bank import AdapterBank
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.cuda_graphs import serving_pass
-from rondel.models.flow.flow_head import refuse_flow
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.step_head import refuse_step_head
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device, pick_device
 from rondel.sync.from_ipc import FromIpc
@@ -78,7 +78,7 @@ def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: Exi
     transports: dict[str, Transport] = {"ipc": FromIpc()}
     if settings.tp == 1:
         loaded = device.call(lambda: load_model(model, dtype=settings.dtype, device=device_name))
-        refuse_flow(loaded.name, loaded.head)
+        refuse_step_head(loaded.name, loaded.head)
     else:
         cluster = partial(ProcessCluster, patience=PATIENCE)
         ranks = EngineRanks(RankSettings("engine", own, cluster, threads), end_process, transports)

@@ -29,15 +29,14 @@ from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.generate.engine.concurrency import ConcurrencyController
-from rondel.generate.engine.flow.engine import FlowEngine
 from rondel.models import adapters, names, nf4, vision
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.cuda_graphs import serving_pass
-from rondel.models.flow.flow_head import FlowHead
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.rendezvous import Rendezvous
 from rondel.models.rounded_weights import forget_whole
+from rondel.models.step_head import StepHead
 from rondel.models.vocabulary import same_words
 from rondel.models.weight_formats import apply_format, forget_format
 from rondel.planner import resolve as planner
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from rondel.assemble.engine_ranks import EngineRanks
     from rondel.generate.engine.builtin.adapter_receiver import AdapterReceiver
     from rondel.generate.engine.builtin.lead_rank import LeadRank
+    from rondel.generate.engine.step_engine import StepEngine
     from rondel.models.compilation import CompiledModel
     from rondel.models.cuda_graphs import DecodeGraphs
     from rondel.models.static_decode import StaticDecode
@@ -80,10 +80,10 @@ def engine_of(
     claim: MemoryClaim | None = None,
     ranks: LeadRank | None = None,
     receiver: AdapterReceiver | None = None,
-) -> tuple[BuiltinEngine | FlowEngine, dict[str, str]]:
+) -> tuple[BuiltinEngine | StepEngine, dict[str, str]]:
     """`log`: where drawn tokens are kept for a life after a crash. -> the engine, and what was resolved for it."""
-    if isinstance(loaded.head, FlowHead):
-        return flow_engine_of(job, loaded, device, transports=transports, log=log)
+    if isinstance(loaded.head, StepHead):
+        return step_engine_of(job, loaded, device, transports=transports, log=log)
     draft = speculation.draft if speculation else None
     own = device.name.startswith("cuda") and (
         job.place.kind == "split" or (job.trainer.memory.offload and not job.policies)
@@ -131,14 +131,24 @@ def _serving_pass(job: Job, loaded: LoadedModel) -> CompiledModel | DecodeGraphs
     return StaticDecode(loaded, job.engine.max_running)
 
 
-def flow_engine_of(
+def step_engine_of(
     job: Job, loaded: LoadedModel, device: Device, *, transports: dict[str, Transport], log: Path | None
-) -> tuple[FlowEngine, dict[str, str]]:
-    """Of a model that draws points: it has no cache to plan for."""
-    running = job.engine.max_running
-    engine = FlowEngine(loaded, run=device.run, max_running=running, transports=transports, log=token_log_of(job, log))
+) -> tuple[StepEngine, dict[str, str]]:
+    """Of a model that draws points or actions: it has no cache to plan for."""
+    how: dict[str, Any] = {"run": device.run, "max_running": job.engine.max_running, "transports": transports}
+    how["log"] = token_log_of(job, log)
+    if loaded.head.kind == "control":
+        from rondel.generate.engine.control.engine import ControlEngine
+
+        config = loaded.model.config
+        what = f"one of {config.action_size} actions" if config.discrete else f"actions of {config.action_size} numbers"
+        told = f"control: {config.observation_size} numbers of an observation, {what}"
+        return ControlEngine(loaded, **how), {"engine.kind": told}
+    from rondel.generate.engine.flow.engine import FlowEngine
+
     steps, eta = job.engine.sampling.max_tokens, job.engine.sampling.temperature
-    return engine, {"engine.kind": f"flow: {loaded.head.dim} numbers a point, {steps} steps with noise {eta:g}"}
+    told = f"flow: {loaded.head.dim} numbers a point, {steps} steps with noise {eta:g}"
+    return FlowEngine(loaded, **how), {"engine.kind": told}
 
 
 def token_log_of(job: Job, folder: Path | None) -> TokenLog | None:

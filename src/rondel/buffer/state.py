@@ -59,7 +59,8 @@ def encode(group: Group) -> dict[str, Any]:
             experts = np.ascontiguousarray(whole.experts)
             plain["experts"] = [str(experts.dtype), list(experts.shape), bytes_to_text(experts)]
         if whole.steps is not None:
-            plain["steps"] = [list(whole.steps.rows.shape), bytes_to_text(np.ascontiguousarray(whole.steps.rows))]
+            stored = np.ascontiguousarray(whole.steps.stored)
+            plain["steps"] = [list(stored.shape), bytes_to_text(stored), whole.steps.layout]
         plain["outcome"] = [type(whole.outcome).__name__, asdict(whole.outcome)]
     return row
 
@@ -98,8 +99,9 @@ def decode(row: dict[str, Any]) -> Group:
                 else np.asarray(routes, dtype)  # of a checkpoint that lists them
             )
         if plain.get("steps") is not None:
-            size, rows = plain["steps"]
-            given["steps"] = ContinuousSteps(np.frombuffer(text_to_bytes(rows), np.float32).reshape(size).copy())
+            size, rows, *layout = plain["steps"]  # a checkpoint may have none: of a flow
+            stored = np.frombuffer(text_to_bytes(rows), np.float32).reshape(size).copy()
+            given["steps"] = ContinuousSteps.from_array(stored, *layout)
         return Trajectory(**{**plain, **given})
 
     return Group(

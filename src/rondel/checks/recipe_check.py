@@ -149,14 +149,18 @@ def _check_signal(parts: Components, groups: list[Group]) -> list[CheckFinding]:
     failed = [t.score for t in answers if isinstance(t.score, Failed)]
     mixed = sum(len(set(g.rewards)) > 1 for g in groups)
     mean = sum(sum(g.rewards) for g in groups) / max(1, sum(len(g.rewards) for g in groups))
-    cut = sum(t.finish_reason == "length" for t in answers) / len(answers)
+    # a world that cuts an episode off may do so because the policy is good
+    cut = sum(t.finish_reason == "length" and not (t.steps and t.steps.observed) for t in answers) / len(answers)
+    told = f"{mixed} of {len(groups)} groups have mixed rewards, mean reward {mean:.2f}"
+    if all(len(g.trajectories) == 1 for g in groups):  # each is compared with the others of a step
+        mixed = len({reward for g in groups for reward in g.rewards}) - 1
+        told = f"{1 + mixed} different rewards in {len(groups)} groups of one, mean reward {mean:.2f}"
     warm = parts.job.loop.warmup.steps
     found = [
         CheckFinding(
             "signal",
             mixed > 0 or warm > 0,
-            f"{mixed} of {len(groups)} groups have mixed rewards, mean reward {mean:.2f}"
-            + " (before the supervised phase)" * (warm > 0),
+            told + " (before the supervised phase)" * (warm > 0),
             "an easier or harder task, a larger group_size, or a supervised phase first (loop.warmup)",
         ),
         CheckFinding(

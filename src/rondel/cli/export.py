@@ -31,6 +31,7 @@ def run(
 
     With a model card (README.md). Of a run with model.format: codes and scales, as vLLM and SGLang read them.
     """
+    from rondel.models.control.kinds import is_control
     from rondel.models.flow.kinds import is_flow
     from rondel.models.model_export import export_model
     from rondel.runtime.telemetry.model_card import write_model_card
@@ -42,9 +43,9 @@ def run(
     checkpoint = Path(weights.model)
     if not (checkpoint / "optimizer.safetensors").is_file():
         raise UserError(f"{checkpoint} is neither a run folder nor one of its checkpoints")
-    if is_flow(str(checkpoint)):
+    if is_flow(str(checkpoint)) or is_control(str(checkpoint)):
         raise UserError(
-            f"{checkpoint} is a flow, which no other tool loads: its folder is a model as it lies there, for model.path"
+            f"{checkpoint} draws points or actions, and no other tool loads it: its folder is a model as it lies there, for model.path"
         )
     before = _weight_bytes(checkpoint)
     form = export_model(checkpoint, into)

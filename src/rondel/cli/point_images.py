@@ -22,8 +22,13 @@ ZOOM = 4  # pixels of the file along one of an image
 
 
 def last_point(row: dict[str, Any]) -> np.ndarray | None:
-    """[D] the answer of a stored trajectory; None where it is text, or a demonstration, whose steps end nowhere."""
-    return None if row["steps"] is None or not row["text"] else ContinuousSteps(row["steps"]).drawn[-1]
+    """[D] the answer of a stored trajectory; None where it is text or actions, or a demonstration, whose steps end
+    nowhere."""
+    return (
+        None
+        if row["steps"] is None or row["steps_layout"] or not row["text"]
+        else ContinuousSteps(row["steps"]).drawn[-1]
+    )
 
 
 def as_image(point: np.ndarray) -> np.ndarray | None:

@@ -287,9 +287,9 @@ class Trajectory:
               nothing was cut, and for all if nothing ever was
     behavior_top [T]     (ids [K], log-probabilities [K]) of the likeliest tokens where it was drawn, by the distribution
               that drew it; None where the policy only read, and for all unless a row needs them
-    steps                the points that the policy drew, one for each token it wrote, where it draws points and not
-              tokens (core/continuous_steps.py): the token is then the number of the step, and its log-probability a
-              log-density, which may be above 0
+    steps                the points or actions that the policy drew, one for each token it wrote, where it does not draw
+              tokens (core/continuous_steps.py): the token is then the number of the step, or of an action that is
+              counted, and its log-probability may be a log-density, which may be above 0
     teacher_prompts      what a teacher reads instead of its prompt, by the teacher's place; None for the prompt itself
     media                the pictures that it reads, each where its placeholders stand (core/media.py)
     policy               whose weights wrote: "policy", or one of the recipe's policies that plays the
@@ -631,6 +631,7 @@ class Request:
     `lines` are the stints of its recorded run, to be computed again: at each it stands
     still until those weights have gone. `media` are the pictures among its tokens, which only
     an engine with the capability "images" sees. `steps` are the points of its continuation, where a policy draws points.
+    `observation` is what a world shows [O], where a policy draws actions: it is asked for one.
     """
 
     tokens: Sequence[int]
@@ -646,6 +647,7 @@ class Request:
     lines: tuple[Stint, ...] | None = None
     media: tuple[ImagePlaceholder, ...] = ()
     steps: ContinuousSteps | None = None
+    observation: Any | None = None
 
 
 @dataclass(slots=True)

@@ -25,10 +25,10 @@ from rondel.models.attention import NAME
 from rondel.models.block_indexer import check_block_indexers, install_block_indexers
 from rondel.models.cache_slots import install_cache_slots
 from rondel.models.compressed_attention import CompressedLayers, check_compressors, install_compressed_attention
+from rondel.models.control.kinds import is_control
 from rondel.models.deferred_weights import DeferredWeights, keep_in_full_precision, parameters_on_meta
 from rondel.models.differential import install_differential
 from rondel.models.embedding_lookup import adopt_embedding
-from rondel.models.flow.flow_head import FlowHead
 from rondel.models.flow.kinds import is_flow
 from rondel.models.fp32_sums import install_fp32_stream
 from rondel.models.head import LMHead, decoder_of
@@ -44,6 +44,7 @@ from rondel.models.recurrent.mixers import install_recurrent
 from rondel.models.recurrent.mlstm import keep_whole_rows
 from rondel.models.recurrent.wkv import keep_unscaled
 from rondel.models.routing_tape import RoutingTape, expert_count, fill_hash_routers, install_routing_tape
+from rondel.models.step_head import StepHead
 from rondel.models.vision_families import FAMILIES
 
 
@@ -67,8 +68,8 @@ def load_model(
     """
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-    if is_flow(path):
-        return _load_flow(path, dtype, device)
+    if (head := _step_head(path)) is not None:
+        return _load_step_model(path, head, dtype, device)
     if isinstance(path, str) and adapter_files.is_adapter(path):
         base, packed = adapter_files.base_of(path), four_bits or adapter_files.over_four_bits(path)
         loaded = load_model(base, dtype=dtype, device=device, four_bits=packed, trust_remote_code=trust_remote_code)
@@ -163,10 +164,26 @@ def _install(model: Any) -> tuple[list[Any], int, list[Any], list[int], Compress
     return found
 
 
-def _load_flow(path: str | dict[str, Any], dtype: str, device: str) -> LoadedModel:
+def _step_head(path: str | dict[str, Any]) -> type[StepHead] | None:
+    """The head of a model that draws points or actions, whose model type is known from here on; None of one of text."""
+    if is_flow(path):
+        from rondel.models.flow.flow_head import FlowHead
+
+        return FlowHead
+    if is_control(path):
+        from rondel.models.control import mlp_policy  # noqa: F401
+        from rondel.models.control.control_head import ControlHead
+
+        return ControlHead
+    return None
+
+
+def _load_step_model(path: str | dict[str, Any], head: type[StepHead], dtype: str, device: str) -> LoadedModel:
     """In float32: densities in 16 bits overflow. There is no attention to prove."""
     if dtype not in ("auto", "float32"):
-        raise ModelError(f'model.dtype = "{dtype}" with a flow: its log-densities need float32; leave the key out')
+        raise ModelError(
+            f'model.dtype = "{dtype}" with a model of kind {head.kind}: its log-densities need float32; leave the key out'
+        )
     tokenizer: Any
     if isinstance(path, dict):
         tokenizer, name = random_tokenizer(path), f"random-{path['random']}"
@@ -182,7 +199,7 @@ def _load_flow(path: str | dict[str, Any], dtype: str, device: str) -> LoadedMod
     model = model.to(device, torch.float32).eval()
     linear.install_cpu_linear(model)
     context = _max_context(model.config)
-    return LoadedModel(model, tokenizer, FlowHead(model), name, frozenset(), context, path=path)
+    return LoadedModel(model, tokenizer, head(model), name, frozenset(), context, path=path)
 
 
 def _load_deferred(path: str, dtype: torch.dtype, device: str, trust_remote_code: bool) -> LoadedModel | None:
@@ -229,6 +246,7 @@ def _load_deferred(path: str, dtype: torch.dtype, device: str, trust_remote_code
 def tokenizer_of(path: str | dict[str, Any]) -> tuple[Any, int, ImageProcessorConfig | None]:
     """(tokenizer, context length, how it looks at pictures) of what `load` would load, without a weight."""
     hf_logging.set_verbosity_error()
+    _step_head(path)
     if isinstance(path, str) and adapter_files.is_adapter(path):
         return tokenizer_of(adapter_files.base_of(path))
     if isinstance(path, dict):

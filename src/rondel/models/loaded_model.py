@@ -34,7 +34,7 @@ class LoadedModel:
 
     model: Any
     tokenizer: Any
-    head: Any  # LMHead, or FlowHead of a model that draws points
+    head: Any  # LMHead, or StepHead of a model that draws points or actions
     name: str
     stop_ids: frozenset[int]
     max_context: int

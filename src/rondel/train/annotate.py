@@ -10,11 +10,10 @@ from torch import Tensor
 
 from rondel.algos.divergence import Divergence
 from rondel.core.errors import TrainError
-from rondel.models.flow.flow_head import FlowHead
 from rondel.models.head import LMHead
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.routing_tape import RoutingTape
-from rondel.train.flow_policy import FlowPolicy
+from rondel.models.step_head import StepHead
 from rondel.train.logprobs import (
     collision_probability,
     logprob_and_entropy,
@@ -24,6 +23,7 @@ from rondel.train.logprobs import (
 from rondel.train.pack import MicroBatchShapes, PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.row_share import RowShare, own_routes, own_share
+from rondel.train.step_policy import StepPolicy
 from rondel.train.teacher_distributions import TeacherDistribution
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class TokenPolicy:
 
 def policy_of(loaded: LoadedModel) -> Policy:
     """Its head, by what it draws."""
-    return FlowPolicy(loaded.head) if isinstance(loaded.head, FlowHead) else TokenPolicy(loaded)
+    return StepPolicy(loaded.head) if isinstance(loaded.head, StepHead) else TokenPolicy(loaded)
 
 
 def join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:

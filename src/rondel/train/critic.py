@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from rondel.algos.aggregate import sample_weights
 from rondel.models.activation_offload import activation_store
 from rondel.models.head import LMHead
 from rondel.models.recompute import install_recompute
+from rondel.models.step_head import StepHead
 from rondel.train.annotate import forward_stage
 from rondel.train.optim import MasterWeights
 from rondel.train.pack import MicroBatches, PackedBatch, TrainBatch, micro_batches
@@ -52,7 +54,8 @@ class Critic:
         model.set_output_embeddings(value)
         keep = activation_store(settings.activations, settings.folder)
         install_recompute(model, settings.recompute, backbone.adapter, keep)
-        self.loaded = ranks.shard_model(replace(backbone, head=LMHead(value.weight, value.bias), compute=loaded.dtype))
+        head = backbone.head if isinstance(backbone.head, StepHead) else LMHead(value.weight, value.bias)
+        self.loaded = ranks.shard_model(replace(backbone, head=head, compute=loaded.dtype))
         self.weights = ranks.make_masters(model, **settings.optimizer_options)
         self.follows, self.ranks = follows, ranks
         self.steps = 0  # that it took part in
@@ -75,17 +78,25 @@ class Critic:
 
         own = packed if self.loaded.context is None else own_share(packed, self.loaded.context)
 
-        def compute_values(head: LMHead) -> Tensor:
+        def compute_values(head: LMHead | StepHead) -> Tensor:
+            if isinstance(head, StepHead):
+                assert packed.steps is not None, "samples without the steps that this model draws"
+                return self._values_of(head.states(packed.steps))
             hidden = self.loaded.hidden_states(
                 own.tokens, own.positions, own.layout, seen=packed.encode_images(self.loaded)
             )
-            return self.loaded.model.get_output_embeddings()(hidden.index_select(0, own.source).float())[:, 0]
+            return self._values_of(hidden.index_select(0, own.source))
 
         return own.join_targets(self.loaded.run_with_head(compute_values))
 
+    def _values_of(self, states: Tensor) -> Tensor:
+        """[M, W] -> [M]"""
+        found: Tensor = self.loaded.model.get_output_embeddings()(states.float())[:, 0]
+        return found
+
     @torch.no_grad()
     def annotate_values(self, batch: TrainBatch, settings: TrainSettings) -> None:
-        """Write the values into every sample's tokens."""
+        """Write the values into every sample's tokens, and of an episode that its world cut off that of what came then."""
         done: list[int] = []
         for packed in self._split_batch(batch, settings):
             if not self.loaded.has_head:
@@ -96,6 +107,10 @@ class Critic:
                 batch.write_tokens(packed.samples, values=values)
                 done += packed.samples
         self.ranks.exchange_tokens(batch, done, "values")
+        if cut := [sample for sample in batch.samples if sample.after is not None]:
+            seen = torch.from_numpy(np.stack([np.asarray(sample.after) for sample in cut])).to(self.loaded.device)
+            for sample, value in zip(cut, self._values_of(self.loaded.model(seen)).tolist(), strict=True):
+                sample.value_after = value
 
     def accumulate_gradients(
         self, batch: TrainBatch, row: Algorithm, settings: TrainSettings, sums: StepMetricSums, *, weight: float = 1.0

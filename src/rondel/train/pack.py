@@ -63,7 +63,9 @@ class TrainSample:
     # [m,D] each: a teacher's last hidden states, by its place among the teachers
     hidden: dict[int, Tensor] = field(default_factory=dict)
     media: list[ImagePlaceholder] = field(default_factory=list)  # the pictures that it reads
-    steps: np.ndarray | None = None  # [m, 2·D + 4] of a flow: the points that it drew (core/continuous_steps.py)
+    steps: np.ndarray | None = None  # [m, W] rows of what it drew, where that are no tokens (core/continuous_steps.py)
+    after: np.ndarray | None = None  # [O] what a world showed where it cut the episode off
+    value_after: float = 0.0  # what the critic expects from there
     keys: np.ndarray = field(init=False)  # [t] what siblings must have in common to share it
 
     @classmethod
@@ -111,6 +113,7 @@ class TrainSample:
             teacher_prompts=trajectory.teacher_prompts,
             media=trajectory.media,
             steps=None if trajectory.steps is None else trajectory.steps.rows,
+            after=None if trajectory.steps is None else trajectory.steps.after,
         )
 
     def __post_init__(self) -> None:
@@ -192,6 +195,9 @@ class TrainBatch:
             if any(s.earned is not None for s in self.samples)
             else None,
             values_T=_double(tokens.values),
+            value_after_N=torch.tensor([s.value_after for s in self.samples], dtype=torch.float64)
+            if any(s.after is not None for s in self.samples)
+            else None,
             behavior_T=_double(tokens.behavior),
             ref_T=_double(tokens.reference),
             teacher_T=_double(tokens.teacher),
@@ -507,7 +513,7 @@ def _packed_steps(samples: list[TrainSample], device: torch.device | str) -> Pac
     if not found:
         return None
     if len(found) < len(samples):
-        raise ValueError("samples with points beside samples without them: one policy draws either")
+        raise ValueError("samples with points or actions beside samples without them: one policy draws either")
     return PackedSteps.of(found, [s.tokens[: s.prompt_length] for s in samples], device)
 
 

@@ -197,6 +197,15 @@ class FlowConfig(BaseModel):
     every: int = Field(1, ge=1, description="one denoising step of so many is trained, counted back from the last one")
 
 
+class ControlConfig(BaseModel):
+    """The policy acts in a world of arrays, from task.data.kind = "gym": observations in, actions out."""
+
+    model_config = CLOSED
+    turns: int = Field(
+        1000, ge=1, description="most actions of one episode; the world may end it sooner, or cut it off (TimeLimit)"
+    )
+
+
 def _check_partner(name: str, kind: str, model: str, known: tuple[str, ...]) -> None:
     """`kind` is one of the known, or an address with the name of a model."""
     remote = kind.startswith(("http://", "https://"))
@@ -257,6 +266,7 @@ ENV_TABLES: dict[str, type[BaseModel]] = {
     "verifiers": VerifiersConfig,
     "repository": RepositoryConfig,
     "flow": FlowConfig,
+    "control": ControlConfig,
     "shop": ShopConfig,
     "debate": DebateConfig,
     "proposer_solver": ProposerSolverConfig,

@@ -74,7 +74,7 @@ class TaskConfig(ConfigSection):
     env: str | dict[str, Any] = Field(
         "single_turn",
         description='an environment: "single_turn", "tools", "search", "gym", "gateway", "agents", "verifiers", '
-        '"repository", "shop", "debate", "proposer_solver", "flow" or "module:name"; '
+        '"repository", "shop", "debate", "proposer_solver", "flow", "control" or "module:name"; '
         'with settings: { kind = "tools", tools = ["calculator"] }',
     )
     data: dict[str, Any] = Field(

@@ -18,9 +18,9 @@ from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.cuda_graphs import serving_pass
-from rondel.models.flow.flow_head import refuse_flow
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.step_head import refuse_step_head
 from rondel.text.special_tokens import special_tokens
 from rondel.text.unicode import valid_unicode
 
@@ -119,7 +119,7 @@ class Engine:
 
         def load_models() -> tuple[LoadedModel, SpeculativeDecoder | None]:
             loaded = load_model(path, dtype=dtype, device=where)
-            refuse_flow(loaded.name, loaded.head)
+            refuse_step_head(loaded.name, loaded.head)
             if numerics == "aligned":
                 align_numerics(loaded)
             if numerics == "rounded":

@@ -10,40 +10,14 @@ Verbs run on threads, so a slow world delays nobody else's episode.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from rondel.core.errors import ConfigError, EnvError
+from rondel.core.errors import EnvError
 from rondel.core.protocols import Chat
-from rondel.core.registry import import_attribute
 from rondel.core.types import Score, Task, Trajectory
-from rondel.generate.envs.external_envs import OpenEnv, TextArena
 from rondel.generate.envs.tools import on_a_thread
-
-
-def world_factory(name: str) -> Callable[..., Any]:
-    """ "openenv:http://...", "textarena:Game-v0", or "module:name", a function or class of
-    yours; anything else is an id of gymnasium.
-    """
-    kind, _, rest = name.partition(":")
-    if kind in OTHERS:
-        return partial(OTHERS[kind], rest)
-    if ":" in name and not re.search(r"-v\d+$", name):
-        if not callable(made := import_attribute("world", name)):
-            raise ConfigError(f"the world '{name}' is {made!r:.60}, and no function or class")
-        return made
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise ConfigError(
-            f"the world '{name}' is an id of gymnasium, which is not installed: pip install gymnasium"
-        ) from error
-    return lambda **args: gymnasium.make(name, **args)
-
-
-OTHERS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "textarena": TextArena}
+from rondel.generate.envs.worlds import world_factory
 
 
 class Gym:

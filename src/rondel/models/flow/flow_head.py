@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rondel.core.continuous_steps import SCALARS
-from rondel.core.errors import UserError
 from rondel.models.flow.packed_steps import PackedSteps
 from rondel.models.flow.transition import draw_normal, entropy, log_density, step_coefficients, step_mean
+from rondel.models.step_head import StepHead
 
 PROBE_KEY = 20261126  # of the noise in which both sides of a weight update score a prompt
 
 
-class FlowHead:
+class FlowHead(StepHead):
     """Stands where a model of text has its LMHead, over a module whose `forward` gives velocities. The policy over
     chains of points is the Gaussian of each step.
     """
 
-    part = None
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def of_copy(self, model: Any) -> FlowHead:
-        """The head of a copy of its model."""
-        return FlowHead(model)
+    kind = "flow"
 
     @property
     def weight(self) -> Tensor:
@@ -48,9 +40,9 @@ class FlowHead:
         found: Tensor = self.model(x, sigma, condition.index_select(0, steps.prompt_of))
         return found
 
-    def evaluate_steps(self, steps: PackedSteps) -> tuple[Tensor, Tensor]:
+    def evaluate_steps(self, steps: PackedSteps, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """(log-density [M], entropy [M]) of recorded steps under the weights of now, a dimension; in the dtype of the
-        rows, which is at least float32.
+        rows, which is at least float32. Their noise is recorded with them, so no temperature is read.
         """
         dim, rows = self.dim, steps.rows
         if rows.shape[1] != 2 * dim + SCALARS:
@@ -73,12 +65,3 @@ class FlowHead:
         points[:, self.dim :] = numbers[:, 1:2] * points[:, : self.dim] + numbers[:, 3:] * points[:, self.dim :]
         rows = np.concatenate([points, numbers], 1).astype(np.float32)
         return [0.0, *self.evaluate_steps(PackedSteps.of([rows], [tokens], self.weight.device))[0].tolist()]
-
-
-def refuse_flow(name: str, head: Any) -> None:
-    """UserError for what only serves text."""
-    if isinstance(head, FlowHead):
-        raise UserError(
-            f"'{name}' is a flow, which draws points and not tokens: train it with `rondel train` (docs/flows.md); it is "
-            "not served"
-        )

@@ -187,7 +187,8 @@ def _rollout_row(group: Group, sample: int, t: Trajectory) -> dict[str, Any]:
         "behavior_logprobs": t.logprobs,
         "versions": t.versions,
         "experts": t.experts,
-        "steps": None if t.steps is None else t.steps.rows,
+        "steps": None if t.steps is None else t.steps.stored,
+        "steps_layout": None if t.steps is None else t.steps.layout,
         "support": t.support,
         "top_ids": _half_of(t.behavior_top, 0),
         "top_logprobs": _half_of(t.behavior_top, 1),
@@ -237,6 +238,7 @@ def _rollout_schema() -> Any:
         "versions": integers,
         "experts": pa.binary(),
         "steps": pa.binary(),
+        "steps_layout": pa.int32(),
         "support": pa.list_(integers),
         "top_ids": pa.list_(integers),
         "top_logprobs": pa.list_(numbers),
@@ -461,7 +463,7 @@ def _decode_trajectory(row: dict[str, Any]) -> Trajectory:
             f"group {row['group']} sample {row['sample']}: columns of lengths {[len(c) for c in columns]}; the file is "
             f"damaged"
         )
-    steps = None if row["steps"] is None else ContinuousSteps(row["steps"])
+    steps = None if row["steps"] is None else ContinuousSteps.from_array(row["steps"], row["steps_layout"] or 0)
     for written, run in groupby(zip(*columns), key=lambda token: token[1]):
         tokens, _, logprobs, versions = (list(column) for column in zip(*run))
         if not written:

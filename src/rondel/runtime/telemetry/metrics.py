@@ -365,10 +365,11 @@ def from_taken(taken: GroupsTaken) -> dict[str, float]:
 
 
 def _from_points(taken: GroupsTaken) -> dict[str, float]:
-    """How far apart the points lie that groups drew; nothing where they drew tokens."""
+    """How far apart the points lie that groups drew; nothing where they drew tokens or actions."""
     spreads = []
     for group in taken.groups:
-        points = [t.steps.drawn[-1] for t in group.policy_samples if t.steps is not None and not group.supervised]
+        own = [] if group.supervised else [t.steps for t in group.policy_samples if t.steps is not None]
+        points = [steps.drawn[-1] for steps in own if not steps.observed]
         if len(points) > 1:
             mean = sum(points) / len(points)
             spreads.append(math.sqrt(sum(float(((p - mean) ** 2).sum()) for p in points) / len(points)))

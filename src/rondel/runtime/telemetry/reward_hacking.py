@@ -32,7 +32,8 @@ def from_scored(groups: Iterable[Group]) -> dict[str, float]:
     if (found := length_correlation(scored)) is not None:
         row["score/length_correlation"] = found
     firsts = [trajectories[0] for trajectories in scored if trajectories]
-    if shares := [share for t in firsts if (share := tail_repetition(t.tokens, t.mask)) is not None]:
+    texts = [t for t in firsts if t.steps is None]  # actions and points may well repeat themselves
+    if shares := [share for t in texts if (share := tail_repetition(t.tokens, t.mask)) is not None]:
         row["generate/repetition"] = math.fsum(shares) / len(shares)
     parts: dict[str, list[float]] = {}
     for trajectory in (t for trajectories in scored for t in trajectories):

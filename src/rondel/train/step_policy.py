@@ -1,4 +1,4 @@
-"""What training asks of a policy that draws points: the same as of one that draws tokens (annotate.py: Policy)."""
+"""What training asks of a policy that draws points or actions: the same as of one that draws tokens (annotate.py: Policy)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 from rondel.core.errors import TrainError
 
 if TYPE_CHECKING:
-    from rondel.models.flow.flow_head import FlowHead
     from rondel.models.routing_tape import RoutingTape
+    from rondel.models.step_head import StepHead
     from rondel.train.pack import PackedBatch
 
 
-class FlowPolicy:
-    """The Gaussian of each denoising step. Its noise is recorded with the step, so no temperature is read."""
+class StepPolicy:
+    """The distribution of each recorded step."""
 
-    def __init__(self, head: FlowHead) -> None:
+    def __init__(self, head: StepHead) -> None:
         self.head = head
 
     def evaluate(
@@ -26,10 +26,10 @@ class FlowPolicy:
     ) -> tuple[Tensor, Tensor]:
         if packed.steps is None:
             raise TrainError(
-                "trajectories without points for a flow: an environment that builds trajectories itself must hand "
-                "Completion.steps to extend()"
+                "trajectories without points or actions for a model that draws them: an environment that builds "
+                "trajectories itself must hand Completion.steps to extend()"
             )
-        return self.head.evaluate_steps(packed.steps)
+        return self.head.evaluate_steps(packed.steps, temperature=temperature)
 
     def score_prompt(self, tokens: Sequence[int]) -> list[float]:
         return self.head.score_prompt(tokens)

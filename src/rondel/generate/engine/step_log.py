@@ -1,4 +1,4 @@
-"""The token log of chains: after a crash they go on from the point that they had reached (law 15)."""
+"""The token log of steps: after a crash a request goes on from the step that it had reached (law 15)."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.flow.chain import Chain
+    from rondel.generate.engine.step_request import StepRequest
     from rondel.runtime.journal.wal import TokenLog
 
 
 class StepLog:
-    """Each step is a row of the log, its token the number of the step. The point stands where a mixture's routes do,
+    """Each step is a row of the log, its token the number of the step. What it drew stands where a mixture's routes do,
     [1, 1, 2·D] halves of its float32 numbers; without a log nothing is kept.
     """
 
     def __init__(self, log: TokenLog | None) -> None:
         self.log = log
 
-    def restore(self, chain: Chain) -> None:
+    def restore(self, chain: StepRequest) -> None:
         """Mark a new chain, and give it the steps that it had drawn in an earlier life."""
         request = chain.request
         if self.log is None or not request.key or request.namespace or request.wants:
@@ -33,7 +33,7 @@ class StepLog:
                 break  # of a run with another model
             chain.append(halves.view(np.float32), found.logprob, found.version)
 
-    def record_step(self, chains: list[Chain], drawn: np.ndarray, densities: list[float], version: int) -> None:
+    def record_step(self, chains: list[StepRequest], drawn: np.ndarray, densities: list[float], version: int) -> None:
         """The step that these chains take together, before anyone sees it."""
         if self.log is None:
             return

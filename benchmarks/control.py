@@ -1,0 +1,109 @@
+"""How soon a recipe that acts in a world has solved it, and stable-baselines3's PPO beside it, in turn on one machine.
+
+    rondel bench control --seeds 3 --peer /path/of/python/that/has/stable_baselines3
+
+Solved: the mean return of the last 20 training episodes reaches the target. Medians over the seeds, None where a seed
+did not get there: actions in the world until then, seconds from the first rollout until then, CPU seconds of the whole
+process with its start, and the return of 20 other episodes behind the last step, each action the likeliest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+ROOT = Path(__file__).parent.parent
+TARGETS = {"CartPole-v1": 475.0, "InvertedPendulum-v5": 950.0}
+LAST = 20  # training episodes whose mean is compared with the target
+
+
+def main(argv: list[str] | None = None) -> None:
+    from _work import add_set, median, report
+
+    from rondel.core.config.job import Job
+
+    parser = argparse.ArgumentParser(
+        prog="rondel bench control", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--recipe", default=str(ROOT / "recipes" / "cartpole.toml"))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--target", type=float, default=None, help="a return; unset, that of a world which is known")
+    parser.add_argument("--peer", default=None, help="a Python that has stable_baselines3; unset, Rondel runs alone")
+    parser.add_argument("--peer-steps", type=int, default=100_000, help="actions that the peer may take")
+    parser.add_argument("--json", action="store_true")
+    add_set(parser)
+    a = parser.parse_args(argv)
+    world = str(Job.read(a.recipe, {}).task.data["name"])
+    target = TARGETS.get(world) if a.target is None else a.target
+    if target is None:
+        parser.error(f"--target: which return solves '{world}'?")
+    found: dict[str, list[dict[str, Any]]] = {"rondel": []} | ({"sb3": []} if a.peer else {})
+    for seed in range(a.seeds):
+        found["rondel"].append(counted(ours, a.recipe, seed, target, a.set))
+        if a.peer:
+            found["sb3"].append(counted(theirs, a.peer, world, seed, target, a.peer_steps))
+    row: dict[str, Any] = {"world": world, "target": target, "seeds": a.seeds}
+    for name, runs in found.items():
+        for what in ("steps", "seconds", "cpu", "greedy"):
+            values = [run[what] for run in runs]
+            row[f"{name}_{what}"] = None if None in values else round(median(values), 1)
+        row[f"{name}_each"] = [[run["steps"], run["seconds"]] for run in runs]
+    report(row, only_json=a.json)
+
+
+def counted(run: Any, *given: Any) -> dict[str, Any]:
+    """What a run reports, and the CPU seconds of its process."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    told: dict[str, Any] = run(*given)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return told | {"cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
+
+
+def ours(recipe: str, seed: int, target: float, sets: list[str]) -> dict[str, Any]:
+    from rondel.runtime.journal.log import read
+    from rondel.runtime.journal.store import read_step
+
+    with tempfile.TemporaryDirectory() as folder:
+        keys = [f"--loop.seed={seed}", f"--model.path.seed={seed}", "--run.sinks=[]", *(f"--{pair}" for pair in sets)]
+        argv = [sys.executable, "-m", "rondel", "train", recipe, *keys, f"--run.folder={folder}"]
+        told = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        if told.returncode:
+            raise SystemExit(told.stdout[-2000:] + told.stderr[-2000:])
+        events, episodes, curve = list(read(Path(folder))), list[float](), list[tuple[int, float, float]]()
+        began, taken = next(e["t"] for e in events if e["kind"] == "Admitted"), 0
+        for event in (e for e in events if e["kind"] == "StepDone"):
+            rows = read_step(folder, event["step"])
+            taken += sum(sum(row["mask"]) for row in rows)
+            episodes += [row["reward"] for row in rows if row["reward"] is not None]
+            curve.append((taken, event["t"] - began, sum(episodes[-LAST:]) / len(episodes[-LAST:])))
+        greedy = [e["score"] for e in events if e["kind"] == "Evaluated"][-1:]
+        return reached(curve, target, len(episodes) >= LAST) | {"greedy": greedy[0] if greedy else None}
+
+
+def theirs(python: str, world: str, seed: int, target: float, steps: int) -> dict[str, Any]:
+    peer = Path(__file__).parent / "peers" / "sb3_ppo.py"
+    argv = [python, str(peer), "--world", world, "--seed", str(seed), "--target", str(target), "--steps", str(steps)]
+    told = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if told.returncode:
+        raise SystemExit(told.stdout[-2000:] + told.stderr[-2000:])
+    found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+    return found
+
+
+def reached(curve: list[tuple[int, float, float]], target: float, enough: bool) -> dict[str, Any]:
+    """Where the mean of the last episodes first reaches the target."""
+    steps, seconds = next(((n, t) for n, t, mean in curve if enough and mean >= target), (None, None))
+    return {"steps": steps, "seconds": None if seconds is None else round(seconds, 1)}
+
+
+if __name__ == "__main__":
+    main()

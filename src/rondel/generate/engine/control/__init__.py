@@ -1,0 +1,1 @@
+"""The engine of policies that act: draws an action for each observation."""

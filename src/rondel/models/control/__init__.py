@@ -1,0 +1,1 @@
+"""Policies that act in worlds: an observation in, an action out."""

@@ -1,0 +1,56 @@
+"""What stands in the place of an LMHead where a model draws points or actions and not tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from rondel.core.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rondel.models.flow.packed_steps import PackedSteps
+
+
+class StepHead:
+    """The policy of a module over the steps of a trajectory (core/continuous_steps.py): a density for each.
+
+    kind  which engine draws its steps
+    """
+
+    kind = ""
+    part = None
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def of_copy(self, model: Any) -> Self:
+        """The head of a copy of its model."""
+        return type(self)(model)
+
+    @property
+    def weight(self) -> Tensor:
+        """Where the weights lie, and in what."""
+        raise NotImplementedError
+
+    def evaluate_steps(self, steps: PackedSteps, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """(log-probability or log-density [M], entropy [M]) of recorded steps under the weights of now."""
+        raise NotImplementedError
+
+    def states(self, steps: PackedSteps) -> Tensor:
+        """[M, W] what a critic reads of each step."""
+        raise NotImplementedError
+
+    def score_prompt(self, tokens: Sequence[int]) -> list[float]:
+        """What both sides of a weight update must agree on: one number for each token, 0 for the first."""
+        raise NotImplementedError
+
+
+def refuse_step_head(name: str, head: Any) -> None:
+    """UserError for what only serves text."""
+    if isinstance(head, StepHead):
+        what, page = ("points", "flows") if head.kind == "flow" else ("actions", "control")
+        raise UserError(
+            f"'{name}' draws {what} and not tokens: train it with `rondel train` (docs/{page}.md); it is not served"
+        )

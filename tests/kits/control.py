@@ -1,0 +1,102 @@
+"""Small policies of actions for tests, their engines, and worlds of ten lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+
+from kits.flows import run_here
+from rondel.core.continuous_steps import ContinuousSteps
+from rondel.core.types import Group, Request, Sampling, Score, Task, Trajectory, sample_key
+from rondel.generate.engine.control.engine import ControlEngine
+from rondel.models.load import load_model
+from rondel.models.loaded_model import LoadedModel
+
+
+def policy(*, discrete: bool = True, observed: int = 4, actions: int = 3, **sizes: Any) -> LoadedModel:
+    """A random policy of which no layer is near to 0."""
+    given = {"observation_size": observed, "action_size": actions, "discrete": discrete, "hidden_size": 16, **sizes}
+    loaded = load_model({"random": "mlp_policy", "seed": 0, **given})
+    torch.nn.init.normal_(loaded.model.act.weight, std=0.5)
+    if not discrete:
+        torch.nn.init.constant_(loaded.model.log_std, -0.4)
+    return loaded
+
+
+def engine(loaded: LoadedModel | None = None, **how: Any) -> ControlEngine:
+    return ControlEngine(loaded or policy(), run=run_here, **how)
+
+
+def asked(i: int, *, temperature: float = 1.0, observed: int = 4) -> Request:
+    shown = np.random.default_rng(i).normal(size=observed).astype(np.float32)
+    return Request([0], Sampling(max_tokens=1, temperature=temperature), key=sample_key(0, i, 0), observation=shown)
+
+
+def acted_groups(loaded: LoadedModel, seed: int = 0) -> list[Group]:
+    """Episodes of 1 to 9 actions, some of them cut off, a group of one among them."""
+    noise, config = np.random.default_rng(seed), loaded.model.config
+
+    def episode(n: int) -> Trajectory:
+        rows = noise.normal(size=(n, config.observation_size + loaded.head.dim)).astype(np.float32)
+        if config.discrete:
+            rows[:, -1] = noise.integers(config.action_size, size=n)
+        after = noise.normal(size=config.observation_size).astype(np.float32) if n % 2 else None
+        rewards = noise.normal(size=n).tolist()
+        t = Trajectory(score=Score(sum(rewards), steps=tuple(enumerate(rewards, 1))))
+        t.extend([0])
+        steps = ContinuousSteps(rows, config.observation_size, after)
+        t.extend(range(n), logprobs=noise.normal(-1, 0.3, n).tolist(), versions=[0] * n, steps=steps)
+        return t
+
+    def group(number: int, lengths: list[int]) -> Group:
+        return Group(number, Task(f"t{number}", "control", {}), [episode(n) for n in lengths], 0)
+
+    return [group(3, [1, 9, 2]), group(1, [4]), group(6, [5, 5, 5, 1]), group(2, [7, 3])]
+
+
+class Aim(gymnasium.Env[np.ndarray, np.ndarray]):
+    """Shows where to aim and how much time is left; a step is paid -|action - aim|². `last`: steps until it ends."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2, 1), np.float32)
+    action_space = gymnasium.spaces.Box(np.float32([-1, -2]), np.float32([1, 2]))
+
+    def __init__(self, last: int = 3) -> None:
+        self.last = last
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        self.at, self.aim = 0, np.random.default_rng(seed).uniform(-1, 1)
+        return self._shown(), {}
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(action)
+        self.at += 1
+        return self._shown(), -float(np.square(action - self.aim).sum()), self.at >= self.last, False, {}
+
+    def _shown(self) -> np.ndarray:
+        return np.array([[self.aim], [self.at / self.last]], np.float32)
+
+
+class Broken(Aim):
+    def step(self, action: np.ndarray) -> Any:
+        raise RuntimeError("a wheel came off")
+
+
+class Choices(Aim):
+    """The same with actions that are counted from 5, and an observation of two parts."""
+
+    observation_space = gymnasium.spaces.Dict({"aim": Aim.observation_space, "room": gymnasium.spaces.Discrete(3)})
+    action_space = gymnasium.spaces.Discrete(4, start=5)
+
+    def step(self, action: int) -> Any:
+        assert self.action_space.contains(action)
+        return super().step(np.float32([0, 0]))
+
+    def _shown(self) -> Any:
+        return {"aim": super()._shown(), "room": 1}
+
+
+class Words(Aim):
+    observation_space = gymnasium.spaces.Text(5)

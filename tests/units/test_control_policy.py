@@ -1,0 +1,82 @@
+"""Policies of actions against torch's own distributions, and GAE over episodes that a world ends or cuts off."""
+
+import numpy as np
+import pytest
+import torch
+
+from kits.control import policy
+from rondel.algos.discount import gae
+from rondel.core.errors import UserError
+from rondel.models.flow.packed_steps import PackedSteps
+from rondel.models.step_head import refuse_step_head
+
+
+def packed(rows: torch.Tensor) -> PackedSteps:
+    return PackedSteps.of([rows.numpy()], [[0]], "cpu")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("discrete", [True, False])
+def test_density_entropy_and_gradient_against_torch(discrete, temperature):
+    """In float64, to 1e-10."""
+    torch.manual_seed(0)
+    loaded = policy(discrete=discrete)
+    model = loaded.model.double()
+    rows = torch.randn(7, 4 + loaded.head.dim, dtype=torch.float64)
+    if discrete:
+        rows[:, 4] = torch.arange(7) % 3
+    found = loaded.head.evaluate_steps(packed(rows), temperature=temperature)
+    (found[0].sum() + 0.3 * found[1].sum()).backward()
+    mine = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    hidden = rows[:, :4]
+    for layer in model.layers:
+        hidden = torch.tanh(torch.nn.functional.linear(hidden, layer.weight, layer.bias))
+    out = torch.nn.functional.linear(hidden, model.act.weight, model.act.bias)
+    if discrete:
+        known = torch.distributions.Categorical(logits=out / temperature)
+        wanted = known.log_prob(rows[:, 4].long()), known.entropy()
+    else:
+        known = torch.distributions.Independent(torch.distributions.Normal(out, temperature * model.log_std.exp()), 1)
+        wanted = known.log_prob(rows[:, 4:]), known.entropy()
+    (wanted[0].sum() + 0.3 * wanted[1].sum()).backward()
+    for ours, theirs in zip(found, wanted):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-10)
+    assert all(torch.allclose(a, p.grad, rtol=0, atol=1e-10) for a, p in zip(mine, model.parameters()))
+
+
+def test_a_new_policy_is_orthogonal_and_nearly_indifferent():
+    from rondel.models.load import load_model
+
+    path = {"random": "mlp_policy", "observation_size": 32, "action_size": 2, "hidden_size": 32, "log_std": -1.0}
+    model = load_model({**path, "discrete": False}).model
+    assert all(torch.allclose(one.weight @ one.weight.T, 2 * torch.eye(32), atol=1e-5) for one in model.layers)
+    assert torch.allclose(model.act.weight @ model.act.weight.T, 1e-4 * torch.eye(2), atol=1e-8)
+    assert model.log_std.tolist() == [-1.0, -1.0] and load_model({**path, "discrete": True}).model.log_std is None
+
+
+def test_gae_of_an_episode_that_was_cut_off():
+    """stable-baselines3's loop, written once more: behind the last step of an episode stands V of what came then, 0 where
+    it had ended."""
+    rng = np.random.default_rng(0)
+    lengths, after = [3, 1, 5], [0.0, 2.0, -1.5]
+    rewards, values = rng.normal(size=9), rng.normal(size=9)
+    wanted, first = [], 0
+    for n, last in zip(lengths, after):
+        own, advantage = [], 0.0
+        for t in reversed(range(first, first + n)):
+            following = values[t + 1] if t + 1 < first + n else last
+            advantage = rewards[t] + 0.9 * following - values[t] + 0.9 * 0.8 * advantage
+            own.insert(0, advantage)
+        wanted, first = [*wanted, *own], first + n
+    sample = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2, 2])
+    given = [torch.from_numpy(rewards), torch.from_numpy(values), sample]
+    found, returns = gae(*given, gamma=0.9, lam=0.8, after_N=torch.tensor(after, dtype=torch.float64))
+    assert np.allclose(found, wanted, rtol=0, atol=1e-12) and np.allclose(returns, np.array(wanted) + values)
+    ended, nothing = gae(*given, gamma=0.9, lam=0.8), gae(*given, gamma=0.9, lam=0.8, after_N=torch.zeros(3))
+    assert torch.equal(ended[0], nothing[0])
+
+
+def test_it_is_not_served():
+    with pytest.raises(UserError, match="draws actions"):
+        refuse_step_head("mine", policy().head)
