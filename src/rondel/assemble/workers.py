@@ -30,6 +30,7 @@ from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.generate.engine.concurrency import ConcurrencyController
 from rondel.generate.engine.flow.engine import FlowEngine
+from rondel.generate.engine.stepwise.engine import StepwiseEngine
 from rondel.models import adapters, names, nf4, vision
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.cuda_graphs import serving_pass
@@ -76,8 +77,10 @@ def engine_of(
     claim: MemoryClaim | None = None,
     ranks: LeadRank | None = None,
     receiver: AdapterReceiver | None = None,
-) -> tuple[BuiltinEngine | FlowEngine, dict[str, str]]:
+) -> tuple[BuiltinEngine | StepwiseEngine[Any], dict[str, str]]:
     """`log`: where drawn tokens are kept for a life after a crash. -> the engine, and what was resolved for it."""
+    if loaded.blocks is not None:
+        return block_engine_of(job, loaded, device, transports=transports, log=log)
     if isinstance(loaded.head, FlowHead):
         return flow_engine_of(job, loaded, device, transports=transports, log=log)
     draft = speculation.draft if speculation else None
@@ -126,6 +129,18 @@ def flow_engine_of(
     engine = FlowEngine(loaded, run=device.run, max_running=running, transports=transports, log=token_log_of(job, log))
     steps, eta = job.engine.sampling.max_tokens, job.engine.sampling.temperature
     return engine, {"engine.kind": f"flow: {loaded.head.dim} numbers a point, {steps} steps with noise {eta:g}"}
+
+
+def block_engine_of(
+    job: Job, loaded: LoadedModel, device: Device, *, transports: dict[str, Transport], log: Path | None
+) -> tuple[StepwiseEngine[Any], dict[str, str]]:
+    """Of a model that fills in blocks of masks: it keeps no cache, so there is none to plan for."""
+    from rondel.generate.engine.blocks.engine import BlockEngine
+
+    running, blocks = job.engine.max_running, loaded.blocks
+    assert blocks is not None
+    engine = BlockEngine(loaded, run=device.run, max_running=running, transports=transports, log=token_log_of(job, log))
+    return engine, {"engine.kind": f"blocks of {blocks.block} tokens, each filled in {blocks.steps} steps"}
 
 
 def token_log_of(job: Job, folder: Path | None) -> TokenLog | None:

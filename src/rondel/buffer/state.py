@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rondel.core.continuous_steps import ContinuousSteps
+from rondel.core.drawn_steps import steps_from_rows
 from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import (
     FLAGS,
@@ -59,7 +59,8 @@ def encode(group: Group) -> dict[str, Any]:
             experts = np.ascontiguousarray(whole.experts)
             plain["experts"] = [str(experts.dtype), list(experts.shape), bytes_to_text(experts)]
         if whole.steps is not None:
-            plain["steps"] = [list(whole.steps.rows.shape), bytes_to_text(np.ascontiguousarray(whole.steps.rows))]
+            rows = np.ascontiguousarray(whole.steps.rows)
+            plain["steps"] = [list(rows.shape), bytes_to_text(rows), str(rows.dtype)]
         plain["outcome"] = [type(whole.outcome).__name__, asdict(whole.outcome)]
     return row
 
@@ -98,8 +99,8 @@ def decode(row: dict[str, Any]) -> Group:
                 else np.asarray(routes, dtype)  # of a checkpoint that lists them
             )
         if plain.get("steps") is not None:
-            size, rows = plain["steps"]
-            given["steps"] = ContinuousSteps(np.frombuffer(text_to_bytes(rows), np.float32).reshape(size).copy())
+            size, rows, dtype = [*plain["steps"], "float32"][:3]
+            given["steps"] = steps_from_rows(np.frombuffer(text_to_bytes(rows), dtype).reshape(size).copy())
         return Trajectory(**{**plain, **given})
 
     return Group(

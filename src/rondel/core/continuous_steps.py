@@ -6,7 +6,7 @@ K steps of one trajectory · D dimensions of a point
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,6 +27,8 @@ class ContinuousSteps:
 
     rows: np.ndarray
 
+    are_densities: ClassVar[bool] = True  # their log-probabilities, which may be above 0
+
     def __post_init__(self) -> None:
         if (
             self.rows.ndim != 2
@@ -44,6 +46,11 @@ class ContinuousSteps:
         x = np.asarray(x, np.float32)
         scalars = [np.broadcast_to(np.asarray(s, np.float32), len(x))[:, None] for s in (sigma, scale_x, scale_v, std)]
         return cls(np.concatenate([x, np.asarray(drawn, np.float32), *scalars], 1))
+
+    @property
+    def copied(self) -> int:
+        """Tokens that training computes again: none."""
+        return 0
 
     @property
     def dim(self) -> int:

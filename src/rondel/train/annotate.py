@@ -92,6 +92,10 @@ class TokenPolicy:
 
 def policy_of(loaded: LoadedModel) -> Policy:
     """Its head, by what it draws."""
+    if loaded.blocks is not None:
+        from rondel.train.block_policy import BlockPolicy
+
+        return BlockPolicy(loaded)
     return FlowPolicy(loaded.head) if isinstance(loaded.head, FlowHead) else TokenPolicy(loaded)
 
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
+from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.events import (
     Evaluated,
     Event,
@@ -360,7 +361,8 @@ def _from_points(taken: GroupsTaken) -> dict[str, float]:
     """How far apart the points lie that groups drew; nothing where they drew tokens."""
     spreads = []
     for group in taken.groups:
-        points = [t.steps.drawn[-1] for t in group.policy_samples if t.steps is not None and not group.supervised]
+        found = [t.steps for t in group.policy_samples if isinstance(t.steps, ContinuousSteps)]
+        points = [] if group.supervised else [steps.drawn[-1] for steps in found]
         if len(points) > 1:
             mean = sum(points) / len(points)
             spreads.append(math.sqrt(sum(float(((p - mean) ** 2).sum()) for p in points) / len(points)))

@@ -33,12 +33,12 @@ class StepLog:
                 break  # of a run with another model
             chain.append(halves.view(np.float32), found.logprob, found.version)
 
-    def record_step(self, chains: list[Chain], drawn: np.ndarray, densities: list[float], version: int) -> None:
+    def record_step(self, chains: list[Chain], drawn: list[tuple[np.ndarray, float]], version: int) -> None:
         """The step that these chains take together, before anyone sees it."""
         if self.log is None:
             return
         rows, points = [], []
-        for chain, point, density in zip(chains, drawn, densities, strict=True):
+        for chain, (point, density) in zip(chains, drawn, strict=True):
             if chain.mark:
                 rows.append((chain.request.key, chain.step, chain.mark, density, chain.step, version))
                 halves = np.ascontiguousarray(point, np.float32).view(np.uint16)

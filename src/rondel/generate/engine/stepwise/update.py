@@ -1,4 +1,4 @@
-"""The flow engine's side of a commit: what is not the weights themselves, for an engine without a cache."""
+"""The engine's side of a commit: what is not the weights themselves, for an engine without a cache."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rondel.generate.engine.builtin.engine_update import EngineUpdate
 from rondel.models.main_grad import weights_changed
 
 
-class FlowUpdate(EngineUpdate):
+class StepwiseUpdate(EngineUpdate):
     """The transaction of the token engine, whose commit has no cache and no draft to forget."""
 
     def __init__(self, engine: Any) -> None:
-        """`engine`: a FlowEngine, which is its own serving loop."""
+        """`engine`: a StepwiseEngine, which is its own serving loop."""
         super().__init__(engine.arrivals, engine.lifecycle, engine)
         self.engine = engine
 
@@ -22,7 +22,7 @@ class FlowUpdate(EngineUpdate):
         await engine.run(engine.arrivals.commit_update, commit)
         weights_changed()
         engine.lifecycle.version, engine.lifecycle.broken = commit.version, ""
-        engine.log.record_version(commit.version, commit.root)
+        engine.record_version(commit.version, commit.root)
         engine.wake_up()
 
     def _report_version(self) -> None:
