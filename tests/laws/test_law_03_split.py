@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from kits.algos import AGGREGATES, FORMULAS_ONLY, Ragged, lively, relative_difference, rows
+from kits.blocks import block_model, unmasked_groups
 from kits.flows import flow, flown_groups
 from kits.train import apart, awkward_groups, batch, gradient, make_stale, model, row, shuffled, step, trainer
 from rondel.algos import aggregate, correction, table
@@ -85,6 +86,16 @@ def test_the_gradient_over_points_is_the_same_for_any_split():
     assert whole.norm() > 1e-3
     cuts = [gradient(t, b, algo, micro_tokens=n) for n in (1, 13, 40)]
     cuts += [gradient(t, shuffled(b, seed, whole_groups=not seed), algo, micro_tokens=25) for seed in (0, 1)]
+    assert max(apart(cut, whole) for cut in cuts) <= TOLERANCE
+
+
+def test_the_gradient_over_blocks_is_the_same_for_any_split():
+    """A demonstration among them, with entropy and a reference."""
+    algo = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
+    t, b = trainer(block_model(num_hidden_layers=1), algo), batch(unmasked_groups(), algo)
+    whole = gradient(t, b, algo)
+    assert whole.norm() > 1e-3
+    cuts = [gradient(t, b, algo, micro_tokens=1), gradient(t, shuffled(b, 0, whole_groups=False), algo, micro_tokens=40)]
     assert max(apart(cut, whole) for cut in cuts) <= TOLERANCE
 
 

@@ -118,7 +118,7 @@ class StepwiseEngine(ABC, Generic[A]):
         self.lifecycle.refuse_if_broken()
         if len(request.tokens) + request.sampling.max_tokens > self.loaded.max_context:
             raise UserError(
-                f"{len(request.tokens)} tokens and {request.sampling.max_tokens} steps do not fit into a context of "
+                f"{len(request.tokens)} tokens and max_tokens = {request.sampling.max_tokens} do not fit into a context of "
                 f"{self.loaded.max_context}; set max_position_embeddings of the model"
             )
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
