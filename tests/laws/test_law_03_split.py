@@ -95,7 +95,10 @@ def test_the_gradient_over_blocks_is_the_same_for_any_split():
     t, b = trainer(block_model(num_hidden_layers=1), algo), batch(unmasked_groups(), algo)
     whole = gradient(t, b, algo)
     assert whole.norm() > 1e-3
-    cuts = [gradient(t, b, algo, micro_tokens=1), gradient(t, shuffled(b, 0, whole_groups=False), algo, micro_tokens=40)]
+    cuts = [
+        gradient(t, b, algo, micro_tokens=1),
+        gradient(t, shuffled(b, 0, whole_groups=False), algo, micro_tokens=40),
+    ]
     assert max(apart(cut, whole) for cut in cuts) <= TOLERANCE
 
 

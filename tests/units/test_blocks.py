@@ -100,9 +100,10 @@ def test_what_a_token_saw_comes_back_with_the_same_bits(tmp_path, folded):
     for mine, theirs in zip(group.trajectories, back.trajectories, strict=True):
         assert theirs.steps == mine.steps and theirs.tokens == mine.tokens
     steps = group.trajectories[1].steps
-    assert steps[:4] + steps[4:] == steps and steps.copied == len({*map(bytes, steps.rows[:4])}) * 4 + len(
-        {*map(bytes, steps.rows[4:8])}
-    ) * 4 + 1
+    assert (
+        steps[:4] + steps[4:] == steps
+        and steps.copied == len({*map(bytes, steps.rows[:4])}) * 4 + len({*map(bytes, steps.rows[4:8])}) * 4 + 1
+    )
 
 
 def test_a_saved_model_is_one_of_blocks_again_and_scores_alike(tmp_path):

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rondel.algos.table import Algorithm
+from rondel.assemble.block_refusals import refuse_block_job
 from rondel.assemble.deployment import ENGINES, TOLERANCE, deploy_job, refuse_engine
 from rondel.assemble.episodes import command_log_of, episodes_of
-from rondel.assemble.block_refusals import refuse_block_job
 from rondel.assemble.flow_refusals import refuse_flow_job
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.one_base import deploy_on_one_base, shares_base

@@ -20,8 +20,8 @@ from rondel.generate.engine.notebook import speculation_of
 from rondel.generate.engine.server.service import RequestLimits
 from rondel.models.adapter_bank import AdapterBank
 from rondel.models.aligned_numerics import align_numerics
-from rondel.models.cuda_graphs import serving_pass
 from rondel.models.block_diffusion.settings import refuse_blocks
+from rondel.models.cuda_graphs import serving_pass
 from rondel.models.flow.flow_head import refuse_flow
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel

@@ -367,7 +367,11 @@ class Trajectory:
                 )
         ids, drawn = TokenColumn.of(IDS, tokens), None if logprobs is None else TokenColumn.of(NUMBERS, logprobs)
         wrote = TokenColumn(IDS, [-1]) * n if versions is None else TokenColumn.of(IDS, versions)
-        if drawn and (wrong := _first_impossible(drawn, inf if steps is not None and steps.are_densities else MOST)) is not None:
+        if (
+            drawn
+            and (wrong := _first_impossible(drawn, inf if steps is not None and steps.are_densities else MOST))
+            is not None
+        ):
             raise ValueError(
                 f"token {tokens[wrong]} was drawn with a log-probability of {drawn[wrong]}: it must be finite and at "
                 f"most 0"

@@ -17,8 +17,8 @@ from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models.aligned_numerics import align_numerics
-from rondel.models.cuda_graphs import serving_pass
 from rondel.models.block_diffusion.settings import refuse_blocks
+from rondel.models.cuda_graphs import serving_pass
 from rondel.models.flow.flow_head import refuse_flow
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel

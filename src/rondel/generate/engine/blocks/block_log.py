@@ -44,9 +44,7 @@ class BlockLog:
         if self.log is None or not sequence.mark:
             return
         first, key = len(sequence.read) - len(tokens), sequence.request.key
-        rows = [
-            (key, first + at, sequence.mark, own.logprob, own.token, own.version) for at, own in enumerate(tokens)
-        ]
+        rows = [(key, first + at, sequence.mark, own.logprob, own.token, own.version) for at, own in enumerate(tokens)]
         halves = [np.ascontiguousarray(own.row).view(np.uint16).reshape(1, 1, -1) for own in tokens]
         self.log.write(rows, [(first + at, own) for at, own in enumerate(halves)])
 
