@@ -192,10 +192,10 @@ def test_an_answer_cannot_end_itself(text):
 def test_calls_begin_apart():
     with Fake(verdict_of_truth) as fake:
         calls = [(said("7"), task(n)) for n in range(12)]
-        # the last begins after 0.55 s, and its own clock is not at fault
-        asked(judge(fake, per_minute=1200), calls, timeout=0.4)
-        # 11 gaps of 50 ms, less what loopback jitters
-        assert len(fake.seen) == 12 and fake.times[-1] - fake.times[0] > 0.4
+        # the last begins after 2.75 s, and its own clock is not at fault
+        asked(judge(fake, per_minute=240), calls, timeout=2.0)
+        # 11 gaps of 250 ms, less what loopback jitters
+        assert len(fake.seen) == 12 and fake.times[-1] - fake.times[0] > 2.0
 
 
 @pytest.mark.slow

@@ -178,6 +178,19 @@ def test_siblings_wait_for_the_first_of_them_only():
     assert m.now == 5 + 2  # five chunks of up to 24 tokens, of which the last draws; then seven siblings draw two each
 
 
+def test_prompts_that_differ_behind_a_long_opening_are_computed_side_by_side():
+    """Four siblings of each of eight prompts, of which 60 of 66 tokens are the same for all: one computes the opening,
+    then one of each prompt its end, then their siblings their last token.
+    """
+    m, opening = Machine(4000, max_running=64, prefill_tokens=256), [k % TOKENS for k in range(60)]
+    for number in range(8):
+        for sample in range(4):
+            m.add(ask([*opening, *([number] * 6)], key=4 * number + sample, n=1))
+    while m.inside:
+        m.step()
+    assert m.scheduler.prefilled == 66 + 7 * 6 + 8 * 3 and m.now == 3
+
+
 def test_a_cached_prompt_is_admitted_before_a_cold_one_that_came_earlier():
     m = Machine(400)
     m.add(ask([k % TOKENS for k in range(100)], key=1, n=1))

@@ -38,6 +38,17 @@ EXPLAINED = {  # where what is registered is described, kind by kind
 }
 
 
+class ImportedOnUse(dict[str, Any]):
+    """kind -> object, of which a text "module:name" is imported by whoever asks for it first."""
+
+    def __getitem__(self, kind: str) -> Any:
+        found = super().__getitem__(kind)
+        if isinstance(found, str):
+            module, _, name = found.partition(":")
+            self[kind] = found = getattr(importlib.import_module(module), name)
+        return found
+
+
 def find_registered(what: str, kind: str, known: dict[str, Any], *, called: bool = True) -> Any:
     """The object called `kind`: from `known`, or imported when written "module:name"; one
     that can be called, unless it is a value.

@@ -17,8 +17,6 @@ from operator import index
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
-
 if TYPE_CHECKING:
     from rondel.core.drawn_steps import DrawnSteps
     from rondel.core.media import ImagePlaceholder
@@ -412,7 +410,7 @@ class Trajectory:
     @property
     def written(self) -> int:
         """How many tokens the policy wrote."""
-        return int(np.count_nonzero(np.asarray(self.mask)))
+        return self.mask.tobytes().count(1)
 
 
 MOST = 1e-6  # of a log-probability, as rounding leaves it
@@ -420,6 +418,8 @@ MOST = 1e-6  # of a log-probability, as rounding leaves it
 
 def _first_impossible(logprobs: TokenColumn, most: float) -> int | None:
     """Place of the first that is not finite, or above `most`, if there is one."""
+    import numpy as np  # a reward's worker starts without it
+
     values = np.asarray(logprobs)
     impossible = ~((values > -inf) & (values <= most) & (values < inf))
     return int(impossible.argmax()) if impossible.any() else None

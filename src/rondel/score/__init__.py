@@ -8,22 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rondel.core.errors import ConfigError
-from rondel.core.registry import find_registered, refuse_uncallable
+from rondel.core.registry import ImportedOnUse, find_registered, refuse_uncallable
 from rondel.core.types import Task
-from rondel.score.citation import Citation
-from rondel.score.code import Code
-from rondel.score.code_tests import read_tests
 from rondel.score.combine import By, Combine
-from rondel.score.digit import Digit
-from rondel.score.format import Format
-from rondel.score.judge import Judge
-from rondel.score.math import Math
-from rondel.score.model import RewardModel
-from rondel.score.near import Near
-from rondel.score.number import Number
-from rondel.score.process import ProcessReward
-from rondel.score.reasoning_gym import ReasoningGym
-from rondel.score.remote import RemoteReward
 
 Spec = str | dict[str, Any]
 Lent = dict[str, Callable[..., Any]]  # called with the setting of that name, if there is one
@@ -44,22 +31,25 @@ def reward_by_field(*, parts: dict[str, Spec], field: str = "source", **lent: Ca
     return By(field, {name: build_reward(part, lent) for name, part in parts.items()})
 
 
-REWARDS: dict[str, Callable[..., Any]] = {
-    "number": Number,
-    "near": Near,
-    "digit": Digit,
-    "math": Math,
-    "code": Code,
-    "citation": Citation,
-    "format": Format,
-    "reasoning_gym": ReasoningGym,
-    "combine": combine_rewards,
-    "by": reward_by_field,
-    "judge": Judge,
-    "remote": RemoteReward,
-    "model": RewardModel,
-    "process": ProcessReward,
-}
+# a worker imports what its recipe asks for: every run waits for its first one
+REWARDS: dict[str, Callable[..., Any]] = ImportedOnUse(
+    {
+        "number": "rondel.score.number:Number",
+        "near": "rondel.score.near:Near",
+        "digit": "rondel.score.digit:Digit",
+        "math": "rondel.score.math:Math",
+        "code": "rondel.score.code:Code",
+        "citation": "rondel.score.citation:Citation",
+        "format": "rondel.score.format:Format",
+        "reasoning_gym": "rondel.score.reasoning_gym:ReasoningGym",
+        "combine": combine_rewards,
+        "by": reward_by_field,
+        "judge": "rondel.score.judge:Judge",
+        "remote": "rondel.score.remote:RemoteReward",
+        "model": "rondel.score.model:RewardModel",
+        "process": "rondel.score.process:ProcessReward",
+    }
+)
 
 
 def reward_urls(spec: Spec) -> list[str]:
@@ -89,6 +79,8 @@ def examine_task(spec: Spec, task: Task) -> None:
     settings: dict[str, Any] = {"kind": spec} if isinstance(spec, str) else spec
     parts: dict[str, Spec] = settings.get("parts", {})
     if settings["kind"] == "code":
+        from rondel.score.code_tests import read_tests
+
         read_tests(task)
     elif settings["kind"] == "combine":
         for part in parts.values():

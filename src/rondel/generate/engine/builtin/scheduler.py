@@ -73,11 +73,11 @@ class Scheduler:
             if not budget or len(self.running) >= self.limit:
                 break
             root = (version, live.request.adapter, live.request.namespace)
-            if (
-                not (fresh or live.written)
-                or self.replay.holds(live, version)
-                or any(other.root == root and self._will_share_prompt(live, other) for other in leaders)
-            ):
+            if not (fresh or live.written) or self.replay.holds(live, version):
+                continue
+            ahead_of_it = [other for other in leaders if other.root == root]
+            cached = self.tree.cached_prefix_length(root, live.cache_keys) if ahead_of_it else 0
+            if any(self._will_share_prompt(live, other, cached) for other in ahead_of_it):
                 # in-batch sharing: a running request is about to finish the prefix that this one would compute
                 continue
             n = self._admit_sequence(live, root, budget, ahead=AHEAD * (len(decoding) + 1) if self.running else 0)
@@ -139,16 +139,20 @@ class Scheduler:
         reach, prompt = self.replay.computable_tokens(live), live.prompt - 1
         return prompt if self.states is not None and computed < prompt < reach else reach
 
-    def _will_share_prompt(self, live: SequenceState, other: SequenceState) -> bool:
-        """Whether `other`, whose prompt is not in the tree yet, will soon offer most of the prompt of `live`.
+    def _will_share_prompt(self, live: SequenceState, other: SequenceState, cached: int) -> bool:
+        """Whether `other`, whose prompt is not in the tree yet, will soon offer most of what is left of the prompt of
+        `live`, of which `cached` tokens are there: prompts that differ behind a long system prompt are computed side by
+        side as soon as that is cached.
 
         Only who came before may be waited for: later ones could follow each other without end.
         """
-        n = (3 * min(live.prompt, other.prompt)) // 4
+        n = cached + (3 * (min(live.prompt, other.prompt) - cached)) // 4
         if self.states is not None:  # it offers all of its prompt or nothing
             n = other.prompt - 1
         return (
-            other.arrived <= live.arrived and 4 <= n < len(live.tokens) and live.cache_keys[:n] == other.cache_keys[:n]
+            other.arrived <= live.arrived
+            and cached + 4 <= n < len(live.tokens)
+            and live.cache_keys[:n] == other.cache_keys[:n]
         )
 
     def _room_to_decode(self, version: int) -> list[SequenceState]:
