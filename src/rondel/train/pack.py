@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from rondel.train.turns import turns_of
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
     from rondel.core.drawn_steps import DrawnSteps
+    from rondel.core.unmasking_steps import UnmaskingSteps
     from rondel.models.block_diffusion.packed_blocks import PackedBlocks
     from rondel.models.loaded_model import LoadedModel
 
@@ -487,7 +488,8 @@ def _packed_steps(samples: list[TrainSample], device: torch.device | str) -> Pac
         return PackedSteps.of([steps.rows for steps in found], prompts, device)
     from rondel.models.block_diffusion.packed_blocks import PackedBlocks
 
-    return PackedBlocks.of(found, prompts, [s.tokens[s.prompt_length :] for s in samples], device)
+    answers = [s.tokens[s.prompt_length :] for s in samples]
+    return PackedBlocks.of(cast("list[UnmaskingSteps]", found), prompts, answers, device)
 
 
 def _image_lookups(looked: list[tuple[int, ImagePlaceholder, int, int]], device: torch.device | str) -> ImageLookups:

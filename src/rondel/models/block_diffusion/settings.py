@@ -36,8 +36,9 @@ def add_block_settings(config: Any, table: Any, *, first: int) -> None:
     if not isinstance(table, dict) or (odd := sorted({*table} - {"block", "steps", "mask_token"})):
         what = f"has no '{odd[0]}'" if isinstance(table, dict) else f"= {table!r} is no table"
         raise ModelError(f"model.path.{KEY} {what}: write {KEY} = {{ block = 8, steps = 4 }}")
-    block = table.get("block", BLOCK)
-    steps, mask = table.get("steps", block), table.get("mask_token", "auto")
+    block: Any = table.get("block", BLOCK)
+    steps: Any = table.get("steps", block)
+    mask: Any = table.get("mask_token", "auto")
     for name, value in (("block", block), ("steps", steps)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelError(f"model.path.{KEY}.{name} = {value!r}: it is a whole number of at least 1")
@@ -49,7 +50,7 @@ def add_block_settings(config: Any, table: Any, *, first: int) -> None:
             f"model.path.{KEY}.mask_token = {mask!r}: take an id that no token has, from {first} to "
             f'{config.vocab_size - 1}, or "auto"'
         )
-    setattr(config, KEY, asdict(BlockSettings(block, steps, mask)))
+    setattr(config, KEY, asdict(BlockSettings(block=block, steps=steps, mask_token=mask)))
 
 
 def block_settings(config: Any) -> BlockSettings:
