@@ -24,13 +24,12 @@ from rondel.core.config.model import TeacherConfig
 from rondel.core.errors import ConfigError
 from rondel.core.media import ImageProcessorConfig
 from rondel.core.protocols import MemoryClaim, Transport
+from rondel.core.registry import find_registered
 from rondel.core.types import Sampling, StepStats
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.generate.engine.concurrency import ConcurrencyController
-from rondel.generate.engine.flow.engine import FlowEngine
-from rondel.generate.engine.stepwise.engine import StepwiseEngine
 from rondel.models import adapters, names, nf4, vision
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.cuda_graphs import serving_pass
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from rondel.assemble.engine_ranks import EngineRanks
     from rondel.generate.engine.builtin.adapter_receiver import AdapterReceiver
     from rondel.generate.engine.builtin.lead_rank import LeadRank
+    from rondel.generate.engine.stepwise.engine import StepwiseEngine
 
 
 def engine_of(
@@ -80,9 +80,12 @@ def engine_of(
 ) -> tuple[BuiltinEngine | StepwiseEngine[Any], dict[str, str]]:
     """`log`: where drawn tokens are kept for a life after a crash. -> the engine, and what was resolved for it."""
     if loaded.blocks is not None:
-        return block_engine_of(job, loaded, device, transports=transports, log=log)
+        blocks = f"blocks of {loaded.blocks.block} tokens, each filled in {loaded.blocks.steps} steps"
+        return _stepwise_engine(BLOCK_ENGINE, job, loaded, device, transports, log), {"engine.kind": blocks}
     if isinstance(loaded.head, FlowHead):
-        return flow_engine_of(job, loaded, device, transports=transports, log=log)
+        steps, eta = job.engine.sampling.max_tokens, job.engine.sampling.temperature
+        flow = f"flow: {loaded.head.dim} numbers a point, {steps} steps with noise {eta:g}"
+        return _stepwise_engine(FLOW_ENGINE, job, loaded, device, transports, log), {"engine.kind": flow}
     draft = speculation.draft if speculation else None
     own = device.name.startswith("cuda") and (
         job.place.kind == "split" or (job.trainer.memory.offload and not job.policies)
@@ -121,26 +124,19 @@ def engine_of(
     }
 
 
-def flow_engine_of(
-    job: Job, loaded: LoadedModel, device: Device, *, transports: dict[str, Transport], log: Path | None
-) -> tuple[FlowEngine, dict[str, str]]:
-    """Of a model that draws points: it has no cache to plan for."""
-    running = job.engine.max_running
-    engine = FlowEngine(loaded, run=device.run, max_running=running, transports=transports, log=token_log_of(job, log))
-    steps, eta = job.engine.sampling.max_tokens, job.engine.sampling.temperature
-    return engine, {"engine.kind": f"flow: {loaded.head.dim} numbers a point, {steps} steps with noise {eta:g}"}
+FLOW_ENGINE = "rondel.generate.engine.flow.engine:FlowEngine"  # by name: who serves text imports neither
+BLOCK_ENGINE = "rondel.generate.engine.blocks.engine:BlockEngine"
 
 
-def block_engine_of(
-    job: Job, loaded: LoadedModel, device: Device, *, transports: dict[str, Transport], log: Path | None
-) -> tuple[StepwiseEngine[Any], dict[str, str]]:
-    """Of a model that fills in blocks of masks: it keeps no cache, so there is none to plan for."""
-    from rondel.generate.engine.blocks.engine import BlockEngine
-
-    running, blocks = job.engine.max_running, loaded.blocks
-    assert blocks is not None
-    engine = BlockEngine(loaded, run=device.run, max_running=running, transports=transports, log=token_log_of(job, log))
-    return engine, {"engine.kind": f"blocks of {blocks.block} tokens, each filled in {blocks.steps} steps"}
+def _stepwise_engine(
+    kind: str, job: Job, loaded: LoadedModel, device: Device, transports: dict[str, Transport], log: Path | None
+) -> StepwiseEngine[Any]:
+    """Of a model without a cache: there is none to plan for."""
+    found, running = find_registered("engine", kind, {}), job.engine.max_running
+    engine: StepwiseEngine[Any] = found(
+        loaded, run=device.run, max_running=running, transports=transports, log=token_log_of(job, log)
+    )
+    return engine
 
 
 def token_log_of(job: Job, folder: Path | None) -> TokenLog | None:

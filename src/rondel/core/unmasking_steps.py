@@ -86,3 +86,12 @@ class UnmaskingSteps:
     def of_tokens(cls, rows: list[Any], block: int) -> UnmaskingSteps:
         """Of rows [1 + B] each; none is an empty one."""
         return cls(np.stack(rows).astype(np.int32) if rows else np.empty((0, 1 + block), np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class UnmaskedAnswers:
+    """Those of one micro-batch: of each its steps, the tokens before its first one, and its own."""
+
+    steps: list[UnmaskingSteps]
+    prompts: list[np.ndarray]
+    answers: list[np.ndarray]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rondel.core.errors import TrainError
+from rondel.core.unmasking_steps import UnmaskedAnswers
 from rondel.models.block_diffusion.packed_blocks import PackedBlocks
 from rondel.models.block_diffusion.probe import score_prompt
 from rondel.train.logprobs import logprob_and_entropy
@@ -34,12 +35,14 @@ class BlockPolicy:
     def evaluate(
         self, packed: PackedBatch, *, temperature: float, tape: RoutingTape | None, drawn: bool
     ) -> tuple[Tensor, Tensor]:
-        blocks, loaded = packed.steps, self.loaded
-        if not isinstance(blocks, PackedBlocks):
+        found, loaded = packed.steps, self.loaded
+        if not isinstance(found, UnmaskedAnswers):
             raise TrainError(
                 "trajectories without unmasking steps for a model of blocks: an environment that builds trajectories "
                 "itself must hand Completion.steps to extend()"
             )
+
+        blocks = PackedBlocks.of(found, loaded.device)
 
         def compute_logprobs(head: LMHead) -> tuple[Tensor, Tensor]:
             return logprob_and_entropy(blocks.hidden_states(loaded), blocks.target, head, temperature=temperature)

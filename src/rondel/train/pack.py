@@ -33,8 +33,7 @@ from rondel.train.turns import turns_of
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
     from rondel.core.drawn_steps import DrawnSteps
-    from rondel.core.unmasking_steps import UnmaskingSteps
-    from rondel.models.block_diffusion.packed_blocks import PackedBlocks
+    from rondel.core.unmasking_steps import UnmaskedAnswers, UnmaskingSteps
     from rondel.models.loaded_model import LoadedModel
 
 
@@ -302,7 +301,7 @@ class PackedBatch:
     routes: Tensor | None = None  # [T,L,K] to be replayed
     kept: SupportMask | None = None  # of the M tokens, where truncation cut some of the vocabulary off
     looks: ImageLookups | None = None
-    steps: PackedSteps | PackedBlocks | None = None  # of the M tokens, where they are points, or unmasked in blocks
+    steps: PackedSteps | UnmaskedAnswers | None = None  # of the M tokens, where they are points, or unmasked in blocks
     idle: bool = False  # another rank computes it: only the pass counts
 
     def join_targets(self, values_M: Tensor) -> Tensor:
@@ -476,7 +475,7 @@ def pack_samples(
     )
 
 
-def _packed_steps(samples: list[TrainSample], device: torch.device | str) -> PackedSteps | PackedBlocks | None:
+def _packed_steps(samples: list[TrainSample], device: torch.device | str) -> PackedSteps | UnmaskedAnswers | None:
     """The steps of all samples, each under what stands before its first one; None where tokens have none."""
     found = [s.steps for s in samples if s.steps is not None]
     if not found:
@@ -486,10 +485,10 @@ def _packed_steps(samples: list[TrainSample], device: torch.device | str) -> Pac
     prompts = [s.tokens[: s.prompt_length] for s in samples]
     if found[0].are_densities:
         return PackedSteps.of([steps.rows for steps in found], prompts, device)
-    from rondel.models.block_diffusion.packed_blocks import PackedBlocks
+    from rondel.core.unmasking_steps import UnmaskedAnswers
 
     answers = [s.tokens[s.prompt_length :] for s in samples]
-    return PackedBlocks.of(cast("list[UnmaskingSteps]", found), prompts, answers, device)
+    return UnmaskedAnswers(cast("list[UnmaskingSteps]", found), prompts, answers)
 
 
 def _image_lookups(looked: list[tuple[int, ImagePlaceholder, int, int]], device: torch.device | str) -> ImageLookups:

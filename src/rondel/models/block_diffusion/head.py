@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rondel.core.errors import ModelError
 from rondel.models.block_diffusion.settings import block_settings
 from rondel.models.head import LMHead
-from rondel.models.loaded_model import LoadedModel
+
+if TYPE_CHECKING:
+    from rondel.models.loaded_model import LoadedModel
 
 NEVER = -1e9  # a logit of which exp is 0 in float32, and 0 times which is 0
 

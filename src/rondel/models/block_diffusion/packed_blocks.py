@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondel.core.unmasking_steps import ABSENT, MASKED, UnmaskingSteps
+from rondel.core.unmasking_steps import ABSENT, MASKED, UnmaskedAnswers
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 
 if TYPE_CHECKING:
@@ -99,16 +99,10 @@ class PackedBlocks:
         return loaded.hidden_states(tokens, self.positions, self.layout).index_select(0, self.source)
 
     @classmethod
-    def of(
-        cls,
-        steps: Sequence[UnmaskingSteps],
-        prompts: Sequence[np.ndarray],
-        answers: Sequence[np.ndarray],
-        device: torch.device | str,
-    ) -> PackedBlocks:
-        """Of each answer its steps, what stands before it, and its tokens. Equal prompts are laid once."""
+    def of(cls, found: UnmaskedAnswers, device: torch.device | str) -> PackedBlocks:
+        """Equal prompts are laid once."""
         row, source = BlockRow(), []
-        for own, prompt, answer in zip(steps, prompts, answers, strict=True):
+        for own, prompt, answer in zip(found.steps, found.prompts, found.answers, strict=True):
             if len(own) != len(answer):
                 raise ValueError(
                     f"{len(own)} unmasking steps in {len(answer)} tokens behind the prompt: a policy that fills in blocks "
@@ -116,8 +110,8 @@ class PackedBlocks:
                 )
             source.append(row.place_answer(prompt, answer, own.seen))
         packed = cls.of_row(row, source, device)
-        packed.target = torch.from_numpy(np.concatenate(answers)).long().to(device)
-        packed.weight = torch.from_numpy(np.concatenate([own.weights for own in steps])).to(device)
+        packed.target = torch.from_numpy(np.concatenate(found.answers)).long().to(device)
+        packed.weight = torch.from_numpy(np.concatenate([own.weights for own in found.steps])).to(device)
         return packed
 
     @classmethod

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from rondel.core.unmasking_steps import ABSENT, MASKED
 from rondel.models.block_diffusion.packed_blocks import BlockRow, PackedBlocks
-from rondel.models.loaded_model import LoadedModel
+
+if TYPE_CHECKING:
+    from rondel.models.loaded_model import LoadedModel
 
 
 @torch.no_grad()
