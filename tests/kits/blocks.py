@@ -25,7 +25,7 @@ def block_model(block: int = 4, steps: int = 3, **sizes: Any) -> LoadedModel:
         "random": "llama",
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,

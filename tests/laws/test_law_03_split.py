@@ -92,7 +92,7 @@ def test_the_gradient_over_points_is_the_same_for_any_split():
 def test_the_gradient_over_blocks_is_the_same_for_any_split():
     """A demonstration among them, with entropy and a reference."""
     algo = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
-    t, b = trainer(block_model(num_hidden_layers=1), algo), batch(unmasked_groups(), algo)
+    t, b = trainer(block_model(), algo), batch(unmasked_groups(), algo)
     whole = gradient(t, b, algo)
     assert whole.norm() > 1e-3
     cuts = [

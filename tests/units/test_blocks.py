@@ -30,9 +30,9 @@ def of_trainer(loaded, trajectories):
     return forward(loaded, packed, temperature=1.0)[0]
 
 
-@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("aligned", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_logprobs_and_gradient_are_those_of_single_passes(aligned):
-    loaded = block_model()
+    loaded = block_model(num_hidden_layers=2)
     if aligned:
         align_numerics(loaded)
     samples = [t for group in unmasked_groups() for t in group.trajectories]

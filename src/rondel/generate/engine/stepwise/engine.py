@@ -12,15 +12,16 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import EngineError, UserError
 from rondel.core.events import stalled_error
-from rondel.core.protocols import Interrupt, Tags, Transport
+from rondel.core.protocols import Transport
 from rondel.core.time_account import TimeAccount
-from rondel.core.types import Completion, EngineStatus, FinishReason, Message, Request, TokenScores
-from rondel.generate.engine.builtin.lifecycle import EngineLifecycle, check_interrupt
+from rondel.core.types import Completion, EngineStatus, Message, Request, TokenScores
+from rondel.generate.engine.builtin.lifecycle import EngineLifecycle
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
+from rondel.generate.engine.stepwise.control import A, StepwiseControl
 from rondel.generate.engine.stepwise.update import StepwiseUpdate
 
 if TYPE_CHECKING:
@@ -29,35 +30,7 @@ if TYPE_CHECKING:
 CAN = ("logprobs", "hold", "drain", "abort", "score")
 
 
-class Answer(Protocol):
-    """A request and what has been drawn of it."""
-
-    request: Request
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether anything was drawn here."""
-        ...
-
-    @property
-    def is_whole(self) -> bool: ...
-
-    @property
-    def drawn(self) -> str:
-        """How far it is, for a reader of errors."""
-        ...
-
-    def finish(self, reason: FinishReason) -> None:
-        """Its caller gets what has been drawn."""
-        ...
-
-    def fail(self, error: Exception) -> None: ...
-
-
-A = TypeVar("A", bound=Answer)
-
-
-class StepwiseEngine(ABC, Generic[A]):
+class StepwiseEngine(ABC, StepwiseControl[A]):
     """The Engine protocol over a `LoadedModel`; what a step draws is its subclass's. `run` executes a function on the
     device's own thread.
     """
@@ -106,11 +79,6 @@ class StepwiseEngine(ABC, Generic[A]):
     @version.setter
     def version(self, version: int) -> None:
         self.lifecycle.version = version
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a step runs or will: parked requests do not count (law 8)."""
-        return self._task is not None and bool(self.answers)
 
     # -- generate and score ----------------------------------------------------------------------
 
@@ -211,43 +179,6 @@ class StepwiseEngine(ABC, Generic[A]):
             bytes_copied=self.arrivals.bytes_copied,
             memory={"kv_cache": 0},
         )
-
-    async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:
-        """hold: park requests between two steps. drain: let the begun ones end. abort: return what is drawn."""
-        check_interrupt(how)
-        self.lifecycle.end_lease()
-        await self.lifecycle.hold(how, self._wait_until_stopped, self.wake_up)
-        if how == "abort":
-            await self.abort(lambda request: True)
-        self.lifecycle.begin_lease(lease, self.wake_up)
-
-    async def _wait_until_stopped(self) -> None:
-        while self._task is not None:
-            await asyncio.wait([self._task])
-
-    async def resume(self) -> None:
-        self.lifecycle.end_lease()
-        self.lifecycle.held = False
-        self.wake_up()
-
-    async def abort(self, which: Callable[[Request], bool]) -> int:
-        """Requests of which this is true return what they have drawn; a step under way is no part of it. -> how many."""
-        found = [answer for answer in self.answers if which(answer.request)]
-        self.answers = [answer for answer in self.answers if answer not in found]
-        for answer in found:
-            answer.finish("abort")
-        return len(found)
-
-    async def sleep(self, tags: Tags) -> None:
-        """There is no cache; parked requests keep what they have drawn."""
-        if self.is_busy:
-            raise EngineError("sleep while requests run: pause the engine first")
-        self.lifecycle.asleep.update(tags)
-        self.update_account()
-
-    async def wake(self, tags: Tags) -> None:
-        self.lifecycle.asleep.difference_update(tags)
-        self.wake_up()
 
     async def receive(self, message: Message) -> int:
         """begin -> route -> commit, or abort. -> the version served."""
