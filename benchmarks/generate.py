@@ -1,7 +1,7 @@
-"""The engine alone, on the three kinds of rollout work of
+"""The engine alone, on the four kinds of rollout work of
 benchmarks/peers/{hf,vllm}_generate.py: tokens a second, cache cleared before each run.
 
-rondel bench generate --model FOLDER --work equal|ragged|prefix|all --groups 8 --group 8 --dtype bfloat16 --json
+rondel bench generate --model FOLDER --work equal|ragged|prefix|opening|all --groups 8 --group 8 --dtype bfloat16 --json
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="rondel bench generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m", help="folder, hub id or smollm2-135m")
-    parser.add_argument("--work", default="all", choices=["equal", "ragged", "prefix", "all"])
+    parser.add_argument("--work", default="all", choices=["equal", "ragged", "prefix", "opening", "all"])
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
         device.call(gemm_peak, dtype, device.threads) if loaded.device.type == "cpu" else 0.0
     )  # not here: a second thread pool halves the speed of both
     body, head = multiplications(loaded.model)
-    for kind in ("equal", "ragged", "prefix") if a.work == "all" else (a.work,):
+    for kind in ("equal", "ragged", "prefix", "opening") if a.work == "all" else (a.work,):
         rates, shares = [], []
         for r in range(a.repeat + 1):
             before = engine.scheduler.prefilled, engine.scheduler.decoded

@@ -20,6 +20,7 @@ from rondel.core.config.policy import PolicyConfig
 from rondel.core.config.reward import RewardCallConfig
 from rondel.core.config.sandbox import SANDBOX_TABLES
 from rondel.core.config.section import ConfigSection, SettingsTable
+from rondel.core.config.trainer import StaticShapesConfig
 
 PAGE = Path(__file__).with_name("recipe.md")
 TABLES: dict[str, type[BaseModel]] = {  # beside those of keys that are tables throughout
@@ -38,6 +39,7 @@ TABLES: dict[str, type[BaseModel]] = {  # beside those of keys that are tables t
     },
     "task.reward, beside those of its kind": RewardCallConfig,
     "place.engines, as a table": EnginesConfig,
+    "trainer.micro_tokens, as a table": StaticShapesConfig,
     "an entry of model.teacher": TeacherConfig,
     "an entry of algo.beside": BesideConfig,
     "policies.NAME": PolicyConfig,

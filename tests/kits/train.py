@@ -21,6 +21,7 @@ from rondel.train.advantages import compute_advantages
 from rondel.train.critic import Critic
 from rondel.train.pack import TrainBatch, batch_of
 from rondel.train.settings import TrainSettings
+from rondel.train.static_passes import make_static_passes
 from rondel.train.step import LocalTrainer
 from rondel.train.step_metrics import StepMetricSums
 from rondel.train.teachers import Teacher
@@ -182,6 +183,7 @@ def trainer(
         needs=needs,
         critic=Critic(loaded, chosen) if "values" in needs else None,
         teachers=[Teacher(teacher)] if teacher else [],
+        static=make_static_passes(loaded, chosen) if chosen.shapes else None,
     )
 
 

@@ -4,6 +4,9 @@ here sees the whole step, before any split.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rondel.algos.tensors import Tensor, torch
@@ -13,8 +16,27 @@ def over_group(values_N: Tensor, group_N: Tensor, how: str) -> Tensor:
     """Each entry gets the sum, mean, amin or amax of its group.  [N], [N] -> [N].  Group
     ids are names: any values, any order.
     """
-    groups_P, index_N = group_N.unique(return_inverse=True)
-    return values_N.new_zeros(len(groups_P)).scatter_reduce(0, index_N, values_N, how, include_self=False)[index_N]
+    if getattr(_dense, "on", False):
+        groups, index_N = len(values_N), group_N
+    else:
+        groups_P, index_N = group_N.unique(return_inverse=True)
+        groups = len(groups_P)
+    return values_N.new_zeros(groups).scatter_reduce(0, index_N, values_N, how, include_self=False)[index_N]
+
+
+_dense = threading.local()
+
+
+@contextmanager
+def dense_group_ids() -> Iterator[None]:
+    """Inside, group ids are numbers below the count of entries, so that no shape depends on how many groups there are.
+    The sums are the same, in the same order.
+    """
+    _dense.on = True
+    try:
+        yield
+    finally:
+        _dense.on = False
 
 
 def group_sizes(values_N: Tensor, group_N: Tensor) -> Tensor:

@@ -63,6 +63,10 @@ if TYPE_CHECKING:
     from rondel.generate.engine.builtin.adapter_receiver import AdapterReceiver
     from rondel.generate.engine.builtin.lead_rank import LeadRank
     from rondel.generate.engine.stepwise.engine import StepwiseEngine
+    from rondel.models.compilation import CompiledModel
+    from rondel.models.cuda_graphs import DecodeGraphs
+    from rondel.models.static_decode import StaticDecode
+    from rondel.train.static_passes import StaticPasses
 
 
 def engine_of(
@@ -107,7 +111,7 @@ def engine_of(
         prefill_tokens=job.engine.prefill_tokens,
         routes=replays_routing(job, loaded),
         speculation=speculation,
-        compiled=device.call(serving_pass, loaded, job.engine.max_running) if job.engine.compile else None,
+        compiled=device.call(_serving_pass, job, loaded) if job.engine.compile else None,
         transports=transports,
         concurrency=ConcurrencyController(job.engine.max_running) if job.engine.concurrency == "auto" else None,
         log=token_log_of(job, log),
@@ -119,7 +123,7 @@ def engine_of(
         "engine.kv_pages": f"{pages.value} ({pages.why})",
         "engine.numerics": job.engine.numerics,
         "engine.concurrency": job.engine.concurrency,
-        "engine.compile": "on" if job.engine.compile else "off",
+        "engine.compile": "static" if job.engine.compile == "static" else "on" if job.engine.compile else "off",
         "engine.speculative": speculation_fact(job, draft),
     }
 
@@ -137,6 +141,15 @@ def _stepwise_engine(
         loaded, run=device.run, max_running=running, transports=transports, log=token_log_of(job, log)
     )
     return engine
+
+
+def _serving_pass(job: Job, loaded: LoadedModel) -> CompiledModel | DecodeGraphs | StaticDecode:
+    """What engine.compile asks for."""
+    if job.engine.compile != "static":
+        return serving_pass(loaded, job.engine.max_running)
+    from rondel.models.static_decode import StaticDecode
+
+    return StaticDecode(loaded, job.engine.max_running)
 
 
 def token_log_of(job: Job, folder: Path | None) -> TokenLog | None:
@@ -160,7 +173,7 @@ def trainer_of(
 ) -> tuple[LocalTrainer, dict[str, str]]:
     """-> the trainer, and what was resolved for it."""
     refuse_idle_memory(job.trainer.memory, device.name)
-    micro = planner.micro_tokens(job.trainer.micro_tokens, on_gpu=device.name.startswith("cuda"))
+    micro = planner.micro_tokens(job.trainer.micro_budget, on_gpu=device.name.startswith("cuda"))
     settings = settings_of(
         job,
         sampling,
@@ -168,8 +181,17 @@ def trainer_of(
         replay_routes=replays_routing(job, loaded),
         mismatch_bound=mismatch_bound(job, loaded),
     )
+    if job.trainer.static_shapes is not None:
+        from rondel.assemble.static_shapes import with_static_shapes
+
+        settings = with_static_shapes(settings, job, sampling, loaded, needs)
 
     def build_trainer() -> LocalTrainer:
+        static: StaticPasses | None = None
+        if settings.shapes:
+            from rondel.train.static_passes import make_static_passes
+
+            static = make_static_passes(loaded, settings)
         return LocalTrainer(
             loaded,
             settings,
@@ -182,11 +204,13 @@ def trainer_of(
             ranks=ranks,
             transport=transport,
             claim=claim,
+            static=static,
         )
 
     trainer = device.call(build_trainer)
     return trainer, {
         "trainer.micro_tokens": f"{micro.value} ({micro.why})",
+        **({"trainer.shapes": ", ".join(f"{t}x{m}" for t, m in settings.shapes)} if settings.shapes else {}),
         "routing_replay": replay_fact(job, loaded),
         "model.adapter": adapter_fact(loaded),
         "model.teacher": teachers_fact(job),

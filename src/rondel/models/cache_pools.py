@@ -23,6 +23,10 @@ class CachePool(Protocol):
     def data_pointers(self) -> list[int]:
         """Where the layers lie that have been written."""
 
+    @property
+    def written(self) -> list[Tensor]:
+        """Those layers' pools, by layer."""
+
     def layer_pool(self, layer: int, like: Tensor) -> Tensor:
         """The layer's pool [K,pages,D] for tokens like [T,K,D]."""
 
@@ -56,7 +60,8 @@ def read_kv(slots: PoolSlots, keys: Tensor, values: Tensor) -> tuple[Tensor, Ten
     with them.
     """
     k = slots.read(keys)
-    return k, k[..., : values.shape[2]] if values.data_ptr() == keys.data_ptr() else slots.read(values)
+    of_keys = values.is_set_to(keys[..., : values.shape[2]])  # not by addresses: a traced pass has none
+    return k, k[..., : values.shape[2]] if of_keys else slots.read(values)
 
 
 class StepCache:

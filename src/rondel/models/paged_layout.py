@@ -199,6 +199,11 @@ class DecodeBatch:
             self.spans["recent", window] = PoolSlots(slots.gather(1, at.clamp_min(0))), at.clamp_min(ALL)
         return self.spans["recent", window]
 
+    def whole_contexts(self) -> tuple[Tensor, Tensor]:
+        """Slots [B,P+C] of each row's context in order, padded with slot 0, and how many are real [B]."""
+        slots = self.own if self.prefix is None else self._slots_by_position()
+        return slots, self.last_position()[:, 0] + 1
+
     def _slots_by_position(self) -> Tensor:
         """[B,P+C] slots of each row's whole context, in order; slot 0 behind it."""
         slots = self.own

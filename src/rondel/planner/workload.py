@@ -174,7 +174,7 @@ def of_job(job: Job, device: str = "") -> Workload:
     ]
     if not device and job.place.device == "auto":
         assumed.append(ON_THIS_CPU)
-    micro = job.trainer.micro_tokens
+    micro = job.trainer.micro_budget
     wants_reference = bool(job.algo.kl.get("coef")) or row in REFERENCES
     output = job.engine.sampling.max_tokens
     one_base = job.may_share_base and all(p.model in (None, job.model.path) for p in job.policies.values())

@@ -22,7 +22,7 @@ from rondel.train.logprobs import (
     logprob_entropy_and_kl,
     logprob_entropy_and_top,
 )
-from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
+from rondel.train.pack import MicroBatchShapes, PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.row_share import RowShare, own_routes, own_share
 from rondel.train.teacher_distributions import TeacherDistribution
@@ -192,7 +192,7 @@ def store_hidden_states(
     forward pass is not done again for each update. Each rank computes its share, with a teacher that it has whole.
     """
     done: list[int] = []
-    where = {"rank": ranks.data_rank, "ranks": ranks.data_size}
+    where: dict[str, Any] = {"rank": ranks.data_rank, "ranks": ranks.data_size}
     for packed in micro_batches(batch, budget, share=share, device=loaded.device, **where):
         if packed.idle:
             continue
@@ -217,6 +217,7 @@ def annotate_logprobs(
     replay: bool = False,
     drawn: bool = False,
     ranks: SingleRank = ALONE,
+    shapes: MicroBatchShapes | None = None,
 ) -> TrainBatch:
     """Write the logprobs of `loaded` into the field `name` of every sample's tokens, and the entropy beside "proximal".
 
@@ -229,7 +230,7 @@ def annotate_logprobs(
     """
     done: list[int] = []
     where = {"rank": ranks.data_rank, "ranks": ranks.data_size, "stages": ranks.stages}
-    for packed in micro_batches(batch, budget, share=share, device=loaded.device, **where):
+    for packed in micro_batches(batch, budget, share=share, device=loaded.device, shapes=shapes, **where):
         tape = replay_tape(loaded, packed) if replay else None
         if not loaded.has_head:
             forward_stage(loaded, packed, tape)
@@ -259,13 +260,14 @@ def annotate_collisions(
     share: bool = True,
     replay: bool = False,
     ranks: SingleRank = ALONE,
+    shapes: MicroBatchShapes | None = None,
 ) -> None:
     """Write the sum of p² over the vocabulary as the field `collision` of every sample's tokens, of the distributions
     that they were drawn from: how likely two draws are the same. A pass of its own.
     """
     done: list[int] = []
     for packed in micro_batches(
-        batch, budget, share=share, device=loaded.device, rank=ranks.data_rank, ranks=ranks.data_size
+        batch, budget, share=share, device=loaded.device, rank=ranks.data_rank, ranks=ranks.data_size, shapes=shapes
     ):
         tape = replay_tape(loaded, packed) if replay else None
         if not loaded.has_head:

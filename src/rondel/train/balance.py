@@ -76,14 +76,14 @@ class PromptFamilies:
                 b.families.setdefault(self.family[i], []).append(i)
 
 
-def in_order(families: PromptFamilies, budget: int) -> list[list[int]]:
+def in_order(families: PromptFamilies, budget: int, *, filled: bool = False) -> list[list[int]]:
     """-> samples of each micro-batch, neighbours together, in parts of nearly equal size: a
-    small last one would still pay for a whole pass over the gradients."""
+    small last one would still pay for a whole pass over the gradients. `filled`: each as full as the budget allows."""
     if not families.own:
         return []
     total = families.packed_cost(range(len(families.own)))
     most = max(families.packed_cost([i]) for i in range(len(families.own)))
-    budget = min(budget, -(-total // -(-total // budget)) + most)
+    budget = budget if filled else min(budget, -(-total // -(-total // budget)) + most)
     cuts: list[list[int]] = [[]]
     here: set[int] = set()
     cost = 0

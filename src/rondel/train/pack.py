@@ -9,9 +9,9 @@ T packed tokens · M trainable tokens, in sample order · N samples
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -310,6 +310,11 @@ class PackedBatch:
         """
         return values_M
 
+    @property
+    def token_count(self) -> int:
+        """Tokens of the samples in the row."""
+        return len(self.tokens)
+
     def encode_images(self, loaded: LoadedModel) -> VisionFeatures | None:
         """What this model sees there."""
         return (
@@ -335,6 +340,16 @@ class ImageLookups:
     numbers: Tensor  # [n] of the image and its place
 
 
+class MicroBatchShapes(Protocol):
+    """Packing into rows of fixed shapes (train/static_batch.py)."""
+
+    def split_cuts(self, batch: TrainBatch, cuts: list[list[int]]) -> list[list[int]]: ...
+
+    def pack_samples(
+        self, batch: TrainBatch, chosen: list[int], *, share: bool, device: torch.device | str
+    ) -> PackedBatch: ...
+
+
 class MicroBatches:
     """Those of one rank, each packed when its turn comes."""
 
@@ -347,8 +362,11 @@ class MicroBatches:
         device: torch.device | str,
         rank: int,
         ranks: int,
+        shapes: MicroBatchShapes | None = None,
     ) -> None:
+        """`shapes`: those that every row is padded to."""
         self.batch, self.cuts, self.share, self.device = batch, cuts, share, device
+        self._pack = pack_samples if shapes is None else shapes.pack_samples
         self.numbers = range(rank, -(-len(cuts) // ranks) * ranks, ranks)
 
     def __len__(self) -> int:
@@ -356,7 +374,7 @@ class MicroBatches:
 
     def __iter__(self) -> Iterator[PackedBatch]:
         for i in self.numbers:
-            packed = pack_samples(self.batch, self.cuts[i % len(self.cuts)], share=self.share, device=self.device)
+            packed = self._pack(self.batch, self.cuts[i % len(self.cuts)], share=self.share, device=self.device)
             packed.idle = i >= len(self.cuts)
             yield packed
 
@@ -370,17 +388,23 @@ def micro_batches(
     rank: int = 0,
     ranks: int = 1,
     stages: int = 1,
+    shapes: MicroBatchShapes | None = None,
 ) -> MicroBatches:
     """Those of one rank, in turn; every rank gets as many, the last ones idle where there are too few."""
-    cuts = _split_batch(batch, budget, share=share, ranks=ranks, even=ranks * stages > 1)
-    return MicroBatches(batch, cuts, share=share, device=device, rank=rank, ranks=ranks)
+    even, filled = ranks * stages > 1, shapes is not None
+    cuts = _split_batch(batch, budget, share=share, ranks=ranks, even=even, filled=filled)
+    if shapes is not None:
+        cuts = shapes.split_cuts(batch, cuts)
+    return MicroBatches(batch, cuts, share=share, device=device, rank=rank, ranks=ranks, shapes=shapes)
 
 
-def _split_batch(batch: TrainBatch, budget: int, *, share: bool, ranks: int, even: bool) -> list[list[int]]:
+def _split_batch(
+    batch: TrainBatch, budget: int, *, share: bool, ranks: int, even: bool, filled: bool
+) -> list[list[int]]:
     """Samples of each micro-batch, by a token budget that cannot change the result. Siblings
     stay together, to share their prompt, while they fit, and groups whose prompts begin
     alike share that. `even`: the micro-batches are of equal size, for ranks beside each other and stages behind each
-    other wait for the fullest."""
+    other wait for the fullest. `filled`: each is as full as can be, to need little padding."""
     families = _prompt_families(batch, list(range(len(batch.samples))), share)
     # any part of a family shares at least as much
     prompts = [_common_prompt([batch.samples[i] for i in family]) for family in families]
@@ -390,7 +414,11 @@ def _split_batch(batch: TrainBatch, budget: int, *, share: bool, ranks: int, eve
     own = [s.packed_length - prompts[f] for s, f in zip(batch.samples, number)]
     beyond = [prompt - trees[of[f]][1] for f, prompt in enumerate(prompts)]
     sizes = PromptFamilies(own, number, beyond, [of[f] for f in range(len(families))], [root for _, root in trees])
-    return balance_micro_batches(sizes, budget=budget, ranks=ranks) if own and even else in_order(sizes, budget)
+    return (
+        balance_micro_batches(sizes, budget=budget, ranks=ranks)
+        if own and even
+        else in_order(sizes, budget, filled=filled)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,10 +430,15 @@ class SamplePlacement:
 
 
 def pack_samples(
-    batch: TrainBatch, chosen: list[int], *, share: bool = True, device: torch.device | str = "cpu"
+    batch: TrainBatch,
+    chosen: list[int],
+    *,
+    share: bool = True,
+    device: torch.device | str = "cpu",
+    lay_out: Callable[[list[PackedSegment], torch.device | str], Any] = PackedLayout,
 ) -> PackedBatch:
     """Lay the chosen samples out in one row, as trees of what they share: what groups begin
-    with, each group's prompt, its samples.
+    with, each group's prompt, its samples. `lay_out`: makes the attention layout of the segments.
     """
     segments: list[PackedSegment] = []
     tokens: list[np.ndarray] = []
@@ -467,7 +500,7 @@ def pack_samples(
         _concat_tensor([source[i] for i in chosen], device),
         _concat_tensor([batch.samples[i].tokens[batch.samples[i].trainable] for i in chosen], device).long(),
         torch.repeat_interleave(torch.tensor(chosen), torch.tensor(counts)).to(device),
-        PackedLayout(segments, device),
+        lay_out(segments, device),
         _concat_tensor(routes, device).long() if routes else None,
         _support_mask([batch.samples[i] for i in chosen], device),
         _image_lookups(looked, device) if looked else None,

@@ -26,6 +26,9 @@ class TrainSettings:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.99)
     micro_tokens: int = 4096
+    shapes: tuple[tuple[int, int], ...] = ()  # (tokens, targets) that micro-batches are padded to; none: no padding
+    shapes_grow: bool = False  # a sample that none of them holds adds one
+    compile_passes: bool = False  # each of these shapes as one compiled graph
     updates_per_step: int = 1
     epochs: int = 1  # passes over the batch, all against the same proximal logprobs and the same advantages
     recompute: str = (

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from rondel.train.critic import Critic
     from rondel.train.draft import DraftTrainer
     from rondel.train.loss_scale import LossScale
+    from rondel.train.static_passes import StaticPasses
 
 
 # functions -> kinds of a time account
@@ -95,8 +96,9 @@ class LocalTrainer:
         ranks: SingleRank = ALONE,
         transport: Transport | None = None,
         claim: MemoryClaim | None = None,
+        static: StaticPasses | None = None,
     ) -> None:
-        """`claim`: on the memory of a device that an engine wants, too; with one the trainer begins asleep."""
+        """`static`: passes of fixed shapes. `claim`: on the memory of a device that an engine wants, too; with one the trainer begins asleep."""
         self.main = settings
         self.warmup = warmup
         self._device = run
@@ -121,6 +123,8 @@ class LocalTrainer:
         self.version = 0
         self.alarm = MismatchAlarm(settings.mismatch_bound)
         self.coefs = AdaptiveCoefs()
+        self.static = static
+        self._shapes = None if static is None else static.shapes  # that every micro-batch is padded to
         self.whose = ""  # " of 'critic'" where there are several policies
         self.moved = False  # did the last step write other bits into the weights that the engine reads?
         beside = {"critic": self.critic.loaded if self.critic is not None else None, "reference": self.start}
@@ -210,6 +214,7 @@ class LocalTrainer:
             temperature=settings.temperature,
             share=settings.share_prompts,
             ranks=self.ranks,
+            shapes=self._shapes,
         )
         for need, source in (
             ("proximal_logprobs", self.loaded),
@@ -323,10 +328,16 @@ class LocalTrainer:
             with _timed_phase(seconds, "annotate"):
                 trained = [s for s in batch.samples if s.known.trained is not None]
                 probe = TrainBatch(trained[: settings.start_probe])
-                sizes = dict(budget=self.main.micro_tokens, temperature=self.main.temperature, ranks=self.ranks)
+                sizes: dict[str, Any] = dict(
+                    budget=self.main.micro_tokens,
+                    temperature=self.main.temperature,
+                    ranks=self.ranks,
+                    shapes=self._shapes,
+                )
                 with self.offload.on_device(self.start):
                     metrics |= _measure_kl_to_start(self.start, probe, **sizes)
         metrics |= {f"train/{name}_s": spent for name, spent in seconds.items()}
+        metrics |= {} if self.static is None else self.static.take_metrics()
         self.step_number += 1
         self.version += 1
         return StepStats(stepped, metrics, note)
@@ -454,32 +465,34 @@ class LocalTrainer:
             if not self.loaded.has_head:
                 return notes.forward_stage(self.loaded, packed, tape), lambda: add_routes(packed, tape)
             how: dict[str, Any] = {"temperature": self.settings.temperature, "tape": tape}
-            full_kl: Tensor | None = None
-            top: Tensor | None = None
             own = batch.tokens(packed.samples, device)
-            if "teacher_hidden" in algo.needs:
-                taught = self.teachers.teacher_distribution(batch, packed, self.settings.temperature)
-                logprobs, entropy, full_kl = notes.forward_taught(self.loaded, packed, taught, algo.divergence, **how)
-            elif "behavior_top" in algo.needs:
-                logprobs, entropy, top = notes.forward_with_top(self.loaded, packed, known_top(own), **how)
-            else:
-                logprobs, entropy = notes.forward(self.loaded, packed, drawn=True, **how)
-            known = _visible_tokens(own, algo, decides=proximal_noted)
-            tokens = known.with_fields(
-                sample=packed.sample,
-                logprobs=logprobs,
-                entropy=entropy,
-                full_kl=full_kl,
-                top_logprobs=top,
-                score=score_N[packed.sample],
-                demonstration=guided_N[packed.sample],
+            weight_M = weight_N[packed.sample] * (not packed.idle)
+            known = _visible_tokens(own, algo, decides=proximal_noted).with_fields(
+                score=score_N[packed.sample], demonstration=guided_N[packed.sample]
             )
-            loss, terms = objective(algo, tokens, weight_N[packed.sample] * (not packed.idle))
+            if self.static is not None:
+                loss, tokens, terms = self.static.evaluate(
+                    token_loss, packed, known, weight_M, algo, temperature=self.settings.temperature
+                )
+            elif algo.needs & {"teacher_hidden", "behavior_top"}:
+                if "teacher_hidden" in algo.needs:
+                    taught = self.teachers.teacher_distribution(batch, packed, self.settings.temperature)
+                    found = notes.forward_taught(self.loaded, packed, taught, algo.divergence, **how)
+                    more = {"full_kl": found[2]}
+                else:
+                    found = notes.forward_with_top(self.loaded, packed, known_top(own), **how)
+                    more = {"top_logprobs": found[2]}
+                tokens = known.with_fields(sample=packed.sample, logprobs=found[0], entropy=found[1], **more)
+                loss, terms = objective(algo, tokens, weight_M)
+            else:
+                known = known.with_fields(sample=packed.sample)
+                loss, tokens, terms = token_loss(self.loaded, packed, known, weight_M, algo, **how)
+            assert tokens.logprobs is not None and tokens.entropy is not None
             measured = {
                 **terms,
-                "entropy": entropy.detach(),
-                "logprobs": logprobs.detach(),
-                "trained": logprobs.detach() if tokens.proximal is None else tokens.proximal,
+                "entropy": tokens.entropy.detach(),
+                "logprobs": tokens.logprobs.detach(),
+                "trained": tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal,
                 "loss": loss.detach()[None],
             }
 
@@ -491,7 +504,7 @@ class LocalTrainer:
                     return
                 done.extend(packed.samples)
                 batch.write_tokens(packed.samples, trained=found.pop("trained"))  # by the version that began the step
-                sums.packed += len(packed.tokens)
+                sums.packed += packed.token_count
                 sums.add_terms(found.pop("loss"), found)
                 add_routes(packed, tape)
 
@@ -518,12 +531,30 @@ class LocalTrainer:
             rank=self.ranks.data_rank,
             ranks=self.ranks.data_size,
             stages=self.ranks.stages,
+            shapes=self._shapes,
         )
         self.ranks.run_passes(packs, forward, backward)
         # no rank leaves a pass that the others wait for
         if told := [fault for found in self.ranks.all_gather_object(faults) for fault in found]:
             raise NotFinite(told[0])
         self.ranks.exchange_tokens(batch, done, "trained")
+
+
+def token_loss(
+    loaded: LoadedModel,
+    packed: PackedBatch,
+    known: TokenBatch,
+    weight_M: Tensor,
+    row: Algorithm,
+    *,
+    temperature: float,
+    tape: RoutingTape | None = None,
+) -> tuple[Tensor, TokenBatch, dict[str, Tensor]]:
+    """The loss of one micro-batch, `known` with log-probabilities and entropies, and the terms of each token."""
+    logprobs, entropy = notes.forward(loaded, packed, temperature=temperature, tape=tape, drawn=True)
+    tokens = known.with_fields(logprobs=logprobs, entropy=entropy)
+    loss, terms = objective(row, tokens, weight_M)
+    return loss, tokens, terms
 
 
 def begin_gradients(trainer: LocalTrainer) -> None:

@@ -82,10 +82,11 @@ class EngineConfig(ConfigSection):
         "in float32; `rounded`: rounds them, too, as other engines do; `aligned`: the same bits in every batch and in the "
         "trainer; slower, dense models, refused where it does not hold",
     )
-    compile: bool = Field(
+    compile: bool | Literal["static"] = Field(
         False,
         description="a CPU: fuses the small operations of the serving pass, seconds at the start, needs a C++ "
-        "compiler; a GPU: CUDA graphs of decode steps",
+        'compiler; a GPU: CUDA graphs of decode steps; "static": decode steps of a few fixed shapes, each traced once, '
+        "for compilers that allow no others",
     )
     kv_pages: Annotated[int, Field(ge=1, le=1 << 40)] | Literal["auto"] = Field(
         "auto", description="cache pages of one token each"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from rondel.core.config.section import ConfigSection, Count, SettingsTable
 
@@ -77,6 +77,34 @@ class MemoryConfig(SettingsTable):
         return self
 
 
+class StaticShapesConfig(SettingsTable):
+    """Micro-batches of a few fixed shapes. Padding counts in no result and no figure."""
+
+    buckets: Annotated[list[Count], Field(min_length=1, max_length=64)] | Literal["auto"] = Field(
+        "auto",
+        description="tokens of each shape, as `[256, 512]`; auto: powers of two up to `most`, at most six, and for a "
+        "longer sample one more",
+    )
+    targets: Annotated[list[Count], Field(min_length=1, max_length=64)] | Literal["auto"] = Field(
+        "auto", description="trained tokens of each shape, one for each of `buckets`; auto: as many as it has tokens"
+    )
+    most: Count | Literal["auto"] = Field("auto", description='tokens of the largest shape with buckets = "auto"')
+    compile: bool = Field(
+        False,
+        description="forward and backward pass of each shape as one graph, compiled by torch's inductor when the shape "
+        "is first met",
+    )
+
+    @model_validator(mode="after")
+    def _require_pairs(self) -> StaticShapesConfig:
+        buckets, targets, most = (self.__dict__[name] for name in ("buckets", "targets", "most"))
+        if targets != "auto" and (buckets == "auto" or len(targets) != len(buckets)):
+            raise ValueError(f"targets = {targets} goes with as many buckets, and buckets = {buckets}")
+        if most != "auto" and buckets != "auto":
+            raise ValueError(f'most = {most} is for buckets = "auto", and these are {buckets}: remove it')
+        return self
+
+
 class TrainerConfig(ConfigSection):
     lr: float = Field(1e-5, ge=0, description="learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -86,8 +114,15 @@ class TrainerConfig(ConfigSection):
     optimizer: OptimizerConfig = Field(
         OptimizerConfig(), description="the optimizer beside its learning rate: kind, warmup_steps, weight_decay, betas"
     )
-    micro_tokens: Count | Literal["auto"] = Field(
-        "auto", description="tokens in one forward and backward pass; speed and memory, never the result"
+    micro_tokens: Annotated[Count | Literal["auto"], Tag("int")] | Annotated[StaticShapesConfig, Tag("[table]")] = (
+        Field(
+            "auto",
+            discriminator=Discriminator(
+                lambda given: "[table]" if isinstance(given, (dict, StaticShapesConfig)) else "int"
+            ),
+            description="tokens in one forward and backward pass; speed and memory, never the result; or the table of a few "
+            'fixed shapes, `{ buckets = "auto" }`',
+        )
     )
     routing_replay: bool | Literal["auto"] = Field(
         "auto", description="a MoE's tokens go to the experts that the engine chose; auto: if it has any"
@@ -97,3 +132,16 @@ class TrainerConfig(ConfigSection):
     )
     critic: CriticConfig = Field(CriticConfig(), description="of a row that needs values")
     max_bad_steps: int = Field(3, ge=1, description="stop after so many steps in a row that a finite-check refused")
+
+    @property
+    def static_shapes(self) -> StaticShapesConfig | None:
+        """Of micro-batches that are padded to a few shapes."""
+        return self.micro_tokens if isinstance(self.micro_tokens, StaticShapesConfig) else None
+
+    @property
+    def micro_budget(self) -> int | Literal["auto"]:
+        """Tokens in one forward and backward pass."""
+        given = self.micro_tokens
+        if not isinstance(given, StaticShapesConfig):
+            return given
+        return given.most if given.buckets == "auto" else max(given.buckets)

@@ -123,6 +123,7 @@ def run_summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
         "rewards": _mean_rewards(events),
         "episodes": _count_episodes(events),
         "boxes": add_boxes(e.get("boxes") or {} for e in events if e["kind"] == "GroupFinished"),
+        "shapes": count_shapes(done),
         "policies": policy_summaries(done, facts),
         "questions": answer_questions(events, job, facts),
         "loss": facts.get("loss", UNKNOWN),
@@ -194,6 +195,15 @@ def _count_episodes(events: Events) -> dict[str, int]:
     finished = [e for e in events if e["kind"] == "GroupFinished" and not e.get("supervised")]
     counts = sum((Counter(e.get("episodes") or {}) for e in finished), Counter[str]())
     return {"all": sum(len(e["lengths"]) for e in finished), **counts}
+
+
+def count_shapes(done: Events) -> dict[str, int]:
+    """{"128x128": 12, "256x256": 40}: training passes of each fixed shape; empty where micro-batches have none."""
+    passes: Counter[str] = Counter()
+    for name, n in ((name, n) for e in done for name, n in e["metrics"].items()):
+        if (shape := name.partition("/")[2]).startswith("shape_"):
+            passes[shape.removeprefix("shape_")] += int(n)
+    return dict(sorted(passes.items(), key=lambda item: int(item[0].partition("x")[0])))
 
 
 def policy_summaries(done: Events, facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -346,6 +356,7 @@ def render_markdown(card: dict[str, Any]) -> str:
             else []
         ),
         *(["## Sandboxes", markdown_table(("what", "used"), box_rows(card["boxes"]))] if card["boxes"] else []),
+        *([shapes_text(card["shapes"])] if card["shapes"] else []),
         "## Nine questions",
         markdown_table(("question", "answer"), list(card["questions"].items())),
         "## To do it again",
@@ -373,6 +384,12 @@ def render_markdown(card: dict[str, Any]) -> str:
     if card["warnings"]:
         parts += ["## Warnings", "\n".join(f"- {_escape_cell(w)}" for w in card["warnings"])]
     return "\n\n".join(parts) + "\n"
+
+
+def shapes_text(shapes: Mapping[str, int]) -> str:
+    """Distinct shapes of the run: 2 (128x128 in 12 passes, 256x256 in 40 passes)."""
+    each = ", ".join(f"{shape} in {n} passes" for shape, n in shapes.items())
+    return f"Distinct shapes of the training passes, tokens x trained tokens: {len(shapes)} ({each})."
 
 
 def box_rows(boxes: Mapping[str, float]) -> list[tuple[str, str]]:

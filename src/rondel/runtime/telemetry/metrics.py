@@ -110,6 +110,13 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
         "arXiv:2408.15664)",
     ),
     "train/starved_experts": ("share", "experts to which no token of the step went"),
+    "train/shapes": (
+        "shapes",
+        "different ones among the training passes of the step, where micro-batches have fixed shapes (trainer.micro_tokens)",
+    ),
+    "train/padding_share": ("share", "padding among the tokens that these passes computed"),
+    "train/compiled_graphs": ("graphs", "compiled in this process so far, one for each shape and row"),
+    "train/compile_s": ("s", "of the step in which shapes were compiled"),
     "train/grad_norm": ("norm", "global norm of the gradient before clipping"),
     "train/loss_scale": (
         "number",
@@ -186,6 +193,7 @@ FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
     ),
     "ledger/": ("groups", "what became of the groups issued so far"),
     "train/expert_load_imbalance_": ("ratio", "the same of one layer"),
+    "train/shape_": ("passes", "training passes of one shape, tokens x trained tokens"),
     "train/route_margin_flipped_": (
         "score",
         "the same of tokens that chose otherwise than in the engine: above its max none did",

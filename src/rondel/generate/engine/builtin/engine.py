@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from rondel.models.compilation import CompiledModel
     from rondel.models.cuda_graphs import DecodeGraphs
     from rondel.models.loaded_model import LoadedModel
+    from rondel.models.static_decode import StaticDecode
     from rondel.runtime.journal.wal import TokenLog
 
 CAN = ("logprobs", "hold", "drain", "abort", "score", "progress")
@@ -62,7 +63,7 @@ class BuiltinEngine:
         version: int = 0,
         routes: bool = False,
         speculation: SpeculativeDecoder | None = None,
-        compiled: CompiledModel | DecodeGraphs | None = None,
+        compiled: CompiledModel | DecodeGraphs | StaticDecode | None = None,
         transports: Mapping[str, Transport] | None = None,
         log: TokenLog | None = None,
         concurrency: ConcurrencyController | None = None,

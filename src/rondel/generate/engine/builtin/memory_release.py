@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from rondel.models.compilation import CompiledModel
     from rondel.models.cuda_graphs import DecodeGraphs
     from rondel.models.loaded_model import LoadedModel
+    from rondel.models.static_decode import StaticDecode
 
 
 class MemoryRelease:
     """`owns`: the weights are the engine's. All on the device's thread."""
 
-    def __init__(self, loaded: LoadedModel, compiled: CompiledModel | DecodeGraphs | None, *, owns: bool) -> None:
+    def __init__(
+        self, loaded: LoadedModel, compiled: CompiledModel | DecodeGraphs | StaticDecode | None, *, owns: bool
+    ) -> None:
         self.loaded, self.compiled, self.owns = loaded, compiled, owns
         self.host = HostMemory()
         self.moves = owns and loaded.device.type != "cpu"

@@ -59,6 +59,11 @@ class LayerPools:
         return [t.data_ptr() for t in self._pools.values()]
 
     @property
+    def written(self) -> list[Tensor]:
+        """By layer, those that a layer has written."""
+        return [self._pools[layer] for layer in sorted(self._pools)]
+
+    @property
     def pool_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for layer, t in self._pools.items() if layer not in self._empty)
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rondel.models.fed_layout import BlockTable, FedLayout
     from rondel.models.loaded_model import LoadedModel
     from rondel.models.paged_attention import TokenRun
+    from rondel.models.static_decode import StaticDecode
 
 # of the keys that whole contexts would read; beyond it the bookkeeping of families costs more than it saves
 SHARE = 0.7
@@ -56,7 +57,7 @@ class ModelRunner:
         *,
         records: bool = False,
         draft: DraftModel | None = None,
-        compiled: CompiledModel | DecodeGraphs | None = None,
+        compiled: CompiledModel | DecodeGraphs | StaticDecode | None = None,
         states: SequenceStates | None = None,
     ) -> None:
         self.records, self.draft, self.states = records, draft, states
