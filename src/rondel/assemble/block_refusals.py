@@ -31,7 +31,10 @@ def refuse_block_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             f'task.env = "{kind}" takes several turns, or other answers: set task.env = "single_turn"',
         ),
         ("sources" not in job.task.data, "task.data.sources may name other environments: leave them out"),
-        (job.trainer.static_shapes is None, "trainer.micro_tokens as a table fixes shapes of other rows: give a number"),
+        (
+            job.trainer.static_shapes is None,
+            "trainer.micro_tokens as a table fixes shapes of other rows: give a number",
+        ),
         (job.engine.kind == "builtin", f'engine.kind = "{job.engine.kind}" writes token after token: leave it out'),
         (job.engine.numerics != "rounded", 'engine.numerics = "rounded" is not carried over: leave it out'),
         (not job.engine.compile, "engine.compile compiles the pass of one more token: leave it out"),
