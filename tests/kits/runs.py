@@ -58,6 +58,7 @@ context.set_forkserver_preload(["kits.preloaded"])
 
 FLOW = RECIPE.with_name("flow.toml")
 DIGITS = RECIPE.with_name("digits.toml")
+BLOCKS = RECIPE.with_name("blocks.toml")
 FAST_FLOW = {
     "loop.warmup.steps": 4, "loop.warmup.groups_per_step": 4, "loop.steps": 6, "loop.groups_per_step": 4,
     "algo.group_size": 4, "model.path.hidden_size": 16, "task.env": {"kind": "flow", "points": 8},

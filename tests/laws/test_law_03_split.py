@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from kits.algos import AGGREGATES, FORMULAS_ONLY, Ragged, lively, relative_difference, rows
+from kits.blocks import block_model, unmasked_groups
 from kits.flows import flow, flown_groups
 from kits.train import apart, awkward_groups, batch, gradient, make_stale, model, row, shuffled, step, trainer
 from rondel.algos import aggregate, correction, table
@@ -110,6 +111,19 @@ def test_the_gradient_over_actions_is_the_same_for_any_split(discrete):
     assert whole.norm() > 1e-3 and any(s.value_after for s in b.samples)
     cuts = [both(b, n) for n in (1, 13, 40)]
     cuts += [both(shuffled(b, seed, whole_groups=not seed), 25) for seed in (0, 1)]
+    assert max(apart(cut, whole) for cut in cuts) <= TOLERANCE
+
+
+def test_the_gradient_over_blocks_is_the_same_for_any_split():
+    """A demonstration among them, with entropy and a reference."""
+    algo = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
+    t, b = trainer(block_model(), algo), batch(unmasked_groups(), algo)
+    whole = gradient(t, b, algo)
+    assert whole.norm() > 1e-3
+    cuts = [
+        gradient(t, b, algo, micro_tokens=1),
+        gradient(t, shuffled(b, 0, whole_groups=False), algo, micro_tokens=40),
+    ]
     assert max(apart(cut, whole) for cut in cuts) <= TOLERANCE
 
 

@@ -104,7 +104,7 @@ def test_new_weights_in_the_middle_of_a_chain(how):
         e = engine(loaded)
         asks = [asyncio.ensure_future(generate_until_done(e.generate, asked(i))) for i in range(3)]
         if pauses:
-            while not e.chains or e.chains[0].step < 3:
+            while not e.answers or e.answers[0].step < 3:
                 await asyncio.sleep(0)
             await e.pause(how)
             with torch.no_grad():
@@ -127,7 +127,7 @@ def test_a_killed_chain_goes_on_from_its_point(tmp_path):
         await publish_in_place(e, 1)
         asks = [asyncio.ensure_future(e.generate(asked(i))) for i in range(n)]
         if dies:
-            while not e.chains or e.chains[0].step < 3:
+            while not e.answers or e.answers[0].step < 3:
                 await asyncio.sleep(0)
             return await e.pause("hold")
         done = await asyncio.gather(*asks)

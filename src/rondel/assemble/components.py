@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rondel.algos.table import Algorithm
+from rondel.assemble.block_refusals import refuse_block_job
 from rondel.assemble.deployment import ENGINES, TOLERANCE, deploy_job, refuse_engine
 from rondel.assemble.episodes import command_log_of, episodes_of
 from rondel.assemble.model_info import ModelInfo
@@ -60,6 +61,7 @@ from rondel.filter.complete import Complete
 from rondel.generate.corpus.store import open_corpus
 from rondel.generate.corpus.tools import CorpusTools
 from rondel.generate.envs.agents import Agents
+from rondel.generate.envs.block_turn import BlockTurn
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.control import Control
 from rondel.generate.envs.curriculum import build_curriculum
@@ -84,6 +86,7 @@ from rondel.generate.envs.verifiers import agent_of_verifiers
 from rondel.generate.envs.worlds import world_factory
 from rondel.generate.template import Template
 from rondel.models import adapters, nf4
+from rondel.models.block_diffusion.settings import block_of, has_blocks
 from rondel.models.load import tokenizer_of
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.probe import find_isolation
@@ -126,6 +129,7 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
     refuse_job(job, rows, sampling)
     refuse_flow_job(job, rows, sampling)
     refuse_control_job(job, rows, sampling)
+    refuse_block_job(job, rows, sampling)
     for row in rows.all_rows:
         if row.entropy.coef < 0:
             emit(
@@ -265,7 +269,10 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
         raise ConfigError(explain_settings(fault)) from fault
     system = job.task.system
     if found is SingleTurn:
-        return SingleTurn(suffix=own.suffix, system=system, examples=[e.model_dump() for e in own.examples])
+        examples = [e.model_dump() for e in own.examples]
+        if has_blocks(job.model.path):
+            return BlockTurn(block_of(job.model.path), suffix=own.suffix, system=system, examples=examples)
+        return SingleTurn(suffix=own.suffix, system=system, examples=examples)
     if found is Control:
         return Control(turns=own.turns)
     if found is Flow:

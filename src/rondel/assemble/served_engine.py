@@ -20,6 +20,7 @@ from rondel.generate.engine.notebook import speculation_of
 from rondel.generate.engine.server.service import RequestLimits
 from rondel.models.adapter_bank import AdapterBank
 from rondel.models.aligned_numerics import align_numerics
+from rondel.models.block_diffusion.settings import refuse_blocks
 from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
@@ -79,6 +80,7 @@ def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: Exi
     if settings.tp == 1:
         loaded = device.call(lambda: load_model(model, dtype=settings.dtype, device=device_name))
         refuse_step_head(loaded.name, loaded.head)
+        refuse_blocks(loaded.name, loaded.blocks)
     else:
         cluster = partial(ProcessCluster, patience=PATIENCE)
         ranks = EngineRanks(RankSettings("engine", own, cluster, threads), end_process, transports)

@@ -24,6 +24,7 @@ from rondel.core.config.model import TeacherConfig
 from rondel.core.errors import ConfigError
 from rondel.core.media import ImageProcessorConfig
 from rondel.core.protocols import MemoryClaim, Transport
+from rondel.core.registry import find_registered
 from rondel.core.types import Sampling, StepStats
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.engine import BuiltinEngine
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from rondel.assemble.engine_ranks import EngineRanks
     from rondel.generate.engine.builtin.adapter_receiver import AdapterReceiver
     from rondel.generate.engine.builtin.lead_rank import LeadRank
-    from rondel.generate.engine.step_engine import StepEngine
+    from rondel.generate.engine.stepwise.engine import StepwiseEngine
     from rondel.models.compilation import CompiledModel
     from rondel.models.cuda_graphs import DecodeGraphs
     from rondel.models.static_decode import StaticDecode
@@ -80,10 +81,17 @@ def engine_of(
     claim: MemoryClaim | None = None,
     ranks: LeadRank | None = None,
     receiver: AdapterReceiver | None = None,
-) -> tuple[BuiltinEngine | StepEngine, dict[str, str]]:
+) -> tuple[BuiltinEngine | StepwiseEngine[Any], dict[str, str]]:
     """`log`: where drawn tokens are kept for a life after a crash. -> the engine, and what was resolved for it."""
+    if loaded.blocks is not None:
+        blocks = f"blocks of {loaded.blocks.block} tokens, each filled in {loaded.blocks.steps} steps"
+        return _stepwise_engine(BLOCK_ENGINE, job, loaded, device, transports, log), {"engine.kind": blocks}
     if isinstance(loaded.head, StepHead):
-        return step_engine_of(job, loaded, device, transports=transports, log=log)
+        kind, told = (
+            STEP_ENGINES[loaded.head.kind],
+            loaded.head.describe(job.engine.sampling.max_tokens, job.engine.sampling.temperature),
+        )
+        return _stepwise_engine(kind, job, loaded, device, transports, log), {"engine.kind": told}
     draft = speculation.draft if speculation else None
     own = device.name.startswith("cuda") and (
         job.place.kind == "split" or (job.trainer.memory.offload and not job.policies)
@@ -122,6 +130,24 @@ def engine_of(
     }
 
 
+STEP_ENGINES = {  # by name: who serves text imports none of them
+    "flow": "rondel.generate.engine.flow.engine:FlowEngine",
+    "control": "rondel.generate.engine.control.engine:ControlEngine",
+}
+BLOCK_ENGINE = "rondel.generate.engine.blocks.engine:BlockEngine"
+
+
+def _stepwise_engine(
+    kind: str, job: Job, loaded: LoadedModel, device: Device, transports: dict[str, Transport], log: Path | None
+) -> StepwiseEngine[Any]:
+    """Of a model without a cache: there is none to plan for."""
+    found, running = find_registered("engine", kind, {}), job.engine.max_running
+    engine: StepwiseEngine[Any] = found(
+        loaded, run=device.run, max_running=running, transports=transports, log=token_log_of(job, log)
+    )
+    return engine
+
+
 def _serving_pass(job: Job, loaded: LoadedModel) -> CompiledModel | DecodeGraphs | StaticDecode:
     """What engine.compile asks for."""
     if job.engine.compile != "static":
@@ -129,26 +155,6 @@ def _serving_pass(job: Job, loaded: LoadedModel) -> CompiledModel | DecodeGraphs
     from rondel.models.static_decode import StaticDecode
 
     return StaticDecode(loaded, job.engine.max_running)
-
-
-def step_engine_of(
-    job: Job, loaded: LoadedModel, device: Device, *, transports: dict[str, Transport], log: Path | None
-) -> tuple[StepEngine, dict[str, str]]:
-    """Of a model that draws points or actions: it has no cache to plan for."""
-    how: dict[str, Any] = {"run": device.run, "max_running": job.engine.max_running, "transports": transports}
-    how["log"] = token_log_of(job, log)
-    if loaded.head.kind == "control":
-        from rondel.generate.engine.control.engine import ControlEngine
-
-        config = loaded.model.config
-        what = f"one of {config.action_size} actions" if config.discrete else f"actions of {config.action_size} numbers"
-        told = f"control: {config.observation_size} numbers of an observation, {what}"
-        return ControlEngine(loaded, **how), {"engine.kind": told}
-    from rondel.generate.engine.flow.engine import FlowEngine
-
-    steps, eta = job.engine.sampling.max_tokens, job.engine.sampling.temperature
-    told = f"flow: {loaded.head.dim} numbers a point, {steps} steps with noise {eta:g}"
-    return FlowEngine(loaded, **how), {"engine.kind": told}
 
 
 def token_log_of(job: Job, folder: Path | None) -> TokenLog | None:

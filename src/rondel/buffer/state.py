@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rondel.core.continuous_steps import ContinuousSteps
+from rondel.core.drawn_steps import steps_from_rows
 from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import (
     FLAGS,
@@ -60,7 +60,7 @@ def encode(group: Group) -> dict[str, Any]:
             plain["experts"] = [str(experts.dtype), list(experts.shape), bytes_to_text(experts)]
         if whole.steps is not None:
             stored = np.ascontiguousarray(whole.steps.stored)
-            plain["steps"] = [list(stored.shape), bytes_to_text(stored), whole.steps.layout]
+            plain["steps"] = [list(stored.shape), bytes_to_text(stored), whole.steps.layout, str(stored.dtype)]
         plain["outcome"] = [type(whole.outcome).__name__, asdict(whole.outcome)]
     return row
 
@@ -99,9 +99,10 @@ def decode(row: dict[str, Any]) -> Group:
                 else np.asarray(routes, dtype)  # of a checkpoint that lists them
             )
         if plain.get("steps") is not None:
-            size, rows, *layout = plain["steps"]  # a checkpoint may have none: of a flow
-            stored = np.frombuffer(text_to_bytes(rows), np.float32).reshape(size).copy()
-            given["steps"] = ContinuousSteps.from_array(stored, *layout)
+            size, rows, *kind = plain["steps"]
+            layout, dtype = kind or (0, "float32")  # an older checkpoint has points of flows
+            stored = np.frombuffer(text_to_bytes(rows), dtype).reshape(size).copy()
+            given["steps"] = steps_from_rows(stored, layout)
         return Trajectory(**{**plain, **given})
 
     return Group(

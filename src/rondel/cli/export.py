@@ -31,6 +31,7 @@ def run(
 
     With a model card (README.md). Of a run with model.format: codes and scales, as vLLM and SGLang read them.
     """
+    from rondel.models.block_diffusion.settings import has_blocks
     from rondel.models.control.kinds import is_control
     from rondel.models.flow.kinds import is_flow
     from rondel.models.model_export import export_model
@@ -46,6 +47,11 @@ def run(
     if is_flow(str(checkpoint)) or is_control(str(checkpoint)):
         raise UserError(
             f"{checkpoint} draws points or actions, and no other tool loads it: its folder is a model as it lies there, for model.path"
+        )
+    if has_blocks(str(checkpoint)):
+        raise UserError(
+            f"{checkpoint} fills in blocks of masks, and other tools would write token after token with it: its folder is a "
+            "model as it lies there, for model.path"
         )
     before = _weight_bytes(checkpoint)
     form = export_model(checkpoint, into)

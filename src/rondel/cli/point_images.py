@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rondel.core.continuous_steps import ContinuousSteps
+from rondel.core.drawn_steps import steps_from_rows
 from rondel.core.errors import RondelError, UserError
 from rondel.system.files import guard_write
 
@@ -24,11 +25,8 @@ ZOOM = 4  # pixels of the file along one of an image
 def last_point(row: dict[str, Any]) -> np.ndarray | None:
     """[D] the answer of a stored trajectory; None where it is text or actions, or a demonstration, whose steps end
     nowhere."""
-    return (
-        None
-        if row["steps"] is None or row["steps_layout"] or not row["text"]
-        else ContinuousSteps(row["steps"]).drawn[-1]
-    )
+    steps = None if row["steps"] is None else steps_from_rows(row["steps"], row["steps_layout"] or 0)
+    return steps.drawn[-1] if isinstance(steps, ContinuousSteps) and not steps.observed and row["text"] else None
 
 
 def as_image(point: np.ndarray) -> np.ndarray | None:

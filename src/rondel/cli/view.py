@@ -145,7 +145,9 @@ def token_pieces(row: dict[str, Any], read_tokens: Any) -> list[tuple[bool, str]
         sees[place.start : place.end] = [i] * place.image.tokens
     out: list[tuple[bool, str]] = []
     for (written, i), run in groupby(zip(row["mask"], sees, row["tokens"]), key=lambda token: token[:2]):
-        if written and row["steps"] is not None:  # its tokens are the numbers of steps
+        if (
+            written and row["steps"] is not None and row["steps"].dtype == "float32"
+        ):  # its tokens are the numbers of steps
             text = _describe_answer(row)
         else:
             text = row["media"][i].image.name if i >= 0 else read_tokens([token for _, _, token in run])

@@ -6,7 +6,7 @@ K steps of one trajectory · D dimensions of a point · O numbers of an observat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,6 +34,8 @@ class ContinuousSteps:
     rows: np.ndarray
     observed: int = 0
     after: np.ndarray | None = None
+
+    are_densities: ClassVar[bool] = True  # their log-probabilities, which may be above 0
 
     def __post_init__(self) -> None:
         rows, width = self.rows, self.rows.shape[-1]
@@ -71,6 +73,11 @@ class ContinuousSteps:
     def layout(self) -> int:
         """How `stored` is read: `observed`, below 0 where the last row is `after`."""
         return self.observed if self.after is None else -self.observed
+
+    @property
+    def copied(self) -> int:
+        """Tokens that training computes again: none."""
+        return 0
 
     @property
     def dim(self) -> int:

@@ -18,7 +18,7 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from rondel.core.continuous_steps import ContinuousSteps
+    from rondel.core.drawn_steps import DrawnSteps
     from rondel.core.media import ImagePlaceholder
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -287,9 +287,10 @@ class Trajectory:
               nothing was cut, and for all if nothing ever was
     behavior_top [T]     (ids [K], log-probabilities [K]) of the likeliest tokens where it was drawn, by the distribution
               that drew it; None where the policy only read, and for all unless a row needs them
-    steps                the points or actions that the policy drew, one for each token it wrote, where it does not draw
-              tokens (core/continuous_steps.py): the token is then the number of the step, or of an action that is
-              counted, and its log-probability may be a log-density, which may be above 0
+    steps                one for each token that the policy wrote, where its tokens do not say it all: the points of a flow
+              or the actions in a world (core/continuous_steps.py), whose token is the number of the step, or of an action
+              that is counted, and whose log-probability may be a log-density, which may be above 0; the blocks that a
+              masked-diffusion model saw (core/unmasking_steps.py)
     teacher_prompts      what a teacher reads instead of its prompt, by the teacher's place; None for the prompt itself
     media                the pictures that it reads, each where its placeholders stand (core/media.py)
     policy               whose weights wrote: "policy", or one of the recipe's policies that plays the
@@ -311,7 +312,7 @@ class Trajectory:
     experts: Any | None = None
     support: list[Any | None] | None = None
     behavior_top: list[Any | None] | None = None
-    steps: ContinuousSteps | None = None
+    steps: DrawnSteps | None = None
     teacher_prompts: list[list[int] | None] = field(default_factory=list)
     media: list[ImagePlaceholder] = field(default_factory=list)
     policy: str = POLICY
@@ -339,12 +340,12 @@ class Trajectory:
         versions: Sequence[int] | None = None,
         support: list[Any | None] | None = None,
         behavior_top: list[Any | None] | None = None,
-        steps: ContinuousSteps | None = None,
+        steps: DrawnSteps | None = None,
         media: Sequence[ImagePlaceholder] = (),
     ) -> None:
         """Append tokens: given ones (no logprobs) or ones the policy wrote (logprobs and versions). The only writer.
 
-        `steps` are the points that the policy drew with these tokens.
+        `steps` are those of `Trajectory.steps` of these tokens.
         `media` are pictures in the given ones, their places counted from the first of these.
         """
         n = len(tokens)
@@ -365,7 +366,11 @@ class Trajectory:
                 )
         ids, drawn = TokenColumn.of(IDS, tokens), None if logprobs is None else TokenColumn.of(NUMBERS, logprobs)
         wrote = TokenColumn(IDS, [-1]) * n if versions is None else TokenColumn.of(IDS, versions)
-        if drawn and (wrong := _first_impossible(drawn, inf if steps is not None else MOST)) is not None:
+        if (
+            drawn
+            and (wrong := _first_impossible(drawn, inf if steps is not None and steps.are_densities else MOST))
+            is not None
+        ):
             raise ValueError(
                 f"token {tokens[wrong]} was drawn with a log-probability of {drawn[wrong]}: it must be finite and at "
                 f"most 0"
@@ -385,13 +390,13 @@ class Trajectory:
             return None
         return ([None] * len(self.tokens) if known is None else known) + ([None] * n if more is None else more)
 
-    def _joined_steps(self, more: ContinuousSteps | None, n: int) -> ContinuousSteps | None:
+    def _joined_steps(self, more: DrawnSteps | None, n: int) -> DrawnSteps | None:
         """The points so far and those of `n` more tokens: of all that the policy writes, or of none."""
         if more is not None and len(more) != n:
             raise ValueError(f"{n} tokens with {len(more)} steps: a step is one token")
         if n and self.written and (more is None) != (self.steps is None):
             raise ValueError(f"{n} tokens {'without' if more is None else 'with'} steps behind others: all have them")
-        return more if self.steps is None else self.steps if more is None else self.steps + more
+        return more if self.steps is None else self.steps if more is None else self.steps + more  # type: ignore[operator]
 
     @property
     def reward(self) -> float | None:
@@ -630,7 +635,7 @@ class Request:
     `id` is what a client calls it, to abort it by; samples of one call share it, and go to one replica.
     `lines` are the stints of its recorded run, to be computed again: at each it stands
     still until those weights have gone. `media` are the pictures among its tokens, which only
-    an engine with the capability "images" sees. `steps` are the points of its continuation, where a policy draws points.
+    an engine with the capability "images" sees. `steps` are those of its continuation, where tokens have some.
     `observation` is what a world shows [O], where a policy draws actions: it is asked for one.
     """
 
@@ -646,7 +651,7 @@ class Request:
     id: str = ""
     lines: tuple[Stint, ...] | None = None
     media: tuple[ImagePlaceholder, ...] = ()
-    steps: ContinuousSteps | None = None
+    steps: DrawnSteps | None = None
     observation: Any | None = None
 
 
@@ -664,7 +669,7 @@ class Completion:
     prompt_top_logprobs [P,K]  the K most likely tokens in their places; the first entry is empty
     support           [T]      the ids a token was drawn from, ascending; None where nothing was cut
     behavior_top      [T]      (ids [K], log-probabilities [K]) of the likeliest tokens of the distribution drawn from
-    steps             [T]      the points drawn, where the policy draws points; their densities are the logprobs
+    steps             [T]      `Trajectory.steps` of the drawn tokens
     From raw_logprobs to behavior_top they are None unless `Request.wants` names them.
     """
 
@@ -685,7 +690,7 @@ class Completion:
     prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
     support: list[list[int] | None] | None = None
     behavior_top: list[Any] | None = None
-    steps: ContinuousSteps | None = None
+    steps: DrawnSteps | None = None
 
     def __post_init__(self) -> None:
         """Lists are taken, too."""

@@ -122,7 +122,8 @@ class AlignedPacked:
         out = torch.empty(len(q), q.shape[1], v.shape[2], dtype=q.dtype, device=q.device)
         for segment, context in self.fast.segment_contexts:
             mine, places = slice(segment.start, segment.start + segment.length), context.to(q.device)
-            lengths = torch.arange(len(places) - segment.length, len(places), device=q.device) + 1
+            first = len(places) - segment.length if segment.causal else len(places) - 1
+            lengths = torch.arange(first, first + segment.length, device=q.device).clamp_max_(len(places) - 1) + 1
             out[mine] = attend(q[mine], keys, values, places.expand(segment.length, -1), lengths, rule)
         return out
 

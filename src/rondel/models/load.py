@@ -119,7 +119,7 @@ def load_model(
     tape = RoutingTape(routers, indexers=len(indexers), width=width) if routers else None
     cached, states = check_loaded(model, name, sight, tape, recurrent)
     context, stops = _max_context(model.config.get_text_config()), _stop_ids(model, tokenizer)
-    return LoadedModel(
+    loaded = LoadedModel(
         model,
         tokenizer,
         LMHead.from_model(model),
@@ -135,6 +135,11 @@ def load_model(
         state_bytes=states,
         compressed=compressed.any,
     )
+    if getattr(model.config, "block_diffusion", None) is not None:
+        from rondel.models.block_diffusion.head import with_block_head
+
+        loaded = with_block_head(loaded)
+    return loaded
 
 
 def _install(model: Any) -> tuple[list[Any], int, list[Any], list[int], CompressedLayers]:

@@ -23,6 +23,7 @@ from rondel.models.vision_families import FAMILIES
 
 if TYPE_CHECKING:
     from rondel.models.adapter_rows import ServedAdapters
+    from rondel.models.block_diffusion.settings import BlockSettings
     from rondel.models.context_parallel import ContextRanks
     from rondel.models.deferred_weights import DeferredWeights
     from rondel.models.pipeline_stage import PipelineStage
@@ -60,6 +61,7 @@ class LoadedModel:
     stage: PipelineStage | None = None  # which of its layers are here, where other ranks have the others
     compressed: bool = False  # attends to compressed entries of windows (models/compressed_attention.py)
     state_bytes: int = 0  # of the recurrent states of one sequence, in all layers; 0: it has no recurrent layer
+    blocks: BlockSettings | None = None  # it fills in blocks of masks, and does not write one token after the other
 
     @property
     def device(self) -> torch.device:

@@ -32,16 +32,18 @@ LONG = 1 << 22  # pairs of a query and a key (of a head, where each has its own)
 @dataclass(frozen=True, slots=True)
 class PackedSegment:
     """A run of packed tokens: `PackedSegment(start=0, length=55, parent=None)` is a prompt,
-    its completions name it as parent.
+    its completions name it as parent. Where it is not `causal`, each of its tokens sees all of them.
     """
 
     start: int
     length: int
     parent: int | None = None
+    causal: bool = True
 
 
 class PackedLayout:
-    """Who sees whom in a packed row: each segment sees its ancestors whole and itself causally.
+    """Who sees whom in a packed row: each segment sees its ancestors whole and itself causally, or
+    whole.
 
         tokens   | prompt P | c1 ... | c2 .. | c3 ....... | next prompt ...
         keys     |<- once ->|  one call for segments of similar size: [those above, padded to P][own, padded to L]
@@ -279,10 +281,14 @@ class AttentionCall:
         self.real = torch.where(own < length, self.queries, -1)
         self.keys = torch.cat([context.clamp_min(0), self.queries], 1)
         self.used = torch.cat([context, self.real], 1)
-        self.at = (depth + own).to(device)  # [S,L] position of each query in its own sequence
+        self.causal = all(s.causal for s in segments)
+        at = depth + own
+        if not self.causal:  # a query that sees its whole segment looks back from the end of it
+            at = torch.where(torch.tensor([s.causal for s in segments])[:, None], at, depth + length - 1)
+        self.at = at.to(device)  # [S,L] position of each query in its own sequence, as far as it sees
         # [S,P+L] of each key, -1 for none
         self.of = torch.cat([torch.where(over < depth, over, -1), depth + own], 1).to(device)
-        if bool((depth == depth[0]).all()):  # one mask for all rows
+        if self.causal and bool((depth == depth[0]).all()):  # one mask for all rows
             self.at, self.of = self.at[:1], self.of[:1]
         self._masks: dict[tuple[int | None, int | None], Tensor] = {}
         self._ends: dict[int, WindowEnds] = {}
@@ -312,7 +318,7 @@ class AttentionCall:
         return (own >= 0) & (own == real[:, None]) & behind
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
-        causal = self.keys.shape[1] == self.queries.shape[1] and rule.sees_all(self.queries.shape[1])
+        causal = self.causal and self.keys.shape[1] == self.queries.shape[1] and rule.sees_all(self.queries.shape[1])
         per_head = rule.softcap is not None or rule.slopes is not None
         row = len(q) * self.keys.shape[1] * (q.shape[1] if per_head else 1)
         if row * q.shape[2] > LONG and (per_head or rule.sinks is not None or not causal):
@@ -344,7 +350,7 @@ class AttentionCall:
                 mask = mask | self.same_image(rule.images, slice(first, first + q.shape[2]))[:, None]
             return sdpa(q, k, v, rule, mask=mask, distance=distance, widened=widened, train=True)
 
-        if rule.images is not None:  # an image may end behind the block
+        if rule.images is not None or not self.causal:  # an image, or a segment, may end behind the block
             return _run_blocks(attend_block, size, q, (), k, v)
         return _run_blocks(attend_block, size, q, (k, v))
 

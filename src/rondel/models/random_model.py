@@ -50,7 +50,7 @@ def random_tokenizer(recipe: dict[str, Any]) -> PreTrainedTokenizerFast:
 
 def random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
     """The transformers config of a recipe's inline table; sizes it does not give are the family's own."""
-    kind, seed = recipe.pop("random", None), recipe.pop("seed", 0)
+    kind, seed, blocks = recipe.pop("random", None), recipe.pop("seed", 0), recipe.pop("block_diffusion", None)
     if kind is None:
         raise ModelError(
             f'model.path = {recipe}: an inline table makes a random model and needs random = "llama" (a transformers model type)'
@@ -64,7 +64,8 @@ def random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
         raise ModelError(f"model.path = {{ random = '{kind}', seed = {seed!r} }}: seed is a whole number")
     refuse_sizes(f"random '{kind}'", recipe)
     with error_boundary(ModelError, f"making a random '{kind}'"):
-        given = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, **recipe}
+        vocabulary = len(tokenizer) + (blocks is not None)  # the mask is no token of the tokenizer
+        given = {"vocab_size": vocabulary, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, **recipe}
         if kind in FAMILIES:
             config, fields = random_vision.random_vision_config(kind, given, tokenizer)
         else:
@@ -78,4 +79,8 @@ def random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
             raise ModelError(
                 f"a {kind} of {all_of_them} experts cannot send every token to {each} of them: set num_experts_per_tok"
             )
+    if blocks is not None:
+        from rondel.models.block_diffusion.settings import add_block_settings
+
+        add_block_settings(config, blocks, first=len(tokenizer))
     return config

@@ -29,6 +29,10 @@ class StepHead:
         """The head of a copy of its model."""
         return type(self)(model)
 
+    def describe(self, max_tokens: int, temperature: float) -> str:
+        """What it draws, for whoever asks what a run has resolved."""
+        raise NotImplementedError
+
     @property
     def weight(self) -> Tensor:
         """Where the weights lie, and in what."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.digits import SIDE, load_digit_images
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.types import Task, Trajectory
@@ -22,12 +23,13 @@ class Digit:
         self.digit, self.classifier = digit, fit_classifier()
 
     def __call__(self, trajectory: Trajectory, task: Task) -> float:
-        if trajectory.steps is None or trajectory.steps.dim != SIDE * SIDE:
+        steps = trajectory.steps
+        if not isinstance(steps, ContinuousSteps) or steps.dim != SIDE * SIDE:
             raise ValueError(f"reward 'digit' wants an image of {SIDE}·{SIDE} pixels, which a flow draws")
         wanted = str(task.data.get("prompt", "")) if self.digit is None else str(self.digit)
         if wanted not in (digits := [str(digit) for digit in range(10)]):
             raise DataError(f"reward 'digit': the prompt of task {task.id} is no digit: {wanted!r:.40}")
-        image = trajectory.steps.drawn[-1].astype("float64")[None]
+        image = steps.drawn[-1].astype("float64")[None]
         return float(self.classifier.predict_proba(image)[0, digits.index(wanted)])
 
 

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.errors import ConfigError
 from rondel.core.types import Task, Trajectory
 
@@ -21,7 +22,8 @@ class Near:
         self.points, self.width = np.asarray(points, np.float64), width
 
     def __call__(self, trajectory: Trajectory, task: Task) -> float:
-        if trajectory.steps is None or trajectory.steps.dim != self.points.shape[1]:
+        steps = trajectory.steps
+        if not isinstance(steps, ContinuousSteps) or steps.dim != self.points.shape[1]:
             raise ValueError(f"reward 'near' wants a point of {self.points.shape[1]} numbers, which a flow draws")
-        squared = ((self.points - trajectory.steps.drawn[-1]) ** 2).sum(1).min()
+        squared = ((self.points - steps.drawn[-1]) ** 2).sum(1).min()
         return math.exp(-squared / (2 * self.width**2))

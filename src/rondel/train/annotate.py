@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rondel.algos.divergence import Divergence
 from rondel.core.errors import TrainError
+from rondel.core.registry import find_registered
 from rondel.models.head import LMHead
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.routing_tape import RoutingTape
@@ -28,6 +29,9 @@ from rondel.train.teacher_distributions import TeacherDistribution
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
+
+
+BLOCKS = "rondel.train.block_policy:BlockPolicy"  # by name: who trains text imports none
 
 
 class Policy(Protocol):
@@ -92,6 +96,9 @@ class TokenPolicy:
 
 def policy_of(loaded: LoadedModel) -> Policy:
     """Its head, by what it draws."""
+    if loaded.blocks is not None:
+        blocks: Policy = find_registered("policy", BLOCKS, {})(loaded)
+        return blocks
     return StepPolicy(loaded.head) if isinstance(loaded.head, StepHead) else TokenPolicy(loaded)
 
 

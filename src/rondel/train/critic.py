@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rondel.algos.aggregate import sample_weights
 from rondel.models.activation_offload import activation_store
+from rondel.models.flow.packed_steps import PackedSteps
 from rondel.models.head import LMHead
 from rondel.models.recompute import install_recompute
 from rondel.models.step_head import StepHead
@@ -80,7 +81,7 @@ class Critic:
 
         def compute_values(head: LMHead | StepHead) -> Tensor:
             if isinstance(head, StepHead):
-                assert packed.steps is not None, "samples without the steps that this model draws"
+                assert isinstance(packed.steps, PackedSteps), "samples without the steps that this model draws"
                 return self._values_of(head.states(packed.steps))
             hidden = self.loaded.hidden_states(
                 own.tokens, own.positions, own.layout, seen=packed.encode_images(self.loaded)

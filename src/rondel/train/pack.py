@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ from rondel.train.turns import turns_of
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
+    from rondel.core.drawn_steps import DrawnSteps
+    from rondel.core.unmasking_steps import UnmaskedAnswers, UnmaskingSteps
     from rondel.models.loaded_model import LoadedModel
 
 
@@ -63,7 +65,7 @@ class TrainSample:
     # [m,D] each: a teacher's last hidden states, by its place among the teachers
     hidden: dict[int, Tensor] = field(default_factory=dict)
     media: list[ImagePlaceholder] = field(default_factory=list)  # the pictures that it reads
-    steps: np.ndarray | None = None  # [m, W] rows of what it drew, where that are no tokens (core/continuous_steps.py)
+    steps: DrawnSteps | None = None  # of its trainable tokens
     after: np.ndarray | None = None  # [O] what a world showed where it cut the episode off
     value_after: float = 0.0  # what the critic expects from there
     keys: np.ndarray = field(init=False)  # [t] what siblings must have in common to share it
@@ -112,7 +114,7 @@ class TrainSample:
             else _checked_support(trajectory, trainable, f"group {group}, sample {index}"),
             teacher_prompts=trajectory.teacher_prompts,
             media=trajectory.media,
-            steps=None if trajectory.steps is None else trajectory.steps.rows,
+            steps=trajectory.steps,
             after=None if trajectory.steps is None else trajectory.steps.after,
         )
 
@@ -139,6 +141,11 @@ class TrainSample:
     def prompt_length(self) -> int:
         """Tokens before the first trainable one."""
         return int(self.trainable[0]) if len(self.trainable) else len(self.tokens)
+
+    @property
+    def packed_length(self) -> int:
+        """Tokens that it takes in a row, with those of blocks that stand there once for each of their states."""
+        return len(self.tokens) + (0 if self.steps is None else self.steps.copied)
 
     @property
     def several_turns(self) -> bool:
@@ -300,7 +307,7 @@ class PackedBatch:
     routes: Tensor | None = None  # [T,L,K] to be replayed
     kept: SupportMask | None = None  # of the M tokens, where truncation cut some of the vocabulary off
     looks: ImageLookups | None = None
-    steps: PackedSteps | None = None  # of the M tokens, where they are points
+    steps: PackedSteps | UnmaskedAnswers | None = None  # of the M tokens, where they are points, or unmasked in blocks
     idle: bool = False  # another rank computes it: only the pass counts
 
     def join_targets(self, values_M: Tensor) -> Tensor:
@@ -410,7 +417,7 @@ def _split_batch(
     trees = _prefix_trees(batch, families, prompts, share)
     of = {f: t for t, (members, _) in enumerate(trees) for f in members}
     number = [f for f, family in enumerate(families) for _ in family]
-    own = [len(s.tokens) - prompts[f] for s, f in zip(batch.samples, number)]
+    own = [s.packed_length - prompts[f] for s, f in zip(batch.samples, number)]
     beyond = [prompt - trees[of[f]][1] for f, prompt in enumerate(prompts)]
     sizes = PromptFamilies(own, number, beyond, [of[f] for f in range(len(families))], [root for _, root in trees])
     return (
@@ -507,14 +514,20 @@ def pack_samples(
     )
 
 
-def _packed_steps(samples: list[TrainSample], device: torch.device | str) -> PackedSteps | None:
-    """The points of all samples, each under what stands before its first one; None where nobody draws points."""
+def _packed_steps(samples: list[TrainSample], device: torch.device | str) -> PackedSteps | UnmaskedAnswers | None:
+    """The steps of all samples, each under what stands before its first one; None where tokens have none."""
     found = [s.steps for s in samples if s.steps is not None]
     if not found:
         return None
     if len(found) < len(samples):
-        raise ValueError("samples with points or actions beside samples without them: one policy draws either")
-    return PackedSteps.of(found, [s.tokens[: s.prompt_length] for s in samples], device)
+        raise ValueError("samples with steps beside samples without them: one policy draws either")
+    prompts = [s.tokens[: s.prompt_length] for s in samples]
+    if found[0].are_densities:
+        return PackedSteps.of([steps.rows for steps in found], prompts, device)
+    from rondel.core.unmasking_steps import UnmaskedAnswers
+
+    answers = [s.tokens[s.prompt_length :] for s in samples]
+    return UnmaskedAnswers(cast("list[UnmaskingSteps]", found), prompts, answers)
 
 
 def _image_lookups(looked: list[tuple[int, ImagePlaceholder, int, int]], device: torch.device | str) -> ImageLookups:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from rondel.core.errors import TrainError
+from rondel.models.flow.packed_steps import PackedSteps
 
 if TYPE_CHECKING:
     from rondel.models.routing_tape import RoutingTape
@@ -24,7 +25,7 @@ class StepPolicy:
     def evaluate(
         self, packed: PackedBatch, *, temperature: float, tape: RoutingTape | None, drawn: bool
     ) -> tuple[Tensor, Tensor]:
-        if packed.steps is None:
+        if not isinstance(packed.steps, PackedSteps):
             raise TrainError(
                 "trajectories without points or actions for a model that draws them: an environment that builds "
                 "trajectories itself must hand Completion.steps to extend()"

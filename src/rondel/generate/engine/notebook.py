@@ -17,6 +17,7 @@ from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models.aligned_numerics import align_numerics
+from rondel.models.block_diffusion.settings import refuse_blocks
 from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
@@ -120,6 +121,7 @@ class Engine:
         def load_models() -> tuple[LoadedModel, SpeculativeDecoder | None]:
             loaded = load_model(path, dtype=dtype, device=where)
             refuse_step_head(loaded.name, loaded.head)
+            refuse_blocks(loaded.name, loaded.blocks)
             if numerics == "aligned":
                 align_numerics(loaded)
             if numerics == "rounded":

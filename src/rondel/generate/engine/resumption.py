@@ -13,7 +13,7 @@ import numpy as np
 from rondel.core.types import IDS, NUMBERS, Completion, Request, TokenColumn
 
 if TYPE_CHECKING:
-    from rondel.core.continuous_steps import ContinuousSteps
+    from rondel.core.drawn_steps import DrawnSteps
 
 
 async def generate_until_done(generate: Callable[[Request], Awaitable[Completion]], request: Request) -> Completion:
@@ -74,7 +74,7 @@ def _join_columns(kind: str, parts: Sequence[Sequence[Any]]) -> TokenColumn:
     return whole
 
 
-def _join_steps(parts: Sequence[Request | Completion]) -> ContinuousSteps | None:
+def _join_steps(parts: Sequence[Request | Completion]) -> DrawnSteps | None:
     found = [part.steps for part in parts if part.steps is not None]
     return reduce(add, found) if found else None
 

@@ -25,6 +25,11 @@ class ControlHead(StepHead):
 
     kind = "control"
 
+    def describe(self, max_tokens: int, temperature: float) -> str:
+        config = self.model.config
+        what = f"one of {config.action_size} actions" if config.discrete else f"actions of {config.action_size} numbers"
+        return f"control: {config.observation_size} numbers of an observation, {what}"
+
     @property
     def weight(self) -> Tensor:
         """Where the weights lie, and in what."""

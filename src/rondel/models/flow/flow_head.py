@@ -23,6 +23,9 @@ class FlowHead(StepHead):
 
     kind = "flow"
 
+    def describe(self, max_tokens: int, temperature: float) -> str:
+        return f"flow: {self.dim} numbers a point, {max_tokens} steps with noise {temperature:g}"
+
     @property
     def weight(self) -> Tensor:
         """Where the weights lie, and in what."""

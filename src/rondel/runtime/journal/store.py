@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rondel.core.continuous_steps import ContinuousSteps
+from rondel.core.drawn_steps import steps_from_rows
 from rondel.core.errors import CheckpointError, UserError, error_boundary
 from rondel.core.events import Event, GroupsTaken, Resumed
 from rondel.core.types import (
@@ -463,7 +463,7 @@ def _decode_trajectory(row: dict[str, Any]) -> Trajectory:
             f"group {row['group']} sample {row['sample']}: columns of lengths {[len(c) for c in columns]}; the file is "
             f"damaged"
         )
-    steps = None if row["steps"] is None else ContinuousSteps.from_array(row["steps"], row["steps_layout"] or 0)
+    steps = None if row["steps"] is None else steps_from_rows(row["steps"], row["steps_layout"] or 0)
     for written, run in groupby(zip(*columns), key=lambda token: token[1]):
         tokens, _, logprobs, versions = (list(column) for column in zip(*run))
         if not written:

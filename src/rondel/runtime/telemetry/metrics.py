@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
+from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.events import (
     Evaluated,
     Event,
@@ -368,8 +369,8 @@ def _from_points(taken: GroupsTaken) -> dict[str, float]:
     """How far apart the points lie that groups drew; nothing where they drew tokens or actions."""
     spreads = []
     for group in taken.groups:
-        own = [] if group.supervised else [t.steps for t in group.policy_samples if t.steps is not None]
-        points = [steps.drawn[-1] for steps in own if not steps.observed]
+        found = [t.steps for t in group.policy_samples if isinstance(t.steps, ContinuousSteps)]
+        points = [] if group.supervised else [steps.drawn[-1] for steps in found if not steps.observed]
         if len(points) > 1:
             mean = sum(points) / len(points)
             spreads.append(math.sqrt(sum(float(((p - mean) ** 2).sum()) for p in points) / len(points)))

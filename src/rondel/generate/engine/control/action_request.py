@@ -62,6 +62,14 @@ class ActionRequest:
         return len(self.rows)
 
     @property
+    def is_begun(self) -> bool:
+        return bool(self.rows)
+
+    @property
+    def drawn(self) -> str:
+        return f"{self.step} actions"
+
+    @property
     def is_whole(self) -> bool:
         return bool(self.rows)
 

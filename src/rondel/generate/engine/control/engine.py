@@ -13,25 +13,25 @@ from rondel.core.errors import EngineError
 from rondel.core.types import Completion, Request
 from rondel.generate.engine.builtin.sampler import draw_uniform
 from rondel.generate.engine.control.action_request import ActionRequest
-from rondel.generate.engine.step_engine import StepEngine
+from rondel.generate.engine.stepwise.continuous_engine import ContinuousEngine
 from rondel.models.flow.transition import draw_normal
 
 
-class ControlEngine(StepEngine):
+class ControlEngine(ContinuousEngine[ActionRequest]):
     """Draws actions."""
 
     def open_request(self, request: Request, done: asyncio.Future[Completion]) -> ActionRequest:
         return ActionRequest.of(request, done, self.head.observed, self.head.dim)
 
-    def draw_steps(self, chains: list[ActionRequest]) -> tuple[np.ndarray, list[float]]:
-        """On the device's thread: the action of each, [n, 1 or A], and its log-density."""
-        keys = [chain.request.key for chain in chains]
+    def draw_step(self, answers: list[ActionRequest]) -> list[tuple[np.ndarray, float]]:
+        """The action of each, [1 or A], and its log-density."""
+        keys = [own.request.key for own in answers]
         if self.head.model.config.discrete:
             noise = np.array([draw_uniform(key, 0) for key in keys])
         else:
             noise = np.stack([draw_normal(key, 0, self.head.dim) for key in keys])
-        temperature = np.array([chain.request.sampling.temperature for chain in chains], np.float32)
-        drawn, density = self.head.draw(np.stack([chain.observation for chain in chains]), temperature, noise)
+        temperature = np.array([own.request.sampling.temperature for own in answers], np.float32)
+        drawn, density = self.head.draw(np.stack([own.observation for own in answers]), temperature, noise)
         if not np.isfinite(density).all():
             raise EngineError("the density of an action is not finite: the model's weights have overflowed")
-        return drawn, density.tolist()
+        return list(zip(drawn, density.tolist(), strict=True))

@@ -52,12 +52,13 @@ class Chain:
     def of(cls, request: Request, done: asyncio.Future[Completion], dim: int) -> Chain:
         refuse_sampling(request.sampling)
         first = request.continuation
-        drawn = 0 if request.steps is None else len(request.steps)
+        given = request.steps if isinstance(request.steps, ContinuousSteps) else None
+        drawn = 0 if given is None else len(given)
         if drawn != first:
             raise UserError(f"a chain that goes on from step {first} with the points of {drawn} steps: bring them all")
         steps = first + request.sampling.max_tokens
         numbers = step_coefficients(steps, request.sampling.temperature).astype(np.float32)
-        point = draw_normal(request.key, 0, dim) if request.steps is None else request.steps.drawn[-1]
+        point = draw_normal(request.key, 0, dim) if given is None else given.drawn[-1]
         prompt = list(request.tokens[: len(request.tokens) - first])
         if not prompt:
             raise UserError("a request without a prompt: a flow needs one token at least to be asked with")
@@ -67,6 +68,14 @@ class Chain:
     def step(self) -> int:
         """How many steps of the whole chain are drawn."""
         return self.first + len(self.rows)
+
+    @property
+    def is_begun(self) -> bool:
+        return bool(self.rows)
+
+    @property
+    def drawn(self) -> str:
+        return f"{self.step} steps"
 
     @property
     def is_whole(self) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.step_request import StepRequest
+    from rondel.generate.engine.stepwise.step_request import StepRequest
     from rondel.runtime.journal.wal import TokenLog
 
 
@@ -33,12 +34,12 @@ class StepLog:
                 break  # of a run with another model
             chain.append(halves.view(np.float32), found.logprob, found.version)
 
-    def record_step(self, chains: list[StepRequest], drawn: np.ndarray, densities: list[float], version: int) -> None:
+    def record_step(self, chains: Sequence[StepRequest], drawn: list[tuple[np.ndarray, float]], version: int) -> None:
         """The step that these chains take together, before anyone sees it."""
         if self.log is None:
             return
         rows, points = [], []
-        for chain, point, density in zip(chains, drawn, densities, strict=True):
+        for chain, (point, density) in zip(chains, drawn, strict=True):
             if chain.mark:
                 rows.append((chain.request.key, chain.step, chain.mark, density, chain.step, version))
                 halves = np.ascontiguousarray(point, np.float32).view(np.uint16)

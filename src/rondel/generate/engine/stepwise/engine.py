@@ -1,0 +1,189 @@
+"""An engine that answers in steps: all requests in flight take their next one together, in one pass of the model.
+
+Noise is counter-based, so when a step is taken does not change what it draws. There is no cache: a parked request keeps
+what it has drawn, and nothing else.
+
+generate ──> answers ──_step──> the device's thread ──> log ──> completions
+receive  ──> StepwiseUpdate ──> weight receiver
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rondel.core.errors import EngineError, UserError
+from rondel.core.events import stalled_error
+from rondel.core.protocols import Transport
+from rondel.core.time_account import TimeAccount
+from rondel.core.types import Completion, EngineStatus, Message, Request, TokenScores
+from rondel.generate.engine.builtin.lifecycle import EngineLifecycle
+from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
+from rondel.generate.engine.stepwise.control import A, StepwiseControl
+from rondel.generate.engine.stepwise.update import StepwiseUpdate
+
+if TYPE_CHECKING:
+    from rondel.models.loaded_model import LoadedModel
+
+CAN = ("logprobs", "hold", "drain", "abort", "score")
+
+
+class StepwiseEngine(ABC, StepwiseControl[A]):
+    """The Engine protocol over a `LoadedModel`; what a step draws is its subclass's. `run` executes a function on the
+    device's own thread.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        run: Callable[..., Awaitable[Any]],
+        max_running: int = 64,
+        version: int = 0,
+        transports: Mapping[str, Transport] | None = None,
+    ) -> None:
+        self.loaded, self.run, self.max_running = loaded, run, max_running
+        self.arrivals = WeightReceiver(loaded, transports or {})
+        self.lifecycle = EngineLifecycle(version, lambda: self.arrivals.is_overwriting)
+        self.account = TimeAccount("engine")
+        self.answers: list[A] = []
+        self._task: asyncio.Task[None] | None = None
+        self.update = StepwiseUpdate(self)
+
+    @abstractmethod
+    def begin_answer(self, request: Request, done: asyncio.Future[Completion]) -> A:
+        """A new request, with what an earlier life has drawn of it."""
+
+    @abstractmethod
+    def draw_step(self, answers: list[A]) -> list[Any]:
+        """On the device's thread: the next step of each."""
+
+    @abstractmethod
+    def keep_step(self, answers: list[A], steps: list[Any], version: int) -> int:
+        """What was drawn becomes a part of the answers, and of the log before anyone sees it. -> how many tokens"""
+
+    @abstractmethod
+    def score_tokens(self, tokens: list[int]) -> list[float]:
+        """On the device's thread: what both sides of a weight update must agree on, for each token."""
+
+    @abstractmethod
+    def record_version(self, version: int, root: str) -> None:
+        """Another version serves."""
+
+    @property
+    def version(self) -> int:
+        return self.lifecycle.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.lifecycle.version = version
+
+    # -- generate and score ----------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Completion:
+        self.lifecycle.refuse_if_broken()
+        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        answer = self.begin_answer(request, done)
+        if answer.is_whole:
+            answer.finish("stop")
+            return await done
+        self.answers.append(answer)
+        self.wake_up()
+        try:
+            async with asyncio.timeout(request.deadline):
+                return await done
+        except TimeoutError as error:
+            raise stalled_error(
+                f"a request waits for the engine since {request.deadline} s; it had drawn {answer.drawn}, engine "
+                f"{self.lifecycle.state}"
+            ) from error
+        finally:
+            if answer in self.answers:  # the caller went away
+                self.answers.remove(answer)
+
+    def refuse_overlong(self, request: Request) -> None:
+        """Of a model that reads its prompt by positions."""
+        if len(request.tokens) + request.sampling.max_tokens > self.loaded.max_context:
+            raise UserError(
+                f"{len(request.tokens)} tokens and max_tokens = {request.sampling.max_tokens} do not fit into a context of "
+                f"{self.loaded.max_context}; set max_position_embeddings of the model"
+            )
+
+    async def score(self, request: Request) -> TokenScores:
+        self.lifecycle.refuse_if_broken()
+        if self.arrivals.is_overwriting:
+            raise EngineError("new weights are arriving: score before the update begins or after its commit")
+        return TokenScores(await self.run(self.score_tokens, list(request.tokens)), self.version)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    @property
+    def _may_step(self) -> bool:
+        life = self.lifecycle
+        begun = life.admits or any(own.is_begun for own in self.answers)
+        return bool(self.answers) and life.state == "serving" and begun
+
+    def wake_up(self) -> None:
+        """There may be something to do."""
+        if self._task is None and self._may_step:
+            self._task = asyncio.create_task(self._step_until_done(), name="engine")
+        self.update_account()
+
+    def update_account(self) -> None:
+        """`held` is a wait for the trainer or an update, `idle` one for whoever asks."""
+        state = self.lifecycle.state
+        self.account.switch_to("generate" if self._task is not None else {"serving": "idle"}.get(state, state))
+
+    async def _step_until_done(self) -> None:
+        try:
+            for _ in range(4):  # whoever is about to ask, asks: the passes are fewer
+                await asyncio.sleep(0)
+            while self._may_step:
+                now = [own for own in self.answers if self.lifecycle.admits or own.is_begun][: self.max_running]
+                version = self.version
+                tokens = self.keep_step(now, await self.run(self.draw_step, now), version)
+                for answer in now:
+                    if answer.is_whole:
+                        self.answers = [other for other in self.answers if other is not answer]
+                        answer.finish("stop")
+                for name, n in (("steps", 1), ("tokens", tokens), ("requests", len(now))):
+                    self.account.counts[name] += n
+                await asyncio.sleep(0)
+        except BaseException as error:
+            self.lifecycle.broken = f"its step broke: {type(error).__name__}: {error}"
+            for answer in self.answers:
+                answer.fail(error if isinstance(error, UserError) else EngineError(self.lifecycle.broken))
+            self.answers.clear()
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._task = None
+            self.update_account()
+
+    # -- control ---------------------------------------------------------------------------------
+
+    async def status(self) -> EngineStatus:
+        state = self.lifecycle.state
+        parked = len(self.answers) if state != "serving" else 0
+        kinds = (f"update_{kind}" for kind in self.arrivals.route_kinds)
+        return EngineStatus(
+            version=self.version,
+            state=state,
+            running=len(self.answers) - parked,
+            waiting=0,
+            parked=parked,
+            pages_free=0,
+            pages_cached=0,
+            pages_total=0,
+            capabilities=frozenset({*CAN, *kinds}),
+            root=self.arrivals.root,
+            bytes_copied=self.arrivals.bytes_copied,
+            memory={"kv_cache": 0},
+        )
+
+    async def receive(self, message: Message) -> int:
+        """begin -> route -> commit, or abort. -> the version served."""
+        await self.update.receive(message)
+        return self.version

@@ -1,0 +1,1 @@
+"""Block-diffusion language models: text in blocks, each filled in from masks."""

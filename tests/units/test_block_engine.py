@@ -1,0 +1,150 @@
+"""The engine of blocks: what it records, noise that no scheduling changes, stop tokens, parking, updates and its log."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from kits.blocks import asked, block_model, brute_force, engine, of_completion, plain_model
+from kits.flows import publish_in_place
+from rondel.core.errors import UserError
+from rondel.core.types import Request, Sampling
+from rondel.core.unmasking_steps import MASKED
+from rondel.generate.engine.builtin.sampler import draw_uniform
+from rondel.generate.engine.resumption import generate_until_done
+from rondel.models.aligned_numerics import align_numerics
+from rondel.runtime.journal.wal import TokenLog
+
+
+def aligned():
+    loaded = block_model()
+    align_numerics(loaded)
+    return loaded
+
+
+MODEL = aligned()
+
+
+async def draw(n, loaded=MODEL, **how):
+    e = engine(loaded, **how)
+    return await asyncio.gather(*(e.generate(asked(i)) for i in range(n)))
+
+
+def test_a_logprob_is_that_of_the_step_in_which_the_token_was_unmasked():
+    for i, done in enumerate(asyncio.run(draw(3))):
+        t = of_completion(asked(i), done)
+        assert torch.allclose(brute_force(plain_model(MODEL), t), torch.tensor(done.logprobs), rtol=0, atol=1e-5)
+        for k, (step, *seen) in enumerate(done.steps.rows.tolist()):
+            assert seen[k % 4] == MASKED and step == (0, 1, 2)[min(step, 2)]
+        unmasked = [sum(s != MASKED for s in row[1:]) for row in done.steps.rows.tolist()[:4] if row[0] == 1]
+        assert unmasked == [2], "two of four masks in the first of three steps"
+
+
+def test_an_answer_is_the_same_alone_and_in_company():
+    together = asyncio.run(draw(3))
+    for how in ({"max_running": 1}, {"max_running": 2}):
+        alone = asyncio.run(draw(3, **how))
+        assert [(d.tokens, d.logprobs, d.steps) for d in alone] == [(d.tokens, d.logprobs, d.steps) for d in together]
+
+
+def test_the_most_certain_positions_come_first():
+    """Two passes by hand: the masks with the largest probabilities, drawn by the noise of their positions."""
+    loaded = block_model(block=4, steps=2)
+    e = engine(loaded)
+    [done] = [asyncio.run(e.generate(asked(1, most=4)))]
+    theirs = plain_model(loaded)
+    mask, state = loaded.blocks.mask_token, [MASKED] * 4
+    for step in (0, 1):
+        ids = [*asked(1).tokens, *(mask if s == MASKED else s for s in state)]
+        first = len(asked(1).tokens)
+        at = torch.arange(len(ids))
+        sees = (at[:, None] >= at) | (at >= first)[None] & (at >= first)[:, None]
+        bias = torch.zeros(len(ids), len(ids)).masked_fill(~sees, torch.finfo(torch.float32).min)
+        logits = theirs(torch.tensor([ids]), attention_mask=bias[None, None]).logits[0, first:].detach()
+        logits[:, mask] = -torch.inf
+        p = logits.double().softmax(-1)
+        free = [k for k in range(4) if state[k] == MASKED]
+        for k in sorted(sorted(free, key=lambda k: -float(p[k].max()))[:2]):
+            assert done.steps.step[k] == step
+            state[k] = int(torch.searchsorted(p[k].cumsum(-1), draw_uniform(asked(1).key, k)))
+    assert list(done.tokens) == state
+
+
+def test_text_ends_at_a_stop_token_inside_a_block():
+    """What was drawn behind it is cut, and masks behind it are not drawn any more."""
+    loaded = block_model()
+    whole = asyncio.run(draw(3, loaded))
+    for i, done in enumerate(whole):
+        stop = done.tokens[5]
+        e = engine(loaded)
+        e.loaded.stop_ids, before = frozenset([stop]), e.loaded.stop_ids
+        cut = asyncio.run(e.generate(asked(i)))
+        e.loaded.stop_ids = before
+        n = list(done.tokens).index(stop) + 1
+        assert cut.finish_reason == "stop" and cut.tokens[-1] == stop and len(cut.tokens) == len(cut.steps) <= 8
+        assert len(cut.tokens) == n and list(cut.tokens)[: n // 4 * 4] == list(done.tokens)[: n // 4 * 4]
+        t = of_completion(asked(i), cut)
+        assert torch.allclose(brute_force(plain_model(loaded), t), torch.tensor(cut.logprobs), rtol=0, atol=1e-5)
+    assert whole[0].finish_reason == "length" and len(whole[0].tokens) == 10
+
+
+@pytest.mark.parametrize("how", ["hold", "abort"])
+def test_a_parked_text_goes_on_under_other_weights(how):
+    """Parked inside a block it goes on there; aborted, from its last whole block (law 15)."""
+
+    async def serve(pauses):
+        loaded = aligned()
+        e = engine(loaded)
+        asks = [asyncio.ensure_future(generate_until_done(e.generate, asked(i))) for i in range(3)]
+        if pauses:
+            while not e.answers or not e.answers[0].kept or not e.answers[0].begun:
+                await asyncio.sleep(0)
+            await e.pause(how)
+            with torch.no_grad():
+                loaded.model.lm_head.weight.mul_(1.5)
+            await publish_in_place(e, 1)
+            await e.resume()
+        return loaded, await asyncio.gather(*asks)
+
+    (_, whole), (loaded, parted) = asyncio.run(serve(False)), asyncio.run(serve(True))
+    for i, (a, b) in enumerate(zip(whole, parted)):
+        assert set(b.versions) == {0, 1} and set(b.versions[:4]) == {0} and len(b.tokens) == len(b.steps) == 10
+        assert a.steps[:4] == b.steps[:4] and a.tokens[:4] == b.tokens[:4] and a.logprobs[:4] == b.logprobs[:4]
+        assert (1 in b.versions[4:8]) and (how == "hold") == (0 in b.versions[4:8])
+        now = brute_force(plain_model(loaded), of_completion(asked(i), b))
+        new = torch.tensor(list(b.versions)) == 1
+        assert torch.allclose(now[new], torch.tensor(b.logprobs)[new], rtol=0, atol=1e-5)
+
+
+def test_a_killed_text_goes_on_behind_its_last_whole_block(tmp_path):
+    async def serve(folder, n, dies=False):
+        e = engine(MODEL, log=TokenLog(folder))
+        await publish_in_place(e, 1)
+        asks = [asyncio.ensure_future(e.generate(asked(i))) for i in range(n)]
+        if dies:
+            while not e.answers or not e.answers[0].kept:
+                await asyncio.sleep(0)
+            return await e.pause("hold")
+        done = await asyncio.gather(*asks)
+        return done, e.account.counts["tokens"]
+
+    whole, drawn = asyncio.run(serve(tmp_path / "a", 3))
+    asyncio.run(serve(tmp_path / "b", 3, dies=True))
+    resumed, again = asyncio.run(serve(tmp_path / "b", 3))
+    assert drawn == 30 and again == 18
+    assert [(d.tokens, d.steps, d.logprobs) for d in resumed] == [(d.tokens, d.steps, d.logprobs) for d in whole]
+
+
+def test_what_belongs_to_text_from_left_to_right_is_refused():
+    e = engine(MODEL)
+    for request, why in (
+        (Request([1], Sampling(top_k=3, max_tokens=4)), "top_k"),
+        (Request([1], Sampling(min_tokens=2, max_tokens=4)), "min_tokens"),
+        (Request([], Sampling(max_tokens=4)), "prompt"),
+        (Request([1] * 1000), "context"),
+        (Request([1, 9], Sampling(max_tokens=4), continuation=1), "whole blocks"),
+    ):
+        with pytest.raises(UserError, match=why):
+            asyncio.run(e.generate(request))
+    assert np.isfinite(asyncio.run(e.score(Request([1, 2, 3]))).logprobs).all()
