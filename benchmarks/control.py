@@ -4,7 +4,8 @@
 
 Solved: the mean return of the last 20 training episodes reaches the target. Medians over the seeds, None where a seed
 did not get there: actions in the world until then, seconds from the first rollout until then, CPU seconds of the whole
-process with its start, and the return of 20 other episodes behind the last step, each action the likeliest.
+process with its start, and the return of 20 other episodes behind the last step, each action the likeliest. Evaluation
+is no part of the seconds.
 """
 
 from __future__ import annotations
@@ -69,11 +70,14 @@ def counted(run: Any, *given: Any) -> dict[str, Any]:
 
 
 def ours(recipe: str, seed: int, target: float, sets: list[str]) -> dict[str, Any]:
+    from rondel.core.config.job import Job
     from rondel.runtime.journal.log import read
     from rondel.runtime.journal.store import read_step
 
     with tempfile.TemporaryDirectory() as folder:
-        keys = [f"--loop.seed={seed}", f"--model.path.seed={seed}", "--run.sinks=[]", *(f"--{pair}" for pair in sets)]
+        last = Job.read(recipe, {}).loop.steps
+        keys = [f"--loop.seed={seed}", f"--model.path.seed={seed}", f"--task.eval.every={last}", "--run.sinks=[]"]
+        keys += [f"--{pair}" for pair in sets]
         argv = [sys.executable, "-m", "rondel", "train", recipe, *keys, f"--run.folder={folder}"]
         told = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         if told.returncode:

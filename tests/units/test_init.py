@@ -112,7 +112,7 @@ def test_a_recipe_is_written_with_the_modules_that_it_names(rondel, tmp_path):
 
 
 def test_a_wrong_name_of_a_recipe_names_the_right_one(rondel):
-    assert "no recipe 'quikstart'. Did you mean 'quickstart'? Known: calculator, " in rondel("recipes", "quikstart")[2]
+    assert "no recipe 'quikstart'. Did you mean 'quickstart'? Known: blocks, calculator, " in rondel("recipes", "quikstart")[2]
     assert "needs the name of a recipe" in rondel("recipes", "-o", "x")[2]
     assert "`rondel recipes` lists those that come with Rondel" in rondel("check", "quickstart")[2]
 

@@ -214,8 +214,7 @@ def trainer_of(
 
     trainer = device.call(build_trainer)
     return trainer, {
-        "trainer.micro_tokens": f"{micro.value} ({micro.why})",
-        **({"trainer.shapes": ", ".join(f"{t}x{m}" for t, m in settings.shapes)} if settings.shapes else {}),
+        "trainer.micro_tokens": f"{micro.value} ({micro.why})" + "".join(f", {t}x{m}" for t, m in settings.shapes),
         "routing_replay": replay_fact(job, loaded),
         "model.adapter": adapter_fact(loaded),
         "model.teacher": teachers_fact(job),

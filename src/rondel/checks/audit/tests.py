@@ -51,7 +51,7 @@ HARD_EXIT = re.compile(r"\bos\._exit\(\s*0\s*\)")
 PATCHES = tuple(
     re.compile(pattern, re.MULTILINE)
     for pattern in (
-        r"def\s+__(?:eq|ne|req)__\s*\(\s*self\s*,\s*[^)]*\)[^:\n]*:\s*(?:\n\s*)?return\s+True\b",
+        r"def\s+__(?:eq|ne|req)__\s*\(\s*self\s*,\s*[^()]*\)[^:\n]*:\s*(?:\n\s*)?return\s+True\b",
         r"\b__(?:eq|req)__[\"']?\s*[=:,]\s*lambda[^:\n]{0,60}:\s*(?:True|1|not\s+False)\b",
         r"\b(?:builtins|__builtins__)(?:\.\w+|\[[^\]]+\])\s*=[^=]|\bsetattr\(\s*(?:builtins|__builtins__|unittest|pytest)\b",
         r"\b(?:TestCase|unittest\.TestCase|self)\.(?:assert\w+|fail)\s*=[^=]|\bpytest\.(?:fail|raises)\s*=[^=]",
