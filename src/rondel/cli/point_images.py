@@ -25,7 +25,7 @@ ZOOM = 4  # pixels of the file along one of an image
 def last_point(row: dict[str, Any]) -> np.ndarray | None:
     """[D] the answer of a stored trajectory; None where it is text or actions, or a demonstration, whose steps end
     nowhere."""
-    steps = None if row["steps"] is None else steps_from_rows(row["steps"], row["steps_layout"] or 0)
+    steps = None if row["steps"] is None else steps_from_rows(row["steps"], row.get("steps_layout") or 0)
     return steps.drawn[-1] if isinstance(steps, ContinuousSteps) and not steps.observed and row["text"] else None
 
 

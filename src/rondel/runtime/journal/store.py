@@ -463,7 +463,7 @@ def _decode_trajectory(row: dict[str, Any]) -> Trajectory:
             f"group {row['group']} sample {row['sample']}: columns of lengths {[len(c) for c in columns]}; the file is "
             f"damaged"
         )
-    steps = None if row["steps"] is None else steps_from_rows(row["steps"], row["steps_layout"] or 0)
+    steps = None if row["steps"] is None else steps_from_rows(row["steps"], row.get("steps_layout") or 0)
     for written, run in groupby(zip(*columns), key=lambda token: token[1]):
         tokens, _, logprobs, versions = (list(column) for column in zip(*run))
         if not written:
