@@ -148,7 +148,7 @@ def test_digits_are_drawn_and_shown(tmp_path, capsys):
         ({"algo__kind": "ppo"}, "a critic"),
         ({"model__adapter__kind": "lora"}, "adapter"),
         ({"model__path": "smollm2-135m"}, "writes tokens"),
-        ({"engine__numerics": "aligned"}, "about tokens"),
+        ({"engine__numerics": "aligned"}, "engine.numerics"),
         ({"model__dtype": "bfloat16"}, "need float32"),
         ({"task__reward": {"kind": "near", "points": [[0.0], [1.0, 2.0]]}}, "equal length"),
         ({"task__data__args": {"moods": 3}}, "moods"),

@@ -102,7 +102,7 @@ class SmallEngine:
                 await engine.world.step(f"{engine.name}: {work.__name__.strip('_')}")
                 return work(*inputs)
 
-            def wake(self):
+            def wake_up(self):
                 engine.steps = engine.steps or engine.lifecycle.state == "serving"
 
         self.serving, self.scheduler = Serving(), Serving.scheduler

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rondel.algos.table import Algorithm
-from rondel.assemble.block_refusals import refuse_block_job
 from rondel.assemble.deployment import ENGINES, TOLERANCE, deploy_job, refuse_engine
 from rondel.assemble.episodes import command_log_of, episodes_of
 from rondel.assemble.model_info import ModelInfo
@@ -31,7 +30,7 @@ from rondel.assemble.refusals import (
 )
 from rondel.assemble.rows import AlgorithmRows, refuse_unknown_sources, rows_beside, rows_of
 from rondel.assemble.run_components import Components
-from rondel.assemble.step_refusals import refuse_control_job, refuse_flow_job
+from rondel.assemble.step_refusals import refuse_block_job, refuse_control_job, refuse_flow_job
 from rondel.assemble.world_sizes import with_world_sizes
 from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
 from rondel.core.config.environment import ENV_TABLES

@@ -1,5 +1,5 @@
-"""What a recipe of a policy of points or actions cannot have: what is about tokens, and what has not been carried over
-to them yet.
+"""What a recipe of a policy of points, actions or blocks cannot have: what is about text that is written token after
+token, and what has not been carried over yet.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from rondel.core.config.environment import ENV_TABLES
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, ModelError, UserError
 from rondel.core.types import Sampling
-from rondel.generate.engine.control.action_request import refuse_sampling as refuse_action_sampling
-from rondel.generate.engine.flow.chain import refuse_sampling
+from rondel.generate.engine.blocks.block_sequence import WHAT as BLOCKS
+from rondel.generate.engine.control.action_request import WHAT as ACTIONS
+from rondel.generate.engine.flow.chain import WHAT as POINTS
+from rondel.generate.engine.stepwise.answer import refuse_sampling
+from rondel.models.block_diffusion.settings import has_blocks
 from rondel.models.control.kinds import MLP_POLICY, is_control
 from rondel.models.flow.kinds import is_flow
 
-ABOUT_TOKENS = {  # what a row may need that only a vocabulary has
+NEXT_TOKEN = {  # what a row may need that is computed of the next token, for every token
     "teacher_logprobs": "a teacher",
     "teacher_hidden": "a teacher",
     "values": "a critic",
@@ -22,7 +25,6 @@ ABOUT_TOKENS = {  # what a row may need that only a vocabulary has
     "collisions": "the whole vocabulary at every draw",
     "guidance": "demonstrations among the samples",
 }
-PAGE = "docs/control.md"
 WIDTH = 16  # a multiple of which a layer's width is: elementwise functions then give a row the same bits in every batch
 Rules = list[tuple[bool, str]]
 
@@ -39,15 +41,9 @@ def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         return
     rules = [
         (kind == "flow" or kind not in ENV_TABLES, f'task.env = "{kind}" reads text: set task.env = "flow"'),
-        *refusals_of_steps(job, rows, "a flow"),
+        *refusals_of_steps(job, rows, "flow_grpo, ddrl or grpo"),
     ]
-    for holds, rule in rules:
-        if not holds:
-            raise ConfigError(f"model.path is a flow, and {rule}", page="docs/flows.md")
-    try:
-        refuse_sampling(sampling)
-    except UserError as error:
-        raise ConfigError(f"engine.{error}", page="docs/flows.md") from error
+    refuse_first(rules, "model.path is a flow", sampling, POINTS, "docs/flows.md")
 
 
 def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
@@ -58,7 +54,7 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
             raise ConfigError(
                 f'task.env = "control" with model.path = {job.model.path!r}, which draws no actions: take '
                 f'{{ random = "{MLP_POLICY}" }}, or the folder of a trained one',
-                page=PAGE,
+                page="docs/control.md",
             )
         return
     world = job.task.data.get("kind") == "gym" or kind not in ENV_TABLES
@@ -72,43 +68,77 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
             job.trainer.critic.path is None,
             "trainer.critic.path: its critic begins as a copy of the policy; leave it out",
         ),
-        *refusals_of_steps(job, rows, "a policy of actions", has_critic=True, learns_noise=True),
+        *refusals_of_steps(job, rows, "ppo or grpo", has_critic=True, learns_noise=True),
     ]
-    for holds, rule in rules:
-        if not holds:
-            raise ConfigError(f"model.path is a policy of actions, and {rule}", page=PAGE)
+    refuse_first(rules, "model.path is a policy of actions", sampling, ACTIONS, "docs/control.md")
     if isinstance(job.model.path, dict) and (width := job.model.path.get("hidden_size", WIDTH)) % WIDTH:
         raise ModelError(f"hidden_size = {width} of model.path: take a multiple of {WIDTH}")
+
+
+def refuse_block_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
+    """ConfigError where model.path fills in blocks of masks, and the rest of the recipe cannot."""
+    if not has_blocks(job.model.path):
+        return
+    kind = job.task.env_kind
+    rules = [
+        (
+            kind == "single_turn" or kind not in ENV_TABLES,
+            f'task.env = "{kind}" takes several turns, or other answers: set task.env = "single_turn"',
+        ),
+        ("sources" not in job.task.data, "task.data.sources may name other environments: leave them out"),
+        (
+            job.trainer.static_shapes is None,
+            "trainer.micro_tokens as a table fixes shapes of other rows: give a number",
+        ),
+        *refusals_of_steps(job, rows, "grpo, dapo or gspo", numerics=("fast", "aligned"), learns_noise=True),
+    ]
+    refuse_first(rules, "model.path fills in blocks of masks", sampling, BLOCKS, "docs/blocks.md")
+
+
+def refuse_first(rules: Rules, fact: str, sampling: Sampling, what: str, page: str) -> None:
+    """ConfigError of the first rule that does not hold, or of a setting of sampling."""
+    for holds, rule in rules:
+        if not holds:
+            raise ConfigError(f"{fact}, and {rule}", page=page)
     try:
-        refuse_action_sampling(sampling)
+        refuse_sampling(sampling, what)
     except UserError as error:
-        raise ConfigError(f"engine.{error}", page=PAGE) from error
+        raise ConfigError(f"engine.{error}", page=page) from error
 
 
 def refusals_of_steps(
-    job: Job, rows: AlgorithmRows, what: str, *, has_critic: bool = False, learns_noise: bool = False
+    job: Job,
+    rows: AlgorithmRows,
+    instead: str,
+    *,
+    numerics: tuple[str, ...] = ("fast",),
+    has_critic: bool = False,
+    learns_noise: bool = False,
 ) -> Rules:
-    """(whether it holds, the rule) of every policy that draws no tokens.
+    """(whether it holds, the rule) of every policy that does not write token after token.
 
+    instead       rows of algorithms that it can have
     learns_noise  whether the weights move its entropy
     """
     mesh = job.place.mesh.to_mesh(job.place.ranks)
     rules = [
-        (job.engine.kind == "builtin", f'engine.kind = "{job.engine.kind}" serves tokens: leave it out'),
-        (job.engine.numerics == "fast", f'engine.numerics = "{job.engine.numerics}" is about tokens: leave it out'),
-        (not job.engine.compile, "engine.compile = true is about tokens: leave it out"),
-        (job.engine.speculative.kind == "off", "engine.speculative guesses tokens: leave it out"),
-        (job.engine.concurrency == "fixed", f'engine.concurrency = "auto" watches a cache, and {what} has none'),
-        (job.model.adapter.kind == "off", "model.adapter goes on language models: leave it out"),
-        (job.model.format == "none", "model.format is for language models: leave it out"),
-        (not job.policies, "policies play agents that write text: leave them out"),
-        (mesh.world == 1, f"place.ranks = {mesh.world}: {what} is trained by one rank"),
-        (job.place.engine_processes == 1, "an engine of several processes splits a language model: use one"),
+        (job.engine.kind == "builtin", f'engine.kind = "{job.engine.kind}" writes token after token: leave it out'),
+        (
+            job.engine.numerics in numerics,
+            f'engine.numerics = "{job.engine.numerics}" is not carried over: leave it out',
+        ),
+        (not job.engine.compile, "engine.compile compiles the pass of one more token: leave it out"),
+        (job.engine.speculative.kind == "off", "engine.speculative guesses the next tokens: leave it out"),
+        (job.engine.concurrency == "fixed", 'engine.concurrency = "auto" watches a cache, and there is none'),
+        (job.model.adapter.kind == "off", "model.adapter is not carried over: leave it out"),
+        (job.model.format == "none", "model.format is not carried over: leave it out"),
+        (not job.policies, "policies are not carried over: leave them out"),
+        (mesh.world == 1, f"place.ranks = {mesh.world}: it is trained by one rank"),
+        (job.place.engine_processes == 1, "an engine of several processes splits a model with a cache: use one"),
         (not job.run.record, "run.record replays caches of tokens: leave it out"),
-        (not job.trainer.memory.offload, f"trainer.memory.offload makes room for a cache, and {what} has none"),
+        (not job.trainer.memory.offload, "trainer.memory.offload makes room for a cache, and there is none"),
     ]
-    odd = {need: told for need, told in ABOUT_TOKENS.items() if not (has_critic and need == "values")}
-    instead = "ppo or grpo" if has_critic else "flow_grpo, ddrl or grpo"
+    odd = {need: told for need, told in NEXT_TOKEN.items() if not (has_critic and need == "values")}
     for row in rows.all_rows:
         needs = sorted({told for need, told in odd.items() if need in row.needs})
         rules.append((not needs, f"algo.kind = '{row.name}' needs {', '.join(needs)}: use {instead}"))

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rondel.core.errors import UserError
-from rondel.core.types import Completion, FinishReason, Request, Sampling
+from rondel.core.types import Completion, FinishReason, Request
 from rondel.core.unmasking_steps import ABSENT, MASKED, UnmaskingSteps
+from rondel.generate.engine.stepwise.answer import Answer, refuse_sampling
 from rondel.models.block_diffusion.settings import BlockSettings
 
 
@@ -24,20 +25,11 @@ class UnmaskedToken(NamedTuple):
     row: np.ndarray
 
 
-def refuse_sampling(sampling: Sampling) -> None:
-    """What belongs to text that is written one token after the other."""
-    plain = Sampling()
-    read = ("temperature", "max_tokens", "n", "seed", "ignore_eos")
-    odd = [name for name in Sampling.__slots__ if name not in read and getattr(sampling, name) != getattr(plain, name)]
-    if odd:
-        raise UserError(
-            f"sampling.{odd[0]} = {getattr(sampling, odd[0])!r} with a model that fills in blocks of masks: its tokens are "
-            "drawn in no fixed order from whole distributions; leave it out"
-        )
+WHAT = "a model that fills in blocks of masks"
 
 
 @dataclass(slots=True, eq=False)
-class BlockSequence:
+class BlockSequence(Answer):
     """A request and what has been drawn of it. A block counts when it is whole: until then its tokens are nobody's.
 
     total    tokens of the answer at most, with those of a continuation
@@ -48,8 +40,6 @@ class BlockSequence:
     read     what the answer consists of: the tokens of the request's continuation and those of `kept`
     """
 
-    request: Request
-    done: asyncio.Future[Completion]
     settings: BlockSettings
     stops: frozenset[int]
     decode: Callable[[list[int]], str]
@@ -58,7 +48,6 @@ class BlockSequence:
     total: int
     state: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     step: int = 0
-    mark: int = 0
     ended: bool = False
     begun: dict[int, UnmaskedToken] = field(default_factory=dict)
     kept: list[UnmaskedToken] = field(default_factory=list)
@@ -72,7 +61,7 @@ class BlockSequence:
         stops: frozenset[int],
         decode: Callable[[list[int]], str],
     ) -> BlockSequence:
-        refuse_sampling(request.sampling)
+        refuse_sampling(request.sampling, WHAT)
         tokens, given = np.asarray(request.tokens, np.int32), request.continuation
         if given % settings.block:
             raise UserError(
@@ -147,25 +136,17 @@ class BlockSequence:
             self._open_block()
         return tokens
 
-    def finish(self, reason: FinishReason) -> None:
-        """Its caller gets the whole blocks; "length" where none of them has ended the text."""
-        if self.done.done():
-            return
+    def completion(self, reason: FinishReason) -> Completion:
+        """The whole blocks; "length" where none of them has ended the text."""
         if reason == "stop" and not self.ended:
             reason = "length"
         tokens = [own.token for own in self.kept]
-        self.done.set_result(
-            Completion(
-                tokens,  # type: ignore[arg-type]
-                [own.logprob for own in self.kept],  # type: ignore[arg-type]
-                [own.version for own in self.kept],  # type: ignore[arg-type]
-                reason,
-                prompt_tokens=len(self.prompt),
-                text=self.decode(tokens),
-                steps=UnmaskingSteps.of_tokens([own.row for own in self.kept], self.settings.block),
-            )
+        return Completion(
+            tokens,  # type: ignore[arg-type]
+            [own.logprob for own in self.kept],  # type: ignore[arg-type]
+            [own.version for own in self.kept],  # type: ignore[arg-type]
+            reason,
+            prompt_tokens=len(self.prompt),
+            text=self.decode(tokens),
+            steps=UnmaskingSteps.of_tokens([own.row for own in self.kept], self.settings.block),
         )
-
-    def fail(self, error: Exception) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)

@@ -11,14 +11,12 @@ Every step computes prompt and whole blocks again, by the layout in which the tr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from rondel.core.protocols import Transport
 from rondel.core.types import Completion, Request
 from rondel.generate.engine.blocks.block_log import BlockLog
 from rondel.generate.engine.blocks.block_sequence import BlockSequence
@@ -29,8 +27,6 @@ from rondel.models.block_diffusion.probe import score_prompt
 
 if TYPE_CHECKING:
     from rondel.models.block_diffusion.settings import BlockSettings
-    from rondel.models.loaded_model import LoadedModel
-    from rondel.runtime.journal.wal import TokenLog
 
 Drawn = tuple[list[int], list[int], list[float]]  # positions of a block, tokens, log-probabilities
 
@@ -38,27 +34,18 @@ Drawn = tuple[list[int], list[int], list[float]]  # positions of a block, tokens
 class BlockEngine(StepwiseEngine[BlockSequence]):
     """The Engine protocol over a `LoadedModel` that has `blocks`."""
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        *,
-        run: Callable[..., Awaitable[Any]],
-        max_running: int = 64,
-        version: int = 0,
-        transports: Mapping[str, Transport] | None = None,
-        log: TokenLog | None = None,
-    ) -> None:
-        super().__init__(loaded, run=run, max_running=max_running, version=version, transports=transports)
-        assert loaded.blocks is not None
-        self.log = BlockLog(log)
-        self.settings: BlockSettings = loaded.blocks
+    log_kind = BlockLog
+    log: BlockLog
 
-    def begin_answer(self, request: Request, done: asyncio.Future[Completion]) -> BlockSequence:
+    @property
+    def settings(self) -> BlockSettings:
+        assert self.loaded.blocks is not None
+        return self.loaded.blocks
+
+    def open_answer(self, request: Request, done: asyncio.Future[Completion]) -> BlockSequence:
         self.refuse_overlong(request)
         decode = partial(self.loaded.tokenizer.decode, skip_special_tokens=True)
-        sequence = BlockSequence.of(request, done, self.settings, self.loaded.stop_ids, decode)
-        self.log.restore(sequence)
-        return sequence
+        return BlockSequence.of(request, done, self.settings, self.loaded.stop_ids, decode)
 
     @torch.no_grad()
     def draw_step(self, answers: list[BlockSequence]) -> list[Drawn]:
@@ -97,6 +84,3 @@ class BlockEngine(StepwiseEngine[BlockSequence]):
 
     def score_tokens(self, tokens: list[int]) -> list[float]:
         return score_prompt(self.loaded, tokens)
-
-    def record_version(self, version: int, root: str) -> None:
-        self.log.record_version(version, root)

@@ -151,7 +151,7 @@ class BuiltinEngine:
         self.scheduler.waiting.append(live)
         if request.lines is not None:
             self.scheduler.replay.follow_lines(self.version)
-        self.serving.wake()
+        self.serving.wake_up()
         try:
             async with asyncio.timeout(request.deadline):
                 return await self._with_text(await done)
@@ -238,20 +238,20 @@ class BuiltinEngine:
         serving = self.serving
         self.lifecycle.end_lease()
         while self.state == "serving" and self.scheduler.replay.is_behind(self.version):
-            serving.wake()
+            serving.wake_up()
             if serving.has_stopped:  # nobody may move; whoever is not at its line is named when the weights change
                 break
             await serving.wait_for_task()
-        await self.lifecycle.hold(how, serving.wait_until_stopped, serving.wake)
+        await self.lifecycle.hold(how, serving.wait_until_stopped, serving.wake_up)
         if how == "abort":
             for live in [*self.scheduler.running, *self.scheduler.waiting]:
                 self.answers.finish_sequence(live, "abort", self.version)
-        self.lifecycle.begin_lease(lease, serving.wake)
+        self.lifecycle.begin_lease(lease, serving.wake_up)
 
     async def resume(self) -> None:
         self.lifecycle.end_lease()
         self.lifecycle.held = False
-        self.serving.wake()
+        self.serving.wake_up()
 
     async def abort(self, which: Callable[[Request], bool]) -> int:
         """Requests of which this is true return what they have written, between two steps. -> how many there are."""
@@ -296,7 +296,7 @@ class BuiltinEngine:
             self.claim.take("engine")
         await self.serving.run(self.resting.wake, tags)
         self.lifecycle.asleep.difference_update(tags)
-        self.serving.wake()
+        self.serving.wake_up()
 
     async def receive(self, message: Message) -> int:
         """begin -> route -> commit, or abort. -> the version served."""

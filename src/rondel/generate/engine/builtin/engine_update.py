@@ -73,7 +73,7 @@ class EngineUpdate:
         if runner.draft is not None:
             runner.draft.forget_cache()  # it learns with the policy
         self.lifecycle.broken = ""
-        self.serving.wake()
+        self.serving.wake_up()
 
     def _report_version(self) -> None:
         """Once a version: `requests` of `room` were decoded together."""

@@ -1,4 +1,4 @@
-"""State of the engine: what it may do now, and for how long it may stand still.
+"""State of an engine: what it may do now, for how long it may stand still, and the task in which it moves.
 
 serving ──pause──> held ──sleep──> asleep        a failed update or step: refusing, until a good update
 """
@@ -6,6 +6,7 @@ serving ──pause──> held ──sleep──> asleep        a failed update
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import get_args
 
@@ -77,6 +78,50 @@ class EngineLifecycle:
             )
         )
         wake()
+
+
+class StepTask(ABC):
+    """The steps of an engine, in a task that lives while there is one to take.
+
+    spends  is told what its time goes into from now on: `TimeAccount.switch_to`
+    """
+
+    def __init__(self, lifecycle: EngineLifecycle, spends: Callable[[str], None]) -> None:
+        self.lifecycle, self._spends = lifecycle, spends
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    @abstractmethod
+    def _may_step(self) -> bool: ...
+
+    @abstractmethod
+    async def _step_until_done(self) -> None:
+        """Step until nothing is left or a pause arrives."""
+
+    @property
+    def has_stopped(self) -> bool:
+        return self._task is None
+
+    def wake_up(self) -> None:
+        """There may be something to do."""
+        if self._task is None and self._may_step:
+            self._task = asyncio.create_task(self._step_until_done(), name="engine")
+        self.update_account()
+
+    def update_account(self) -> None:
+        """`held` is a wait for the trainer or an update, `idle` one for whoever asks."""
+        state = self.lifecycle.state
+        self._spends("generate" if self._task is not None else {"serving": "idle"}.get(state, state))
+
+    async def wait_for_task(self) -> None:
+        """Unlike awaiting the task, this leaves its step alone if the caller gives up."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def wait_until_stopped(self) -> None:
+        """Until nothing moves: what a hold waits for."""
+        while not self.has_stopped:
+            await self.wait_for_task()
 
 
 def check_interrupt(how: str) -> None:

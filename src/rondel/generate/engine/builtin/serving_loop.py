@@ -16,6 +16,7 @@ from rondel.core.errors import EngineError, LawError, UserError
 from rondel.core.events import Generating, Speculated, emit
 from rondel.core.time_account import TimeAccount
 from rondel.core.types import Request
+from rondel.generate.engine.builtin.lifecycle import StepTask
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.answer_delivery import AnswerDelivery
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 HEARTBEAT = 0.5
 
 
-class ServingLoop:
-    """Steps of the engine, in a task that lives while there is one to do.
+class ServingLoop(StepTask):
+    """Steps of the token engine.
 
     run      executes a function on the device's own thread
     seconds  spent in steps
@@ -51,16 +52,13 @@ class ServingLoop:
         speculation: SpeculativeDecoder | None,
         concurrency: ConcurrencyController | None,
     ) -> None:
-        self.run, self.lifecycle, self.scheduler, self.runner = run, lifecycle, scheduler, runner
+        self.account = TimeAccount("engine")
+        super().__init__(lifecycle, self.account.switch_to)
+        self.run, self.scheduler, self.runner = run, scheduler, runner
         self.answers, self.log, self.speculation, self.concurrency = answers, log, speculation, concurrency
-        self.seconds, self.account = 0.0, TimeAccount("engine")
+        self.seconds = 0.0
         self.gone: list[SequenceState] = []
         self._aborted: list[SequenceState] = []  # and those that shall return what they have
-        self._task: asyncio.Task | None = None
-
-    @property
-    def has_stopped(self) -> bool:
-        return self._task is None
 
     @property
     def is_busy(self) -> bool:
@@ -74,27 +72,6 @@ class ServingLoop:
             and (self.lifecycle.admits or self.scheduler.has_begun)
             and self.scheduler.replay.may_move(self.lifecycle.version)
         )
-
-    def wake(self) -> None:
-        """There may be something to do."""
-        if self._task is None and self._may_step:
-            self._task = asyncio.create_task(self._step_until_done(), name="engine")
-        self.update_account()
-
-    def update_account(self) -> None:
-        """`held` is a wait for the trainer or an update, `idle` one for whoever asks."""
-        state = self.lifecycle.state
-        self.account.switch_to("generate" if self._task is not None else {"serving": "idle"}.get(state, state))
-
-    async def wait_for_task(self) -> None:
-        """Unlike awaiting the task, this leaves its step alone if the caller gives up."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
-
-    async def wait_until_stopped(self) -> None:
-        """Until nothing moves: what a hold waits for."""
-        while not self.has_stopped:
-            await self.wait_for_task()
 
     async def _step_until_done(self) -> None:
         """Step until nothing is left or a pause arrives."""

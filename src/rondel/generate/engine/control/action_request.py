@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 
 import numpy as np
 
 from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.errors import UserError
-from rondel.core.types import Completion, FinishReason, Request, Sampling
+from rondel.core.types import Completion, FinishReason, Request
+from rondel.generate.engine.stepwise.answer import refuse_sampling
+from rondel.generate.engine.stepwise.step_request import StepRequest
 
-
-@lru_cache(64)
-def refuse_sampling(sampling: Sampling) -> None:
-    """What has no meaning for actions. `temperature` scales logits or the standard deviation."""
-    plain = Sampling()
-    read = ("temperature", "max_tokens", "n", "seed", "ignore_eos")
-    odd = [name for name in Sampling.__slots__ if name not in read and getattr(sampling, name) != getattr(plain, name)]
-    if odd:
-        raise UserError(
-            f"sampling.{odd[0]} = {getattr(sampling, odd[0])!r} with a policy of actions: it is about tokens, leave it out"
-        )
+WHAT = "a policy of actions"
 
 
 @dataclass(slots=True, eq=False)
-class ActionRequest:
+class ActionRequest(StepRequest):
     """A request and its one step.
 
     observation  [O] float32
-    point        as many numbers as an action has
+    dim          how many numbers stand for an action
     """
 
-    request: Request
-    done: asyncio.Future[Completion]
     observation: np.ndarray
-    point: np.ndarray
-    mark: int = 0
-    rows: list[np.ndarray] = field(default_factory=list)
+    dim: int
     logprob: float = 0.0
     version: int = -1
 
@@ -48,48 +35,31 @@ class ActionRequest:
         if seen is None or seen.shape != (observed,) or seen.dtype != np.float32:
             found = "none" if seen is None else f"{seen.dtype} {list(seen.shape)}"
             raise UserError(f"an action wants an observation, float32 [{observed}], and the request has {found}")
-        refuse_sampling(request.sampling)
-        return cls(request, done, seen, np.zeros(dim, np.float32))
+        refuse_sampling(request.sampling, WHAT)
+        return cls(request, done, seen, dim)
 
     @property
-    def prompt(self) -> list[int]:
+    def log_key(self) -> list[int]:
         """The bits of the observation: the log gives an action back only where the world shows the same."""
         bits: list[int] = self.observation.view(np.int32).tolist()
         return bits
 
     @property
-    def step(self) -> int:
-        return len(self.rows)
-
-    @property
-    def is_begun(self) -> bool:
-        return bool(self.rows)
-
-    @property
-    def drawn(self) -> str:
-        return f"{self.step} actions"
+    def width(self) -> int:
+        return self.dim
 
     @property
     def is_whole(self) -> bool:
-        return bool(self.rows)
+        return self.is_begun
 
     def append(self, drawn: np.ndarray, logprob: float, version: int) -> None:
         self.rows.append(np.concatenate([self.observation, drawn]))
         self.logprob, self.version = logprob, version
 
-    def finish(self, reason: FinishReason) -> None:
-        """Its caller gets the action; its token is the action's number, 0 where it has none."""
-        if self.done.done():
-            return
+    def completion(self, reason: FinishReason) -> Completion:
+        """The action; its token is the action's number, 0 where it has none."""
         if not self.rows:
-            self.done.set_result(Completion.empty(reason, len(self.request.tokens)))
-            return
+            return Completion.empty(reason, len(self.request.tokens))
         steps = ContinuousSteps(self.rows[0][None], len(self.observation))
-        given = [0 if len(self.point) > 1 else int(self.rows[0][-1])]
-        self.done.set_result(
-            Completion(given, [self.logprob], [self.version], reason, text="", steps=steps)  # type: ignore[arg-type]
-        )
-
-    def fail(self, error: Exception) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
+        given = [0 if self.dim > 1 else int(self.rows[0][-1])]
+        return Completion(given, [self.logprob], [self.version], reason, text="", steps=steps)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from rondel.models.flow.transition import draw_normal
 class ControlEngine(ContinuousEngine[ActionRequest]):
     """Draws actions."""
 
-    def open_request(self, request: Request, done: asyncio.Future[Completion]) -> ActionRequest:
+    def open_answer(self, request: Request, done: asyncio.Future[Completion]) -> ActionRequest:
         return ActionRequest.of(request, done, self.head.observed, self.head.dim)
 
     def draw_step(self, answers: list[ActionRequest]) -> list[tuple[np.ndarray, float]]:

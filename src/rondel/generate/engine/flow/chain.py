@@ -9,48 +9,35 @@ import numpy as np
 
 from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.errors import UserError
-from rondel.core.types import Completion, FinishReason, Request, Sampling
+from rondel.core.types import Completion, FinishReason, Request
+from rondel.generate.engine.stepwise.answer import refuse_sampling
+from rondel.generate.engine.stepwise.step_request import StepRequest
 from rondel.models.flow.transition import draw_normal, step_coefficients
 
 SHOWN = 8  # numbers of a point that its text has
 
 
-def refuse_sampling(sampling: Sampling) -> None:
-    """What has no meaning for points. `temperature` is the eta of a step, `max_tokens` how many steps there are."""
-    plain = Sampling()
-    read = ("temperature", "max_tokens", "n", "seed", "ignore_eos")
-    odd = [name for name in Sampling.__slots__ if name not in read and getattr(sampling, name) != getattr(plain, name)]
-    if odd:
-        raise UserError(
-            f"sampling.{odd[0]} = {getattr(sampling, odd[0])!r} with a flow, which draws points and not tokens: leave it "
-            "out. temperature is the noise of a step, max_tokens how many steps there are"
-        )
+WHAT = "a flow, which draws points and not tokens"
 
 
 @dataclass(slots=True, eq=False)
-class Chain:
+class Chain(StepRequest):
     """A request and what has been drawn of it.
 
     first    steps that were drawn before this request, whose points it brought
-    rows     of each step since, as `ContinuousSteps.rows`
     numbers  [K, 4] sigma, scale_x, scale_v and std of the steps of the whole chain
-    mark     of its prompt in the log; 0 is not logged
     """
 
-    request: Request
-    done: asyncio.Future[Completion]
     prompt: list[int]
     first: int
     numbers: np.ndarray
     point: np.ndarray
-    mark: int = 0
-    rows: list[np.ndarray] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, request: Request, done: asyncio.Future[Completion], dim: int) -> Chain:
-        refuse_sampling(request.sampling)
+        refuse_sampling(request.sampling, WHAT)
         first = request.continuation
         given = request.steps if isinstance(request.steps, ContinuousSteps) else None
         drawn = 0 if given is None else len(given)
@@ -70,12 +57,12 @@ class Chain:
         return self.first + len(self.rows)
 
     @property
-    def is_begun(self) -> bool:
-        return bool(self.rows)
+    def log_key(self) -> list[int]:
+        return self.prompt
 
     @property
-    def drawn(self) -> str:
-        return f"{self.step} steps"
+    def width(self) -> int:
+        return len(self.point)
 
     @property
     def is_whole(self) -> bool:
@@ -92,29 +79,19 @@ class Chain:
         self.versions.append(version)
         self.point = drawn
 
-    def finish(self, reason: FinishReason) -> None:
-        """Its caller gets what has been drawn."""
-        if self.done.done():
-            return
+    def completion(self, reason: FinishReason) -> Completion:
         width = 2 * len(self.point) + self.numbers.shape[1]
         rows = np.stack(self.rows) if self.rows else np.empty((0, width), np.float32)
         tokens = list(range(self.first, self.step))
-        text = describe_point(self.point) if reason == "stop" else ""
-        self.done.set_result(
-            Completion(
-                tokens,  # type: ignore[arg-type]
-                self.logprobs,  # type: ignore[arg-type]
-                self.versions,  # type: ignore[arg-type]
-                reason,
-                prompt_tokens=len(self.prompt),
-                text=text,
-                steps=ContinuousSteps(rows),
-            )
+        return Completion(
+            tokens,  # type: ignore[arg-type]
+            self.logprobs,  # type: ignore[arg-type]
+            self.versions,  # type: ignore[arg-type]
+            reason,
+            prompt_tokens=len(self.prompt),
+            text=describe_point(self.point) if reason == "stop" else "",
+            steps=ContinuousSteps(rows),
         )
-
-    def fail(self, error: Exception) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
 
 
 def describe_point(point: np.ndarray) -> str:

@@ -22,7 +22,7 @@ from rondel.models.flow.transition import log_density, step_mean
 class FlowEngine(ContinuousEngine[Chain]):
     """Draws chains of denoising steps (chain.py)."""
 
-    def open_request(self, request: Request, done: asyncio.Future[Completion]) -> Chain:
+    def open_answer(self, request: Request, done: asyncio.Future[Completion]) -> Chain:
         self.refuse_overlong(request)
         return Chain.of(request, done, self.head.dim)
 

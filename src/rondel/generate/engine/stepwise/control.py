@@ -2,76 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from rondel.core.errors import EngineError
 from rondel.core.protocols import Interrupt, Tags
-from rondel.core.types import FinishReason, Request
-from rondel.generate.engine.builtin.lifecycle import EngineLifecycle, check_interrupt
-
-
-class Answer(Protocol):
-    """A request and what has been drawn of it."""
-
-    request: Request
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether anything was drawn here."""
-        ...
-
-    @property
-    def is_whole(self) -> bool: ...
-
-    @property
-    def drawn(self) -> str:
-        """How far it is, for a reader of errors."""
-        ...
-
-    def finish(self, reason: FinishReason) -> None:
-        """Its caller gets what has been drawn."""
-        ...
-
-    def fail(self, error: Exception) -> None: ...
-
+from rondel.core.types import Request
+from rondel.generate.engine.builtin.lifecycle import StepTask, check_interrupt
+from rondel.generate.engine.stepwise.answer import Answer
 
 A = TypeVar("A", bound=Answer)
 
 
-class StepwiseControl(Generic[A]):
+class StepwiseControl(StepTask, Generic[A]):
     """Half of the Engine protocol, over the answers in flight and the task that takes their steps."""
 
-    lifecycle: EngineLifecycle
     answers: list[A]
-    _task: asyncio.Task[None] | None
 
     @property
     def is_busy(self) -> bool:
         """Whether a step runs or will: parked requests do not count (law 8)."""
         return self._task is not None and bool(self.answers)
 
-    def wake_up(self) -> None:
-        """There may be something to do."""
-        raise NotImplementedError
-
-    def update_account(self) -> None:
-        """Another state."""
-        raise NotImplementedError
-
     async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:
         """hold: park requests between two steps. drain: let the begun ones end. abort: return what is drawn."""
         check_interrupt(how)
         self.lifecycle.end_lease()
-        await self.lifecycle.hold(how, self._wait_until_stopped, self.wake_up)
+        await self.lifecycle.hold(how, self.wait_until_stopped, self.wake_up)
         if how == "abort":
             await self.abort(lambda request: True)
         self.lifecycle.begin_lease(lease, self.wake_up)
-
-    async def _wait_until_stopped(self) -> None:
-        while self._task is not None:
-            await asyncio.wait([self._task])
 
     async def resume(self) -> None:
         self.lifecycle.end_lease()

@@ -10,7 +10,7 @@ receive  ──> StepwiseUpdate ──> weight receiver
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,19 +21,23 @@ from rondel.core.time_account import TimeAccount
 from rondel.core.types import Completion, EngineStatus, Message, Request, TokenScores
 from rondel.generate.engine.builtin.lifecycle import EngineLifecycle
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
+from rondel.generate.engine.stepwise.answer_log import AnswerLog
 from rondel.generate.engine.stepwise.control import A, StepwiseControl
 from rondel.generate.engine.stepwise.update import StepwiseUpdate
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
+    from rondel.runtime.journal.wal import TokenLog
 
 CAN = ("logprobs", "hold", "drain", "abort", "score")
 
 
-class StepwiseEngine(ABC, StepwiseControl[A]):
+class StepwiseEngine(StepwiseControl[A]):
     """The Engine protocol over a `LoadedModel`; what a step draws is its subclass's. `run` executes a function on the
     device's own thread.
     """
+
+    log_kind: type[AnswerLog[Any]]
 
     def __init__(
         self,
@@ -43,18 +47,19 @@ class StepwiseEngine(ABC, StepwiseControl[A]):
         max_running: int = 64,
         version: int = 0,
         transports: Mapping[str, Transport] | None = None,
+        log: TokenLog | None = None,
     ) -> None:
         self.loaded, self.run, self.max_running = loaded, run, max_running
         self.arrivals = WeightReceiver(loaded, transports or {})
-        self.lifecycle = EngineLifecycle(version, lambda: self.arrivals.is_overwriting)
         self.account = TimeAccount("engine")
+        super().__init__(EngineLifecycle(version, lambda: self.arrivals.is_overwriting), self.account.switch_to)
+        self.log = self.log_kind(log)
         self.answers: list[A] = []
-        self._task: asyncio.Task[None] | None = None
         self.update = StepwiseUpdate(self)
 
     @abstractmethod
-    def begin_answer(self, request: Request, done: asyncio.Future[Completion]) -> A:
-        """A new request, with what an earlier life has drawn of it."""
+    def open_answer(self, request: Request, done: asyncio.Future[Completion]) -> A:
+        """Of which nothing is drawn yet. UserError where it cannot be drawn."""
 
     @abstractmethod
     def draw_step(self, answers: list[A]) -> list[Any]:
@@ -67,10 +72,6 @@ class StepwiseEngine(ABC, StepwiseControl[A]):
     @abstractmethod
     def score_tokens(self, tokens: list[int]) -> list[float]:
         """On the device's thread: what both sides of a weight update must agree on, for each token."""
-
-    @abstractmethod
-    def record_version(self, version: int, root: str) -> None:
-        """Another version serves."""
 
     @property
     def version(self) -> int:
@@ -85,7 +86,8 @@ class StepwiseEngine(ABC, StepwiseControl[A]):
     async def generate(self, request: Request) -> Completion:
         self.lifecycle.refuse_if_broken()
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        answer = self.begin_answer(request, done)
+        answer = self.open_answer(request, done)
+        self.log.restore(answer)
         if answer.is_whole:
             answer.finish("stop")
             return await done
@@ -124,17 +126,6 @@ class StepwiseEngine(ABC, StepwiseControl[A]):
         life = self.lifecycle
         begun = life.admits or any(own.is_begun for own in self.answers)
         return bool(self.answers) and life.state == "serving" and begun
-
-    def wake_up(self) -> None:
-        """There may be something to do."""
-        if self._task is None and self._may_step:
-            self._task = asyncio.create_task(self._step_until_done(), name="engine")
-        self.update_account()
-
-    def update_account(self) -> None:
-        """`held` is a wait for the trainer or an update, `idle` one for whoever asks."""
-        state = self.lifecycle.state
-        self.account.switch_to("generate" if self._task is not None else {"serving": "idle"}.get(state, state))
 
     async def _step_until_done(self) -> None:
         try:

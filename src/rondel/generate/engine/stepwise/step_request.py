@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import abstractmethod
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from rondel.generate.engine.stepwise.control import Answer
+from rondel.generate.engine.stepwise.answer import Answer
 
 
-class StepRequest(Answer, Protocol):
-    """One request in the engine.
+@dataclass(slots=True, eq=False)
+class StepRequest(Answer):
+    """rows  of each step since it came, as `ContinuousSteps.rows`"""
 
-    mark    of its prompt in the log; 0 is not logged
-    prompt  numbers that the log knows it by
-    point   [D] what its last step drew, or as many numbers
-    step    how many steps are drawn
-    """
-
-    mark: int
+    rows: list[np.ndarray] = field(default_factory=list, kw_only=True)
 
     @property
-    def prompt(self) -> list[int]: ...
+    @abstractmethod
+    def log_key(self) -> list[int]:
+        """Numbers that the log knows it by."""
+
     @property
-    def point(self) -> np.ndarray: ...
+    @abstractmethod
+    def width(self) -> int:
+        """How many numbers a step draws."""
+
     @property
-    def step(self) -> int: ...
-    def append(self, drawn: np.ndarray, logprob: float, version: int) -> None: ...
+    def step(self) -> int:
+        """How many steps are drawn."""
+        return len(self.rows)
+
+    @property
+    def is_begun(self) -> bool:
+        return bool(self.rows)
+
+    @property
+    def drawn(self) -> str:
+        return f"{self.step} steps"
+
+    @abstractmethod
+    def append(self, drawn: np.ndarray, logprob: float, version: int) -> None:
+        """One step more."""

@@ -22,7 +22,7 @@ class StepwiseUpdate(EngineUpdate):
         await engine.run(engine.arrivals.commit_update, commit)
         weights_changed()
         engine.lifecycle.version, engine.lifecycle.broken = commit.version, ""
-        engine.record_version(commit.version, commit.root)
+        engine.log.record_version(commit.version, commit.root)
         engine.wake_up()
 
     def _report_version(self) -> None:
