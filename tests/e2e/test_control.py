@@ -13,8 +13,8 @@ from rondel.checks.recipe_check import check as check_recipe
 from rondel.cli import export, main
 from rondel.core.errors import EnvError, UserError
 from rondel.driver import replay
-from rondel.models.flow.packed_steps import PackedSteps
 from rondel.models.load import load_model
+from rondel.models.packed_steps import PackedSteps
 from rondel.runtime.journal import store
 
 gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: rondel[control]")

@@ -14,8 +14,8 @@ from rondel.cli.view import token_pieces
 from rondel.core.errors import UserError
 from rondel.core.types import Score
 from rondel.driver import replay
-from rondel.models.flow.packed_steps import PackedSteps
 from rondel.models.load import load_model
+from rondel.models.packed_steps import PackedSteps
 from rondel.runtime.journal import store
 
 

@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from kits.blocks import asked, block_model, brute_force, engine, of_completion, plain_model
-from kits.flows import publish_in_place
+from kits.stepwise import killed, parted
 from rondel.core.errors import UserError
 from rondel.core.types import Request, Sampling
 from rondel.core.unmasking_steps import MASKED
 from rondel.generate.engine.builtin.sampler import draw_uniform
-from rondel.generate.engine.resumption import generate_until_done
 from rondel.models.aligned_numerics import align_numerics
-from rondel.runtime.journal.wal import TokenLog
 
 
 def aligned():
@@ -36,7 +34,7 @@ def test_a_logprob_is_that_of_the_step_in_which_the_token_was_unmasked():
         t = of_completion(asked(i), done)
         assert torch.allclose(brute_force(plain_model(MODEL), t), torch.tensor(done.logprobs), rtol=0, atol=1e-5)
         for k, (step, *seen) in enumerate(done.steps.rows.tolist()):
-            assert seen[k % 4] == MASKED and step == (0, 1, 2)[min(step, 2)]
+            assert seen[k % 4] == MASKED and 0 <= step < 3
         unmasked = [sum(s != MASKED for s in row[1:]) for row in done.steps.rows.tolist()[:4] if row[0] == 1]
         assert unmasked == [2], "two of four masks in the first of three steps"
 
@@ -93,22 +91,11 @@ def test_text_ends_at_a_stop_token_inside_a_block():
 def test_a_parked_text_goes_on_under_other_weights(how):
     """Parked inside a block it goes on there; aborted, from its last whole block (law 15)."""
 
-    async def serve(pauses):
-        loaded = aligned()
-        e = engine(loaded)
-        asks = [asyncio.ensure_future(generate_until_done(e.generate, asked(i))) for i in range(3)]
-        if pauses:
-            while not e.answers or not e.answers[0].kept or not e.answers[0].begun:
-                await asyncio.sleep(0)
-            await e.pause(how)
-            with torch.no_grad():
-                loaded.model.lm_head.weight.mul_(1.5)
-            await publish_in_place(e, 1)
-            await e.resume()
-        return loaded, await asyncio.gather(*asks)
-
-    (_, whole), (loaded, parted) = asyncio.run(serve(False)), asyncio.run(serve(True))
-    for i, (a, b) in enumerate(zip(whole, parted)):
+    requests, loaded = [asked(i) for i in range(3)], aligned()
+    whole = asyncio.run(draw(3))
+    e, head = engine(loaded), loaded.model.lm_head.weight
+    later = parted(e, requests, lambda own: own.kept and own.begun, how, lambda: head.mul_(1.5))
+    for i, (a, b) in enumerate(zip(whole, later)):
         assert set(b.versions) == {0, 1} and set(b.versions[:4]) == {0} and len(b.tokens) == len(b.steps) == 10
         assert a.steps[:4] == b.steps[:4] and a.tokens[:4] == b.tokens[:4] and a.logprobs[:4] == b.logprobs[:4]
         assert (1 in b.versions[4:8]) and (how == "hold") == (0 in b.versions[4:8])
@@ -118,20 +105,10 @@ def test_a_parked_text_goes_on_under_other_weights(how):
 
 
 def test_a_killed_text_goes_on_behind_its_last_whole_block(tmp_path):
-    async def serve(folder, n, dies=False):
-        e = engine(MODEL, log=TokenLog(folder))
-        await publish_in_place(e, 1)
-        asks = [asyncio.ensure_future(e.generate(asked(i))) for i in range(n)]
-        if dies:
-            while not e.answers or not e.answers[0].kept:
-                await asyncio.sleep(0)
-            return await e.pause("hold")
-        done = await asyncio.gather(*asks)
-        return done, e.account.counts["tokens"]
-
-    whole, drawn = asyncio.run(serve(tmp_path / "a", 3))
-    asyncio.run(serve(tmp_path / "b", 3, dies=True))
-    resumed, again = asyncio.run(serve(tmp_path / "b", 3))
+    requests = [asked(i) for i in range(3)]
+    (whole, drawn), (resumed, again) = killed(
+        lambda log: engine(MODEL, log=log), requests, lambda own: own.kept, tmp_path
+    )
     assert drawn == 30 and again == 18
     assert [(d.tokens, d.steps, d.logprobs) for d in resumed] == [(d.tokens, d.steps, d.logprobs) for d in whole]
 

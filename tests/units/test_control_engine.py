@@ -12,7 +12,7 @@ from kits.flows import publish_in_place
 from rondel.core.errors import UserError
 from rondel.core.types import Sampling
 from rondel.generate.engine.resumption import generate_until_done
-from rondel.models.flow.packed_steps import PackedSteps
+from rondel.models.packed_steps import PackedSteps
 from rondel.runtime.journal.wal import TokenLog
 
 

@@ -7,7 +7,7 @@ import torch
 from kits.control import policy
 from rondel.algos.discount import gae
 from rondel.core.errors import UserError
-from rondel.models.flow.packed_steps import PackedSteps
+from rondel.models.packed_steps import PackedSteps
 from rondel.models.step_head import refuse_step_head
 
 

@@ -9,8 +9,8 @@ import torch
 from kits.flows import asked, engine, flow
 from rondel.core.errors import UserError
 from rondel.models.flow.kinds import is_flow
-from rondel.models.flow.packed_steps import PackedSteps
 from rondel.models.load import load_model
+from rondel.models.packed_steps import PackedSteps
 
 SIZES = {"random": "flow_dit", "dim": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from kits.flows import asked, engine, flow, publish_in_place
+from kits.flows import asked, engine, flow
+from kits.stepwise import drawn_of, killed, parted
 from rondel.core.errors import EngineError, UserError
 from rondel.core.types import Request, Sampling
-from rondel.generate.engine.resumption import generate_until_done
-from rondel.models.flow.packed_steps import PackedSteps
-from rondel.models.flow.transition import draw_normal, entropy, log_density, step_coefficients, step_mean
-from rondel.runtime.journal.wal import TokenLog
+from rondel.models.flow.transition import entropy, log_density, step_coefficients, step_mean
+from rondel.models.noise import draw_normal
+from rondel.models.packed_steps import PackedSteps
 
 
 def test_a_step_is_the_one_of_the_papers():
@@ -99,22 +99,11 @@ def test_the_recorded_density_is_that_of_the_weights():
 def test_new_weights_in_the_middle_of_a_chain(how):
     """It goes on from its point under what serves then; the steps before keep their bits (law 15)."""
 
-    async def draw(pauses):
-        loaded = flow()
-        e = engine(loaded)
-        asks = [asyncio.ensure_future(generate_until_done(e.generate, asked(i))) for i in range(3)]
-        if pauses:
-            while not e.answers or e.answers[0].step < 3:
-                await asyncio.sleep(0)
-            await e.pause(how)
-            with torch.no_grad():
-                loaded.model.leave.weight.mul_(1.5)
-            await publish_in_place(e, 1)
-            await e.resume()
-        return await asyncio.gather(*asks)
-
-    whole, parted = asyncio.run(draw(False)), asyncio.run(draw(True))
-    for a, b in zip(whole, parted):
+    requests, loaded = [asked(i) for i in range(3)], flow()
+    whole, _ = drawn_of(engine(), requests)
+    leave = loaded.model.leave.weight
+    later = parted(engine(loaded), requests, lambda own: own.step >= 3, how, lambda: leave.mul_(1.5))
+    for a, b in zip(whole, later):
         at = list(b.versions).index(1)
         assert at >= 3 and set(b.versions[:at]) == {0} and len(b.tokens) == 6 and list(b.tokens) == list(range(6))
         assert a.steps[:at] == b.steps[:at] and a.steps[at:] != b.steps[at:]
@@ -122,20 +111,10 @@ def test_new_weights_in_the_middle_of_a_chain(how):
 
 
 def test_a_killed_chain_goes_on_from_its_point(tmp_path):
-    async def serve(folder, n, dies=False):
-        e = engine(log=TokenLog(folder))
-        await publish_in_place(e, 1)
-        asks = [asyncio.ensure_future(e.generate(asked(i))) for i in range(n)]
-        if dies:
-            while not e.answers or e.answers[0].step < 3:
-                await asyncio.sleep(0)
-            return await e.pause("hold")
-        done = await asyncio.gather(*asks)
-        return done, e.account.counts["tokens"]
-
-    whole, drawn = asyncio.run(serve(tmp_path / "a", 3))
-    asyncio.run(serve(tmp_path / "b", 3, dies=True))
-    resumed, again = asyncio.run(serve(tmp_path / "b", 3))
+    requests = [asked(i) for i in range(3)]
+    (whole, drawn), (resumed, again) = killed(
+        lambda log: engine(log=log), requests, lambda own: own.step >= 3, tmp_path
+    )
     assert drawn == 18 and again <= 9
     assert [d.steps for d in resumed] == [d.steps for d in whole]
     assert [d.logprobs for d in resumed] == [d.logprobs for d in whole]

@@ -12,7 +12,7 @@ from rondel.core.types import Task, Trajectory
 from rondel.generate.envs.flow import matching_steps
 from rondel.generate.envs.points import find_points
 from rondel.generate.envs.sources import load_tasks
-from rondel.models.flow.packed_steps import PackedSteps
+from rondel.models.packed_steps import PackedSteps
 from rondel.score.near import Near
 
 

@@ -10,7 +10,7 @@ from rondel.core.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rondel.models.flow.packed_steps import PackedSteps
+    from rondel.models.packed_steps import PackedSteps
 
 
 class StepHead:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from rondel.algos.aggregate import sample_weights
 from rondel.models.activation_offload import activation_store
-from rondel.models.flow.packed_steps import PackedSteps
 from rondel.models.head import LMHead
+from rondel.models.packed_steps import PackedSteps
 from rondel.models.recompute import install_recompute
 from rondel.models.step_head import StepHead
 from rondel.train.annotate import forward_stage

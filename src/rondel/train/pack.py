@@ -23,9 +23,9 @@ from rondel.algos.tokens import TokenBatch
 from rondel.core import media
 from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import GREEDY, POLICY, Group, Score, Trajectory
-from rondel.models.flow.packed_steps import PackedSteps
 from rondel.models.image_features import VisionFeatures
 from rondel.models.packed_layout import PackedLayout, PackedSegment
+from rondel.models.packed_steps import PackedSteps
 from rondel.train.balance import PromptFamilies, balance_micro_batches, in_order
 from rondel.train.sampling_mask import SupportMask
 from rondel.train.turns import turns_of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from rondel.core.errors import TrainError
-from rondel.models.flow.packed_steps import PackedSteps
+from rondel.models.packed_steps import PackedSteps
 
 if TYPE_CHECKING:
     from rondel.models.routing_tape import RoutingTape

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rondel.models.control.distribution import categorical, gaussian
-from rondel.models.flow.packed_steps import PackedSteps
-from rondel.models.flow.transition import draw_normal
+from rondel.models.noise import draw_normal
+from rondel.models.packed_steps import PackedSteps
 from rondel.models.step_head import StepHead
 
 PROBE_KEY = 20261127  # of the observations in which both sides of a weight update score a prompt

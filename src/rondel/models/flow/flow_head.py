@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from rondel.core.continuous_steps import SCALARS
-from rondel.models.flow.packed_steps import PackedSteps
-from rondel.models.flow.transition import draw_normal, entropy, log_density, step_coefficients, step_mean
+from rondel.models.flow.transition import entropy, log_density, step_coefficients, step_mean
+from rondel.models.noise import draw_normal
+from rondel.models.packed_steps import PackedSteps
 from rondel.models.step_head import StepHead
 
 PROBE_KEY = 20261126  # of the noise in which both sides of a weight update score a prompt

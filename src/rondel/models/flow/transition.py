@@ -58,14 +58,6 @@ def entropy(std: Tensor) -> Tensor:
     return std.log() + 0.5 * (LOG_2PI + 1)
 
 
-def draw_normal(key: int, t: int, n: int) -> np.ndarray:
-    """[n] float32: the noise of step t of a sample, from Philox(key) at a place of its own. Step 0 is the noise that the
-    chain begins with. As of a token, it depends on nothing else: a parked, resumed or replayed sample has the same.
-    """
-    generator = np.random.Generator(np.random.Philox(key=key % (1 << 128), counter=[0, 0, 0, t]))
-    return generator.standard_normal(n, np.float32)
-
-
 def sinusoidal(sigma: Tensor, n: int) -> Tensor:
     """[M] -> [M, 2·n] sines and cosines of the noise level at n frequencies, pi to 2^(n/2)·pi."""
     angles = sigma[:, None] * (math.pi * 2.0 ** (torch.arange(n, device=sigma.device, dtype=sigma.dtype) / 2))

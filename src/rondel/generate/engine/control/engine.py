@@ -14,7 +14,7 @@ from rondel.core.types import Completion, Request
 from rondel.generate.engine.builtin.sampler import draw_uniform
 from rondel.generate.engine.control.action_request import ActionRequest
 from rondel.generate.engine.stepwise.continuous_engine import ContinuousEngine
-from rondel.models.flow.transition import draw_normal
+from rondel.models.noise import draw_normal
 
 
 class ControlEngine(ContinuousEngine[ActionRequest]):

@@ -12,7 +12,8 @@ from rondel.core.errors import UserError
 from rondel.core.types import Completion, FinishReason, Request
 from rondel.generate.engine.stepwise.answer import refuse_sampling
 from rondel.generate.engine.stepwise.step_request import StepRequest
-from rondel.models.flow.transition import draw_normal, step_coefficients
+from rondel.models.flow.transition import step_coefficients
+from rondel.models.noise import draw_normal
 
 SHOWN = 8  # numbers of a point that its text has
 

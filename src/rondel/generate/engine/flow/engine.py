@@ -15,8 +15,8 @@ from rondel.core.errors import EngineError
 from rondel.core.types import Completion, Request
 from rondel.generate.engine.flow.chain import Chain
 from rondel.generate.engine.stepwise.continuous_engine import ContinuousEngine
-from rondel.models.flow.packed_steps import PackedSteps
 from rondel.models.flow.transition import log_density, step_mean
+from rondel.models.packed_steps import PackedSteps
 
 
 class FlowEngine(ContinuousEngine[Chain]):

@@ -1,4 +1,4 @@
-"""Steps of several chains, packed for one pass of a flow."""
+"""Steps of several trajectories, packed for one pass of a model that draws points or actions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class PackedSteps:
-    """M steps of several chains, as a model reads them.
+    """M steps of several trajectories, as a model reads them.
 
-    rows        [M, 2·D + 4]  `ContinuousSteps.rows` behind each other
+    rows        [M, W]        `ContinuousSteps.rows` behind each other
     prompt      [P]           tokens of n prompts behind each other
     begins      [n]           where each begins
     prompt_of   [M]           which of them a step has
@@ -30,7 +30,7 @@ class PackedSteps:
     def of(
         cls, rows: Sequence[np.ndarray], prompts: Sequence[Any], device: torch.device | str, dtype: Any = None
     ) -> PackedSteps:
-        """Of each chain its steps [m, 2·D + 4] and the tokens of its prompt."""
+        """Of each trajectory its steps [m, W] and the tokens of its prompt."""
         counts = torch.tensor([len(own) for own in rows])
         lengths = [len(prompt) for prompt in prompts]
         return cls(
