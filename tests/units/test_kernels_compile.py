@@ -13,17 +13,17 @@ pytest.importorskip("triton", reason="pip install triton")
 LOGPROBS = """
 from rondel.models import logprob_kernel as module
 kinds = {"target": "*i64"} | dict.fromkeys(("scale", "softcap", "temperature"), "fp32")
-kinds |= dict.fromkeys(("parts", "lse", "entropy", "grad_logprob", "grad_entropy", "out", "out_bias"), "*fp32")
-kinds |= dict.fromkeys(("hidden", "weight", "bias", "buffer"), "*bf16")
-whole = {(module._forward_kernel, 80), (module._dhidden_kernel, 90), (module._dweight_kernel, 100)}
-for capability in (80, 90, 100):
-    for kernel in (module._forward_kernel, module._dhidden_kernel, module._dweight_kernel):
-        tile = module.tile_of(2) if (kernel, capability) in whole else module.TileShape(16, 16, 16)
-        extras = dict(CAPPED=capability == 80, BIAS=capability == 90, WANTS_BIAS=capability == 90, SPLITS=module.SPLITS, PROGRAMS=148)
-        made = compile_kernel(kernel, capability, kinds, module.OPTIONS, **tile.blocks, **extras)
-        assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 * 1024, made.metadata
-        cores = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}[capability]
-        assert cores in made.asm["ptx"] or (kernel, capability) not in whole
+kinds |= dict.fromkeys(("parts", "lse", "entropy", "grad_logprob", "grad_entropy", "logits"), "*fp32")
+kinds |= dict.fromkeys(("hidden", "weight", "bias", "out"), "*bf16")
+for capability, tile in (80, module.LARGE), (90, module.LARGE), (100, module.SMALL), (86, module.SMALL):
+    shaped = dict(CAPPED=capability == 80, BIAS=capability == 90)
+    extras = dict(SPLITS=module.SPLITS, **tile.blocks, **shaped)
+    made = compile_kernel(module._forward_kernel, capability, kinds, tile.options, **extras)
+    assert len(made.asm["cubin"]) > 1000
+    assert made.metadata.shared <= (module.LARGE_MEMORY if tile is module.LARGE else 99 * 1024), made.metadata
+    assert {80: "mma.sync", 86: "mma.sync", 90: "wgmma", 100: "tcgen05"}[capability] in made.asm["ptx"]
+    made = compile_kernel(module._dz_kernel, capability, kinds, dict(num_warps=4), COLUMNS=module.COLUMNS, **shaped)
+    assert len(made.asm["cubin"]) > 1000
 """
 FP8 = """
 from rondel.formats import fp8_kernel as module

@@ -17,6 +17,7 @@ from rondel.generate.engine.builtin import runner
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models.cuda_graphs import DecodeGraphs, sizes_upto
+from rondel.models.loaded_model import LoadedModel
 from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.score_rule import ScoreRule
 
@@ -133,6 +134,13 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(runner, "has_kernel", lambda loaded: not loaded.aligned)
 
 
+def on_card(kind: str, **config) -> LoadedModel:
+    """The same weights as those of `tiny` without a card."""
+    loaded = tiny(kind, **(config or FAMILIES[kind]))
+    loaded.model.to(DEVICE)
+    return loaded
+
+
 def answers(e, requests):
     async def main():
         return await asyncio.gather(*(e.generate(r) for r in requests))
@@ -148,7 +156,7 @@ REQUESTS = [ask(prompt(g, 4 + 8 * g), key=10 * g + s, n=2 + 2 * s) for g in rang
 def test_an_engine_on_the_kernel_draws_what_the_other_one_draws(on_gpu, kind):
     """Siblings, prefix hits, prompts in chunks, a batch that shrinks to one, pages that are used again."""
     loaded = model(kind)
-    e = engine(loaded, prefill_tokens=16, kv_pages=64)
+    e = engine(on_card(kind), prefill_tokens=16, kv_pages=64)
     assert e.runner.lines is not None
     for request, got in zip(REQUESTS, answers(e, REQUESTS), strict=True):
         wanted = plain_logprobs(loaded, [*request.tokens, *got.tokens])[-len(got.tokens) :]
@@ -160,7 +168,8 @@ def test_an_engine_on_the_kernel_draws_what_the_other_one_draws(on_gpu, kind):
 def test_guesses_are_rows_of_a_feed(on_gpu):
     """A draft with pools of its own reads the same lines."""
     loaded = tiny("llama")
-    e = engine(loaded, speculation=SpeculativeDecoder(4, DraftModel(tiny("llama")), always=True))
+    draft = DraftModel(on_card("llama"))
+    e = engine(on_card("llama"), speculation=SpeculativeDecoder(4, draft, always=True))
     requests = [ask(prompt(0, 12), key=3, n=9), ask(prompt(1, 9), key=4, n=6)]
     for request, got in zip(requests, answers(e, requests), strict=True):
         wanted = plain_logprobs(loaded, [*request.tokens, *got.tokens])[-len(got.tokens) :]
@@ -184,25 +193,29 @@ class Again:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "youtu"])
 def test_a_recorded_step_reads_only_its_inputs_and_notices_what_has_moved(on_gpu, kind):
-    loaded = tiny(kind, **FAMILIES[kind] | {"num_hidden_layers": 1})
+    config = FAMILIES[kind] | {"num_hidden_layers": 1}
+    loaded, card = tiny(kind, **config), on_card(kind, **config)
     Again.made = 0
-    graphs = DecodeGraphs(loaded, 4, **({} if DEVICE == "cuda" else {"record": Again}))
-    e = engine(loaded, compiled=graphs, max_running=4)
+    graphs = DecodeGraphs(card, 4, **({} if DEVICE == "cuda" else {"record": Again}))
+    e = engine(card, compiled=graphs, max_running=4)
     requests = [ask(prompt(g, 4), key=g, n=2 + g) for g in range(3)]
     for round_ in range(2):
         for request, got in zip(requests, answers(e, requests), strict=True):
             wanted = plain_logprobs(loaded, [*request.tokens, *got.tokens])[-len(got.tokens) :]
             assert max(abs(a - b) for a, b in zip(got.logprobs, wanted, strict=True)) < 1e-4
         with torch.no_grad():  # other weights in the same tensors
-            for p in loaded.model.parameters():
-                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(round_)) * 0.05)
+            noise = torch.Generator().manual_seed(round_)
+            for p, on in zip(loaded.model.parameters(), card.model.parameters(), strict=True):
+                change = torch.randn(p.shape, generator=noise) * 0.05
+                p.add_(change)
+                on.add_(change.to(DEVICE))
         e.scheduler.drop_cache(e.version)
     assert sorted(graphs.recorded) == [1, 2, 4]
 
     kept = dict(graphs.recorded)
     answers(e, requests[:1])
     assert graphs.recorded == kept, "nothing moved, so nothing is recorded again"
-    weight = loaded.model.model.layers[0].mlp.down_proj.weight
+    weight = card.model.model.layers[0].mlp.down_proj.weight
     weight.data = weight.data.clone()
     answers(e, [ask(prompt(5, 4), n=2)])
     assert not any(recording in graphs.recorded.values() for recording in kept.values())
@@ -214,7 +227,7 @@ def test_a_graph_that_computes_something_else_is_refused(on_gpu):
         def replay(self):
             return super().replay() * 1.5
 
-    e = engine(tiny("llama"), compiled=DecodeGraphs(tiny("llama"), 4, record=Wrong))
+    e = engine(card := on_card("llama"), compiled=DecodeGraphs(card, 4, record=Wrong))
     with pytest.raises(ConfigError, match=r"differs by .*engine\.compile = false"):
         answers(e, REQUESTS[:1])
 
@@ -230,7 +243,7 @@ def test_what_cannot_be_recorded_is_refused_by_name(on_gpu):
     with pytest.raises(
         ConfigError, match=r"cannot be recorded as a CUDA graph: operation not permitted.*engine\.compile = false"
     ):
-        answers(engine(tiny("llama"), compiled=DecodeGraphs(tiny("llama"), 4, record=fails)), REQUESTS[:1])
+        answers(engine(card := on_card("llama"), compiled=DecodeGraphs(card, 4, record=fails)), REQUESTS[:1])
 
 
 @pytest.mark.parametrize("most, last", [(1, 1), (3, 4), (64, 64), (65, 80), (257, 288), (600, 608)])

@@ -251,9 +251,10 @@ def _check_device() -> Iterator[DoctorCheck]:
     )
 
 
-def _measure_gemm(torch, device: str, dtype, size: int = 512, seconds: float = 0.15) -> float:
-    """Billions of floating-point operations a second of one square product."""
-    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+def _measure_gemm(torch, device: str, dtype, seconds: float = 0.15) -> float:
+    """Billions of floating-point operations a second of one square product, large enough to fill the device."""
+    size = 8192 if device == "cuda" else 512
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     left @ right
     wait()

@@ -94,6 +94,7 @@ def _decode_kernel(
     low = code & 0x7F
     x = tl.where(low < 8, low.to(tl.float32) * 0.001953125, ((low << 20) + (120 << 23)).to(tl.float32, bitcast=True))
     x = tl.where(low == 0x7F, float("nan"), x)
-    x = tl.where(code >= 0x80, -x, x)
     x = x * ((scale[:, None] if BY_ROW else scale) + tl.zeros_like(x))
+    # a sign bit, not a difference: compiled, -x is 0 - x, and 0 - 0 has no sign
+    x = (x.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
     tl.store(numbers + place, x.to(numbers.dtype.element_ty), mask=exists)

@@ -40,6 +40,7 @@ class CudaGraph:
     pool: Any = None
 
     def __init__(self, work: Callable[[], Tensor]) -> None:
+        self.work = work  # the tensors that only it holds have addresses in the graph, too
         if CudaGraph.pool is None:
             CudaGraph.pool = torch.cuda.graph_pool_handle()
         aside = torch.cuda.Stream()

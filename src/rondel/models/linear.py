@@ -99,7 +99,10 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product(main: Tensor, a: Tensor, b: Tensor) -> None:
-    """main [V, D] += a [M, V]ᵀ @ b [M, D], a part of V at a time."""
+    """main [V, D] += a [M, V]ᵀ @ b [M, D]; on a CPU a part of V at a time."""
+    if a.is_cuda and a.dtype in HALVES:  # summed in fp32 on the way out of the product
+        torch.addmm(main, a.t(), b, out_dtype=torch.float32, out=main)
+        return
     for first in range(0, len(main), ROWS):
         main[first : first + ROWS].add_(product(a[:, first : first + ROWS].t(), b.t()))
 

@@ -1,6 +1,6 @@
 """Log-probability and entropy of chosen tokens, a chunk of rows at a time, with its
 own backward: full logits never exist. Where one chunk is enough, its exp(z - max) is kept for the backward.
-On a GPU the kernel of models/logprob_kernel.py computes the same tile by tile, where it can (`choose_logprob_kernel`).
+On a GPU models/logprob_kernel.py computes the same, forward tile by tile, where it can (`choose_logprob_kernel`).
 
 With z = logits / temperature, p = softmax(z):   logprob = z[target] - lse(z),   entropy = lse(z) - sum p z
     d logprob / dz = onehot(target) - p           d entropy / dz = -p (log p + entropy)
@@ -16,7 +16,6 @@ would cut today does not change the past draw.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,15 +33,15 @@ from rondel.train.teacher_distributions import TeacherDistribution
 if TYPE_CHECKING:
     from rondel.models.head import LMHead
 
-ASKED = "RONDEL_LOGPROB_KERNEL"  # in the environment
-
 REVERSE_KL = Divergence()
 LOGITS = 1 << 25  # entries of a chunk of logits: 128 MB in fp32
+GPU_LOGITS = 1 << 27  # on a GPU, whose products want more rows
 
 
-def _row_chunks(rows: int, vocab: int) -> list[slice]:
+def _row_chunks(hidden: Tensor, vocab: int) -> list[slice]:
     """As few chunks as the budget allows: each one also passes over the whole gradient of the head."""
-    n = -(-rows * vocab // LOGITS)
+    rows = len(hidden)
+    n = -(-rows * vocab // (GPU_LOGITS if hidden.is_cuda else LOGITS))
     size = -(-rows // max(1, n))
     return [slice(first, first + size) for first in range(0, rows, size)] if rows else []
 
@@ -73,7 +72,7 @@ class _Chunked(torch.autograd.Function):
         ctx.top_ids = top_ids
         assert top_ids is None or part is None, "the likeliest tokens of a draw need the whole vocabulary on one rank"
         logprobs, entropies, apart, tops = [], [], [], []
-        chunks = _row_chunks(len(hidden), len(weight))
+        chunks = _row_chunks(hidden, len(weight))
         keeps = len(chunks) == 1 and head.softcap is None and any(ctx.needs_input_grad)
         ctx.softmax = None
         for rows in chunks:
@@ -121,7 +120,7 @@ class _Chunked(torch.autograd.Function):
         grad_weight: Tensor | None = None  # summed over the chunks in fp32
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         main = main_grad(head.weight) if ctx.needs_input_grad[1] else None
-        for rows in _row_chunks(len(hidden), len(weight)):
+        for rows in _row_chunks(hidden, len(weight)):
             h = as_factor(hidden[rows], weight)
             bent = None
             if ctx.softmax is not None:
@@ -219,7 +218,7 @@ def collision_probability(
     part, out = head.part, []
     if part is not None and kept is not None:
         kept = kept.of_vocabulary(part.first, part.size)
-    for rows in _row_chunks(len(hidden), len(head.weight)):
+    for rows in _row_chunks(hidden, len(head.weight)):
         z = head.logits(hidden[rows])
         if temperature != 1.0:
             z.div_(temperature)
@@ -242,10 +241,7 @@ def choose_logprob_kernel(hidden: Tensor, head: LMHead, kept: SupportMask | None
         f"a head that is a {kind.__name__}": kind not in (Tensor, nn.Parameter),
         f"hidden states of {hidden.dtype} under a head of {weight.dtype}": not fits,
     }
-    choice = choose_kernel(hidden.device.type, *(what for what, present in unsupported.items() if present))
-    if choice.takes_kernel and os.environ.get(ASKED) != "1":
-        return KernelChoice(False, f"it has not been measured on a card yet: {ASKED}=1 takes it")
-    return choice
+    return choose_kernel(hidden.device.type, *(what for what, present in unsupported.items() if present))
 
 
 def logprob_entropy_and_kl(

@@ -12,6 +12,8 @@ a block of the vocabulary, then inside it.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,10 +48,7 @@ def sampling_weights(logits: Tensor, samplings: list[Sampling]) -> Tensor:
 
     Greedy rows are not truncated; their logprob is that of temperature 1, and they are not trainable (law 4).
     """
-    top = logits.amax(-1, keepdim=True)
-    if not bool(top.isfinite().all()):
-        raise EngineError("the model's logits are not finite: its weights or activations have overflowed")
-    p = logits.sub_(top)
+    p = logits.sub_(logits.amax(-1, keepdim=True))  # NaN where a logit is not finite: `sample_tokens` refuses these
     if any(s.temperature not in (0, 1) for s in samplings):
         p.div_(torch.tensor([s.temperature or 1.0 for s in samplings], device=p.device)[:, None])
     p.exp_()
@@ -69,12 +68,19 @@ def sampling_weights(logits: Tensor, samplings: list[Sampling]) -> Tensor:
 
 
 def sample_tokens(p: Tensor, samplings: list[Sampling], noise: list[float]) -> tuple[list[int], list[float]]:
-    """Weights [B, V], a uniform for each row -> (tokens, log-probabilities under the distribution drawn from)."""
+    """Weights [B, V], a uniform for each row -> (tokens, log-probabilities under the distribution drawn from).
+
+    A GPU is waited for once. Raises EngineError where the logits were not finite.
+    """
     chosen, total = _inverse_cdf(p, torch.tensor(noise, dtype=torch.float64, device=p.device))
+    chosen.clamp_max_(p.shape[1] - 1)  # among NaN no aim is found
     if greedy := [row for row, s in enumerate(samplings) if s.temperature == 0]:
         chosen[greedy] = p[greedy].argmax(-1)  # the first of the largest, whose weight is 1
-    logprobs = (p.gather(1, chosen[:, None])[:, 0].double() / total).log()
-    return chosen.tolist(), logprobs.clamp_max_(0.0).tolist()
+    logprobs = (p.gather(1, chosen[:, None])[:, 0].double() / total).log().clamp_max_(0.0)
+    tokens, found, mass = torch.stack([chosen.double(), logprobs, total]).tolist()
+    if any(map(math.isnan, mass)):
+        raise EngineError("the model's logits are not finite: its weights or activations have overflowed")
+    return [int(token) for token in tokens], found
 
 
 def _inverse_cdf(p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
