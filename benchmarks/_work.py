@@ -17,7 +17,7 @@ SUFFIX = " Reply with only the final number."
 
 
 def gemm_peak(dtype: str, threads: int, size: int = 2048) -> float:
-    """FLOP/s of one large matrix product in this dtype, by torch or by oneDNN, best of
+    """FLOP/s of one large matrix product in this dtype, by torch or by oneDNN, on the GPU if there is one, best of
     several: the limit that shares are stated against.
     """
     import torch
@@ -25,11 +25,15 @@ def gemm_peak(dtype: str, threads: int, size: int = 2048) -> float:
     from rondel.models.linear import matmul
 
     torch.set_num_threads(threads)
-    a, b = (torch.randn(size, size).to(getattr(torch, dtype)) for _ in range(2))
+    gpu = torch.cuda.is_available()
+    size = 8192 if gpu else size
+    a, b = (torch.randn(size, size, device="cuda" if gpu else "cpu").to(getattr(torch, dtype)) for _ in range(2))
     best = 0.0
     for product in [torch.matmul, matmul] * 4:
         began = time.perf_counter()
         product(a, b)
+        if gpu:
+            torch.cuda.synchronize()
         best = max(best, 2 * size**3 / (time.perf_counter() - began))
     return best
 

@@ -51,10 +51,37 @@ for capability, cases in (80, [decode]), (86, [prefill, latent, wide]), (90, [pr
         made = compile_kernel(module._attention_kernel, capability, kinds, options, **fixed)
         assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 * 1024, (capability, dtype, made.metadata)
         assert dtype != "bf16" or "mma" in made.asm["ptx"]
+    kinds = {"out": "*fp32", "lse": "*fp32", "sinks": "*bf16", "merged": "*bf16"}
+    made = compile_kernel(module._merge_kernel, capability, kinds, dict(num_warps=1), SPLITS=8, WIDE=96, WIDE_P=128, SINKS=True)
+    assert len(made.asm["cubin"]) > 1000
+"""
+TREE = """
+from rondel.models import tree_attention as module
+kinds = dict.fromkeys(("q", "k", "v", "grad", "out"), "*bf16") | dict.fromkeys(("lse", "delta", "dk", "dv"), "*fp32")
+kinds |= dict.fromkeys(("tiles", "segments", "first", "above", "below"), "*i32") | dict.fromkeys(("scale", "softcap"), "fp32")
+for capability, size in (80, 128), (86, 128), (90, 64), (100, 128), (86, 256):
+    for kernel in (module._forward_kernel, module._dq_kernel, module._dkv_kernel):
+        tile = module.tile_of(size, 2, backward=kernel is not module._forward_kernel)
+        fixed = dict(REPEATS=6, QUERIES=tile.queries, KEYS=tile.keys, SIZE=size, WIDE=size, SIZE_P=size, WIDE_P=size)
+        options = dict(num_warps=tile.warps, num_stages=tile.stages)
+        made = compile_kernel(kernel, capability, kinds, options, **fixed)
+        most = {80: 163, 86: 99, 90: 227, 100: 227}[capability] * 1024
+        assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= most, (kernel, capability, made.metadata)
+        assert "mma" in made.asm["ptx"] or "tcgen05" in made.asm["ptx"]
+"""
+ROWS = """
+from rondel.models import row_kernels as module
+kinds = dict.fromkeys(("weight", "out", "gate", "up"), "*bf16") | dict.fromkeys(("x", "inverse", "partial", "dx"), "*fp32")
+kinds |= {"grad": "*bf16", "eps": "fp32"}
+for capability in (80, 90, 100):
+    for kernel in (module._norm_kernel, module._norm_gradient_kernel, module._gate_kernel, module._gate_gradient_kernel):
+        fixed = dict(SIZE_P=2048, ROUNDS=False, WANTS_WEIGHT=True, KEEPS=True, COLUMNS=module.COLUMNS)
+        made = compile_kernel(kernel, capability, kinds, dict(num_warps=8), **fixed)
+        assert len(made.asm["cubin"]) > 1000
 """
 
 
 @pytest.mark.slow
 def test_kernels_compile_for_cards_that_are_not_here():
     """Within the shared memory that the smallest card has, and with tensor cores where a tile is that of a run."""
-    run_compiled(LOGPROBS + FP8 + PAGED)
+    run_compiled(LOGPROBS + FP8 + PAGED + TREE + ROWS)

@@ -28,7 +28,7 @@ from rondel.core.errors import ConfigError, UserError
 from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.builtin.logits_processors import process_logits
 from rondel.generate.engine.builtin.request import SequenceState
-from rondel.generate.engine.builtin.sampler import draw_uniform, sampling_weights
+from rondel.generate.engine.builtin.sampler import draw_uniform, draw_uniforms, sampling_weights
 from rondel.generate.engine.builtin.text import open_reader, split_stops
 
 MODEL = tiny()
@@ -401,3 +401,11 @@ def test_the_reader_finds_what_a_search_of_the_whole_text_finds(bytes_tokenizer,
             break
     assert bytes_tokenizer.decode(tokens[:n]) == text[: before + len(stops[0])] and n > given
     assert text[:before].endswith(said) and len(said) >= before - given
+
+
+@pytest.mark.parametrize("n", [0, 1, 8, 9, 100])
+def test_many_uniforms_are_those_drawn_one_by_one(n):
+    noise = np.random.default_rng(n)
+    keys = [int.from_bytes(noise.bytes(16), "little") for _ in range(n)]
+    ts = [0, 2**63, *noise.integers(0, 2**62, 100).tolist()][:n]
+    assert draw_uniforms(keys, ts) == [draw_uniform(key, t) for key, t in zip(keys, ts, strict=True)]

@@ -4,6 +4,8 @@
     norm        x 4, normalised 4 (or 2)     x in its own dtype     bf16 stream: 2, fp32 stream: 4
     act(g) * u  g, u, act(g)                 g, u
 
+On a GPU, and in 16 bits, one kernel of models/row_kernels.py computes the norm that most families have, and silu(g) * u.
+
 The backward pass runs the module's own forward once more, on the same numbers, so every family's norm is covered and
 each module's values and gradients have the plain ones' bits. Without a gradient nothing changes.
 """
@@ -20,8 +22,20 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rondel.models.linear import is_tracing
+from rondel.models.processor import HALVES
+from rondel.system.kernel_choice import KernelChoice, choose_kernel
 
-GATED = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"  # as transformers writes it in most families
+WIDEST = 1 << 14  # numbers of a row that the kernel of a norm takes
+# as transformers writes them in most families
+_GATED = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
+GATED = ((f"down_proj = {_GATED}", "return down_proj"), (f"return {_GATED}",))
+RMS_NORM = (
+    "input_dtype = hidden_states.dtype",
+    "hidden_states = hidden_states.to(torch.float32)",
+    "variance = hidden_states.pow(2).mean(-1, keepdim=True)",
+    "hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)",
+    "return self.weight * hidden_states.to(input_dtype)",
+)
 
 
 def install_kept_inputs(decoder: Any) -> None:
@@ -66,13 +80,20 @@ class KeptInputs(torch.autograd.Function):
 def _norm(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):  # norms that have a gate of their own
         return forward(*args, **kwargs)
+    if choose_norm_kernel(module, args[0]).takes_kernel:
+        from rondel.models.row_kernels import rms_norm
+
+        return rms_norm(args[0], module.weight, module.variance_epsilon)
     return keep_inputs(forward, args, [*module.parameters()])
 
 
 def _gated_mlp(module: Any, x: Tensor) -> Tensor:
-    return module.down_proj(
-        keep_inputs(functools.partial(_gate, module.act_fn), [module.gate_proj(x), module.up_proj(x)])
-    )
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    if choose_gate_kernel(module.act_fn, gate, up).takes_kernel:
+        from rondel.models.row_kernels import swiglu
+
+        return module.down_proj(swiglu(gate, up))
+    return module.down_proj(keep_inputs(functools.partial(_gate, module.act_fn), [gate, up]))
 
 
 def _apply_gate(gate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
@@ -81,6 +102,29 @@ def _apply_gate(gate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
 
 def _gate(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     return act(gate) * up
+
+
+def choose_norm_kernel(module: Any, x: Tensor) -> KernelChoice:
+    """Whether models/row_kernels.py computes this norm of these numbers."""
+    weight = getattr(module, "weight", None)
+    unsupported = {
+        "another formula": not _has_lines(type(module), RMS_NORM),
+        f"a weight that is a {type(weight).__name__}": type(weight) not in (nn.Parameter, Tensor),
+        "weights of more than 16 bits": getattr(weight, "dtype", None) not in HALVES,
+        f"rows of more than {WIDEST} numbers": x.shape[-1] > WIDEST,
+        "a pass that is traced": is_tracing() or torch.compiler.is_compiling(),
+    }
+    return choose_kernel(x.device.type, *(what for what, present in unsupported.items() if present))
+
+
+def choose_gate_kernel(act: Any, gate: Tensor, up: Tensor) -> KernelChoice:
+    """Whether models/row_kernels.py computes act(gate) * up."""
+    unsupported = {
+        f"the activation {type(act).__name__}": type(act).__name__ not in ("SiLU", "SiLUActivation"),
+        f"{gate.dtype} beside {up.dtype}": gate.dtype != up.dtype or gate.dtype not in HALVES,
+        "a pass that is traced": is_tracing() or torch.compiler.is_compiling(),
+    }
+    return choose_kernel(gate.device.type, *(what for what, present in unsupported.items() if present))
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -96,15 +140,14 @@ def _is_gated(module: Any) -> bool:
     ):
         return False
     kind: Any = type(module)
-    return not [*module.act_fn.parameters()] and _has_plain_forward(kind)
+    return not [*module.act_fn.parameters()] and any(_has_lines(kind, lines) for lines in GATED)
 
 
 @functools.cache
-def _has_plain_forward(kind: Any) -> bool:
-    """Whether the class computes `GATED` and nothing else."""
+def _has_lines(kind: Any, wanted: tuple[str, ...]) -> bool:
+    """Whether the forward of a class computes these lines and nothing else."""
     try:
         lines = [line.strip() for line in inspect.getsource(kind.forward).splitlines()]
     except (OSError, TypeError):  # no source: stays plain
         return False
-    body = [line for line in lines if line and not line.startswith(("def ", "#"))]
-    return body in ([f"down_proj = {GATED}", "return down_proj"], [f"return {GATED}"])
+    return tuple(line for line in lines if line and not line.startswith(("def ", "#"))) == wanted

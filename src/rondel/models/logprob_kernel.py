@@ -18,7 +18,7 @@ train/logprobs.py. Tests compare the two through Triton's interpreter, count wha
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton

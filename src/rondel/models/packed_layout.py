@@ -19,13 +19,16 @@ from torch.utils.checkpoint import checkpoint
 from rondel.models.compressed_entries import CompressedEntries, WindowEnds
 from rondel.models.dense_attention import sdpa
 from rondel.models.key_choice import IndexedTokens, choose_in_pack, is_chosen
-from rondel.models.processor import is_widened
+from rondel.models.processor import HALVES, is_widened
 from rondel.models.recurrent.layout import SegmentStates
 from rondel.models.score_rule import ScoreRule
+from rondel.system.kernel_choice import KernelChoice, choose_kernel
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection
+    from rondel.models.tree_attention import SegmentTree
 
+WIDEST = 256  # numbers of a head that the kernel takes
 LONG = 1 << 22  # pairs of a query and a key (of a head, where each has its own) in one mask of packed training
 
 
@@ -50,6 +53,7 @@ class PackedLayout:
 
     Tokens are gathered into all calls' padded grids at once, head by head, and
     collected at once. Padding exists only in between: padded queries are thrown away, padded keys are masked.
+    On a GPU the kernels of models/tree_attention.py read the row as it is, where they can (`choose_kernel`).
     """
 
     def __init__(
@@ -57,28 +61,58 @@ class PackedLayout:
     ) -> None:
         """`own`: the segments whose queries are asked for here, one behind the other; all, if not given."""
         self.total, self.device = sum(s.length for s in segments), device
-        own = range(len(segments)) if own is None else own
-        self.first = segments[own[0]].start if len(own) else 0
-        self.rows = sum(segments[i].length for i in own)
-        above: list[np.ndarray] = []  # of each segment: the places of its ancestors' tokens, from the root down
-        for segment in segments:
-            up = segment.parent
-            above.append(
-                np.empty(0, np.int64) if up is None else np.concatenate([above[up], _segment_positions(segments[up])])
-            )
-        self.segments, self._above = segments, above
-        self.calls = [
-            AttentionCall([segments[i] for i in row], [above[i] for i in row], device, self.first)
-            for row in _group_segments(segments, above, own)
-        ]
+        self._own = range(len(segments)) if own is None else own
+        self.first = segments[self._own[0]].start if len(self._own) else 0
+        self.rows = sum(segments[i].length for i in self._own)
+        self.segments = segments
         self._made: dict[tuple[str, int], _Rows] = {}  # by what and the number of heads
+
+    @cached_property
+    def _above(self) -> list[np.ndarray]:
+        """Of each segment: the places of its ancestors' tokens, from the root down."""
+        above: list[np.ndarray] = []
+        for segment in self.segments:
+            up = segment.parent
+            over = [] if up is None else [above[up], _segment_positions(self.segments[up])]
+            above.append(np.concatenate(over) if over else np.empty(0, np.int64))
+        return above
+
+    @cached_property
+    def calls(self) -> list[AttentionCall]:
+        return [
+            AttentionCall([self.segments[i] for i in row], [self._above[i] for i in row], self.device, self.first)
+            for row in _group_segments(self.segments, self._above, self._own)
+        ]
+
+    @cached_property
+    def tree(self) -> SegmentTree:
+        from rondel.models.tree_attention import SegmentTree  # imports Triton
+
+        return SegmentTree.from_segments(self.segments, self.device)
 
     @cached_property
     def states(self) -> SegmentStates:
         """States of recurrent layers: a segment continues its parent."""
         return SegmentStates(self.segments, self.device)
 
+    def choose_kernel(self, q: Tensor, v: Tensor, rule: ScoreRule) -> KernelChoice:
+        """Whether models/tree_attention.py computes it."""
+        unsupported = {
+            "queries of some of the segments": self.rows != self.total,
+            "slopes": rule.slopes is not None,
+            "keys that are chosen": rule.chosen is not None,
+            "images whose tokens see each other": rule.images is not None,
+            f"heads of more than {WIDEST} numbers": max(q.shape[2], v.shape[2]) > WIDEST,
+            f"{q.dtype} beside {v.dtype}": q.dtype != v.dtype,
+            "float32, which no tensor core multiplies": q.dtype not in HALVES,
+        }
+        return choose_kernel(q.device.type, *(what for what, present in unsupported.items() if present))
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        if self.choose_kernel(q, v, rule).takes_kernel:
+            from rondel.models.tree_attention import tree_attention
+
+            return tree_attention(q, k, v, self.tree, rule)
         heads, shared, size = q.shape[1], k.shape[1], v.shape[2]
         queries, keys, values = self._query_rows(heads)(q), self._context_rows(shared)(k), self._context_rows(shared)(v)
         parts, a, b = [], 0, 0

@@ -78,8 +78,9 @@ class LaunchBatch:
         size -= tail
         shape = KernelShape.for_sizes(repeats, max(self.new), size, wide, q.element_size())
         q = q if q.stride(2) == 1 else q.contiguous()
-        out = q.new_zeros(self.splits, tokens, heads, wide, dtype=torch.float32)
-        lse = torch.full((self.splits, tokens, heads), NEGATIVE.value, dtype=torch.float32, device=q.device)
+        # every row of every split is written, also where a split has no keys
+        out = q.new_empty(self.splits, tokens, heads, wide, dtype=torch.float32)
+        lse = q.new_empty(self.splits, tokens, heads, dtype=torch.float32)
         tiles = self.query_tiles(shape.queries)
         _attention_kernel[(len(tiles), shared, self.splits)](
             q, keys, values, self.table, self.feeds, tiles, out, lse, lse if rule.slopes is None else rule.slopes,
@@ -89,14 +90,13 @@ class LaunchBatch:
             TAIL=tail, TAIL_P=_next_power(tail), SIZE_P=_next_power(size), WIDE_P=_next_power(wide), SPLITS=self.splits,
             SLOPES=rule.slopes is not None, num_warps=4, num_stages=2,
         )  # fmt: skip
-        merged, whole = out[0], lse[0]
-        if self.splits > 1:
-            weights = (lse - lse.amax(0)).exp_()
-            merged = (out * weights.unsqueeze(-1)).sum(0) / weights.sum(0).unsqueeze(-1)
-        if rule.sinks is not None:
-            whole = whole if self.splits == 1 else lse.logsumexp(0)
-            merged = merged * rule.sink_share(whole).unsqueeze(-1)
-        return merged.to(q.dtype)
+        merged, sinks = torch.empty(tokens, heads, wide, dtype=q.dtype, device=q.device), rule.sinks
+        if tokens:
+            _merge_kernel[(tokens, heads)](
+                out, lse, lse if sinks is None else sinks, merged, tokens * heads, heads,
+                SPLITS=self.splits, WIDE=wide, WIDE_P=_next_power(wide), SINKS=sinks is not None, num_warps=1,
+            )  # fmt: skip
+        return merged
 
     def attend_latents(self, q: Tensor, pool: Tensor, up: LatentProjection, rule: ScoreRule) -> Tensor:
         """q [T,H,N+E], a pool of latents [1,pages,R+E] -> [T,H,V]: a few new tokens absorbed, prompts expanded."""
@@ -270,3 +270,26 @@ def _attention_kernel(
         mask=mine[:, None] & (wide[None, :] < WIDE),
     )
     tl.store(lse + place, tl.where(some, best + tl.log(tl.where(some, total, 1.0)), NEGATIVE), mask=mine)
+
+
+@triton.jit
+def _merge_kernel(
+    out, lse, sinks, merged, each, heads,
+    SPLITS: tl.constexpr, WIDE: tl.constexpr, WIDE_P: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Splits of one row of one head, weighted by their share; what a sink takes goes off."""
+    row, head = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1), tl.program_id(1)
+    split, d = tl.arange(0, SPLITS), tl.arange(0, WIDE_P)
+    logs = tl.load(lse + split * each + row)
+    best = tl.max(logs, 0)
+    weights = tl.exp(logs - best)
+    total = tl.sum(weights, 0)
+    rows = tl.load(
+        out + (split[:, None] * each + row) * WIDE + d[None, :],
+        mask=(split[:, None] >= 0) & (d[None, :] < WIDE),
+        other=0.0,
+    )
+    whole = tl.sum(rows * weights[:, None], 0) / total
+    if SINKS:
+        whole = whole * tl.sigmoid(best + tl.log(total) - tl.load(sinks + head).to(tl.float32))
+    tl.store(merged + row * WIDE + d, whole.to(merged.dtype.element_ty), mask=d < WIDE)

@@ -21,7 +21,7 @@ from rondel.generate.engine.builtin.pages import LayerPools, PageAllocator
 from rondel.generate.engine.builtin.pass_inputs import TokenFeed
 from rondel.generate.engine.builtin.rejection import matching_prefix_length
 from rondel.generate.engine.builtin.request import SequenceState, StepPlan
-from rondel.generate.engine.builtin.sampler import draw_uniform, sample_tokens, sampling_weights
+from rondel.generate.engine.builtin.sampler import draw_uniforms, sample_tokens, sampling_weights
 from rondel.generate.engine.builtin.states import SequenceStates, StateMemory
 from rondel.generate.engine.builtin.vision_encoder import RequestImages, VisionEncoderCache
 from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
@@ -116,9 +116,8 @@ class ModelRunner:
         )
         exact = logits[plain]
         p = sampling_weights(logits, samplings)
-        noise = [
-            draw_uniform(live.request.key, live.noise_counter + i) for live in lives for i in range(1 + len(live.guess))
-        ]
+        places = [(live.request.key, live.noise_counter + i) for live in lives for i in range(1 + len(live.guess))]
+        noise = draw_uniforms([key for key, _ in places], [t for _, t in places])
         tokens, logprobs = sample_tokens(p, samplings, noise)
         if self.draft is not None:
             tokens, logprobs = self.draft.verify_drafts(lives, p, tokens, logprobs)

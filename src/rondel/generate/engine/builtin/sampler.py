@@ -13,7 +13,9 @@ a block of the vocabulary, then inside it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +24,9 @@ from rondel.core.errors import EngineError
 from rondel.core.types import Sampling
 
 WORD = 2**64 - 1
+PHILOX = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
+WEYL = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
+HALF, LOW = np.uint64(32), np.uint64(2**32 - 1)
 BLOCK = 256
 LIKELY = 1024  # top-p sorts so many of a row first, and the whole row only where they do not suffice
 
@@ -40,6 +45,31 @@ def draw_uniform(key: int, t: int, word: int = 0) -> float:
         a, b, c, d = (right >> 64) ^ b ^ k, right & WORD, (left >> 64) ^ d ^ n, left & WORD
         k, n = (k + 0x9E3779B97F4A7C15) & WORD, (n + 0xBB67AE8584CAA73B) & WORD
     return ((a, b, c, d)[word] >> 11) * 2.0**-53
+
+
+FEW = 8  # numbers up to which Python is as fast as numpy
+
+
+def draw_uniforms(keys: Sequence[int], ts: Sequence[int]) -> list[float]:
+    """`draw_uniform` of each key and t, all at once: ten rounds over arrays instead of ten for each."""
+    if len(keys) <= FEW:
+        return [draw_uniform(key, t) for key, t in zip(keys, ts, strict=True)]
+    a = np.array(ts, np.uint64) + np.uint64(1)
+    b, c, d = (np.zeros(len(keys), np.uint64) for _ in range(3))
+    k, n = (np.array([key >> bits & WORD for key in keys], np.uint64) for bits in (0, 64))
+    for _ in range(10):
+        (left_high, left), (right_high, right) = _wide_product(PHILOX[0], a), _wide_product(PHILOX[1], c)
+        a, b, c, d = right_high ^ b ^ k, right, left_high ^ d ^ n, left
+        k, n = k + WEYL[0], n + WEYL[1]
+    return ((a >> np.uint64(11)).astype(np.float64) * 2.0**-53).tolist()
+
+
+def _wide_product(factor: np.uint64, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """-> the high and the low 64 bits of factor · x, by products of 32 bits."""
+    high, low, x_high, x_low = factor >> HALF, factor & LOW, x >> HALF, x & LOW
+    first = high * x_low + (low * x_low >> HALF)
+    second = low * x_high + (first & LOW)
+    return high * x_high + (first >> HALF) + (second >> HALF), factor * x
 
 
 def sampling_weights(logits: Tensor, samplings: list[Sampling]) -> Tensor:
