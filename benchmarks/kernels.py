@@ -46,9 +46,8 @@ def main(argv: list[str] | None = None) -> None:
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     timed = _card_ms if where.type == "cuda" else _once_ms
     side = 8192 if where.type == "cuda" else 64
-    left, right = (torch.randn(side, side, device=where).bfloat16() for _ in range(2))
-    limits = {"flop": 2 * side**3 / timed(lambda: left @ right) * 1e3, "byte": copy_speed(where)}
-    del left, right
+    square = torch.randn(side, side, device=where).bfloat16()
+    limits = {"flop": 2 * side**3 / timed(lambda: square @ square) * 1e3, "byte": copy_speed(where)}
     rows: dict[str, Any] = {}
     for name, plain, kernel, work, unit in (row for only in a.only for row in CASES[only](where, a.size)):
         spent: dict[str, list[float]] = {"plain": [], "kernel": []}
@@ -147,7 +146,9 @@ def _attention(where: Any, size: str) -> Any:
                 start = segments[-1].start + segments[-1].length if segments else 0
                 segments.append(PackedSegment(start, n, parent))
         tokens = sum(s.length for s in segments)
-        q, k, v = (torch.randn(tokens, n, width, device=where).to(dtype).requires_grad_() for n in (heads, shared, shared))
+        q, k, v = (
+            torch.randn(tokens, n, width, device=where).to(dtype).requires_grad_() for n in (heads, shared, shared)
+        )
         up = torch.randn(tokens, heads, width, device=where).to(dtype)
         layout, tree = PackedLayout(segments, where), SegmentTree.from_segments(segments, where)
         setattr(layout, "choose_kernel", lambda *_: _without_kernels()[1])  # noqa: B010

@@ -6,6 +6,10 @@ GPU the same tests run on the card."""
 from __future__ import annotations
 
 import asyncio
+import itertools
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ from rondel.core.errors import ConfigError
 from rondel.generate.engine.builtin import runner
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
-from rondel.models.cuda_graphs import DecodeGraphs, sizes_upto
+from rondel.models.cuda_graphs import CudaGraph, DecodeGraphs, sizes_upto
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.score_rule import ScoreRule
@@ -219,6 +223,38 @@ def test_a_recorded_step_reads_only_its_inputs_and_notices_what_has_moved(on_gpu
     weight.data = weight.data.clone()
     answers(e, [ask(prompt(5, 4), n=2)])
     assert not any(recording in graphs.recorded.values() for recording in kept.values())
+
+
+@contextmanager
+def captured(*_, **__):
+    yield
+
+
+def test_a_recording_keeps_its_work_and_a_pool_lasts_as_long_as_its_graphs(monkeypatch):
+    """A card that only counts pools. Memory that only the work holds is read at every replay."""
+    pools, stream = itertools.count(), SimpleNamespace(wait_stream=lambda other: None)
+    for name, fake in {
+        "graph_pool_handle": lambda: next(pools),
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "stream": captured,
+        "graph": captured,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    assert not CudaGraph.alive
+    read_only_there = torch.ones(1)
+    held = weakref.ref(read_only_there)
+    first = CudaGraph(lambda inside=read_only_there: inside)
+    del read_only_there
+    second = CudaGraph(lambda: torch.zeros(1))
+    assert held() is not None and CudaGraph.pool == 0
+    del first
+    third = CudaGraph(lambda: torch.zeros(1))
+    assert held() is None and CudaGraph.pool == 0
+    del second, third
+    last = CudaGraph(lambda: torch.zeros(1))
+    assert CudaGraph.pool == 1 and [*CudaGraph.alive] == [last]
 
 
 @pytest.mark.slow

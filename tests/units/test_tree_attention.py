@@ -104,6 +104,8 @@ def test_which_code_computes_it_and_why():
         return layout.choose_kernel(q, on_gpu, ScoreRule(0.4, **settings)).reason
 
     assert why() == "" and why(window=3, softcap=2.0, chunk=4, sinks=torch.ones(2)) == ""
+    alone = PackedLayout([PackedSegment(0, 30), PackedSegment(30, 4)], DEVICE)
+    assert why(alone).endswith("torch has a faster one") and why(alone, window=9) == "" == why(alone, softcap=2.0)
     assert why(part, slopes=torch.ones(2)).endswith("queries of some of the segments, slopes")
     assert why(images=torch.ones(1), chosen=torch.ones(1)).endswith(
         "keys that are chosen, images whose tokens see each other"

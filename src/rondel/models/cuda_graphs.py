@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -35,13 +36,14 @@ class GraphRecording(Protocol):
 
 
 class CudaGraph:
-    """torch's. All sizes share one pool of memory: only one runs at a time."""
+    """torch's. All that live share one pool of memory: only one runs at a time. A pool ends with the last of its graphs."""
 
     pool: Any = None
+    alive: ClassVar[WeakSet[CudaGraph]] = WeakSet()
 
     def __init__(self, work: Callable[[], Tensor]) -> None:
         self.work = work  # the tensors that only it holds have addresses in the graph, too
-        if CudaGraph.pool is None:
+        if not CudaGraph.alive:
             CudaGraph.pool = torch.cuda.graph_pool_handle()
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -51,6 +53,7 @@ class CudaGraph:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=CudaGraph.pool, capture_error_mode="thread_local"):
             self.out = work()
+        CudaGraph.alive.add(self)
 
     def replay(self) -> Tensor:
         self.graph.replay()

@@ -65,6 +65,7 @@ class PackedLayout:
         self.first = segments[self._own[0]].start if len(self._own) else 0
         self.rows = sum(segments[i].length for i in self._own)
         self.segments = segments
+        self._is_tree = any(s.parent is not None or not s.causal for s in segments)
         self._made: dict[tuple[str, int], _Rows] = {}  # by what and the number of heads
 
     @cached_property
@@ -99,6 +100,10 @@ class PackedLayout:
         """Whether models/tree_attention.py computes it."""
         unsupported = {
             "queries of some of the segments": self.rows != self.total,
+            "samples that share nothing, for which torch has a faster one": not self._is_tree
+            and rule.softcap is None
+            and rule.sinks is None
+            and rule.sees_all(max((s.length for s in self.segments), default=0)),
             "slopes": rule.slopes is not None,
             "keys that are chosen": rule.chosen is not None,
             "images whose tokens see each other": rule.images is not None,
