@@ -69,6 +69,7 @@ from rondel.generate.envs.flow import Flow
 from rondel.generate.envs.gateway.agent import agent_of, function_agent
 from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.gym import Gym
+from rondel.generate.envs.imagination import Imagination
 from rondel.generate.envs.mcp import Mcp
 from rondel.generate.envs.order import MixedOrder, TaskAdmissions
 from rondel.generate.envs.proposer_solver import ProposerSolver, arithmetic
@@ -273,7 +274,8 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
             return BlockTurn(block_of(job.model.path), suffix=own.suffix, system=system, examples=examples)
         return SingleTurn(suffix=own.suffix, system=system, examples=examples)
     if found is Control:
-        return Control(turns=own.turns)
+        model = None if own.model is None else Imagination(**own.model.model_dump())
+        return Control(turns=own.turns, model=model)
     if found is Flow:
         return Flow(points=own.points, every=own.every, system=system)
     if found is Search:

@@ -133,6 +133,7 @@ def engine_of(
 STEP_ENGINES = {  # by name: who serves text imports none of them
     "flow": "rondel.generate.engine.flow.engine:FlowEngine",
     "control": "rondel.generate.engine.control.engine:ControlEngine",
+    "world": "rondel.generate.engine.control.world_engine:WorldEngine",
 }
 BLOCK_ENGINE = "rondel.generate.engine.blocks.engine:BlockEngine"
 

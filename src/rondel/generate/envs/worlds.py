@@ -91,6 +91,15 @@ class WorldSpaces:
             return self.first + int(drawn[0])
         return np.clip(drawn, self.low, self.high).reshape(self.shape)
 
+    @property
+    def taken_size(self) -> int:
+        """How many numbers `taken` has."""
+        return 1 if self.discrete else self.actions
+
+    def taken(self, drawn: np.ndarray) -> np.ndarray:
+        """What the world takes of it, [1 or A] float32: the number of the action, counted from 0, or numbers in bounds."""
+        return drawn if self.discrete else np.clip(drawn, self.low, self.high)
+
 
 def open_world(name: str, args: dict[str, Any]) -> tuple[Any, WorldSpaces]:
     """A world, and what it shows and takes."""
