@@ -118,10 +118,12 @@ class Job(ConfigSection):
         if policy.frozen:
             model["adapter"] = AdapterConfig()
         lr = {} if policy.lr is None else {"lr": policy.lr}
+        epochs = {} if policy.epochs is None else {"epochs": policy.epochs}
         update = {
             "policies": {},
             "model": self.model.model_copy(update=model),
             "trainer": self.trainer.model_copy(update=lr),
+            "loop": self.loop.model_copy(update=epochs),
         }
         return self.model_copy(update=update)
 

@@ -8,16 +8,15 @@ A world steps on the event loop: it takes microseconds there, and a thread for e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rondel.core.errors import DataError, EnvError
+from rondel.core.errors import DataError
 from rondel.core.protocols import Chat
 from rondel.core.types import Request, Task, Trajectory
 from rondel.generate.envs.imagination import Imagination
 from rondel.generate.envs.stepped_episode import GIVEN, SteppedEpisode
-from rondel.generate.envs.worlds import WorldSpaces, open_world
+from rondel.generate.envs.worlds import WorldSpaces, call_world, open_world
 
 
 class Control:
@@ -47,7 +46,7 @@ class Control:
     async def _play(self, task: Task, chat: Any, world: Any, spaces: WorldSpaces) -> SteppedEpisode:
         name, played = task.data["world"], SteppedEpisode(chat.trajectory, spaces.observed)
         sampling = replace(chat.sampling, max_tokens=1, min_tokens=0)
-        shown, _ = _call(name, world.reset, seed=task.data["seed"])
+        shown, _ = call_world(name, world.reset, seed=task.data["seed"])
         last = spaces.flatten(shown)
         while not played.ended:
             request = Request(
@@ -58,16 +57,8 @@ class Control:
                 raise DataError(
                     'task.env = "control" with a model that writes text: set model.path to a policy of actions'
                 )
-            shown, reward, terminated, truncated, _ = _call(name, world.step, spaces.action(done.steps.drawn[0]))
+            shown, reward, terminated, truncated, _ = call_world(name, world.step, spaces.action(done.steps.drawn[0]))
             last = spaces.flatten(shown)
             cut = truncated or len(played) + 1 >= self.turns
             played.add(done, float(reward), last, "ended" if terminated else "cut off" if cut else "")
         return played
-
-
-def _call(name: str, verb: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    try:
-        return verb(*given, **named)
-    except Exception as error:  # a world raises whatever it likes
-        what = getattr(verb, "__name__", "a verb")
-        raise EnvError(f"{what} of the world '{name}' raised {type(error).__name__}: {error}") from error

@@ -66,7 +66,9 @@ class Imagination:
         sampling = replace(chat.sampling, max_tokens=self.horizon, min_tokens=0)
         done: Completion = await chat.generate(Request([GIVEN], sampling, policy=self.policy, steps=steps))
         if not done.measured:
-            raise DataError(f"policies.{self.policy} is no model of a world: set its model to {{ random = \"mlp_world\" }}")
+            raise DataError(
+                f'policies.{self.policy} is no model of a world: set its model to {{ random = "mlp_world" }}'
+            )
         t = Trajectory(policy=self.policy, agent=OBSERVED)
         t.extend([GIVEN])
         t.extend(done.tokens, logprobs=done.logprobs, versions=done.versions, steps=done.steps)

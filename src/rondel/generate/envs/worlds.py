@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rondel.core.errors import ConfigError
+from rondel.core.errors import ConfigError, EnvError
 from rondel.core.registry import import_attribute
 from rondel.generate.envs.external_envs import OpenEnv, TextArena
 
@@ -110,3 +110,12 @@ def open_world(name: str, args: dict[str, Any]) -> tuple[Any, WorldSpaces]:
     except Exception as error:  # a world raises whatever it likes
         raise ConfigError(f"the world '{name}' cannot be made: {type(error).__name__}: {error}") from error
     return world, WorldSpaces.of(name, world)
+
+
+def call_world(name: str, verb: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """A verb of a world; EnvError where it raises."""
+    try:
+        return verb(*given, **named)
+    except Exception as error:  # a world raises whatever it likes
+        what = getattr(verb, "__name__", "a verb")
+        raise EnvError(f"{what} of the world '{name}' raised {type(error).__name__}: {error}") from error

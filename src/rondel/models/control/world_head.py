@@ -83,7 +83,8 @@ class WorldHead(StepHead):
         """[M, O + D] -> mean [M, E, O + 1], log_std [M, E, O + 1] of change and reward, logit [M, E] of the end."""
         n = self.size + 1
         mean, log_std = self.model(self.model.features(given[:, : self.size], given[:, self.size :]))
-        return mean[..., :n], log_std[..., :n], mean[..., n]
+        step = self.model.step
+        return mean[..., :n] * step, log_std[..., :n] + step.log(), mean[..., n]
 
     def evaluate_steps(self, steps: PackedSteps, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """In the dtype of the module; the entropy is the mean of the members'. It has no temperature but 1."""
@@ -134,7 +135,9 @@ class WorldHead(StepHead):
         target = drawn[:, 1:-1]
         spread = target[:, :size].std(0, unbiased=False)
         moved = spread > 1e-6
-        inside = (((target[:, None] - mean).abs() * (-log_std).exp()) < INSIDE)[..., torch.cat([moved, moved.new_ones(1)])]
+        inside = (((target[:, None] - mean).abs() * (-log_std).exp()) < INSIDE)[
+            ..., torch.cat([moved, moved.new_ones(1)])
+        ]
         centre = mean.mean(1, keepdim=True)
         apart = ((mean - centre)[..., :size] / spread)[..., moved]
         errors = [

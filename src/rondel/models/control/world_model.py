@@ -6,6 +6,7 @@ It is a model of transformers like any other: `config.json` and safetensors, sav
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,9 @@ WIDTH = 16  # a multiple of which its outputs are: elementwise functions then gi
 
 class MlpWorldConfig(PreTrainedConfig):
     """observation_size: O. action_size: A numbers of an action, or where `discrete` of how many actions one is chosen.
-    ensemble: members. vocab_size: of the tokenizer that every model has here.
+    ensemble: members. centre, spread: [O] mean and deviation of an observation, with which it is read; step: [O + 1]
+    deviation of its change and of the reward, in units of which they are predicted; unset is 0, 1 and 1.
+    vocab_size: of the tokenizer that every model has here.
     """
 
     model_type = MLP_WORLD
@@ -30,6 +33,9 @@ class MlpWorldConfig(PreTrainedConfig):
     ensemble: int = 5
     hidden_size: int = 64
     num_hidden_layers: int = 2
+    centre: list[float] | None = None
+    spread: list[float] | None = None
+    step: list[float] | None = None
     max_position_embeddings: int = 1 << 20
     eos_token_id: int | None = None
     tie_word_embeddings: bool = False
@@ -42,7 +48,7 @@ class MlpWorldConfig(PreTrainedConfig):
 
 class MlpWorld(PreTrainedModel):
     """Members with weights of their own, each with a mean and a log standard deviation of every number that follows.
-    arXiv:1805.12114 (PETS), arXiv:1906.08253 (MBPO). A new one says that nothing changes, with a deviation of 1.
+    arXiv:1805.12114 (PETS), arXiv:1906.08253 (MBPO). A new one says that nothing changes, with the deviation of a step.
     """
 
     config_class = MlpWorldConfig
@@ -51,6 +57,13 @@ class MlpWorld(PreTrainedModel):
     def __init__(self, config: MlpWorldConfig) -> None:
         super().__init__(config)
         self.members = nn.ModuleList(WorldMember(config) for _ in range(config.ensemble))
+        size = config.observation_size
+        for name, given, n, plain in (
+            ("centre", config.centre, size, 0.0),
+            ("spread", config.spread, size, 1.0),
+            ("step", config.step, size + 1, 1.0),
+        ):
+            self.register_buffer(name, torch.tensor(given or [plain] * n), persistent=False)
         self.post_init()
 
     @torch.no_grad()
@@ -67,10 +80,10 @@ class MlpWorld(PreTrainedModel):
         return self.members[0].mean  # type: ignore[union-attr, return-value]
 
     def features(self, observation: Tensor, action: Tensor) -> Tensor:
-        """[M, O], [M, D] -> [M, O + A]: an action that is counted as one of A, others as they are."""
+        """[M, O], [M, D] -> [M, O + A]: the observation in its units; an action that is counted as one of A."""
         if self.config.discrete:
             action = F.one_hot(action[:, 0].long(), self.config.action_size).to(observation.dtype)
-        return torch.cat([observation, action], 1)
+        return torch.cat([(observation - self.centre) / self.spread, action], 1)
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """[M, O + A] -> (mean [M, E, P], log_std [M, E, P]). Columns: change [O], reward, logit of the end (of the mean)."""
@@ -85,7 +98,7 @@ class WorldMember(nn.Module):
         super().__init__()
         width = config.hidden_size
         sizes = [config.observation_size + config.action_size, *[width] * config.num_hidden_layers]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
         self.mean = nn.Linear(width, config.outputs)
         self.log_std = nn.Linear(width, config.outputs)
 
@@ -97,7 +110,7 @@ class WorldMember(nn.Module):
         return self.mean(hidden), bounded(self.log_std(hidden))
 
 
-LOWEST, HIGHEST = -7.0, 2.0  # of a log standard deviation
+LOWEST, HIGHEST = -4.0, 2.0  # of a log standard deviation, in units of a step
 
 
 def bounded(log_std: Tensor) -> Tensor:
