@@ -28,9 +28,9 @@ def packed(rows: np.ndarray) -> PackedSteps:
 
 def member_outputs(model, row, member):
     """Mean and deviation of change and reward, and the probability of the end, written once more."""
-    own, O = model.members[member], model.config.observation_size
-    seen = (row[:O] - model.centre) / model.spread
-    action = torch.eye(3, dtype=row.dtype)[int(row[O])] if model.config.discrete else row[O : O + 3]
+    own, size = model.members[member], model.config.observation_size
+    seen = (row[:size] - model.centre) / model.spread
+    action = torch.eye(3, dtype=row.dtype)[int(row[size])] if model.config.discrete else row[size : size + 3]
     hidden = torch.cat([seen, action])
     for layer in own.layers:
         hidden = hidden @ layer.weight.T + layer.bias
@@ -38,7 +38,7 @@ def member_outputs(model, row, member):
     mean, raw = hidden @ own.mean.weight.T + own.mean.bias, hidden @ own.log_std.weight.T + own.log_std.bias
     upper = 2 - torch.log1p(torch.exp(2 - raw))
     log_std = -4 + torch.log1p(torch.exp(upper + 4))
-    return mean[: O + 1] * model.step, log_std[: O + 1].exp() * model.step, torch.sigmoid(mean[O + 1])
+    return mean[: size + 1] * model.step, log_std[: size + 1].exp() * model.step, torch.sigmoid(mean[size + 1])
 
 
 @pytest.mark.parametrize("discrete", [True, False])

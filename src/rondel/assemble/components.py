@@ -55,6 +55,7 @@ from rondel.driver.failure_budget import FailureBudget
 from rondel.driver.remote_teachers import connect_teachers
 from rondel.driver.replay_buffer import ReplayBuffer
 from rondel.driver.rollouts import batch_function, shown_of
+from rondel.driver.transition_memory import TransitionMemory
 from rondel.filter import FILTERS, chain_filters
 from rondel.filter.complete import Complete
 from rondel.generate.corpus.store import open_corpus
@@ -207,12 +208,19 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
                 rows.needs_teacher,
                 lambda: longest_conversation(job, tasks, env, placed.known, sampling),
             ),
-            ReplayBuffer(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None,
+            _returning(job, env),
             ends.pop_all().close,
             FailureBudget(calls.max_failures, calls.patience),
             episodes_of(job.task.episode, env, placed.known.tokenizer),
             commands,
         )
+
+
+def _returning(job: Job, env: Any) -> ReplayBuffer | TransitionMemory | None:
+    """What earlier steps bring into a later one."""
+    if isinstance(env, Control) and env.model is not None:
+        return TransitionMemory(env.model.memory) if env.model.memory else None
+    return ReplayBuffer(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None
 
 
 def order_of(job: Job, tasks: TaskSet) -> TaskAdmissions:

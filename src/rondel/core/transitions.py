@@ -14,6 +14,7 @@ from rondel.core.types import BESIDE
 IMAGINED = f"{BESIDE}imagined"  # the policy, acting in a learned model of the world
 OBSERVED = f"{BESIDE}observed"  # what the world itself did, from which the model learns
 PREDICTED = f"{BESIDE}predicted"  # what the model drew
+REMEMBERED = f"{BESIDE}remembered"  # what the world did in earlier steps
 
 EXTRA = 3  # numbers that a transition has beside the change of the observation: member, reward, end
 EVERYONE = -1.0  # the member of a transition that the world made and no member drew

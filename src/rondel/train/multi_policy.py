@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import CheckpointError, LawError, SyncError
 from rondel.core.events import Warned, emit
-from rondel.core.transitions import IMAGINED, OBSERVED, PREDICTED
+from rondel.core.transitions import IMAGINED, OBSERVED, PREDICTED, REMEMBERED
 from rondel.core.types import POLICY, Manifest, Route, StepStats
 from rondel.system.files import make_folder
 from rondel.train.pack import TrainBatch, TrainSample
@@ -182,7 +182,7 @@ def _policy_metrics(batch: TrainBatch) -> dict[str, float]:
     """What the agents of each policy earned and wrote, of those that are frozen, too; what was imagined apart."""
     of: dict[str, list[TrainSample]] = {}
     for sample in batch.samples:
-        if sample.agent not in (IMAGINED, PREDICTED):
+        if sample.agent not in (IMAGINED, PREDICTED, REMEMBERED):
             of.setdefault(sample.policy, []).append(sample)
     rewards = {f"{policy}/reward_mean": sum(s.reward for s in own) / len(own) for policy, own in of.items()}
     lengths = {f"{policy}/length_mean": sum(len(s.trainable) for s in own) / len(own) for policy, own in of.items()}

@@ -204,6 +204,11 @@ class ImaginationConfig(BaseModel):
     policy: str = Field("world", description="the policy of the run that is the model: [policies.NAME]")
     branches: int = Field(16, ge=1, description="imagined episodes beside each one that is played")
     horizon: int = Field(8, ge=1, description="most steps of an imagined one")
+    memory: int = Field(
+        4000,
+        ge=0,
+        description="transitions of earlier steps from which the model learns again; 0: those of each step alone",
+    )
     trust: float = Field(
         0.5,
         gt=0,

@@ -34,6 +34,7 @@ class Imagination:
     policy    of the run, which is the model
     branches  imagined episodes beside one that is played
     horizon   most steps of one
+    memory    transitions of earlier steps from which the model learns again (driver/transition_memory.py)
     trust     nothing is imagined where the error after `horizon` steps, on the episode just played, is above this; 1 is
               as good as to know the mean change
     """
@@ -41,6 +42,7 @@ class Imagination:
     policy: str = "world"
     branches: int = 16
     horizon: int = 8
+    memory: int = 4000
     trust: float = 0.5
 
     async def imagine(self, played: SteppedEpisode, chat: Any, spaces: WorldSpaces) -> list[Trajectory]:
