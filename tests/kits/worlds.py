@@ -23,6 +23,7 @@ def world_model(*, discrete: bool = True, **sizes: Any) -> LoadedModel:
     for member in loaded.model.members:
         torch.nn.init.normal_(member.mean.weight, std=0.3)
         torch.nn.init.normal_(member.log_std.weight, std=0.3)
+        torch.nn.init.normal_(member.end.weight, std=0.5)
     return loaded
 
 

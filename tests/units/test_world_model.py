@@ -27,10 +27,11 @@ def packed(rows: np.ndarray) -> PackedSteps:
 
 
 def member_outputs(model, row, member):
-    """Mean and deviation of change and reward, and the probability of the end, written once more."""
-    own, size = model.members[member], model.config.observation_size
-    seen = (row[:size] - model.centre) / model.spread
-    action = torch.eye(3, dtype=row.dtype)[int(row[size])] if model.config.discrete else row[size : size + 3]
+    """Mean and deviation of change and reward, written once more."""
+    own, config = model.members[member], model.config
+    size = config.observation_size
+    seen = (row[:size] - row.new_tensor(config.centre)) / row.new_tensor(config.spread)
+    action = torch.eye(3, dtype=row.dtype)[int(row[size])] if config.discrete else row[size : size + 3]
     hidden = torch.cat([seen, action])
     for layer in own.layers:
         hidden = hidden @ layer.weight.T + layer.bias
@@ -38,7 +39,17 @@ def member_outputs(model, row, member):
     mean, raw = hidden @ own.mean.weight.T + own.mean.bias, hidden @ own.log_std.weight.T + own.log_std.bias
     upper = 2 - torch.log1p(torch.exp(2 - raw))
     log_std = -4 + torch.log1p(torch.exp(upper + 4))
-    return mean[: size + 1] * model.step, log_std[: size + 1].exp() * model.step, torch.sigmoid(mean[size + 1])
+    step = row.new_tensor(config.step)
+    return mean[: size + 1] * step, log_std[: size + 1].exp() * step
+
+
+def end_probability(model, after, member):
+    own, config = model.members[member], model.config
+    hidden = (after - after.new_tensor(config.centre)) / after.new_tensor(config.spread)
+    for layer in own.end_layers:
+        hidden = hidden @ layer.weight.T + layer.bias
+        hidden = hidden * torch.sigmoid(hidden)
+    return torch.sigmoid((hidden @ own.end.weight.T + own.end.bias)[0])
 
 
 @pytest.mark.parametrize("discrete", [True, False])
@@ -57,7 +68,8 @@ def test_density_entropy_and_gradient_against_torch(discrete):
     for row in rows:
         each, entropy = [], 0.0
         for member in range(3):
-            mean, std, end = member_outputs(model, row, member)
+            mean, std = member_outputs(model, row, member)
+            end = end_probability(model, row[:4] + row[at + 1 : -2], member)
             known, ends = torch.distributions.Normal(mean, std), torch.distributions.Bernoulli(end)
             each.append(known.log_prob(row[at + 1 : -1]).sum() + ends.log_prob(row[-1]))
             entropy = entropy + (known.entropy().sum() + ends.entropy()) / 3
@@ -106,8 +118,9 @@ def test_what_follows_is_its_noise_alone_and_in_company(discrete):
         assert again.tolist() == pytest.approx([d.logprobs[0] for d in crowd], abs=1e-5)
         for request, done in zip(requests, crowd):
             member = int(3 * draw_uniform(request.key, 0))
-            mean, std, end = member_outputs(loaded.model, torch.from_numpy(request.observation), member)
+            mean, std = member_outputs(loaded.model, torch.from_numpy(request.observation), member)
             change, reward, ended = split_drawn(done.steps.drawn[0])
+            end = end_probability(loaded.model, torch.from_numpy(request.observation[:4] + change), member)
             wanted = mean.numpy() + std.numpy() * draw_normal(request.key, 0, 5)
             assert done.steps.drawn[0, 0] == member and ended == (draw_uniform(request.key, 1) < float(end))
             assert [*change, reward] == pytest.approx(wanted.tolist(), abs=1e-5)
@@ -127,6 +140,8 @@ def test_errors_against_loops(discrete):
     with torch.no_grad():
         assert list(done.logprobs) == pytest.approx(loaded.head.evaluate_steps(packed(rows))[0].tolist(), abs=1e-6)
         outs = [[member_outputs(model, row, m) for m in range(3)] for row in given]
+        after = given[:, :4] + given[:, at + 1 : at + 5]
+        ends = np.array([[float(end_probability(model, own, m)) for m in range(3)] for own in after])
         path = np.concatenate([rows[:1, :4], rows[:, :4] + rows[:, at + 1 : at + 5]])
         wanted = {}
         for j in range(1, 4):
@@ -145,7 +160,7 @@ def test_errors_against_loops(discrete):
     spread = target[:, :4].std(0)
     wanted["coverage"] = np.mean(np.abs(z) < 1.2815515655)
     wanted["reward_error"] = np.sqrt(np.mean((target[:, -1] - means.mean(1)[:, -1]) ** 2))
-    wanted["end_error"] = np.mean([(rows[t, -1] - np.mean([float(o[2]) for o in outs[t]])) ** 2 for t in range(T)])
+    wanted["end_error"] = np.mean((rows[:, -1] - ends.mean(1)) ** 2) / rows[:, -1].var()
     wanted["disagreement"] = np.sqrt(np.mean(((means - means.mean(1, keepdims=True))[..., :4] / spread) ** 2))
     assert done.measured.keys() == wanted.keys() == set(error_names(3))
     for name, value in wanted.items():

@@ -30,7 +30,7 @@ from rondel.assemble.refusals import (
 )
 from rondel.assemble.rows import AlgorithmRows, refuse_unknown_sources, rows_beside, rows_of
 from rondel.assemble.run_components import Components
-from rondel.assemble.step_refusals import refuse_block_job, refuse_control_job, refuse_flow_job
+from rondel.assemble.step_refusals import refuse_block_job, refuse_control_job, refuse_flow_job, refuse_world_model
 from rondel.assemble.world_sizes import with_world_sizes
 from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
 from rondel.core.config.environment import ENV_TABLES
@@ -127,6 +127,7 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
     refuse_engine(job.engine.kind, find_registered("engine", job.engine.kind, ENGINES))
     batch_function(job)
     rows, sampling = rows_of(job), sampling_of(job)
+    refuse_world_model(job, rows)
     refuse_job(job, rows, sampling)
     refuse_flow_job(job, rows, sampling)
     refuse_control_job(job, rows, sampling)

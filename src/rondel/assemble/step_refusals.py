@@ -56,7 +56,6 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
             f'{{ random = "{MLP_POLICY}" }}, and name it in [policies.world]',
             page="docs/worlds.md",
         )
-    refuse_world_model(job, rows)
     if not is_control(job.model.path):
         if kind == "control":
             raise ConfigError(

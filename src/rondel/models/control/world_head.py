@@ -2,7 +2,7 @@
 
 M transitions · E members · O numbers of an observation, D of an action · y = (change [O], reward)
 
-    member m drew it       log p = -log E + log N(y; mean_m, std_m²) + log Bernoulli(end; sigmoid(logit_m))
+    member m drew it       log p = -log E + log N(y; mean_m, std_m²) + log Bernoulli(end; sigmoid(logit_m(x + change)))
     the world made it      log p = 1/E · Σ_m of the same without -log E: each member learns by maximum likelihood, and
                            the mean bounds the log-density of their mixture from below
 """
@@ -79,12 +79,17 @@ class WorldHead(StepHead):
         """How many numbers are drawn."""
         return self.size + EXTRA
 
-    def predict(self, given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[M, O + D] -> mean [M, E, O + 1], log_std [M, E, O + 1] of change and reward, logit [M, E] of the end."""
-        n = self.size + 1
+    def predict(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        """[M, O + D] -> mean and log_std [M, E, O + 1] of change and reward."""
+        n, step = self.size + 1, self.model.step_scale(given)
         mean, log_std = self.model(self.model.features(given[:, : self.size], given[:, self.size :]))
-        step = self.model.step
-        return mean[..., :n] * step, log_std[..., :n] + step.log(), mean[..., n]
+        return mean[..., :n] * step, log_std[..., :n] + step.log()
+
+    def end_logits(self, given: Tensor, change: Tensor) -> Tensor:
+        """[M, O + D], [M, E, O] or [M, 1, O] -> [M, E]"""
+        after = given[:, None, : self.size] + change
+        found: Tensor = self.model.end_logits(after.expand(-1, self.model.config.ensemble, -1))
+        return found
 
     def evaluate_steps(self, steps: PackedSteps, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """In the dtype of the module; the entropy is the mean of the members'. It has no temperature but 1."""
@@ -95,8 +100,8 @@ class WorldHead(StepHead):
             )
         if temperature != 1.0:
             raise ValueError(f"temperature = {temperature:g}: a model of a world has none but 1")
-        mean, log_std, logit = self.predict(steps.rows[:, : self.observed])
-        drawn = steps.rows[:, self.observed :]
+        given, drawn = steps.rows[:, : self.observed], steps.rows[:, self.observed :]
+        (mean, log_std), logit = self.predict(given), self.end_logits(given, drawn[:, None, 1:-2])
         return density_of(drawn, mean, log_std, logit), entropy_of(log_std, logit)
 
     @torch.no_grad()
@@ -107,13 +112,16 @@ class WorldHead(StepHead):
         uniform  [n, 2] in [0, 1): which member, and whether it ends
         normal   [n, O + 1] of a standard normal
         """
-        members = self.model.config.ensemble
-        mean, log_std, logit = self.predict(torch.from_numpy(given).to(self.weight.device))
+        members, device = self.model.config.ensemble, self.weight.device
+        asked = torch.from_numpy(given).to(device)
+        mean, log_std = self.predict(asked)
         rows, member = np.arange(len(given)), np.minimum((uniform[:, 0] * members).astype(np.int64), members - 1)
-        means, stds, logits = (t.cpu().numpy()[rows, member] for t in (mean, log_std.exp(), logit.double()))
-        ended = uniform[:, 1] < 1 / (1 + np.exp(-logits))
-        drawn = np.concatenate([member[:, None], means + stds * normal, ended[:, None]], 1).astype(np.float32)
-        density = density_of(torch.from_numpy(drawn).to(mean.device), mean, log_std, logit)
+        means, stds = (t.cpu().numpy()[rows, member] for t in (mean, log_std.exp()))
+        follows = (means + stds * normal).astype(np.float32)
+        logit = self.end_logits(asked, torch.from_numpy(follows[:, None, :-1]).to(device))
+        ended = uniform[:, 1] < 1 / (1 + np.exp(-logit.double().cpu().numpy()[rows, member]))
+        drawn = np.concatenate([member[:, None], follows, ended[:, None]], 1).astype(np.float32)
+        density = density_of(torch.from_numpy(drawn).to(device), mean, log_std, logit)
         return drawn, density.cpu().numpy()
 
     @torch.no_grad()
@@ -121,7 +129,8 @@ class WorldHead(StepHead):
         """Of the T transitions of one episode, [T, O + D + O + 3] in their order.
 
         reward_error  root mean square of the reward less the mean of the members
-        end_error     mean square of the end less its predicted probability (Brier)
+        end_error     mean square of the end less its probability where the world has come to (Brier), in units of its
+                      variance: 1 is as good as to know how often it ends; nan where it did not
         coverage      share of numbers within the central 80 % of what a member predicts; 0.8 is calibrated
         disagreement  root mean square deviation of the members' means from their mean, in units of the change's deviation
         error_j       each member predicts j steps from where the world was, with the actions that were
@@ -129,8 +138,9 @@ class WorldHead(StepHead):
                       1 is as good as to know the mean change. nan where an episode is too short, or nothing moved
         """
         size, given = self.size, torch.from_numpy(rows).to(self.weight.device)
-        mean, log_std, logit = self.predict(given[:, : self.observed])
+        mean, log_std = self.predict(given[:, : self.observed])
         drawn = given[:, self.observed :]
+        logit = self.end_logits(given[:, : self.observed], drawn[:, None, 1:-2])
         log_density = density_of(drawn, mean, log_std, logit)
         target = drawn[:, 1:-1]
         spread = target[:, :size].std(0, unbiased=False)
@@ -142,7 +152,7 @@ class WorldHead(StepHead):
         apart = ((mean - centre)[..., :size] / spread)[..., moved]
         errors = [
             (target[:, -1] - centre[:, 0, -1]).square().mean().sqrt(),
-            (drawn[:, -1] - torch.sigmoid(logit).mean(1)).square().mean(),
+            (drawn[:, -1] - torch.sigmoid(logit).mean(1)).square().mean() / drawn[:, -1].var(unbiased=False),
             inside.float().mean(),
             apart.square().mean().sqrt(),
             *self._open_loop(given, horizon),
