@@ -127,7 +127,7 @@ def test_a_trained_model_is_loaded_and_frozen(folder, tmp_path):
     agents = ["world.observed", "world.predicted"]
     run(tmp_path / "run", recipe=CARTPOLE_MODEL, policies={"world": {**given, "agents": agents}}, loop__steps=1)
     [done] = events(tmp_path / "run", "StepDone")
-    assert "world/loss" not in done["metrics"] and done["metrics"]["world/error_1"] < 1
+    assert "world/loss" not in done["metrics"] and done["metrics"]["world/error_1"] > 0
     assert done["metrics"]["world/imagined_steps"] > 0
     run(tmp_path / "none", recipe=CARTPOLE_MODEL, task__env__model__trust=1e-9, loop__steps=1)
     assert {row["agent"] for row in store.read_step(tmp_path / "none", 1)} == {"", "world.observed"}
