@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kits.runs import CARTPOLE_MODEL, check, events, final, run, run_and_die, steps, tiny
+from rondel.checks.recipe_check import check as check_recipe
 from rondel.core.errors import UserError
 from rondel.driver import replay
 from rondel.models.load import load_model
@@ -106,6 +107,12 @@ def test_a_step_is_recomputed_from_its_stored_rollouts(folder):
     found, [done] = replay.replay(folder, 4), [e["metrics"] for e in events(folder, "StepDone") if e["step"] == 4]
     same = [name for name in found if not name.endswith("_s")]
     assert "world/loss" in same and {name: found[name] for name in same} == {name: done[name] for name in same}
+
+
+@pytest.mark.slow
+def test_its_recipe_is_checked(tmp_path):
+    found = {f.what: f for f in check_recipe(tiny(tmp_path, recipe=CARTPOLE_MODEL, task__env__turns=60))}
+    assert all(f.ok for f in found.values()), found
 
 
 @pytest.mark.slow
