@@ -1,11 +1,14 @@
 """How soon a recipe that acts in a world has solved it, and stable-baselines3's PPO beside it, in turn on one machine.
 
     rondel bench control --seeds 3 --peer /path/of/python/that/has/stable_baselines3
+    rondel bench control --recipe recipes/cartpole_model.toml --seeds 3 --at 4000 --without-model
 
 Solved: the mean return of the last 20 training episodes reaches the target. Medians over the seeds, None where a seed
 did not get there: actions in the world until then, seconds from the first rollout until then, CPU seconds of the whole
 process with its start, and the return of 20 other episodes behind the last step, each action the likeliest. Evaluation
-is no part of the seconds.
+is no part of the seconds. Actions are those in the world itself: with a model of the world those that measured its scales
+are among them, and imagined ones are not. With --at N also the mean return of the last 20 training episodes when N actions
+were taken.
 """
 
 from __future__ import annotations
@@ -40,24 +43,36 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--target", type=float, default=None, help="a return; unset, that of a world which is known")
     parser.add_argument("--peer", default=None, help="a Python that has stable_baselines3; unset, Rondel runs alone")
     parser.add_argument("--peer-steps", type=int, default=100_000, help="actions that the peer may take")
+    parser.add_argument("--at", type=int, default=None, help="actions in the world at which runs are compared")
+    parser.add_argument("--without-model", action="store_true", help="also the recipe without its model of the world")
     parser.add_argument("--json", action="store_true")
     add_set(parser)
     a = parser.parse_args(argv)
-    world = str(Job.read(a.recipe, {}).task.data["name"])
+    job = Job.read(a.recipe, {})
+    world = str(job.task.data["name"])
+    bare = {name: value for name, value in job.task.env_settings.items() if name != "model"}
+    without = ["policies={}", f"task.env={json.dumps({'kind': 'control'} | bare).replace(': ', '=')}"]
+    if a.without_model and not job.policies:
+        parser.error(f"--without-model: {a.recipe} has no model of the world")
     target = TARGETS.get(world) if a.target is None else a.target
     if target is None:
         parser.error(f"--target: which return solves '{world}'?")
-    found: dict[str, list[dict[str, Any]]] = {"rondel": []} | ({"sb3": []} if a.peer else {})
+    names = ["rondel", *(["without_model"] if a.without_model else []), *(["sb3"] if a.peer else [])]
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for seed in range(a.seeds):
-        found["rondel"].append(counted(ours, a.recipe, seed, target, a.set))
+        found["rondel"].append(counted(ours, a.recipe, seed, target, a.set, a.at))
+        if a.without_model:
+            found["without_model"].append(counted(ours, a.recipe, seed, target, [*without, *a.set], a.at))
         if a.peer:
             found["sb3"].append(counted(theirs, a.peer, world, seed, target, a.peer_steps))
     row: dict[str, Any] = {"world": world, "target": target, "seeds": a.seeds}
     for name, runs in found.items():
-        for what in ("steps", "seconds", "cpu", "greedy"):
+        for what in ("steps", "seconds", "cpu", "greedy", *(["return_at"] if a.at and name != "sb3" else [])):
             values = [run[what] for run in runs]
             row[f"{name}_{what}"] = None if None in values else round(median(values), 1)
         row[f"{name}_each"] = [[run["steps"], run["seconds"]] for run in runs]
+        if a.at and name != "sb3":
+            row[f"{name}_returns"] = [run["return_at"] for run in runs]
     report(row, only_json=a.json)
 
 
@@ -69,7 +84,8 @@ def counted(run: Any, *given: Any) -> dict[str, Any]:
     return told | {"cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
 
 
-def ours(recipe: str, seed: int, target: float, sets: list[str]) -> dict[str, Any]:
+def ours(recipe: str, seed: int, target: float, sets: list[str], at: int | None) -> dict[str, Any]:
+    from rondel.assemble.world_sizes import RANDOM
     from rondel.core.config.job import Job
     from rondel.runtime.journal.log import read
     from rondel.runtime.journal.store import read_step
@@ -79,18 +95,22 @@ def ours(recipe: str, seed: int, target: float, sets: list[str]) -> dict[str, An
         keys = [f"--loop.seed={seed}", f"--model.path.seed={seed}", f"--task.eval.every={last}", "--run.sinks=[]"]
         keys += [f"--{pair}" for pair in sets]
         argv = [sys.executable, "-m", "rondel", "train", recipe, *keys, f"--run.folder={folder}"]
-        told = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        if told.returncode:
-            raise SystemExit(told.stdout[-2000:] + told.stderr[-2000:])
+        ended = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        if ended.returncode:
+            raise SystemExit(ended.stdout[-2000:] + ended.stderr[-2000:])
         events, episodes, curve = list(read(Path(folder))), list[float](), list[tuple[int, float, float]]()
         began, taken = next(e["t"] for e in events if e["kind"] == "Admitted"), 0
+        if Job.read(Path(folder) / "job.toml", {}).policies:
+            taken = RANDOM
         for event in (e for e in events if e["kind"] == "StepDone"):
-            rows = read_step(folder, event["step"])
+            rows = [row for row in read_step(folder, event["step"]) if not row["agent"]]
             taken += sum(sum(row["mask"]) for row in rows)
             episodes += [row["reward"] for row in rows if row["reward"] is not None]
             curve.append((taken, event["t"] - began, sum(episodes[-LAST:]) / len(episodes[-LAST:])))
         greedy = [e["score"] for e in events if e["kind"] == "Evaluated"][-1:]
-        return reached(curve, target, len(episodes) >= LAST) | {"greedy": greedy[0] if greedy else None}
+        later = [mean for n, _, mean in curve if at is not None and n >= at]
+        told = reached(curve, target, len(episodes) >= LAST)
+        return told | {"greedy": greedy[0] if greedy else None, "return_at": round(later[0], 1) if later else None}
 
 
 def theirs(python: str, world: str, seed: int, target: float, steps: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel
 
 from rondel.core.config.algorithm import BesideConfig
-from rondel.core.config.environment import ENV_TABLES, EpisodeBudgetConfig, EpisodeConfig
+from rondel.core.config.environment import ENV_TABLES, EpisodeBudgetConfig, EpisodeConfig, ImaginationConfig
 from rondel.core.config.job import Job
 from rondel.core.config.model import TeacherConfig
 from rondel.core.config.place import EnginesConfig
@@ -27,6 +27,7 @@ TABLES: dict[str, type[BaseModel]] = {  # beside those of keys that are tables t
     **{f'task.env, kind = "{name}"': model for name, model in ENV_TABLES.items()},
     "task.env, beside those of its kind": EpisodeConfig,
     "task.env.budget": EpisodeBudgetConfig,
+    "task.env.model": ImaginationConfig,
     **{
         f'sandbox of task.env and task.reward, kind = "{" or ".join(kinds)}"': SANDBOX_TABLES[kinds[0]]
         for kinds in (

@@ -162,10 +162,10 @@ def test_a_world_that_breaks_is_no_reward(tmp_path):
     from rondel.generate.envs.worlds import open_world
 
     with pytest.raises(EnvError, match="Broken' raised RuntimeError: a wheel"):
-        from rondel.generate.envs.control import _call
+        from rondel.generate.envs.worlds import call_world
 
         world, spaces = open_world("kits.control:Broken", {})
-        _call("kits.control:Broken", world.step, spaces.action(np.float32([0, 0])))
+        call_world("kits.control:Broken", world.step, spaces.action(np.float32([0, 0])))
 
 
 def test_spaces_are_laid_flat_and_actions_stay_in_bounds():

@@ -114,6 +114,20 @@ def test_the_gradient_over_actions_is_the_same_for_any_split(discrete):
     assert max(apart(cut, whole) for cut in cuts) <= TOLERANCE
 
 
+def test_the_gradient_over_transitions_is_the_same_for_any_split():
+    """Of a learned model of a world, by likelihood."""
+    pytest.importorskip("gymnasium", reason="gymnasium is not installed: rondel[control]")
+    from kits.worlds import learned_groups, world_model
+
+    algo, loaded = row("sft"), world_model()
+    t, b = trainer(loaded, algo), batch(learned_groups(loaded), algo)
+    whole = gradient(t, b, algo)
+    assert whole.norm() > 1e-3
+    cuts = [gradient(t, b, algo, micro_tokens=n) for n in (1, 13, 40)]
+    cuts += [gradient(t, shuffled(b, seed, whole_groups=not seed), algo, micro_tokens=25) for seed in (0, 1)]
+    assert max(apart(cut, whole) for cut in cuts) <= TOLERANCE
+
+
 def test_the_gradient_over_blocks_is_the_same_for_any_split():
     """A demonstration among them, with entropy and a reference."""
     algo = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})

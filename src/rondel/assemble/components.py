@@ -30,7 +30,7 @@ from rondel.assemble.refusals import (
 )
 from rondel.assemble.rows import AlgorithmRows, refuse_unknown_sources, rows_beside, rows_of
 from rondel.assemble.run_components import Components
-from rondel.assemble.step_refusals import refuse_block_job, refuse_control_job, refuse_flow_job
+from rondel.assemble.step_refusals import refuse_block_job, refuse_control_job, refuse_flow_job, refuse_world_model
 from rondel.assemble.world_sizes import with_world_sizes
 from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
 from rondel.core.config.environment import ENV_TABLES
@@ -55,6 +55,7 @@ from rondel.driver.failure_budget import FailureBudget
 from rondel.driver.remote_teachers import connect_teachers
 from rondel.driver.replay_buffer import ReplayBuffer
 from rondel.driver.rollouts import batch_function, shown_of
+from rondel.driver.transition_memory import TransitionMemory
 from rondel.filter import FILTERS, chain_filters
 from rondel.filter.complete import Complete
 from rondel.generate.corpus.store import open_corpus
@@ -69,6 +70,7 @@ from rondel.generate.envs.flow import Flow
 from rondel.generate.envs.gateway.agent import agent_of, function_agent
 from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.gym import Gym
+from rondel.generate.envs.imagination import Imagination
 from rondel.generate.envs.mcp import Mcp
 from rondel.generate.envs.order import MixedOrder, TaskAdmissions
 from rondel.generate.envs.proposer_solver import ProposerSolver, arithmetic
@@ -125,6 +127,7 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
     refuse_engine(job.engine.kind, find_registered("engine", job.engine.kind, ENGINES))
     batch_function(job)
     rows, sampling = rows_of(job), sampling_of(job)
+    refuse_world_model(job, rows)
     refuse_job(job, rows, sampling)
     refuse_flow_job(job, rows, sampling)
     refuse_control_job(job, rows, sampling)
@@ -206,12 +209,19 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
                 rows.needs_teacher,
                 lambda: longest_conversation(job, tasks, env, placed.known, sampling),
             ),
-            ReplayBuffer(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None,
+            _returning(job, env),
             ends.pop_all().close,
             FailureBudget(calls.max_failures, calls.patience),
             episodes_of(job.task.episode, env, placed.known.tokenizer),
             commands,
         )
+
+
+def _returning(job: Job, env: Any) -> ReplayBuffer | TransitionMemory | None:
+    """What earlier steps bring into a later one."""
+    if isinstance(env, Control) and env.model is not None:
+        return TransitionMemory(env.model.memory) if env.model.memory else None
+    return ReplayBuffer(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None
 
 
 def order_of(job: Job, tasks: TaskSet) -> TaskAdmissions:
@@ -273,7 +283,8 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
             return BlockTurn(block_of(job.model.path), suffix=own.suffix, system=system, examples=examples)
         return SingleTurn(suffix=own.suffix, system=system, examples=examples)
     if found is Control:
-        return Control(turns=own.turns)
+        model = None if own.model is None else Imagination(**own.model.model_dump())
+        return Control(turns=own.turns, model=model)
     if found is Flow:
         return Flow(points=own.points, every=own.every, system=system)
     if found is Search:

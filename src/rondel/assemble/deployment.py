@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from rondel.algos.table import SFT
 from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process, stay_alive
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment
@@ -56,6 +57,7 @@ from rondel.generate.engine.foreign import ForeignEngine, ServerDriver
 from rondel.generate.engine.router import EngineRouter
 from rondel.generate.engine.sglang import SglangServer
 from rondel.generate.engine.vllm import VllmServer
+from rondel.models.control.kinds import is_world_model
 from rondel.planner import resolve as planner
 from rondel.planner.shapes import hub_cache, of_recipe
 from rondel.runtime.cluster import torchrun
@@ -245,6 +247,7 @@ def deploy_job(
     if not job.policies:
         return deploy_plan(DeploymentPlan(job, needs, sampling, longest, folder, reward=reward))
     frozen = {name for name, policy in job.policies.items() if policy.frozen}
+    rows = {name: SFT for name in job.policies if is_world_model(job.of_policy(name).model.path)}
     workers = {name: 1 if name in frozen else 2 for name in (POLICY, *job.policies)}
     each: dict[str, Deployment] = {}
     with ExitStack() as ends:
@@ -256,7 +259,7 @@ def deploy_job(
         for name in workers:
             plan = DeploymentPlan(
                 job.of_policy(name),
-                needs,
+                rows[name].needs if name in rows else needs,
                 sampling,
                 longest,
                 folder and (folder if name == POLICY else folder / FOLDER / name),
@@ -265,7 +268,7 @@ def deploy_job(
             plan.before, plan.workers = sum(workers[other] for other in each), sum(workers.values())
             each[name] = deploy_plan(plan)
             ends.callback(each[name].close)
-        whole = join_deployments(job, each, device)
+        whole = join_deployments(job, each, device, rows)
         whole.close = ends.pop_all().close
         return whole
 

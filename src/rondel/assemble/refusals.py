@@ -14,6 +14,7 @@ from rondel.core.protocols import Env, NamedAgentsEnv
 from rondel.core.registry import suggest_name
 from rondel.core.types import DATA, GREEDY, POLICY, Sampling, Task, Trajectory
 from rondel.generate.envs.holdout import content_key
+from rondel.models.control.kinds import is_world_model
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
@@ -368,7 +369,7 @@ def _check_policies(job: Job, rows: AlgorithmRows) -> None:
         ),
         (not job.model.teachers, "model.teacher teaches one: remove it, and set algo.kind to a row without a teacher"),
         (
-            "values" not in rows.needs,
+            "values" not in rows.needs or all(is_world_model(policy.model or "") for policy in job.policies.values()),
             f"algo.kind = '{rows.main.name}' has a critic of one: use a row that compares a group, grpo or rloo say",
         ),
         (

@@ -20,6 +20,7 @@ from rondel.driver.failure_budget import FailureBudget
 from rondel.driver.remote_teachers import RemoteTeachers
 from rondel.driver.replay_buffer import ReplayBuffer
 from rondel.driver.step_watch import StepWatch
+from rondel.driver.transition_memory import TransitionMemory
 from rondel.generate.envs.episode import EpisodeState
 from rondel.generate.envs.order import TaskAdmissions
 from rondel.generate.envs.sources import TaskSet
@@ -45,7 +46,7 @@ class Components:
     resolved: dict[str, str]
     shown: list[DemonstrationStream]
     teachers: RemoteTeachers | None
-    returning: ReplayBuffer | None
+    returning: ReplayBuffer | TransitionMemory | None
     close: Callable[[], None]
     failures: FailureBudget
     episodes: Callable[[], EpisodeState]

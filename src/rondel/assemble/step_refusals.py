@@ -8,13 +8,14 @@ from rondel.assemble.rows import AlgorithmRows
 from rondel.core.config.environment import ENV_TABLES
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, ModelError, UserError
+from rondel.core.transitions import OBSERVED, PREDICTED
 from rondel.core.types import Sampling
 from rondel.generate.engine.blocks.block_sequence import WHAT as BLOCKS
 from rondel.generate.engine.control.action_request import WHAT as ACTIONS
 from rondel.generate.engine.flow.chain import WHAT as POINTS
 from rondel.generate.engine.stepwise.answer import refuse_sampling
 from rondel.models.block_diffusion.settings import has_blocks
-from rondel.models.control.kinds import MLP_POLICY, is_control
+from rondel.models.control.kinds import MLP_POLICY, MLP_WORLD, is_control, is_world_model
 from rondel.models.flow.kinds import is_flow
 
 NEXT_TOKEN = {  # what a row may need that is computed of the next token, for every token
@@ -49,6 +50,12 @@ def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
 def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     """ConfigError where model.path is a policy of actions and the rest of the recipe is not, or the other way round."""
     kind = job.task.env_kind
+    if is_world_model(job.model.path):
+        raise ConfigError(
+            "model.path is a model of a world, which takes no actions of its own: take "
+            f'{{ random = "{MLP_POLICY}" }}, and name it in [policies.world]',
+            page="docs/worlds.md",
+        )
     if not is_control(job.model.path):
         if kind == "control":
             raise ConfigError(
@@ -68,11 +75,57 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
             job.trainer.critic.path is None,
             "trainer.critic.path: its critic begins as a copy of the policy; leave it out",
         ),
-        *refusals_of_steps(job, rows, "ppo or grpo", has_critic=True, learns_noise=True),
+        *refusals_of_steps(
+            job, rows, "ppo or grpo", has_critic=True, learns_noise=True, others=model_of_world(job) is not None
+        ),
     ]
     refuse_first(rules, "model.path is a policy of actions", sampling, ACTIONS, "docs/control.md")
-    if isinstance(job.model.path, dict) and (width := job.model.path.get("hidden_size", WIDTH)) % WIDTH:
-        raise ModelError(f"hidden_size = {width} of model.path: take a multiple of {WIDTH}")
+    models = {"model.path": job.model.path} | {f"policies.{name}.model": p.model for name, p in job.policies.items()}
+    for key, path in models.items():
+        if isinstance(path, dict) and (width := path.get("hidden_size", WIDTH)) % WIDTH:
+            raise ModelError(f"hidden_size = {width} of {key}: take a multiple of {WIDTH}")
+
+
+def model_of_world(job: Job) -> str | None:
+    """The policy that is a model of the world, by task.env.model."""
+    told = job.task.env_settings.get("model") if job.task.env_kind == "control" else None
+    return str(told.get("policy", "world")) if isinstance(told, dict) else None
+
+
+def refuse_world_model(job: Job, rows: AlgorithmRows) -> None:
+    """ConfigError where a model of a world and what imagines with it do not fit."""
+    name, models = model_of_world(job), [n for n, p in job.policies.items() if is_world_model(p.model or "")]
+    if name is None:
+        if models:
+            raise ConfigError(
+                f"policies.{models[0]} is a model of a world, and nothing is imagined with it: set task.env = "
+                f'{{ kind = "control", model = {{ policy = "{models[0]}" }} }}',
+                page="docs/worlds.md",
+            )
+        return
+    agents = [OBSERVED, PREDICTED]
+    table = f'[policies.{name}] model = {{ random = "{MLP_WORLD}" }}, agents = {agents}'.replace("'", '"')
+    rules = [
+        (name in models, f"this policy is no model of a world: set {table}"),
+        (list(job.policies) == [name], f"others have weights of their own beside it: leave only {name}"),
+        (
+            name not in job.policies or sorted(job.policies[name].agents) == agents,
+            f"it plays other agents than those of a model: set policies.{name}.agents = {table.rpartition('= ')[2]}",
+        ),
+        (
+            "values" in rows.needs,
+            f"algo.kind = '{rows.main.name}' has no critic, without which an episode that is cut off after a few steps "
+            "is worth what it earned in them: use ppo",
+        ),
+        (not job.loop.replays, "loop.replays brings back whole groups: use task.env.model.memory"),
+        (
+            job.engine.sampling.temperature == 1.0,
+            "a model is learned at temperature 1: leave engine.sampling.temperature out",
+        ),
+    ]
+    for holds, rule in rules:
+        if not holds:
+            raise ConfigError(f'task.env.model = "{name}", and {rule}', page="docs/worlds.md")
 
 
 def refuse_block_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
@@ -114,11 +167,13 @@ def refusals_of_steps(
     numerics: tuple[str, ...] = ("fast",),
     has_critic: bool = False,
     learns_noise: bool = False,
+    others: bool = False,
 ) -> Rules:
     """(whether it holds, the rule) of every policy that does not write token after token.
 
     instead       rows of algorithms that it can have
     learns_noise  whether the weights move its entropy
+    others        whether other policies may stand beside it
     """
     mesh = job.place.mesh.to_mesh(job.place.ranks)
     rules = [
@@ -132,7 +187,7 @@ def refusals_of_steps(
         (job.engine.concurrency == "fixed", 'engine.concurrency = "auto" watches a cache, and there is none'),
         (job.model.adapter.kind == "off", "model.adapter is not carried over: leave it out"),
         (job.model.format == "none", "model.format is not carried over: leave it out"),
-        (not job.policies, "policies are not carried over: leave them out"),
+        (others or not job.policies, "policies are not carried over: leave them out"),
         (mesh.world == 1, f"place.ranks = {mesh.world}: it is trained by one rank"),
         (job.place.engine_processes == 1, "an engine of several processes splits a model with a cache: use one"),
         (not job.run.record, "run.record replays caches of tokens: leave it out"),

@@ -32,6 +32,7 @@ from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.generate.engine.concurrency import ConcurrencyController
 from rondel.models import adapters, names, nf4, vision
 from rondel.models.aligned_numerics import align_numerics
+from rondel.models.control.kinds import is_world_model
 from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
@@ -133,6 +134,7 @@ def engine_of(
 STEP_ENGINES = {  # by name: who serves text imports none of them
     "flow": "rondel.generate.engine.flow.engine:FlowEngine",
     "control": "rondel.generate.engine.control.engine:ControlEngine",
+    "world": "rondel.generate.engine.control.world_engine:WorldEngine",
 }
 BLOCK_ENGINE = "rondel.generate.engine.blocks.engine:BlockEngine"
 
@@ -186,6 +188,8 @@ def trainer_of(
         replay_routes=replays_routing(job, loaded),
         mismatch_bound=mismatch_bound(job, loaded),
     )
+    if is_world_model(job.model.path):  # it is to leave its start, and a KL of densities is without bound
+        settings = replace(settings, start_probe=0)
     if job.trainer.static_shapes is not None:
         from rondel.assemble.static_shapes import with_static_shapes
 

@@ -1,38 +1,82 @@
-"""The sizes that a world gives the policy that acts in it."""
+"""The sizes that a world gives the policy that acts in it, and the model that is learned of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from rondel.core.config.job import Job
+from rondel.core.config.policy import PolicyConfig
 from rondel.core.errors import ConfigError
-from rondel.generate.envs.worlds import open_world
-from rondel.models.control.kinds import is_control
+from rondel.generate.envs.worlds import WorldSpaces, call_world, open_world
+from rondel.models.control.kinds import is_control, is_world_model
+
+Path = str | dict[str, Any]
+RANDOM = 256  # steps of a world that measure its scales, before the run
+STILL = 1e-6  # a deviation below which a number does not move
 
 
 def with_world_sizes(job: Job) -> Job:
-    """The job whose model has the sizes of its world, where model.path is a table; ConfigError where they differ."""
+    """The job whose models have the sizes of its world, where their path is a table; ConfigError where they differ."""
     path, data = job.model.path, job.task.data
     if not is_control(path) or job.task.env_kind != "control" or data.get("kind") != "gym":
         return job
-    world, spaces = open_world(str(data.get("name", "")), dict(data.get("args") or {}))
+    name, args = str(data.get("name", "")), dict(data.get("args") or {})
+    world, spaces = open_world(name, args)
+    scales = measure_scales(name, world, spaces) if any(map(_is_new_model, job.policies.values())) else {}
     world.close()
     sizes = {"observation_size": spaces.observed, "action_size": spaces.actions, "discrete": spaces.discrete}
-    given = path if isinstance(path, dict) else _folder_sizes(path)
-    for name, size in sizes.items():
-        if given.get(name, size) != size:
-            raise ConfigError(
-                f"model.path has {name} = {given[name]}, and the world '{data['name']}' wants {size}: leave it out of a "
-                "table, or take a model that was trained in this world",
-                page="docs/control.md",
-            )
-    if not isinstance(path, dict):
-        return job
-    return job.model_copy(update={"model": job.model.model_copy(update={"path": {**path, **sizes}})})
+
+    def sized(path: Path, key: str) -> Path:
+        given = path if isinstance(path, dict) else _folder_sizes(path)
+        for name, size in sizes.items():
+            if given.get(name, size) != size:
+                raise ConfigError(
+                    f"{key} has {name} = {given[name]}, and the world '{data['name']}' wants {size}: leave it out of a "
+                    "table, or take a model that was trained in this world",
+                    page="docs/control.md",
+                )
+        return {**path, **sizes} if isinstance(path, dict) else path
+
+    def with_model(name: str, policy: PolicyConfig) -> PolicyConfig:
+        if policy.model is None or not is_world_model(policy.model):
+            return policy
+        found = sized(policy.model, f"policies.{name}.model")
+        return policy.model_copy(update={"model": {**scales, **found} if isinstance(found, dict) else found})
+
+    policies = {name: with_model(name, policy) for name, policy in job.policies.items()}
+    model = job.model.model_copy(update={"path": sized(path, "model.path")})
+    return job.model_copy(update={"model": model, "policies": policies})
+
+
+def _is_new_model(policy: PolicyConfig) -> bool:
+    return isinstance(policy.model, dict) and is_world_model(policy.model)
+
+
+def measure_scales(name: str, world: Any, spaces: WorldSpaces) -> dict[str, list[float]]:
+    """centre, spread and step of `MlpWorldConfig`, from RANDOM steps of the world with random actions."""
+    world.action_space.seed(0)
+    seen, changes, rewards, last = list[np.ndarray](), list[np.ndarray](), list[float](), None
+    for number in range(RANDOM):
+        if last is None:
+            last = spaces.flatten(call_world(name, world.reset, seed=number)[0])
+        shown, reward, terminated, truncated, _ = call_world(name, world.step, world.action_space.sample())
+        after = spaces.flatten(shown)
+        seen.append(last)
+        changes.append(after - last)
+        rewards.append(float(reward))
+        last = None if terminated or truncated else after
+    observed = np.array(seen, np.float64)
+    spread, step = observed.std(0), np.append(np.sqrt(np.square(changes).mean(0)), np.std(rewards))
+    scales = {"centre": observed.mean(0), "spread": spread, "step": step}
+    plain = {"spread": spread < STILL, "step": step < STILL}
+    return {key: np.where(plain.get(key, False), 1.0, value).tolist() for key, value in scales.items()}
 
 
 def _folder_sizes(path: str) -> dict[str, Any]:
+    """Of the config.json in its folder, of whichever kind it is."""
     from rondel.models.control.mlp_policy import MlpPolicyConfig
 
-    found: dict[str, Any] = MlpPolicyConfig.from_pretrained(path).to_dict()
+    found: dict[str, Any] = MlpPolicyConfig.get_config_dict(path)[0]
     return found

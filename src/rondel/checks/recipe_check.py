@@ -152,7 +152,7 @@ def _check_signal(parts: Components, groups: list[Group]) -> list[CheckFinding]:
     # a world that cuts an episode off may do so because the policy is good
     cut = sum(t.finish_reason == "length" and not (t.steps and t.steps.observed) for t in answers) / len(answers)
     told = f"{mixed} of {len(groups)} groups have mixed rewards, mean reward {mean:.2f}"
-    if all(len(g.trajectories) == 1 for g in groups):  # each is compared with the others of a step
+    if all(len(g.policy_samples) == 1 for g in groups):  # each is compared with the others of a step
         mixed = len({reward for g in groups for reward in g.rewards}) - 1
         told = f"{1 + mixed} different rewards in {len(groups)} groups of one, mean reward {mean:.2f}"
     warm = parts.job.loop.warmup.steps

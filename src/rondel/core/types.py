@@ -249,6 +249,7 @@ def _from_bytes(kind: str, raw: Any) -> TokenColumn:
 POLICY = "policy"  # the run's own, which plays whoever has no weights of its own
 # the `policy` of what stands beside a group's samples: the data set's answer, the most likely one
 DATA, GREEDY = "data", "greedy"
+BESIDE = "world."  # begins the names of agents that make no attempt at the task (core/transitions.py)
 
 
 class Turn(NamedTuple):
@@ -409,6 +410,11 @@ class Trajectory:
         return self.policy == DATA
 
     @property
+    def is_attempt(self) -> bool:
+        """Whether it was an attempt at the task, and not what a learned model of its world did (core/transitions.py)."""
+        return not self.agent.startswith(BESIDE)
+
+    @property
     def written(self) -> int:
         """How many tokens the policy wrote."""
         return self.mask.tobytes().count(1)
@@ -444,7 +450,8 @@ class Group:
     @property
     def rewards(self) -> list[float]:
         """Rewards of the scored samples and demonstrations only; a failure is never a number."""
-        return [t.reward for t in self.root_trajectories if t.reward is not None and t.policy != GREEDY]
+        tried = [t for t in self.root_trajectories if t.policy != GREEDY and t.is_attempt]
+        return [t.reward for t in tried if t.reward is not None]
 
     @property
     def root_trajectories(self) -> list[Trajectory]:
@@ -454,7 +461,7 @@ class Group:
     @property
     def policy_samples(self) -> list[Trajectory]:
         """The samples alone, without what stands beside them."""
-        return [t for t in self.root_trajectories if t.policy not in (DATA, GREEDY)]
+        return [t for t in self.root_trajectories if t.policy not in (DATA, GREEDY) and t.is_attempt]
 
     def count_episodes(self) -> dict[str, int]:
         """{"drift_thought": 3, "out_of_turns": 1}: the first drift of each sample or its branches, and the budgets
@@ -670,6 +677,7 @@ class Completion:
     support           [T]      the ids a token was drawn from, ascending; None where nothing was cut
     behavior_top      [T]      (ids [K], log-probabilities [K]) of the likeliest tokens of the distribution drawn from
     steps             [T]      `Trajectory.steps` of the drawn tokens
+    measured                   what an engine says of steps that the request brought, by name
     From raw_logprobs to behavior_top they are None unless `Request.wants` names them.
     """
 
@@ -691,6 +699,7 @@ class Completion:
     support: list[list[int] | None] | None = None
     behavior_top: list[Any] | None = None
     steps: DrawnSteps | None = None
+    measured: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Lists are taken, too."""

@@ -24,12 +24,15 @@ from rondel.sync.multi_policy import MultiPolicyTransport
 from rondel.train.multi_policy import MultiPolicyTrainer
 
 if TYPE_CHECKING:
+    from rondel.algos.table import Algorithm
     from rondel.assemble.model_info import ModelInfo
     from rondel.assemble.placement import Deployment
 
 
-def join_deployments(job: Job, each: dict[str, Deployment], device: str) -> Deployment:
-    """The parts of all as the loop calls them."""
+def join_deployments(
+    job: Job, each: dict[str, Deployment], device: str, rows: dict[str, Algorithm] | None = None
+) -> Deployment:
+    """The parts of all as the loop calls them. `rows`: of policies that learn by another one than the run's."""
     for name, one in each.items():
         if name != POLICY:
             refuse_others(name, one.known, each[POLICY].known)
@@ -37,7 +40,7 @@ def join_deployments(job: Job, each: dict[str, Deployment], device: str) -> Depl
     trained = {name: one for name, one in each.items() if one.trainer is not None}
     frozen = {name: one.engine for name, one in each.items() if one.trainer is None}
     engine = MultiPolicyEngine({name: one.engine for name, one in trained.items()}, frozen=frozen)
-    trainer = MultiPolicyTrainer({name: one.trainer for name, one in trained.items()})
+    trainer = MultiPolicyTrainer({name: one.trainer for name, one in trained.items()}, rows)
     shared = job.place.kind == "shared"
 
     async def find_lost_worker() -> WorkerError | None:

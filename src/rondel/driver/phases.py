@@ -233,9 +233,7 @@ class RunPhases:
             parts.order.load(saved["order"])
         readers = [parts.order.on_event]
         if parts.returning is not None:
-            parts.returning.restore_steps(
-                self.folder, range(max(plan.warmup_steps + 1, steps.start - plan.max_staleness), steps.start)
-            )
+            parts.returning.restore_steps(self.folder, range(plan.warmup_steps + 1, steps.start))
             readers.append(parts.returning.on_event)
         with ExitStack() as ends:
             for read in readers:

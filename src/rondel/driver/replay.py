@@ -48,9 +48,7 @@ async def _replay_step(parts, folder: Path, start: int, step: int, path: Path | 
         await parts.trainer.load(path)
     stats, again = StepStats(False, {}), parts.returning
     if again is not None:
-        again.restore_steps(
-            folder, range(max(parts.job.loop.warmup.steps, start - parts.job.loop.max_staleness) + 1, start + 1)
-        )
+        again.restore_steps(folder, range(parts.job.loop.warmup.steps + 1, start + 1))
     for number in range(start + 1, step + 1):
         warm = number <= parts.job.loop.warmup.steps
         algo, make = (SFT, prepare) if warm else (parts.algo, prepare_of(parts))

@@ -44,7 +44,7 @@ class ReplayBuffer:
     def restore_steps(self, folder: Path, steps: Iterable[int]) -> None:
         """What a run that goes on has trained before."""
         stored = set(store.stored_steps(folder))
-        for step in steps:
+        for step in list(steps)[-self.staleness :]:
             if step in stored:
                 self.record_step(step, store.groups_of(store.read_step(folder, step)))
 

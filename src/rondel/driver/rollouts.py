@@ -204,7 +204,7 @@ class GroupRollouts:
         if sampling is None:
             episode.commands = p.commands
         else:  # what is measured is scored, however it ended
-            episode.drops = False
+            episode.drops, episode.is_measured = False, True
         return TokenChat(
             p.model_info.tokenizer,
             generate,

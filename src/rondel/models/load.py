@@ -25,7 +25,7 @@ from rondel.models.attention import NAME
 from rondel.models.block_indexer import check_block_indexers, install_block_indexers
 from rondel.models.cache_slots import install_cache_slots
 from rondel.models.compressed_attention import CompressedLayers, check_compressors, install_compressed_attention
-from rondel.models.control.kinds import is_control
+from rondel.models.control.kinds import is_control, is_world_model
 from rondel.models.deferred_weights import DeferredWeights, keep_in_full_precision, parameters_on_meta
 from rondel.models.differential import install_differential
 from rondel.models.embedding_lookup import adopt_embedding
@@ -180,6 +180,11 @@ def _step_head(path: str | dict[str, Any]) -> type[StepHead] | None:
         from rondel.models.control.control_head import ControlHead
 
         return ControlHead
+    if is_world_model(path):
+        from rondel.models.control import world_model  # noqa: F401
+        from rondel.models.control.world_head import WorldHead
+
+        return WorldHead
     return None
 
 

@@ -51,10 +51,13 @@ class StepHead:
         raise NotImplementedError
 
 
+KINDS = {"flow": ("points", "flows"), "control": ("actions", "control"), "world": ("transitions of a world", "worlds")}
+
+
 def refuse_step_head(name: str, head: Any) -> None:
     """UserError for what only serves text."""
     if isinstance(head, StepHead):
-        what, page = ("points", "flows") if head.kind == "flow" else ("actions", "control")
+        what, page = KINDS[head.kind]
         raise UserError(
             f"'{name}' draws {what} and not tokens: train it with `rondel train` (docs/{page}.md); it is not served"
         )

@@ -7,6 +7,9 @@ each agent's tokens train its own weights.
 
 Each loss is what it would be if its agents trained alone: denominators, clipping and
 schedule are its own.  MARFT, arXiv:2504.16129.
+
+A policy may have a row of its own: a model of a world learns by likelihood what the world did, and nothing of what it drew
+itself.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import CheckpointError, LawError, SyncError
 from rondel.core.events import Warned, emit
+from rondel.core.transitions import IMAGINED, OBSERVED, PREDICTED, REMEMBERED
 from rondel.core.types import POLICY, Manifest, Route, StepStats
 from rondel.system.files import make_folder
 from rondel.train.pack import TrainBatch, TrainSample
@@ -31,10 +35,13 @@ FOLDER = "policies"  # of a checkpoint, in which those beside the main policy ha
 
 
 class MultiPolicyTrainer:
-    """`MultiPolicyTrainer({"policy": t0, "critic": t1})`, the main policy among them."""
+    """`MultiPolicyTrainer({"policy": t0, "critic": t1})`, the main policy among them. `rows`: of those that learn by
+    another row than the run's.
+    """
 
-    def __init__(self, each: Mapping[str, Trainer]) -> None:
+    def __init__(self, each: Mapping[str, Trainer], rows: Mapping[str, Algorithm] | None = None) -> None:
         self.each: dict[str, Any] = dict(each)
+        self.rows = dict(rows or {})
         self._published: dict[str, Manifest] = {}
         self._idle: set[str] = set()  # policies whose silence was told
 
@@ -45,7 +52,7 @@ class MultiPolicyTrainer:
 
     async def annotate(self, batch: TrainBatch, needs: frozenset[str]) -> TrainBatch:
         for name, own in self._split_by_policy(batch).items():
-            await self.each[name].annotate(own, needs)
+            await self.each[name].annotate(own, self.rows[name].needs if name in self.rows else needs)
         return batch
 
     async def step(self, batch: TrainBatch, algo: Algorithm | Mixture) -> StepStats:
@@ -57,7 +64,7 @@ class MultiPolicyTrainer:
         metrics = _policy_metrics(batch)
         refused = []
         for name, own in shares.items():
-            stats = await self.each[name].step(own, algo)
+            stats = await self.each[name].step(own, self.rows.get(name, algo))
             metrics |= {policy_metric(name, metric): value for metric, value in stats.metrics.items()}
             if not stats.stepped:
                 border, _, rest = stats.note.partition(":")
@@ -105,7 +112,8 @@ class MultiPolicyTrainer:
 
     def _split_by_policy(self, batch: TrainBatch) -> dict[str, TrainBatch]:
         """The samples of each trained policy, in their order. -> also of one that has none."""
-        return {name: TrainBatch([s for s in batch.samples if s.policy == name]) for name in self.each}
+        learned = [s for s in batch.samples if s.agent != PREDICTED]
+        return {name: TrainBatch([s for s in learned if s.policy == name]) for name in self.each}
 
     def _check_versions(self, shares: Mapping[str, TrainBatch]) -> None:
         """A token's version is one that its policy has had."""
@@ -171,14 +179,33 @@ class MultiPolicyMemory:
 
 
 def _policy_metrics(batch: TrainBatch) -> dict[str, float]:
-    """What the agents of each policy earned and wrote, of those that are frozen, too."""
+    """What the agents of each policy earned and wrote, of those that are frozen, too; what was imagined apart."""
     of: dict[str, list[TrainSample]] = {}
     for sample in batch.samples:
-        of.setdefault(sample.policy, []).append(sample)
+        if sample.agent not in (IMAGINED, PREDICTED, REMEMBERED):
+            of.setdefault(sample.policy, []).append(sample)
     rewards = {f"{policy}/reward_mean": sum(s.reward for s in own) / len(own) for policy, own in of.items()}
-    return rewards | {
-        f"{policy}/length_mean": sum(len(s.trainable) for s in own) / len(own) for policy, own in of.items()
+    lengths = {f"{policy}/length_mean": sum(len(s.trainable) for s in own) / len(own) for policy, own in of.items()}
+    return rewards | lengths | _world_metrics(batch)
+
+
+def _world_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Steps in the world and in its model, and how far the model is off; nothing where no model is learned."""
+    observed = [s for s in batch.samples if s.agent == OBSERVED]
+    if not observed:
+        return {}
+    world, parts = observed[0].policy, dict[str, list[float]]()
+    for sample in observed:
+        for name, value in sample.parts.items():
+            parts.setdefault(name, []).append(value)
+    imagined = [s for s in batch.samples if s.agent == IMAGINED]
+    row = {
+        "real_steps": sum(len(s.trainable) for s in observed),
+        "imagined_steps": sum(len(s.trainable) for s in imagined),
+        "trusted": len({s.group for s in imagined}) / len({s.group for s in observed}),
     }
+    row |= {name: sum(values) / len(values) for name, values in parts.items()}
+    return {f"{world}/{name}": float(value) for name, value in row.items()}
 
 
 def policy_metric(policy: str, metric: str) -> str:

@@ -197,12 +197,35 @@ class FlowConfig(BaseModel):
     every: int = Field(1, ge=1, description="one denoising step of so many is trained, counted back from the last one")
 
 
+class ImaginationConfig(BaseModel):
+    """Episodes in a learned model of the world, beside those that are played."""
+
+    model_config = CLOSED
+    policy: str = Field("world", description="the policy of the run that is the model: [policies.NAME]")
+    branches: int = Field(16, ge=1, description="imagined episodes beside each one that is played")
+    horizon: int = Field(8, ge=1, description="most steps of an imagined one")
+    memory: int = Field(
+        4000,
+        ge=0,
+        description="transitions of earlier steps from which the model learns again; 0: those of each step alone",
+    )
+    trust: float = Field(
+        0.5,
+        gt=0,
+        description="nothing is imagined beside an episode on which the model's error after `horizon` steps is above "
+        "this; 1 is as good as to know the mean change",
+    )
+
+
 class ControlConfig(BaseModel):
     """The policy acts in a world of arrays, from task.data.kind = "gym": observations in, actions out."""
 
     model_config = CLOSED
     turns: int = Field(
         1000, ge=1, description="most actions of one episode; the world may end it sooner, or cut it off (TimeLimit)"
+    )
+    model: ImaginationConfig | None = Field(
+        None, description="short episodes in a learned model of the world are trained, too; unset, there are none"
     )
 
 

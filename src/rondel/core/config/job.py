@@ -117,11 +117,13 @@ class Job(ConfigSection):
         model: dict[str, Any] = {"path": self.model.path if policy.model is None else policy.model}
         if policy.frozen:
             model["adapter"] = AdapterConfig()
-        lr = {} if policy.lr is None else {"lr": policy.lr}
+        own = {name: value for name in ("lr", "clip") if (value := getattr(policy, name)) is not None}
+        epochs = {} if policy.epochs is None else {"epochs": policy.epochs}
         update = {
             "policies": {},
             "model": self.model.model_copy(update=model),
-            "trainer": self.trainer.model_copy(update=lr),
+            "trainer": self.trainer.model_copy(update=own),
+            "loop": self.loop.model_copy(update=epochs),
         }
         return self.model_copy(update=update)
 

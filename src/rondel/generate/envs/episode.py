@@ -51,7 +51,8 @@ class EpisodeState:
 
     `commands` keeps what was run in sandboxes, for an episode that is played again after a crash. `chats` are the
     conversations (TokenChat) in which the policy was asked. `drops`: an episode whose budget is used up has no score.
-    `watcher` hears of the policy's turns while they are written.
+    `watcher` hears of the policy's turns while they are written. `is_measured`: by an evaluation, or as a baseline; it is
+    not trained.
     """
 
     budget: EpisodeBudget | None = None
@@ -60,6 +61,7 @@ class EpisodeState:
     commands: CommandRecorder | None = None
     chats: list[Any] = field(default_factory=list)
     watcher: TurnWatcher | None = None
+    is_measured: bool = False
 
     @property
     def is_out_of_budget(self) -> bool:

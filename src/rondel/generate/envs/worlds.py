@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rondel.core.errors import ConfigError
+from rondel.core.errors import ConfigError, EnvError
 from rondel.core.registry import import_attribute
 from rondel.generate.envs.external_envs import OpenEnv, TextArena
 
@@ -91,6 +91,15 @@ class WorldSpaces:
             return self.first + int(drawn[0])
         return np.clip(drawn, self.low, self.high).reshape(self.shape)
 
+    @property
+    def taken_size(self) -> int:
+        """How many numbers `taken` has."""
+        return 1 if self.discrete else self.actions
+
+    def taken(self, drawn: np.ndarray) -> np.ndarray:
+        """What the world takes of it, [1 or A] float32: the number of the action, counted from 0, or numbers in bounds."""
+        return drawn if self.discrete else np.clip(drawn, self.low, self.high)
+
 
 def open_world(name: str, args: dict[str, Any]) -> tuple[Any, WorldSpaces]:
     """A world, and what it shows and takes."""
@@ -101,3 +110,12 @@ def open_world(name: str, args: dict[str, Any]) -> tuple[Any, WorldSpaces]:
     except Exception as error:  # a world raises whatever it likes
         raise ConfigError(f"the world '{name}' cannot be made: {type(error).__name__}: {error}") from error
     return world, WorldSpaces.of(name, world)
+
+
+def call_world(name: str, verb: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """A verb of a world; EnvError where it raises."""
+    try:
+        return verb(*given, **named)
+    except Exception as error:  # a world raises whatever it likes
+        what = getattr(verb, "__name__", "a verb")
+        raise EnvError(f"{what} of the world '{name}' raised {type(error).__name__}: {error}") from error

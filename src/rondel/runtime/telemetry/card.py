@@ -19,6 +19,7 @@ from rondel.runtime.journal.log import drop_repeated_events, read_history, read_
 from rondel.runtime.telemetry.accounts import seconds_of, seconds_to_shares
 from rondel.runtime.telemetry.metrics import add_boxes
 from rondel.runtime.telemetry.scores import interval_text, is_share, score_text, within_unit
+from rondel.runtime.telemetry.world_card import world_rows, world_sentence, world_summary
 from rondel.system.files import replace_file
 from rondel.text.unicode import write_json
 
@@ -125,6 +126,7 @@ def run_summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
         "boxes": add_boxes(e.get("boxes") or {} for e in events if e["kind"] == "GroupFinished"),
         "shapes": count_shapes(done),
         "policies": policy_summaries(done, facts),
+        "world": world_summary(done),
         "questions": answer_questions(events, job, facts),
         "loss": facts.get("loss", UNKNOWN),
         "seeds": {"loop": facts.get("seed", UNKNOWN)},
@@ -342,6 +344,15 @@ def render_markdown(card: dict[str, Any]) -> str:
                 ),
             ]
             if card["policies"]
+            else []
+        ),
+        *(
+            [
+                "## Model of the world",
+                world_sentence(card["world"]),
+                markdown_table(("", "first step", "last step"), world_rows(card["world"])),
+            ]
+            if card["world"]
             else []
         ),
         *(

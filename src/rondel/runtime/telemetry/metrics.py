@@ -24,6 +24,7 @@ from rondel.core.events import (
     emit,
 )
 from rondel.runtime.telemetry.reward_hacking import from_scored
+from rondel.runtime.telemetry.world_card import MEANING
 
 SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "score/reward_mean": (
@@ -218,7 +219,10 @@ FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
 OF_POLICY: dict[str, tuple[str, str]] = {
     "reward_mean": ("reward", "mean reward of its agents in the groups that were trained"),
     "length_mean": ("tokens", "tokens that it wrote in one of their trajectories"),
-}
+    "real_steps": ("steps", "that were played in the world, in the groups that were trained"),
+    "imagined_steps": ("steps", "that the policy took in the model of the world"),
+    "trusted": ("share", "episodes beside which something was imagined"),
+} | {name: ("number", f"{meaning}, on episodes before they are trained on") for name, meaning in MEANING.items()}
 
 
 def metric_meaning(name: str) -> tuple[str, str] | None:
