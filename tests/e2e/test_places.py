@@ -6,10 +6,12 @@ import json
 import os
 import re
 import sys
+from itertools import product
 
 import pytest
 
 from kits.runs import PLACES, check, events, run, tiny
+from kits.sweeps import covering
 from kits.transports import Broken
 from rondel.assemble import deployment, train
 from rondel.core.errors import ConfigError
@@ -27,8 +29,15 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("place", PLACES)
+EVERYWHERE = {  # every place, and every mode over the wire; what is synchronous there is in test_chaos.py, what is shared in test_modes.py
+    ("shared", "stale, abort"),
+    ("two devices", "synchronous"),
+    ("two devices", "one step stale, drain"),
+    *(("processes", mode) for mode in MODES if mode != "synchronous"),
+}
+
+
+@pytest.mark.parametrize(("place", "mode"), covering(product(PLACES, MODES), EVERYWHERE))
 def test_every_mode_runs_everywhere(tmp_path, place, mode):
     changes = MODES[mode]
     run(tmp_path, **changes, **PLACES[place])

@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from kits.algos import AGGREGATES, FORMULAS_ONLY, Ragged, lively, relative_difference, rows
+from kits.algos import AGGREGATES, FORMULAS_ONLY, SPLIT_ROWS, Ragged, lively, relative_difference, rows
 from kits.blocks import block_model, unmasked_groups
 from kits.flows import flow, flown_groups
+from kits.sweeps import covering
 from kits.train import apart, awkward_groups, batch, gradient, make_stale, model, row, shuffled, step, trainer
 from rondel.algos import aggregate, correction, table
 from rondel.algos.component import Component
@@ -161,7 +162,7 @@ def test_groups_that_begin_alike_share_it_and_keep_the_gradient(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in TABLE if name not in FORMULAS_ONLY])
+@pytest.mark.parametrize("name", covering([name for name in TABLE if name not in FORMULAS_ONLY], SPLIT_ROWS))
 def test_every_row_is_the_same_for_any_split_of_a_stale_batch(name):
     """Proximal and behavior lie elsewhere than the policy, some samples are
     demonstrations, and some tokens are singled out.
