@@ -10,9 +10,9 @@ import asyncio
 import pytest
 import torch
 
-from kits.sweeps import covering
 from kits.engine import ask, engine, idle, plain_logprobs, prompt, tiny
 from kits.families import FAMILIES, model
+from kits.sweeps import covering
 from rondel.core.errors import ConfigError
 from rondel.generate.engine.builtin import runner
 from rondel.generate.engine.builtin.draft import DraftModel
