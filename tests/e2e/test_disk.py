@@ -174,7 +174,8 @@ def test_a_power_cut_at_any_moment_leaves_the_last_checkpoint(whole, tmp_path, m
 
 # -- killed, full, and read-only ---------------------------------------------------------------------
 
-MANY_TIMES = pytest.mark.parametrize("times", covering([5, 20], [5]))
+MOMENTS = 20
+MANY_TIMES = pytest.mark.parametrize("times", covering([5, MOMENTS], [5]))
 
 
 @pytest.mark.slow
