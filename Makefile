@@ -3,6 +3,7 @@
 #   make train     installs into .venv once, then runs recipes/quickstart.toml; an interrupted run is continued by the same command
 #   make check     lint, types, layers and the fast tests (about 90 s on two cores): before every commit
 #   make test      lint, types, and all tests with those of the documentation and the slow ones
+#   make sweeps    the rest of each product of cases of which make test runs a covering set: before a release
 #   make parity    the tests that need TRL and verl, with both in an environment of their own (downloads, some minutes)
 #   make worlds    the tests that need verifiers, OpenEnv or TextArena, likewise
 #   make docs      the site of docs/ in site/, every link checked
@@ -39,7 +40,7 @@ APART = home=$$(mktemp -d); trap 'rm -rf "$$home"' EXIT; echo "packages  in $$ho
 	$$pip $$index "torch==$(TORCH)+cpu" 2>/dev/null || true; \
 	pip="$$pip torch==$(TORCH)"
 
-.PHONY: train test check docs parity worlds install clean lint types
+.PHONY: train test check sweeps docs parity worlds install clean lint types
 .DELETE_ON_ERROR:
 
 train: install
@@ -53,6 +54,9 @@ test: install lint
 check: install lint types
 	@echo "tests     the fast ones"
 	@OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 -m "not slow"
+
+sweeps: install
+	@OMP_NUM_THREADS=1 $(PYTEST) -n 3 -m sweep
 
 docs: install
 	@$(BIN)/mkdocs build --strict --quiet && echo "site      site/overview.html"

@@ -27,7 +27,9 @@ SMALLER = [
     "--task.eval.every=0",
 ]
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["rondel.driver.controller"])
+context.set_forkserver_preload(
+    ["rondel.driver.controller", "rondel.assemble.components", "rondel.assemble.workers", "rondel.cli.train"]
+)
 
 
 def main(argv: list[str] | None = None) -> None:

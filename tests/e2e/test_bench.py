@@ -21,11 +21,11 @@ TINY = " ".join(
     )
 )  # fmt: skip
 SMALL = {
-    "adapters": "--model {model} --clients 2 --steps 2 --samples 2 --new 4",
+    "adapters": "--model {model} --clients 2 --steps 1 --samples 2 --new 4 --threads 1",
     "activations": "--model {model} --tokens 32 --recompute layers --activations disk --json",
     "controller": "--rollouts 200 --hours 1",
     "dashboard": "--events 1000 --repeat 1",
-    "decode": "--model {model} --running 1 --new 4 --rounds 1 --profile 0",
+    "decode": "--model {model} --running 1 --new 4 --rounds 1 --profile 0 --threads 1",
     "engine_ranks": "--families llama --speed {model} --running 2 --new 4 --rounds 1",
     "long_answers": "--tokens 20000 --samples 2 --steps 1 --ranks 2",
     "families": "--families lfm2 --steps 2 --warmup 2 --rollout lfm2 --prompt 16 --new 2 --groups 1 --group 2 --rounds 1 "
@@ -77,6 +77,7 @@ def model(tmp_path_factory):
         loop__steps=0,
         model__path__max_position_embeddings=2048,
         model__path__vocab_size=400,
+        model__path__num_hidden_layers=1,
     )
     return max((folder / "checkpoints").glob("step-*"))
 

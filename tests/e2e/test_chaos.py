@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kits.runs import check, events, run, tiny
+from kits.sweeps import covering
 from rondel.assemble import train
 from rondel.core.errors import RondelError
 from rondel.core.events import Event, GroupFinished, GroupsTaken, StepDone, Synced, Warned, emit, subscribe
@@ -75,10 +76,16 @@ def struck(folder: Path, strike: Strike, **changes) -> None:
     assert not children("")
 
 
-@pytest.mark.parametrize(("kind", "n"), [("rollout", 6), ("taken", 3), ("synced", 4), ("step", 2)])
-@pytest.mark.parametrize("mode", [{}, STALE], ids=["synchronous", "stale"])
-def test_a_killed_engine_comes_back(tmp_path, mode, kind, n):
-    struck(tmp_path, Strike("engine-0", kind, n), **mode)
+# in every stage, and in each mode while answers are written and while the trainer has the batch
+STRUCK = [
+    (mode, n) for mode in ("synchronous", "stale") for n in (("rollout", 6), ("taken", 3), ("synced", 4), ("step", 2))
+]
+
+
+@pytest.mark.parametrize(("mode", "moment"), covering(STRUCK, [*STRUCK[1:3], STRUCK[4], STRUCK[7]]), ids=str)
+def test_a_killed_engine_comes_back(tmp_path, mode, moment):
+    mode = STALE if mode == "stale" else {}
+    struck(tmp_path, Strike("engine-0", *moment), **mode)
     check(tmp_path, staleness=mode.get("loop__max_staleness", 0), total=8)
     said = [e["message"] for e in events(tmp_path, "Warned")]
     assert any("worker engine-0" in text and "SIGKILL" in text and "started again (1 of" in text for text in said)
@@ -86,14 +93,14 @@ def test_a_killed_engine_comes_back(tmp_path, mode, kind, n):
     assert len(numbers) == len(set(numbers)), "a group was trained twice"
 
 
-@pytest.mark.parametrize("mode", [{}, STALE], ids=["synchronous", "stale"])
+@pytest.mark.parametrize("mode", covering([{}, STALE], [STALE]), ids=["synchronous", "stale"])
 def test_an_engine_that_comes_back_gets_whole_weights_where_changes_travel(tmp_path, mode):
     """It has none that a delta could change."""
     struck(tmp_path, Strike("engine-0", "taken", 4), sync__kind="delta", **mode)
     check(tmp_path, staleness=mode.get("loop__max_staleness", 0), total=8)
 
 
-@pytest.mark.parametrize(("kind", "n"), [("rollout", 6), ("taken", 3)])
+@pytest.mark.parametrize(("kind", "n"), covering([("rollout", 6), ("taken", 3)], [("rollout", 6)]))
 def test_one_of_two_engines_comes_back(tmp_path, kind, n):
     struck(tmp_path, Strike("engine-1", kind, n), **STALE, place__engines=2)
     check(tmp_path, staleness=1, total=8)
@@ -154,14 +161,14 @@ def test_a_stopped_engine_is_named_and_replaced(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "n", "place"),
-    [
-        ("rollout", 22, {"place__ranks": 2}),
-        ("taken", 5, {"place__mesh": {"tp": 2}}),
-        ("taken", 4, {"place__mesh": {"pp": 2}}),
-    ],
-)
+RANKS = [
+    ("rollout", 22, {"place__ranks": 2}),
+    ("taken", 5, {"place__mesh": {"tp": 2}}),
+    ("taken", 4, {"place__mesh": {"pp": 2}}),
+]
+
+
+@pytest.mark.parametrize(("kind", "n", "place"), covering(RANKS, [RANKS[0], RANKS[2]]))
 def test_a_killed_rank_goes_on_from_the_last_checkpoint(tmp_path, kind, n, place):
     struck(tmp_path, Strike("trainer-1", kind, n), **place)
     assert [e["step"] for e in events(tmp_path, "StepDone")] == list(range(1, 9))

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from kits.families import model as family
 from kits.ranks import Rank, apart
+from kits.sweeps import covering
 from kits.train import awkward_groups, batch, model, row
 from rondel.core.errors import CheckpointError
 from rondel.core.mesh import Mesh
@@ -42,8 +43,13 @@ def stored(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    covering(
+        [(kind, dtype) for kind in KINDS for dtype in ("float32", "bfloat16")],
+        [*((kind, "bfloat16") for kind in KINDS), ("llama", "float32")],
+    ),
+)
 def test_what_is_read_later_is_what_is_loaded_whole(stored, kind, dtype):
     whole, empty = (load_model(str(stored(kind)), dtype=dtype, deferred=later) for later in (False, True))
     assert empty.weights is not None and all(p.is_meta for p in empty.model.parameters())
@@ -68,20 +74,26 @@ def test_a_model_that_is_stored_otherwise_is_loaded_whole(stored, tmp_path):
     assert load_model(str(folder), dtype="float32", deferred=True).weights is None
 
 
-@pytest.mark.parametrize("mesh", [Mesh(shards=2), Mesh(shards=2, tp=2), Mesh(shards=2, ep=2), Mesh(pp=2)], ids=str)
-def test_ranks_that_read_their_shards_train_as_one_rank(stored, ranks, mesh):
+READ = [
+    *[(Mesh(shards=2), "llama", "bfloat16"), (Mesh(shards=2), "mixtral", "float32")],
+    *[(Mesh(shards=2, tp=2), "llama", "bfloat16"), (Mesh(shards=2, tp=2), "mixtral", "float32")],
+    *[(Mesh(shards=2, ep=2), "mixtral", "bfloat16"), (Mesh(shards=2, ep=2), "mixtral", "float32")],
+    *[(Mesh(pp=2), "llama", "bfloat16"), (Mesh(pp=2), "mixtral", "float32")],
+]
+
+
+@pytest.mark.parametrize(("mesh", "kind", "dtype"), covering(READ, [READ[0], READ[3], READ[5], READ[6]]), ids=str)
+def test_ranks_that_read_their_shards_train_as_one_rank(stored, ranks, mesh, kind, dtype):
     """Masters are those of one rank bit for bit, gradients to 1e-6, with a reference and a critic beside the policy."""
-    every = ranks(mesh)
-    for kind, dtype in (("mixtral", "float32"), ("mixtral" if mesh.ep > 1 else "llama", "bfloat16")):
-        algo, alone = row("ppo", kl={"coef": 0.1}), Rank(0)
-        b = batch(awkward_groups(), algo)
-        alone.make(f"from {stored(kind)}", dtype, algo)
-        every.make(f"from {stored(kind)}", dtype, algo)
-        for masters in every.masters():
-            np.testing.assert_array_equal(masters, alone.masters())
-        whole = alone.gradient(copy.deepcopy(b), algo)
-        for got in every.gradient(copy.deepcopy(b), algo):
-            assert apart(got, whole) <= (1e-6 if dtype == "float32" else 0.05)
+    algo, alone, every = row("ppo", kl={"coef": 0.1}), Rank(0), ranks(mesh)
+    b = batch(awkward_groups(), algo)
+    alone.make(f"from {stored(kind)}", dtype, algo)
+    every.make(f"from {stored(kind)}", dtype, algo)
+    for masters in every.masters():
+        np.testing.assert_array_equal(masters, alone.masters())
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    for got in every.gradient(copy.deepcopy(b), algo):
+        assert apart(got, whole) <= (1e-6 if dtype == "float32" else 0.05)
 
 
 def test_a_rank_never_holds_more_than_its_share_and_a_layer(stored, ranks):

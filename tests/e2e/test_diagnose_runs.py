@@ -5,6 +5,7 @@ one has no finding that is an error.
 import pytest
 
 from kits.runs import run, run_and_die
+from kits.sweeps import covering
 from rondel.runtime.telemetry.diagnose import diagnose
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# the second kind of no_signal is the first one's journal; lr = 0 writes what `rondel check` compares
+@pytest.mark.parametrize("fault", covering(FAULTS, FAULTS.keys() - {"lr = 0", "the tasks are too hard"}))
 def test_a_fault_in_a_real_run(tmp_path, fault):
     changes, expected = FAULTS[fault]
     run(tmp_path, **BASE | changes)

@@ -5,6 +5,7 @@ that starve experts and whole ranks; the same steps, checkpoints and published w
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from kits.families import model as family
 from kits.ranks import Rank, apart, end_alike, hand_over
+from kits.sweeps import covering
 from kits.train import awkward_groups, batch, row
 from kits.vision import groups_with_images
 from kits.vision import model as looking
@@ -72,18 +74,28 @@ def same_gradient(every, kind: str, routes: str, algo, few, all_of_them) -> None
 
 EACH = [(EP, kind, routes) for kind in KINDS for routes in ("own", *ROUTES)]
 FEW = [*((WIDE, kind, "own") for kind in KINDS), (WIDE, "mixtral", "starved")]  # the same cuts on more ranks
+# every kind, every record of routes (which replaces what a router chose, whatever chose it), and the cuts on more ranks
+COVERING = [
+    *((EP, kind, "own") for kind in KINDS),
+    *((EP, "mixtral", routes) for routes in ROUTES),
+    *((WIDE, kind, routes) for kind, routes in (("gpt_oss", "own"), ("mixtral", "starved"))),
+]
 
 
-@pytest.mark.parametrize(("mesh", "kind", "routes"), [*EACH, *FEW], ids=lambda value: str(value))
+@pytest.mark.parametrize(("mesh", "kind", "routes"), covering([*EACH, *FEW], COVERING), ids=lambda value: str(value))
 def test_experts_apart_have_the_gradient_of_one_rank(ranks, one, mesh, kind, routes):
     same_gradient(ranks(mesh), kind, routes, *one(kind, routes))
 
 
-@pytest.mark.parametrize("mesh", SHARED, ids=str)
-def test_beside_other_axes_they_have_it_too(ranks, one, mesh):
+BESIDE = [(mesh, routes) for mesh in SHARED for routes in ("own", "starved")]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "routes"), covering(BESIDE, [BESIDE[0], *(case for case in BESIDE if case[1] == "starved")]), ids=str
+)
+def test_beside_other_axes_they_have_it_too(ranks, one, mesh, routes):
     """And whole, where a stage of a pipeline repeats the routes of its own layers."""
-    for routes in ("own", "starved"):
-        same_gradient(ranks(mesh), "mixtral", routes, *one("mixtral", routes))
+    same_gradient(ranks(mesh), "mixtral", routes, *one("mixtral", routes))
 
 
 def test_a_mixture_that_looks_has_it_too(ranks):
@@ -94,8 +106,11 @@ def test_a_mixture_that_looks_has_it_too(ranks):
     same_gradient(every, "qwen3_vl_moe", "own", algo, found, found)
 
 
-@pytest.mark.parametrize("mesh", [EP, Mesh(pp=2)], ids=str)
-@pytest.mark.parametrize("recompute", ["mlp", "layers"])
+@pytest.mark.parametrize(
+    ("mesh", "recompute"),
+    covering(product((EP, Mesh(pp=2)), ("mlp", "layers")), [(EP, "layers"), (Mesh(pp=2), "mlp")]),
+    ids=str,
+)
 def test_what_is_computed_again_is_dispatched_again(ranks, one, recompute, mesh):
     algo, _, (b, whole) = one("mixtral", "starved")
     every = ranks(mesh)
@@ -104,8 +119,14 @@ def test_what_is_computed_again_is_dispatched_again(ranks, one, recompute, mesh)
         assert apart(got, whole) <= 1e-6
 
 
-@pytest.mark.parametrize("mesh", [EP, WIDE, Mesh(pp=2)], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("mesh", "dtype"),
+    covering(
+        product((EP, WIDE, Mesh(pp=2)), ("float32", "bfloat16")),
+        [(EP, "float32"), (WIDE, "bfloat16"), (Mesh(pp=2), "bfloat16")],
+    ),
+    ids=str,
+)
 def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
     """Metrics and masters, clipped, with a critic and a reference; a checkpoint of either resumes on the other; what is
     published is the same.
@@ -123,7 +144,7 @@ def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
         assert told["train/grad_norm"] > how["clip"] and "train/expert_load_imbalance" in told
 
 
-@pytest.mark.parametrize("mesh", [EP, WIDE], ids=str)
+@pytest.mark.parametrize("mesh", covering([EP, WIDE], [WIDE]), ids=str)
 def test_weights_flow_to_an_engine_of_any_layout(ranks, mesh):
     every = ranks(mesh)
     every.make("mixtral")

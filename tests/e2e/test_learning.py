@@ -12,6 +12,7 @@ from filelock import FileLock
 
 from guess import Guess
 from kits.runs import RECIPE
+from kits.sweeps import covering
 from rondel.assemble import train
 from rondel.core.config.job import Job
 from rondel.runtime.journal.log import read
@@ -51,7 +52,8 @@ def start(tmp_path_factory):
     return max((folder / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize(("kind", "seed"), ROWS.items())
+# grpo alone and with what dapo adds to the loop: refills, a reward that is shaped, a count over the step's tokens
+@pytest.mark.parametrize(("kind", "seed"), covering(ROWS.items(), {("grpo", 0), ("dapo", 1)}))
 def test_a_row_learns(tmp_path, start, kind, seed):
     recipe = RECIPE if kind == "grpo" else RECIPE.with_name(f"{kind}.toml")
     curve = learn(tmp_path, SHORT | {"loop.seed": seed, "model.path": str(start)}, recipe)
@@ -89,6 +91,7 @@ def three(n: int = 60) -> Iterator[dict]:
     return ({"prompt": f"game {i}", "answer": 1 + i % 3} for i in range(n))
 
 
+@pytest.mark.sweep  # tests/units/test_agents.py learns a game from its result alone; gradients over several turns are in law 3
 def test_a_game_of_two_turns_is_learned_from_its_result_alone(tmp_path):
     """From random weights, without a demonstration. Measured on seeds 0 to 2: 0.01 to 0.03 -> 0.99."""
     small = {"model.path.hidden_size": 48, "model.path.intermediate_size": 96, "model.path.num_hidden_layers": 2}

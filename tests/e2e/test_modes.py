@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from kits.runs import check, events, final, run, tiny
+from kits.sweeps import covering
 from rondel.assemble import train
 from rondel.core.events import Evaluated, subscribe
 from rondel.runtime.journal import store
@@ -56,7 +57,8 @@ def test_a_mode_completes_and_keeps_its_lag(tmp_path, name):
         assert all(m["train/ratio_max_deviation"] == 0 for m in metrics)
 
 
-@pytest.mark.parametrize("kind", ROWS)
+# one of each kind of advantage; ppo and reinforce_pp are in the next test, grpo in those above, dr_grpo is rloo but for a factor
+@pytest.mark.parametrize("kind", covering(ROWS, {"dapo", "rloo", "reinforce"}))
 def test_a_row_trains_for_a_few_steps(tmp_path, kind):
     run(tmp_path, algo__kind=kind, loop__steps=4, task__reward="kits.rewards:parity")
     rows = [r for r in check(tmp_path, staleness=0, total=10) if r["trained_at"] >= 6]

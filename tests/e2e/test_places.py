@@ -6,10 +6,12 @@ import json
 import os
 import re
 import sys
+from itertools import product
 
 import pytest
 
 from kits.runs import PLACES, check, events, run, tiny
+from kits.sweeps import covering
 from kits.transports import Broken
 from rondel.assemble import deployment, train
 from rondel.core.errors import ConfigError
@@ -27,8 +29,15 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("place", PLACES)
+EVERYWHERE = {  # every place, and every mode over the wire; what is synchronous there is in test_chaos.py, what is shared in test_modes.py
+    ("shared", "stale, abort"),
+    ("two devices", "synchronous"),
+    ("two devices", "one step stale, drain"),
+    *(("processes", mode) for mode in MODES if mode != "synchronous"),
+}
+
+
+@pytest.mark.parametrize(("place", "mode"), covering(product(PLACES, MODES), EVERYWHERE))
 def test_every_mode_runs_everywhere(tmp_path, place, mode):
     changes = MODES[mode]
     run(tmp_path, **changes, **PLACES[place])
@@ -109,9 +118,9 @@ def test_places_that_cannot_be_are_refused_by_name(tmp_path, changes, said):
         run(tmp_path, **changes)
 
 
-@pytest.fixture(scope="module")
-def one_ray(tmp_path_factory):
-    """A cluster of this machine that runs join one after the other; one that begins its own is in test_law_09_resume."""
+@pytest.fixture
+def one_ray():
+    """A cluster of this machine that a run joins; one that begins its own is in test_law_09_resume."""
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(path or os.getcwd() for path in sys.path))
@@ -120,18 +129,8 @@ def one_ray(tmp_path_factory):
     ray.shutdown()
 
 
-def test_a_mode_runs_on_two_ranks_on_ray(tmp_path, one_ray):
-    """The calls of a mode are those of other processes; this one ends what runs, that of the other test waits for all."""
-    changes = MODES["stale, abort"] | {"loop__steps": 4}
-    run(tmp_path, **changes, place__kind="split", place__cluster="ray", place__ranks=2)
-    check(tmp_path, staleness=1, total=4)
-    assert (
-        "distributed (trainer and engines are on different machines"
-        in json.loads((tmp_path / "card.json").read_text())["facts"]["resolved"]["sync.kind"]
-    )
-
-
-def test_a_killed_engine_on_ray_comes_back(tmp_path, one_ray):
+def test_two_ranks_run_on_ray_and_a_killed_engine_comes_back(tmp_path, one_ray):
+    """Killed while answers are written, when no update is under way. The calls of a mode are those of other processes."""
     parts, left = [], [6]
 
     def strike(event: Event) -> None:
@@ -140,13 +139,17 @@ def test_a_killed_engine_on_ray_comes_back(tmp_path, one_ray):
             if not left[0]:
                 parts[0].placed.remotes["engine-0"]._worker._kill_actor()  # and says nothing to the worker's proxy
 
+    place = {"place__kind": "split", "place__cluster": "ray", "place__ranks": 2, "place__patience": 6.0}
     stop = subscribe(strike)
     try:
-        job = tiny(tmp_path, loop__warmup__steps=0, place__kind="split", place__patience=6.0, place__cluster="ray")
-        train(job, quiet=True, built=parts.append)
+        train(tiny(tmp_path, loop__warmup__steps=0, **place), quiet=True, built=parts.append)
     finally:
         stop()
     check(tmp_path, staleness=0, total=8)
+    assert (
+        "distributed (trainer and engines are on different machines"
+        in json.loads((tmp_path / "card.json").read_text())["facts"]["resolved"]["sync.kind"]
+    )
     assert any(
         "worker engine-0 ended" in e["message"] and "started again (1 of" in e["message"]
         for e in events(tmp_path, "Warned")

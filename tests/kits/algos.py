@@ -275,6 +275,27 @@ FORMULAS_ONLY = {
     *("score_centering", "sdft", "opsd", "sdpo", "rlsd"),
 }
 
+# one row for each thing that a split could change: how tokens and samples are counted, a ratio of whole samples, a choice over
+# the update, a correction that counts what it kept, a critic, a teacher, a second distribution, demonstrations. The others
+# differ in the formula of a token or in advantages that are known before, and `rows` splits the formulas of all
+SPLIT_ROWS = [
+    *(
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "rloo",
+        "scalerl",
+        "gspo",
+        "gspo_token",
+        "gmpo",
+        "clip_cov",
+        "kl_cov",
+        "forking",
+        "m2po",
+    ),
+    *("decoupled", "kpop", "ppo", "opd", "otb", "sdar", "luffy"),
+]
+
 
 def rows():
     """Every row as it stands; with everything beside it that compares samples; and every aggregate."""

@@ -72,7 +72,8 @@ def main() -> None:
         began = time.perf_counter()
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what a test's process leaves counts, too
-        ended = subprocess.run([sys.executable, "-m", "pytest", "-q", *(str(TESTS / name) for name in SUITE)])
+        every = ["-m", "sweep or not sweep"]  # each moment, and not the few of `make test`
+        ended = subprocess.run([sys.executable, "-m", "pytest", "-q", *every, *(str(TESTS / name) for name in SUITE)])
         seconds = time.perf_counter() - began
         with suppress(ChildProcessError):
             while True:

@@ -284,16 +284,24 @@ def test_a_stale_group_is_refused_at_consumption():
         asyncio.run(scenario())
 
 
+ALIGNED = {"engine__numerics": "aligned", "place__threads": 1}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shared") / "run"
+    run(folder, **ALIGNED)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["two devices", "processes"])
-def test_synchronous_split_is_synchronous_shared_bit_for_bit(tmp_path, place):
-    aligned = {"engine__numerics": "aligned", "place__threads": 1}
-    run(tmp_path / "shared", **aligned)
-    run(tmp_path / "split", **aligned, **PLACES[place])
-    ours, theirs = final(tmp_path / "split"), final(tmp_path / "shared")
+def test_synchronous_split_is_synchronous_shared_bit_for_bit(shared, tmp_path, place):
+    run(tmp_path / "split", **ALIGNED, **PLACES[place])
+    ours, theirs = final(tmp_path / "split"), final(shared)
     assert [name for name in theirs if name != "optimizer/rng" and not torch.equal(ours[name], theirs[name])] == []
-    for n in store.stored_steps(tmp_path / "shared"):
-        for a, b in zip(store.read_step(tmp_path / "split", n), store.read_step(tmp_path / "shared", n), strict=True):
+    for n in store.stored_steps(shared):
+        for a, b in zip(store.read_step(tmp_path / "split", n), store.read_step(shared, n), strict=True):
             a.pop("timings"), b.pop("timings")
             assert a == b
-    assert steps(tmp_path / "split") == steps(tmp_path / "shared")
+    assert steps(tmp_path / "split") == steps(shared)

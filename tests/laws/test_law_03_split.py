@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from kits.algos import AGGREGATES, FORMULAS_ONLY, Ragged, lively, relative_difference, rows
+from kits.algos import AGGREGATES, FORMULAS_ONLY, SPLIT_ROWS, Ragged, lively, relative_difference, rows
 from kits.blocks import block_model, unmasked_groups
 from kits.flows import flow, flown_groups
+from kits.sweeps import covering
 from kits.train import apart, awkward_groups, batch, gradient, make_stale, model, row, shuffled, step, trainer
 from rondel.algos import aggregate, correction, table
 from rondel.algos.component import Component
@@ -58,10 +59,13 @@ CASES = [  # the plain rows of the table are in `test_every_row...`, stale and w
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [pytest.param(*case, marks=() if case == ("llama", "grpo") else pytest.mark.slow) for case in CASES],
-)
+CHOSEN = [  # every row, and every model with a reference and a critic, which each read the hidden states anew
+    *(case for case in CASES if case[0] == "llama"),
+    *[("tied", "ppo"), ("qwen3", "reinforce"), ("gemma3_text", "grpo, k3 and entropy")],
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), covering(CASES, CHOSEN, fast=[("llama", "grpo")]))
 def test_the_gradient_is_the_same_for_any_split(kind, name):
     algo = ROWS[name]
     t = trainer(model(kind), algo)
@@ -175,7 +179,7 @@ def test_groups_that_begin_alike_share_it_and_keep_the_gradient(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in TABLE if name not in FORMULAS_ONLY])
+@pytest.mark.parametrize("name", covering([name for name in TABLE if name not in FORMULAS_ONLY], SPLIT_ROWS))
 def test_every_row_is_the_same_for_any_split_of_a_stale_batch(name):
     """Proximal and behavior lie elsewhere than the policy, some samples are
     demonstrations, and some tokens are singled out.
@@ -202,11 +206,16 @@ def test_every_row_is_the_same_for_any_split_of_a_stale_batch(name):
         )
 
 
+TOKEN_ALIKE = [name for name, algo in ROWS.items() if not getattr(algo.advantage, "per_token", False)]
+
+
 @pytest.mark.parametrize(
-    "name", [name for name, algo in ROWS.items() if not getattr(algo.advantage, "per_token", False)]
-)
-@pytest.mark.parametrize(
-    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tied", "gemma3_text"))]
+    ("kind", "name"),
+    covering(
+        [(kind, name) for kind in ("llama", "tied", "gemma3_text") for name in TOKEN_ALIKE],
+        [*(("llama", name) for name in TOKEN_ALIKE), ("tied", "reinforce"), ("gemma3_text", "grpo, k3 and entropy")],
+        fast=[("llama", name) for name in TOKEN_ALIKE],
+    ),
 )
 def test_the_gradient_is_that_of_the_formula(kind, name):
     """One sample at a time through the plain transformers model, the loss written out by hand in float64."""
@@ -266,9 +275,17 @@ def test_the_gradient_is_that_of_the_formula(kind, name):
     assert apart(mine, exact) <= 1e-5, apart(mine, exact)
 
 
+MOVES = ["grpo", "grpo, k3 and entropy", "dapo", "sft", "normalised", "clip_cov"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "grpo, k3 and entropy", "dapo", "sft", "normalised", "clip_cov"])
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "updates"),
+    covering(
+        [(name, updates) for name in MOVES for updates in (1, 2)],
+        [*((name, 2) for name in ("grpo, k3 and entropy", "normalised", "clip_cov")), ("dapo", 1)],
+    ),
+)
 def test_a_step_moves_alike_for_any_split(name, updates):
     """A whole step: with two updates, or where samples are compared, proximal logprobs are noted
     before the first move.

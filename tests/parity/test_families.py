@@ -6,31 +6,43 @@ from __future__ import annotations
 
 import asyncio
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig
 
 from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt
-from kits.families import FAMILIES, PARTS, REFUSED, measure, model, own, refusal, rounding_noise
+from kits.families import (
+    AT_ONCE,
+    FAMILIES,
+    LINES,
+    ONE_OF_EACH,
+    PARTS,
+    REFUSED,
+    measure,
+    model,
+    own,
+    refusal,
+    rounding_noise,
+)
 from kits.families import row as line_of
 from kits.pipeline import pass_through, siblings_row, stages_of
 from kits.processor import rows_alike
+from kits.sweeps import covering
 from kits.train import apart
 from rondel.core.errors import ModelError
 from rondel.models.architectures import refuse_architecture
 from rondel.models.load import _max_context, load_model
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 
-# the others are slow: one of each kind of attention and routing is in the fast tests
-AT_ONCE = {"llama", "lfm2", "gemma3_text", "deepseek_v3", "qwen3_moe", "gpt2"}
-SOME_AT_ONCE = [pytest.param(kind, marks=() if kind in AT_ONCE else pytest.mark.slow) for kind in FAMILIES]
-EVERY_FAMILY = pytest.mark.parametrize("kind", SOME_AT_ONCE, scope="module")  # family by family: each is made once
+# family by family: each is made once
+EVERY_FAMILY = pytest.mark.parametrize("kind", covering(FAMILIES, FAMILIES, fast=AT_ONCE), scope="module")
+EACH_MECHANISM = pytest.mark.parametrize(
+    "kind", covering(FAMILIES, {*ONE_OF_EACH, *AT_ONCE}, fast=AT_ONCE), scope="module"
+)
 # in one stage: inputs of each layer beside the hidden states, stacks that run several times, layers that read the
 # embeddings again, one layer
 ONE_STAGE = ("gemma3n_text", "gemma4_text", "gemma4", "hrm_text", "zamba", "zamba2", "longcat_flash", "zaya")
-LINES = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8").splitlines()
 
 
 def packed_logprobs(loaded, shared, tails):
@@ -55,7 +67,7 @@ def gap(a, b):
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-@EVERY_FAMILY
+@EACH_MECHANISM
 def test_packed_and_paged_equal_the_plain_forward(kind):
     loaded, shared = model(kind), prompt(7, 21)
     e = engine(loaded, prefill_tokens=16)
@@ -80,7 +92,7 @@ def test_packed_and_paged_equal_the_plain_forward(kind):
     assert max(map(max, plain)) - min(map(min, plain)) > 1  # neither uniform nor certain
 
 
-@EVERY_FAMILY
+@EACH_MECHANISM
 def test_what_neighbours_say_changes_no_bit(kind):
     """Logprobs and gradient of a prompt and two answers, with other samples of other words and the same lengths before and behind
     them. A mixture's experts add up rows of everybody: their gradient is equal but for the order of its sums.
@@ -195,7 +207,14 @@ def test_gradients_of_all_weights_are_those_of_transformers(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in ONE_STAGE], scope="module")
+@pytest.mark.parametrize(
+    "kind",
+    covering(
+        [kind for kind in FAMILIES if kind not in ONE_STAGE],
+        [kind for kind in ONE_OF_EACH if kind not in ONE_STAGE],
+    ),
+    scope="module",
+)
 def test_a_family_in_two_stages_is_the_same_model(kind):
     """Two siblings behind a prompt pass through both stages of one process: hidden states, and gradients of all weights."""
     loaded, (tokens, positions, layout) = model(kind), siblings_row()

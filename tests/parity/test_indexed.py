@@ -16,6 +16,7 @@ import torch
 from kits.engine import all_of, ask, engine, idle, plain_logits, prompt, watched
 from kits.families import FAMILIES, model, own, run_tiny_recipe
 from kits.routing import group_of
+from kits.sweeps import covering
 from kits.token_log import dies, serving
 from kits.train import apart, awkward_groups, batch, gradient, row, trainer
 from rondel.core.errors import ConfigError, LawError, ModelError, UserError
@@ -33,7 +34,9 @@ from rondel.train.pack import batch_of, micro_batches
 
 # one that chooses blocks keeps states, too, and is in test_compressed.py
 KINDS = [kind for kind in FAMILIES if kind in INDEXED_KINDS - RECURRENT_KINDS]
-SOME_AT_ONCE = [k if k in ("deepseek_v32", "glm_moe_dsa") else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+AT_ONCE = ("deepseek_v32", "glm_moe_dsa")
+# the third has layers of their own sizes and a window beside the choice
+SOME_AT_ONCE = covering(KINDS, [*AT_ONCE, "dots3_note_text"], fast=AT_ONCE)
 COUNT = 8  # keys that the models of these tests choose
 
 
@@ -232,7 +235,7 @@ def test_guesses_and_new_turns_choose_alike(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", covering(KINDS, [*AT_ONCE, "dots3_note_text"]))
 def test_the_trainer_has_one_gradient_for_any_split(kind):
     """Law 3, with prompts shared and not; the choice is made again where it is not recorded."""
     algo, t = row("grpo"), trainer(copy.deepcopy(model(kind)))
@@ -308,7 +311,7 @@ def test_logits_are_those_of_transformers_far_beyond_a_choice():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("kind", covering(AT_ONCE, AT_ONCE[1:]))
 def test_the_tiny_recipe_runs(kind, tmp_path):
     """Supervised phase and two steps of RL, asynchronous, with the choices replayed."""
     run_tiny_recipe(kind, tmp_path)

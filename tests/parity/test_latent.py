@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kits.engine import all_of, ask, engine, idle, prompt, publish_in_place, tiny, watched
-from kits.families import FAMILIES, model
+from kits.families import FAMILIES, ONE_OF_EACH, model
+from kits.sweeps import covering
 from rondel.core.errors import ModelError
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
@@ -26,7 +27,8 @@ from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.planner.shapes import model_shape
 
 KINDS = [kind for kind, config in FAMILIES.items() if "kv_lora_rank" in config]
-SOME_AT_ONCE = [k if k in ("deepseek_v3", "youtu") else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+AT_ONCE = ("deepseek_v3", "youtu")
+SOME_AT_ONCE = covering(KINDS, [k for k in KINDS if k in (*ONE_OF_EACH, *AT_ONCE)], fast=AT_ONCE)
 
 
 def requests(count=4, n=12, **sampling):
@@ -191,8 +193,13 @@ def test_a_base_in_four_bits_is_absorbed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["youtu", "minicpm3"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    covering(
+        [(kind, dtype) for kind in ("youtu", "minicpm3") for dtype in ("float32", "bfloat16")],
+        [("youtu", "bfloat16"), ("minicpm3", "float32")],
+    ),
+)
 def test_aligned_numerics_have_the_trainers_bits(kind, dtype):
     loaded = load_model({"random": kind, "seed": 3, **FAMILIES[kind]}, dtype=dtype)
     align_numerics(loaded)

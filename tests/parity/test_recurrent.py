@@ -15,6 +15,7 @@ import torch
 
 from kits.engine import all_of, ask, engine, idle, prompt, watched
 from kits.families import FAMILIES, RECURRENT_FAMILIES, STATES, model, run_tiny_recipe
+from kits.sweeps import covering
 from kits.sync import Publisher, updater, wrote
 from kits.token_log import asked, dies, serving
 from kits.train import apart, awkward_groups, batch, gradient, row, trainer
@@ -33,11 +34,6 @@ def copy_of(kind):
 
 
 TAILS = (9, 1, 4, 30)
-# one with convolutions alone and one with a state in the fast tests
-SOME_AT_ONCE = [
-    pytest.param(kind, marks=() if kind in ("lfm2", "qwen3_5_text") else pytest.mark.slow)
-    for kind in RECURRENT_FAMILIES
-]
 # one of each mixer, of layers that have nothing else and of layers that attend, too: what the scheduler does with a
 # state depends on nothing else of a family
 ONE_OF_EACH = [
@@ -57,6 +53,8 @@ ONE_OF_EACH = [
     "zamba2",
     "zaya",
 ]
+# one with convolutions alone and one with a state in the fast tests
+SOME_AT_ONCE = covering(RECURRENT_FAMILIES, ONE_OF_EACH, fast=("lfm2", "qwen3_5_text"))
 
 
 def rows_of(shared, tails):
@@ -118,7 +116,7 @@ def test_a_shared_prompt_has_the_gradient_of_unshared_samples(kind):
     print(f"GRADIENT {kind}: {worst:.1e}")
 
 
-@pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
+@pytest.mark.parametrize("kind", covering(RECURRENT_FAMILIES, ONE_OF_EACH, fast=ONE_OF_EACH))
 @torch.no_grad()
 def test_neighbours_change_nothing(kind):
     """A sample of the pack is what it is with other samples beside it, however long or short they are."""
@@ -244,7 +242,7 @@ def test_short_convolutions_have_the_same_bits_in_any_chunk_and_in_the_trainer(d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", RECURRENT_FAMILIES)
+@pytest.mark.parametrize("kind", covering(RECURRENT_FAMILIES, ONE_OF_EACH))
 def test_bfloat16_serves_and_scores_alike(kind):
     """Loading proves the forward pass; convolution windows are kept in bf16, recurrent states in fp32."""
     loaded = load_model({"random": kind, **FAMILIES[kind]}, dtype="bfloat16")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from kits.adapters import noise, publisher, trained
 from kits.engine import SIZE, all_of, ask, engine, plain_logprobs, prompt
 from kits.runs import events, final, run, run_and_die, steps, tiny
+from kits.sweeps import covering
 from kits.sync import update
 from kits.train import awkward_groups, batch, model, row, step, trainer
 from rondel.core.errors import ConfigError, EngineError, ModelError, SyncError
@@ -73,8 +74,13 @@ def merged(loaded: LoadedModel) -> LoadedModel:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype, limit", [("float32", 1e-5), ("bfloat16", 0.12)])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "limit"),
+    covering(
+        [(kind, *how) for kind in FAMILIES for how in (("float32", 1e-5), ("bfloat16", 0.12))],
+        [*((kind, "float32", 1e-5) for kind in FAMILIES), ("llama", "bfloat16", 0.12)],
+    ),
+)
 def test_engine_and_trainer_compute_with_the_adapter(kind, dtype, limit):
     """Sampled logprobs, scores and the trainer's agree with merged float64 weights, and not with the base."""
     loaded = adapted(kind, dtype)
@@ -131,7 +137,10 @@ def test_the_forward_pass_is_that_of_peft(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, layers", [("llama", "num_hidden_layers"), ("gpt2", "n_layer")])
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    covering([("llama", "num_hidden_layers"), ("gpt2", "n_layer")], [("llama", "num_hidden_layers")]),
+)
 def test_the_compiled_pass_has_it(kind, layers):
     loaded = noise(adapted(kind, size=FAMILIES[kind] | {layers: 1}), size=0.0)
     compiled = CompiledModel(loaded)  # made of a fresh adapter, as in a run
@@ -349,8 +358,13 @@ def test_the_digest_of_the_base_is_taken_once(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype, lost", [("float32", 1e-6), ("bfloat16", 0.2)])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "lost"),
+    covering(
+        [(kind, *how) for kind in ("llama", "gpt2") for how in (("float32", 1e-6), ("bfloat16", 0.2))],
+        [("llama", "bfloat16", 0.2), ("gpt2", "float32", 1e-6)],
+    ),
+)
 def test_merged_weights_give_the_same_logits(tmp_path, kind, dtype, lost):
     loaded = noise(adapted_from(kind))
     (tmp_path / "adapter").mkdir()
@@ -516,7 +530,7 @@ def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster", ["local", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cluster", covering(["local", "process"], ["process"]))
 def test_engine_and_trainer_apart_make_the_same_run(whole, tmp_path, cluster):
     """Law 2: each side adapts a base of its own, and the adapter travels."""
     run(tmp_path / "run", **LORA, place__kind="split", place__cluster=cluster, place__threads=1)

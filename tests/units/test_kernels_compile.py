@@ -1,5 +1,5 @@
 """Every kernel is compiled to machine code for cards that are not here: an A100, an H100 and a B200. A
-process imports Triton once for all of them; the tile of a real run goes to one card, small ones to the others.
+process imports Triton once for all of them; the tile of a real run goes to one card, small ones (a sweep) to the others.
 """
 
 from __future__ import annotations

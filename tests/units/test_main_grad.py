@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kits.sweeps import covering
 from rondel.models import linear
 from rondel.models.embedding_lookup import adopt_embedding
 from rondel.models.head import LMHead
@@ -43,6 +44,15 @@ def backward(model: LlamaForCausalLM, rounds: int, logits: int = 1 << 25) -> Non
             logprobs.LOGITS = old
 
 
+# every pair of two of them, among the four
+PAIRWISE = [
+    (torch.float32, True, None, 1 << 25),
+    (torch.float32, False, 7, 9000 * 16),
+    (torch.bfloat16, True, 7, 9000 * 16),
+    (torch.bfloat16, False, None, 1 << 25),
+]
+
+
 @pytest.fixture(params=[True, False], ids=["mkl", "onednn"])
 def mkl(request, monkeypatch) -> None:
     """Both ways to a linear layer's gradient, whatever processor this is."""
@@ -50,9 +60,18 @@ def mkl(request, monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("mkl")
-@pytest.mark.parametrize("logits, padding", [(1 << 25, None), (9000 * 16, 7)])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "tied", "padding", "logits"),
+    covering(
+        [
+            (dtype, tied, *rest)
+            for dtype in (torch.float32, torch.bfloat16)
+            for tied in (True, False)
+            for rest in ((None, 1 << 25), (7, 9000 * 16))
+        ],
+        PAIRWISE,
+    ),
+)
 def test_the_sum_over_micro_batches_is_that_of_autograd(dtype, tied, padding, logits) -> None:
     plain, ours = one(tied, padding, torch.float32), one(tied, padding, dtype)
     plain.load_state_dict(ours.state_dict())

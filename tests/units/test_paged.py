@@ -16,6 +16,7 @@ import torch
 
 from kits.engine import ask, engine, idle, plain_logprobs, prompt, tiny
 from kits.families import FAMILIES, model
+from kits.sweeps import covering
 from rondel.core.errors import ConfigError
 from rondel.generate.engine.builtin import runner
 from rondel.generate.engine.builtin.draft import DraftModel
@@ -156,7 +157,7 @@ REQUESTS = [ask(prompt(g, 4 + 8 * g), key=10 * g + s, n=2 + 2 * s) for g in rang
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "youtu", "deepseek_v3"])
+@pytest.mark.parametrize("kind", covering(["llama", "gemma2", "youtu", "deepseek_v3"], ["gemma2", "deepseek_v3"]))
 def test_an_engine_on_the_kernel_draws_what_the_other_one_draws(on_gpu, kind):
     """Siblings, prefix hits, prompts in chunks, a batch that shrinks to one, pages that are used again."""
     loaded = model(kind)

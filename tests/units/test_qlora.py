@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from kits.adapters import noise, publisher, trained
 from kits.engine import SIZE, all_of, ask, engine, plain_logprobs, prompt
 from kits.runs import events, final, run, run_and_die, steps, tiny
+from kits.sweeps import covering
 from kits.sync import update
 from kits.train import awkward_groups, batch, row, step, trainer
 from rondel.core.config.job import Job
@@ -143,8 +144,13 @@ def test_bytes_stay_what_they_are_however_the_model_is_cast():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype, limit", [("float32", 1e-5), ("bfloat16", 0.12)])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "limit"),
+    covering(
+        [(kind, *how) for kind in FAMILIES for how in (("float32", 1e-5), ("bfloat16", 0.12))],
+        [*((kind, "bfloat16", 0.12) for kind in FAMILIES), ("llama", "float32", 1e-5)],
+    ),
+)
 def test_engine_and_trainer_compute_with_the_same_base(kind, dtype, limit):
     """The gap is that of a base in its whole dtype; the weights are not those that were packed."""
     loaded = packed(kind, dtype)

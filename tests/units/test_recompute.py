@@ -9,8 +9,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from kits.engine import ask, engine, prompt
-from kits.families import FAMILIES
+from kits.families import FAMILIES, ONE_OF_EACH
 from kits.families import model as family
+from kits.sweeps import covering
 from kits.train import apart, awkward_groups, batch, gradient, model, row, step, trainer
 from rondel.core.errors import ModelError
 from rondel.models import recompute as module
@@ -20,7 +21,7 @@ from rondel.models.recompute import install_recompute
 from rondel.planner.shapes import kept_bytes, model_shape
 
 FEW = ("llama", "qwen3_moe", "gemma3n_text", "lfm2", "qwen3_5_text")
-ALL = [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in FAMILIES]
+ALL = covering(FAMILIES, {*ONE_OF_EACH, *FEW}, fast=FEW)
 
 
 def kept_numbers(t, b, algo) -> int:

@@ -50,8 +50,10 @@ BONUSES = [
 
 
 def variants():
-    """Every row as it stands, and with everything on; then the corners that no row has."""
-    for row in table.TABLE.values():
+    """Every row as it stands, and with everything on, by turns with each penalty (`make sweeps`: with all); then the
+    corners that no row has.
+    """
+    for number, row in enumerate(table.TABLE.values()):
         row = lively(row)
         yield pytest.param(row, id=row.name)
         takes_weights = "behavior" not in {*row.surrogate.reads, row.ratio.anchor}
@@ -60,7 +62,8 @@ def variants():
             full = replace(row, kl=penalty, entropy=BONUSES[i % len(BONUSES)], correction=rule)
             if isinstance(row.surrogate, Clip):
                 full = replace(full, surrogate=replace(row.surrogate, dual=1.25))
-            yield pytest.param(full, id=f"{row.name}+{i}")
+            marks = [] if i == number % len(KLS) else [pytest.mark.sweep]
+            yield pytest.param(full, id=f"{row.name}+{i}", marks=marks)
     for i, rule in enumerate(CORRECTIONS):
         for aggregate in (table.GRPO.aggregate, table.DAPO.aggregate, table.RLOO.aggregate):
             yield pytest.param(

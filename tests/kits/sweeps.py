@@ -1,0 +1,26 @@
+"""What the suite runs of a product of axes: a covering set. The rest of the product is marked `sweep`, and `make sweeps` runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def covering(cases: Iterable[Any], chosen: Collection[Any], *, fast: Collection[Any] | None = None) -> list[Any]:
+    """Parameters of a test, one for each of `cases` (a tuple holds several values), in their order.
+
+    Those not in `chosen` are left to `make sweeps`. `fast`: those of them in `make check`; by default the marks of the
+    test decide. What is chosen or fast and is no case is an error: a renamed case would silently lose its place.
+    """
+    every = list(cases)
+    if strangers := [c for c in (*chosen, *(fast or ())) if c not in every]:
+        raise ValueError(f"{strangers} are not among the cases: {every}")
+    found = []
+    for case in every:
+        marks = [] if fast is None or case in fast else [pytest.mark.slow]
+        if case not in chosen:
+            marks = [pytest.mark.slow, pytest.mark.sweep]
+        found.append(pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks))
+    return found
