@@ -99,8 +99,8 @@ def _logprobs(where: Any, size: str) -> Any:
     from torch import nn
 
     from rondel.models.head import LMHead
-    from rondel.models.logprob_kernel import fused_logprob_and_entropy
-    from rondel.train.logprobs import logprob_and_entropy
+    from rondel.models.logprob_kernel import LogitShape
+    from rondel.train.logprobs import fused_logprob_and_entropy, logprob_and_entropy
 
     tokens, d, vocab, *_ = SIZES[size]
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float16
@@ -113,7 +113,7 @@ def _logprobs(where: Any, size: str) -> Any:
             return logprob_and_entropy(hidden, target, head)
 
     def kernel() -> Any:
-        return fused_logprob_and_entropy(hidden, head.weight, None, target)
+        return fused_logprob_and_entropy(hidden, head.weight, None, target, LogitShape())
 
     def both(forward: Callable[[], Any]) -> None:
         logprob, entropy = forward()

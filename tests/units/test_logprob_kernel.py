@@ -17,11 +17,11 @@ from rondel.models.linear import as_factor
 from rondel.system import kernel_choice
 from rondel.system.kernel_choice import KernelChoice
 from rondel.train import logprobs
-from rondel.train.logprobs import choose_logprob_kernel, logprob_and_entropy
+from rondel.train.logprobs import choose_logprob_kernel, fused_logprob_and_entropy, logprob_and_entropy
 
 pytest.importorskip("triton", reason="pip install triton")
 from rondel.models import logprob_kernel
-from rondel.models.logprob_kernel import TileShape, bytes_moved, fused_logprob_and_entropy
+from rondel.models.logprob_kernel import LogitShape, TileShape, bytes_moved
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 T, V, D = 37, 301, 20
@@ -42,8 +42,8 @@ def setup(how: str = "plain", dtype: torch.dtype = torch.float32, tokens: int = 
 
 
 def fused(hidden, target, head: LMHead, temperature: float = 1.0, tile: TileShape = TILE):
-    how = {"scale": head.scale, "softcap": head.softcap, "temperature": temperature, "tile": tile}
-    return fused_logprob_and_entropy(as_factor(hidden, head.weight), head.weight, head.bias, target, **how)
+    shape = LogitShape(head.scale, head.softcap, temperature)
+    return fused_logprob_and_entropy(as_factor(hidden, head.weight), head.weight, head.bias, target, shape, tile=tile)
 
 
 def gradients(out, up, leaves):
@@ -134,7 +134,7 @@ def test_logits_exist_as_tiles_and_chunks(monkeypatch):
     """As tiles in the forward pass, five tokens at a time in the backward pass, which changes next to nothing."""
     hidden, target, head = setup()
     whole = gradients(fused(hidden, target, head), (1.0, 1.0), [hidden, head.weight])
-    monkeypatch.setattr(logprob_kernel, "LOGITS", 5 * V)
+    monkeypatch.setattr(logprobs, "GPU_LOGITS", 5 * V)
     with Largest() as seen:
         chunks = gradients(fused(hidden, target, head), (1.0, 1.0), [hidden, head.weight])
     for a, b in zip(chunks, whole, strict=True):
@@ -201,6 +201,6 @@ def test_the_trainer_takes_the_kernel_where_it_is_chosen(monkeypatch):
     wanted = logprob_and_entropy(hidden, target, head, temperature=0.6)
     monkeypatch.setattr(logprobs, "choose_logprob_kernel", lambda *given: KernelChoice(True))
     ours = logprob_and_entropy(hidden, target, head, temperature=0.6)
-    assert type(ours[0].grad_fn).__name__ == "_FusedLogprobsBackward"
+    assert type(ours[0].grad_fn).__name__ == "_FusedBackward"
     for a, b in zip(ours, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

@@ -8,15 +8,16 @@
 
     p = softmax(z)    dz = onehot(target) g_logprob - p (g_logprob + g_entropy (log p + entropy))
 
-On an H100 the forward pass reaches 75 % of what the library's product does; kernels of our own for both products of
-the backward pass reached 19 to 32 %, chunks and the plain formulas 17 % (docs/LOG.md). The order of all sums is fixed:
-results have the same bits in every run, and those of the forward pass in every batch. The plain code is
-train/logprobs.py. Tests compare the two through Triton's interpreter, count what is read and written against
+On an H100 the forward pass reaches 67 to 75 % of what the library's product does; kernels of our own for both products
+of the backward pass were 2.2 to 3.6 times slower than these chunks (docs/LOG.md). The order of all sums is fixed:
+results have the same bits in every run, and those of the forward pass in every batch. The products, and the plain code,
+are in train/logprobs.py. Tests compare the two through Triton's interpreter, count what is read and written against
 `bytes_moved`, and compile for sm_80, sm_90 and sm_100, on machines without a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -25,10 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rondel.models.linear import add_product, fp32_product, matmul
-
 SPLITS = 8  # of the vocabulary in the forward pass: few tokens occupy a GPU, too
-LOGITS = 1 << 27  # numbers of a chunk of the backward pass: 0.5 GB in fp32 and 0.25 GB of dz
 COLUMNS = 1024  # of z that a program of the backward pass takes
 NEGATIVE = tl.constexpr(-1.0e30)  # of a column that does not exist: finite, so that an empty split stays a number
 
@@ -51,6 +49,18 @@ class TileShape(NamedTuple):
     @property
     def options(self) -> dict[str, int]:
         return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+class LogitShape(NamedTuple):
+    """What becomes of h Wᵀ + b: softcap(scale · (h Wᵀ + b)) / temperature."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        return float(self.scale), float(self.softcap or 0.0), float(self.temperature)
 
 
 LARGE, SMALL, FULL = TileShape(128, 256, stages=3), TileShape(), TileShape(32, 64, 16)
@@ -84,88 +94,37 @@ def bytes_moved(tokens: int, vocab: int, size: int, element: int, tile: TileShap
     return forward, tokens * (vocab * (4 + element) + triton.cdiv(vocab, COLUMNS) * (8 + 4 * 4))
 
 
-class _FusedLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        scale: float,
-        softcap: float | None,
-        temperature: float,
-        tile: TileShape,
-    ):
-        rows, kept_weight = hidden.contiguous(), weight.contiguous()
-        ctx.fixed = {
-            "scale": float(scale),
-            "softcap": softcap or 0.0,
-            "temperature": float(temperature),
-            "CAPPED": softcap is not None,
-            "BIAS": bias is not None,
-        }
-        parts = torch.empty(4, SPLITS, len(rows), dtype=torch.float32, device=rows.device)
-        if len(rows):
-            grid = (triton.cdiv(len(rows), tile.tokens), SPLITS)
-            _forward_kernel[grid](
-                rows, kept_weight, _or_any(bias, weight), target, parts, len(rows), *weight.shape,
-                SPLITS=SPLITS, **ctx.fixed, **tile.blocks, **tile.options,
-            )  # fmt: skip
-        logprob, entropy, lse = _merge_splits(parts)
-        logprob.masked_fill_((target < 0) | (target >= len(weight)), torch.nan)
-        ctx.save_for_backward(rows, weight, bias, target, lse, entropy)
-        ctx.set_materialize_grads(False)
-        return logprob, entropy.clone()
-
-    @staticmethod
-    def backward(ctx, grad_logprob: Tensor | None, grad_entropy: Tensor | None):
-        hidden, weight, bias, target, lse, entropy = ctx.saved_tensors
-        wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        grads = [torch.zeros_like(lse) if g is None else g.float().contiguous() for g in (grad_logprob, grad_entropy)]
-        dhidden = torch.empty_like(hidden) if wants_hidden else None
-        dweight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_weight else None
-        dbias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if wants_bias else None
-        size = max(1, LOGITS // len(weight))
-        for first in range(0, len(hidden), size):
-            part = slice(first, first + size)
-            h = hidden[part]
-            z = fp32_product(h, weight)
-            dz = z if weight.dtype == z.dtype else torch.empty(z.shape, dtype=weight.dtype, device=z.device)
-            of_tokens = (x[part] for x in (target, lse, entropy, *grads))
-            _dz_kernel[(len(h), triton.cdiv(len(weight), COLUMNS))](
-                z, _or_any(bias, weight), *of_tokens, dz, len(weight), **ctx.fixed, COLUMNS=COLUMNS, num_warps=4
-            )
-            if dbias is not None:
-                dbias += dz.sum(0, dtype=torch.float32)
-            if dhidden is not None:
-                dhidden[part] = matmul(dz, weight)
-            if dweight is not None:
-                add_product(dweight, dz, h)
-        return (
-            dhidden,
-            None if dweight is None else dweight.to(weight.dtype),
-            None if dbias is None else dbias.to(bias.dtype),
-            *[None] * 5,
-        )
-
-
-def fused_logprob_and_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    *,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-    tile: TileShape | None = None,
-) -> tuple[Tensor, Tensor]:
-    """hidden [T, D] and weight [V, D] of one dtype, bias [V], target [T] int64 -> (logprob [T], entropy [T]) in fp32 of
-    softmax(softcap(scale · (h Wᵀ + b)) / temperature). An id outside the vocabulary has the log-probability NaN.
+def forward_pass(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, shape: LogitShape, tile: TileShape | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """rows [T, D] and weight [V, D] of one dtype, contiguous; bias [V], target [T] int64 -> (logprob, entropy, lse) [T]
+    in fp32 of softmax(softcap(scale · (h Wᵀ + b)) / temperature). An id outside the vocabulary has the
+    log-probability NaN.
     """
     tile = tile or tile_of(weight.element_size(), _shared_memory(weight.device))
-    return _FusedLogprobs.apply(hidden, weight, bias, target, scale, softcap, temperature, tile)
+    parts = torch.empty(4, SPLITS, len(rows), dtype=torch.float32, device=rows.device)
+    if len(rows):
+        grid = (triton.cdiv(len(rows), tile.tokens), SPLITS)
+        _forward_kernel[grid](
+            rows, weight, _or_any(bias, weight), target, parts, len(rows), *weight.shape, *shape.numbers,
+            CAPPED=shape.softcap is not None, BIAS=bias is not None, SPLITS=SPLITS, **tile.blocks, **tile.options,
+        )  # fmt: skip
+    logprob, entropy, lse = _merge_splits(parts)
+    return logprob.masked_fill_((target < 0) | (target >= len(weight)), torch.nan), entropy, lse
+
+
+def logit_gradients(
+    z: Tensor, bias: Tensor | None, of_tokens: Sequence[Tensor], shape: LogitShape, dtype: torch.dtype
+) -> Tensor:
+    """z = h Wᵀ [M, V] in fp32; target, lse, entropy and the gradients of log-probability and entropy, each [M] -> the
+    gradient of h Wᵀ + b in `dtype`; in the place of z where that is its own.
+    """
+    dz = z if dtype == z.dtype else torch.empty(z.shape, dtype=dtype, device=z.device)
+    _dz_kernel[(len(z), triton.cdiv(z.shape[1], COLUMNS))](
+        z, _or_any(bias, z), *of_tokens, dz, z.shape[1], *shape.numbers,
+        CAPPED=shape.softcap is not None, BIAS=bias is not None, COLUMNS=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return dz
 
 
 def _or_any(bias: Tensor | None, other: Tensor) -> Tensor:

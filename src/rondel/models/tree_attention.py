@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -28,11 +28,23 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from rondel.models.packed_layout import PackedSegment
     from rondel.models.score_rule import ScoreRule
 
 # of what is masked: finite, so that a row that sees nothing in a block stays a number
 NEGATIVE = tl.constexpr(-1.0e30)
+
+
+class TreeSegment(Protocol):
+    """What models/packed_layout.py says of a run of packed tokens."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def parent(self) -> int | None: ...
+    @property
+    def causal(self) -> bool: ...
 
 
 class TreeTile(NamedTuple):
@@ -62,7 +74,7 @@ class SegmentTree:
     _tiles: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def from_segments(cls, segments: Sequence[PackedSegment], device: torch.device | str) -> SegmentTree:
+    def from_segments(cls, segments: Sequence[TreeSegment], device: torch.device | str) -> SegmentTree:
         above: list[list[int]] = []
         depth: list[int] = []
         below: list[list[int]] = [[] for _ in segments]

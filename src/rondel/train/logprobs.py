@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from rondel.algos.divergence import Divergence
 from rondel.algos.exponent import select_logprobs
-from rondel.models.linear import add_product, as_factor, matmul
+from rondel.models.linear import add_product, as_factor, fp32_product, matmul
 from rondel.models.main_grad import main_grad
 from rondel.models.processor import HALVES
 from rondel.system.kernel_choice import KernelChoice, choose_kernel
@@ -32,10 +32,11 @@ from rondel.train.teacher_distributions import TeacherDistribution
 
 if TYPE_CHECKING:
     from rondel.models.head import LMHead
+    from rondel.models.logprob_kernel import LogitShape, TileShape
 
 REVERSE_KL = Divergence()
 LOGITS = 1 << 25  # entries of a chunk of logits: 128 MB in fp32
-GPU_LOGITS = 1 << 27  # on a GPU, whose products want more rows
+GPU_LOGITS = 1 << 27  # on a GPU, whose products want more rows: 0.5 GB in fp32, and 0.25 GB of gradients
 
 
 def _row_chunks(hidden: Tensor, vocab: int) -> list[slice]:
@@ -194,6 +195,72 @@ class _Chunked(torch.autograd.Function):
         )
 
 
+class _Fused(torch.autograd.Function):
+    """The kernels of models/logprob_kernel.py, with the products of the backward pass a chunk of rows at a time."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        shape: LogitShape,
+        tile: TileShape | None,
+    ):
+        from rondel.models.logprob_kernel import forward_pass
+
+        rows = hidden.contiguous()
+        logprob, entropy, lse = forward_pass(rows, weight.contiguous(), bias, target, shape, tile)
+        ctx.save_for_backward(rows, weight, bias, target, lse, entropy)
+        ctx.shape = shape
+        ctx.set_materialize_grads(False)
+        return logprob, entropy.clone()
+
+    @staticmethod
+    def backward(ctx, grad_logprob: Tensor | None, grad_entropy: Tensor | None):
+        from rondel.models.logprob_kernel import logit_gradients
+
+        hidden, weight, bias, target, lse, entropy = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        grads = [torch.zeros_like(lse) if g is None else g.float().contiguous() for g in (grad_logprob, grad_entropy)]
+        dhidden = torch.empty_like(hidden) if wants_hidden else None
+        dweight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_weight else None
+        dbias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if wants_bias else None
+        size = max(1, GPU_LOGITS // len(weight))
+        for first in range(0, len(hidden), size):
+            part = slice(first, first + size)
+            of_tokens = [x[part] for x in (target, lse, entropy, *grads)]
+            z = fp32_product(hidden[part], weight)
+            dz = logit_gradients(z, bias, of_tokens, ctx.shape, weight.dtype)
+            del z
+            if dbias is not None:
+                dbias += dz.sum(0, dtype=torch.float32)
+            if dhidden is not None:
+                dhidden[part] = matmul(dz, weight)
+            if dweight is not None:
+                add_product(dweight, dz, hidden[part])
+        return (
+            dhidden,
+            None if dweight is None else dweight.to(weight.dtype),
+            None if dbias is None else dbias.to(bias.dtype),
+            *[None] * 3,
+        )
+
+
+def fused_logprob_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    shape: LogitShape,
+    *,
+    tile: TileShape | None = None,
+) -> tuple[Tensor, Tensor]:
+    """hidden [T, D] and weight [V, D] of one dtype, bias [V], target [T] int64 -> (logprob [T], entropy [T]) in fp32."""
+    return _Fused.apply(hidden, weight, bias, target, shape, tile)
+
+
 def logprob_and_entropy(
     hidden: Tensor, target: Tensor, head: LMHead, *, temperature: float = 1.0, kept: SupportMask | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -201,12 +268,10 @@ def logprob_and_entropy(
     softmax(logits / temperature) over what was kept.
     """
     if choose_logprob_kernel(hidden, head, kept).takes_kernel:
-        from rondel.models.logprob_kernel import fused_logprob_and_entropy
+        from rondel.models.logprob_kernel import LogitShape
 
-        rows = as_factor(hidden, head.weight)
-        return fused_logprob_and_entropy(
-            rows, head.weight, head.bias, target, scale=head.scale, softcap=head.softcap, temperature=temperature
-        )
+        shape = LogitShape(head.scale, head.softcap, temperature)
+        return fused_logprob_and_entropy(as_factor(hidden, head.weight), head.weight, head.bias, target, shape)
     return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, kept, None, REVERSE_KL, None)[:2]
 
 
