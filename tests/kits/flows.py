@@ -125,5 +125,11 @@ def corners(n: int = 4) -> dict[str, Any]:
     return {"low": [[-1.0, -1.0, -1.0]] * n, "high": [[1.0, 1.0, 1.0]] * n}
 
 
+def clips(n: int = 4, dim: int = 144) -> dict[str, Any]:
+    """Latents of the "videos" above, bright or dark."""
+    noise = np.random.default_rng(0)
+    return {name: level + 0.1 * noise.normal(size=(n, dim)) for name, level in (("day", 1.0), ("night", -1.0))}
+
+
 def nowhere() -> dict[str, Any]:
     return {"gone": []}

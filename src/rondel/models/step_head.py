@@ -36,8 +36,15 @@ class StepHead:
         where they cannot.
         """
         if ranks is not None:
-            raise ConfigError(f"place.mesh has cp = {ranks.size}, and a {self.kind} has no tokens to share: leave cp out")
+            raise ConfigError(
+                f"place.mesh has cp = {ranks.size}, and a {self.kind} has no tokens to share: leave cp out"
+            )
         return self
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that a module reads of one step: 1 unless it cuts a point into patches."""
+        return 1
 
     def describe(self, max_tokens: int, temperature: float) -> str:
         """What it draws, for whoever asks what a run has resolved."""

@@ -45,6 +45,10 @@ class FlowHead(StepHead):
         return found
 
     @property
+    def step_tokens(self) -> int:
+        return self.model.token_count if isinstance(self.model, PatchTransformer) else 1
+
+    @property
     def dim(self) -> int:
         """D of its points."""
         return int(self.model.config.dim)
