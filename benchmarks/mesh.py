@@ -151,7 +151,9 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
             for (family, name), (algo, batch, whole, held, split) in alone.items():
                 if mesh.ep > 1 and "num_experts" not in MODELS[family]:
                     continue  # a dense model has nothing that could lie apart
-                if mesh.pp > MODELS[family]["num_hidden_layers"] or (family == FLOW and mesh.pp * mesh.tp * mesh.ep > 1):
+                if mesh.pp > MODELS[family]["num_hidden_layers"] or (
+                    family == FLOW and mesh.pp * mesh.tp * mesh.ep > 1
+                ):
                     continue
                 every("make", _spec(family), algo)
                 differences, moved, tokens = [], dict.fromkeys((60, 10**6), 0.0), 0

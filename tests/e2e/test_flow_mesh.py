@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from kits.flows import FLOWS, drawn_groups, flow
 from kits.ranks import Rank, apart, end_alike, hand_over
 from kits.runs import FLOW, check, events, run
 from kits.train import batch, row
+from rondel.cli import main
 from rondel.core.errors import ConfigError
 from rondel.core.mesh import Mesh
 
@@ -90,3 +92,27 @@ def test_a_run_of_videos_over_a_mesh(tmp_path, place):
     check(tmp_path / "run", staleness=0, total=4)
     done = [e["metrics"] for e in events(tmp_path / "run", "StepDone")]
     assert all(m["train/gap_max"] < 1e-5 and m["train/grad_norm"] > 0 for m in done[2:])
+
+
+def test_a_rank_receives_the_bytes_of_the_plan(capsys):
+    """Counted in the collectives of one update against planner/flow_cost.py: keys and values of cp, weights of its shards."""
+    with pytest.raises(SystemExit) as end:
+        main(
+            [
+                "bench",
+                "mesh",
+                "--meshes",
+                "cp=2",
+                "--families",
+                "flow_video",
+                "--groups",
+                "1",
+                "--samples",
+                "3",
+                "--json",
+            ]
+        )
+    assert not end.value.code
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])["cp=2"]["flow_video flow_grpo"]
+    assert told["moved"] == pytest.approx(told["formula"], rel=1e-3) and told["difference"] < 1e-6
+    assert told["held"] == pytest.approx(told["planned"], rel=1e-3)

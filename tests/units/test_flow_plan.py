@@ -128,6 +128,9 @@ def test_the_simulator_has_the_rates_of_the_plan():
     told = simulate(world_of(apart), steps=6)
     assert told["step_seconds"] == pytest.approx(max(r, t), rel=0.05)
     assert told["mean_length"] == shared.output
+    wide = setting(prompts=2, group=8, gpus=8, running=2)  # a group lies over as many engines as it fills
+    told, work = simulate(world_of(wide), steps=4), wide.samples * wide.output * flow_cost.draw_seconds(wide) / 8
+    assert told["step_seconds"] == pytest.approx(work + flow_cost.make_layout(wide, wide.mesh).seconds, rel=0.02)
 
 
 def said(capsys, words):

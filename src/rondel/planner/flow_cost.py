@@ -67,8 +67,9 @@ def trainer_rows(setting: FlowWorkload) -> dict[str, dict[str, float]]:
 def engine_rows(setting: FlowWorkload) -> dict[str, dict[str, float]]:
     """Bytes of one device that draws: the whole model, and a layer of all samples that are denoised together."""
     s, together = setting.shape, setting.drawn_together
+    rows: dict[str, dict[str, float]] = {}
     each = WIDTH * s.tokens * s.kept_numbers(shared=False)
-    rows = {"denoising": {"generate": together * (each + WIDTH * (4 * s.dim + 4))}}
+    rows["denoising"] = {"generate": float(together * (each + WIDTH * (4 * s.dim + 4)))}
     if setting.split or setting.gpus > 1:
         weights = s.parameter_count * WIDTH
         rows["engine weights"] = dict.fromkeys(PHASES, float(weights))

@@ -180,7 +180,7 @@ class FsdpRank(SingleRank):
         if not isinstance(model, FSDPModule):
             self._shard_model(loaded)
 
-        def enter_with_head(work: Callable[[StepHead], Any]) -> Any:
+        def enter_with_head(work: Callable[[Any], Any]) -> Any:
             return model.enter_pass(lambda: work(head))
 
         return replace(loaded, head=head, enter=enter_with_head, compute=loaded.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -13,7 +13,6 @@ from rondel.models.packed_steps import PackedSteps
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
     from rondel.models.routing_tape import RoutingTape
-    from rondel.models.step_head import StepHead
     from rondel.train.pack import PackedBatch
 
 
@@ -33,12 +32,16 @@ class StepPolicy:
             )
         steps = packed.steps
 
-        def evaluate_steps(head: StepHead) -> tuple[Tensor, Tensor]:
+        def evaluate_steps(head: Any) -> Any:
             return head.evaluate_steps(steps, temperature=temperature)
 
         found: tuple[Tensor, Tensor] = self.loaded.run_with_head(evaluate_steps)
         return found
 
     def score_prompt(self, tokens: Sequence[int]) -> list[float]:
-        found: list[float] = self.loaded.run_with_head(lambda head: head.score_prompt(tokens))
+
+        def score_prompt(head: Any) -> Any:
+            return head.score_prompt(tokens)
+
+        found: list[float] = self.loaded.run_with_head(score_prompt)
         return found

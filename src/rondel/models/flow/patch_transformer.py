@@ -10,8 +10,6 @@ M samples · D numbers of a point · P patches of N numbers each, P·N = D · W 
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -24,7 +22,7 @@ from rondel.models.flow.velocity_model import VelocityConfig, VelocityModel
 class PatchTransformer(VelocityModel):
     """What images and videos have in common; how a point falls into patches is their own."""
 
-    _no_split_modules: ClassVar[list[str]] = ["DitBlock"]
+    _no_split_modules = ["DitBlock"]  # noqa: RUF012
 
     def __init__(self, config: VelocityConfig, *, heads: int, inner: int, numbers: int, places: int = 0) -> None:
         """heads, inner: of a block; numbers: N of a patch; places: how many have a learned vector of their own."""
