@@ -15,7 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from kits.flows import FLOWS, flow
+from rondel.assemble.facts import planned_memory
 from rondel.cli import main
+from rondel.core.config.job import Job
 from rondel.core.errors import UserError
 from rondel.core.mesh import Mesh
 from rondel.models.flow.velocity_dit import FlowDit, FlowDitConfig
@@ -156,6 +158,12 @@ def test_a_recipe_of_a_flow_is_planned_and_simulated(capsys):
             flow_what_if(words, setting())
     with pytest.raises(UserError, match="leave --lengths"):
         world_of(setting(), lambda draw: 1.0)
+
+
+def test_a_run_is_told_what_was_planned():
+    """Beside what its trainer holds, in the run card: weights, gradients and two moments in float32."""
+    job, n = Job.read(RECIPE), flow_shape(Job.read(RECIPE).model.path).parameter_count
+    assert planned_memory(job) == {"weights": 4 * n, "gradients": 4 * n, "moments": 8 * n}
 
 
 def test_what_does_not_fit_is_told_with_what_helps():
