@@ -41,6 +41,31 @@ def synthetic_groups(seed: int, *, groups: int, samples: int, prompt: int, new: 
     return [Group(i, Task(f"t{i}", "none", {}), [answer(p) for _ in range(samples)], 0) for i, p in enumerate(prompts)]
 
 
+def synthetic_chains(loaded: Any, seed: int, *, groups: int, samples: int, new: int) -> list[Any]:
+    """The same of a flow: denoising steps between random points, with the densities that the model gives them."""
+    import torch
+
+    from rondel.core.continuous_steps import ContinuousSteps
+    from rondel.core.types import Group, Score, Task, Trajectory
+    from rondel.models.packed_steps import PackedSteps
+
+    rng = np.random.default_rng(seed)
+
+    def chain(asked: list[int]) -> Any:
+        t, n = Trajectory(), int(rng.integers(max(1, new // 2), new + 1))
+        points = rng.normal(size=(2, n, loaded.head.dim))
+        steps = ContinuousSteps.of(*points, sigma=rng.uniform(size=n), scale_x=0.9, scale_v=-0.2, std=0.7)
+        t.extend(asked)
+        with torch.no_grad():
+            density = loaded.head.evaluate_steps(PackedSteps.of([steps.rows], [asked], "cpu"))[0].tolist()
+        t.extend(list(range(n)), logprobs=density, versions=[0] * n, steps=steps)
+        t.score = Score(float(rng.normal()))
+        return t
+
+    prompts = [rng.integers(5, 90, 3).tolist() for _ in range(groups)]
+    return [Group(i, Task(f"t{i}", "flow", {}), [chain(p) for _ in range(samples)], 0) for i, p in enumerate(prompts)]
+
+
 def lively_model(spec: dict[str, Any]) -> Any:
     """A random model whose weights are far from the flat start, where mistakes would cancel."""
     import torch
@@ -53,6 +78,8 @@ def lively_model(spec: dict[str, Any]) -> Any:
         for parameter in loaded.model.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(3.0)
+                if not parameter.any():  # of a flow the last layers begin at 0
+                    torch.nn.init.normal_(parameter, std=0.1)
     return loaded
 
 

@@ -14,6 +14,7 @@ moved        bytes that a rank receives in one update, mean over the ranks, of o
              tp, sp   ((8 L + 2) T + 2 T + 2 M) D 4 (n-1)/n     L layers of two parts, T packed tokens, M targets
              cp       6 L T 2 K d 4 (n-1)/n with its shards' P   K, V gathered twice and scattered once
              pp       (2 T D + M) 4 (n-1)/n             states forward, their gradient back, logprobs to all
+             of flow_video, whose samples lie over cp: that of `rondel plan` (planner/flow_cost.py), composed, too
 All ranks are processes of this machine over gloo: their speed is not measured.
 """
 
@@ -41,7 +42,11 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
     | {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4},
     "qwen3_moe": SIZE | EXPERTS,
+    "flow_video": {"frames": 4, "height": 8, "width": 8, "hidden_size": 64, "intermediate_size": 192}
+    | {"num_hidden_layers": 3, "num_attention_heads": 4},
 }
+FLOW = "flow_video"
+FLOW_ROW = "flow_grpo"  # the row that a flow is trained with
 MESHES = [
     "shards=2",
     "tp=2",
@@ -100,22 +105,26 @@ def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, 
     """Of a family and a row: the row, its batch, the gradient of one rank, the bytes that it and that one of so many stages
     holds, and how far its own gradient moves when the same rank computes it in smaller micro-batches.
     """
-    from _ranks import RankTrainer, synthetic_groups
+    from _ranks import RankTrainer, lively_model, synthetic_chains, synthetic_groups
 
     from rondel.algos.table import resolve_algorithm
     from rondel.train.pack import batch_of
 
     found = {}
     for family in a.families:
-        for name in a.rows:
+        for name in a.rows if family != FLOW else [FLOW_ROW]:
             algo = resolve_algorithm({"kind": name}).bounded(8)
-            batch = batch_of(synthetic_groups(0, groups=a.groups, samples=a.samples, prompt=11, new=24))
+            how = {"groups": a.groups, "samples": a.samples}
+            if family == FLOW:
+                batch = batch_of(synthetic_chains(lively_model(_spec(family)), 0, **how, new=6))
+            else:
+                batch = batch_of(synthetic_groups(0, **how, prompt=11, new=24))
             one = RankTrainer(0)
             one.make(_spec(family), algo)
             whole = one.gradient(copy.deepcopy(batch), algo, 10**6)[0]
             split = _difference(one.gradient(copy.deepcopy(batch), algo, 60)[0], whole)
             layers = MODELS[family]["num_hidden_layers"]
-            stages = {n: one.stage_bytes(n) for n in range(1, layers + 1)}
+            stages = {n: one.stage_bytes(n) for n in range(1, layers + 1)} if family != FLOW else {1: one.held_bytes()}
             found[family, name] = algo, batch, whole, stages, split
     return found
 
@@ -142,7 +151,9 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
             for (family, name), (algo, batch, whole, held, split) in alone.items():
                 if mesh.ep > 1 and "num_experts" not in MODELS[family]:
                     continue  # a dense model has nothing that could lie apart
-                if mesh.pp > MODELS[family]["num_hidden_layers"]:
+                if mesh.pp > MODELS[family]["num_hidden_layers"] or (
+                    family == FLOW and mesh.pp * mesh.tp * mesh.ep > 1
+                ):
                     continue
                 every("make", _spec(family), algo)
                 differences, moved, tokens = [], dict.fromkeys((60, 10**6), 0.0), 0
@@ -159,8 +170,11 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
                     "moved": round(moved[10**6]),
                     "moved_in_parts": round(moved[60]),
                 }
-                formula = _formula(mesh, MODELS[family], batch, tokens, held[1] // 16)
-                if formula is not None and family in ("llama", "deep"):
+                if family == FLOW:
+                    formula: float | None = _flow_formula(mesh, family, batch)
+                else:
+                    formula = _formula(mesh, MODELS[family], batch, tokens, held[1] // 16)
+                if formula is not None and family in ("llama", "deep", FLOW):
                     cell["formula"] = round(formula)
                 cells[f"{family} {name}"] = cell
                 print(f"{mesh!s:<28} {family:<13} {name:<13} {cell}", file=sys.stderr, flush=True)
@@ -182,6 +196,21 @@ def _formula(mesh: Any, size: dict[str, Any], batch: Any, tokens: int, parameter
     if mesh.cp == n:
         return sharded + 4 * share * 6 * layers * tokens * size["num_key_value_heads"] * size["head_dim"]
     return sharded if mesh.shards == n else None
+
+
+def _flow_formula(mesh: Any, family: str, batch: Any) -> float:
+    """The same of a flow, of one micro-batch that has the steps of all its samples, mean over the ranks."""
+    from dataclasses import replace
+
+    from rondel.planner import flow_cost
+    from rondel.planner.flow_shape import flow_shape
+    from rondel.planner.flow_workload import FlowWorkload
+    from rondel.planner.hardware import find_hardware
+
+    one = FlowWorkload(flow_shape(_spec(family)), find_hardware("h100"), mesh=mesh, prompts=1, group=1, output=1)
+    one = replace(one, micro=10**9)
+    steps = batch.total_tokens / mesh.data
+    return steps * flow_cost.context_bytes(one, mesh) + flow_cost.shard_bytes(one, mesh)
 
 
 if __name__ == "__main__":

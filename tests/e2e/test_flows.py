@@ -148,6 +148,8 @@ def test_digits_are_drawn_and_shown(tmp_path, capsys):
         ({"algo__kind": "ppo"}, "a critic"),
         ({"model__adapter__kind": "lora"}, "adapter"),
         ({"model__path": "smollm2-135m"}, "writes tokens"),
+        ({"place__kind": "split", "place__mesh": {"tp": 2}}, "in replicas, shards, cp; leave tp out"),
+        ({"place__kind": "split", "place__mesh": {"cp": 2}}, "no tokens that ranks could share"),
         ({"engine__numerics": "aligned"}, "engine.numerics"),
         ({"model__dtype": "bfloat16"}, "need float32"),
         ({"task__reward": {"kind": "near", "points": [[0.0], [1.0, 2.0]]}}, "equal length"),

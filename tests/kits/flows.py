@@ -36,6 +36,43 @@ def flow(seed: int = 0, **sizes: Any) -> LoadedModel:
     return loaded
 
 
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2}
+FLOWS: dict[str, dict[str, Any]] = {  # by name, for trainers in other processes
+    "points": {"random": "flow_mlp", "num_hidden_layers": 2},
+    "images": {"random": "flow_dit", "dim": 16, **SMALL},
+    "videos": {  # 3·3·2 = 18 patches of 2·2·2 numbers
+        "random": "flow_video",
+        "frames": 3,
+        "height": 6,
+        "width": 4,
+        "channels": 2,
+        "intermediate_size": 24,
+        **SMALL,
+    },
+}
+
+
+def drawn_groups(loaded: LoadedModel, lengths: list[list[int]], seed: int = 0) -> list[Group]:
+    """Groups of chains of so many steps that the engine of this model draws, with rewards of their own."""
+
+    async def draw(e: FlowEngine, number: int, i: int, n: int) -> Trajectory:
+        prompt = [5 + number, 40, 9 + number % 3][: 1 + number % 3]
+        request = Request(prompt, Sampling(max_tokens=n, temperature=0.7), key=sample_key(seed, number, i))
+        done, t = await e.generate(request), Trajectory(score=Score(float(np.cos(7.0 * i + number + seed))))
+        t.extend(prompt)
+        t.extend(done.tokens, logprobs=done.logprobs, versions=[0] * n, steps=done.steps)
+        return t
+
+    async def draw_all() -> list[Group]:
+        e, groups = engine(loaded), []
+        for number, own in enumerate(lengths):
+            chains = await asyncio.gather(*(draw(e, number, i, n) for i, n in enumerate(own)))
+            groups.append(Group(number, Task(f"t{number}", "flow", {}), list(chains), 0))
+        return groups
+
+    return asyncio.run(draw_all())
+
+
 async def run_here(function: Any, *args: Any) -> Any:
     await asyncio.sleep(0)
     return function(*args)
@@ -86,6 +123,12 @@ async def publish_in_place(e: FlowEngine, version: int) -> None:
 def corners(n: int = 4) -> dict[str, Any]:
     """Points of a user's own: {prompt: points}."""
     return {"low": [[-1.0, -1.0, -1.0]] * n, "high": [[1.0, 1.0, 1.0]] * n}
+
+
+def clips(n: int = 4, dim: int = 144) -> dict[str, Any]:
+    """Latents of the "videos" above, bright or dark."""
+    noise = np.random.default_rng(0)
+    return {name: level + 0.1 * noise.normal(size=(n, dim)) for name, level in (("day", 1.0), ("night", -1.0))}
 
 
 def nowhere() -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kits.families import model as family
+from kits.flows import FLOWS, flow
 from kits.train import KINDS, inline, model
 from kits.vision import EYES
 from kits.vision import model as looking
@@ -54,11 +55,13 @@ from rondel.train.weight_publisher import WeightPublisher
 
 def made(kind: str, dtype: str, *, deferred: bool = False) -> LoadedModel:
     """A kind of kits.train or a family of kits.families; "llama + fresh" with an adapter that changes nothing yet, "llama + used" with one that does,
-    "llama + aligned" with those numerics; "from FOLDER" a stored one.
+    "llama + aligned" with those numerics; "from FOLDER" a stored one; or a flow of kits.flows.
     """
     kind, _, adapter = kind.partition(" + ")
     if kind.startswith("from "):
         return load_model(kind.removeprefix("from "), dtype=dtype, deferred=deferred)
+    if kind in FLOWS:
+        return flow(**FLOWS[kind])
     if kind in EYES:
         loaded = looking(kind)
     else:

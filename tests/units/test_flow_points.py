@@ -8,11 +8,13 @@ import torch
 
 from kits.flows import flow
 from rondel.core.errors import DataError
+from rondel.core.moving_dots import DIRECTIONS
 from rondel.core.types import Task, Trajectory
 from rondel.generate.envs.flow import matching_steps
 from rondel.generate.envs.points import find_points
 from rondel.generate.envs.sources import load_tasks
 from rondel.models.packed_steps import PackedSteps
+from rondel.score.motion import Motion
 from rondel.score.near import Near
 
 
@@ -48,6 +50,30 @@ def test_points_of_ones_own():
     for name, args, why in (("kits.flows:nowhere", {}, "finite numbers"), ("ring", {"moods": 3}, "moods")):
         with pytest.raises(DataError, match=why):
             find_points(name, args)
+
+
+def test_a_dot_moves_as_its_prompt_says():
+    """Each video is the same dot one pixel further in every frame; the reward is 1 for its own prompt and less for others."""
+    found = find_points("moving", {"frames": 3, "side": 6})
+    assert {prompt: points.shape for prompt, points in found.items()} == dict.fromkeys(DIRECTIONS, (36, 108))
+    video = found["down"][7].reshape(3, 6, 6)
+    assert np.argmax(video[0]) == 7 and np.argmax(video[2]) == 7 + 2 * 6 and video.max() == 1 > -0.9 > video.min()
+    reward, paid = Motion(frames=3, side=6), {}
+    for prompt, points in found.items():
+        t = Trajectory()
+        t.extend([1])
+        steps = matching_steps(points[:1], 1, key=1)
+        steps.rows[-1, 108:216] = points[9]
+        t.extend([0], logprobs=[0.0], versions=[0], steps=steps)
+        paid[prompt] = [reward(t, Task("t", "flow", {"prompt": other})) for other in DIRECTIONS]
+        assert max(paid[prompt]) == paid[prompt][list(DIRECTIONS).index(prompt)] == pytest.approx(1)
+        assert sorted(paid[prompt])[-2] < 0.6
+    steps.rows[:] = 0.5  # all gray
+    assert reward(t, Task("t", "flow", {"prompt": "up"})) == 0
+    with pytest.raises(DataError, match="none of right"):
+        reward(t, Task("t", "flow", {"prompt": "sideways"}))
+    with pytest.raises(ValueError, match="wants a video"):
+        Motion()(t, Task("t", "flow", {"prompt": "up"}))
 
 
 def test_near_pays_for_the_last_point_alone():

@@ -16,6 +16,9 @@ from rondel.algos.objective import explain_objective
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, UserError
 from rondel.core.types import POLICY, Task
+from rondel.planner.flow_cost import flow_memory_bills
+from rondel.planner.flow_shape import is_planned_flow
+from rondel.planner.flow_workload import flow_of_job
 from rondel.planner.memory import memory_bills
 from rondel.planner.workload import of_job
 from rondel.runtime.cluster import torchrun
@@ -108,7 +111,8 @@ def planned_memory(job: Job) -> dict[str, int]:
         "KV cache": "kv_cache",
     }
     try:
-        bill = memory_bills(of_job(job))
+        flow = is_planned_flow(job.model.path)
+        bill = flow_memory_bills(flow_of_job(job)) if flow else memory_bills(of_job(job))
     except (ConfigError, UserError):
         return {}
     rows = [

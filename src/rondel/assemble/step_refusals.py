@@ -8,6 +8,7 @@ from rondel.assemble.rows import AlgorithmRows
 from rondel.core.config.environment import ENV_TABLES
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, ModelError, UserError
+from rondel.core.mesh import AXES
 from rondel.core.transitions import OBSERVED, PREDICTED
 from rondel.core.types import Sampling
 from rondel.generate.engine.blocks.block_sequence import WHAT as BLOCKS
@@ -16,7 +17,8 @@ from rondel.generate.engine.flow.chain import WHAT as POINTS
 from rondel.generate.engine.stepwise.answer import refuse_sampling
 from rondel.models.block_diffusion.settings import has_blocks
 from rondel.models.control.kinds import MLP_POLICY, MLP_WORLD, is_control, is_world_model
-from rondel.models.flow.kinds import is_flow
+from rondel.models.flow.kinds import FLOW_MLP, is_flow
+from rondel.models.model_type import model_type_of
 
 NEXT_TOKEN = {  # what a row may need that is computed of the next token, for every token
     "teacher_logprobs": "a teacher",
@@ -42,7 +44,11 @@ def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         return
     rules = [
         (kind == "flow" or kind not in ENV_TABLES, f'task.env = "{kind}" reads text: set task.env = "flow"'),
-        *refusals_of_steps(job, rows, "flow_grpo, ddrl or grpo"),
+        *refusals_of_steps(job, rows, "flow_grpo, ddrl or grpo", axes=("replicas", "shards", "cp")),
+        (
+            job.place.mesh.cp == 1 or model_type_of(job.model.path) != FLOW_MLP,
+            f"place.mesh has cp = {job.place.mesh.cp}: a {FLOW_MLP} has no tokens that ranks could share; leave cp out",
+        ),
     ]
     refuse_first(rules, "model.path is a flow", sampling, POINTS, "docs/flows.md")
 
@@ -168,14 +174,17 @@ def refusals_of_steps(
     has_critic: bool = False,
     learns_noise: bool = False,
     others: bool = False,
+    axes: tuple[str, ...] = (),
 ) -> Rules:
     """(whether it holds, the rule) of every policy that does not write token after token.
 
     instead       rows of algorithms that it can have
     learns_noise  whether the weights move its entropy
     others        whether other policies may stand beside it
+    axes          of place.mesh along which its trainer may have several ranks
     """
     mesh = job.place.mesh.to_mesh(job.place.ranks)
+    cut = [axis for axis in (*AXES, "ep") if axis not in axes and getattr(mesh, axis) > 1]
     rules = [
         (job.engine.kind == "builtin", f'engine.kind = "{job.engine.kind}" writes token after token: leave it out'),
         (
@@ -188,7 +197,11 @@ def refusals_of_steps(
         (job.model.adapter.kind == "off", "model.adapter is not carried over: leave it out"),
         (job.model.format == "none", "model.format is not carried over: leave it out"),
         (others or not job.policies, "policies are not carried over: leave them out"),
-        (mesh.world == 1, f"place.ranks = {mesh.world}: it is trained by one rank"),
+        (mesh.world == 1 or bool(axes), f"place.ranks = {mesh.world}: it is trained by one rank"),
+        (
+            not cut,
+            f"place.mesh = {mesh}: it is trained in {', '.join(axes)}; leave {' and '.join(cut)} out",
+        ),
         (job.place.engine_processes == 1, "an engine of several processes splits a model with a cache: use one"),
         (not job.run.record, "run.record replays caches of tokens: leave it out"),
         (not job.trainer.memory.offload, "trainer.memory.offload makes room for a cache, and there is none"),

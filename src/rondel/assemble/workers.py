@@ -181,10 +181,11 @@ def trainer_of(
     """-> the trainer, and what was resolved for it."""
     refuse_idle_memory(job.trainer.memory, device.name)
     micro = planner.micro_tokens(job.trainer.micro_budget, on_gpu=device.name.startswith("cuda"))
+    each = loaded.step_tokens
     settings = settings_of(
         job,
         sampling,
-        micro.value,
+        max(1, micro.value // each),
         replay_routes=replays_routing(job, loaded),
         mismatch_bound=mismatch_bound(job, loaded),
     )
@@ -218,7 +219,9 @@ def trainer_of(
 
     trainer = device.call(build_trainer)
     return trainer, {
-        "trainer.micro_tokens": f"{micro.value} ({micro.why})" + "".join(f", {t}x{m}" for t, m in settings.shapes),
+        "trainer.micro_tokens": f"{micro.value} ({micro.why})"
+        + (f", {settings.micro_tokens} steps of {each}" if each > 1 else "")
+        + "".join(f", {t}x{m}" for t, m in settings.shapes),
         "routing_replay": replay_fact(job, loaded),
         "model.adapter": adapter_fact(loaded),
         "model.teacher": teachers_fact(job),

@@ -185,6 +185,7 @@ def read_job(*words: str) -> tuple[Any, dict[str, Any]]:
 
 def setting_of(words: list[str]) -> Any:
     """Recipe, overrides and what-ifs in any order: what has '=' and no dashes is a what-if."""
+    from rondel.planner.flow_shape import is_planned_flow
     from rondel.planner.workload import of_job, what_if
 
     asked = [word for word in words if "=" in word and not word.startswith("--")]
@@ -195,6 +196,10 @@ def setting_of(words: list[str]) -> Any:
             raise ConfigError("a recipe or a model is needed: rondel plan RUN.toml, or rondel plan --what-if model=7b")
         return what_if(questions)
     job, _ = read_job(*rest)
+    if is_planned_flow(job.model.path):
+        from rondel.planner.flow_workload import flow_of_job, flow_what_if
+
+        return flow_what_if(questions, flow_of_job(job))
     start = of_job(job)
     return what_if(questions, start) if questions else start
 

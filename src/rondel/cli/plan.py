@@ -74,12 +74,9 @@ def print_plan(told: dict[str, Any]) -> None:
     else:
         places = ", which do both in turn" if devices["count"] > 1 else ""
     wide = f", {devices['devices_an_engine']} an engine" if devices["devices_an_engine"] > 1 else ""
-    console.print(f"devices   {devices['count']} x {devices['hardware']}{places}{wide}")
-    console.print(
-        f"a step    {work['prompts']} prompts of {work['prompt_tokens']} tokens x {work['group']} answers of "
-        f"{work['mean_tokens']:.4g} "
-        f"(at most {work['output_tokens']}): {work['packed_tokens']:.4g} tokens to train on"
-    )
+    mesh = f", place.mesh = {devices['mesh']}" if devices.get("mesh", "{}") != "{}" else ""
+    console.print(f"devices   {devices['count']} x {devices['hardware']}{places}{wide}{mesh}")
+    console.print(f"a step    {work['text']}")
     for bill in told["memory"]:
         table = Table(title=f"GB on one device: {bill['pool']}", title_justify="left", box=None, pad_edge=False)
         table.add_column("")
@@ -97,11 +94,10 @@ def print_plan(told: dict[str, Any]) -> None:
         console.print(line)
     generate, train, sync = told["generate"], told["train"], told["sync"]
     console.print(
-        f"\ngenerate  {_format_seconds(generate['seconds'])}: {generate['tokens_per_second']:.4g} tokens/s, "
-        f"{generate['requests_an_engine']} requests an engine; "
+        f"\ngenerate  {_format_seconds(generate['seconds'])}: {generate['text']}; "
         f"the longest answer alone {_format_seconds(generate['longest_answer_seconds'])}",
     )
-    console.print(f"train     {_format_seconds(train['seconds'])}: {train['tokens_per_second']:.4g} tokens/s")
+    console.print(f"train     {_format_seconds(train['seconds'])}: {train['text']}")
     console.print(f"sync      {sync[0]['kind']}, {_format_seconds(sync[0]['seconds'])}: {sync[0]['why']}")
     for way in sync[1:]:
         console.print(f"          {way['kind']}, {_format_seconds(way['seconds'])}: {way['why']}")

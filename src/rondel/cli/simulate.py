@@ -127,14 +127,13 @@ def rows_of(
     """A row for each split and staleness; what is not swept is as the setting has it.
     `runs` say what things cost, if there are any.
     """
-    from rondel.planner.workload import fill_defaults
     from rondel.simulate import simulate, world_of
     from rondel.simulate.costs import costs_of
 
     measured = costs_of(runs).with_costs if runs else lambda world: world
     rows = []
     for trainers in splits or [-1]:
-        placed = setting if trainers < 0 else fill_defaults({"place": "split", "trainers": trainers}, setting)
+        placed = setting if trainers < 0 else setting.on_devices(place="split", trainers=trainers)
         for s in stale or [setting.staleness]:
             told = simulate(measured(world_of(replace(placed, staleness=s), **how)), steps=steps)
             where = f"{placed.train_devices}:{placed.engine_devices}" if placed.split else "in turn"
@@ -196,7 +195,7 @@ def show_rows(setting: Any, rows: list[dict[str, Any]]) -> None:
     console.print(
         f"{setting.shape.name} on {setting.gpus} x {setting.hardware.name}: {setting.prompts} prompts x {setting.group} "
         f"answers a step, "
-        f"{rows[0]['mean_length']:.0f} tokens on average\n"
+        f"{rows[0]['mean_length']:.0f} {setting.unit} on average\n"
     )
     table = Table(box=None, pad_edge=False)
     for name in (
@@ -204,7 +203,7 @@ def show_rows(setting: Any, rows: list[dict[str, Any]]) -> None:
         "S",
         "step",
         "samples/s",
-        "tokens/s",
+        f"{setting.unit}/s",
         "trainer idle",
         "engines idle",
         "places empty",

@@ -106,7 +106,7 @@ class ContextLayout(PackedLayout):
         def attend_gathered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return PackedLayout.attend(self, layer, q, self._gather(k), self._gather(v), rule)
 
-        return _computed_again(attend_gathered, q, k, v)
+        return computed_again(attend_gathered, q, k, v)
 
     def attend_latents(
         self, layer: int, q: Tensor, c: Tensor, r: Tensor, up: LatentProjection, rule: ScoreRule
@@ -114,7 +114,7 @@ class ContextLayout(PackedLayout):
         def attend_gathered(q: Tensor, c: Tensor, r: Tensor) -> Tensor:
             return PackedLayout.attend(self, layer, q, *up.expand(self._gather(c), self._gather(r)), rule)
 
-        return _computed_again(attend_gathered, q, c, r)
+        return computed_again(attend_gathered, q, c, r)
 
     def attend_compressed(
         self, layer: int, q: Tensor, kv: Tensor, entries: CompressedEntries | None, rule: ScoreRule
@@ -123,7 +123,7 @@ class ContextLayout(PackedLayout):
             older = None if entries is None else replace(entries, rows=self._gather(rows[0]))
             return PackedLayout.attend_compressed(self, layer, q, self._gather(kv), older, rule)
 
-        return _computed_again(attend_gathered, q, kv, *([] if entries is None else [entries.rows]))
+        return computed_again(attend_gathered, q, kv, *([] if entries is None else [entries.rows]))
 
     def choose_keys(self, layer: int, tokens: IndexedTokens) -> Tensor:
         return choose_in_pack(self.calls, replace(tokens, k=self._gather(tokens.k)))
@@ -144,7 +144,7 @@ class _GatheredStates:
         return out[self.layout.first : self.layout.first + self.layout.rows]
 
 
-def _computed_again(work: Any, *inputs: Tensor) -> Tensor:
+def computed_again(work: Any, *inputs: Tensor) -> Tensor:
     """With a gradient, nothing but the inputs is kept for it."""
     if not torch.is_grad_enabled():
         return work(*inputs)

@@ -14,8 +14,10 @@ from rondel.models.vocabulary_part import VocabularyPart
 
 
 def decoder_of(model: Any) -> Any:
-    """The module that ends in hidden states. Llama 4 names its part for text "model", and not as `base_model` looks."""
-    return model.base_model if model.base_model is not model else model.model
+    """The module that ends in hidden states. Llama 4 names its part for text "model", and not as `base_model` looks. A
+    flow has no such part: it is the module itself.
+    """
+    return model.base_model if model.base_model is not model else getattr(model, "model", model)
 
 
 @dataclass(slots=True)

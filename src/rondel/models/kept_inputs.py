@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class KeptInputs(torch.autograd.Function):
         return None, None, *(next(found) if wants else None for wants in wanted)
 
 
-def _norm(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _norm(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):  # norms that have a gate of their own
         return forward(*args, **kwargs)
     if choose_norm_kernel(module, args[0]).takes_kernel:
@@ -106,9 +106,9 @@ def _gate(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
 
 def choose_norm_kernel(module: Any, x: Tensor) -> KernelChoice:
     """Whether models/row_kernels.py computes this norm of these numbers."""
-    weight = getattr(module, "weight", None)
+    weight, kind = getattr(module, "weight", None), cast(Any, type(module))
     unsupported = {
-        "another formula": not _has_lines(type(module), RMS_NORM),
+        "another formula": not _has_lines(kind, RMS_NORM),
         f"a weight that is a {type(weight).__name__}": type(weight) not in (nn.Parameter, Tensor),
         "weights of more than 16 bits": getattr(weight, "dtype", None) not in HALVES,
         f"rows of more than {WIDEST} numbers": x.shape[-1] > WIDEST,

@@ -19,6 +19,7 @@ from rondel.models.head import LMHead, decoder_of
 from rondel.models.image_features import ImageFeatures, VisionFeatures
 from rondel.models.linear import equal_blocks
 from rondel.models.routing_tape import RoutingTape, use_tape
+from rondel.models.step_head import StepHead
 from rondel.models.vision_families import FAMILIES
 
 if TYPE_CHECKING:
@@ -77,6 +78,11 @@ class LoadedModel:
     def parameter_count(self) -> int:
         """How many weights it has, whatever they lie in."""
         return nf4.count_parameters(self.model)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that it computes for one step of a trajectory: one, or the patches of a point."""
+        return self.head.step_tokens if isinstance(self.head, StepHead) else 1
 
     @property
     def has_head(self) -> bool:

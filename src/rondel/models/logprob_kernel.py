@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -80,7 +80,8 @@ def tile_of(element: int, shared_memory: int) -> TileShape:
 def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    card: Any = torch.cuda.get_device_properties(device)
+    return int(card.shared_memory_per_block_optin)
 
 
 def bytes_moved(tokens: int, vocab: int, size: int, element: int, tile: TileShape) -> tuple[int, int]:

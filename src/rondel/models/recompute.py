@@ -79,13 +79,12 @@ def _run_twice(
 
 def _contexts(adapter: ModelAdapter | None) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Around the first run, and around the second."""
-    layout, tape = attention_layout(), repeated_tape()
+    layout, tape = attention_layout(), repeated_tape()  # a flow has neither
     mode = adapter_mode(adapter, off=adapter.off, exact=adapter.exact) if adapter is not None else nullcontext()
 
     @contextmanager
     def as_before() -> Iterator[None]:
-        assert layout is not None
-        with use_attention_layout(layout), tape, mode:
+        with nullcontext() if layout is None else use_attention_layout(layout), tape, mode:
             yield
 
     return nullcontext(), as_before()

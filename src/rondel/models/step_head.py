@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from rondel.core.errors import UserError
+from rondel.core.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rondel.models.collectives import RankGroup
     from rondel.models.packed_steps import PackedSteps
 
 
@@ -22,12 +23,28 @@ class StepHead:
     kind = ""
     part = None
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, ranks: RankGroup | None = None) -> None:
+        """`ranks`: who shares the tokens of a sample."""
+        self.model, self.ranks = model, ranks
 
     def of_copy(self, model: Any) -> Self:
         """The head of a copy of its model."""
         return type(self)(model)
+
+    def shared_by(self, ranks: RankGroup | None) -> Self:
+        """The head of the same model whose samples several ranks share; `ranks` None: one computes them. ConfigError
+        where they cannot.
+        """
+        if ranks is not None:
+            raise ConfigError(
+                f"place.mesh has cp = {ranks.size}, and a {self.kind} has no tokens to share: leave cp out"
+            )
+        return self
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that a module reads of one step: 1 unless it cuts a point into patches."""
+        return 1
 
     def describe(self, max_tokens: int, temperature: float) -> str:
         """What it draws, for whoever asks what a run has resolved."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rondel.planner.hardware import GB
 from rondel.planner.host_memory import sentences_beside
-from rondel.planner.memory import memory_bills, staged_bytes
+from rondel.planner.memory import MemoryBill, memory_bills, staged_bytes
 from rondel.planner.workload import Workload
 
 
@@ -97,20 +97,20 @@ def rank_changes(setting: Workload) -> list[tuple[str, float, bool]]:
     return sorted((row for row in found if row[1] > 0), key=lambda row: (-row[2], -row[1]))
 
 
+def pool_sentence(bill: MemoryBill) -> str:
+    """Its fullest phase, what is free then, and who has most of it."""
+    phase, peak = bill.peak_phase
+    free = bill.free_bytes
+    fits = f"{free / GB:.1f} GB free" if free >= 0 else f"{-free / GB:.1f} GB too much"
+    return (
+        f"{bill.pool}: most in {phase}, {peak / GB:.2f} of {bill.memory / GB:.0f} GB, {fits}; "
+        f"{bill.largest_tenant} is {bill.largest_share:.0%} of it"
+    )
+
+
 def bill_sentences(setting: Workload) -> list[str]:
     """The bill in sentences: what dominates, whether it fits, what to change first."""
-    told = []
-    for bill in memory_bills(setting):
-        phase, peak = bill.peak_phase
-        fits = (
-            f"{bill.free_bytes / GB:.1f} GB free"
-            if bill.free_bytes >= 0
-            else f"{-bill.free_bytes / GB:.1f} GB too much"
-        )
-        told.append(
-            f"{bill.pool}: most in {phase}, {peak / GB:.2f} of {bill.memory / GB:.0f} GB, {fits}; "
-            f"{bill.largest_tenant} is {bill.largest_share:.0%} of it"
-        )
+    told = [pool_sentence(bill) for bill in memory_bills(setting)]
     told += sentences_beside(setting)
     if least_room(setting) < 0:
         for change, saved, enough in rank_changes(setting)[:3]:

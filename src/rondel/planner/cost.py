@@ -8,7 +8,7 @@ sync                        bytes of the weights / bandwidth of the way
 from __future__ import annotations
 
 from math import ceil
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rondel.planner.hardware import GB, Hardware
 from rondel.planner.memory import bytes_per_number, memory_bills
@@ -16,6 +16,9 @@ from rondel.planner.overlap import longest_answer_bound
 from rondel.planner.resolve import SPARE
 from rondel.planner.shapes import ModelShape
 from rondel.planner.workload import Workload
+
+if TYPE_CHECKING:
+    from rondel.planner.flow_workload import FlowWorkload
 
 DISK = 2 * GB  # bytes a second of a shared file system, a write and a read
 COMMIT = 0.01  # seconds an engine stands still for a swap between two passes: 1-10 ms (arXiv:2509.19128)
@@ -269,7 +272,7 @@ class SyncTime(NamedTuple):
     why: str
 
 
-def sync_options(setting: Workload) -> list[SyncTime]:
+def sync_options(setting: Workload | FlowWorkload) -> list[SyncTime]:
     """How new weights can travel in this setting: the recipe's sync.kind first, then the quickest."""
     on = setting.hardware
     full = setting.sync_bytes

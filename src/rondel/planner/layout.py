@@ -88,7 +88,7 @@ class ParallelLayout:
         )
 
 
-def _powers_of_two(most: int) -> Iterator[int]:
+def powers_of_two(most: int) -> Iterator[int]:
     n = 1
     while n <= most:
         yield n
@@ -99,9 +99,9 @@ def parallel_layouts(setting: Workload) -> list[ParallelLayout]:
     """All that the shape allows on the devices that train: those that fit first, by estimated time."""
     s, devices = setting.shape, setting.train_devices
     found = []
-    for tp in _powers_of_two(min(devices, setting.hardware.in_node, s.heads)):
-        for pp in _powers_of_two(devices // tp):
-            for cp in _powers_of_two(devices // tp // pp):
+    for tp in powers_of_two(min(devices, setting.hardware.in_node, s.heads)):
+        for pp in powers_of_two(devices // tp):
+            for cp in powers_of_two(devices // tp // pp):
                 dp = devices // (tp * pp * cp)
                 if (
                     dp * tp * pp * cp != devices
@@ -110,7 +110,7 @@ def parallel_layouts(setting: Workload) -> list[ParallelLayout]:
                     or (cp > 1 and setting.output + setting.prompt < 8192)
                 ):
                     continue
-                experts = [n for n in _powers_of_two(dp * cp) if s.experts % n == 0] if s.experts else [1]
+                experts = [n for n in powers_of_two(dp * cp) if s.experts % n == 0] if s.experts else [1]
                 found += [_make_layout(setting, dp, tp, pp, cp, ep) for ep in experts]
     return sorted(found, key=lambda row: (not row.fits, row.seconds))
 

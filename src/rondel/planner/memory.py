@@ -15,9 +15,9 @@ phases   generate · logprob (proximal, reference, teacher: forward only) · tra
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from rondel.planner.hardware import GB
+from rondel.planner.hardware import GB, Hardware
 from rondel.planner.resolve import (
     BUCKET,
     SPARE,
@@ -133,6 +133,24 @@ class MemoryBill:
         return 1.0 if phase == "load" else self.rows[self.largest_tenant][phase] / peak
 
 
+def bill_tables(bills: list[MemoryBill]) -> list[dict[str, Any]]:
+    """The same as plain data."""
+    return [
+        {
+            "pool": bill.pool,
+            "of": bill.memory,
+            "rows": bill.rows,
+            "total": {phase: bill.phase_bytes(phase) for phase in PHASES},
+            "peak": bill.peak_phase[1],
+            "peak_phase": bill.peak_phase[0],
+            "room": bill.free_bytes,
+            "largest": bill.largest_tenant,
+            "loading": bill.loading,
+        }
+        for bill in bills
+    ]
+
+
 def memory_bills(setting: Workload) -> list[MemoryBill]:
     """One for shared devices, two where trainer and engines have their own."""
     memory = setting.hardware.memory
@@ -143,23 +161,26 @@ def memory_bills(setting: Workload) -> list[MemoryBill]:
             MemoryBill(
                 "shared",
                 memory,
-                _nonempty_rows(setting, trainer_memory(setting) | engine_memory(setting) | beside),
+                nonempty_rows(setting.hardware, trainer_memory(setting) | engine_memory(setting) | beside),
                 loading_bytes(setting),
             )
         ]
     found = [
-        MemoryBill("trainer", memory, _nonempty_rows(setting, trainer_memory(setting)), loading_bytes(setting)),
-        MemoryBill("engine", memory, _nonempty_rows(setting, engine_memory(setting))),
+        MemoryBill("trainer", memory, nonempty_rows(setting.hardware, trainer_memory(setting)), loading_bytes(setting)),
+        MemoryBill("engine", memory, nonempty_rows(setting.hardware, engine_memory(setting))),
     ]
     for other in setting.policies:  # on devices of their own
         own = replace(setting, shape=other.shape, policies=())
         if not other.frozen:
             found.append(
                 MemoryBill(
-                    f"trainer of {other.name}", memory, _nonempty_rows(own, trainer_memory(own)), loading_bytes(own)
+                    f"trainer of {other.name}",
+                    memory,
+                    nonempty_rows(own.hardware, trainer_memory(own)),
+                    loading_bytes(own),
                 )
             )
-        found.append(MemoryBill(f"engine of {other.name}", memory, _nonempty_rows(own, engine_memory(own))))
+        found.append(MemoryBill(f"engine of {other.name}", memory, nonempty_rows(own.hardware, engine_memory(own))))
     return found
 
 
@@ -179,10 +200,10 @@ def loading_bytes(setting: Workload) -> float:
     return (4 * s.parameter_count + critic + sum(frozen)) / ranks + (4 + setting.width) * block
 
 
-def _nonempty_rows(setting: Workload, rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def nonempty_rows(hardware: Hardware, rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """The rows that have anything, and on a CPU what a process has beside its tensors."""
     rows = _drop_empty_rows(rows)
-    if setting.hardware.on_gpu:
+    if hardware.on_gpu:
         return rows
     most = max(sum(row[phase] for row in rows.values()) for phase in PHASES)
     rows["Python and libraries"] = dict.fromkeys(PHASES, LIBRARIES)

@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from rondel.planner import advice, cost, split
+from rondel.planner.flow_plan import make_flow_plan
+from rondel.planner.flow_workload import FlowWorkload
 from rondel.planner.host_memory import bytes_beside
 from rondel.planner.layout import ParallelLayout, parallel_layouts
-from rondel.planner.memory import PHASES, memory_bills
+from rondel.planner.memory import bill_tables, memory_bills
 from rondel.planner.overlap import StepTimes, longest_answer_bound, stages_overlap
 from rondel.planner.workload import Workload
 
 
-def make_plan(setting: Workload) -> dict[str, Any]:
+def make_plan(setting: Workload | FlowWorkload) -> dict[str, Any]:
     """JSON through and through; what a table shows is in here."""
+    if isinstance(setting, FlowWorkload):
+        return make_flow_plan(setting)
     generated, trained = cost.generation_time(setting), cost.train_seconds(setting)
     ways = cost.sync_options(setting)
     r = setting.samples / generated.work / setting.engine_devices
@@ -68,21 +72,10 @@ def make_plan(setting: Workload) -> dict[str, Any]:
             "output_tokens": setting.output,
             "mean_tokens": setting.mean,
             "packed_tokens": setting.packed_tokens,
+            "text": f"{setting.prompts} prompts of {setting.prompt} tokens x {setting.group} answers of {setting.mean:.4g} "
+            f"(at most {setting.output}): {setting.packed_tokens:.4g} tokens to train on",
         },
-        "memory": [
-            {
-                "pool": bill.pool,
-                "of": bill.memory,
-                "rows": bill.rows,
-                "total": {phase: bill.phase_bytes(phase) for phase in PHASES},
-                "peak": bill.peak_phase[1],
-                "peak_phase": bill.peak_phase[0],
-                "room": bill.free_bytes,
-                "largest": bill.largest_tenant,
-                "loading": bill.loading,
-            }
-            for bill in memory_bills(setting)
-        ],
+        "memory": bill_tables(memory_bills(setting)),
         "beside": bytes_beside(setting),
         "fits": advice.least_room(setting) >= 0,
         "generate": {
@@ -90,8 +83,13 @@ def make_plan(setting: Workload) -> dict[str, Any]:
             "tokens_per_second": generated.rate,
             "requests_an_engine": generated.requests,
             "longest_answer_seconds": generated.longest,
+            "text": f"{generated.rate:.4g} tokens/s, {generated.requests} requests an engine",
         },
-        "train": {"seconds": trained, "tokens_per_second": setting.packed_tokens / trained},
+        "train": {
+            "seconds": trained,
+            "tokens_per_second": setting.packed_tokens / trained,
+            "text": f"{setting.packed_tokens / trained:.4g} tokens/s",
+        },
         "sync": [way._asdict() for way in ways],
         "interrupt": cost.interrupt_seconds(setting),
         "step_seconds": step.seconds,

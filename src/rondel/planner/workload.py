@@ -143,6 +143,15 @@ class Workload:
         return (self.trained_parameters if self.rank else self.shape.parameter_count) * self.width
 
     @property
+    def unit(self) -> str:
+        """What an engine draws, one after the other."""
+        return "tokens"
+
+    def on_devices(self, **more: Any) -> Workload:
+        """The same on other devices."""
+        return fill_defaults(more, self)
+
+    @property
     def trained_parameters(self) -> int:
         """Numbers that the optimizer moves."""
         if self.rank:
@@ -348,6 +357,11 @@ def what_if(words: list[str], start: Workload | None = None) -> Workload:
     """["model=70b", "gpus=64"] laid over a recipe's setting, or over nothing: then model is
     needed, and the rest is chosen and told.
     """
+    return fill_defaults(parse_questions(words), start)
+
+
+def parse_questions(words: list[str]) -> dict[str, Any]:
+    """["gpus=64", "output=16k"] -> {"gpus": 64, "output": 16384}, by the names of fields."""
     given: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -362,7 +376,7 @@ def what_if(words: list[str], start: Workload | None = None) -> Workload:
             if isinstance(error, UserError):
                 raise
             raise ConfigError(f"--what-if {word[:200]}: '{text[:200]}' is not a value of {name}: {error}") from error
-    return fill_defaults(given, start)
+    return given
 
 
 def fill_defaults(given: dict[str, Any], start: Workload | None) -> Workload:

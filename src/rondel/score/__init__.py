@@ -37,6 +37,7 @@ REWARDS: dict[str, Callable[..., Any]] = ImportedOnUse(
         "number": "rondel.score.number:Number",
         "near": "rondel.score.near:Near",
         "digit": "rondel.score.digit:Digit",
+        "motion": "rondel.score.motion:Motion",
         "math": "rondel.score.math:Math",
         "code": "rondel.score.code:Code",
         "citation": "rondel.score.citation:Citation",

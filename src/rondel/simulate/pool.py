@@ -163,11 +163,15 @@ class ReplicaPool:
             replica.place = i
 
     async def generate_group(self, lengths: list[float], prompt: float) -> None:
-        """A group: its prompt is read once, its answers are written together by the replica with the least to do."""
+        """A group: its answers are written together by the replica with the least to do, where its prompt is read once;
+        of more answers than a replica has places, by as many replicas as they fill (generate/engine/router.py).
+        """
         answers = Answers(len(lengths), self.clock.create_future())
-        self._assign_requests(
-            [SimulatedRequest(length, prompt if i == 0 else 0.0, answers) for i, length in enumerate(lengths)]
-        )
+        for first in range(0, len(lengths), self.places):
+            part = lengths[first : first + self.places]
+            self._assign_requests(
+                [SimulatedRequest(length, prompt if i == 0 else 0.0, answers) for i, length in enumerate(part)]
+            )
         await answers.done
 
     def _assign_requests(self, wanted: list[SimulatedRequest]) -> None:

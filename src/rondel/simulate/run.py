@@ -15,8 +15,10 @@ from typing import Any
 from rondel import loop as house
 from rondel.buffer import Buffer
 from rondel.buffer.deadline import attempt_in_time
+from rondel.core.errors import ConfigError
 from rondel.core.types import KEEP, Group, Slot, StepStats, Task, Verdict
-from rondel.planner import cost
+from rondel.planner import cost, flow_cost
+from rondel.planner.flow_workload import FlowWorkload
 from rondel.planner.overlap import idle_share
 from rondel.planner.workload import Workload
 from rondel.simulate.clock import VirtualLoop
@@ -102,8 +104,12 @@ class SimulatedCounts:
         }
 
 
-def world_of(setting: Workload, lengths: Lengths | None = None, *, sigma: float = 0.8, **more: Any) -> SimulatedWorld:
+def world_of(
+    setting: Workload | FlowWorkload, lengths: Lengths | None = None, *, sigma: float = 0.8, **more: Any
+) -> SimulatedWorld:
     """The planner's times of a setting."""
+    if isinstance(setting, FlowWorkload):
+        return flow_world(setting, lengths, **more)
     requests, middle = cost.decode_concurrency(setting), setting.prompt + setting.mean / 2
     arguments = {"tensor": setting.tensor, "width": setting.width}
     packed = setting.four_bits
@@ -124,6 +130,35 @@ def world_of(setting: Workload, lengths: Lengths | None = None, *, sigma: float 
         group=setting.group,
         prompt=setting.prompt,
         fixed=setting.epochs * (cost.calls_seconds(setting) + setting.updates * cost.update_seconds(setting)),
+        answer=setting.hardware.answer,
+        sync=way.seconds,
+        pause=way.pause,
+        shared=not setting.split,
+        staleness=setting.staleness,
+        in_flight=setting.in_flight,
+        **more,
+    )
+
+
+def flow_world(setting: FlowWorkload, lengths: Lengths | None = None, **more: Any) -> SimulatedWorld:
+    """Of a flow an answer is K denoising steps, all as long, and n samples together take n times as long as one. The
+    traffic of training is that of the setting's mesh.
+    """
+    if lengths is not None:
+        raise ConfigError(
+            f"every sample of a flow has {setting.output} denoising steps: leave --lengths and --tail out"
+        )
+    each, places, way = flow_cost.draw_seconds(setting), setting.drawn_together, cost.sync_options(setting)[0]
+    drawn = setting.samples * setting.output
+    return SimulatedWorld(
+        engines=setting.engine_count,
+        places=places,
+        beat=[max(1, n) * each for n in range(places + 1)],
+        prefill=0.0,
+        train=flow_cost.make_layout(setting, setting.mesh).seconds / drawn,
+        lengths=lambda draw: float(setting.output),
+        prompts=setting.prompts,
+        group=setting.group,
         answer=setting.hardware.answer,
         sync=way.seconds,
         pause=way.pause,

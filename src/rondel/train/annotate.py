@@ -99,7 +99,7 @@ def policy_of(loaded: LoadedModel) -> Policy:
     if loaded.blocks is not None:
         blocks: Policy = find_registered("policy", BLOCKS, {})(loaded)
         return blocks
-    return StepPolicy(loaded.head) if isinstance(loaded.head, StepHead) else TokenPolicy(loaded)
+    return StepPolicy(loaded) if isinstance(loaded.head, StepHead) else TokenPolicy(loaded)
 
 
 def join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:

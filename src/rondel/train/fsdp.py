@@ -46,6 +46,7 @@ from rondel.models.load_check import PARITY
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.pipeline_stage import PipelineStage, StageLink
 from rondel.models.rendezvous import Rendezvous
+from rondel.models.step_head import StepHead
 from rondel.models.tensor_cuts import TensorCuts, join_cuts
 from rondel.models.tensor_parallel import cut_model
 from rondel.system import sockets
@@ -126,6 +127,8 @@ class FsdpRank(SingleRank):
         norm and head stay for the whole pass.
         """
         model, dtype = loaded.model, loaded.dtype
+        if isinstance(loaded.head, StepHead):
+            return self._shard_steps(loaded)
         probe = [(7 * i + 3) % loaded.head.weight.shape[0] for i in range(11)]
         expected: list[float] = []
         if not isinstance(model, FSDPModule):  # a reference that is the policy without its adapter is held already
@@ -139,7 +142,7 @@ class FsdpRank(SingleRank):
         head = replace(LMHead.from_model(model), part=cuts.vocabulary if cuts else None)
 
         def enter_with_head(work: Callable[[LMHead], Any]) -> Any:
-            return model.enter(
+            return model.enter_pass(
                 lambda: work(
                     replace(
                         head,
@@ -164,6 +167,23 @@ class FsdpRank(SingleRank):
         if expected or (stage is not None and len(head.weight) > 1):
             self._check_cut(held, probe, expected)
         return held
+
+    def _shard_steps(self, loaded: LoadedModel) -> LoadedModel:
+        """The same of a model that draws points, whose samples are no rows of tokens."""
+        mesh, model = self.mesh, loaded.model
+        if mesh.tp * mesh.pp * mesh.ep > 1:
+            raise ConfigError(
+                f"place.mesh = {mesh}: {model.config.model_type} is trained in shards, replicas and cp; leave tp, pp and "
+                "ep out"
+            )
+        head = loaded.head.shared_by(self.context)
+        if not isinstance(model, FSDPModule):
+            self._shard_model(loaded)
+
+        def enter_with_head(work: Callable[[Any], Any]) -> Any:
+            return model.enter_pass(lambda: work(head))
+
+        return replace(loaded, head=head, enter=enter_with_head, compute=loaded.dtype)
 
     def _check_cut(self, held: LoadedModel, probe: list[int], expected: list[float]) -> None:
         """Cut over the ranks, a model must give the logprobs that it gave whole; without those, it must run."""
@@ -255,7 +275,7 @@ class FsdpRank(SingleRank):
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         head = model.get_output_embeddings()
         # a critic's: its one number is computed in full precision
-        if head.weight.shape[0] == 1 and head.weight not in whole:
+        if head is not None and head.weight.shape[0] == 1 and head.weight not in whole:
             fully_shard(
                 head,
                 mesh=self.fsdp_mesh,
@@ -278,8 +298,8 @@ class FsdpRank(SingleRank):
             assert self.link is not None
             stream = torch.float32 if keeps_fp32_stream(model) else dtype
             self._stages[model] = PipelineStage(model, layers, self.link, stream)
-        model.enter = MethodType(_forward_root, model)
-        register_fsdp_forward_method(model, "enter")
+        model.enter_pass = MethodType(_forward_root, model)
+        register_fsdp_forward_method(model, "enter_pass")
 
     def _fill(self, loaded: LoadedModel, part: nn.Module, dtype: torch.dtype, layers: StageLayers | None) -> None:
         """Read the weights of a part of a model whose weights are still in its checkpoint, each as it lies here: spread

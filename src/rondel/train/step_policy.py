@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -11,16 +11,16 @@ from rondel.core.errors import TrainError
 from rondel.models.packed_steps import PackedSteps
 
 if TYPE_CHECKING:
+    from rondel.models.loaded_model import LoadedModel
     from rondel.models.routing_tape import RoutingTape
-    from rondel.models.step_head import StepHead
     from rondel.train.pack import PackedBatch
 
 
 class StepPolicy:
     """The distribution of each recorded step."""
 
-    def __init__(self, head: StepHead) -> None:
-        self.head = head
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
 
     def evaluate(
         self, packed: PackedBatch, *, temperature: float, tape: RoutingTape | None, drawn: bool
@@ -30,7 +30,18 @@ class StepPolicy:
                 "trajectories without points or actions for a model that draws them: an environment that builds "
                 "trajectories itself must hand Completion.steps to extend()"
             )
-        return self.head.evaluate_steps(packed.steps, temperature=temperature)
+        steps = packed.steps
+
+        def evaluate_steps(head: Any) -> Any:
+            return head.evaluate_steps(steps, temperature=temperature)
+
+        found: tuple[Tensor, Tensor] = self.loaded.run_with_head(evaluate_steps)
+        return found
 
     def score_prompt(self, tokens: Sequence[int]) -> list[float]:
-        return self.head.score_prompt(tokens)
+
+        def score_prompt(head: Any) -> Any:
+            return head.score_prompt(tokens)
+
+        found: list[float] = self.loaded.run_with_head(score_prompt)
+        return found

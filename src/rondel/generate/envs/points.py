@@ -9,6 +9,7 @@ import numpy as np
 
 from rondel.core.digits import load_digit_images
 from rondel.core.errors import DataError, error_boundary
+from rondel.core.moving_dots import DIRECTIONS, dot_videos
 from rondel.core.registry import find_registered
 
 Points = dict[str, np.ndarray]
@@ -28,7 +29,12 @@ def digits() -> Points:
     return {str(digit): images[labels == digit] for digit in range(10)}
 
 
-POINTS: dict[str, Callable[..., Points]] = {"ring": ring, "digits": digits}
+def moving(frames: int = 4, side: int = 8) -> Points:
+    """Videos of a dot under the prompts "right", "left", "down" and "up": side² of each (core/moving_dots.py)."""
+    return {direction: dot_videos(direction, frames=frames, side=side) for direction in DIRECTIONS}
+
+
+POINTS: dict[str, Callable[..., Points]] = {"ring": ring, "digits": digits, "moving": moving}
 
 
 def find_points(name: str, args: dict[str, Any]) -> Points:

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from rondel.core.continuous_steps import SCALARS
-from rondel.models.flow.transition import entropy, log_density, step_coefficients, step_mean
+from rondel.core.errors import ConfigError
+from rondel.models.collectives import RankGroup
+from rondel.models.flow.patch_transformer import PatchTransformer
+from rondel.models.flow.token_share import TokenShare
+from rondel.models.flow.transition import density_of, entropy, log_density, step_coefficients, step_mean
 from rondel.models.noise import draw_normal
 from rondel.models.packed_steps import PackedSteps
 from rondel.models.step_head import StepHead
@@ -24,6 +28,13 @@ class FlowHead(StepHead):
 
     kind = "flow"
 
+    def shared_by(self, ranks: RankGroup | None) -> FlowHead:
+        if ranks is None or not isinstance(self.model, PatchTransformer):
+            return super().shared_by(ranks)
+        if (tokens := self.model.token_count) < ranks.size:
+            raise ConfigError(f"place.mesh has cp = {ranks.size}, and a sample has {tokens} tokens: set cp to {tokens}")
+        return FlowHead(self.model, ranks)
+
     def describe(self, max_tokens: int, temperature: float) -> str:
         return f"flow: {self.dim} numbers a point, {max_tokens} steps with noise {temperature:g}"
 
@@ -34,15 +45,23 @@ class FlowHead(StepHead):
         return found
 
     @property
+    def step_tokens(self) -> int:
+        return self.model.token_count if isinstance(self.model, PatchTransformer) else 1
+
+    @property
     def dim(self) -> int:
         """D of its points."""
         return int(self.model.config.dim)
 
     def velocity(self, x: Tensor, sigma: Tensor, steps: PackedSteps) -> Tensor:
         """[M, D], [M] -> [M, D], under the prompts of these steps."""
-        condition = self.model.condition(steps.prompt, steps.begins)
-        found: Tensor = self.model(x, sigma, condition.index_select(0, steps.prompt_of))
+        found: Tensor = self.model.forward(x, sigma, self._conditions(steps))
         return found
+
+    def _conditions(self, steps: PackedSteps) -> Tensor:
+        """[M, W] of the prompt of each step."""
+        condition: Tensor = self.model.condition(steps.prompt, steps.begins)
+        return condition.index_select(0, steps.prompt_of)
 
     def evaluate_steps(self, steps: PackedSteps, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """(log-density [M], entropy [M]) of recorded steps under the weights of now, a dimension; in the dtype of the
@@ -52,9 +71,21 @@ class FlowHead(StepHead):
         if rows.shape[1] != 2 * dim + SCALARS:
             raise ValueError(f"steps of {(rows.shape[1] - SCALARS) / 2:g} dimensions for a flow of {dim}")
         x, drawn, numbers = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim :]
+        std = numbers[:, 3]
+        if self.ranks is not None:
+            return self._shared_density(steps, TokenShare.of(self.model.token_count, self.ranks)), entropy(std)
         velocity = self.velocity(x, numbers[:, 0], steps).to(rows.dtype)
-        mean = step_mean(x, velocity, numbers[:, 1:])
-        return log_density(drawn, mean, numbers[:, 3]), entropy(numbers[:, 3])
+        return log_density(drawn, step_mean(x, velocity, numbers[:, 1:]), std), entropy(std)
+
+    def _shared_density(self, steps: PackedSteps, share: TokenShare) -> Tensor:
+        """[M] on every rank, of which each computes its tokens' part of the mean over the dimensions."""
+        dim, rows = self.dim, steps.rows
+        numbers, std = rows[:, 2 * dim :], rows[:, -1]
+        x, drawn = (share.own(self.model.cut_patches(points)) for points in rows[:, : 2 * dim].split(dim, 1))
+        velocity = self.model.patch_velocities(x, numbers[:, 0], self._conditions(steps), share).to(rows.dtype)
+        mean = step_mean(x.flatten(1), velocity.flatten(1), numbers[:, 1:])
+        z = (drawn.flatten(1) - mean) / std[:, None]
+        return density_of(share.sum((z * z).sum(-1)) / dim, std)
 
     @torch.no_grad()
     def score_prompt(self, tokens: Sequence[int]) -> list[float]:

@@ -6,9 +6,11 @@ from typing import Any
 
 from rondel.models.flow.velocity_dit import FlowDitConfig
 from rondel.models.flow.velocity_mlp import FlowMlpConfig
+from rondel.models.flow.video_dit import FlowVideoConfig
 from rondel.models.model_type import model_type_of
 
-FLOWS = (FlowMlpConfig.model_type, FlowDitConfig.model_type)  # model types that are flows
+FLOW_MLP = FlowMlpConfig.model_type
+FLOWS = (FLOW_MLP, FlowDitConfig.model_type, FlowVideoConfig.model_type)  # model types that are flows
 
 
 def is_flow(path: str | dict[str, Any]) -> bool:

@@ -50,7 +50,12 @@ def log_density(drawn: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     (arXiv:2505.05470).
     """
     z = (drawn - mean) / std[:, None]
-    return -0.5 * (z * z).mean(-1) - std.log() - 0.5 * LOG_2PI
+    return density_of((z * z).mean(-1), std)
+
+
+def density_of(mean_square: Tensor, std: Tensor) -> Tensor:
+    """The same of the mean over the D dimensions of the squared deviation in units of std.  [M], [M] -> [M]"""
+    return -0.5 * mean_square - std.log() - 0.5 * LOG_2PI
 
 
 def entropy(std: Tensor) -> Tensor:

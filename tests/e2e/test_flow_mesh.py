@@ -1,0 +1,118 @@
+"""A flow on any mesh is a flow on one rank (law 3): shards, replicas, and the tokens of a sample over several ranks, over gloo."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import numpy as np
+import pytest
+
+from kits.flows import FLOWS, drawn_groups, flow
+from kits.ranks import Rank, apart, end_alike, hand_over
+from kits.runs import FLOW, check, events, run
+from kits.train import batch, row
+from rondel.cli import main
+from rondel.core.errors import ConfigError
+from rondel.core.mesh import Mesh
+
+CP, SHARDS = Mesh(cp=2), Mesh(shards=2)
+LENGTHS = [[3, 5, 1], [2, 2], [4, 4, 4, 1]]
+CASES = [
+    (CP, "videos"),
+    (CP, "images"),
+    (SHARDS, "videos"),
+    (SHARDS, "points"),
+    (Mesh(cp=4), "videos"),  # 18 tokens over 4 ranks
+    (Mesh(shards=2, cp=2), "videos"),
+    (Mesh(replicas=2, cp=2, reduce="update", reshard="update", prefetch=1), "videos"),
+]
+
+pytestmark = pytest.mark.slow
+
+
+def rollouts(kind: str, seed: int = 0):
+    return drawn_groups(flow(**FLOWS[kind]), LENGTHS, seed)
+
+
+@pytest.mark.parametrize(("mesh", "kind"), CASES, ids=str)
+def test_any_mesh_has_the_gradient_of_one_rank(ranks, mesh, kind):
+    """Of a Flow-GRPO step with a reference; in one micro-batch and in many, layers computed again or kept."""
+    algo, alone, every = row("flow_grpo", kl={"coef": 0.1}), Rank(0), ranks(mesh)
+    b = batch(rollouts(kind), algo)
+    alone.make(kind, algo=algo)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    assert np.linalg.norm(whole) > 1e-3
+    for recompute, micro_tokens in (("none", 10**6), ("none", 6), ("layers", 20)):
+        if recompute == "layers" and kind == "points":
+            continue
+        every.make(kind, algo=algo, recompute=recompute)
+        for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.parametrize("mesh", [CP, Mesh(shards=2, cp=2)], ids=str)
+def test_steps_end_where_one_rank_ends(ranks, mesh, tmp_path):
+    """Metrics, masters, and what is published; a checkpoint of the mesh resumes on one rank, and the reverse."""
+    algo, alone, every = row("grpo"), Rank(0), ranks(mesh)
+    how = {"lr": 1e-3, "micro_tokens": 12, "updates_per_step": 2, "start_probe": 4}
+    alone.make("videos", algo=algo, **how)
+    every.make("videos", algo=algo, **how)
+    end_alike(alone, every, algo, lambda n: batch(rollouts("videos", n), algo), tmp_path, exact=True)
+    tokens = [5, 40, 9, 7]
+    assert every.logprobs(tokens) == [pytest.approx(alone.logprobs(tokens), abs=1e-4)] * mesh.world
+    hand_over(every, 1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "said"),
+    [(Mesh(tp=2), "videos", "leave tp, pp and ep out"), (CP, "points", "no tokens to share")],
+)
+def test_what_cannot_be_cut_is_refused(ranks, mesh, kind, said):
+    with pytest.raises(ConfigError, match=said):
+        ranks(mesh).make(kind)
+
+
+@pytest.mark.parametrize("place", ["split", "shared"])
+def test_a_run_of_videos_over_a_mesh(tmp_path, place):
+    """Flow matching, then RL: the points that engines draw have the densities that the mesh computes for them."""
+    sizes = {"random": "flow_video", "frames": 3, "height": 6, "width": 4, "channels": 2, "intermediate_size": 24}
+    run(
+        tmp_path / "run",
+        recipe=FLOW,
+        model__path={**sizes, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+        task__data={"kind": "points", "name": "kits.flows:clips", "holdout": 0.0},
+        task__reward={"kind": "near", "points": [[1.0] * 144], "width": 9.0},
+        place__kind=place,
+        place__mesh={"cp": 2},
+        loop__steps=2,
+        loop__warmup__steps=2,
+        trainer__memory__recompute="layers",
+    )
+    check(tmp_path / "run", staleness=0, total=4)
+    done = [e["metrics"] for e in events(tmp_path / "run", "StepDone")]
+    assert all(m["train/gap_max"] < 1e-5 and m["train/grad_norm"] > 0 for m in done[2:])
+
+
+def test_a_rank_receives_the_bytes_of_the_plan(capsys):
+    """Counted in the collectives of one update against planner/flow_cost.py: keys and values of cp, weights of its shards."""
+    with pytest.raises(SystemExit) as end:
+        main(
+            [
+                "bench",
+                "mesh",
+                "--meshes",
+                "cp=2",
+                "--families",
+                "flow_video",
+                "--groups",
+                "1",
+                "--samples",
+                "3",
+                "--json",
+            ]
+        )
+    assert not end.value.code
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])["cp=2"]["flow_video flow_grpo"]
+    assert told["moved"] == pytest.approx(told["formula"], rel=1e-3) and told["difference"] < 1e-6
+    assert told["held"] == pytest.approx(told["planned"], rel=1e-3)
