@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from rondel.planner import cost, layout, split
+from rondel.planner import cost, layout, split, traffic
 from rondel.planner.hardware import GB, find_hardware
 from rondel.planner.overlap import best_engine_devices
 from rondel.planner.shapes import model_shape
@@ -99,9 +99,9 @@ def test_advice():
 
 def test_bubbles():
     assert (
-        layout.pipeline_bubble(4, 12) == 3 / 15
-        and layout.pipeline_bubble(4, 12, 2) == 3 / 27
-        and layout.pipeline_bubble(1, 5) == 0
+        traffic.pipeline_bubble(4, 12) == 3 / 15
+        and traffic.pipeline_bubble(4, 12, 2) == 3 / 27
+        and traffic.pipeline_bubble(1, 5) == 0
     )
 
 
@@ -115,14 +115,16 @@ def test_bubble_is_that_of_a_schedule():
             for stage in range(p):
                 before = max(ends[stage - 1][i] if stage else 0.0, ends[stage][i - 1] if i else 0.0)
                 ends[stage][i] = before + 1
-        assert 1 - m / ends[-1][-1] == pytest.approx(layout.pipeline_bubble(p, m))
+        assert 1 - m / ends[-1][-1] == pytest.approx(traffic.pipeline_bubble(p, m))
 
 
 def test_traffic():
-    assert [layout.zero_traffic(1, stage) for stage in (0, 1, 2, 3)] == [2, 2, 2, 3], "C17: ZeRO-1 does not cut traffic"
-    assert layout.zero_traffic(1, 3, micro_batches=5) == 15 and layout.zero_traffic(1, 2, micro_batches=5) == 2
-    assert layout.tensor_traffic(8, 1.0) == 1.75
-    assert layout.expert_traffic(8, 1.0, 2) == pytest.approx(2 * 7 / 8 * 2 / 8)
+    assert [traffic.zero_traffic(1, stage) for stage in (0, 1, 2, 3)] == [2, 2, 2, 3], (
+        "C17: ZeRO-1 does not cut traffic"
+    )
+    assert traffic.zero_traffic(1, 3, micro_batches=5) == 15 and traffic.zero_traffic(1, 2, micro_batches=5) == 2
+    assert traffic.tensor_traffic(8, 1.0) == 1.75
+    assert traffic.expert_traffic(8, 1.0, 2) == pytest.approx(2 * 7 / 8 * 2 / 8)
 
 
 def test_shards_travel_in_every_micro_batch():
@@ -185,7 +187,7 @@ def test_traffic_of_shards_is_what_fsdp_sends():
     s = of_config(held.model.config.to_dict())
     root = s.embedding_parameters * (1 if s.tied else 2)
     assert sum(sent) == pytest.approx(
-        layout.sharded_traffic(s.body_parameters, root, ranks=4, micro_batches=3, width=4), rel=0.01
+        traffic.sharded_traffic(s.body_parameters, root, ranks=4, micro_batches=3, width=4), rel=0.01
     )
 
 

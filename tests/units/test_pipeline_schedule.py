@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kits.train import awkward_groups
-from rondel.planner.layout import pipeline_bubble
+from rondel.planner.traffic import pipeline_bubble
 from rondel.train.balance import PromptFamilies, balance_micro_batches, in_order
 from rondel.train.pack import batch_of, micro_batches
 from rondel.train.pipeline_schedule import StagePass, one_forward_one_backward, run_schedule

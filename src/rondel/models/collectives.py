@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,3 +199,10 @@ def keep_rows(x: Tensor, lengths: Sequence[int], ranks: RankGroup, *, summed: bo
 def exchange_rows(x: Tensor, sent: list[int], got: list[int], ranks: RankGroup) -> Tensor:
     """Rows [sum(sent), ...], in runs for each rank -> rows [sum(got), ...], in runs from each rank; runs may be empty."""
     return _ExchangeRows.apply(x, sent, got, ranks)
+
+
+def computed_again(work: Any, *inputs: Tensor) -> Tensor:
+    """With a gradient, nothing but the inputs is kept for it."""
+    if not torch.is_grad_enabled():
+        return work(*inputs)
+    return checkpoint(work, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from rondel.models.collectives import RankGroup, gather_rows
+from rondel.models.collectives import RankGroup, computed_again, gather_rows
 from rondel.models.compressed_entries import CompressedEntries
 from rondel.models.key_choice import IndexedTokens, choose_in_pack
 from rondel.models.packed_layout import PackedLayout, PackedSegment
@@ -142,10 +141,3 @@ class _GatheredStates:
     def scan(self, layer: int, rule: StateRule, *inputs: Tensor) -> Tensor:
         out = self.whole.scan(layer, rule, *(self.layout._gather(x) for x in inputs))
         return out[self.layout.first : self.layout.first + self.layout.rows]
-
-
-def computed_again(work: Any, *inputs: Tensor) -> Tensor:
-    """With a gradient, nothing but the inputs is kept for it."""
-    if not torch.is_grad_enabled():
-        return work(*inputs)
-    return checkpoint(work, *inputs, use_reentrant=False, preserve_rng_state=False)

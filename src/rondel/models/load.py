@@ -19,17 +19,18 @@ from transformers.utils import cached_file
 
 from rondel.core.errors import ModelError, error_boundary
 from rondel.core.media import ImageProcessorConfig
+from rondel.core.registry import ImportedOnUse
 from rondel.models import adapter_files, adapters, alibi, linear, nf4, processor, vision
 from rondel.models.architectures import auto_class, refuse_architecture
 from rondel.models.attention import NAME
 from rondel.models.block_indexer import check_block_indexers, install_block_indexers
 from rondel.models.cache_slots import install_cache_slots
 from rondel.models.compressed_attention import CompressedLayers, check_compressors, install_compressed_attention
-from rondel.models.control.kinds import is_control, is_world_model
+from rondel.models.control.kinds import MLP_POLICY, MLP_WORLD
 from rondel.models.deferred_weights import DeferredWeights, keep_in_full_precision, parameters_on_meta
 from rondel.models.differential import install_differential
 from rondel.models.embedding_lookup import adopt_embedding
-from rondel.models.flow.kinds import is_flow
+from rondel.models.flow.kinds import FLOW_DIT, FLOW_MLP, FLOW_VIDEO, FLOWS
 from rondel.models.fp32_sums import install_fp32_stream
 from rondel.models.head import LMHead, decoder_of
 from rondel.models.indexer import check_indexers, install_indexers
@@ -38,6 +39,7 @@ from rondel.models.latent_attention import check_up_projections, install_latent_
 from rondel.models.load_check import PARITY, check_loaded
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.model_folder import model_folder
+from rondel.models.model_type import model_type_of
 from rondel.models.query_scale import install_query_scale
 from rondel.models.random_model import random_config, random_tokenizer
 from rondel.models.recurrent.mixers import install_recurrent
@@ -46,6 +48,23 @@ from rondel.models.recurrent.wkv import keep_unscaled
 from rondel.models.routing_tape import RoutingTape, expert_count, fill_hash_routers, install_routing_tape
 from rondel.models.step_head import StepHead
 from rondel.models.vision_families import FAMILIES
+
+STEP_MODELS = ImportedOnUse(
+    {
+        FLOW_MLP: "rondel.models.flow.velocity_mlp:FlowMlp",
+        FLOW_DIT: "rondel.models.flow.velocity_dit:FlowDit",
+        FLOW_VIDEO: "rondel.models.flow.video_dit:FlowVideo",
+        MLP_POLICY: "rondel.models.control.mlp_policy:MlpPolicy",
+        MLP_WORLD: "rondel.models.control.world_model:MlpWorld",
+    }
+)
+STEP_HEADS = ImportedOnUse(
+    dict.fromkeys(FLOWS, "rondel.models.flow.flow_head:FlowHead")
+    | {
+        MLP_POLICY: "rondel.models.control.control_head:ControlHead",
+        MLP_WORLD: "rondel.models.control.world_head:WorldHead",
+    }
+)
 
 
 def load_model(
@@ -171,21 +190,11 @@ def _install(model: Any) -> tuple[list[Any], int, list[Any], list[int], Compress
 
 def _step_head(path: str | dict[str, Any]) -> type[StepHead] | None:
     """The head of a model that draws points or actions, whose model type is known from here on; None of one of text."""
-    if is_flow(path):
-        from rondel.models.flow.flow_head import FlowHead
-
-        return FlowHead
-    if is_control(path):
-        from rondel.models.control import mlp_policy  # noqa: F401
-        from rondel.models.control.control_head import ControlHead
-
-        return ControlHead
-    if is_world_model(path):
-        from rondel.models.control import world_model  # noqa: F401
-        from rondel.models.control.world_head import WorldHead
-
-        return WorldHead
-    return None
+    kind = model_type_of(path)
+    if kind is None or kind not in STEP_MODELS:
+        return None
+    STEP_MODELS[kind]  # imported, it makes its model type known to transformers
+    return STEP_HEADS[kind]
 
 
 def _load_step_model(path: str | dict[str, Any], head: type[StepHead], dtype: str, device: str) -> LoadedModel:

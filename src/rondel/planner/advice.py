@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rondel.planner.hardware import GB
 from rondel.planner.host_memory import sentences_beside
-from rondel.planner.memory import MemoryBill, memory_bills, staged_bytes
+from rondel.planner.memory import memory_bills, pool_sentence, staged_bytes
 from rondel.planner.workload import Workload
 
 
@@ -95,17 +95,6 @@ def rank_changes(setting: Workload) -> list[tuple[str, float, bool]]:
     now = least_room(setting)
     found = [(words, least_room(other) - now, least_room(other) >= 0) for words, other in suggest_changes(setting)]
     return sorted((row for row in found if row[1] > 0), key=lambda row: (-row[2], -row[1]))
-
-
-def pool_sentence(bill: MemoryBill) -> str:
-    """Its fullest phase, what is free then, and who has most of it."""
-    phase, peak = bill.peak_phase
-    free = bill.free_bytes
-    fits = f"{free / GB:.1f} GB free" if free >= 0 else f"{-free / GB:.1f} GB too much"
-    return (
-        f"{bill.pool}: most in {phase}, {peak / GB:.2f} of {bill.memory / GB:.0f} GB, {fits}; "
-        f"{bill.largest_tenant} is {bill.largest_share:.0%} of it"
-    )
 
 
 def bill_sentences(setting: Workload) -> list[str]:

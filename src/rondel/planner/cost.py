@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rondel.planner.hardware import GB, Hardware
 from rondel.planner.memory import bytes_per_number, memory_bills
 from rondel.planner.overlap import longest_answer_bound
-from rondel.planner.resolve import SPARE
+from rondel.planner.resolve import COMMIT, SPARE
 from rondel.planner.shapes import ModelShape
 from rondel.planner.workload import Workload
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rondel.planner.flow_workload import FlowWorkload
 
 DISK = 2 * GB  # bytes a second of a shared file system, a write and a read
-COMMIT = 0.01  # seconds an engine stands still for a swap between two passes: 1-10 ms (arXiv:2509.19128)
 CHANGED = 0.03  # share of weights whose bits a step changes, as verl measured 1-3 %; each is sent with its place
 DELTA = CHANGED * (2 + 4) / 2
 

@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rondel.core.mesh import Mesh
-from rondel.planner.cost import COMMIT
 from rondel.planner.flow_shape import WIDTH
 from rondel.planner.flow_workload import FlowWorkload
-from rondel.planner.layout import context_traffic, pipeline_bubble, powers_of_two, sharded_traffic, tensor_traffic
 from rondel.planner.memory import PHASES, MemoryBill, nonempty_rows
-from rondel.planner.resolve import BUCKET, SPARE
+from rondel.planner.resolve import BUCKET, COMMIT, SPARE
+from rondel.planner.traffic import context_traffic, pipeline_bubble, powers_of_two, sharded_traffic, tensor_traffic
 
 RUN = ("replicas", "shards", "cp")  # axes along which a flow is trained; the others are planned and marked
 

@@ -8,10 +8,9 @@ from math import inf
 from typing import Any
 
 from rondel.planner import cost, flow_cost, split
-from rondel.planner.advice import pool_sentence
 from rondel.planner.flow_workload import PROMPT, FlowWorkload
 from rondel.planner.hardware import GB
-from rondel.planner.memory import bill_tables
+from rondel.planner.memory import bill_tables, pool_sentence
 from rondel.planner.overlap import StepTimes, longest_answer_bound, stages_overlap
 
 

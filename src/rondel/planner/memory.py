@@ -453,3 +453,14 @@ def _drop_empty_rows(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, f
     return {
         tenant: {phase: row.get(phase, 0.0) for phase in PHASES} for tenant, row in rows.items() if any(row.values())
     }
+
+
+def pool_sentence(bill: MemoryBill) -> str:
+    """Its fullest phase, what is free then, and who has most of it."""
+    phase, peak = bill.peak_phase
+    free = bill.free_bytes
+    fits = f"{free / GB:.1f} GB free" if free >= 0 else f"{-free / GB:.1f} GB too much"
+    return (
+        f"{bill.pool}: most in {phase}, {peak / GB:.2f} of {bill.memory / GB:.0f} GB, {fits}; "
+        f"{bill.largest_tenant} is {bill.largest_share:.0%} of it"
+    )

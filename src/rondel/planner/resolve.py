@@ -15,6 +15,7 @@ class ResolvedValue(NamedTuple):
     why: str
 
 
+COMMIT = 0.01  # seconds an engine stands still for a swap between two passes: 1-10 ms (arXiv:2509.19128)
 SPARE = 0.06  # of a GPU: what the driver, the allocator's rests and the kernels' workspaces take
 BUCKET = 64 << 20  # of a broadcast, two at a time (sync/from_distributed.py)
 ROWS = 512  # of logits that one step of an engine makes at once (generate/engine/builtin/runner.py)

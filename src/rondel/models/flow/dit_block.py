@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rondel.models.context_parallel import computed_again
+from rondel.models.collectives import computed_again
 from rondel.models.flow.token_share import TokenShare
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rondel.models.flow.velocity_dit import FlowDitConfig
-from rondel.models.flow.velocity_mlp import FlowMlpConfig
-from rondel.models.flow.video_dit import FlowVideoConfig
 from rondel.models.model_type import model_type_of
 
-FLOW_MLP = FlowMlpConfig.model_type
-FLOWS = (FLOW_MLP, FlowDitConfig.model_type, FlowVideoConfig.model_type)  # model types that are flows
+FLOW_MLP, FLOW_DIT, FLOW_VIDEO = "flow_mlp", "flow_dit", "flow_video"
+FLOWS = (FLOW_MLP, FLOW_DIT, FLOW_VIDEO)  # model types that are flows
 
 
 def is_flow(path: str | dict[str, Any]) -> bool:

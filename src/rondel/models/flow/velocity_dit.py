@@ -7,6 +7,7 @@ import math
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
+from rondel.models.flow.kinds import FLOW_DIT
 from rondel.models.flow.patch_transformer import PatchTransformer
 from rondel.models.flow.velocity_model import VelocityConfig
 
@@ -16,7 +17,7 @@ class FlowDitConfig(VelocityConfig):
     a token the hidden layer of a block's MLP is.
     """
 
-    model_type = "flow_dit"
+    model_type = FLOW_DIT
 
     dim: int = 64
     patch_size: int = 2

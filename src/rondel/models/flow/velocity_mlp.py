@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
+from rondel.models.flow.kinds import FLOW_MLP
 from rondel.models.flow.transition import sinusoidal
 from rondel.models.flow.velocity_model import VelocityConfig, VelocityModel
 
@@ -14,7 +15,7 @@ from rondel.models.flow.velocity_model import VelocityConfig, VelocityModel
 class FlowMlpConfig(VelocityConfig):
     """Of `FlowMlp`."""
 
-    model_type = "flow_mlp"
+    model_type = FLOW_MLP
 
 
 class FlowMlp(VelocityModel):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
+from rondel.models.flow.kinds import FLOW_VIDEO
 from rondel.models.flow.patch_transformer import PatchTransformer
 from rondel.models.flow.velocity_model import VelocityConfig
 
@@ -24,7 +25,7 @@ class FlowVideoConfig(VelocityConfig):
     frames and along both sides; intermediate_size: width of the hidden layer of a block's MLP.
     """
 
-    model_type = "flow_video"
+    model_type = FLOW_VIDEO
 
     frames: int = 4
     height: int = 8
