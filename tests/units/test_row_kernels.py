@@ -3,13 +3,15 @@ GPU the same tests run on the card."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from kits.kernels import bfloat16_interpreter
+from kits.kernels import bfloat16_interpreter, moved_bytes
 from rondel.models.kept_inputs import choose_gate_kernel, choose_norm_kernel
 
 pytest.importorskip("triton", reason="pip install triton")
@@ -77,6 +79,27 @@ def test_silu_of_a_gate_times_what_it_gates(dtype):
     for a, b in zip([ours, *found], [wanted, *torch.autograd.grad(wanted, given, up)], strict=True):
         assert a.dtype == dtype
         near(a, b, 5e-3 if dtype == torch.bfloat16 else 1e-3)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter counts")
+def test_bytes_moved_are_those_of_the_formulas(monkeypatch):
+    monkeypatch.setattr(row_kernels, "PROGRAMS", 3)
+    x, w = torch.randn(7, 20, requires_grad=True), torch.ones(20).half().requires_grad_()
+    gate = torch.randn(2, 700).half().requires_grad_()
+    for run, leaves, of in (
+        (lambda: rms_norm(x, w, 1e-6), [x, w], functools.partial(row_kernels.norm_bytes, 7, 20, 4)),
+        (
+            lambda: swiglu(gate, gate.detach().requires_grad_()),
+            [gate],
+            functools.partial(row_kernels.gate_bytes, 1400, 2),
+        ),
+    ):
+        with moved_bytes() as moved:
+            out = run()
+        assert moved.total() == of(backward=False)
+        with moved_bytes() as moved:
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+        assert moved.total() == of(backward=True)
 
 
 def test_no_rows():

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kits.kernels import bfloat16_interpreter
+from kits.kernels import bfloat16_interpreter, moved_bytes
 from rondel.models import packed_layout
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.score_rule import ScoreRule
 
 pytest.importorskip("triton", reason="pip install triton")
 from rondel.models import tree_attention as kernels
-from rondel.models.tree_attention import SegmentTree, tree_attention
+from rondel.models.tree_attention import SegmentTree, TreeTile, tree_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # a prompt with answers, one of which branches; an answer of one token; a prompt without answers
@@ -63,7 +63,7 @@ def rule_of(how: str, heads: int) -> ScoreRule:
     ],
 )
 def test_values_and_gradients_are_those_of_the_plain_layout(how, tree, shape, monkeypatch):
-    monkeypatch.setattr(kernels, "tile_of", lambda *_, backward: kernels.TreeTile(16, 32 if backward else 16, 4, 1))
+    monkeypatch.setattr(kernels, "tile_of", lambda *_, backward: TreeTile(16, 32 if backward else 16, 4, 1))
     given, up = drawn(tree, *shape, torch.float32)
     rule = rule_of(how, shape[0])
     leaves = given if rule.sinks is None else [*given, rule.sinks]
@@ -94,6 +94,21 @@ def test_a_row_has_the_same_bits_in_every_pack():
     alone = [PackedSegment(0, 37), PackedSegment(37, 20, 0)]
     part = tree_attention(*(x[:57] for x in given), SegmentTree.from_segments(alone, DEVICE), ScoreRule(0.4))
     assert torch.equal(part, whole[:57])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter counts")
+def test_bytes_moved_are_those_of_the_formula(monkeypatch):
+    forward, backward = TreeTile(16, 32, 4, 1), TreeTile(32, 16, 4, 1)
+    monkeypatch.setattr(kernels, "tile_of", lambda *_, backward: (forward, TreeTile(32, 16, 4, 1))[backward])
+    given, up = drawn(TREE, 2, 1, 20, 12, torch.float32)
+    wanted = kernels.bytes_moved(TREE, 2, 20, 12, 4, (forward, backward))
+    with moved_bytes() as moved:
+        ours = tree_attention(*given, SegmentTree.from_segments(TREE, DEVICE), ScoreRule(0.4))
+    assert moved.total() == wanted.forward
+    with moved_bytes() as moved:
+        torch.autograd.grad(ours, given, up)
+    assert moved.total() == wanted.dq + wanted.dkv
 
 
 def test_which_code_computes_it_and_why():

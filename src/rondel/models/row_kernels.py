@@ -19,6 +19,18 @@ PROGRAMS = 528  # of a norm's backward pass at most: each has a row of the gradi
 COLUMNS = 1024  # numbers of a program of the activation
 
 
+def norm_bytes(rows: int, size: int, element: int, *, backward: bool) -> int:
+    """Bytes that a norm with a trained weight of 16 bits loads and stores; `element`: of a number of x."""
+    if not backward:
+        return rows * (size * (element + 2 + 2) + 4)
+    return rows * (size * (2 * element + 2) + 4) + min(rows, PROGRAMS) * size * (2 + 4)
+
+
+def gate_bytes(count: int, element: int, *, backward: bool) -> int:
+    """Of an activation of `count` numbers."""
+    return count * element * (5 if backward else 3)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D], weight [D] of 16 bits -> [..., D] in the dtype of the weight."""
     return _RMSNorm.apply(x, weight, eps)

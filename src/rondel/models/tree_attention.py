@@ -63,6 +63,59 @@ def tile_of(size: int, element: int, *, backward: bool) -> TreeTile:
     return TreeTile(64, 64, 4, 2) if backward or size > 64 else TreeTile(128, 64, 4, 2)
 
 
+class TreeTraffic(NamedTuple):
+    """Bytes that the kernels load and store; what a cache keeps is counted each time."""
+
+    forward: int
+    dq: int
+    dkv: int
+
+
+def bytes_moved(
+    segments: Sequence[TreeSegment], heads: int, size: int, wide: int, element: int, tiles: tuple[TreeTile, TreeTile]
+) -> TreeTraffic:
+    """Of causal attention that hides nothing, with `element` bytes a number; `tiles` of the forward and backward pass.
+
+    A tile of queries is read once and meets every key above it once; a tile of keys meets all queries below it, from
+    the tile on that begins at or before its first one. Indices are 4 bytes each.
+    """
+    above, _, below = _relations(segments)
+    row, keys = size * element, (size + wide) * element
+    forward = dq = dkv = 0
+    for i, segment in enumerate(segments):
+        for tile, is_backward in zip(tiles, (False, True), strict=True):
+            for first in range(0, segment.length, tile.queries):
+                last = min(first + tile.queries, segment.length)
+                seen = sum(segments[j].length for j in above[i][:-1]) + last
+                indices = 4 * (2 + 4 + 2 + 4 * len(above[i]))
+                own = (last - first) * (row + (wide * element + 8 + row if is_backward else wide * element + 4))
+                moved = heads * (indices + own + seen * keys)
+                forward, dq = (forward, dq + moved) if is_backward else (forward + moved, dq)
+        tile = tiles[1]
+        for first in range(0, segment.length, tile.keys):
+            count = min(first + tile.keys, segment.length) - first
+            asking = segment.length - first // tile.queries * tile.queries
+            asking += sum(segments[j].length for j in below[i][1:])
+            indices = 4 * (2 + 3 + 2 + 5 * len(below[i]))
+            read = count * keys + asking * (row + wide * element + 8)
+            dkv += heads * (indices + read + count * (size + wide) * 4)
+    return TreeTraffic(forward, dq, dkv)
+
+
+def _relations(segments: Sequence[TreeSegment]) -> tuple[list[list[int]], list[int], list[list[int]]]:
+    """Of each segment: those that it sees, itself last; the tokens above it; those that see it, itself first."""
+    above: list[list[int]] = []
+    depth: list[int] = []
+    below: list[list[int]] = [[] for _ in segments]
+    for i, segment in enumerate(segments):
+        up = segment.parent
+        above.append([i] if up is None else [*above[up], i])
+        depth.append(0 if up is None else depth[up] + segments[up].length)
+        for j in reversed(above[i]):
+            below[j].append(i)
+    return above, depth, below
+
+
 @dataclass(slots=True, eq=False)
 class SegmentTree:
     """Who sees whom, as the kernels read it."""
@@ -75,15 +128,7 @@ class SegmentTree:
 
     @classmethod
     def from_segments(cls, segments: Sequence[TreeSegment], device: torch.device | str) -> SegmentTree:
-        above: list[list[int]] = []
-        depth: list[int] = []
-        below: list[list[int]] = [[] for _ in segments]
-        for i, segment in enumerate(segments):
-            up = segment.parent
-            above.append([i] if up is None else [*above[up], i])
-            depth.append(0 if up is None else depth[up] + segments[up].length)
-            for j in reversed(above[i]):
-                below[j].append(i)
+        above, depth, below = _relations(segments)
         rows = [(s.start, s.length, d, int(s.causal)) for s, d in zip(segments, depth, strict=True)]
         return cls(
             torch.tensor(rows, dtype=torch.int32).view(-1, 4).to(device),
