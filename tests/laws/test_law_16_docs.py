@@ -65,6 +65,8 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel train recipes/digits.toml": "parsed: tests/e2e/test_flows.py runs it smaller, where scikit-learn is",
     "rondel view runs/digits --step 101 --png before.png": "parsed: tests/e2e/test_flows.py writes such a file",
     "rondel view runs/digits --png after.png": "parsed: tests/e2e/test_flows.py writes such a file",
+    "rondel view runs/cartpole --step 1 --limit 2 --png before.png": "parsed: tests/units/test_episode_frames.py",
+    "rondel view runs/cartpole --limit 2 --png after.png": "parsed: tests/units/test_episode_frames.py",
     "rondel train recipes/moe.toml": "reduced",
     "rondel train recipes/ppo.toml": "reduced",
     "PYTHONPATH=examples rondel train recipes/calculator.toml": "parsed: minutes and a model of 93 MB; tests/units/test_tools.py plays tools",

@@ -69,14 +69,18 @@ def image_grid(rows: Iterable[dict[str, Any]]) -> np.ndarray:
     return grid.repeat(ZOOM, 0).repeat(ZOOM, 1)
 
 
-def write_png(path: str | Path, gray: np.ndarray) -> None:
-    """[height, width] from 0, black, to 1, white, as an image of 8 bits a pixel (https://www.w3.org/TR/png-3/)."""
+def write_png(path: str | Path, image: np.ndarray) -> None:
+    """[height, width] from 0, black, to 1, white, or [height, width, 3] of red, green and blue, as an image of 8 bits a
+    number (https://www.w3.org/TR/png-3/).
+    """
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    lines = np.pad(np.rint(gray * 255).astype(np.uint8), ((0, 0), (1, 0)))  # 0 before each: not filtered
-    head = struct.pack(">IIBBBBB", gray.shape[1], gray.shape[0], 8, 0, 0, 0, 0)
+    height, width, *colours = image.shape
+    flat = np.rint(image * 255).astype(np.uint8).reshape(height, -1)
+    lines = np.pad(flat, ((0, 0), (1, 0)))  # 0 before each: not filtered
+    head = struct.pack(">IIBBBBB", width, height, 8, 2 if colours else 0, 0, 0, 0)
     parts = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines.tobytes(), 9)) + chunk(b"IEND", b"")
     with guard_write(path, len(parts), UserError):
         Path(path).write_bytes(b"\x89PNG\r\n\x1a\n" + parts)

@@ -24,10 +24,16 @@ def run(
     limit: Annotated[int, typer.Option("--limit", min=1, help="How many to show in the terminal.")] = 16,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a web page instead.")] = None,
     png: Annotated[
-        str | None, typer.Option("--png", metavar="FILE", help="Write the images that a flow drew instead.")
+        str | None,
+        typer.Option(
+            "--png",
+            metavar="FILE",
+            help="Write the images that a flow drew, or frames of episodes in a world, instead.",
+        ),
     ] = None,
 ) -> None:
     """Show what the policy read and wrote."""
+    from rondel.cli.episode_frames import FRAMES, acted_steps, frame_grid
     from rondel.cli.page import render_page
     from rondel.cli.point_images import describe_coverage, image_grid, write_png
     from rondel.core.errors import UserError
@@ -40,6 +46,12 @@ def run(
     if group is not None and group not in (numbers := sorted({row["group"] for row in rows})):
         raise UserError(f"step {step} has no group {group}; it has {', '.join(map(str, numbers))}")
     chosen = [r for r in rows if _matches_filter(r, group, min_reward, max_reward, errors)]
+    if png is not None and (acted := [row for row in chosen if acted_steps(row) is not None][:limit]):
+        write_png(png, frame_grid(acted))
+        print(
+            f"{png}: {FRAMES} frames of each of {len(acted)} episodes of step {step}, which were played again and showed the same"
+        )
+        return
     if png is not None:
         write_png(png, image_grid(chosen))
         print(f"{png}: the images of {len(chosen)} trajectories of step {step}\n{describe_coverage(chosen)}".rstrip())
