@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import numpy as np
 import pytest
 
@@ -15,7 +17,7 @@ gymnasium = pytest.importorskip("gymnasium", reason="pip install gymnasium")
 class Dot(gymnasium.Env):
     """A dot on a line of 9 pixels begins where its seed says and goes left or right."""
 
-    metadata = {"render_modes": ["rgb_array"]}
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"]}
     observation_space = gymnasium.spaces.Box(-9, 9, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
 
