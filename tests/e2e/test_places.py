@@ -129,8 +129,8 @@ def one_ray():
     ray.shutdown()
 
 
-def test_two_ranks_run_on_ray_and_a_killed_engine_comes_back(tmp_path, one_ray):
-    """Killed while answers are written, when no update is under way. The calls of a mode are those of other processes."""
+def test_a_mode_runs_on_two_ranks_on_ray_and_a_killed_engine_comes_back(tmp_path, one_ray):
+    """Killed while answers are written, with an update on its way or not. That of test_law_09_resume waits for all actors."""
     parts, left = [], [6]
 
     def strike(event: Event) -> None:
@@ -139,13 +139,13 @@ def test_two_ranks_run_on_ray_and_a_killed_engine_comes_back(tmp_path, one_ray):
             if not left[0]:
                 parts[0].placed.remotes["engine-0"]._worker._kill_actor()  # and says nothing to the worker's proxy
 
-    place = {"place__kind": "split", "place__cluster": "ray", "place__ranks": 2, "place__patience": 6.0}
+    changes = MODES["stale, abort"] | {"place__kind": "split", "place__cluster": "ray", "place__ranks": 2}
     stop = subscribe(strike)
     try:
-        train(tiny(tmp_path, loop__warmup__steps=0, **place), quiet=True, built=parts.append)
+        train(tiny(tmp_path, **changes, place__patience=6.0), quiet=True, built=parts.append)
     finally:
         stop()
-    check(tmp_path, staleness=0, total=8)
+    check(tmp_path, staleness=1, total=8)
     assert (
         "distributed (trainer and engines are on different machines"
         in json.loads((tmp_path / "card.json").read_text())["facts"]["resolved"]["sync.kind"]

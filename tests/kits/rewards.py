@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 
 
 def parity(trajectory, task) -> float:
@@ -65,8 +64,8 @@ def long(trajectory, task) -> float:
 
 
 def blocking(trajectory, task) -> float:
-    """Synchronous, as a reward is that waits for its sandbox."""
-    time.sleep(0.06)
+    """Synchronous, as a reward is that waits for its sandbox: the loop stands still for 0.06 s of a VirtualClockLoop."""
+    asyncio.get_running_loop().now += 0.06
     return 1.0
 
 
@@ -76,7 +75,7 @@ class Waiting:
     together = 8
 
     async def __call__(self, trajectory, task):
-        await asyncio.sleep(0.02 * int(trajectory.text))
+        await asyncio.sleep(0.02 * float(trajectory.text))
         return 1.0
 
 

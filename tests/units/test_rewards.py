@@ -1,7 +1,9 @@
 """Rewards against closed forms; the pool's clock, its workers, and the check before a run."""
 
 import asyncio
+import io
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -11,13 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kits.virtual_time import VirtualClockLoop
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score import build_reward
+from rondel.score.clock import CallClocks
+from rondel.score.jobs import ScoreJob
 from rondel.score.number import last_number
 from rondel.score.pool import RewardPool
 from rondel.score.preflight import check_reward
 from rondel.score.result import check_score, read_score
+from rondel.score.worker import serve_calls
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -454,32 +460,48 @@ def test_a_field_of_the_task_names_its_reward():
         build_reward({"kind": "by", "parts": {}})
 
 
-@pytest.mark.slow
+def score_at_once(spec, jobs: list[tuple[str, Task]], timeout: float) -> list[dict]:
+    """What a reward process answers to calls that come together, on a clock that the machine's load does not move."""
+    said, done = {}, asyncio.Event()
+
+    def answer(message):
+        if "number" in message:
+            said[message["number"]] = message
+            if len(said) == len(jobs):
+                done.set()
+
+    async def serve():
+        told = [pickle.dumps(ScoreJob(n, Trajectory(text=text), task)) for n, (text, task) in enumerate(jobs)]
+        serving = asyncio.create_task(serve_calls(build_reward(spec), io.BytesIO(b"".join(told)), answer, timeout))
+        await asyncio.wait_for(done.wait(), 1000.0)
+        serving.cancel()
+
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        runner.run(serve())
+    return [said[n] for n in range(len(jobs))]
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["", "planted fault"])
 @pytest.mark.parametrize("kind", ["combine", "by"])
-def test_a_synchronous_part_is_on_no_other_calls_clock(kind):
-    """Eight calls share an event loop, on which the synchronous part of each stands for 0.06 s."""
+def test_a_synchronous_part_is_on_no_other_calls_clock(kind, counted, monkeypatch):
+    """Eight calls share an event loop, on which the synchronous part of each stands for 0.06 s. The planted fault: it is
+    on all clocks.
+    """
+    if not counted:
+        monkeypatch.setattr(CallClocks, "extend_deadlines", lambda *_: None)
     parts = {"waiting": "kits.rewards:Waiting", "blocking": "kits.rewards:blocking"}
     if kind == "by":
         parts = {name: "kits.rewards:blocking" if name == "b" else "kits.rewards:Waiting" for name in "wb"}
     spec = {"kind": kind, "parts": parts} | ({"field": "of"} if kind == "by" else {})
-    tasks = [Task("t", "x", {"prompt": "?", "of": "wb"[n < 4]}) for n in range(8)]
-    with RewardPool(spec, timeout=0.2) as pool:
-
-        async def main():
-            return await asyncio.gather(*(pool.score(Trajectory(text=str(n)), task) for n, task in enumerate(tasks)))
-
-        assert [type(score).__name__ for score in asyncio.run(main())] == ["Score"] * 8
+    waits = range(8) if kind == "combine" else [9.5] * 8  # times 0.02 s
+    jobs = [(str(wait), Task("t", "x", {"prompt": "?", "of": "wb"[n >= 4]})) for n, wait in enumerate(waits)]
+    late = ["reason" in told for told in score_at_once(spec, jobs, timeout=0.2)]
+    assert any(late) != counted
 
 
-@pytest.mark.slow
 def test_beside_a_synchronous_part_a_hang_is_still_late():
     spec = {"kind": "combine", "parts": {"late": "kits.rewards:Late", "blocking": "kits.rewards:blocking"}}
-    with RewardPool(spec, timeout=0.2) as pool:
-
-        async def main():
-            return await asyncio.gather(
-                *(pool.score(Trajectory(text=text), Task("t", "x", {})) for text in ("late", "a", "b", "c"))
-            )
-
-        late, *others = asyncio.run(main())
-    assert late == Failed("timeout", "no answer within 0.2 s") and all(isinstance(score, Score) for score in others)
+    jobs = [(text, Task("t", "x", {})) for text in ("late", "a", "b", "c")]
+    late, *others = score_at_once(spec, jobs, timeout=0.2)
+    assert (late["reason"], late["detail"]) == ("timeout", "no answer within 0.2 s")
+    assert [told["value"] for told in others] == [2.0] * 3

@@ -31,7 +31,7 @@ import torch
 from rondel.algos.table import SFT
 from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process, stay_alive
 from rondel.assemble.model_info import ModelInfo
-from rondel.assemble.placement import Deployment
+from rondel.assemble.placement import Deployment, no_lost_replica
 from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
 from rondel.assemble.remote_workers import MOMENT, RemoteEngine, RemoteTrainer, WorkerRole
 from rondel.assemble.worker_devices import cores_per_worker, device_names, format_threads, usable_cores
@@ -449,7 +449,7 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
     if others:
         where += f", which is {job.engine.kind} at {', '.join(others)}"
     single = mine and engines == 1 and not elastic
-    engine = remotes[plan.worker_name("engine", 0)] if single else _build_router(remotes | others, job, known)
+    engine = remotes[plan.worker_name("engine", 0)] if single else _build_router(remotes | others, job, known, remotes)
     trainer, way = RemoteTrainer(trainers), plan.new_transport()
     if hosts:
         plan.choose_way(way, known, trainers[0], hosts[0])
@@ -465,6 +465,7 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
         remotes,
         reach,
         new_engine=new_engine if elastic else None,
+        bring_back_lost=engine.bring_back_lost if isinstance(engine, EngineRouter) else no_lost_replica,
         lost=trainer.find_lost_rank,
         dump=cluster.dump,
         pids=cluster.pids,
@@ -583,7 +584,9 @@ def _connect_engine(job: Job, sampling: Sampling, longest: int, url: str) -> For
     return ForeignEngine(server)
 
 
-def _build_router(engines: Mapping[str, Any], job: Job, known: ModelInfo) -> EngineRouter:
+def _build_router(
+    engines: Mapping[str, Any], job: Job, known: ModelInfo, restartable: Mapping[str, RemoteEngine] | None = None
+) -> EngineRouter:
     auto = job.engine.concurrency == "auto" and job.engine.kind != "builtin"  # ours find it themselves
     concurrency = ConcurrencyController(job.engine.max_running) if auto else None
     return EngineRouter(
@@ -592,4 +595,5 @@ def _build_router(engines: Mapping[str, Any], job: Job, known: ModelInfo) -> Eng
         concurrency=concurrency,
         apart=TOLERANCE[known.dtype],
         patience=job.place.patience,
+        restartable=restartable,
     )

@@ -13,7 +13,6 @@ from rondel.core.protocols import Transport
 from rondel.core.types import POLICY
 from rondel.generate.engine.foreign import ForeignEngine
 from rondel.generate.engine.multi_policy import MultiPolicyEngine
-from rondel.generate.engine.router import EngineRouter
 from rondel.runtime.devices import SharedDevice, SplitDevices
 from rondel.sync.update import WeightUpdate
 from rondel.train.multi_policy import MultiPolicyTrainer
@@ -21,6 +20,11 @@ from rondel.train.multi_policy import MultiPolicyTrainer
 
 async def _no_lost_worker() -> None:
     """A trainer in this process is there as long as we are."""
+
+
+async def no_lost_replica() -> bool:
+    """Without a router each engine is started again by whoever asks it."""
+    return False
 
 
 @dataclass
@@ -38,6 +42,7 @@ class Deployment:
     remotes: dict[str, RemoteEngine] = field(default_factory=dict)  # engines that may end and be started again
     reach: Callable[[str], ForeignEngine] | None = None  # an engine of others by its address, if it can carry this run
     new_engine: Callable[[int], RemoteEngine] | None = None  # one more of our own, by its number, if a run can take one
+    bring_back_lost: Callable[[], Awaitable[bool]] = no_lost_replica  # replicas of a router -> was there any?
     lost: Callable[[], Awaitable[WorkerError | None]] = _no_lost_worker  # a rank of the trainer that has ended
     dump: Callable[[], None] = lambda: None  # makes the workers write their stacks
     pids: Callable[[], dict[str, int]] = dict  # of those on this machine
@@ -62,9 +67,6 @@ class Deployment:
     async def restart_engines(self) -> bool:
         """Start again the engines that have ended; one that a router has lost joins again. -> was there any?"""
         healed = False
-        for name, remote in self.remotes.items():
+        for remote in list(self.remotes.values()):  # they become more and fewer meanwhile
             healed |= await remote.restart_if_dead()
-            if isinstance(self.engine, EngineRouter) and name in self.engine.lost:
-                await self.engine.add_engine(name, remote, remote.caught_up)
-                healed = True
-        return healed
+        return await self.bring_back_lost() or healed

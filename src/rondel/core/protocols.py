@@ -49,6 +49,13 @@ class RolloutEngine(Protocol):
     async def receive(self, message: Message) -> int: ...  # -> the version served from now on
 
 
+class RestartableEngine(RolloutEngine, Protocol):
+    """An engine elsewhere that is started again when it has ended."""
+
+    async def restart_if_dead(self) -> bool: ...  # -> had it ended?
+    async def caught_up(self, engine: RolloutEngine) -> int: ...  # -> the version that it was brought
+
+
 class ProgressEngine(Protocol):
     """An engine with the capability "progress": of its requests, by key, what they have written behind the tokens that
     the caller knows; everything, from 0 on, where one has fewer than that."""

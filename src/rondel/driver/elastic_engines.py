@@ -74,6 +74,7 @@ async def _add_engine(
 async def _remove_engine(placed: Deployment, router: EngineRouter) -> None:
     """The one that came last."""
     name, engine = placed.remotes.popitem()
+    await router.fleet.cancel_return(name)
     if name in router.replicas:
         await router.remove_engine(name, LEAVING)
     engine.dismiss()

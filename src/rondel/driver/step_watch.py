@@ -169,7 +169,10 @@ class StepWatch:
 
     async def _can_watch(self) -> bool:
         if self._can is None:
-            self._can = "progress" in (await self.engine().status()).capabilities
+            try:
+                self._can = "progress" in (await self.engine().status()).capabilities
+            except (EngineError, WorkerError, StalledError):
+                return False  # not now: who asks it for an answer hears why, and the next answer finds out
             if not self._can:
                 emit(
                     Warned(

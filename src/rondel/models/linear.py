@@ -40,6 +40,9 @@ from rondel.models.torch_library import LIBRARY
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 ROWS = 8192  # of a vocabulary's gradient that are computed at a time: 19 MB at D = 576
 BLOCK = 64  # rows of each product under `equal_blocks`
+# of a product that one kernel of oneDNN computes on AVX2; those of a narrower rest have other bits (3.10 in fp32, of 4 or
+# more rows), and weights that lie below each other would move the rest
+COLUMNS = 16
 SPARE = 4  # packing doubles the memory of the weights: only where so many times as much is available
 
 
@@ -190,8 +193,10 @@ class PackedLinear:
         self._size = 0
 
     def can_pack(self, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> bool:
-        """Whether packing is possible and worth its memory (it changes no bits); what is packed is then up to date."""
+        """Whether packing is possible, changes no bits and is worth its memory; what is packed is then up to date."""
         if torch.is_grad_enabled() or as_factor(x, weights[0]).dtype != weights[0].dtype:
+            return False
+        if len(weights) > 1 and any(len(w) % COLUMNS for w in weights):
             return False
         stamp = (
             [stamp_of(w) for w in weights] + [stamp_of(b) for b in biases]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -38,12 +37,14 @@ def call_with_clock(reward: Callable[..., Any], *given: Any) -> Any:
     """What the reward returns, or an awaitable of it. While a synchronous one runs, the
     clocks of the other calls stand still.
     """
-    began, clocks = time.monotonic(), CLOCKS.get()
+    if (clocks := CLOCKS.get()) is None:
+        return reward(*given)
+    now = asyncio.get_running_loop().time
+    began = now()
     try:
         return reward(*given)
     finally:
-        if clocks is not None:
-            clocks.extend_deadlines(time.monotonic() - began, CLOCK.get())
+        clocks.extend_deadlines(now() - began, CLOCK.get())
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class RequestQueue:
         least = min(able, key=lambda r: r.load)
         home = self._homes.get(group)
         if home not in able:
-            if home is None or home.leaving or home.fault or home.name in self.fleet.lost:
+            if home is None or home.leaving or home.fault or not self.fleet.is_member(home):
                 self._homes[group] = least
             chosen = least
         else:

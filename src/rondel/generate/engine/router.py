@@ -6,7 +6,8 @@
 A group's requests go where its prompt lies already. A request that is sent again keeps
 its key, so that under the same weights it draws the same tokens. What changes weights,
 memory or pauses goes to all; whoever is
-lost on the way is named and left behind.
+lost on the way is named and left behind. One that can be started again is, whatever found out that it ended;
+requests wait for it where no other replica is left.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 
 from rondel.core.errors import EngineError, LawError, StalledError, WorkerError
 from rondel.core.events import Advised, emit, stalled_error
-from rondel.core.protocols import Interrupt, Progress, RolloutEngine, Tags
+from rondel.core.protocols import Interrupt, Progress, RestartableEngine, RolloutEngine, Tags
 from rondel.core.types import Abort, Begin, Commit, Completion, EngineStatus, Message, Request, TokenScores
 from rondel.generate.engine.concurrency import ConcurrencyController
 from rondel.generate.engine.replica_fleet import EngineReplica, ReplicaFleet, merge_progress
@@ -38,6 +39,7 @@ class EngineRouter:
     apart         nats a token by which replicas may differ on what they score
     patience      seconds in which a replica says that it lives
     deadline      seconds that a newcomer waits for its turn
+    restartable   replicas that are started again when they end, by name; read when one does
     """
 
     def __init__(
@@ -51,8 +53,15 @@ class EngineRouter:
         apart: float = 1e-3,
         patience: float = 30.0,
         deadline: float = 600.0,
+        restartable: Mapping[str, RestartableEngine] | None = None,
     ) -> None:
-        self.fleet = ReplicaFleet(engines, patience=patience, deserted=lambda error: self.queue.fail_all(error))
+        self._restartable = restartable or {}
+        self.fleet = ReplicaFleet(
+            engines,
+            patience=patience,
+            bring_back=lambda name: self._bring_back(name) if name in self._restartable else None,
+            deserted=lambda error: self.queue.fail_all(error),
+        )
         self.replicas, self.lost = self.fleet.replicas, self.fleet.lost
         self.queue = RequestQueue(self.fleet, cap=lambda: self.max_inflight, lean=lean)
         self.concurrency, self._ended = concurrency, time.perf_counter()
@@ -79,7 +88,7 @@ class EngineRouter:
             except TimeoutError as error:
                 raise stalled_error(
                     f"a request waits for a replica since {request.deadline} s; each of {len(self.replicas)} has "
-                    f"{self.max_inflight} already"
+                    f"{self.max_inflight} already, and {len(self.fleet.returning)} are being started again"
                 ) from error
             if replica is None:
                 return Completion.empty("abort", len(request.tokens))
@@ -147,26 +156,48 @@ class EngineRouter:
         self, name: str, engine: RolloutEngine, bring: Callable[[RolloutEngine], Awaitable[int]]
     ) -> None:
         """`bring` gives it the weights that serve, and says which; it is admitted between updates, at the version of all
-        others, or at the one that they get next where only the trainer's own weights could be brought.
+        others, or at the one that they get next where only the trainer's own weights could be brought. Where there are
+        no others it says which version serves: they may all have ended between a commit and the end of its update.
         """
         if name in self.replicas:
             raise EngineError(f"there is a replica '{name}' already; give the new one another name")
         try:
             async with asyncio.timeout(self.deadline):
-                while (await bring(engine)) < self.version or self._busy:
+                while ((version := await bring(engine)) < self.version and self.replicas) or self._busy:
                     async with self._still:
                         await self._still.wait_for(lambda: not self._busy)
         except TimeoutError as error:
             waits = ", ".join(sorted(self._busy)) or f"version {self.version}"
             raise stalled_error(f"replica '{name}' waits to join since {self.deadline:g} s: {waits}") from error
+        if not self.replicas:
+            self.version = version
         self.lost.pop(name, None)
         self.replicas[name] = EngineReplica(name, engine)
         self.queue.assign_requests()
+
+    async def _bring_back(self, name: str) -> None:
+        engine = self._restartable[name]
+        while name in self.lost:
+            try:
+                await engine.restart_if_dead()
+                await self.add_engine(name, engine, engine.caught_up)
+            except WorkerError:
+                if not await engine.restart_if_dead():  # another's fault: that of the trainer that sends the weights
+                    raise
+
+    async def bring_back_lost(self) -> bool:
+        """Every lost replica that can be started again serves, or the error says why not. -> was there any?"""
+        for name in [name for name in self.lost if name in self._restartable]:
+            self.fleet.begin_return(name)
+        for task in (tasks := list(self.fleet.returning.values())):
+            await asyncio.shield(task)
+        return bool(tasks)
 
     async def remove_engine(self, name: str, patience: float = 0.0) -> RolloutEngine:
         """It gets nothing new; what it has not ended after `patience` seconds is sent
         elsewhere. -> the engine, with nothing to do.
         """
+        await self.fleet.cancel_return(name)
         replica = self.replicas[name]
         replica.leaving = True
         try:
@@ -207,16 +238,20 @@ class EngineRouter:
             self.queue.abort_all()
 
     async def resume(self) -> None:
-        await self.fleet.call(lambda engine: engine.resume(), self.fleet.all_replicas)
-        await self._end_busy("pause")
+        try:
+            await self.fleet.call(lambda engine: engine.resume(), self.fleet.all_replicas)
+        finally:  # one that ended while it was paused may come back
+            await self._end_busy("pause")
 
     async def sleep(self, tags: Tags) -> None:
         self._busy |= {"sleep"} if tags else set()
         await self.fleet.call(lambda engine: engine.sleep(tags), self.fleet.all_replicas)
 
     async def wake(self, tags: Tags) -> None:
-        await self.fleet.call(lambda engine: engine.wake(tags), self.fleet.all_replicas)
-        await self._end_busy("sleep")
+        try:
+            await self.fleet.call(lambda engine: engine.wake(tags), self.fleet.all_replicas)
+        finally:
+            await self._end_busy("sleep")
 
     async def receive(self, message: Message) -> int:
         """To all who heard its beginning. -> the version that all of them serve."""
