@@ -2,11 +2,10 @@
 
 oneDNN reaches twice MKL's speed in fp32 where MKL does not know the processor, its
 packed weights save the reordering of a weight at every call, and a row's result does not
-depend on how many rows there are (from two
-on), which is what aligned numerics need.
+depend on how many rows there are (`_in_company`), which is what aligned numerics need.
 
     grad mode off    Stack: weights that read the same input (q, k, v; gate, up) lie packed
-                     below each other: one product
+                     below each other where their widths are multiples of 16: one product
     grad mode on     product: fp32 through oneDNN forward and backward; bf16 gets there by torch's own way
     bf16 on a CPU    without bf16 instructions: the fp32 product of the same numbers, rounded to bf16, which is what
                      such instructions compute; oneDNN's emulation takes five times as long
