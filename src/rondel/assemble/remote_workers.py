@@ -81,9 +81,9 @@ class RemoteEngine:
     async def _restart_worker(self, dead: RemoteProxy, why: Exception) -> None:
         async with self._one:
             while self._worker is dead:
+                if self.restarts == RESTARTS:
+                    raise EngineError(f"an engine ended {RESTARTS + 1} times, the last time: {why}") from why
                 self.restarts += 1
-                if self.restarts > RESTARTS:
-                    raise EngineError(f"an engine ended {self.restarts} times, the last time: {why}") from why
                 emit(
                     Warned(
                         f"{why}\nIt is started again ({self.restarts} of at most {RESTARTS} times); its requests go on "

@@ -2,11 +2,10 @@
 
 oneDNN reaches twice MKL's speed in fp32 where MKL does not know the processor, its
 packed weights save the reordering of a weight at every call, and a row's result does not
-depend on how many rows there are (from two
-on), which is what aligned numerics need.
+depend on how many rows there are (`_in_company`), which is what aligned numerics need.
 
     grad mode off    Stack: weights that read the same input (q, k, v; gate, up) lie packed
-                     below each other: one product
+                     below each other where their widths are multiples of 16: one product
     grad mode on     product: fp32 through oneDNN forward and backward; bf16 gets there by torch's own way
     bf16 on a CPU    without bf16 instructions: the fp32 product of the same numbers, rounded to bf16, which is what
                      such instructions compute; oneDNN's emulation takes five times as long
@@ -157,18 +156,35 @@ def _mkldnn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _in_company(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """oneDNN takes another kernel for a single row: it is computed twice, so that its bits do not depend on who is
-    beside it. Under `equal_blocks` every product has as many rows.
+    """oneDNN takes another kernel for a single row, and some of its versions for the last few: more are computed, so
+    that the bits of a row do not depend on who is beside it. Under `equal_blocks` every product has as many rows.
     """
     rows, block = x.numel() // x.shape[-1], getattr(_company, "rows", 0)
-    if not rows or (rows > 1 and not block):
+    alike = _rows_alike() if x.dtype == torch.float32 else 1
+    short = (-rows % block) if block else max(-rows % alike, 2 - rows)
+    if not rows or not (short or block):
         return product(x)
     flat = x.reshape(rows, -1)
-    short = (-rows % block) if block else 1
     if short:
         flat = torch.cat([flat, flat[:1].expand(short, -1)])
     out = product(flat) if not block else torch.cat([product(part) for part in flat.split(block)])
     return out[:rows].view(*x.shape[:-1], -1)
+
+
+@functools.cache
+def _rows_alike() -> int:
+    """Of how many rows a product in fp32 has a multiple for each row to have the bits that it has among others, from two
+    rows on. oneDNN 3.10 on AVX2 computes 6 rows at a time, and a rest of up to 3 by another kernel; 3.12 needs none.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 48, generator=generator, device="cpu", dtype=torch.float32) for n in (120, 80))
+    whole = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+    def alike(rows: int) -> bool:
+        return torch.equal(torch.ops.mkldnn._linear_pointwise(x[:rows], weight, None, "none", [], ""), whole[:rows])
+
+    counts = range(2, len(x))
+    return next((n for n in (1, 6, 8, 16, 32) if all(alike(rows) for rows in counts if rows % n == 0)), BLOCK)
 
 
 @contextmanager
