@@ -284,7 +284,7 @@ def test_a_stale_group_is_refused_at_consumption():
         asyncio.run(scenario())
 
 
-ALIGNED = {"engine__numerics": "aligned", "place__threads": 1}
+ALIGNED = {"engine__numerics": "aligned", "place__threads": 1, "loop__warmup__steps": 2, "loop__steps": 3}
 
 
 @pytest.fixture(scope="module")
