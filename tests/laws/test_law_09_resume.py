@@ -366,6 +366,7 @@ def test_a_loaded_trainer_goes_on_bit_for_bit(tmp_path, kind, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # chosen moments above kill in each part of a step
 def test_kills_at_random_moments(tmp_path):
     """By the benchmark of that name, with small batches and checkpoints that lie closer together."""
     small = [f"--{key}={json.dumps(value)}" for key, value in FAST.items() if not key.endswith((".steps", ".every"))]

@@ -32,7 +32,11 @@ SMALLER = shlex.split(
     "--loop.warmup.steps=4 --loop.warmup.groups_per_step=8 --loop.steps=4 --loop.groups_per_step=4 --algo.group_size=4 "
     "--run.checkpoint.every=4 --place.threads=1"
 )
-SMALLEST = [*SMALLER, "--loop.warmup.steps=1", "--loop.steps=2"]  # of an example
+SMALLEST = [  # of an example
+    *SMALLER,
+    *("--loop.warmup.steps=1", "--loop.warmup.groups_per_step=2", "--loop.steps=2"),
+    *("--loop.groups_per_step=2", "--algo.group_size=2"),
+]
 
 COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only parsed
     "make train": "parsed: the quickstart takes minutes",

@@ -348,10 +348,10 @@ SAMPLINGS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("how", covering(SAMPLINGS, SAMPLINGS[1:]), ids=str)
 def test_sequences_have_the_targets_distribution(how):
-    """2,000 samples behind one prompt against the product of exact conditionals: their first
+    """1,000 samples behind one prompt against the product of exact conditionals: their first
     four tokens, of which up to three are guessed.
     """
-    model, given, n = tiny(), prompt(1, 6), 2000
+    model, given, n = tiny(), prompt(1, 6), 1000
     with torch.no_grad():
         model.head.weight.mul_(0.25)
     s = Sampling(max_tokens=5, ignore_eos=True, **how)
@@ -437,14 +437,14 @@ def test_mean_tokens_of_a_round(k):
     model, draft = constant(MODEL, 1, 1.0), constant(tiny("llama", **LITTLE), 2, 0.5)
     p, q = model.head.bias.softmax(-1), draft.head.bias.softmax(-1)
     alpha = float(torch.minimum(p, q).sum())
-    e = drafted(model, draft, k=k, max_running=64)
-    done = asyncio.run(all_of(e, [ask([5, 6], key=i, n=100) for i in range(64)]))
+    e = drafted(model, draft, k=k, max_running=48)
+    done = asyncio.run(all_of(e, [ask([5, 6], key=i, n=60) for i in range(48)]))
     s = e.speculation
     measured = (s.accepted + s.rounds) / s.rounds
     print(
         f"ROUNDS k={k} alpha={alpha:.3f} expected {expected_tokens(alpha, k):.3f} measured {measured:.3f} of {s.rounds}"
     )
-    assert 0.3 < alpha < 0.9 and measured == pytest.approx(expected_tokens(alpha, k), rel=0.03)
+    assert 0.3 < alpha < 0.9 and measured == pytest.approx(expected_tokens(alpha, k), rel=0.05)
     counts = np.bincount([t for c in done for t in c.tokens], minlength=len(p))
     assert chi_square(counts, p.double().numpy() / float(p.double().sum())) > 1e-3
 
