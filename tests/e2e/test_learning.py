@@ -91,7 +91,7 @@ def three(n: int = 60) -> Iterator[dict]:
     return ({"prompt": f"game {i}", "answer": 1 + i % 3} for i in range(n))
 
 
-@pytest.mark.sweep  # tests/units/test_agents.py learns a game from its result alone; gradients over several turns are in law 3
+@pytest.mark.sweep  # tests/units/test_policies.py learns a game from its result alone; gradients over several turns are in law 3
 def test_a_game_of_two_turns_is_learned_from_its_result_alone(tmp_path):
     """From random weights, without a demonstration. Measured on seeds 0 to 2: 0.01 to 0.03 -> 0.99."""
     small = {"model.path.hidden_size": 48, "model.path.intermediate_size": 96, "model.path.num_hidden_layers": 2}

@@ -197,7 +197,7 @@ def in_time(births: list[int], places: dict[int, int], s: int) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.integers(1, 4), st.integers(0, 3), st.lists(st.integers(0, 9), max_size=60), st.randoms(use_true_random=False)
 )
