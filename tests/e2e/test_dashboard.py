@@ -191,7 +191,9 @@ def show(page, view: str) -> None:
 def test_no_violation_in_light_on_a_desk_and_in_dark_on_a_phone(browser, server):
     axe = (resources.files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
     for how in ({"color_scheme": "light"}, {"color_scheme": "dark", "viewport": {"width": 400, "height": 800}}):
-        rules = "{}" if how["color_scheme"] == "light" else "{runOnly: ['color-contrast', 'scrollable-region-focusable']}"
+        rules = (
+            "{}" if how["color_scheme"] == "light" else "{runOnly: ['color-contrast', 'scrollable-region-focusable']}"
+        )
         for page in opened(browser, server.url, **how):  # in other colours and widths the rest is the same
             page.evaluate(axe)
             for view in VIEWS:

@@ -38,7 +38,9 @@ def test_notebooks_run(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
-    first, own = (nbformat.read(ROOT / "docs" / "notebooks" / f"{name}.ipynb", 4) for name in ("first_hour", "own_loop"))
+    first, own = (
+        nbformat.read(ROOT / "docs" / "notebooks" / f"{name}.ipynb", 4) for name in ("first_hour", "own_loop")
+    )
     cells = [cell for book in (first, own) for cell in book.cells]
     assert all(not cell.get("outputs") for cell in cells), "stored without outputs: they age"
     both = nbformat.v4.new_notebook(cells=[*first.cells, nbformat.v4.new_code_cell("%reset -f"), *own.cells])

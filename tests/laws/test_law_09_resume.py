@@ -28,7 +28,6 @@ from rondel.driver import replay
 from rondel.runtime.journal import store
 from rondel.train.checkpoint import Checkpoints, find_flaw, load_trainer, save_trainer
 
-
 SHORT = {"loop__warmup__steps": 4, "loop__steps": 4, "run__checkpoint__every": 2}
 
 
