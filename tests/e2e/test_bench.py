@@ -66,7 +66,7 @@ PROCESSES = {  # more interpreters, which import torch: `make sweeps`
 }
 ELSEWHERE = {
     "chaos": "minutes; by hand",
-    "control": "tests/e2e/test_control.py runs it on one seed",
+    "control": "tests/e2e/test_control.py runs it on one seed, among the sweeps",
     "flows": "tests/e2e/test_flows.py asks it about a run",
     "kill_resume": "tests/laws/test_law_09_resume.py runs it among the sweeps",
     "repository_kills": "tests/units/test_repository_kills.py runs a smaller one",
