@@ -83,8 +83,8 @@ def test_both_gradients_are_the_same_for_any_split(kind):
     b = noted(t, awkward_groups(), CHARGED)
     whole = gradient(t, b, CHARGED)
     assert all(g.norm() > 1e-3 for g in whole)
-    splits = [(b, micro, share) for micro in (1, 13, 40) for share in (True, False)]
-    splits += [(shuffled(b, seed, whole_groups=seed < 2), 25, True) for seed in range(4)]
+    splits = [(b, 13, True), (b, 40, False)]
+    splits += [(shuffled(b, seed, whole_groups=seed < 1), 25, True) for seed in range(2)]
     worst = max(
         apart(x, y)
         for other, micro, share in splits
