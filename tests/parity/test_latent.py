@@ -197,7 +197,7 @@ def test_a_base_in_four_bits_is_absorbed():
     ("kind", "dtype"),
     covering(
         [(kind, dtype) for kind in ("youtu", "minicpm3") for dtype in ("float32", "bfloat16")],
-        [("youtu", "bfloat16")],
+        [("youtu", "bfloat16"), ("minicpm3", "float32")],
     ),
 )
 def test_aligned_numerics_have_the_trainers_bits(kind, dtype):
