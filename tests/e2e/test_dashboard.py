@@ -191,15 +191,12 @@ def show(page, view: str) -> None:
 def test_no_violation_in_light_on_a_desk_and_in_dark_on_a_phone(browser, server):
     axe = (resources.files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
     for how in ({"color_scheme": "light"}, {"color_scheme": "dark", "viewport": {"width": 400, "height": 800}}):
-        rules = (
-            "{}" if how["color_scheme"] == "light" else "{runOnly: ['color-contrast', 'scrollable-region-focusable']}"
-        )
-        for page in opened(browser, server.url, **how):  # in other colours and widths the rest is the same
+        for page in opened(browser, server.url, **how):
             page.evaluate(axe)
             for view in VIEWS:
                 show(page, view)
                 found = page.evaluate(
-                    f"axe.run({rules}).then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.target + ' ' + "
+                    "axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.target + ' ' + "
                     "n.failureSummary)]))"
                 )
                 assert found == [], (view, how)
@@ -232,7 +229,7 @@ def test_every_control_does_something_and_none_complains(page):
                 control.press("Enter")
             used += 1
         page.wait_for_selector("main:not(:has(.loading))")
-    assert used > 60
+    assert used > 50
     show(page, "overview")
     chart = page.locator(".u-over").first
     chart.scroll_into_view_if_needed()
