@@ -5,12 +5,14 @@ object: what figures are quoted from must not rot.
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from kits import forked
 from kits.runs import run
+from kits.sweeps import covering
 
 HERE = Path(__file__).parents[2] / "benchmarks"
 TINY = " ".join(
@@ -22,7 +24,7 @@ TINY = " ".join(
 )  # fmt: skip
 SMALL = {
     "adapters": "--model {model} --clients 2 --steps 1 --samples 2 --new 4 --threads 1",
-    "activations": "--model {model} --tokens 32 --recompute layers --activations disk --json",
+    "activations": "--model {model} --tokens 32 --recompute layers --activations disk --case",
     "controller": "--rollouts 200 --hours 1",
     "dashboard": "--events 1000 --repeat 1",
     "decode": "--model {model} --running 1 --new 4 --rounds 1 --profile 0 --threads 1",
@@ -41,7 +43,7 @@ SMALL = {
     "placements": f"--placements split-colocate --rounds 1 --steps 3 --tokens 4 --hidden 32 {TINY}",
     "plan": "--steps 2",
     "precision": "--model {model} --modes rounded fast --prompts 1 --samples 2 --new 4 --steps 1 --running 1 --rounds 1",
-    "process_rewards": "--answers 2 --new 24 --hidden 32 --layers 2 --latency 0.01 --pairs 1 --cases model",
+    "process_rewards": "--answers 2 --new 24 --hidden 32 --layers 2 --latency 0.01 --pairs 1 --cases 'judge at once'",
     "prefix": "--model {model} --prompt 16 --completion 4 --group 2 --repeat 1",
     "rewards": "--calls 50 --repeat 1",
     "sandbox": "--calls 2",
@@ -59,11 +61,15 @@ SMALL = {
     "wal": "--blocks 4",
     "weight_parts": "--mesh shards=2 --hidden 64 --layers 2 --pairs 1",
 }
+PROCESSES = {  # more interpreters, which import torch: `make sweeps`
+    "activations, each case apart": "--model {model} --tokens 32 --recompute layers --activations disk",
+    "process_rewards, by a model": "--answers 2 --new 24 --hidden 32 --layers 2 --latency 0.01 --pairs 1 --cases model",
+}
 ELSEWHERE = {
     "chaos": "minutes; by hand",
-    "control": "tests/e2e/test_control.py runs it on one seed",
+    "control": "tests/e2e/test_control.py runs it on one seed, among the sweeps",
     "flows": "tests/e2e/test_flows.py asks it about a run",
-    "kill_resume": "tests/laws/test_law_09_resume.py runs it",
+    "kill_resume": "tests/laws/test_law_09_resume.py runs it among the sweeps",
     "repository_kills": "tests/units/test_repository_kills.py runs a smaller one",
 }
 
@@ -88,9 +94,10 @@ def test_all_are_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", covering([*SMALL, *PROCESSES], SMALL.keys()))
 def test_it_runs(name, model):
-    done = forked.run(["bench", name, *SMALL[name].format(model=model).split(), "--json"])
+    words = shlex.split((SMALL | PROCESSES)[name].format(model=model))
+    done = forked.run(["bench", name.partition(",")[0], *words, "--json"])
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout.strip().splitlines()[-1])
     assert isinstance(told, dict)

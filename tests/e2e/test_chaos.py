@@ -21,7 +21,7 @@ from rondel.runtime.cluster import forkserver
 pytestmark = pytest.mark.slow
 
 KINDS = {"rollout": GroupFinished, "taken": GroupsTaken, "synced": Synced, "step": StepDone}
-SPLIT = {"place__kind": "split", "place__patience": 6.0, "loop__warmup__steps": 0, "loop__steps": 8}
+SPLIT = {"place__kind": "split", "place__patience": 6.0, "loop__warmup__steps": 0, "loop__steps": 6}
 STALE = {"loop__max_staleness": 1, "algo__correction": {"kind": "importance"}, "engine__sampling": {"max_tokens": 16}}
 
 
@@ -86,7 +86,7 @@ STRUCK = [
 def test_a_killed_engine_comes_back(tmp_path, mode, moment):
     mode = STALE if mode == "stale" else {}
     struck(tmp_path, Strike("engine-0", *moment), **mode)
-    check(tmp_path, staleness=mode.get("loop__max_staleness", 0), total=8)
+    check(tmp_path, staleness=mode.get("loop__max_staleness", 0), total=6)
     said = [e["message"] for e in events(tmp_path, "Warned")]
     assert any("worker engine-0" in text and "SIGKILL" in text and "started again (1 of" in text for text in said)
     numbers = [n for e in events(tmp_path, "GroupsTaken") for n in e["numbers"]]
@@ -97,13 +97,13 @@ def test_a_killed_engine_comes_back(tmp_path, mode, moment):
 def test_an_engine_that_comes_back_gets_whole_weights_where_changes_travel(tmp_path, mode):
     """It has none that a delta could change."""
     struck(tmp_path, Strike("engine-0", "taken", 4), sync__kind="delta", **mode)
-    check(tmp_path, staleness=mode.get("loop__max_staleness", 0), total=8)
+    check(tmp_path, staleness=mode.get("loop__max_staleness", 0), total=6)
 
 
 @pytest.mark.parametrize(("kind", "n"), covering([("rollout", 6), ("taken", 3)], [("rollout", 6)]))
 def test_one_of_two_engines_comes_back(tmp_path, kind, n):
     struck(tmp_path, Strike("engine-1", kind, n), **STALE, place__engines=2)
-    check(tmp_path, staleness=1, total=8)
+    check(tmp_path, staleness=1, total=6)
     assert any(
         "worker engine-1" in e["message"] and "started again" in e["message"] for e in events(tmp_path, "Warned")
     )
@@ -132,7 +132,7 @@ def test_an_engine_lost_in_an_update_joins_again(tmp_path):
         train(tiny(tmp_path, **SPLIT, place__engines=2), quiet=True, built=built)
     finally:
         stop()
-    check(tmp_path, staleness=0, total=8)
+    check(tmp_path, staleness=0, total=6)
     assert sorted(parts[0].engine.replicas) == ["engine-0", "engine-1"] and not parts[0].engine.lost
     assert parts[0].placed.remotes["engine-1"].restarts == 1
 
@@ -146,23 +146,23 @@ def test_a_killed_reward_worker_is_hired_anew(tmp_path):
     """Whom it hits between two calls costs nothing; a call that it hits is a failure with its reason."""
     stop = subscribe(strike := Strike("reward", "taken", 3))
     try:
-        run(tmp_path, loop__warmup__steps=0, loop__steps=8)
+        run(tmp_path, loop__warmup__steps=0, loop__steps=6)
     finally:
         stop()
     assert strike.hit == 1 and not children("")
-    check(tmp_path, staleness=0, total=8)
+    check(tmp_path, staleness=0, total=6)
 
 
 def test_a_stopped_engine_is_named_and_replaced(tmp_path):
     struck(tmp_path, Strike("engine-0", "rollout", 6, signal.SIGSTOP))
-    check(tmp_path, staleness=0, total=8)
+    check(tmp_path, staleness=0, total=6)
     assert any(
         "gives no sign of life" in e["message"] and "engine-0" in e["message"] for e in events(tmp_path, "Warned")
     )
 
 
 RANKS = [
-    ("rollout", 22, {"place__ranks": 2}),
+    ("rollout", 18, {"place__ranks": 2}),
     ("taken", 5, {"place__mesh": {"tp": 2}}),
     ("taken", 4, {"place__mesh": {"pp": 2}}),
 ]
@@ -171,13 +171,13 @@ RANKS = [
 @pytest.mark.parametrize(("kind", "n", "place"), covering(RANKS, [RANKS[0], RANKS[2]]))
 def test_a_killed_rank_goes_on_from_the_last_checkpoint(tmp_path, kind, n, place):
     struck(tmp_path, Strike("trainer-1", kind, n), **place)
-    assert [e["step"] for e in events(tmp_path, "StepDone")] == list(range(1, 9))
+    assert [e["step"] for e in events(tmp_path, "StepDone")] == list(range(1, 7))
     assert any("trainer-1" in e["message"] and "last checkpoint" in e["message"] for e in events(tmp_path, "Warned"))
 
 
 def test_a_stopped_rank_is_named_and_the_run_goes_on(tmp_path):
     struck(tmp_path, Strike("trainer-1", "taken", 5, signal.SIGSTOP), place__ranks=2)
-    assert [e["step"] for e in events(tmp_path, "StepDone")] == list(range(1, 9))
+    assert [e["step"] for e in events(tmp_path, "StepDone")] == list(range(1, 7))
     said = [e["message"] for e in events(tmp_path, "Warned")]
     assert any("gives no sign of life" in text and "trainer-1" in text and "asked for: step" in text for text in said)
     assert "most recent call first" in (tmp_path / "logs" / "trainer-0.log").read_text(), (

@@ -112,6 +112,7 @@ def test_a_world_of_mujoco_is_played(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # the command that it starts is in law 16, what it reads of a run in the tests above
 def test_how_soon_it_has_solved_its_world_is_told(capsys):
     """Of a target that the first steps reach; `tests/e2e/test_bench.py` leaves it to this one."""
     sets = ["--set", "loop.steps=3", "--set", "model.path.hidden_size=16", "--set", "task.data.n=100"]

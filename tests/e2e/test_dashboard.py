@@ -212,7 +212,7 @@ def test_every_control_does_something_and_none_complains(page):
         for at in range(200):
             page.wait_for_selector("main:not(:has(.loading))")
             controls = page.locator("main :is(button:not(:disabled), input, select, summary):visible")
-            if at >= min(controls.count(), 40):  # forty rows of a table do the same
+            if at >= min(controls.count(), 20):  # twenty rows of a table do the same
                 break
             control = controls.nth(at)
             kind = control.evaluate("e => e.tagName === 'INPUT' ? e.type : e.tagName.toLowerCase()")
@@ -229,7 +229,7 @@ def test_every_control_does_something_and_none_complains(page):
                 control.press("Enter")
             used += 1
         page.wait_for_selector("main:not(:has(.loading))")
-    assert used > 60
+    assert used > 50
     show(page, "overview")
     chart = page.locator(".u-over").first
     chart.scroll_into_view_if_needed()

@@ -10,7 +10,7 @@ from rondel.runtime.telemetry.diagnose import diagnose
 
 pytestmark = pytest.mark.slow
 
-BASE = {"loop__warmup__steps": 0, "loop__steps": 10, "task__reward": "kits.rewards:parity", "task__eval__every": 0}
+BASE = {"loop__warmup__steps": 0, "loop__steps": 7, "task__reward": "kits.rewards:parity", "task__eval__every": 0}
 CUT = "truncation"  # at 4 tokens nearly every answer is, in all of these: a true finding
 FAULTS = {
     "lr = 0": (dict(trainer__lr=0.0), "weights_still"),
@@ -19,7 +19,7 @@ FAULTS = {
     "the reward breaks on half of the answers": (dict(task__reward="kits.rewards:broken"), "failing_reward"),
     "length is paid": (
         dict(
-            task__reward="kits.rewards:long", loop__groups_per_step=8, engine__sampling__max_tokens=24, loop__steps=12
+            task__reward="kits.rewards:long", loop__groups_per_step=8, engine__sampling__max_tokens=24, loop__steps=10
         ),
         "length_bias",
     ),
@@ -28,7 +28,7 @@ FAULTS = {
         dict(place__kind="split", place__cluster="local", loop__max_staleness=3, loop__window=1, loop__steps=14),
         "lag_uncorrected",
     ),
-    "a learning rate that breaks the policy": (dict(trainer__lr=0.1, loop__steps=14), "kl_runaway"),
+    "a learning rate that breaks the policy": (dict(trainer__lr=0.1, loop__steps=10), "kl_runaway"),
 }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 import pytest
 import tomli_w
 
-from kits.runs import check, events, run, tiny
+from kits.runs import check, events, tiny
+from rondel.assemble import train
 from rondel.core.config.differences import without_none
 from rondel.core.errors import UserError
 from rondel.core.events import StepDone, Warned, subscribe
@@ -20,6 +22,7 @@ CORRECTION = {"algo__correction": {"kind": "importance"}}
 
 @pytest.mark.slow
 def test_one_joins_after_step_3_and_leaves_three_steps_later(tmp_path, monkeypatch):
+    """The run waits for it two steps after it was asked for, and two after it was told to go."""
     monkeypatch.setattr(elastic_engines, "EVERY", 0.05)
     said, joined, done = [], [0], [0]
 
@@ -34,14 +37,24 @@ def test_one_joins_after_step_3_and_leaves_three_steps_later(tmp_path, monkeypat
             said.append(event.message)
             joined[0] = joined[0] or done[0]
 
+    def built(parts):
+        plain = parts.trainer.step
+
+        async def step(*given):
+            while len(said) < (done[0] >= 5) + (joined[0] > 0 and done[0] >= joined[0] + 5):
+                await asyncio.sleep(0.05)
+            return await plain(*given)
+
+        parts.trainer.step = step
+
     forget = subscribe(hear)
     try:
-        run(tmp_path, loop__steps=60, **SPLIT, **CORRECTION)
+        train(tiny(tmp_path, loop__steps=12, **SPLIT, **CORRECTION), quiet=True, built=built)
     finally:
         forget()
-    check(tmp_path, staleness=1, total=60)
+    check(tmp_path, staleness=1, total=12)
     assert [message.split(" at ")[0] for message in said] == ["engine-1 has joined", "engine-1 has left"]
-    assert "2 serve now" in said[0] and "1 serve now" in said[1] and 3 <= joined[0] <= 50
+    assert "2 serve now" in said[0] and "1 serve now" in said[1] and 3 <= joined[0] <= 6
     drawn = [path for path in (tmp_path / "wal" / "engine-1").iterdir() if os.stat(path).st_size > 200]
     assert len(drawn) >= 2, "it has written, under several versions"
     assert all(e["probe_gap"] < 1e-3 for e in events(tmp_path, "Synced"))

@@ -1,5 +1,5 @@
-"""Rows learn the tiny task: from one supervised start, twenty steps, into a band around what was measured from there
-(0.71 to 0.77; 0.49 with lr = 1e-9). `rondel bench rows` has every row, from several longer starts.
+"""Rows learn the tiny task: from one supervised start, twelve steps, into a band around what was measured from there
+(0.76 of 0.61; 0.49 with lr = 1e-9). `rondel bench rows` has every row, from several longer starts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rondel.runtime.journal.log import read
 pytestmark = pytest.mark.slow
 # the others are left to `rondel bench rows`: with one update a step gspo and reinforce_pp end here where grpo does, to the digit
 ROWS = {"grpo": 0, "dapo": 1, "cispo": 0, "rloo": 1}  # -> the seed of what follows the start
-BAND = 0.66, 0.97  # mean reward of steps 16 to 20
-SHORT = {"loop.steps": 20, "loop.warmup.steps": 0, "algo.group_size": 8}
+BAND = 0.66, 0.97  # mean reward of the last five steps
+SHORT = {"loop.steps": 12, "loop.warmup.steps": 0, "algo.group_size": 8}
 COMMON = {"run.sinks": [], "place.threads": 1, "run.checkpoint.every": 0, "task.data.holdout": 10, "task.eval.every": 0}
 
 
@@ -52,8 +52,8 @@ def start(tmp_path_factory):
     return max((folder / "checkpoints").glob("step-*"))
 
 
-# grpo alone and with what dapo adds to the loop: refills, a reward that is shaped, a count over the step's tokens
-@pytest.mark.parametrize(("kind", "seed"), covering(ROWS.items(), {("grpo", 0), ("dapo", 1)}))
+# what dapo adds to the loop (refills, a reward that is shaped, a count over the step's tokens) is in laws 3 and 9
+@pytest.mark.parametrize(("kind", "seed"), covering(ROWS.items(), {("grpo", 0)}))
 def test_a_row_learns(tmp_path, start, kind, seed):
     recipe = RECIPE if kind == "grpo" else RECIPE.with_name(f"{kind}.toml")
     curve = learn(tmp_path, SHORT | {"loop.seed": seed, "model.path": str(start)}, recipe)
@@ -64,7 +64,7 @@ def test_a_row_learns(tmp_path, start, kind, seed):
 
 def test_ppo_learns(tmp_path, start):
     """One answer a prompt and a critic that begins at nothing: the policy waits for it during the first five steps."""
-    changes = {"loop.seed": 0, "loop.steps": 30, "loop.warmup.steps": 0, "loop.groups_per_step": 64}
+    changes = {"loop.seed": 0, "loop.steps": 20, "loop.warmup.steps": 0, "loop.groups_per_step": 64}
     curve = learn(tmp_path, changes | {"model.path": str(start)}, RECIPE.with_name("ppo.toml"))
     begin, end = sum(curve[:5]) / 5, sum(curve[-10:]) / 10
     print(f"CURVE ppo: {begin:.2f} -> {end:.3f}")
@@ -74,7 +74,7 @@ def test_ppo_learns(tmp_path, start):
 def test_an_adapter_over_four_bits_learns(tmp_path, start):
     """From the same start, whose weights lie in 4 bits from then on."""
     adapter = {"model.adapter.kind": "qlora", "model.adapter.rank": 16, "model.adapter.alpha": 16, "trainer.lr": 2e-3}
-    curve = learn(tmp_path, SHORT | {"loop.seed": 0, "loop.steps": 26, "model.path": str(start), **adapter})
+    curve = learn(tmp_path, SHORT | {"loop.seed": 0, "loop.steps": 14, "model.path": str(start), **adapter})
     begin, end = sum(curve[:5]) / 5, sum(curve[-5:]) / 5
     print(f"CURVE qlora: {begin:.2f} -> {end:.3f}")
     # rounding costs the start 0 to 0.05, by what it is on this processor: 0.58 -> 0.689 and 0.72 -> 0.785 were measured
@@ -91,7 +91,7 @@ def three(n: int = 60) -> Iterator[dict]:
     return ({"prompt": f"game {i}", "answer": 1 + i % 3} for i in range(n))
 
 
-@pytest.mark.sweep  # tests/units/test_agents.py learns a game from its result alone; gradients over several turns are in law 3
+@pytest.mark.sweep  # tests/units/test_policies.py learns a game from its result alone; gradients over several turns are in law 3
 def test_a_game_of_two_turns_is_learned_from_its_result_alone(tmp_path):
     """From random weights, without a demonstration. Measured on seeds 0 to 2: 0.01 to 0.03 -> 0.99."""
     small = {"model.path.hidden_size": 48, "model.path.intermediate_size": 96, "model.path.num_hidden_layers": 2}

@@ -107,16 +107,15 @@ def test_two_axes_together_have_it_too(ranks, one, mesh, kind):
     _same_gradient(ranks(mesh), kind, *one(kind), 1e-6)
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        Mesh(shards=2, reduce="update", reshard="update", prefetch=1),
-        Mesh(cp=2, reduce="update"),
-        Mesh(tp=2, prefetch=2),
-        Mesh(pp=2, shards=2, reduce="update", reshard="update"),
-    ],
-    ids=str,
-)
+TRAVELS = [
+    Mesh(shards=2, reduce="update", reshard="update", prefetch=1),
+    Mesh(pp=2, shards=2, reduce="update", reshard="update"),
+    Mesh(cp=2, reduce="update"),  # shards like any others
+    Mesh(tp=2, prefetch=2),  # nothing to gather
+]
+
+
+@pytest.mark.parametrize("mesh", covering(TRAVELS, TRAVELS[:2]), ids=str)
 def test_when_shards_travel_does_not_matter(ranks, one, mesh):
     """Sums once an update, weights kept until its end, layers gathered ahead; two updates, so that what one leaves is seen."""
     algo, (_, (b, _, whole)) = one("mixtral")
@@ -152,7 +151,7 @@ def test_every_kind_of_row_has_it(ranks, name):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "dtype"), covering(STEPS, [STEPS[3], STEPS[4], STEPS[7]]), ids=str
+    ("mesh", "dtype"), covering(STEPS, [STEPS[4], STEPS[7]]), ids=str
 )  # float32 with a critic, bfloat16 with masters; tp among shards
 def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
     """Metrics, masters, and what is published; a checkpoint of the mesh resumes on one rank, and the reverse."""
@@ -164,7 +163,7 @@ def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
     end_alike(alone, every, algo, lambda n: batch(awkward_groups(n), algo), tmp_path, exact=dtype == "float32")
 
 
-@pytest.mark.parametrize(("mesh", "kind", "dtype"), covering(FLOWS, [*FLOWS[:1], *FLOWS[2:]]), ids=str)
+@pytest.mark.parametrize(("mesh", "kind", "dtype"), covering(FLOWS, [FLOWS[0], FLOWS[2], *FLOWS[4:]]), ids=str)
 def test_weights_flow_to_an_engine_of_any_layout(ranks, mesh, kind, dtype):
     """From each rank's own shards, gathered nowhere, to engines of one rank and of two."""
     every = ranks(mesh)

@@ -19,8 +19,9 @@ LONG = {
     "engine__sampling": {"max_tokens": 16},
     "engine__max_running": 10,
     "loop__warmup__steps": 0,
-    "loop__steps": 12,
+    "loop__steps": 8,
 }  # some run while others wait
+SHORT = {"loop__warmup__steps": 2, "loop__steps": 4}
 MODES = {
     "synchronous": {},
     "one step stale, hold": {"loop__max_staleness": 1, **TIS, **LONG},
@@ -34,10 +35,10 @@ ROWS = ["grpo", "dr_grpo", "dapo", "rloo", "reinforce", "ppo", "reinforce_pp"]
 
 @pytest.mark.parametrize("name", MODES)
 def test_a_mode_completes_and_keeps_its_lag(tmp_path, name):
-    changes = MODES[name]
+    changes = SHORT | MODES[name]
     staleness = changes.get("loop__max_staleness", 0)
     run(tmp_path, **changes)
-    warm, steps = changes.get("loop__warmup__steps", 6), changes.get("loop__steps", 8)
+    warm, steps = changes["loop__warmup__steps"], changes["loop__steps"]
     rows = check(tmp_path, staleness=staleness, total=warm + steps)
     rl = [e for e in events(tmp_path, "GroupsTaken") if e["step"] > warm]
     assert [len(e["numbers"]) for e in rl] == [4] * steps
@@ -60,8 +61,8 @@ def test_a_mode_completes_and_keeps_its_lag(tmp_path, name):
 # one of each kind of advantage; ppo and reinforce_pp are in the next test, grpo in those above, dr_grpo is rloo but for a factor
 @pytest.mark.parametrize("kind", covering(ROWS, {"dapo", "rloo", "reinforce"}))
 def test_a_row_trains_for_a_few_steps(tmp_path, kind):
-    run(tmp_path, algo__kind=kind, loop__steps=4, task__reward="kits.rewards:parity")
-    rows = [r for r in check(tmp_path, staleness=0, total=10) if r["trained_at"] >= 6]
+    run(tmp_path, algo__kind=kind, **SHORT, task__reward="kits.rewards:parity")
+    rows = [r for r in check(tmp_path, staleness=0, total=6) if r["trained_at"] >= 2]
     roots = [e["root"] for e in events(tmp_path, "Synced")]
     assert len(set(roots)) > 2
     rewards = {r["reward"] for r in rows}
@@ -88,11 +89,12 @@ def test_rows_that_look_along_time_are_whitened_over_the_step(tmp_path, kind):
         tmp_path,
         algo__kind=kind,
         algo__group_size=2,
-        loop__steps=3,
+        loop__warmup__steps=2,
+        loop__steps=2,
         loop__updates_per_step=2,
         task__reward="kits.rewards:parity",
     )
-    for step in (8, 9):
+    for step in (3, 4):
         values = [a for r in store.read_step(tmp_path, step) for a, m in zip(r["advantages"], r["mask"]) if m]
         assert sum(values) == pytest.approx(0.0, abs=1e-4) and sum(a * a for a in values) == pytest.approx(
             len(values) - 1, rel=1e-4
@@ -104,17 +106,24 @@ def test_the_two_phases_are_one_run(tmp_path):
     Every key that is set has been read by the end.
     """
     job = tiny(
-        tmp_path, loop__max_staleness=1, loop__window=1, loop__max_refills=9, task__eval__every=7, task__eval__n=4
+        tmp_path,
+        loop__warmup__steps=4,
+        loop__steps=4,
+        loop__max_staleness=1,
+        loop__window=1,
+        loop__max_refills=9,
+        task__eval__every=3,
+        task__eval__n=4,
     )
     train(job, quiet=True)
     assert job.unread_keys() == []
     done = events(tmp_path, "StepDone")
-    losses = [e["metrics"]["train/loss"] for e in done[:6]]
+    losses = [e["metrics"]["train/loss"] for e in done[:4]]
     assert losses[-1] < losses[0]
-    assert [e["metrics"]["train/lr"] for e in done] == [3e-3] * 6 + [1e-3] * 8
-    assert int(final(tmp_path)["optimizer/numbers"][0]) == 14
+    assert [e["metrics"]["train/lr"] for e in done] == [3e-3] * 4 + [1e-3] * 4
+    assert int(final(tmp_path)["optimizer/numbers"][0]) == 8
     steps = {float(t) for name, t in final(tmp_path).items() if name.startswith("optimizer/step.")}
-    assert len(steps) == 1 and steps.pop() <= 14
+    assert len(steps) == 1 and steps.pop() <= 8
 
 
 def test_rewards_of_any_size_are_evaluated(tmp_path):

@@ -12,6 +12,7 @@ from kits.engine import ask, engine, idle, prompt
 from kits.engine import tiny as tiny_model
 from kits.recordings import BASE, again
 from kits.runs import events, run
+from kits.sweeps import covering
 from kits.sync import Publisher
 from rondel.core.errors import ConfigError, LawError, UserError
 from rondel.generate.engine.resumption import generate_until_done
@@ -73,8 +74,10 @@ async def life(e, trainer, requests, *, moments: list[int], how: str, arrive: ra
     return await asyncio.gather(*tasks)
 
 
-@pytest.mark.parametrize("how", ["hold", "abort"])
-@pytest.mark.parametrize("seed", [1, 3])
+STINTS = [(seed, how) for seed in (1, 3) for how in ("hold", "abort")]
+
+
+@pytest.mark.parametrize(("seed", "how"), covering(STINTS, [STINTS[0], STINTS[3]]))
 def test_an_engine_goes_through_its_stints_again(seed, how):
     """Prompts cut in the middle by new weights, requests whose cache was taken from them,
     samples begun twice: all drawn again, bit for bit.

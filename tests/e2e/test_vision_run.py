@@ -90,7 +90,7 @@ def test_the_policy_learns_to_look(tmp_path):
 
 LEARNS = {
     "task__data__size": 160, "task__data__holdout": 32, "loop__warmup__steps": 60, "loop__warmup__lr": 1.5e-3, "loop__warmup__groups_per_step": 16,
-    "loop__steps": 6, "loop__groups_per_step": 16, "algo__group_size": 8, "run__checkpoint__every": 0,
+    "loop__steps": 2, "loop__groups_per_step": 16, "algo__group_size": 8, "run__checkpoint__every": 0,
 }  # fmt: skip
 
 

@@ -441,7 +441,7 @@ def rounding_noise(kind: str, tokens: list[int], drawn: int) -> float:
     return float((picked[0] - picked[1]).abs().max())
 
 
-GREEDY = 8  # tokens of an answer that is compared with `generate`
+GREEDY = 4  # tokens of an answer that is compared with `generate`
 
 
 @dataclass(frozen=True)

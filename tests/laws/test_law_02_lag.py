@@ -197,7 +197,7 @@ def in_time(births: list[int], places: dict[int, int], s: int) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.integers(1, 4), st.integers(0, 3), st.lists(st.integers(0, 9), max_size=60), st.randoms(use_true_random=False)
 )
@@ -284,7 +284,7 @@ def test_a_stale_group_is_refused_at_consumption():
         asyncio.run(scenario())
 
 
-ALIGNED = {"engine__numerics": "aligned", "place__threads": 1}
+ALIGNED = {"engine__numerics": "aligned", "place__threads": 1, "loop__warmup__steps": 2, "loop__steps": 3}
 
 
 @pytest.fixture(scope="module")

@@ -73,11 +73,11 @@ def test_the_gradient_is_the_same_for_any_split(kind, name):
     whole = gradient(t, b, algo)
     assert whole.norm() > 1e-3
     worst = 0.0
-    every = kind == "llama" and name in FEW  # another row or model changes nothing of how they cross
+    every = (kind, name) == ("llama", "ppo")  # another row or model changes nothing of how they cross
     for number, (micro_tokens, share) in enumerate(product((1, 13, 40, 10**6), (True, False))):
-        if every or number in (0, 3, 4):
+        if every or number in (3, 4):
             worst = max(worst, apart(gradient(t, b, algo, micro_tokens=micro_tokens, share=share), whole))
-    for seed, whole_groups in ((0, True), (1, True), (2, False), (3, False)) if every else ((0, True), (2, False)):
+    for seed, whole_groups in ((0, True), (1, True), (2, False), (3, False)) if every else ((2, False),):
         worst = max(
             worst, apart(gradient(t, shuffled(b, seed, whole_groups=whole_groups), algo, micro_tokens=25), whole)
         )
@@ -167,7 +167,7 @@ def test_groups_that_begin_alike_share_it_and_keep_the_gradient(kind):
     assert whole.norm() > 1e-3
     once, apart_each = (sum(len(p.tokens) for p in micro_batches(b, 10**6, share=share)) for share in (True, False))
     assert once < apart_each - 3 * 20 - 2 * 33
-    for micro_tokens in (60, 90, 150, 10**6):
+    for micro_tokens in (60, 150):
         assert apart(gradient(t, b, ROWS["grpo"], micro_tokens=micro_tokens), whole) <= TOLERANCE
         assert (
             apart(
@@ -197,13 +197,9 @@ def test_every_row_is_the_same_for_any_split_of_a_stale_batch(name):
     make_stale(b, rng)
     whole = gradient(t, b, algo, noted=True)
     assert whole.norm() > 1e-3
-    for micro_tokens, share in ((1, True), (30, False)):
-        assert apart(gradient(t, b, algo, micro_tokens=micro_tokens, share=share, noted=True), whole) <= TOLERANCE
-    for seed, whole_groups in ((0, True), (1, False)):
-        assert (
-            apart(gradient(t, shuffled(b, seed, whole_groups=whole_groups), algo, micro_tokens=25, noted=True), whole)
-            <= TOLERANCE
-        )
+    assert apart(gradient(t, b, algo, micro_tokens=30, share=False, noted=True), whole) <= TOLERANCE
+    mixed = shuffled(b, 1, whole_groups=False)
+    assert apart(gradient(t, mixed, algo, micro_tokens=25, noted=True), whole) <= TOLERANCE
 
 
 TOKEN_ALIKE = [name for name, algo in ROWS.items() if not getattr(algo.advantage, "per_token", False)]
@@ -342,7 +338,7 @@ def test_the_batch_falls_into_updates_of_whole_groups():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", list(rows()))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=10), seed=st.integers(0, 99), data=st.data())
 def test_any_split_and_any_order_give_the_same_gradient(row, lengths, seed, data):
     """All-masked samples, groups of 1, constant groups and no tokens at all are among the cases: finite, always."""

@@ -50,7 +50,7 @@ TURN = st.lists(st.integers(1, len(PIECES) - 1), min_size=1, max_size=8)
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(turns=st.lists(TURN, min_size=1, max_size=4), finish=st.sampled_from(["stop", "length"]))
 def test_trained_tokens_are_the_sampled_ones(turns, finish):
     tok, engine = Ambiguous(), Engine(*turns, finish=finish)

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kits import forked
+from kits import forked, runs
 from kits.forked import Forked
 from kits.recordings import SPLIT, Straggler, again, record
-from kits.runs import FAST, RECIPE, balances, events, final, run, run_and_die, steps
+from kits.runs import FAST, RECIPE, balances, events, final, steps
 from kits.sweeps import covering
 from kits.train import awkward_groups, batch, bits, model, row, step, trainer
 from rondel.core.errors import ConfigError
@@ -28,10 +28,20 @@ from rondel.driver import replay
 from rondel.runtime.journal import store
 from rondel.train.checkpoint import Checkpoints, find_flaw, load_trainer, save_trainer
 
+SHORT = {"loop__warmup__steps": 4, "loop__steps": 4, "run__checkpoint__every": 2}
+
+
+def run(folder: Path, **changes) -> None:
+    runs.run(folder, **{**SHORT, **changes})
+
+
+def run_and_die(folder: Path, moment: tuple[str, int], what: signal.Signals = signal.SIGKILL, **changes) -> int:
+    return runs.run_and_die(folder, moment, what, **{**SHORT, **changes})
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """The run that nobody interrupts: 6 supervised steps, 8 of RL, a checkpoint every 3."""
+    """The run that nobody interrupts: 4 supervised steps, 4 of RL, a checkpoint every 2."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     run(folder)
     return folder
@@ -57,18 +67,18 @@ def test_two_runs_are_equal(whole, tmp_path):
 KILLS = [  # moments, each counted from the start of the process that it ends -> the last checkpoint then
     (
         [
-            *[("Admitted", 1), ("StepDone", 2)],  # nothing was learned yet; then before the first checkpoint
+            *[("Admitted", 1), ("StepDone", 1)],  # nothing was learned yet; then before the first checkpoint
             *[("fsync", 1), ("fsync", 1)],  # while a checkpoint is written, twice the same
             *[("Checkpointed", 2), ("Admitted", 1)],  # at the border of the two phases, and again at once
         ],
-        6,
+        4,
     ),
     (
         [
-            *[("GroupsTaken", 8), ("Synced", 4)],  # rollouts stored, not trained; then trained, not booked
-            ("Checkpointed", 3),  # everything is done but the last words
+            *[("GroupsTaken", 6), ("Synced", 3)],  # rollouts stored, not trained; then trained, not booked
+            ("Checkpointed", 2),  # everything is done but the last words
         ],
-        14,
+        8,
     ),
 ]
 
@@ -89,14 +99,14 @@ STALE = {
     "loop__max_staleness": 1,
     "algo__correction": {"kind": "importance"},
     "loop__warmup__steps": 0,
-    "loop__steps": 12,
+    "loop__steps": 8,
     "engine__sampling": {"max_tokens": 12},
 }
 
 STOPS = [  # one after the other: the moment, the step that is kept, and who asks
-    (("StepDone", 6), 6, signal.SIGTERM),  # in an evaluation
-    (("Admitted", 4 * 2 + 2), 8, signal.SIGTERM),  # in rollouts
-    (("Synced", 1 + 2), 10, signal.SIGHUP),  # in a step, by a terminal that was closed
+    (("StepDone", 4), 4, signal.SIGTERM),  # in an evaluation
+    (("Admitted", 4 + 2), 5, signal.SIGTERM),  # in rollouts
+    (("Synced", 1 + 2), 7, signal.SIGHUP),  # in a step, by a terminal that was closed
 ]
 
 
@@ -153,7 +163,7 @@ def test_the_whole_process_group_may_be_asked(tmp_path, cluster):
         )
 
     with launch() as process:
-        while not (folder / "journal.jsonl").is_file() or len(events(folder, "StepDone")) < 5:
+        while not (folder / "journal.jsonl").is_file() or len(events(folder, "StepDone")) < 2:
             assert process.poll() is None
             time.sleep(0.05)
         # Ray's own processes would end first
@@ -165,7 +175,7 @@ def test_the_whole_process_group_may_be_asked(tmp_path, cluster):
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
     if cluster == "torchrun":  # the ranks that it started follow the first, which alone speaks
-        assert told.count("run folder ") == told.count("step  5/12") == 1
+        assert told.count("run folder ") == told.count("step  2/12") == 1
         assert "2 of the trainer, 1 of the engine" in events(folder, "RunStarted")[0]["facts"]["place"]
     assert find_flaw(folder / "checkpoints" / f"step-{kept:06d}") is None
     if cluster != "process":  # who starts it again means nothing to a checkpoint that is whole
@@ -195,7 +205,7 @@ OTHERS = {
 def test_other_recipes_resume_to_the_same_bits(tmp_path, name):
     """A reference, several updates a step with a schedule, masters behind a bf16 copy."""
     run(tmp_path / "whole", **OTHERS[name])
-    assert run_and_die(tmp_path / "run", ("StepDone", 5), **OTHERS[name]) == -9
+    assert run_and_die(tmp_path / "run", ("StepDone", 3), **OTHERS[name]) == -9
     run(tmp_path / "run", **OTHERS[name])
     same_run(tmp_path / "run", tmp_path / "whole")
 
@@ -205,9 +215,9 @@ def test_with_refills_the_samples_are_the_same(tmp_path):
     """A dropped group is replaced when its reward arrives, so the engine's batches
     depend on the clock, and with them the last bits of a behavior logprob (numerics = "fast"). Tokens,
     rewards, ledger are those of the uninterrupted run."""
-    easy = {"algo__kind": "dapo", "task__reward": "kits.rewards:parity", "loop__steps": 5}
+    easy = {"algo__kind": "dapo", "task__reward": "kits.rewards:parity", "loop__warmup__steps": 2}
     run(tmp_path / "whole", **easy)
-    assert run_and_die(tmp_path / "run", ("StepDone", 10), **easy) == -9
+    assert run_and_die(tmp_path / "run", ("StepDone", 5), **easy) == -9
     run(tmp_path / "run", **easy)
     done = events(tmp_path / "run", "StepDone")
     assert [e["ledger"] for e in done] == [e["ledger"] for e in events(tmp_path / "whole", "StepDone")]
@@ -224,15 +234,15 @@ def test_a_stale_run_loses_no_group_and_trains_none_twice(tmp_path):
     unfinished ones are started again.
     """
     folder = tmp_path / "run"
-    assert run_and_die(folder, ("StepDone", 5), **STALE) == -9
-    assert run_and_die(folder, ("GroupsTaken", 5), **STALE) == -9
-    assert run_and_die(folder, ("GroupFinished", 10), signal.SIGTERM, **STALE) == 128 + signal.SIGTERM
+    assert run_and_die(folder, ("StepDone", 3), **STALE) == -9
+    assert run_and_die(folder, ("GroupsTaken", 3), **STALE) == -9
+    assert run_and_die(folder, ("GroupFinished", 6), signal.SIGTERM, **STALE) == 128 + signal.SIGTERM
     run(folder, **STALE)
     done = events(folder, "StepDone")
-    assert [e["step"] for e in done] == list(range(1, 13))
+    assert [e["step"] for e in done] == list(range(1, 9))
     assert all(balances(e["ledger"]) for e in done)
     taken = [number for e in events(folder, "GroupsTaken") for number in e["numbers"]]
-    assert len(taken) == len(set(taken)) == 12 * 4
+    assert len(taken) == len(set(taken)) == 8 * 4
     dropped = [e["number"] for e in events(folder, "GroupFinished") if not e["kept"]]
     issued = [e["number"] for e in events(folder, "Admitted")]
     assert issued == list(range(len(issued))) and len(issued) >= done[-1]["ledger"]["issued"]
@@ -257,9 +267,9 @@ def spoil(checkpoint: Path, how: str) -> None:
     elif how == "no manifest":
         (checkpoint / "manifest.json").unlink()
     elif how == "odd manifest":
-        (checkpoint / "manifest.json").write_text('{"step": 14, "fjles": {}}')
+        (checkpoint / "manifest.json").write_text('{"step": 8, "fjles": {}}')
     elif how == "empty manifest":
-        (checkpoint / "manifest.json").write_text('{"step": 14, "files": {}}')
+        (checkpoint / "manifest.json").write_text('{"step": 8, "files": {}}')
     elif how == "lost file":
         (checkpoint / "state.json").unlink()
 
@@ -276,8 +286,8 @@ def test_a_corrupt_newest_checkpoint_is_skipped_with_a_warning(whole, tmp_path, 
         path, state = Checkpoints(tmp_path / "checkpoints", 2).find_latest()
     finally:
         end()
-    assert path == folders[-2] and state["step"] == 12
-    assert len(said) == 1 and "step-000014 is skipped" in said[0]
+    assert path == folders[-2] and state["step"] == 6
+    assert len(said) == 1 and "step-000008 is skipped" in said[0]
     assert find_flaw(folders[-1]) and not find_flaw(folders[-2])
 
 
@@ -285,10 +295,10 @@ def test_a_corrupt_newest_checkpoint_is_skipped_with_a_warning(whole, tmp_path, 
 def test_a_run_goes_on_from_the_checkpoint_before_a_corrupt_one(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
-    spoil(folder / "checkpoints" / "step-000014", "flipped")
+    spoil(folder / "checkpoints" / "step-000008", "flipped")
     run(folder)
     same_run(folder, whole)
-    assert [e["step"] for e in events(folder, "Resumed")] == [12]
+    assert [e["step"] for e in events(folder, "Resumed")] == [6]
 
 
 def test_a_corrupt_leftover_never_outlives_a_good_checkpoint(tmp_path):
@@ -308,10 +318,11 @@ def test_a_corrupt_leftover_never_outlives_a_good_checkpoint(tmp_path):
 def test_a_complete_run_says_so_and_trains_nothing(whole):
     """By the command itself: exit code 0, the word, and not a byte of the journal."""
     journal = (whole / "journal.jsonl").read_bytes()
-    words = [f"--{key}={json.dumps(value)}" for key, value in FAST.items()]
+    short = {key.replace("__", "."): value for key, value in SHORT.items()}
+    words = [f"--{key}={json.dumps(value)}" for key, value in {**FAST, **short}.items()]
     done = forked.run(["train", RECIPE, f"--run.folder={whole}", *words])
     assert done.returncode == 0, done.stderr
-    assert "is complete: 14 of 14 steps" in " ".join((done.stdout + done.stderr).split())
+    assert "is complete: 8 of 8 steps" in " ".join((done.stdout + done.stderr).split())
     assert (whole / "journal.jsonl").read_bytes() == journal
 
 
@@ -327,10 +338,10 @@ def test_a_changed_recipe_is_refused_with_the_difference(whole):
 def test_more_steps_go_on_from_the_last_checkpoint(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
-    run(folder, loop__steps=10)
-    assert [e["step"] for e in events(folder, "StepDone")] == list(range(1, 17))
-    assert [e["step"] for e in events(folder, "Resumed")] == [14]
-    run(tmp_path / "long", loop__steps=10)
+    run(folder, loop__steps=6)
+    assert [e["step"] for e in events(folder, "StepDone")] == list(range(1, 11))
+    assert [e["step"] for e in events(folder, "Resumed")] == [8]
+    run(tmp_path / "long", loop__steps=6)
     same_run(folder, tmp_path / "long")
 
 
@@ -354,11 +365,12 @@ def test_a_loaded_trainer_goes_on_bit_for_bit(tmp_path, kind, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # chosen moments above kill in each part of a step
 def test_kills_at_random_moments(tmp_path):
     """By the benchmark of that name, with small batches and checkpoints that lie closer together."""
     small = [f"--{key}={json.dumps(value)}" for key, value in FAST.items() if not key.endswith((".steps", ".every"))]
     done = forked.run(
-        ["bench", "kill_resume", "--kills=1", "--steps=12", f"--folder={tmp_path}", *small, "--run.checkpoint.every=3"]
+        ["bench", "kill_resume", "--kills=1", "--steps=8", f"--folder={tmp_path}", *small, "--run.checkpoint.every=3"]
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1])["equal"] is True

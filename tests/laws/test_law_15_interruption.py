@@ -292,16 +292,17 @@ def test_interrupted_lengths_are_those_of_uninterrupted_samples(tmp_path):
     """h = 0.02, q = 0.01: restarting gives a mean of 33.6 tokens, the log 50;
     Kolmogorov-Smirnov tells them apart.
     """
-    rng, h, q, n = np.random.default_rng(0), 0.02, 0.01, 2000
+    rng, h, q, n = np.random.default_rng(0), 0.02, 0.01, 600
     log = TokenLog(tmp_path / "wal")
     log.record_version(0, "root")
 
-    def life(key: int, noise: np.random.Generator, done: int) -> tuple[int, bool]:
+    def life(key: int | None, noise: np.random.Generator, done: int) -> tuple[int, bool]:
         """Draw until the end or an interruption. -> (tokens, finished)."""
         while True:
             if rng.random() < q:
                 return done, False
-            log.write([(key, done, 0, 0.0, 1, 0)])
+            if key is not None:
+                log.write([(key, done, 0, 0.0, 1, 0)])
             done += 1
             if noise.random() < h:
                 return done, True
@@ -314,14 +315,14 @@ def test_interrupted_lengths_are_those_of_uninterrupted_samples(tmp_path):
         kept.append(done)
         finished = False
         while not finished:  # another chance each time
-            done, finished = life(key + n, rng, 0)
+            done, finished = life(None, rng, 0)
         restarted.append(done)
     log.close()
     again = TokenLog(tmp_path / "wal")
     again.record_version(0, "root")
     assert all(len(said(again, key, 0)) == length for key, length in enumerate(kept))
-    assert np.mean(kept) == pytest.approx(1 / h, rel=0.05)
-    assert np.mean(restarted) == pytest.approx(1 / (1 - (1 - h) * (1 - q)), rel=0.05)
+    assert np.mean(kept) == pytest.approx(1 / h, rel=0.1)
+    assert np.mean(restarted) == pytest.approx(1 / (1 - (1 - h) * (1 - q)), rel=0.1)
     limit = 1.63 / math.sqrt(n)  # 1 %
     assert ks(kept, h) < limit < ks(restarted, h)
 

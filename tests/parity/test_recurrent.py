@@ -54,6 +54,8 @@ ONE_OF_EACH = [
     "zaya",
 ]
 # one with convolutions alone and one with a state in the fast tests
+# windows alone, states beside attention, states alone, compressed keys, layers that run several times
+KEPT = ["deepseek_v4", "lfm2", "mamba", "qwen3_5_text", "zamba2"]
 SOME_AT_ONCE = covering(RECURRENT_FAMILIES, ONE_OF_EACH, fast=("lfm2", "qwen3_5_text"))
 
 
@@ -159,7 +161,7 @@ def test_each_way_to_keep_a_state_is_among_those_of_one_each():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ONE_OF_EACH)
+@pytest.mark.parametrize("kind", covering(ONE_OF_EACH, KEPT))
 def test_retraction_parking_and_abort_change_no_answer(kind):
     """Too few pages for all, a pause in the middle, one request taken away: the others write what they write where
     there is room.
@@ -191,7 +193,7 @@ def test_retraction_parking_and_abort_change_no_answer(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ONE_OF_EACH)
+@pytest.mark.parametrize("kind", covering(ONE_OF_EACH, KEPT))
 def test_snapshots_are_few_and_none_is_lost(kind):
     """More prompts than snapshots: the oldest states go, their prompts are computed again, and slots add up."""
     loaded = model(kind)
@@ -274,7 +276,9 @@ def test_the_planner_counts_the_states():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "bamba", "mamba"])
+@pytest.mark.parametrize(
+    "kind", covering(["lfm2", "qwen3_5_text", "bamba", "mamba"], ["lfm2", "qwen3_5_text", "mamba"])
+)
 def test_the_trainer_has_one_gradient_for_any_split(kind):
     """Law 3, with prompts shared and not; episodes of several turns among the samples."""
     algo, t = row("grpo"), trainer(copy_of(kind))
@@ -285,7 +289,7 @@ def test_the_trainer_has_one_gradient_for_any_split(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "bamba"])
+@pytest.mark.parametrize("kind", covering(["lfm2", "qwen3_5_text", "bamba"], ["qwen3_5_text"]))
 def test_a_crash_continues_from_the_token_log(kind, tmp_path):
     """Law 15: what was drawn is read again, its states are computed again."""
     loaded, requests = model(kind), asked()
@@ -338,9 +342,7 @@ def test_new_weights_in_the_middle_keep_or_recompute_the_states(kind, dropped):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["lfm2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qwen3_5_text", "bamba"))]
-)
+@pytest.mark.parametrize("kind", covering(["lfm2", "qwen3_5_text", "bamba"], ["lfm2", "qwen3_5_text"]))
 def test_the_tiny_recipe_runs(kind, tmp_path):
     """Supervised phase and two steps of RL, asynchronous, with the ratio of trainer and engine at one."""
     run_tiny_recipe(kind, tmp_path)

@@ -127,6 +127,7 @@ def three(n: int = 60):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # tests/units/test_policies.py learns a game of two from one score, each with weights of its own
 def test_two_agents_learn_together_from_one_score(tmp_path):
     """Measured on seeds 0 and 1: 0.02 -> 0.98 and 0.97."""
     run(

@@ -33,7 +33,7 @@ ADVANTAGES = [*COMPARING, advantage.Accept(), advantage.Raw(), advantage.Constan
 
 named = pytest.mark.parametrize("rule", ADVANTAGES, ids=lambda rule: type(rule).__name__)
 lengths = st.lists(st.integers(0, 6), min_size=1, max_size=10)
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=15, deadline=None)
 
 
 # -- the weights themselves

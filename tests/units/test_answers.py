@@ -37,7 +37,7 @@ def streamed(tokens: list[int], stops: tuple[str, ...]) -> tuple[list[str], str]
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(BYTES, st.lists(st.text("abcé", min_size=1, max_size=4), max_size=3))
 def test_the_pieces_are_the_text(tokens, stops):
     pieces, text = streamed(tokens, tuple(stops))

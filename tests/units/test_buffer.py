@@ -62,7 +62,7 @@ groups = st.builds(Group, st.integers(0, 10**9), tasks, st.lists(trajectories(),
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(groups)
 def test_a_group_survives_json_exactly(group):
     assert decode(json.loads(json.dumps(encode(group)))) == group

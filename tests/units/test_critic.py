@@ -83,8 +83,8 @@ def test_both_gradients_are_the_same_for_any_split(kind):
     b = noted(t, awkward_groups(), CHARGED)
     whole = gradient(t, b, CHARGED)
     assert all(g.norm() > 1e-3 for g in whole)
-    splits = [(b, micro, share) for micro in (1, 13, 40) for share in (True, False)]
-    splits += [(shuffled(b, seed, whole_groups=seed < 2), 25, True) for seed in range(4)]
+    splits = [(b, 13, True), (b, 40, False)]
+    splits += [(shuffled(b, seed, whole_groups=seed < 1), 25, True) for seed in range(2)]
     worst = max(
         apart(x, y)
         for other, micro, share in splits
@@ -441,16 +441,17 @@ TINY = {
 @pytest.mark.slow
 def test_a_killed_run_with_a_critic_ends_with_the_same_bits_and_its_steps_replay(tmp_path):
     """Killed in the supervised phase, while the policy is frozen, and behind it."""
-    run(tmp_path / "whole", **TINY)
-    for moment in (("StepDone", 4), ("StepDone", 4), ("GroupsTaken", 2)):
-        assert run_and_die(tmp_path / "run", moment, **TINY) == -9
-    run(tmp_path / "run", **TINY)
+    short = TINY | {"loop__warmup__steps": 3, "loop__steps": 4}
+    run(tmp_path / "whole", **short)
+    for moment in (("StepDone", 2), ("StepDone", 4), ("GroupsTaken", 3)):
+        assert run_and_die(tmp_path / "run", moment, **short) == -9
+    run(tmp_path / "run", **short)
     ours, theirs = final(tmp_path / "run"), final(tmp_path / "whole")
     assert ours.keys() == theirs.keys() and any(name.startswith("critic/") for name in ours)
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     done = {e["step"]: e["metrics"] for e in events(tmp_path / "whole", "StepDone")}
-    assert [n for n, m in done.items() if m["train/weights_changed"] == 0] == [7, 8]
-    again = replay(tmp_path / "whole", 11)
+    assert [n for n, m in done.items() if m["train/weights_changed"] == 0] == [4, 5]
+    again = replay(tmp_path / "whole", 7)
     for name in (
         "train/loss",
         "train/value_loss",
@@ -458,7 +459,7 @@ def test_a_killed_run_with_a_critic_ends_with_the_same_bits_and_its_steps_replay
         "train/grad_norm",
         "train/critic_grad_norm",
     ):
-        assert again[name] == done[11][name], name
+        assert again[name] == done[7][name], name
 
 
 @pytest.mark.slow

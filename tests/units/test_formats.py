@@ -57,7 +57,7 @@ def test_its_error_and_its_size(name):
     st.floats(-30, 30),
     st.sampled_from(["normal", "heavy", "sparse", "one", "zeros", "ties"]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_weights_are_encoded_alike_a_second_time(name, seed, power, kind):
     form, rng = format_of(name), np.random.default_rng(seed)
     x = rng.standard_normal((5, 70))

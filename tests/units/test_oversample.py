@@ -187,7 +187,7 @@ def test_the_histogram_of_lag_is_that_of_the_stored_rollouts(tmp_path):
     rows: list[dict[str, float]] = []
     stop = subscribe(StepMetrics(lambda step, row: rows.append(row)).on_event)
     try:
-        run(tmp_path, **{**LONG, "loop__max_staleness": 2}, loop__steps=10, algo__correction={"kind": "importance"})
+        run(tmp_path, **{**LONG, "loop__max_staleness": 2}, loop__steps=6, algo__correction={"kind": "importance"})
     finally:
         stop()
     told = [row for row in rows if "loop/lag_mean" in row]

@@ -81,7 +81,7 @@ def segments_stay(monkeypatch):
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(1, 60), st.booleans())
 def test_every_trainable_token_appears_once_with_its_own_past(batch, budget, share):
     packs = list(micro_batches(batch, budget, share=share))
@@ -91,7 +91,7 @@ def test_every_trainable_token_appears_once_with_its_own_past(batch, budget, sha
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(1, 60), st.booleans())
 def test_the_budget_is_kept_and_an_oversize_sample_goes_alone(batch, budget, share):
     for packed in micro_batches(batch, budget, share=share):
@@ -139,7 +139,7 @@ def test_ranks_get_the_same_load_of_lognormal_lengths(prompt, median, ranks, bud
         assert sum(loads) <= 1.05 * (sum(own) + sum(prompts))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 99))
 def test_a_group_costs_its_prompt_once_and_its_completions(p, lengths, seed):
     """P + sum of (completion - 1): the last token of a completion predicts nothing

@@ -418,6 +418,7 @@ def test_a_run_stores_the_adapter_and_holds_what_was_planned(whole, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # tests/units/test_adapters.py kills; that each process packs the same bits is in the next test
 def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path):
     assert run_and_die(tmp_path / "run", ("StepDone", 5), **QLORA) == -9
     run(tmp_path / "run", **QLORA)

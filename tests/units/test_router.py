@@ -114,7 +114,7 @@ ACTS = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(ACTS, st.integers(0, 5))
 def test_nothing_is_lost_and_nothing_twice_whatever_happens(acts, seed):
     """Random joins, departures, deaths, pauses and updates between requests of a few groups."""

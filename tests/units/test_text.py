@@ -27,7 +27,7 @@ OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-
 ANY = st.text(st.characters(codec=None, categories=None), max_size=20)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=ANY, other=ANY)
 def test_what_is_made_valid_is_what_utf8_can_write_and_nothing_else_changes(text, other):
     made = valid_unicode({text: [other, (text, 1, None, 2.5, True)]})
@@ -66,7 +66,7 @@ def test_json_is_read_as_valid_text():
             read_json(raw)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(text=ANY)
 def test_nothing_that_a_terminal_obeys_is_left(text):
     shown = visible_text(text)

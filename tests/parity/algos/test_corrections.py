@@ -94,7 +94,7 @@ def given_logs(samples):
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(samples=logs, rule=rules, data=st.data())
 def test_weights_are_bounded_and_move_with_their_tokens(samples, rule, data):
     gap, sample = given_logs(samples)
@@ -106,7 +106,7 @@ def test_weights_are_bounded_and_move_with_their_tokens(samples, rule, data):
     assert torch.allclose(rule(gap[order], sample[order] * 31 - 7, torch.ones_like(gap)), weight[order])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(samples=logs, high=st.floats(1, 9), level=st.sampled_from(["token", "sequence", "geometric"]))
 def test_truncation_never_raises_a_weight_and_no_cap_at_all_changes_nothing(samples, high, level):
     gap, sample = given_logs(samples)
@@ -116,7 +116,7 @@ def test_truncation_never_raises_a_weight_and_no_cap_at_all_changes_nothing(samp
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(samples=logs, rule=rules, how=st.sampled_from(["token", "sequence"]))
 def test_normalised_weights_have_a_mean_of_one_unless_all_are_zero(samples, rule, how):
     from dataclasses import replace
