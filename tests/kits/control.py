@@ -26,6 +26,24 @@ def policy(*, discrete: bool = True, observed: int = 4, actions: int = 3, **size
     return loaded
 
 
+def chunk_policy(*, observed: int = 4, **sizes: Any) -> LoadedModel:
+    """A random policy of chunks of 2 actions of 3 numbers, in 3 denoising steps; its weights depend on nothing else."""
+    given = {
+        "observation_size": observed,
+        "action_size": 3,
+        "chunk": 2,
+        "denoising_steps": 3,
+        "hidden_size": 16,
+        **sizes,
+    }
+    loaded = load_model({"random": "flow_policy", "seed": 0, **given})
+    torch.nn.init.normal_(loaded.model.act.weight, std=0.5)
+    return loaded
+
+
+POLICIES = {"choices": policy, "numbers": lambda: policy(discrete=False), "chunks": chunk_policy}
+
+
 def engine(loaded: LoadedModel | None = None, **how: Any) -> ControlEngine:
     return ControlEngine(loaded or policy(), run=run_here, **how)
 

@@ -16,7 +16,7 @@ from rondel.generate.engine.control.action_request import WHAT as ACTIONS
 from rondel.generate.engine.flow.chain import WHAT as POINTS
 from rondel.generate.engine.stepwise.answer import refuse_sampling
 from rondel.models.block_diffusion.settings import has_blocks
-from rondel.models.control.kinds import MLP_POLICY, MLP_WORLD, is_control, is_world_model
+from rondel.models.control.kinds import MLP_POLICY, MLP_WORLD, draws_chunks, is_control, is_world_model
 from rondel.models.flow.kinds import FLOW_MLP, is_flow
 from rondel.models.model_type import model_type_of
 
@@ -82,7 +82,12 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
             "trainer.critic.path: its critic begins as a copy of the policy; leave it out",
         ),
         *refusals_of_steps(
-            job, rows, "ppo or grpo", has_critic=True, learns_noise=True, others=model_of_world(job) is not None
+            job,
+            rows,
+            "ppo or grpo",
+            has_critic=True,
+            learns_noise=not draws_chunks(job.model.path),
+            others=model_of_world(job) is not None,
         ),
     ]
     refuse_first(rules, "model.path is a policy of actions", sampling, ACTIONS, "docs/control.md")
@@ -90,6 +95,10 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
     for key, path in models.items():
         if isinstance(path, dict) and (width := path.get("hidden_size", WIDTH)) % WIDTH:
             raise ModelError(f"hidden_size = {width} of {key}: take a multiple of {WIDTH}")
+    table = job.model.path if isinstance(job.model.path, dict) else {}
+    for name in ("chunk", "denoising_steps"):
+        if not isinstance(n := table.get(name, 1), int) or n < 1:
+            raise ModelError(f"{name} = {n!r} of model.path: take a whole number of at least 1")
 
 
 def model_of_world(job: Job) -> str | None:
@@ -112,6 +121,10 @@ def refuse_world_model(job: Job, rows: AlgorithmRows) -> None:
     agents = [OBSERVED, PREDICTED]
     table = f'[policies.{name}] model = {{ random = "{MLP_WORLD}" }}, agents = {agents}'.replace("'", '"')
     rules = [
+        (
+            not draws_chunks(job.model.path),
+            f'model.path draws chunks of actions: take {{ random = "{MLP_POLICY}" }}, or leave task.env.model out',
+        ),
         (name in models, f"this policy is no model of a world: set {table}"),
         (list(job.policies) == [name], f"others have weights of their own beside it: leave only {name}"),
         (
