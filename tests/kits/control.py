@@ -118,3 +118,25 @@ class Choices(Aim):
 
 class Words(Aim):
     observation_space = gymnasium.spaces.Text(5)
+
+
+class Column(Aim):
+    """Aim with one number as an action, whose picture of 40·48 pixels is light where to aim; `close` counts."""
+
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+    closed = 0
+
+    def __init__(self, last: int = 3, render_mode: str | None = None) -> None:
+        super().__init__(last)
+        self.render_mode = render_mode
+
+    def render(self) -> np.ndarray:
+        assert self.render_mode == "rgb_array"
+        frame = np.zeros((40, 48, 3), np.uint8)
+        first = int((self.aim + 1) / 2 * 36)
+        frame[:, first : first + 12] = 250
+        return frame
+
+
+class Boundless(Aim):
+    action_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)

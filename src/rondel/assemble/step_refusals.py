@@ -18,6 +18,7 @@ from rondel.generate.engine.stepwise.answer import refuse_sampling
 from rondel.models.block_diffusion.settings import has_blocks
 from rondel.models.control.kinds import MLP_POLICY, MLP_WORLD, draws_chunks, is_control, is_world_model
 from rondel.models.flow.kinds import FLOW_MLP, is_flow
+from rondel.models.load import tokenizer_of
 from rondel.models.model_type import model_type_of
 
 NEXT_TOKEN = {  # what a row may need that is computed of the next token, for every token
@@ -62,18 +63,35 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
             f'{{ random = "{MLP_POLICY}" }}, and name it in [policies.world]',
             page="docs/worlds.md",
         )
+    world = job.task.data.get("kind") == "gym" or kind not in ENV_TABLES
+    plays = (
+        world,
+        'task.env = "control" plays worlds: set task.data = { kind = "gym", name = "CartPole-v1", n = 100 }',
+    )
+    if writes_actions(job):
+        writes = (
+            not is_control(job.model.path),
+            "the model draws arrays: leave it out, or take a model that writes text",
+        )
+        frames = job.task.env_settings.get("frames") and not is_control(job.model.path)
+        looks = (
+            not frames or tokenizer_of(job.model.path)[2] is not None,
+            "task.env.frames shows pictures to a model of text alone: leave it out, or take one that looks, as in "
+            "recipes/vision.toml",
+        )
+        refuse_first([writes, plays, looks], 'task.env.actions = "tokens"', Sampling(), ACTIONS, "docs/control.md")
+        return
     if not is_control(job.model.path):
         if kind == "control":
             raise ConfigError(
                 f'task.env = "control" with model.path = {job.model.path!r}, which draws no actions: take '
-                f'{{ random = "{MLP_POLICY}" }}, or the folder of a trained one',
+                f'{{ random = "{MLP_POLICY}" }}, or the folder of a trained one, or set task.env.actions = "tokens"',
                 page="docs/control.md",
             )
         return
-    world = job.task.data.get("kind") == "gym" or kind not in ENV_TABLES
     rules = [
         (kind == "control" or kind not in ENV_TABLES, f'task.env = "{kind}" reads text: set task.env = "control"'),
-        (world, 'task.env = "control" plays worlds: set task.data = { kind = "gym", name = "CartPole-v1", n = 100 }'),
+        plays,
         (not job.task.episode.budget.model_fields_set, "task.env.budget counts text: set task.env.turns"),
         (not job.loop.warmup.steps, "loop.warmup copies answers of the data set, and worlds have none: leave it out"),
         (not job.algo.guides and not job.algo.beside, "there are no demonstrations of actions: leave them out"),
@@ -99,6 +117,11 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
     for name in ("chunk", "denoising_steps"):
         if not isinstance(n := table.get(name, 1), int) or n < 1:
             raise ModelError(f"{name} = {n!r} of model.path: take a whole number of at least 1")
+
+
+def writes_actions(job: Job) -> bool:
+    """Whether the numbers of actions are written, as text."""
+    return job.task.env_kind == "control" and job.task.env_settings.get("actions") == "tokens"
 
 
 def model_of_world(job: Job) -> str | None:
