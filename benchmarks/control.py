@@ -34,6 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     from _work import add_set, median, report
 
     from rondel.core.config.job import Job
+    from rondel.models.control.kinds import draws_chunks
 
     parser = argparse.ArgumentParser(
         prog="rondel bench control", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -54,6 +55,8 @@ def main(argv: list[str] | None = None) -> None:
     without = ["policies={}", f"task.env={json.dumps({'kind': 'control'} | bare).replace(': ', '=')}"]
     if a.without_model and not job.policies:
         parser.error(f"--without-model: {a.recipe} has no model of the world")
+    if draws_chunks(job.model.path):
+        parser.error(f"--recipe: a token of {a.recipe} is a chunk of actions, and what is counted here is single ones")
     target = TARGETS.get(world) if a.target is None else a.target
     if target is None:
         parser.error(f"--target: which return solves '{world}'?")

@@ -26,6 +26,24 @@ def policy(*, discrete: bool = True, observed: int = 4, actions: int = 3, **size
     return loaded
 
 
+def chunk_policy(*, observed: int = 4, **sizes: Any) -> LoadedModel:
+    """A random policy of chunks of 2 actions of 3 numbers, in 3 denoising steps; its weights depend on nothing else."""
+    given = {
+        "observation_size": observed,
+        "action_size": 3,
+        "chunk": 2,
+        "denoising_steps": 3,
+        "hidden_size": 16,
+        **sizes,
+    }
+    loaded = load_model({"random": "flow_policy", "seed": 0, **given})
+    torch.nn.init.normal_(loaded.model.act.weight, std=0.5)
+    return loaded
+
+
+POLICIES = {"choices": policy, "numbers": lambda: policy(discrete=False), "chunks": chunk_policy}
+
+
 def engine(loaded: LoadedModel | None = None, **how: Any) -> ControlEngine:
     return ControlEngine(loaded or policy(), run=run_here, **how)
 
@@ -100,3 +118,25 @@ class Choices(Aim):
 
 class Words(Aim):
     observation_space = gymnasium.spaces.Text(5)
+
+
+class Column(Aim):
+    """Aim with one number as an action, whose picture of 40·48 pixels is light where to aim; `close` counts."""
+
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+    closed = 0
+
+    def __init__(self, last: int = 3, render_mode: str | None = None) -> None:
+        super().__init__(last)
+        self.render_mode = render_mode
+
+    def render(self) -> np.ndarray:
+        assert self.render_mode == "rgb_array"
+        frame = np.zeros((40, 48, 3), np.uint8)
+        first = int((self.aim + 1) / 2 * 36)
+        frame[:, first : first + 12] = 250
+        return frame
+
+
+class Boundless(Aim):
+    action_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)

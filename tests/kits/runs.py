@@ -67,6 +67,7 @@ FAST_FLOW = {
 CARTPOLE = RECIPE.with_name("cartpole.toml")
 PENDULUM = RECIPE.with_name("pendulum.toml")
 CARTPOLE_MODEL = RECIPE.with_name("cartpole_model.toml")
+PENDULUM_CHUNKS = RECIPE.with_name("pendulum_chunks.toml")
 FAST_CONTROL = {
     "loop.steps": 4, "loop.groups_per_step": 4, "loop.updates_per_step": 2, "loop.epochs": 2, "algo.group_size": 1,
     "model.path.hidden_size": 16, "task.env.turns": 12, "task.data.n": 200, "task.data.eval_n": 2, "task.eval.every": 0,
@@ -82,7 +83,7 @@ def tiny(folder: Path, recipe: Path = RECIPE, **changes: Any) -> Job:
     """The tiny recipe, or that of a flow or of a world, smaller still; `loop__max_staleness=1` sets loop.max_staleness."""
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
     fast = {FLOW: FAST_FLOW, DIGITS: FAST_FLOW, CARTPOLE: FAST_CONTROL, PENDULUM: FAST_CONTROL}
-    fast = (fast | {CARTPOLE_MODEL: FAST_MODEL}).get(recipe, FAST)
+    fast = (fast | {CARTPOLE_MODEL: FAST_MODEL, PENDULUM_CHUNKS: FAST_CONTROL}).get(recipe, FAST)
     return Job.read(recipe, {**fast, "run.folder": str(folder), **dotted})
 
 

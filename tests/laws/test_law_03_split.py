@@ -95,14 +95,14 @@ def test_the_gradient_over_points_is_the_same_for_any_split():
     assert max(apart(cut, whole) for cut in cuts) <= TOLERANCE
 
 
-@pytest.mark.parametrize("discrete", [True, False])
-def test_the_gradient_over_actions_is_the_same_for_any_split(discrete):
+@pytest.mark.parametrize("kind", ["choices", "numbers", "chunks"])
+def test_the_gradient_over_actions_is_the_same_for_any_split(kind):
     """Of policy and critic, of episodes of which some were cut off: their values are part of the returns."""
     pytest.importorskip("gymnasium", reason="gymnasium is not installed: rondel[control]")
-    from kits.control import acted_groups, policy
+    from kits.control import POLICIES, acted_groups
 
     algo = row("ppo", value={"clip": math.inf}, shaping={"kind": "none"}, entropy={"coef": 0.02})
-    loaded = policy(discrete=discrete)
+    loaded = POLICIES[kind]()
     t, b = trainer(loaded, algo), batch(acted_groups(loaded), algo)
     torch.nn.init.normal_(t.critic.loaded.model.act.weight, generator=torch.Generator().manual_seed(0))
 

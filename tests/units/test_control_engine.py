@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from kits.control import asked, engine, policy
+from kits.control import POLICIES, asked, chunk_policy, engine, policy
 from kits.flows import publish_in_place
 from rondel.core.errors import UserError
 from rondel.core.types import Sampling
 from rondel.generate.engine.resumption import generate_until_done
+from rondel.models.flow.transition import step_coefficients
+from rondel.models.noise import draw_normal
 from rondel.models.packed_steps import PackedSteps
 from rondel.runtime.journal.wal import TokenLog
 
@@ -24,17 +26,20 @@ def draw(n, *, loaded=None, temperature=1.0, **how):
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize("discrete", [True, False])
-def test_an_action_is_the_same_alone_and_in_company(discrete):
-    loaded = policy(discrete=discrete)
+@pytest.mark.parametrize("kind", POLICIES)
+def test_an_action_is_the_same_alone_and_in_company(kind):
+    loaded = POLICIES[kind]()
     alone, crowd, narrow = draw(1, loaded=loaded), draw(9, loaded=loaded), draw(9, loaded=loaded, max_running=2)
     assert alone[0].steps == crowd[0].steps and alone[0].logprobs == crowd[0].logprobs
     assert [d.steps for d in crowd] == [d.steps for d in narrow]
     with torch.no_grad():
         steps = PackedSteps.of([d.steps.rows for d in crowd], [[0]] * 9, "cpu")
         assert loaded.head.evaluate_steps(steps)[0].tolist() == [d.logprobs[0] for d in crowd]
-    tokens = [int(d.steps.drawn[0, 0]) if discrete else 0 for d in crowd]
-    assert [d.tokens[0] for d in crowd] == tokens and (not discrete or len(set(tokens)) > 1)
+    tokens = [int(d.steps.drawn[0, 0]) if kind == "choices" else 0 for d in crowd]
+    assert [d.tokens[0] for d in crowd] == tokens and (kind != "choices" or len(set(tokens)) > 1)
+    n, size = loaded.head.chunk
+    assert (n, size) == {"choices": (1, 1), "numbers": (1, 3), "chunks": (2, 3)}[kind]
+    assert all(np.array_equal(d.actions.reshape(-1), d.steps.drawn[0, -n * size :]) for d in crowd)
 
 
 def test_draws_follow_the_distribution():
@@ -61,6 +66,25 @@ def test_without_temperature_the_likeliest_is_taken(discrete):
         out = loaded.model.act(loaded.model(torch.from_numpy(asked(i).observation)[None]))[0]
         wanted = [float(out.argmax())] if discrete else out.tolist()
         assert done.steps.drawn[0].tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_a_chunk_is_the_end_of_its_chain():
+    """Of the noise of its key: x' = scale_x·x + scale_v·v + std·noise, at noise 0 Euler's steps of the flow."""
+    loaded = chunk_policy()
+    for temperature in (0.7, 0.0):
+        [done] = draw(1, loaded=loaded, temperature=temperature)
+        noise = draw_normal(asked(0).key, 0, 4 * 6).reshape(4, 6).astype(np.float64)
+        chain = done.steps.drawn[0].reshape(4, 6).astype(np.float64)
+        assert np.array_equal(chain[0], noise[0])
+        with torch.no_grad():
+            states = loaded.model(torch.from_numpy(asked(0).observation)[None])
+            for k, (sigma, scale_x, scale_v, std) in enumerate(step_coefficients(3, temperature)):
+                x = torch.from_numpy(chain[k].astype(np.float32))
+                v = loaded.model.velocity(x[None, None], torch.tensor([sigma], dtype=torch.float32), states)[0, 0]
+                follows = scale_x * chain[k] + scale_v * v.numpy() + std * noise[k + 1]
+                assert np.allclose(chain[k + 1], follows, atol=2e-6)
+        assert np.array_equal(done.actions, done.steps.drawn[0, -6:].reshape(2, 3))
+        assert (done.logprobs[0] == 0) == (temperature == 0)
 
 
 @pytest.mark.parametrize("how", ["hold", "abort"])
@@ -96,12 +120,12 @@ def test_an_interrupted_request_is_asked_again():
     assert done.steps == plain.steps and done.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("discrete", [True, False])
-def test_after_a_crash_an_action_is_taken_from_the_log(tmp_path, discrete):
+@pytest.mark.parametrize("kind", POLICIES)
+def test_after_a_crash_an_action_is_taken_from_the_log(tmp_path, kind):
     """Where the world shows the same; another observation gets another action."""
 
     async def serve(requests):
-        e = engine(policy(discrete=discrete), log=TokenLog(tmp_path))
+        e = engine(POLICIES[kind](), log=TokenLog(tmp_path))
         await publish_in_place(e, 1)
         done = await asyncio.gather(*(e.generate(r) for r in requests))
         return [(d.steps, d.logprobs, d.versions) for d in done], e.account.counts["tokens"]

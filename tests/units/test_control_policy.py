@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kits.control import policy
+from kits.control import chunk_policy, policy
 from rondel.algos.discount import gae
 from rondel.core.errors import UserError
 from rondel.models.packed_steps import PackedSteps
@@ -42,6 +42,40 @@ def test_density_entropy_and_gradient_against_torch(discrete, temperature):
     (wanted[0].sum() + 0.3 * wanted[1].sum()).backward()
     for ours, theirs in zip(found, wanted):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-10)
+    assert all(torch.allclose(a, p.grad, rtol=0, atol=1e-10) for a, p in zip(mine, model.parameters()))
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.7])
+def test_density_entropy_and_gradient_of_a_chunk_against_its_gaussians(eta):
+    """Flow-GRPO's step (arXiv:2505.05470, eq. 9) written once more, each a Gaussian of torch; the mean of the steps, the
+    sum of the numbers. In float64, to 1e-10."""
+    torch.manual_seed(0)
+    loaded, steps, size = chunk_policy(), 3, 6
+    model = loaded.model.double()
+    rows = torch.randn(5, 4 + (steps + 1) * size, dtype=torch.float64)
+    found = loaded.head.evaluate_steps(packed(rows), temperature=eta)
+    found[0].sum().backward()
+    mine = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    states = rows[:, :4]
+    for layer in model.layers:
+        states = torch.tanh(torch.nn.functional.linear(states, layer.weight, layer.bias))
+    density, entropy = torch.zeros(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    for k in range(steps):
+        sigma, after = 1 - k / steps, 1 - (k + 1) / steps
+        x, drawn = (rows[:, 4 + i * size : 4 + (i + 1) * size] for i in (k, k + 1))
+        angles = [sigma * np.pi * 2 ** (i / 2) for i in range(6)]
+        level = torch.tensor([*np.sin(angles), *np.cos(angles)]).expand(5, -1)
+        hidden = model.enter(torch.cat([x, level], 1)) + states
+        hidden = hidden + model.mix[0](torch.nn.functional.silu(hidden))
+        v = (x - model.act(torch.nn.functional.silu(hidden))) / sigma
+        s = eta * (sigma / (1 - (sigma if k else after))) ** 0.5
+        score, dt = -(x + (1 - sigma) * v) / sigma, after - sigma
+        known = torch.distributions.Normal(x + (v - 0.5 * s**2 * score) * dt, s * (-dt) ** 0.5)
+        density = density + known.log_prob(drawn).sum(1) / steps
+        entropy = entropy + known.entropy().expand(5, size).sum(1) / steps
+    density.sum().backward()
+    assert torch.allclose(found[0], density, rtol=0, atol=1e-10) and torch.allclose(found[1], entropy, atol=1e-10)
     assert all(torch.allclose(a, p.grad, rtol=0, atol=1e-10) for a, p in zip(mine, model.parameters()))
 
 

@@ -81,6 +81,7 @@ from rondel.generate.envs.shop.database import open_database
 from rondel.generate.envs.shop.env import Shop
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, question_text
+from rondel.generate.envs.token_worlds import TokenWorlds
 from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tools
 from rondel.generate.envs.verifiers import agent_of_verifiers
@@ -282,6 +283,10 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
         if has_blocks(job.model.path):
             return BlockTurn(block_of(job.model.path), suffix=own.suffix, system=system, examples=examples)
         return SingleTurn(suffix=own.suffix, system=system, examples=examples)
+    if found is Control and own.actions == "tokens":
+        tokens = TokenWorlds(own.bins, own.frames, own.pixels)
+        tokens(str(data["name"]))(**dict(data.get("args") or {})).close()  # the first episode would be late
+        return Gym(turns=own.turns, suffix=own.suffix, system=system, open=tokens)
     if found is Control:
         model = None if own.model is None else Imagination(**own.model.model_dump())
         return Control(turns=own.turns, model=model)

@@ -16,8 +16,9 @@ from rondel.generate.engine.control.action_request import WHAT as ACTIONS
 from rondel.generate.engine.flow.chain import WHAT as POINTS
 from rondel.generate.engine.stepwise.answer import refuse_sampling
 from rondel.models.block_diffusion.settings import has_blocks
-from rondel.models.control.kinds import MLP_POLICY, MLP_WORLD, is_control, is_world_model
+from rondel.models.control.kinds import MLP_POLICY, MLP_WORLD, draws_chunks, is_control, is_world_model
 from rondel.models.flow.kinds import FLOW_MLP, is_flow
+from rondel.models.load import tokenizer_of
 from rondel.models.model_type import model_type_of
 
 NEXT_TOKEN = {  # what a row may need that is computed of the next token, for every token
@@ -62,18 +63,35 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
             f'{{ random = "{MLP_POLICY}" }}, and name it in [policies.world]',
             page="docs/worlds.md",
         )
+    world = job.task.data.get("kind") == "gym" or kind not in ENV_TABLES
+    plays = (
+        world,
+        'task.env = "control" plays worlds: set task.data = { kind = "gym", name = "CartPole-v1", n = 100 }',
+    )
+    if writes_actions(job):
+        writes = (
+            not is_control(job.model.path),
+            "the model draws arrays: leave it out, or take a model that writes text",
+        )
+        frames = job.task.env_settings.get("frames") and not is_control(job.model.path)
+        looks = (
+            not frames or tokenizer_of(job.model.path)[2] is not None,
+            "task.env.frames shows pictures to a model of text alone: leave it out, or take one that looks, as in "
+            "recipes/vision.toml",
+        )
+        refuse_first([writes, plays, looks], 'task.env.actions = "tokens"', Sampling(), ACTIONS, "docs/control.md")
+        return
     if not is_control(job.model.path):
         if kind == "control":
             raise ConfigError(
                 f'task.env = "control" with model.path = {job.model.path!r}, which draws no actions: take '
-                f'{{ random = "{MLP_POLICY}" }}, or the folder of a trained one',
+                f'{{ random = "{MLP_POLICY}" }}, or the folder of a trained one, or set task.env.actions = "tokens"',
                 page="docs/control.md",
             )
         return
-    world = job.task.data.get("kind") == "gym" or kind not in ENV_TABLES
     rules = [
         (kind == "control" or kind not in ENV_TABLES, f'task.env = "{kind}" reads text: set task.env = "control"'),
-        (world, 'task.env = "control" plays worlds: set task.data = { kind = "gym", name = "CartPole-v1", n = 100 }'),
+        plays,
         (not job.task.episode.budget.model_fields_set, "task.env.budget counts text: set task.env.turns"),
         (not job.loop.warmup.steps, "loop.warmup copies answers of the data set, and worlds have none: leave it out"),
         (not job.algo.guides and not job.algo.beside, "there are no demonstrations of actions: leave them out"),
@@ -82,7 +100,12 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
             "trainer.critic.path: its critic begins as a copy of the policy; leave it out",
         ),
         *refusals_of_steps(
-            job, rows, "ppo or grpo", has_critic=True, learns_noise=True, others=model_of_world(job) is not None
+            job,
+            rows,
+            "ppo or grpo",
+            has_critic=True,
+            learns_noise=not draws_chunks(job.model.path),
+            others=model_of_world(job) is not None,
         ),
     ]
     refuse_first(rules, "model.path is a policy of actions", sampling, ACTIONS, "docs/control.md")
@@ -90,6 +113,15 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
     for key, path in models.items():
         if isinstance(path, dict) and (width := path.get("hidden_size", WIDTH)) % WIDTH:
             raise ModelError(f"hidden_size = {width} of {key}: take a multiple of {WIDTH}")
+    table = job.model.path if isinstance(job.model.path, dict) else {}
+    for name in ("chunk", "denoising_steps"):
+        if not isinstance(n := table.get(name, 1), int) or n < 1:
+            raise ModelError(f"{name} = {n!r} of model.path: take a whole number of at least 1")
+
+
+def writes_actions(job: Job) -> bool:
+    """Whether the numbers of actions are written, as text."""
+    return job.task.env_kind == "control" and job.task.env_settings.get("actions") == "tokens"
 
 
 def model_of_world(job: Job) -> str | None:
@@ -112,6 +144,10 @@ def refuse_world_model(job: Job, rows: AlgorithmRows) -> None:
     agents = [OBSERVED, PREDICTED]
     table = f'[policies.{name}] model = {{ random = "{MLP_WORLD}" }}, agents = {agents}'.replace("'", '"')
     rules = [
+        (
+            not draws_chunks(job.model.path),
+            f'model.path draws chunks of actions: take {{ random = "{MLP_POLICY}" }}, or leave task.env.model out',
+        ),
         (name in models, f"this policy is no model of a world: set {table}"),
         (list(job.policies) == [name], f"others have weights of their own beside it: leave only {name}"),
         (

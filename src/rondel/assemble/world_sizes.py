@@ -10,7 +10,7 @@ from rondel.core.config.job import Job
 from rondel.core.config.policy import PolicyConfig
 from rondel.core.errors import ConfigError
 from rondel.generate.envs.worlds import WorldSpaces, call_world, open_world
-from rondel.models.control.kinds import is_control, is_world_model
+from rondel.models.control.kinds import MLP_POLICY, draws_chunks, is_control, is_world_model
 
 Path = str | dict[str, Any]
 RANDOM = 256  # steps of a world that measure its scales, before the run
@@ -24,6 +24,12 @@ def with_world_sizes(job: Job) -> Job:
         return job
     name, args = str(data.get("name", "")), dict(data.get("args") or {})
     world, spaces = open_world(name, args)
+    if draws_chunks(path) and spaces.discrete:
+        raise ConfigError(
+            f"model.path draws chunks of numbers, and the world '{name}' takes one of {spaces.actions} actions: take "
+            f'{{ random = "{MLP_POLICY}" }}',
+            page="docs/control.md",
+        )
     scales = measure_scales(name, world, spaces) if any(map(_is_new_model, job.policies.values())) else {}
     world.close()
     sizes = {"observation_size": spaces.observed, "action_size": spaces.actions, "discrete": spaces.discrete}

@@ -677,6 +677,7 @@ class Completion:
     support           [T]      the ids a token was drawn from, ascending; None where nothing was cut
     behavior_top      [T]      (ids [K], log-probabilities [K]) of the likeliest tokens of the distribution drawn from
     steps             [T]      `Trajectory.steps` of the drawn tokens
+    actions           [H, n]   what a world takes of the one step that was drawn, behind each other
     measured                   what an engine says of steps that the request brought, by name
     From raw_logprobs to behavior_top they are None unless `Request.wants` names them.
     """
@@ -699,6 +700,7 @@ class Completion:
     support: list[list[int] | None] | None = None
     behavior_top: list[Any] | None = None
     steps: DrawnSteps | None = None
+    actions: Any | None = None
     measured: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from rondel.models.attention import NAME
 from rondel.models.block_indexer import check_block_indexers, install_block_indexers
 from rondel.models.cache_slots import install_cache_slots
 from rondel.models.compressed_attention import CompressedLayers, check_compressors, install_compressed_attention
-from rondel.models.control.kinds import MLP_POLICY, MLP_WORLD
+from rondel.models.control.kinds import FLOW_POLICY, MLP_POLICY, MLP_WORLD
 from rondel.models.deferred_weights import DeferredWeights, keep_in_full_precision, parameters_on_meta
 from rondel.models.differential import install_differential
 from rondel.models.embedding_lookup import adopt_embedding
@@ -55,6 +55,7 @@ STEP_MODELS = ImportedOnUse(
         FLOW_DIT: "rondel.models.flow.velocity_dit:FlowDit",
         FLOW_VIDEO: "rondel.models.flow.video_dit:FlowVideo",
         MLP_POLICY: "rondel.models.control.mlp_policy:MlpPolicy",
+        FLOW_POLICY: "rondel.models.control.flow_policy:FlowPolicy",
         MLP_WORLD: "rondel.models.control.world_model:MlpWorld",
     }
 )
@@ -62,6 +63,7 @@ STEP_HEADS = ImportedOnUse(
     dict.fromkeys(FLOWS, "rondel.models.flow.flow_head:FlowHead")
     | {
         MLP_POLICY: "rondel.models.control.control_head:ControlHead",
+        FLOW_POLICY: "rondel.models.control.chunk_head:ChunkHead",
         MLP_WORLD: "rondel.models.control.world_head:WorldHead",
     }
 )

@@ -227,6 +227,26 @@ class ControlConfig(BaseModel):
     model: ImaginationConfig | None = Field(
         None, description="short episodes in a learned model of the world are trained, too; unset, there are none"
     )
+    actions: Literal["arrays", "tokens"] = Field(
+        "arrays",
+        description='"tokens": a model of text, or of text and pictures, writes the number of an action, or of the bin of '
+        "each number of one; each action is a turn",
+    )
+    bins: int = Field(8, ge=2, description='with actions = "tokens": bins of each number of an action')
+    frames: bool = Field(False, description='with actions = "tokens": pictures that the world renders are shown')
+    pixels: int = Field(56, ge=1, description="of a side of such a picture, at most; each is the mean of several")
+    suffix: str = Field("", description='with actions = "tokens": appended to every observation')
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> ControlConfig:
+        told = self.model_fields_set & {"bins", "frames", "pixels", "suffix"}
+        if self.actions == "arrays" and told:
+            raise ValueError(f'{sorted(told)[0]} is of actions = "tokens"; set that, or leave it out')
+        if self.actions == "tokens" and self.model is not None:
+            raise ValueError('model imagines arrays, and actions = "tokens"; leave one of them out')
+        if "pixels" in told and not self.frames:
+            raise ValueError("pixels is of frames = true; set that, or leave it out")
+        return self
 
 
 def _check_partner(name: str, kind: str, model: str, known: tuple[str, ...]) -> None:

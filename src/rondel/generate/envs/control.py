@@ -3,11 +3,15 @@
 reset(seed) -> observation ──> engine ──> action ──> step(action) -> observation, reward, terminated, truncated
                      ^─────────────────────────────────────┘           one token of the trajectory for each action
 
+A policy may draw a chunk of actions at once, one token, which the world takes behind each other. What they earn is earned
+at that token.
+
 A world steps on the event loop: it takes microseconds there, and a thread for each step would take longer than the step.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -53,12 +57,17 @@ class Control:
                 [GIVEN], sampling, key=chat.key(len(played)), policy=played.trajectory.policy, observation=last
             )
             done = await chat.generate(request)
-            if done.steps is None:
+            if done.actions is None:
                 raise DataError(
                     'task.env = "control" with a model that writes text: set model.path to a policy of actions'
                 )
-            shown, reward, terminated, truncated, _ = call_world(name, world.step, spaces.action(done.steps.drawn[0]))
+            rewards, ended = list[float](), ""
+            for action in done.actions:
+                shown, reward, terminated, truncated, _ = call_world(name, world.step, spaces.action(action))
+                rewards.append(float(reward))
+                cut = truncated or played.taken + len(rewards) >= self.turns
+                if ended := "ended" if terminated else "cut off" if cut else "":
+                    break
             last = spaces.flatten(shown)
-            cut = truncated or len(played) + 1 >= self.turns
-            played.add(done, float(reward), last, "ended" if terminated else "cut off" if cut else "")
+            played.add(done, math.fsum(rewards), last, ended, taken=len(rewards))
         return played

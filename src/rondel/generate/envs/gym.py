@@ -24,23 +24,32 @@ class Gym:
     """`Gym(turns=10)`; which world and which seed is the task's.
 
     turns    most actions of an episode, which is then over
+    open     from the name of a world to what makes it; what it shows is text, or parts of a message
     timeout  seconds for one verb of the world
     """
 
     scores_itself = True
 
-    def __init__(self, *, turns: int = 8, timeout: float = 30.0, suffix: str = "", system: str | None = None) -> None:
-        self.turns, self.timeout, self.suffix, self.system = turns, timeout, suffix, system
+    def __init__(
+        self,
+        *,
+        turns: int = 8,
+        timeout: float = 30.0,
+        suffix: str = "",
+        system: str | None = None,
+        open: Callable[[str], Callable[..., Any]] = world_factory,
+    ) -> None:
+        self.turns, self.timeout, self.suffix, self.system, self.open = turns, timeout, suffix, system, open
 
     async def run(self, task: Task, chat: Chat) -> Trajectory:
         name, trajectory = task.data["world"], chat.trajectory
-        world = await self._call_environment(name, world_factory(name), **dict(task.data.get("args") or {}))
+        world = await self._call_environment(name, self.open(name), **dict(task.data.get("args") or {}))
         earned: list[tuple[int, float]] = []
         try:
             seen, _ = await self._call_environment(name, world.reset, seed=task.data["seed"])
             for left in reversed(range(self.turns)):
                 said = [] if earned or self.system is None else [{"role": "system", "content": self.system}]
-                chat.give([*said, {"role": "user", "content": f"{seen}{self.suffix}"}])
+                chat.give([*said, {"role": "user", "content": self._content(seen)}])
                 done = await chat.reply()
                 if not done.tokens:  # no room for an action
                     break
@@ -56,6 +65,11 @@ class Gym:
         whole = not getattr(chat, "closed", ())  # else its turns lie in several trajectories
         trajectory.score = Score(sum(value for _, value in earned), steps=tuple(earned) if whole else ())
         return trajectory
+
+    def _content(self, seen: Any) -> Any:
+        if not isinstance(seen, list):
+            return f"{seen}{self.suffix}"
+        return [*seen, {"type": "text", "text": self.suffix}] if self.suffix else seen
 
     async def _call_environment(self, name: str, verb: Callable[..., Any], *given: Any, **named: Any) -> Any:
         def call() -> Any:

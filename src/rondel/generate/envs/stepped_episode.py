@@ -20,6 +20,7 @@ class SteppedEpisode:
     trajectory  becomes the episode
     observed    how many numbers of a step were read
     last        what was shown behind the last step
+    taken       actions that the world took
     ended       "ended" where the world ended it, "cut off" where it goes on; "" while it is played
     """
 
@@ -27,6 +28,7 @@ class SteppedEpisode:
     observed: int
     rewards: list[float] = field(default_factory=list)
     last: np.ndarray | None = None
+    taken: int = 0
     ended: str = ""
     rows: list[np.ndarray] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -46,15 +48,15 @@ class SteppedEpisode:
         """[T, D]"""
         return np.stack(self.rows)[:, self.observed :]
 
-    def add(self, done: Completion, reward: float, last: np.ndarray, ended: str) -> None:
-        """One step more."""
+    def add(self, done: Completion, reward: float, last: np.ndarray, ended: str, *, taken: int = 1) -> None:
+        """One step more, of so many actions."""
         assert isinstance(done.steps, ContinuousSteps)
         self.tokens.append(done.tokens[0])
         self.logprobs.append(done.logprobs[0])
         self.versions.append(done.versions[0])
         self.rows.append(done.steps.rows[0])
         self.rewards.append(reward)
-        self.last, self.ended = last, ended
+        self.last, self.ended, self.taken = last, ended, self.taken + taken
 
     def finish(self) -> Trajectory:
         """Each reward is earned at its step; where the episode was cut off, what came then stands behind it."""
@@ -64,5 +66,6 @@ class SteppedEpisode:
         t.extend(self.tokens, logprobs=self.logprobs, versions=self.versions, steps=steps)
         t.score = Score(math.fsum(self.rewards), steps=tuple(enumerate(self.rewards, 1)))
         t.finish_reason = "stop" if self.ended == "ended" else "length"
-        t.text = f"{len(self)} steps, return {t.score.value:g}, {self.ended}"
+        chunks = f" in {len(self)} chunks" if self.taken > len(self) else ""
+        t.text = f"{self.taken} steps{chunks}, return {t.score.value:g}, {self.ended}"
         return t

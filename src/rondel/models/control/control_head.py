@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +45,11 @@ class ControlHead(StepHead):
         """How many numbers stand for an action."""
         return 1 if self.model.config.discrete else int(self.model.config.action_size)
 
+    @property
+    def chunk(self) -> tuple[int, int]:
+        """(H, n): the last H·n numbers of a step are H actions of n numbers, which the world takes behind each other."""
+        return 1, self.dim
+
     def states(self, steps: PackedSteps) -> Tensor:
         found: Tensor = self.model(steps.rows[:, : self.observed])
         return found
@@ -86,16 +90,15 @@ class ControlHead(StepHead):
 
     def score_prompt(self, tokens: Sequence[int]) -> list[float]:
         """Log-densities of fixed actions under fixed observations, as many as tokens follow the first."""
-        n, config = len(tokens) - 1, self.model.config
-        if n < 1:
+        if len(tokens) < 2:
             return [0.0] * len(tokens)
-        rows = np.stack([draw_normal(PROBE_KEY, t, self.observed + self.dim) for t in range(n)])
-        if config.discrete:
-            rows[:, -1] = np.arange(n) % config.action_size
+        rows = self.probe_rows(PROBE_KEY, len(tokens) - 1)
         with torch.no_grad():
             return [0.0, *self.evaluate_steps(PackedSteps.of([rows], [tokens], self.weight.device))[0].tolist()]
 
-
-def sizes_of(config: Any) -> tuple[int, int, bool]:
-    """(O, A, whether actions are counted)."""
-    return config.observation_size, config.action_size, config.discrete
+    def probe_rows(self, key: int, n: int) -> np.ndarray:
+        """[n, O + numbers of an action]: fixed observations, and actions under them."""
+        rows, config = np.stack([draw_normal(key, t, self.observed + self.dim) for t in range(n)]), self.model.config
+        if config.discrete:
+            rows[:, -1] = np.arange(n) % config.action_size
+        return rows

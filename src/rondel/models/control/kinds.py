@@ -6,12 +6,17 @@ from typing import Any
 
 from rondel.models.model_type import model_type_of
 
-MLP_POLICY, MLP_WORLD = "mlp_policy", "mlp_world"
+MLP_POLICY, FLOW_POLICY, MLP_WORLD = "mlp_policy", "flow_policy", "mlp_world"
 
 
 def is_control(path: str | dict[str, Any]) -> bool:
     """Whether model.path is that of a policy of actions: by its table, or by the config.json in its folder."""
-    return model_type_of(path) == MLP_POLICY
+    return model_type_of(path) in (MLP_POLICY, FLOW_POLICY)
+
+
+def draws_chunks(path: str | dict[str, Any]) -> bool:
+    """Whether it is one whose denoising steps draw several actions at once."""
+    return model_type_of(path) == FLOW_POLICY
 
 
 def is_world_model(path: str | dict[str, Any]) -> bool:

@@ -1,4 +1,5 @@
-"""The engine of actions: a request is an observation and a key, its completion one action with its log-density.
+"""The engine of actions: a request is an observation and a key, its completion one action with its log-density, or one
+chunk of actions.
 
 The observations of all worlds that wait are one pass of the model.
 """
@@ -21,10 +22,10 @@ class ControlEngine(ContinuousEngine[ActionRequest]):
     """Draws actions."""
 
     def open_answer(self, request: Request, done: asyncio.Future[Completion]) -> ActionRequest:
-        return ActionRequest.of(request, done, self.head.observed, self.head.dim)
+        return ActionRequest.of(request, done, self.head.observed, self.head.dim, self.head.chunk)
 
     def draw_step(self, answers: list[ActionRequest]) -> list[tuple[np.ndarray, float]]:
-        """The action of each, [1 or A], and its log-density."""
+        """The numbers of each action or chunk, and their log-density."""
         keys = [own.request.key for own in answers]
         if self.head.model.config.discrete:
             noise = np.array([draw_uniform(key, 0) for key in keys])

@@ -1,0 +1,91 @@
+"""Actions as tokens: a model of pictures and text that is shown what a world renders and writes the bin of an action."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kits.control import Column
+from kits.runs import CARTPOLE, check, events, tiny
+from rondel.assemble import train
+from rondel.assemble.components import build
+from rondel.core.config.job import Job
+from rondel.core.errors import ConfigError, UserError
+from rondel.generate.envs.token_worlds import TokenWorlds, shrunk
+from rondel.models.load import tokenizer_of
+from rondel.runtime.journal import store
+
+gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: rondel[control]")
+
+VISION = Path(__file__).parents[2] / "recipes" / "vision.toml"
+ENV = {"kind": "control", "actions": "tokens", "turns": 3, "bins": 4, "frames": True, "pixels": 28}
+DATA = {"kind": "gym", "name": "kits.control:Column", "n": 50}
+
+
+@pytest.mark.slow
+def test_a_model_that_looks_acts_in_a_world(tmp_path):
+    """Laws 1, 2, 4 and 5: each turn has its picture, and its token's bin is what the world took and paid."""
+    changes = {
+        "model.path.max_position_embeddings": 256, "task": {"env": ENV, "data": DATA}, "loop.warmup": {}, "loop.steps": 2,
+        "loop.groups_per_step": 2, "algo.group_size": 3, "engine.sampling.max_tokens": 1, "place.threads": 1,
+        "run.checkpoint.every": 0, "run.sinks": [], "run.folder": str(tmp_path / "run"),
+    }  # fmt: skip
+    job = Job.read(VISION, changes)
+    train(job, quiet=True)
+    rows = check(tmp_path / "run", staleness=0, total=2, size=3)
+    assert all(e["metrics"]["train/gap_max"] < 1e-4 for e in events(tmp_path / "run", "StepDone"))
+    tokenizer, _, _ = tokenizer_of(job.model.path)
+    world, bins = Column(render_mode="rgb_array"), TokenWorlds(bins=4)("kits.control:Column")()
+    for group in store.groups_of(store.read_step(tmp_path / "run", 1)):
+        world.reset(seed=group.task.data["seed"])
+        for t in group.trajectories:
+            world.reset(seed=group.task.data["seed"])
+            said = [tokenizer.decode([token]) for token, own in zip(t.tokens, t.mask, strict=True) if own]
+            paid = [world.step(bins.read(text))[1] for text in said]
+            assert len(said) == 3
+            assert [value for _, value in t.score.steps] == pytest.approx(paid)
+    assert all(len(row["media"]) == 3 for row in rows)
+
+
+def test_what_is_written_is_the_middle_of_a_bin():
+    world = TokenWorlds(bins=4)("kits.control:Aim")()
+    shown, _ = world.reset(seed=0)
+    assert shown == " ".join(f"{number:.2f}" for number in (world.world.aim, 0.0))
+    for said, wanted in (
+        ("0 3", (-0.75, 1.5)),
+        ("bin 2, then 99", (0.25, 1.5)),
+        ("1", (-0.25, 0.5)),
+        ("?", (0.25, 0.5)),
+    ):
+        assert world.read(said).tolist() == pytest.approx(wanted), said
+    counted = TokenWorlds()("kits.control:Choices")()
+    assert [counted.read(said).tolist() for said in ("3", "4", "x")] == [[3.0], [3.0], [2.0]]
+    with pytest.raises(ConfigError, match="without bounds"):
+        TokenWorlds()("kits.control:Boundless")()
+    with pytest.raises(ConfigError, match="render"):
+        TokenWorlds(frames=True)("kits.control:Aim")()
+
+
+def test_a_picture_is_the_mean_of_squares():
+    frame = np.random.default_rng(0).integers(0, 255, (10, 7, 3), dtype=np.uint8)
+    small = shrunk(frame, 5)
+    assert small.shape == (5, 3, 3)
+    assert small[4, 2].tolist() == frame[8:10, 4:6].reshape(4, 3).mean(0).round().tolist()
+    assert np.array_equal(shrunk(frame, 10), frame)
+
+
+@pytest.mark.parametrize(
+    "changes, why",
+    [
+        ({"task__env": {"kind": "control", "actions": "tokens"}}, "the model draws arrays"),
+        ({"task__env": ENV, "model__path": {"random": "llama"}}, "pictures to a model of text alone"),
+        ({"task__env": {"kind": "control", "bins": 4}}, 'bins is of actions = "tokens"'),
+        ({"task__env": {"kind": "control", "actions": "tokens", "pixels": 4}}, "pixels is of frames"),
+        ({"task__env": {"kind": "control", "actions": "tokens", "model": {}}}, "model imagines arrays"),
+    ],
+)
+def test_what_it_cannot_have_is_refused(tmp_path, changes, why):
+    with pytest.raises(UserError, match=why):
+        build(tiny(tmp_path, recipe=CARTPOLE, **changes)).close()
