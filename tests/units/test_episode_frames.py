@@ -98,6 +98,9 @@ def test_what_cannot_be_shown_is_named():
         frame_grid([other])
     with pytest.raises(UserError, match=r"cannot draw itself: RuntimeError; pip install pygame-ce"):
         frame_grid([played(5, [1], "RondelBlind-v0")])
+    chunks = row["steps"][:, [0, 1, 1, 1]]
+    with pytest.raises(UserError, match=r"episode 3\.0 has chunks of actions"):
+        frame_grid([row | {"steps": chunks}])
     with pytest.raises(UserError, match="imports none of it"):
         frame_grid([row | {"task_data": row["task_data"] | {"world": "theirs:Dot"}}])
     with pytest.raises(UserError, match="no episode of a world"):

@@ -57,6 +57,8 @@ def _strip(row: dict[str, Any], steps: ContinuousSteps) -> list[np.ndarray]:
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame opens no window
     world, spaces = open_world(name, {**(task.get("args") or {}), "render_mode": "rgb_array"})
     try:
+        if steps.dim != spaces.taken_size:
+            raise UserError(f"--png: {known} has chunks of actions, and frames are of worlds that take one at a time")
         shown, _ = call_world(name, world.reset, seed=task["seed"])
         wanted = set(np.linspace(0, len(steps), FRAMES).round().astype(int).tolist())
         frames = [_drawn(name, world)]
