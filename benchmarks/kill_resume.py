@@ -27,9 +27,7 @@ SMALLER = [
     "--task.eval.every=0",
 ]
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["rondel.driver.controller", "rondel.assemble.components", "rondel.assemble.workers", "rondel.cli.train"]
-)
+context.set_forkserver_preload(["rondel.driver.controller"])
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -12,6 +12,7 @@ from rondel.planner.flow_workload import PROMPT, FlowWorkload
 from rondel.planner.hardware import GB
 from rondel.planner.memory import bill_tables, pool_sentence
 from rondel.planner.overlap import StepTimes, longest_answer_bound, stages_overlap
+from rondel.planner.traffic import describe_layout
 
 
 def make_flow_plan(setting: FlowWorkload) -> dict[str, Any]:
@@ -96,19 +97,7 @@ def make_flow_plan(setting: FlowWorkload) -> dict[str, Any]:
         "step_seconds": step.seconds,
         "split": divided._asdict(),
         "placement": split.recommend_placement(setting.gpus),
-        "layouts": [
-            {
-                "name": row.name,
-                "exists": row.is_supported,
-                "mesh": str(row.mesh),
-                "memory": row.memory,
-                "fits": row.fits,
-                "bubble": row.bubble,
-                "traffic": row.traffic,
-                "seconds": row.seconds,
-            }
-            for row in _listed_layouts(setting)
-        ],
+        "layouts": [describe_layout(row) for row in _listed_layouts(setting)],
         "advice": advice_sentences(setting),
         "assumed": [*setting.assumed, *_assumptions(setting)],
     }

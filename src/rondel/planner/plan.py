@@ -11,6 +11,7 @@ from rondel.planner.host_memory import bytes_beside
 from rondel.planner.layout import ParallelLayout, parallel_layouts
 from rondel.planner.memory import bill_tables, memory_bills
 from rondel.planner.overlap import StepTimes, longest_answer_bound, stages_overlap
+from rondel.planner.traffic import describe_layout
 from rondel.planner.workload import Workload
 
 
@@ -95,19 +96,7 @@ def make_plan(setting: Workload | FlowWorkload) -> dict[str, Any]:
         "step_seconds": step.seconds,
         "split": divided._asdict(),
         "placement": split.recommend_placement(setting.gpus),
-        "layouts": [
-            {
-                "name": row.name,
-                "exists": row.is_supported,
-                "mesh": str(row.mesh),
-                "memory": row.memory,
-                "fits": row.fits,
-                "bubble": row.bubble,
-                "traffic": row.traffic,
-                "seconds": row.seconds,
-            }
-            for row in _listed_layouts(setting)
-        ],
+        "layouts": [describe_layout(row) for row in _listed_layouts(setting)],
         "advice": advice.bill_sentences(setting),
         "assumed": [*setting.assumed, *list_assumptions(setting)],
     }

@@ -1,8 +1,9 @@
-"""What a layout over devices moves and how long its stages wait, by formula."""
+"""What a layout over devices moves and how long its stages wait, by formula; and how a plan tells of one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 
 def pipeline_bubble(p: int, m: int, v: int = 1) -> float:
@@ -49,3 +50,17 @@ def powers_of_two(most: int) -> Iterator[int]:
     while n <= most:
         yield n
         n *= 2
+
+
+def describe_layout(row: Any) -> dict[str, Any]:
+    """A ParallelLayout or a FlowLayout as the plan's JSON has it."""
+    return {
+        "name": row.name,
+        "exists": row.is_supported,
+        "mesh": str(row.mesh),
+        "memory": row.memory,
+        "fits": row.fits,
+        "bubble": row.bubble,
+        "traffic": row.traffic,
+        "seconds": row.seconds,
+    }
