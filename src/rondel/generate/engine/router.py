@@ -55,7 +55,7 @@ class EngineRouter:
         deadline: float = 600.0,
         restartable: Mapping[str, RestartableEngine] | None = None,
     ) -> None:
-        self._restartable = restartable or {}
+        self._restartable = {} if restartable is None else restartable  # an empty one may fill later
         self.fleet = ReplicaFleet(
             engines,
             patience=patience,
