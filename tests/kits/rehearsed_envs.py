@@ -45,7 +45,7 @@ class Raises(Good):
 
 
 class Blocks(Good):
-    seconds = itertools.cycle([0.4, *[0.0] * 59])  # of a wrong answer: that some do is enough to be found
+    seconds = itertools.cycle([1.0, *[0.0] * 59])  # of a wrong answer: that some do is enough to be found
 
     def worth(self, said, gold):
         time.sleep(0.0 if said == gold else next(self.seconds))
