@@ -75,7 +75,7 @@ ATTACKS = [
     Attack("environment", "print('RONDEL' in str(os.environ), 'secret' in str(os.environ), os.environ['HOME'])", r"False False /box"),
     Attack("inherited files", "import resource\nopen_ = []\nfor fd in range(3, 1024):\n    try: os.fstat(fd); open_.append(fd)\n    except OSError: pass\nprint('open', open_)", r"open \[\]"),
     Attack("the first process", "for what in ('environ', 'mem', 'maps', 'root/etc', 'cwd/', 'fd'):\n    held(lambda: (os.listdir if what in ('root/etc', 'cwd/', 'fd') else lambda p: open(p, 'rb').read())('/proc/1/' + what))", r"(held: (FileNotFoundError 2|PermissionError 13)\n){6}"),
-    Attack("processes of the host", "print(sorted(int(n) for n in os.listdir('/proc') if n.isdigit() and int(n) > 20))", r"\| \[\]"),
+    Attack("processes of the host", "print(sorted({int(n) for n in os.listdir('/proc') if n.isdigit()} - {1, os.getppid(), os.getpid()}))", r"\| \[\]"),
     Attack("/sys", "held(lambda: open('/sys/kernel/uevent_helper', 'w')); held(lambda: os.listdir('/sys'))", NONE),
     Attack("/proc/sys", "for name in ('sys/kernel/core_pattern', 'sysrq-trigger', 'sys/kernel/hostname'):\n    held(lambda: open('/proc/' + name, 'w').write('|/box/x'))", r"(held: (FileNotFoundError 2|PermissionError 13|OSError 30)\n){3}"),
     Attack("memory of the kernel", "for name in ('/dev/mem', '/dev/kmem', '/dev/kmsg', '/proc/kcore', '/dev/vda', '/dev/sda'):\n    held(lambda: open(name, 'rb').read(1))", rf"({NONE}\n){{6}}"),
