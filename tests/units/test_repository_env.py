@@ -29,7 +29,7 @@ from rondel.core.repository_files import RepositoryFile
 from rondel.core.sandbox_types import CommandResult
 from rondel.core.types import Task
 from rondel.generate.envs.episode import EpisodeState
-from rondel.generate.envs.repository.grading import grade, reward_in, split_changes
+from rondel.generate.envs.repository.grader import grade, reward_in, split_changes
 from rondel.generate.envs.repository.reader import load_task
 from rondel.generate.envs.repository.self_check import check_in_boxes
 from rondel.generate.envs.repository.workspace import command_text, open_workspace, stable_text

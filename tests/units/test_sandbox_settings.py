@@ -30,7 +30,7 @@ from rondel.runtime.sandbox.box import SUBSTRATES, Sandbox
 from rondel.runtime.sandbox.image_store import root_of
 from rondel.runtime.sandbox.recipe import describe, sandbox_of
 from rondel.runtime.sandbox.snapshot import snapshot
-from rondel.runtime.sandbox.waiting import WaitingBoxes
+from rondel.runtime.sandbox.warm_pool import WaitingBoxes
 from rondel.runtime.telemetry.card import box_rows
 from rondel.runtime.telemetry.metrics import add_boxes
 from rondel.score import build_reward, code_sandboxes

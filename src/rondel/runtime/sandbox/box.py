@@ -39,7 +39,7 @@ from rondel.runtime.sandbox.oci_runtime import make_gvisor, make_oci_container
 from rondel.runtime.sandbox.probe import find_isolation
 from rondel.runtime.sandbox.remote_box import make_remote_box
 from rondel.runtime.sandbox.snapshot import box_copy
-from rondel.runtime.sandbox.waiting import WaitingBoxes
+from rondel.runtime.sandbox.warm_pool import WaitingBoxes
 
 STANDARD = Limits()
 

@@ -17,7 +17,7 @@ from rondel.core.errors import DataError, EnvError
 from rondel.core.protocols import SandboxFactory
 from rondel.core.types import Score, Task, Trajectory
 from rondel.generate.envs.repository.box_agent import agent_variables, run_agent
-from rondel.generate.envs.repository.grading import Changes, grade, known_sums
+from rondel.generate.envs.repository.grader import Changes, grade, known_sums
 from rondel.generate.envs.repository.reader import load_task
 from rondel.generate.envs.repository.task import RepositoryTask
 from rondel.generate.envs.repository.tools import RepositoryTools

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rondel.core.errors import RondelError, error_text
 from rondel.core.protocols import SandboxFactory
 from rondel.core.types import Score
-from rondel.generate.envs.repository.grading import Changes, grade, known_sums
+from rondel.generate.envs.repository.grader import Changes, grade, known_sums
 from rondel.generate.envs.repository.task import RepositoryTask
 from rondel.generate.envs.repository.workspace import command_text, open_workspace
 

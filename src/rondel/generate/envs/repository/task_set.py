@@ -13,9 +13,9 @@ from rondel.core.errors import DataError, SandboxError
 from rondel.core.protocols import SandboxFactory
 from rondel.core.repository_files import Tree
 from rondel.generate.envs.repository.catalogue import SourcePackage
-from rondel.generate.envs.repository.generated import FoundBug, find_bugs, make_task, package_files, write_task
 from rondel.generate.envs.repository.sdists import sdist_of
 from rondel.generate.envs.repository.self_check import check_in_boxes
+from rondel.generate.envs.repository.task_generator import FoundBug, find_bugs, make_task, package_files, write_task
 from rondel.generate.envs.repository.tree import read_tree, tree_digest
 
 INDEX = "tasks.json"

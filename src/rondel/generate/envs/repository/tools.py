@@ -8,7 +8,7 @@ from typing import Any
 
 from rondel.core.errors import BoxError, EnvError, SandboxError
 from rondel.core.sandbox_types import BoxFileError, CommandResult
-from rondel.generate.envs.repository.grading import Changes, known_sums
+from rondel.generate.envs.repository.grader import Changes, known_sums
 from rondel.generate.envs.repository.task import RepositoryTask
 from rondel.generate.envs.repository.workspace import Workspace, command_text, shell_word
 
