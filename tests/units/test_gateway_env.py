@@ -21,7 +21,9 @@ from kits.chat import chat
 from kits.gateway import AGAIN, ASK, TASK, Policy, play, recorded, runs, tok
 from rondel.core.errors import ConfigError, EngineError, EnvError
 from rondel.core.events import Warned, subscribe
-from rondel.core.types import Score
+from rondel.core.types import OutOfBudget, Score
+from rondel.generate.envs.episode import EpisodeState, episode_of
+from rondel.generate.envs.episode_budget import EpisodeBudget
 from rondel.generate.envs.gateway.agent import agent_of, command_agent, function_agent, score_of
 from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.gateway.session import GatewaySession
@@ -68,6 +70,35 @@ def test_an_agent_that_raises_or_hangs_or_says_nothing_is_a_fault_of_the_world()
     for agent in (hangs, stands):
         with pytest.raises(EnvError, match=r"did not end within 0.05 s \(task.env.timeout\)"):
             play(agent, Policy("seven."), timeout=0.05)
+
+
+def test_an_agent_that_outlives_the_episodes_seconds_is_ended_and_scored():
+    heard = []
+
+    async def slow(task, base_url, api_key):
+        try:
+            heard.append(await asyncio.to_thread(speak, base_url, api_key))
+            await asyncio.sleep(60)
+        finally:
+            heard.append("ended")
+
+    policy, state = Policy("seven."), EpisodeState(EpisodeBudget(seconds=5.0))
+    talk = chat(tok(), policy, episode=state)
+
+    async def episode():
+        return await state.finish(await episode_of(Gateway(function_agent(slow)), TASK, talk))
+
+    [one] = asyncio.run(asyncio.wait_for(episode(), 60))
+    assert heard == ["seven.", "ended"] and one.outcome == OutOfBudget("seconds") and one.score is None
+    recorded(one, policy)
+
+    silent = chat(tok(), Policy(), episode=EpisodeState(EpisodeBudget(seconds=0.05)))
+    with pytest.raises(EnvError, match="without an answer of the policy"):  # what the run rescues, as out of budget
+        asyncio.run(Gateway(function_agent(lambda **_: threading.Event().wait(60))).run(TASK, silent))
+    assert silent.episode.is_out_of_budget
+    with pytest.raises(EnvError, match=r"did not end within 0.05 s \(task.env.timeout\)"):
+        patient = chat(tok(), Policy(), episode=EpisodeState(EpisodeBudget(seconds=60.0)))
+        asyncio.run(Gateway(function_agent(lambda **_: threading.Event().wait(60)), timeout=0.05).run(TASK, patient))
 
 
 def test_what_the_engine_does_wrong_is_not_put_on_the_agent():

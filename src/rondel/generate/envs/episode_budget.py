@@ -32,14 +32,19 @@ class EpisodeBudget:
     _refused: int = 0
     _began: float | None = None
 
+    def begin(self, now: float | None = None) -> float:
+        """When the episode's seconds began: now, if nobody asked before."""
+        if self._began is None:
+            self._began = self.clock() if now is None else now
+        return self._began
+
     def has_room(self) -> bool:
         """Before a reply: whether there may be one. EnvError where it has been asked too often after the end."""
         now = self.clock()
-        self._began = now if self._began is None else self._began
         used = {
             "tokens": (self.used_tokens, self.tokens),
             "turns": (self.used_turns, self.turns),
-            "seconds": (now - self._began, self.seconds),
+            "seconds": (now - self.begin(now), self.seconds),
             "cost": (self.used_cost, self.cost),
         }
         self.over = self.over or next((name for name, (n, most) in used.items() if most is not None and n >= most), "")

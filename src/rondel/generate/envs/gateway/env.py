@@ -20,7 +20,11 @@ from rondel.generate.template import Messages, Schemas
 
 
 class Gateway:
-    """`Gateway(agent_of("my_agent:solve"), timeout=600)`; `timeout` is the seconds of one episode."""
+    """`Gateway(agent_of("my_agent:solve"), timeout=600)`; `timeout` is the seconds of one episode.
+
+    An agent that outlives its timeout is a fault; one that outlives the seconds of the episode's budget is ended, and
+    what it had the policy write is scored as any episode is whose budget is used up.
+    """
 
     turns = 1 << 20  # who knows: room is planned for conversations as long as the context
 
@@ -45,12 +49,18 @@ class Gateway:
         the score if the agent says one.
         """
         session, failed, returned = GatewaySession(chat), None, None
+        budget = chat.episode.budget
+        if budget is not None:
+            budget.begin()
+        left = None if budget is None else budget.seconds_left()
         async with self.listening.serve_session(session) as (url, key):
             try:
-                async with asyncio.timeout(self.timeout) as limit:
+                async with asyncio.timeout(self.timeout if left is None else min(left, self.timeout)) as limit:
                     with unwrap_exception_group():
                         returned = await self.agent(task, url, key)
             except TimeoutError as error:
+                if budget is not None and left is not None and left < self.timeout and limit.expired():
+                    budget.over = budget.over or "seconds"
                 reason = (
                     f"did not end within {self.timeout:g} s (task.env.timeout)"
                     if limit.expired()
@@ -64,7 +74,8 @@ class Gateway:
                 failed.__cause__ = error
         if session.fault is not None:
             raise session.fault
-        if failed is not None and not session.full:  # out of context an agent may well fail: that is the policy's doing
+        ended = session.full or chat.episode.is_out_of_budget  # an agent may well fail then: that is the policy's doing
+        if failed is not None and not ended:
             raise failed
         found = session.forest.leaf_trajectories()
         if not found:
