@@ -4,7 +4,8 @@ chunking and cache state, and in the trainer.
 What must not depend on the batch is the order of every sum:
 
     linear layers      models/linear.py: oneDNN's rows do not depend on each other (bf16: in blocks of 64)
-    norms, activations row by row, in torch as they are; short convolutions tap by tap
+    norms              row by row, in torch as they are; short convolutions tap by tap
+    activations        models/elementwise.py: every number is part of a whole vector
     attention          here: each query over its context from the first token on, in blocks of BLOCK
                        keys; scores and weighted values are one small product a block, blocks are
                        added in order, and blocks that
@@ -28,6 +29,7 @@ from torch import Tensor
 from rondel.algos.exponent import select_logprobs
 from rondel.core.errors import ConfigError
 from rondel.models.cache_pools import PoolSlots
+from rondel.models.elementwise import fill_activations
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.paged_layout import PagedLayout
 from rondel.models.recurrent.layout import SegmentStates, SlotStates
@@ -224,6 +226,7 @@ def align_numerics(loaded: LoadedModel) -> None:
             f"into chunks (short convolutions alone do not); use numerics = 'fast'",
             page="docs/train.md#precision",
         )
+    fill_activations(loaded.model)
     loaded.aligned, loaded.align = True, aligned_layout
     loaded.head.aligned = True
     with loaded.randomized_adapter():

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rondel.core.transitions import EXTRA
 from rondel.models.control.distribution import LOG_2PI
+from rondel.models.elementwise import sigmoid, softplus
 from rondel.models.noise import draw_normal
 from rondel.models.packed_steps import PackedSteps
 from rondel.models.step_head import StepHead
@@ -152,7 +153,7 @@ class WorldHead(StepHead):
         apart = ((mean - centre)[..., :size] / spread)[..., moved]
         errors = [
             (target[:, -1] - centre[:, 0, -1]).square().mean().sqrt(),
-            (drawn[:, -1] - torch.sigmoid(logit).mean(1)).square().mean() / drawn[:, -1].var(unbiased=False),
+            (drawn[:, -1] - sigmoid(logit).mean(1)).square().mean() / drawn[:, -1].var(unbiased=False),
             inside.float().mean(),
             apart.square().mean().sqrt(),
             *self._open_loop(given, horizon),
@@ -207,5 +208,5 @@ def density_of(drawn: Tensor, mean: Tensor, log_std: Tensor, logit: Tensor) -> T
 
 def entropy_of(log_std: Tensor, logit: Tensor) -> Tensor:
     """[M, E, O + 1], [M, E] -> [M], of change, reward and end, a member's on average."""
-    end = F.softplus(logit) - logit * torch.sigmoid(logit)
+    end = softplus(logit) - logit * sigmoid(logit)
     return ((log_std + 0.5 * (LOG_2PI + 1)).sum(-1) + end).mean(1)

@@ -10,9 +10,9 @@ M samples · D numbers of a point · P patches of N numbers each, P·N = D · W 
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rondel.models.elementwise import silu
 from rondel.models.flow.dit_block import DitBlock, modulated_norm
 from rondel.models.flow.token_share import TokenShare
 from rondel.models.flow.transition import sinusoidal
@@ -66,7 +66,7 @@ class PatchTransformer(VelocityModel):
         self, patches: Tensor, sigma: Tensor, condition: Tensor, share: TokenShare | None = None
     ) -> Tensor:
         """[M, P, N], [M], [M, W] -> [M, P, N]; with a `share`, of this rank's patches and for them."""
-        steer = F.silu(self.level(sinusoidal(sigma, self.config.frequencies)) + condition)
+        steer = silu(self.level(sinusoidal(sigma, self.config.frequencies)) + condition)
         hidden, turns = self.enter(patches), self.turns()
         if self.places is not None:
             hidden = hidden + (self.places.weight if share is None else share.own(self.places.weight[None]))

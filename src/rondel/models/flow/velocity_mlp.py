@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
+from rondel.models.elementwise import silu
 from rondel.models.flow.kinds import FLOW_MLP
 from rondel.models.flow.transition import sinusoidal
 from rondel.models.flow.velocity_model import VelocityConfig, VelocityModel
@@ -40,8 +40,8 @@ class FlowMlp(VelocityModel):
         level = sinusoidal(sigma, self.config.frequencies)
         hidden = self.enter(torch.cat([x, level], 1)) + condition
         for layer in self.layers:
-            hidden = hidden + layer(F.silu(hidden))
-        velocity: Tensor = self.leave(F.silu(hidden))
+            hidden = hidden + layer(silu(hidden))
+        velocity: Tensor = self.leave(silu(hidden))
         return velocity
 
 
