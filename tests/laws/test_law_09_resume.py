@@ -197,26 +197,37 @@ def test_the_whole_process_group_may_be_asked(tmp_path, cluster):
 
 
 COSINE = {"trainer__schedule": "cosine", "trainer__optimizer__warmup_steps": 3, "loop__updates_per_step": 2}
-OTHERS = {
-    "rloo with KL, two updates, cosine, bfloat16": {
-        "algo__kind": "rloo",
-        "algo__kl": {"coef": 0.05},
-        "loop__warmup__steps": 0,
-        "model__dtype": "bfloat16",
-        **COSINE,
-    },
-    "two updates, cosine over both phases": COSINE,
+STEP_BY_STEP = {"kind": "process", "scorer": "kits.step_scorers:by_length", "separator": "e", "pipelined": True}
+OTHERS = {  # the recipe, and when it is killed
+    "rloo with KL, two updates, cosine, bfloat16": (
+        {
+            "algo__kind": "rloo",
+            "algo__kl": {"coef": 0.05},
+            "loop__warmup__steps": 0,
+            "model__dtype": "bfloat16",
+            **COSINE,
+        },
+        ("StepDone", 3),
+    ),
+    "two updates, cosine over both phases": (COSINE, ("StepDone", 3)),
+    "steps valued while they are written, killed among them": (
+        {"task__reward": STEP_BY_STEP, "loop__warmup__steps": 0, "engine__sampling": {"max_tokens": 24}, **ALIGNED},
+        ("GroupFinished", 4 + 2),
+    ),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", covering(OTHERS, list(OTHERS)[:1]))
+@pytest.mark.parametrize("name", covering(OTHERS, [*OTHERS][::2]))
 def test_other_recipes_resume_to_the_same_bits(tmp_path, name):
-    """A reference, several updates a step with a schedule, masters behind a bf16 copy."""
-    run(tmp_path / "whole", **OTHERS[name])
-    assert run_and_die(tmp_path / "run", ("StepDone", 3), **OTHERS[name]) == -9
-    run(tmp_path / "run", **OTHERS[name])
+    """A reference, several updates a step with a schedule, masters behind a bf16 copy; a pipelined process reward."""
+    recipe, moment = OTHERS[name]
+    run(tmp_path / "whole", **recipe)
+    assert run_and_die(tmp_path / "run", moment, **recipe) == -9
+    run(tmp_path / "run", **recipe)
     same_run(tmp_path / "run", tmp_path / "whole")
+    told = [event["counts"].get("process_steps", 0) for event in events(tmp_path / "run", "RewardCounts")]
+    assert any(told) == ("task__reward" in recipe)
 
 
 @pytest.mark.slow
