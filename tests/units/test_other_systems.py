@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from rondel.cli import PAGES, VERBS, main
-from rondel.core.errors import ConfigError, SyncError
+from rondel.core.config.job import Job
+from rondel.core.errors import SECTIONS, ConfigError, SyncError
 from rondel.core.registry import EXPLAINED
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +115,12 @@ def test_an_error_names_the_page_that_knows_more(capsys, tmp_path):
     """Below its own line, also as the cause of a group, and after a way through another process; most name none."""
     recipe = tmp_path / "run.toml"
     recipe.write_text('[model]\npath = "x"\nfoo = 1\n')
-    for words, page in ((["explain", str(recipe)], "docs/recipe.md"), (["card", str(tmp_path / "no")], "")):
+    key = ["explain", "recipes/tiny.toml", "--loop.groups_per_step=0"]
+    for words, page in (
+        (["explain", str(recipe)], "docs/recipe.md"),
+        (key, "docs/recipe.md#loop"),
+        (["card", str(tmp_path / "no")], ""),
+    ):
         with pytest.raises(SystemExit):
             main(words)
         line, *more = capsys.readouterr().err.splitlines()
@@ -122,6 +128,15 @@ def test_an_error_names_the_page_that_knows_more(capsys, tmp_path):
     sent = pickle.loads(pickle.dumps(ConfigError("no such mesh", page="docs/place.md#mesh")))
     assert (str(sent), sent.page, ConfigError("x").page) == ("no such mesh", "docs/place.md#mesh", "")
     assert pickle.loads(pickle.dumps(SyncError("lost"))).page == "docs/sync.md"
+    assert ConfigError("with engine.numerics = 'aligned' place.mesh has to be 1").page == "docs/recipe.md#engine"
+    assert pickle.loads(pickle.dumps(ConfigError("place.mesh", page="docs/place.md"))).page == "docs/place.md"
+    for text in ("cannot read runs/run.toml", "module 'my.model.py' is none", "'loop.py' is a file"):
+        assert ConfigError(text).page == "", text
+
+
+def test_every_section_has_its_part_of_the_page():
+    titles = re.findall(r"^## (\w+)$", (ROOT / "docs/recipe.md").read_text(), re.M)
+    assert set(SECTIONS) == set(Job.model_fields) <= set(titles)
 
 
 def test_doctor_tells_the_version():

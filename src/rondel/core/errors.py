@@ -28,24 +28,42 @@ class UserError(RondelError, ValueError):
     """Something in the recipe, the data or the call: text = the value, the rule, the remedy."""
 
 
+SECTIONS = ("model", "task", "algo", "loop", "engine", "trainer", "place", "sync", "policies", "run")
+_KEY = re.compile(rf"(?<![\w./'\"-])({'|'.join(SECTIONS)})\.[a-z]\w*")  # of a recipe, and no file or module
+
+
 class ConfigError(UserError):
-    """A recipe that cannot mean what it says."""
+    """A recipe that cannot mean what it says. Its page is the section of the first key that it names, unless it names
+    another page.
+    """
+
+    def __init__(self, *words: object, page: str = "") -> None:
+        named = _KEY.search(str(words[0])) if words else None
+        super().__init__(*words, page=page or (f"docs/recipe.md#{named[1]}" if named else ""))
 
 
 class DataError(UserError):
     """Tasks that cannot be read."""
 
+    page = "docs/generate.md#tasks"
+
 
 class ModelError(UserError):
     """A model that cannot be loaded, or that the attention of this house cannot carry."""
+
+    page = "docs/families.md"
 
 
 class RewardError(RondelError):
     """A reward broke: becomes `Failed`, is counted, and is never the number 0."""
 
+    page = "docs/score.md#what-broke-is-not-a-0"
+
 
 class EnvError(RondelError):
     """An environment broke: becomes `EnvFault`."""
+
+    page = "docs/generate.md#environments"
 
 
 class TemplateError(EnvError):
@@ -69,6 +87,8 @@ class UnknownOutcome(SandboxError):
 class EngineError(RondelError):
     """The engine refused or could not serve."""
 
+    page = "docs/generate.md#the-engine"
+
 
 class SyncError(RondelError):
     """A weight update did not arrive whole."""
@@ -79,9 +99,13 @@ class SyncError(RondelError):
 class TrainError(RondelError):
     """The trainer could not step; the batch is dumped for `rondel replay`."""
 
+    page = "docs/runs.md#the-same-run-again"
+
 
 class CheckpointError(RondelError):
     """A checkpoint that cannot be written or read."""
+
+    page = "docs/runs.md#the-folder"
 
 
 class WorkerError(RondelError):

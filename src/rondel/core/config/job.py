@@ -158,7 +158,9 @@ class Job(ConfigSection):
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
-            raise ConfigError(f"{source}: {'; '.join(explain_faults(error, cls))}", page="docs/recipe.md") from error
+            faults = ConfigError(f"{source}: {'; '.join(explain_faults(error, cls))}")
+            faults.page = faults.page or "docs/recipe.md"
+            raise faults from error
 
     def to_dict(self) -> dict[str, Any]:
         """Every final value, as plain data."""
