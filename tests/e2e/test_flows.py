@@ -85,6 +85,24 @@ def test_every_second_step_is_trained(tmp_path):
     assert done["metrics"]["train/tokens"] == 4 * 4 * 3 and done["metrics"]["train/gap_max"] < 1e-6
 
 
+@pytest.mark.slow
+def test_the_chains_of_a_group_begin_with_one_noise(tmp_path):
+    """`shared_noise`: no two groups have the same; a killed run ends with the same bits (law 9)."""
+    how = {"task__env": {"kind": "flow", "shared_noise": True}, "loop__steps": 3, "loop__warmup__steps": 0}
+    run(tmp_path / "whole", recipe=FLOW, **how)
+    begins = {}
+    for step in store.stored_steps(tmp_path / "whole"):
+        for group in store.groups_of(store.read_step(tmp_path / "whole", step)):
+            firsts = {t.steps.x[0].tobytes() for t in group.trajectories}
+            assert len(firsts) == 1 and len({t.steps.drawn[-1].tobytes() for t in group.trajectories}) == 4
+            begins[group.id] = firsts.pop()
+    assert len(begins) == 12 and len(set(begins.values())) == 12
+    assert run_and_die(tmp_path / "cut", ("StepDone", 2), recipe=FLOW, **how) == -9
+    run(tmp_path / "cut", recipe=FLOW, **how)
+    ours, theirs = final(tmp_path / "cut"), final(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_its_recipe_is_checked_and_its_points_are_shown(folder, tmp_path):
     found = {f.what: f for f in check_recipe(tiny(tmp_path, recipe=FLOW))}
     assert all(f.ok for f in found.values()), found

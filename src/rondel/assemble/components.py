@@ -291,7 +291,7 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
         model = None if own.model is None else Imagination(**own.model.model_dump())
         return Control(turns=own.turns, model=model)
     if found is Flow:
-        return Flow(points=own.points, every=own.every, system=system)
+        return Flow(points=own.points, every=own.every, shared_noise=own.shared_noise, system=system)
     if found is Search:
         settings = own.model_dump()
         return Search(open_corpus(settings.pop("corpus")), **settings, system=system)
