@@ -72,6 +72,31 @@ def test_density_gradient_and_entropy_against_torch():
     assert all(torch.allclose(a, p.grad, rtol=0, atol=1e-10) for a, p in zip(mine, loaded.model.parameters()))
 
 
+def test_the_kl_of_a_step_is_that_of_torch_and_the_mean_of_its_estimate():
+    """In float64: KL and gradient against torch.distributions, and E[log pi - log pi_ref] over points that pi draws."""
+    torch.manual_seed(0)
+    loaded, reference = flow(dim=3), flow(seed=1, dim=3)
+    loaded.model.double()
+    reference.model.double()
+    rows = torch.randn(6, 10, dtype=torch.float64)
+    rows[:, 6], rows[:, 9] = torch.rand(6), torch.rand(6) + 0.3
+    steps = PackedSteps.of([rows.numpy()], [[1, 2, 3]], "cpu")
+    with torch.no_grad():
+        means = reference.head.step_means(steps)
+    density, spread, ours = loaded.head.evaluate_with_reference(steps, means)
+    plain = loaded.head.evaluate_steps(steps)
+    assert torch.equal(density, plain[0]) and torch.equal(spread, plain[1])
+    std = rows[:, 9:]
+    own = torch.distributions.Normal(loaded.head.step_means(steps), std)
+    theirs = torch.distributions.kl_divergence(own, torch.distributions.Normal(means, std)).mean(1)
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-10) and ours.min() > 1e-3
+    grads = [torch.autograd.grad(kl.sum(), list(loaded.model.parameters()), allow_unused=True) for kl in (ours, theirs)]
+    assert all(a is None is b or torch.allclose(a, b, rtol=0, atol=1e-10) for a, b in zip(*grads, strict=True))
+    drawn = own.sample((20_000,)).detach()
+    estimate = (own.log_prob(drawn) - torch.distributions.Normal(means, std).log_prob(drawn)).mean((0, 2))
+    assert torch.allclose(estimate, ours, rtol=0.05, atol=0.01)
+
+
 def test_a_chain_is_the_same_alone_and_in_company():
     async def draw(n, **how):
         e = engine(**how)

@@ -1,6 +1,7 @@
 """What is their own in the rows of flows, in closed form; tests/kits/algos_oracle.py has every row token by token."""
 
 import asyncio
+import copy
 import math
 from collections import deque
 from dataclasses import replace
@@ -11,11 +12,13 @@ import torch
 
 from kits.algos import scored, tensor, tokens
 from kits.flows import flow, flown_groups
-from kits.train import trainer
+from kits.train import gradient, trainer
 from rondel.algos.prompt_norm import PromptNorm
 from rondel.algos.table import DDPO, DDRL, FLOW_GRPO, GRPO, resolve_algorithm
 from rondel.core.errors import ConfigError
 from rondel.core.types import Group, Score, Task
+from rondel.models.flow.flow_head import FlowHead
+from rondel.models.packed_steps import PackedSteps
 from rondel.train.checkpoint import load_trainer, save_trainer
 from rondel.train.pack import batch_of
 
@@ -88,6 +91,34 @@ def replace_group(group, number, prompt, random):
     return Group(number, Task(prompt, "flow", {}), group.trajectories[:3], 0)
 
 
+def test_the_closed_form_is_the_term_of_a_row():
+    """The loss of a step without signal is coef·KL alone: its value and its gradient by autograd, when the policy has
+    moved; before that both are 0."""
+    row = resolve_algorithm({"kind": "flow_grpo", "kl": {"kind": "closed_form", "coef": 0.3}})
+    assert row.needs == {"advantages", "ref_means"} and row.kl.idle.keys() >= {"through", "clamp"}
+    groups = flown_groups()
+    for group in groups:
+        for t in group.trajectories:
+            t.score = Score(1.0)
+    ours = trainer(flow(), row, lr=1e-2)
+    stats = asyncio.run(ours.step(batch_of(groups), row))
+    assert stats.metrics["train/kl_ref"] == 0.0 == stats.metrics["train/grad_norm"]
+    with torch.no_grad():
+        ours.loaded.model.leave.weight.mul_(1.3)
+    moved, batch = copy.deepcopy(ours.loaded.model), batch_of(groups)
+    found = gradient(ours, batch, row)
+    prompts = [list(s.tokens[: s.prompt_length]) for s in batch.samples]
+    steps = PackedSteps.of([s.steps.rows for s in batch.samples], prompts, "cpu")
+    with torch.no_grad():
+        means = flow().head.step_means(steps)
+    head = FlowHead(moved)
+    kl = ((head.step_means(steps) - means) ** 2 / (2 * steps.rows[:, -1:] ** 2)).mean(1)
+    lengths = [len(s.trainable) for s in batch.samples]
+    loss = 0.3 * torch.stack([own.mean() for own in kl.split(lengths)]).mean()
+    wanted = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(moved.parameters()))]).double()
+    assert float(kl.mean()) > 1e-4 and float((found - wanted).norm()) <= 1e-5 * float(wanted.norm())
+
+
 def test_ddpo_without_a_window_whitens_the_step():
     rewards = tensor(0.0, 3.0, 1.0, 5.0, -2.0)
     found = PromptNorm(window=0, eps=1e-8)(scored(rewards, torch.tensor([4, 4, 1, 1, 1])))
@@ -108,6 +139,13 @@ def test_ddpo_without_a_window_whitens_the_step():
             PromptNorm(**knobs)
     with pytest.raises(ConfigError, match="window is 0"):
         resolve_algorithm({"kind": "ddpo", "advantage": {"window": 0, "least": 3}})
+    for knobs, why in (
+        ({"where": "reward"}, "with where"),
+        ({"target": 1.0}, "with target"),
+        ({"through": "k2"}, "estimates nothing"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            resolve_algorithm({"kind": "flow_grpo", "kl": {"kind": "closed_form", "coef": 0.1, **knobs}})
 
 
 def test_both_are_grpo_but_for_that():

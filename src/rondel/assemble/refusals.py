@@ -522,7 +522,7 @@ def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
 
 
 def _check_reference(job: Job, row: Algorithm) -> None:
-    if job.loop.warmup.steps and "ref_logprobs" in row.needs:
+    if job.loop.warmup.steps and row.needs & {"ref_logprobs", "ref_means"}:
         asks = "algo.kl.coef" if row.kl.coef else f"algo.kind = '{row.name}'"
         raise ConfigError(
             f"{asks} with loop.warmup: the reference would be the model before its supervised phase. Run the warmup "

@@ -36,7 +36,13 @@ Rules = list[tuple[bool, str]]
 def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     """ConfigError where model.path is a flow and the rest of the recipe is not, or the other way round."""
     kind = job.task.env_kind
+    closed = any("ref_means" in row.needs for row in rows.all_rows)
     if not is_flow(job.model.path):
+        if closed:
+            raise ConfigError(
+                'algo.kl.kind = "closed_form" is of the Gaussian steps of a flow, and model.path is none: use k1, k2 or k3',
+                page="docs/flows.md",
+            )
         if kind == "flow":
             raise ConfigError(
                 f'task.env = "flow" with model.path = {job.model.path!r}, which writes tokens: take a flow, '
@@ -49,6 +55,10 @@ def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         (
             job.place.mesh.cp == 1 or model_type_of(job.model.path) != FLOW_MLP,
             f"place.mesh has cp = {job.place.mesh.cp}: a {FLOW_MLP} has no tokens that ranks could share; leave cp out",
+        ),
+        (
+            job.place.mesh.cp == 1 or not closed,
+            'algo.kl.kind = "closed_form" compares whole points, which the ranks of cp cut up: use k3, or leave cp out',
         ),
     ]
     refuse_first(rules, "model.path is a flow", sampling, POINTS, "docs/flows.md")
