@@ -59,8 +59,7 @@ class Kl(Component):
     passes too (arXiv:2512.02556): value and
     gradient are then right for k1 and k3, whoever drew the tokens.
 
-    kind        the estimator: k1, k2 or k3; or closed_form, for the steps of a flow: the KL itself, mean over the
-                dimensions of (mu - mu_ref)²/(2·std²) (arXiv:2505.05470)
+    kind        the estimator: k1, k2 or k3; closed_form: the KL itself, of the steps of a flow (arXiv:2505.05470)
     coef        its weight; 0 leaves the reference out
     where       loss, reward or advantage
     through     own, or k2: where the gradient comes from
