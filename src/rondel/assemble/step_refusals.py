@@ -169,7 +169,7 @@ def refuse_world_model(job: Job, rows: AlgorithmRows) -> None:
             f"algo.kind = '{rows.main.name}' has no critic, without which an episode that is cut off after a few steps "
             "is worth what it earned in them: use ppo",
         ),
-        (not job.loop.replays, "loop.replays brings back whole groups: use task.env.model.memory"),
+        (not job.loop.replays.groups, "loop.replays brings back whole groups: use task.env.model.memory"),
         (
             job.engine.sampling.temperature == 1.0,
             "a model is learned at temperature 1: leave engine.sampling.temperature out",
