@@ -49,7 +49,7 @@ def test_each_comes_back_once_and_within_its_bound(p, s, n, lag):
     assert len(seen) == len(set(seen)) and seen, "each at most once"
     room = sum(any(min(s, step - 1) - (step - 1 - g.born) > 0 for g in groups) for step, groups in steps_of(p, s, 40))
     assert len(seen) <= n * 40 and (p < 16 or len(seen) >= 0.3 * n * room)
-    assert lag == s or max(ages) == lag and sum(age > s for age in ages) > len(ages) / 3
+    assert lag == s or (max(ages) == lag and sum(age > s for age in ages) > len(ages) / 3)
 
 
 def test_whoever_comes_later_draws_the_same():
