@@ -239,7 +239,10 @@ def refusals_of_steps(
         ),
         (not job.engine.compile, "engine.compile compiles the pass of one more token: leave it out"),
         (job.engine.speculative.kind == "off", "engine.speculative guesses the next tokens: leave it out"),
-        (job.engine.concurrency == "fixed", 'engine.concurrency = "auto" watches a cache, and there is none'),
+        (
+            job.engine.concurrency == "fixed",
+            'engine.concurrency = "auto" watches the pages of a cache, and there are none',
+        ),
         (job.model.adapter.kind == "off", "model.adapter is not carried over: leave it out"),
         (job.model.format == "none", "model.format is not carried over: leave it out"),
         (others or not job.policies, "policies are not carried over: leave them out"),
@@ -250,7 +253,10 @@ def refusals_of_steps(
         ),
         (job.place.engine_processes == 1, "an engine of several processes splits a model with a cache: use one"),
         (not job.run.record, "run.record replays caches of tokens: leave it out"),
-        (not job.trainer.memory.offload, "trainer.memory.offload makes room for a cache, and there is none"),
+        (
+            not job.trainer.memory.offload,
+            "trainer.memory.offload makes room for the pages of a cache, and there are none",
+        ),
     ]
     odd = {need: told for need, told in NEXT_TOKEN.items() if not (has_critic and need == "values")}
     for row in rows.all_rows:
