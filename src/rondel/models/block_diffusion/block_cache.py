@@ -120,11 +120,11 @@ class CachedPass:
                     row.append((tokens, position))
                 position += len(tokens)
         states = []
-        for own, chain in zip(asked, chains, strict=True):
-            shown = own.state[own.state != ABSENT]
+        for wanted, chain in zip(asked, chains, strict=True):
+            shown = wanted.state[wanted.state != ABSENT]
             states.append(at - first)
             place(len(shown), chain[-1][0], causal=False)
-            row.append((shown, len(own.prompt) + len(own.whole)))
+            row.append((shown, len(wanted.prompt) + len(wanted.whole)))
         packed = PackedLayout(segments, device, own=range(len(known), len(segments)))
         return cls(
             torch.from_numpy(np.concatenate([tokens for tokens, _ in row])).long().to(device),

@@ -6,13 +6,13 @@ It is a model of transformers like any other: `config.json` and safetensors, sav
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from rondel.models.control.kinds import CHUNK, FLOW_POLICY
 from rondel.models.control.observation_mlp import ObservationConfig, ObservationMlp
 from rondel.models.flow.transition import sinusoidal
+from rondel.models.row_functions import row_silu
 
 
 class FlowPolicyConfig(ObservationConfig):
@@ -54,8 +54,8 @@ class FlowPolicy(ObservationMlp):
         level = sinusoidal(sigma, self.config.frequencies).expand(len(x), -1, -1)
         hidden = self.enter(torch.cat([x, level], 2)) + states[:, None]
         for layer in self.mix:
-            hidden = hidden + layer(F.silu(hidden))
-        chunk: Tensor = self.act(F.silu(hidden))
+            hidden = hidden + layer(row_silu(hidden))
+        chunk: Tensor = self.act(row_silu(hidden))
         return (x - chunk) / sigma[:, None]
 
 

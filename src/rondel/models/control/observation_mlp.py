@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rondel.models.row_functions import by_rows
+
 
 class ObservationConfig(PreTrainedConfig):
     """observation_size: O. action_size: A numbers of an action, or where `discrete` of how many actions one is chosen.
@@ -65,5 +67,5 @@ class ObservationMlp(PreTrainedModel):
         """[M, O] -> states [M, W]"""
         hidden = observation
         for layer in self.layers:
-            hidden = layer(hidden).tanh()
+            hidden = by_rows(torch.tanh, layer(hidden))
         return hidden

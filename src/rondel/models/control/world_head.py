@@ -22,6 +22,7 @@ from rondel.core.transitions import EXTRA
 from rondel.models.control.distribution import LOG_2PI
 from rondel.models.noise import draw_normal
 from rondel.models.packed_steps import PackedSteps
+from rondel.models.row_functions import by_rows
 from rondel.models.step_head import StepHead
 
 PROBE_KEY = 20261128  # of the transitions in which both sides of a weight update score a prompt
@@ -116,7 +117,7 @@ class WorldHead(StepHead):
         asked = torch.from_numpy(given).to(device)
         mean, log_std = self.predict(asked)
         rows, member = np.arange(len(given)), np.minimum((uniform[:, 0] * members).astype(np.int64), members - 1)
-        means, stds = (t.cpu().numpy()[rows, member] for t in (mean, log_std.exp()))
+        means, stds = (t.cpu().numpy()[rows, member] for t in (mean, by_rows(torch.exp, log_std)))
         follows = (means + stds * normal).astype(np.float32)
         logit = self.end_logits(asked, torch.from_numpy(follows[:, None, :-1]).to(device))
         ended = uniform[:, 1] < 1 / (1 + np.exp(-logit.double().cpu().numpy()[rows, member]))
@@ -197,12 +198,17 @@ class WorldHead(StepHead):
 
 def density_of(drawn: Tensor, mean: Tensor, log_std: Tensor, logit: Tensor) -> Tensor:
     """[M, O + 3], [M, E, O + 1], [M, E, O + 1], [M, E] -> [M], as the top of this file has it."""
-    z = (drawn[:, None, 1:-1] - mean) * (-log_std).exp()
+    z = (drawn[:, None, 1:-1] - mean) * by_rows(torch.exp, -log_std)
     each = -(0.5 * z * z + log_std + 0.5 * LOG_2PI).sum(-1)
-    each = each - F.binary_cross_entropy_with_logits(logit, drawn[:, -1:].expand_as(logit), reduction="none")
+    each = each - by_rows(end_cost, logit, drawn[:, -1:].expand_as(logit))
     member, n = drawn[:, 0].long(), each.shape[1]
     own = each.gather(1, member.clamp_min(0)[:, None])[:, 0] - math.log(n)
     return torch.where(member < 0, each.mean(1), own)
+
+
+def end_cost(logit: Tensor, ended: Tensor) -> Tensor:
+    """-log Bernoulli(ended; sigmoid(logit)), number by number."""
+    return F.binary_cross_entropy_with_logits(logit, ended, reduction="none")
 
 
 def entropy_of(log_std: Tensor, logit: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from rondel.models.control.kinds import MLP_WORLD
+from rondel.models.row_functions import by_rows, row_silu
 
 WIDTH = 16  # a multiple of which its outputs are: elementwise functions then give a row the same bits in every batch
 
@@ -121,14 +122,14 @@ class WorldMember(nn.Module):
         """[M, O + A] -> ([M, P], [M, P])"""
         hidden = inputs
         for layer in self.layers:
-            hidden = F.silu(layer(hidden))
+            hidden = row_silu(layer(hidden))
         return self.mean(hidden), bounded(self.log_std(hidden))
 
     def end_logit(self, after: Tensor) -> Tensor:
         """[M, O] -> [M]"""
         hidden = after
         for layer in self.end_layers:
-            hidden = F.silu(layer(hidden))
+            hidden = row_silu(layer(hidden))
         found: Tensor = self.end(hidden)[:, 0]
         return found
 
@@ -142,8 +143,8 @@ LOWEST, HIGHEST = -4.0, 2.0  # of a log standard deviation, in units of a step
 
 def bounded(log_std: Tensor) -> Tensor:
     """Smoothly into [LOWEST, HIGHEST], as in arXiv:1805.12114."""
-    upper = HIGHEST - F.softplus(HIGHEST - log_std)
-    return LOWEST + F.softplus(upper - LOWEST)
+    upper = HIGHEST - by_rows(F.softplus, HIGHEST - log_std)
+    return LOWEST + by_rows(F.softplus, upper - LOWEST)
 
 
 AutoConfig.register(MlpWorldConfig.model_type, MlpWorldConfig)

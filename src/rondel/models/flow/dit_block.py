@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rondel.models.collectives import computed_again
 from rondel.models.flow.token_share import TokenShare
+from rondel.models.row_functions import row_silu
 
 
 class DitBlock(nn.Module):
@@ -38,7 +39,7 @@ class DitBlock(nn.Module):
         """
         shift, scale, gate, shift_up, scale_up, gate_up = self.modulation(steer)[:, None].chunk(6, -1)
         hidden = hidden + gate * self._attend(modulated_norm(hidden, shift, scale), turns, share)
-        inner = F.silu(self.up(modulated_norm(hidden, shift_up, scale_up)))
+        inner = row_silu(self.up(modulated_norm(hidden, shift_up, scale_up)))
         result: Tensor = hidden + gate_up * self.down(inner)
         return result
 

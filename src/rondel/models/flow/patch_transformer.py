@@ -10,13 +10,13 @@ M samples · D numbers of a point · P patches of N numbers each, P·N = D · W 
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rondel.models.flow.dit_block import DitBlock, modulated_norm
 from rondel.models.flow.token_share import TokenShare
 from rondel.models.flow.transition import sinusoidal
 from rondel.models.flow.velocity_model import VelocityConfig, VelocityModel
+from rondel.models.row_functions import row_silu
 
 
 class PatchTransformer(VelocityModel):
@@ -66,7 +66,7 @@ class PatchTransformer(VelocityModel):
         self, patches: Tensor, sigma: Tensor, condition: Tensor, share: TokenShare | None = None
     ) -> Tensor:
         """[M, P, N], [M], [M, W] -> [M, P, N]; with a `share`, of this rank's patches and for them."""
-        steer = F.silu(self.level(sinusoidal(sigma, self.config.frequencies)) + condition)
+        steer = row_silu(self.level(sinusoidal(sigma, self.config.frequencies)) + condition)
         hidden, turns = self.enter(patches), self.turns()
         if self.places is not None:
             hidden = hidden + (self.places.weight if share is None else share.own(self.places.weight[None]))

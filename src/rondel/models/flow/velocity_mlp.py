@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from rondel.models.flow.kinds import FLOW_MLP
 from rondel.models.flow.transition import sinusoidal
 from rondel.models.flow.velocity_model import VelocityConfig, VelocityModel
+from rondel.models.row_functions import row_silu
 
 
 class FlowMlpConfig(VelocityConfig):
@@ -40,8 +40,8 @@ class FlowMlp(VelocityModel):
         level = sinusoidal(sigma, self.config.frequencies)
         hidden = self.enter(torch.cat([x, level], 1)) + condition
         for layer in self.layers:
-            hidden = hidden + layer(F.silu(hidden))
-        velocity: Tensor = self.leave(F.silu(hidden))
+            hidden = hidden + layer(row_silu(hidden))
+        velocity: Tensor = self.leave(row_silu(hidden))
         return velocity
 
 
