@@ -7,8 +7,9 @@ Solved: the mean return of the last 20 training episodes reaches the target. Med
 did not get there: actions in the world until then, seconds from the first rollout until then, CPU seconds of the whole
 process with its start, and the return of 20 other episodes behind the last step, each action the likeliest. Evaluation
 is no part of the seconds. Actions are those in the world itself: with a model of the world those that measured its scales
-are among them, and imagined ones are not. With --at N also the mean return of the last 20 training episodes when N actions
-were taken.
+are among them, and imagined ones are not. With --at N and --at-seconds S, each one number or several, also the mean return
+of the last 20 training episodes when N actions were taken, or S seconds over: `returns` has it for each seed, null where a
+run ended before.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--target", type=float, default=None, help="a return; unset, that of a world which is known")
     parser.add_argument("--peer", default=None, help="a Python that has stable_baselines3; unset, Rondel runs alone")
     parser.add_argument("--peer-steps", type=int, default=100_000, help="actions that the peer may take")
-    parser.add_argument("--at", type=int, default=None, help="actions in the world at which runs are compared")
+    parser.add_argument("--at", type=int, nargs="+", default=[], help="actions in the world at which runs are compared")
+    parser.add_argument("--at-seconds", type=float, nargs="+", default=[], help="seconds at which runs are compared")
     parser.add_argument("--without-model", action="store_true", help="also the recipe without its model of the world")
     parser.add_argument("--json", action="store_true")
     add_set(parser)
@@ -63,19 +66,21 @@ def main(argv: list[str] | None = None) -> None:
     names = ["rondel", *(["without_model"] if a.without_model else []), *(["sb3"] if a.peer else [])]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for seed in range(a.seeds):
-        found["rondel"].append(counted(ours, a.recipe, seed, target, a.set, a.at))
+        found["rondel"].append(counted(ours, a.recipe, seed, target, a.set))
         if a.without_model:
-            found["without_model"].append(counted(ours, a.recipe, seed, target, [*without, *a.set], a.at))
+            found["without_model"].append(counted(ours, a.recipe, seed, target, [*without, *a.set]))
         if a.peer:
             found["sb3"].append(counted(theirs, a.peer, world, seed, target, a.peer_steps))
     row: dict[str, Any] = {"world": world, "target": target, "seeds": a.seeds}
     for name, runs in found.items():
-        for what in ("steps", "seconds", "cpu", "greedy", *(["return_at"] if a.at and name != "sb3" else [])):
+        for what in ("steps", "seconds", "cpu", "greedy"):
             values = [run[what] for run in runs]
             row[f"{name}_{what}"] = None if None in values else round(median(values), 1)
         row[f"{name}_each"] = [[run["steps"], run["seconds"]] for run in runs]
-        if a.at and name != "sb3":
-            row[f"{name}_returns"] = [run["return_at"] for run in runs]
+        for column, bounds, unit in ((0, a.at, "actions"), (1, a.at_seconds, "s")):
+            for bound in bounds:
+                returns = [mean_return(run["curve"], column, bound) for run in runs]
+                row[f"{name}_returns_at_{bound}_{unit}"] = returns
     report(row, only_json=a.json)
 
 
@@ -87,7 +92,7 @@ def counted(run: Any, *given: Any) -> dict[str, Any]:
     return told | {"cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
 
 
-def ours(recipe: str, seed: int, target: float, sets: list[str], at: int | None) -> dict[str, Any]:
+def ours(recipe: str, seed: int, target: float, sets: list[str]) -> dict[str, Any]:
     from rondel.assemble.world_sizes import RANDOM
     from rondel.core.config.job import Job
     from rondel.runtime.journal.log import read
@@ -111,9 +116,8 @@ def ours(recipe: str, seed: int, target: float, sets: list[str], at: int | None)
             episodes += [row["reward"] for row in rows if row["reward"] is not None]
             curve.append((taken, event["t"] - began, sum(episodes[-LAST:]) / len(episodes[-LAST:])))
         greedy = [e["score"] for e in events if e["kind"] == "Evaluated"][-1:]
-        later = [mean for n, _, mean in curve if at is not None and n >= at]
         told = reached(curve, target, len(episodes) >= LAST)
-        return told | {"greedy": greedy[0] if greedy else None, "return_at": round(later[0], 1) if later else None}
+        return told | {"greedy": greedy[0] if greedy else None, "curve": curve}
 
 
 def theirs(python: str, world: str, seed: int, target: float, steps: int) -> dict[str, Any]:
@@ -124,6 +128,11 @@ def theirs(python: str, world: str, seed: int, target: float, steps: int) -> dic
         raise SystemExit(told.stdout[-2000:] + told.stderr[-2000:])
     found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
     return found
+
+
+def mean_return(curve: Sequence[Sequence[float]], column: int, bound: float) -> float | None:
+    """The mean of the last episodes where a column of the curve, (actions, seconds, mean return), first is at the bound."""
+    return next((round(point[2], 1) for point in curve if point[column] >= bound), None)
 
 
 def reached(curve: list[tuple[int, float, float]], target: float, enough: bool) -> dict[str, Any]:

@@ -68,6 +68,7 @@ TITLES = {
     "https://github.com/areal-project/AReaL/pull/1600": "AReaL",
     "arXiv:2505.05470": "Flow-GRPO",
     "arXiv:2512.04332": "DDRL",
+    "arXiv:2305.13301": "DDPO",
 }
 ORACLES = {  # beside the one of every row: the test of what is its own
     "grpo": "test_eps_matters_exactly_where_a_group_nearly_agrees",
@@ -126,6 +127,7 @@ ORACLES = {  # beside the one of every row: the test of what is its own
     "sdpo": "test_the_policy_reads_the_context_and_scores_the_same_answer",
     "rlsd": "test_rlsd_takes_the_direction_from_the_reward_and_the_size_from_the_teacher",
     "flow_grpo": "test_a_narrow_clip_holds_a_density_that_has_moved",
+    "ddpo": "test_ddpo_compares_a_prompt_with_what_it_has_earned_so_far",
     "ddrl": "test_ddrl_leaves_the_bad_before_it_tells_the_good_apart",
     "sdar": "test_sdar_learns_what_the_teacher_finds_likelier",
     "luffy": "test_luffy_weighs_a_demonstrated_token_by_how_undecided_the_policy_is_about_it",

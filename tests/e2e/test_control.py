@@ -118,9 +118,11 @@ def test_how_soon_it_has_solved_its_world_is_told(capsys):
     sets = ["--set", "loop.steps=3", "--set", "model.path.hidden_size=16", "--set", "task.data.n=100"]
     sets += ["--set", "task.data.eval_n=2", "--set", "task.env.turns=30"]
     with pytest.raises(SystemExit) as end:
-        main(["bench", "control", "--target", "5", *sets, "--json"])
+        main(["bench", "control", "--target", "5", *sets, "--at", "1", "100000", "--at-seconds", "0.01", "--json"])
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert not end.value.code and told["rondel_steps"] >= 8 * 3 * 5 and told["rondel_seconds"] > 0
+    assert told["rondel_returns_at_1_actions"] == told["rondel_returns_at_0.01_s"] != [None]
+    assert told["rondel_returns_at_100000_actions"] == [None]
 
 
 def test_its_recipe_is_checked(folder, tmp_path):

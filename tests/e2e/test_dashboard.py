@@ -13,13 +13,16 @@ import time
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kits.diagnose import JOB, evaluated, healthy
 from kits.run_folder import group
 from rondel.core import events as words
+from rondel.core.continuous_steps import ContinuousSteps
+from rondel.core.types import Score, Trajectory
 from rondel.runtime.journal.log import Journal
-from rondel.runtime.journal.store import RolloutStore, annotate_step
+from rondel.runtime.journal.store import RolloutStore, annotate_step, write_step
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from _long import write_long
@@ -296,6 +299,39 @@ def test_an_answer_stands_with_its_prompt(page):
     )
     page.get_by_role("button", name="look for it").click()
     assert page.locator("[aria-label='the prompt']").text_content(timeout=5000) == "3 + 4 ="
+
+
+def test_an_episode_is_seen(browser, tmp_path):
+    """An answer that is an episode in a world is clicked, and its frames are there."""
+    gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: rondel[control]")
+    pytest.importorskip("pygame", reason="pip install pygame-ce")
+    world, rows = gymnasium.make("CartPole-v1"), []
+    seen = world.reset(seed=5)[0]
+    for action in (0, 1) * 8:
+        rows.append([*seen, action])
+        seen = world.step(action)[0]
+    g = group(0, 0, [1.0, 16.0])
+    g.task.data.update({"world": "CartPole-v1", "seed": 5})
+    episode = g.trajectories[1] = Trajectory(score=Score(16.0), text="16 steps")
+    episode.extend([0])
+    steps = ContinuousSteps(np.array(rows, np.float32), observed=4)
+    episode.extend([0] * 16, logprobs=[-0.5] * 16, versions=[0] * 16, steps=steps)
+    run = Growing(tmp_path / "run", 1)
+    write_step(run.folder, 1, [g])
+    server = Server(run.folder)
+    try:
+        for page in opened(browser, server.url):
+            show(page, "answers")
+            assert page.locator("img.frames").count() == 0
+            page.locator("tbody tr").nth(1).click()
+            frames = page.get_by_role("img", name="frames of the episode, from its first observation to its last")
+            frames.wait_for()
+            assert frames.evaluate("e => e.decode().then(() => [e.naturalWidth, e.naturalHeight])") == [
+                8 * 151 + 1,
+                102,
+            ]
+    finally:
+        assert server.end() == (0, "")
 
 
 def test_seven_runs_over_each_other_are_told_apart(browser, tmp_path):

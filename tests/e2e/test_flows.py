@@ -85,6 +85,33 @@ def test_every_second_step_is_trained(tmp_path):
     assert done["metrics"]["train/tokens"] == 4 * 4 * 3 and done["metrics"]["train/gap_max"] < 1e-6
 
 
+def test_the_distance_to_the_reference_has_a_closed_form(tmp_path):
+    """0 before the first update and more behind it, as the estimate; the same numbers from the stored rollouts."""
+    kl = {"kind": "closed_form", "coef": 0.1}
+    run(tmp_path / "run", recipe=FLOW, loop__steps=3, loop__warmup__steps=0, algo__kl=kl, run__checkpoint__every=1)
+    told = [e["metrics"]["train/kl_ref"] for e in events(tmp_path / "run", "StepDone")]
+    assert told[0] == 0.0 and told[2] > told[1] > 0.0
+    assert replay.replay(tmp_path / "run", 3)["train/kl_ref"] == told[2]
+
+
+@pytest.mark.slow
+def test_the_chains_of_a_group_begin_with_one_noise(tmp_path):
+    """`shared_noise`: no two groups have the same; a killed run ends with the same bits (law 9)."""
+    how = {"task__env": {"kind": "flow", "shared_noise": True}, "loop__steps": 3, "loop__warmup__steps": 0}
+    run(tmp_path / "whole", recipe=FLOW, **how)
+    begins = {}
+    for step in store.stored_steps(tmp_path / "whole"):
+        for group in store.groups_of(store.read_step(tmp_path / "whole", step)):
+            firsts = {t.steps.x[0].tobytes() for t in group.trajectories}
+            assert len(firsts) == 1 and len({t.steps.drawn[-1].tobytes() for t in group.trajectories}) == 4
+            begins[group.id] = firsts.pop()
+    assert len(begins) == 12 and len(set(begins.values())) == 12
+    assert run_and_die(tmp_path / "cut", ("StepDone", 2), recipe=FLOW, **how) == -9
+    run(tmp_path / "cut", recipe=FLOW, **how)
+    ours, theirs = final(tmp_path / "cut"), final(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_its_recipe_is_checked_and_its_points_are_shown(folder, tmp_path):
     found = {f.what: f for f in check_recipe(tiny(tmp_path, recipe=FLOW))}
     assert all(f.ok for f in found.values()), found
@@ -146,6 +173,25 @@ def test_digits_are_drawn_and_shown(tmp_path, capsys):
         ({"engine__sampling__top_k": 5}, "top_k"),
         ({"algo__entropy": {"coef": 0.1}}, "noise of a step is set"),
         ({"algo__kind": "ppo"}, "a critic"),
+        ({"algo__kl": {"kind": "closed_form", "coef": 0.1}}, "before its supervised phase"),
+        (
+            {
+                "algo__kl": {"kind": "closed_form", "coef": 0.1},
+                "place__mesh": {"cp": 2},
+                "place__kind": "split",
+                "loop__warmup__steps": 0,
+                "model__path": {"random": "flow_dit", "dim": 16},
+            },
+            "which the ranks of cp cut up",
+        ),
+        (
+            {
+                "algo__kl": {"kind": "closed_form", "coef": 0.1},
+                "loop__warmup__steps": 0,
+                "model__path": "smollm2-135m",
+            },
+            "Gaussian steps of a flow",
+        ),
         ({"model__adapter__kind": "lora"}, "adapter"),
         ({"model__path": "smollm2-135m"}, "writes tokens"),
         ({"place__kind": "split", "place__mesh": {"tp": 2}}, "in replicas, shards, cp; leave tp out"),

@@ -19,6 +19,7 @@ from rondel.algos.masked_surrogates import ClipCov, KlCov
 from rondel.algos.objective import objective
 from rondel.algos.off_policy_surrogates import CenteredScore
 from rondel.algos.precompute import counted_tokens, decide_update
+from rondel.algos.prompt_norm import PromptNorm
 from rondel.algos.reward_transforms import Overlong
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.soft_surrogates import DivergencePenalty, FutureKl, GammaWeight, SquaredGap, UnboundedPositive
@@ -114,6 +115,7 @@ class Ragged:
             greedy_N=greedy_N,
             **by_token,
             agents=tuple("ab"[g % 2] for g in self.group_N[at].tolist()),
+            tasks=tuple("xyz"[g % 3] for g in self.group_N[at].tolist()),
         )
 
     def _ordered(self, x_T: Tensor, order: list[int]) -> Tensor:
@@ -248,6 +250,9 @@ def lively(row: Algorithm) -> Algorithm:
         "score_centering": {"surrogate": CenteredScore(0.8, 1.2, top=3)},
         "sdft": {"distill": FullDistill(beta=0.5, top=3, tail=False)},
         "rlsd": {"distill": ScaledAdvantage(0.6, 0.3)},
+        "ddpo": {
+            "advantage": PromptNorm(window=6, least=5, bound=1.2, history={"x": (0.5, -0.5, 1.0, 0.0), "y": (1.0,)})
+        },
         "rae": {"advantage": AgentBaseline(baselines={"a": 0.4, "b": -0.2})},
     }
     shaping = Overlong(10, 4) if isinstance(row.shaping, Overlong) else row.shaping
@@ -272,7 +277,7 @@ TOGETHER = correction.Importance(
 # their own show: that no split changes their formulas is enough
 FORMULAS_ONLY = {
     *("vespo", "luspo", "drpo", "up", "fipo", "vaco", "a_star_po", "real", "gar", "rae", "gigpo", "iw_opd", "echo"),
-    *("score_centering", "sdft", "opsd", "sdpo", "rlsd"),
+    *("score_centering", "sdft", "opsd", "sdpo", "rlsd", "ddpo"),
 }
 
 # one row for each thing that a split could change: how tokens and samples are counted, a ratio of whole samples, a choice over

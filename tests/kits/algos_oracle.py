@@ -5,8 +5,10 @@ and entropy are tensors, for their gradient.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -215,11 +217,26 @@ def rewarded(row: Algorithm, batch: Ragged) -> list[float]:
         each = classified(rule, batch, shaped)
     elif name == "Redistribute":
         each = redistributed(rule, batch, shaped, mates)
+    elif name == "PromptNorm":
+        each = by_prompt(rule, ["xyz"[g % 3] for g in group], shaped, group)
     elif name == "AgentBaseline":
         each = [r - rule.baselines.get("ab"[g % 2], 0.0) for r, g in zip(shaped, group, strict=True)]
     else:
         each = [one(rule, name, i, shaped, mates[i], lengths, group, mates) for i in range(len(group))]
     return [each[i] for i, n in enumerate(lengths) for _ in range(n)]
+
+
+def by_prompt(rule, prompts: list[str], shaped: list[float], groups: list[int]) -> list[float]:
+    """DDPO as its authors' PerPromptStatTracker has it (ddpo-pytorch): a deque for each prompt, numpy's mean and std."""
+    out = [0.0] * len(shaped)
+    for prompt in set(prompts):
+        own = [i for i in range(len(prompts)) if prompts[i] == prompt]
+        stats = deque(rule.history.get(prompt, ()), maxlen=rule.window)
+        stats.extend(shaped[i] for i in sorted(own, key=lambda i: groups[i]))
+        kept = shaped if len(stats) < rule.least else list(stats)
+        for i in own:
+            out[i] = bounded((shaped[i] - np.mean(kept)) / (np.std(kept) + rule.eps), -rule.bound, rule.bound)
+    return out
 
 
 def classified(rule, batch: Ragged, shaped: list[float]) -> list[float]:

@@ -85,8 +85,9 @@ def test_the_gradient_is_the_same_for_any_split(kind, name):
     assert worst <= TOLERANCE
 
 
-def test_the_gradient_over_points_is_the_same_for_any_split():
-    algo = row("flow_grpo", kl={"coef": 0.1}, surrogate={"low": 0.5, "high": 0.5})
+@pytest.mark.parametrize("kind", ["k3", "closed_form"])
+def test_the_gradient_over_points_is_the_same_for_any_split(kind):
+    algo = row("flow_grpo", kl={"coef": 0.1, "kind": kind}, surrogate={"low": 0.5, "high": 0.5})
     t, b = trainer(flow(), algo), batch(flown_groups(), algo)
     whole = gradient(t, b, algo)
     assert whole.norm() > 1e-3

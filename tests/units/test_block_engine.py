@@ -1,16 +1,19 @@
 """The engine of blocks: what it records, noise that no scheduling changes, stop tokens, parking, updates and its log."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from kits.blocks import asked, block_model, brute_force, engine, of_completion, plain_model
+from kits.flows import run_here
 from kits.stepwise import killed, parted
 from rondel.core.errors import UserError
 from rondel.core.types import Request, Sampling
 from rondel.core.unmasking_steps import MASKED
+from rondel.generate.engine.blocks.engine import BlockEngine
 from rondel.generate.engine.builtin.sampler import draw_uniform
 from rondel.models.aligned_numerics import align_numerics
 
@@ -85,6 +88,85 @@ def test_text_ends_at_a_stop_token_inside_a_block():
         t = of_completion(asked(i), cut)
         assert torch.allclose(brute_force(plain_model(loaded), t), torch.tensor(cut.logprobs), rtol=0, atol=1e-5)
     assert whole[0].finish_reason == "length" and len(whole[0].tokens) == 10
+
+
+class Forgetful(BlockEngine):
+    """Computes prompts and whole blocks anew in every step."""
+
+    def draw_step(self, answers):
+        self.cache.clear()
+        return super().draw_step(answers)
+
+
+@pytest.mark.parametrize("numerics", ["aligned", "fast"])
+def test_what_is_cached_changes_nothing_and_is_computed_once(numerics):
+    """The same tokens and log-probabilities as without, to the last bit in aligned numerics; and the work is counted."""
+    loaded = MODEL if numerics == "aligned" else block_model()
+    requests = [*(asked(i) for i in range(3)), replace(asked(2), key=5)]  # the last two have a prompt in common
+
+    def drawn(kind, **how):
+        e = kind(loaded, run=run_here, **how)
+
+        async def serve():
+            return await asyncio.gather(*(e.generate(request) for request in requests))
+
+        return asyncio.run(serve()), e
+
+    plain, anew = drawn(Forgetful)
+    for how in ({}, {"max_running": 1}):
+        ours, e = drawn(BlockEngine, **how)
+        for a, b in zip(ours, plain, strict=True):
+            assert a.tokens == b.tokens and a.steps == b.steps
+            within = 0.0 if numerics == "aligned" else 1e-6
+            assert list(a.logprobs) == pytest.approx(list(b.logprobs), rel=0, abs=within)
+        assert not e.cache.segments and e.cache_bytes == 0, "nobody reads it any more"
+    # three blocks of 4, 4 and 2 in 3, 3 and 2 steps, behind prompts of 1, 2 and 3 tokens
+    states = 3 * 4 + 3 * 4 + 2 * 2
+    assert e.account.counts["computed"] == sum((1, 2, 3)) + 4 * (states + 2 * 4)
+    again = 8 * sum((1, 2, 3)) + 4 * (3 * 4 + 2 * 8)  # in each of the 8 steps, without a cache
+    assert anew.account.counts["computed"] == again + 4 * states
+
+
+def test_a_prompt_is_cached_once_for_its_group():
+    sampling = replace(asked(2).sampling, ignore_eos=True)
+    e, requests = engine(MODEL), [replace(asked(2), key=k, sampling=sampling) for k in (3, 4, 5)]
+
+    async def serve():
+        asks = [asyncio.ensure_future(e.generate(request)) for request in requests]
+        while not any(own.kept for own in e.answers):
+            await asyncio.sleep(0)
+        await e.pause("hold")
+        held = e.cache_bytes, (await e.status()).memory["kv_cache"]
+        await e.sleep(("kv_cache",))
+        gone = e.cache_bytes
+        await e.wake(("kv_cache",))
+        await e.resume()
+        return held, gone, await asyncio.gather(*asks)
+
+    held, gone, done = asyncio.run(serve())
+    bytes_of_a_token = 2 * 2 * 8 * 4  # keys and values of one layer, 2 heads of 8 numbers in float32
+    assert held == (3 * bytes_of_a_token,) * 2 and gone == 0
+    assert e.account.counts["computed"] == 3 + 3 * (28 + 8) + 3  # the prompt again behind the sleep
+    alone = [asyncio.run(engine(MODEL).generate(request)) for request in requests]
+    assert [(d.tokens, d.logprobs) for d in done] == [(d.tokens, d.logprobs) for d in alone]
+
+
+@pytest.mark.parametrize("how", ["hold", "abort"])
+def test_new_weights_never_read_what_old_ones_have_cached(how):
+    """Law 7: keys and values of a layer that has changed are computed again."""
+    requests, loaded = [asked(i) for i in range(3)], aligned()
+    attention = loaded.model.model.layers[0].self_attn
+    later = parted(
+        engine(loaded),
+        requests,
+        lambda own: own.kept,
+        how,
+        lambda: (attention.k_proj.weight.mul_(1.5), attention.v_proj.weight.mul_(0.5)),
+    )
+    for i, done in enumerate(later):
+        now = brute_force(plain_model(loaded), of_completion(asked(i), done))
+        new = torch.tensor(list(done.versions)) == 1
+        assert new.any() and torch.allclose(now[new], torch.tensor(done.logprobs)[new], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("how", ["hold", "abort"])

@@ -325,7 +325,7 @@ def test_who_may_look(tmp_path):
 HUGE = ["9223372036854775808", "-9223372036854775809", "1" + "0" * 400, "9" * 5000]
 ASKED = {
     "series?name=score/reward_mean": ("first", "last", "points"), "books": ("first", "last"), "time": ("first", "last", "steps"),
-    "rollouts": ("step",), "answer?step=1": ("step", "at", "first"), "steps_of?task=sum/0": ("step",), "beside?task=sum/0": ("a", "b", "pick_a", "pick_b"),
+    "rollouts": ("step",), "answer?step=1": ("step", "at", "first"), "frames?step=1": ("step", "at"), "steps_of?task=sum/0": ("step",), "beside?task=sum/0": ("a", "b", "pick_a", "pick_b"),
     "plan": ("gpus", "prompts", "output", "lora", "image", "reference", "critic"),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -71,6 +72,31 @@ def test_density_gradient_and_entropy_against_torch():
     assert all(torch.allclose(a, p.grad, rtol=0, atol=1e-10) for a, p in zip(mine, loaded.model.parameters()))
 
 
+def test_the_kl_of_a_step_is_that_of_torch_and_the_mean_of_its_estimate():
+    """In float64: KL and gradient against torch.distributions, and E[log pi - log pi_ref] over points that pi draws."""
+    torch.manual_seed(0)
+    loaded, reference = flow(dim=3), flow(seed=1, dim=3)
+    loaded.model.double()
+    reference.model.double()
+    rows = torch.randn(6, 10, dtype=torch.float64)
+    rows[:, 6], rows[:, 9] = torch.rand(6), torch.rand(6) + 0.3
+    steps = PackedSteps.of([rows.numpy()], [[1, 2, 3]], "cpu")
+    with torch.no_grad():
+        means = reference.head.step_means(steps)
+    density, spread, ours = loaded.head.evaluate_with_reference(steps, means)
+    plain = loaded.head.evaluate_steps(steps)
+    assert torch.equal(density, plain[0]) and torch.equal(spread, plain[1])
+    std = rows[:, 9:]
+    own = torch.distributions.Normal(loaded.head.step_means(steps), std)
+    theirs = torch.distributions.kl_divergence(own, torch.distributions.Normal(means, std)).mean(1)
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-10) and ours.min() > 1e-3
+    grads = [torch.autograd.grad(kl.sum(), list(loaded.model.parameters()), allow_unused=True) for kl in (ours, theirs)]
+    assert all(a is None is b or torch.allclose(a, b, rtol=0, atol=1e-10) for a, b in zip(*grads, strict=True))
+    drawn = own.sample((20_000,)).detach()
+    estimate = (own.log_prob(drawn) - torch.distributions.Normal(means, std).log_prob(drawn)).mean((0, 2))
+    assert torch.allclose(estimate, ours, rtol=0.05, atol=0.01)
+
+
 def test_a_chain_is_the_same_alone_and_in_company():
     async def draw(n, **how):
         e = engine(**how)
@@ -118,6 +144,35 @@ def test_a_killed_chain_goes_on_from_its_point(tmp_path):
     assert drawn == 18 and again <= 9
     assert [d.steps for d in resumed] == [d.steps for d in whole]
     assert [d.logprobs for d in resumed] == [d.logprobs for d in whole]
+
+
+def test_chains_may_begin_with_the_same_noise(tmp_path):
+    """DanceGRPO's shared noise: of a key that they have in common, and each goes on with its own; alone and in company,
+    over a change of weights, and after a crash."""
+    requests = [replace(asked(i), start_key=99) for i in range(3)]
+    apart, _ = drawn_of(engine(), [asked(i) for i in range(3)])
+    (whole, drawn), (resumed, again) = killed(
+        lambda log: engine(log=log), requests, lambda own: own.step >= 3, tmp_path
+    )
+    begin = draw_normal(99, 0, 2)
+    for i, (own, other) in enumerate(zip(whole, apart, strict=True)):
+        assert np.array_equal(own.steps.x[0], begin) and not np.array_equal(other.steps.x[0], begin)
+        for done in (own, other):  # a step draws with the key of its chain, whatever it began with
+            assert first_noise(done, asked(i).tokens) == pytest.approx(draw_normal(asked(i).key, 1, 2), abs=1e-5)
+    assert len({done.text for done in whole}) == 3
+    assert drawn == 18 and again <= 9 and [d.steps for d in resumed] == [d.steps for d in whole]
+    leave = (loaded := flow()).model.leave.weight
+    later = parted(engine(loaded), requests, lambda own: own.step >= 3, "abort", lambda: leave.mul_(1.5))
+    assert all(a.steps[:3] == b.steps[:3] and a.steps != b.steps for a, b in zip(whole, later, strict=True))
+
+
+def first_noise(done, prompt):
+    """What the first step of a chain was drawn with, by its mean under the weights that drew it."""
+    steps = PackedSteps.of([done.steps.rows[:1]], [prompt], "cpu")
+    x, numbers = steps.rows[:, :2], steps.rows[:, 4:]
+    with torch.no_grad():
+        mean = step_mean(x, flow().head.velocity(x, numbers[:, 0], steps), numbers[:, 1:])
+    return ((steps.rows[:, 2:4] - mean) / numbers[:, 3:])[0].numpy()
 
 
 def test_what_has_no_meaning_for_points_is_refused():

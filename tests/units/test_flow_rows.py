@@ -1,12 +1,26 @@
 """What is their own in the rows of flows, in closed form; tests/kits/algos_oracle.py has every row token by token."""
 
+import asyncio
+import copy
 import math
+from collections import deque
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from kits.algos import scored, tensor, tokens
-from rondel.algos.table import DDRL, FLOW_GRPO, GRPO, resolve_algorithm
+from kits.flows import flow, flown_groups
+from kits.train import gradient, trainer
+from rondel.algos.prompt_norm import PromptNorm
+from rondel.algos.table import DDPO, DDRL, FLOW_GRPO, GRPO, resolve_algorithm
+from rondel.core.errors import ConfigError
+from rondel.core.types import Group, Score, Task
+from rondel.models.flow.flow_head import FlowHead
+from rondel.models.packed_steps import PackedSteps
+from rondel.train.checkpoint import load_trainer, save_trainer
+from rondel.train.pack import batch_of
 
 
 def test_a_narrow_clip_holds_a_density_that_has_moved():
@@ -33,8 +47,109 @@ def test_ddrl_leaves_the_bad_before_it_tells_the_good_apart():
     assert found[1] - found[0] > 5 * (found[3] - found[1]) > 0 and sum(found) == pytest.approx(0, abs=1e-12)
 
 
+class PerPromptStats:
+    """What a prompt has earned, as the authors of DDPO count it (ddpo-pytorch, stat_tracking.py): in numpy."""
+
+    def __init__(self, size: int, least: int):
+        self.size, self.least, self.kept = size, least, {}
+
+    def advantages(self, prompts, rewards):
+        out = np.empty(len(rewards))
+        for prompt in set(prompts):
+            own = np.array([p == prompt for p in prompts])
+            kept = self.kept.setdefault(prompt, deque(maxlen=self.size))
+            kept.extend(rewards[own])
+            compared = rewards if len(kept) < self.least else kept
+            out[own] = (rewards[own] - np.mean(compared)) / (np.std(compared) + 1e-6)
+        return np.clip(out, -10, 10)
+
+
+def test_ddpo_compares_a_prompt_with_what_it_has_earned_so_far(tmp_path):
+    """Over five steps of a trainer, and one behind a checkpoint: a prompt that comes twice in a step, one that is rare."""
+    row = replace(DDPO, advantage=PromptNorm(window=6, least=5))
+    random, ours = np.random.default_rng(0), trainer(flow(), row)
+    theirs, steps = PerPromptStats(6, 5), 0
+    for prompts in (["a", "b"], ["a", "a"], ["c", "b"], ["b", "a"], ["a", "c"], ["b", "a"]):
+        groups = [
+            replace_group(g, i, prompt, random) for i, (g, prompt) in enumerate(zip(flown_groups(steps), prompts))
+        ]
+        batch = batch_of(groups)
+        asyncio.run(ours.step(batch, row))
+        wanted = theirs.advantages([s.task for s in batch.samples], np.array([s.reward for s in batch.samples]))
+        assert [float(s.known.advantages[0]) for s in batch.samples] == pytest.approx(wanted, abs=1e-6)
+        if (steps := steps + 1) == 5:
+            save_trainer(ours, tmp_path)
+            before, ours = ours, trainer(flow(), row)
+            load_trainer(ours, tmp_path)
+            assert ours.coefs.rewards == before.coefs.rewards and set(ours.coefs.rewards) == {"a", "b", "c"}
+
+
+def replace_group(group, number, prompt, random):
+    """The same chains of another task, three of them, with rewards of their own."""
+    for t in group.trajectories:
+        t.score = Score(float(random.normal()))
+    return Group(number, Task(prompt, "flow", {}), group.trajectories[:3], 0)
+
+
+def test_the_closed_form_is_the_term_of_a_row():
+    """The loss of a step without signal is coef·KL alone: its value and its gradient by autograd, when the policy has
+    moved; before that both are 0."""
+    row = resolve_algorithm({"kind": "flow_grpo", "kl": {"kind": "closed_form", "coef": 0.3}})
+    assert row.needs == {"advantages", "ref_means"} and row.kl.idle.keys() >= {"through", "clamp"}
+    groups = flown_groups()
+    for group in groups:
+        for t in group.trajectories:
+            t.score = Score(1.0)
+    ours = trainer(flow(), row, lr=1e-2)
+    stats = asyncio.run(ours.step(batch_of(groups), row))
+    assert stats.metrics["train/kl_ref"] == 0.0 == stats.metrics["train/grad_norm"]
+    with torch.no_grad():
+        ours.loaded.model.leave.weight.mul_(1.3)
+    moved, batch = copy.deepcopy(ours.loaded.model), batch_of(groups)
+    found = gradient(ours, batch, row)
+    prompts = [list(s.tokens[: s.prompt_length]) for s in batch.samples]
+    steps = PackedSteps.of([s.steps.rows for s in batch.samples], prompts, "cpu")
+    with torch.no_grad():
+        means = flow().head.step_means(steps)
+    head = FlowHead(moved)
+    kl = ((head.step_means(steps) - means) ** 2 / (2 * steps.rows[:, -1:] ** 2)).mean(1)
+    lengths = [len(s.trainable) for s in batch.samples]
+    loss = 0.3 * torch.stack([own.mean() for own in kl.split(lengths)]).mean()
+    wanted = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(moved.parameters()))]).double()
+    assert float(kl.mean()) > 1e-4 and float((found - wanted).norm()) <= 1e-5 * float(wanted.norm())
+
+
+def test_ddpo_without_a_window_whitens_the_step():
+    rewards = tensor(0.0, 3.0, 1.0, 5.0, -2.0)
+    found = PromptNorm(window=0, eps=1e-8)(scored(rewards, torch.tensor([4, 4, 1, 1, 1])))
+    assert found.tolist() == pytest.approx((rewards.numpy() - rewards.numpy().mean()) / (rewards.numpy().std() + 1e-8))
+    assert PromptNorm(window=0)(scored(tensor(0.1, 0.1, 0.1))).tolist() == [0.0] * 3
+    assert PromptNorm(window=0)(scored(tensor())).tolist() == []
+    bounded = PromptNorm(window=8, least=2, bound=1.0, history={"5": (0.0,) * 7})(
+        scored(tensor(9.0), torch.tensor([5]))
+    )
+    assert bounded.tolist() == [1.0]
+    for knobs, why in (
+        ({"window": -1}, "0 or more"),
+        ({"window": 3, "least": 4}, "no prompt would have enough"),
+        ({"eps": 0.0}, "divide 0 by 0"),
+        ({"bound": 0.0}, "nothing would be learned"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            PromptNorm(**knobs)
+    with pytest.raises(ConfigError, match="window is 0"):
+        resolve_algorithm({"kind": "ddpo", "advantage": {"window": 0, "least": 3}})
+    for knobs, why in (
+        ({"where": "reward"}, "with where"),
+        ({"target": 1.0}, "with target"),
+        ({"through": "k2"}, "estimates nothing"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            resolve_algorithm({"kind": "flow_grpo", "kl": {"kind": "closed_form", "coef": 0.1, **knobs}})
+
+
 def test_both_are_grpo_but_for_that():
-    assert GRPO.needs == FLOW_GRPO.needs == DDRL.needs and FLOW_GRPO.aggregate == GRPO.aggregate
+    assert GRPO.needs == FLOW_GRPO.needs == DDRL.needs == DDPO.needs and FLOW_GRPO.aggregate == GRPO.aggregate
     assert DDRL.kl.coef == 0 and DDRL.surrogate == FLOW_GRPO.surrogate
     row = resolve_algorithm({"kind": "ddrl", "advantage": {"kind": "group_norm"}})
     assert row.advantage == GRPO.advantage and row.surrogate.low == 1e-4

@@ -7,12 +7,15 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
-from kits.runs import balances, events, run, tiny
+from kits.runs import CARTPOLE, FLOW, PENDULUM_CHUNKS, balances, events, final, run, run_and_die, tiny
 from rondel.assemble import replay
+from rondel.assemble.components import build
 from rondel.core.errors import ConfigError
 from rondel.core.types import Group, Task
 from rondel.driver.replay_buffer import ReplayBuffer
+from rondel.runtime.journal import store
 
 
 def steps_of(p: int, s: int, n: int):
@@ -28,18 +31,25 @@ def steps_of(p: int, s: int, n: int):
         )
 
 
-@pytest.mark.parametrize("p,s,n", [(p, s, n) for p, s, n in itertools.product((1, 4, 16), (1, 2, 5), (1, 3)) if n <= p])
-def test_each_comes_back_once_and_within_its_bound(p, s, n):
-    again, seen, trained = ReplayBuffer(n, s, seed=3), [], {}
+CASES = [(p, s, n) for p, s, n in itertools.product((1, 4, 16), (1, 2, 5), (1, 3)) if n <= p]
+
+
+@pytest.mark.parametrize("p,s,n,lag", [*((*case, case[1]) for case in CASES), (4, 0, 2, 3), (16, 2, 3, 9)])
+def test_each_comes_back_once_and_within_its_bound(p, s, n, lag):
+    """Law 2: never older than S, or than `lag` where that is beyond it; and no more is kept than comes back."""
+    again, seen, trained, ages = ReplayBuffer(n, lag, seed=3), [], {}, []
     for step, groups in steps_of(p, s, 40):
         again.record_step(step, groups)
         trained |= {group.id: step for group in groups}
         for group in again.due_groups():
-            assert trained[group.id] < step and step - 1 - group.born <= s
+            ages.append(step - 1 - group.born)
+            assert trained[group.id] < step and ages[-1] <= lag
             seen.append(group.id)
+        assert sum(map(len, again.kept.values())) <= n * (lag + 1)
     assert len(seen) == len(set(seen)) and seen, "each at most once"
     room = sum(any(min(s, step - 1) - (step - 1 - g.born) > 0 for g in groups) for step, groups in steps_of(p, s, 40))
     assert len(seen) <= n * 40 and (p < 16 or len(seen) >= 0.3 * n * room)
+    assert lag == s or (max(ages) == lag and sum(age > s for age in ages) > len(ages) / 3)
 
 
 def test_whoever_comes_later_draws_the_same():
@@ -73,8 +83,61 @@ def test_a_run_trains_them_beside_its_own_and_replays_to_the_bit(tmp_path):
     }
 
 
+OLD = {"groups": 2, "max_lag": 4}
+KINDS = {  # where tokens, points, actions and blocks are drawn, and a row that weighs by who drew them
+    "tokens": {"algo__correction": {"kind": "importance"}, "loop__warmup__steps": 0},
+    "points": {"recipe": FLOW, "algo__correction": {"kind": "importance"}, "loop__warmup__steps": 0},
+    "actions": {"recipe": CARTPOLE, "algo__correction": {"kind": "importance"}, "task__env__turns": 6},
+    "chunks": {
+        "recipe": PENDULUM_CHUNKS,
+        "algo": {"kind": "dppo_tv", "group_size": 2},
+        "trainer__critic": {},
+        "task__env__turns": 6,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", [k if k == "points" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+def test_old_steps_are_trained_beyond_the_bound_of_fresh_ones(kind, tmp_path):
+    """S = 0, and groups come back up to 4 versions old: with the log-probabilities that drew them, once each, not counted
+    again (laws 1 and 2), and the same numbers from the stored rollouts (law 9)."""
+    if kind in ("actions", "chunks"):
+        pytest.importorskip("gymnasium", reason="gymnasium is not installed: rondel[control]")
+    how = KINDS[kind] | {"loop__steps": 8, "loop__replays": OLD, "run__checkpoint__every": 7}
+    run(tmp_path, **how)
+    done = {e["step"]: e for e in events(tmp_path, "StepDone")}
+    back = {e["step"]: e for e in events(tmp_path, "Replayed")}
+    ids = [i for e in back.values() for i in e["groups"]]
+    assert len(ids) == len(set(ids)) and 0 < max(e["oldest"] for e in back.values()) <= 4
+    assert any(e["oldest"] > 1 for e in back.values())
+    assert all(balances(e["ledger"]) for e in done.values()) and done[8]["ledger"]["trained"] == 8 * 4
+    for step, e in done.items():
+        metrics, lags = e["metrics"], {0, *([back[step]["oldest"]] if step in back else [])}
+        assert {f"train/mismatch_k3_lag_{lag}" for lag in lags} <= metrics.keys() and metrics["train/grad_norm"] >= 0
+        assert {row["trained_at"] - row["born"] for row in store.read_step(tmp_path, step)} == {0}
+    last = max(back)
+    again = replay(tmp_path, last)
+    same = ("train/loss", "train/grad_norm", "train/tokens")
+    assert {n: again[n] for n in same} == {n: done[last]["metrics"][n] for n in same}
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_brings_back_the_same_old_steps(tmp_path):
+    """Law 9: what is still to come back is read from the stored rollouts."""
+    how = KINDS["points"] | {"loop__steps": 8, "loop__replays": OLD}
+    run(tmp_path / "whole", **how)
+    assert run_and_die(tmp_path / "cut", ("StepDone", 5), **how) == -9
+    run(tmp_path / "cut", **how)
+    ours, theirs = final(tmp_path / "cut"), final(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_it_needs_staleness_and_no_more_than_a_step_has(tmp_path):
     with pytest.raises(ConfigError, match="at least one version old"):
         tiny(tmp_path, loop__replays=2)
     with pytest.raises(ConfigError, match="more than a step has"):
         tiny(tmp_path, loop__replays=200, loop__max_staleness=1)
+    with pytest.raises(ConfigError, match="max_lag has no effect"):
+        tiny(tmp_path, loop__replays={"max_lag": 3})
+    with pytest.raises(ConfigError, match=r"beyond loop.max_staleness = 0, and 'grpo' trains tokens of old weights"):
+        build(tiny(tmp_path, loop__replays=OLD))

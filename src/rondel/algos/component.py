@@ -43,6 +43,9 @@ class Component:
     reads_parts: ClassVar[bool] = False
     """Of an advantage: it reads the parts of a reward, so the shaped reward is not read."""
 
+    remembers: ClassVar[bool] = False
+    """Of an advantage: it follows what earlier steps have earned, which the trainer keeps."""
+
     compares: ClassVar[bool] = False
     """Of an advantage: it compares the samples of a group, so one sample has none."""
 

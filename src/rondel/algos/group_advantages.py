@@ -194,7 +194,7 @@ class AgentBaseline(Component):
 
     decay: float = 0.95
     baselines: dict[str, float] = field(default_factory=dict)
-    is_adaptive: ClassVar[bool] = True
+    remembers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:

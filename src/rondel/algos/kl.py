@@ -1,4 +1,5 @@
-"""Estimators of KL(policy || reference) from the drawn token alone: x = log pi - log pi_ref, x ~ policy.
+"""Estimators of KL(policy || reference) from the drawn token alone: x = log pi - log pi_ref, x ~ policy; and the KL itself,
+where policy and reference are Gaussians.
 
          mean on-policy       mean gradient on-policy
     k1   KL                   0: in a loss it is noise
@@ -38,6 +39,7 @@ def k3(x_T: Tensor) -> Tensor:
     return torch.expm1(-x_T) + x_T
 
 
+CLOSED_FORM = "closed_form"
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 SLOPES = {"k1": "1", "k2": "x", "k3": "1 - exp(-x)"}
 FORMULAS = {"k1": "x", "k2": "x²/2", "k3": "exp(-x) - 1 + x"}
@@ -57,7 +59,7 @@ class Kl(Component):
     passes too (arXiv:2512.02556): value and
     gradient are then right for k1 and k3, whoever drew the tokens.
 
-    kind        the estimator: k1, k2 or k3
+    kind        the estimator: k1, k2 or k3; closed_form: the KL itself, of the steps of a flow (arXiv:2505.05470)
     coef        its weight; 0 leaves the reference out
     where       loss, reward or advantage
     through     own, or k2: where the gradient comes from
@@ -79,7 +81,12 @@ class Kl(Component):
     clamp: float | None = None
 
     def __post_init__(self) -> None:
-        one_of("kind", self.kind, ESTIMATORS)
+        one_of("kind", self.kind, (*ESTIMATORS, CLOSED_FORM))
+        if self.is_closed_form and (self.where != "loss" or self.target is not None):
+            knob = "target" if self.where == "loss" else "where"
+            raise ConfigError(
+                f"kind = '{CLOSED_FORM}' with {knob}: it is a term of the loss, with a coefficient of its own"
+            )
         one_of("where", self.where, ("loss", "reward", "advantage"))
         one_of("through", self.through, ("own", "k2"))
         one_of("steer", self.steer, ("proportional", "doubling"))
@@ -99,6 +106,8 @@ class Kl(Component):
 
     @property
     def needs(self) -> frozenset[str]:
+        if self.is_closed_form:
+            return frozenset({"ref_means"}) if self.coef else frozenset()
         return (
             frozenset(
                 {"ref_logprobs"}
@@ -107,6 +116,11 @@ class Kl(Component):
             if self.coef
             else frozenset()
         )
+
+    @property
+    def is_closed_form(self) -> bool:
+        """Whether it is computed from both distributions, and not from what was drawn."""
+        return self.kind == CLOSED_FORM
 
     @property
     def in_reward(self) -> bool:
@@ -130,6 +144,9 @@ class Kl(Component):
             return dict.fromkeys(
                 ("kind", "where", "through", "unbiased", "target", "steer", "horizon", "clamp"), "kl.coef is 0"
             )
+        if self.is_closed_form:
+            knobs = ("through", "unbiased", "steer", "horizon", "clamp")
+            return dict.fromkeys(knobs, f"kl.kind is {CLOSED_FORM}, which estimates nothing")
         idle = {} if self.target is not None else dict.fromkeys(("steer", "horizon"), "kl.target is not set")
         if self.target is not None and self.steer == "doubling":
             idle["horizon"] = "kl.steer is doubling"
@@ -169,6 +186,8 @@ class Kl(Component):
 
     @property
     def slope(self) -> str:
+        if self.is_closed_form:
+            return "0"
         own = "x" if self.through == "k2" else SLOPES[self.kind]
         return f"{FORMULAS[self.kind]} + {own}" if self.unbiased else own
 
@@ -180,7 +199,13 @@ class Kl(Component):
             kl_T = kl_T.detach() + slope_T - slope_T.detach()
         return bounded_exp(log_drift_T) * kl_T if self.unbiased else kl_T
 
+    @property
+    def push(self) -> str:
+        return "∇k" if self.is_closed_form else ""
+
     def __str__(self) -> str:
+        if self.is_closed_form:
+            return "KL(policy || reference) of a step: mean over the dimensions of (mu - mu_ref)²/(2·std²)"
         held = "" if self.clamp is None else f", held to ±{self.clamp:g},"
         text = f"{FORMULAS[self.kind]}{held} with x = logp - logp_ref"
         if self.through == "k2" and self.kind != "k2":

@@ -40,6 +40,7 @@ FIELDS = {
     "ages": "age",
     "teacher_hidden": "full_kl",
     "behavior_top": "top_logprobs",
+    "ref_means": "step_kl",
 }
 
 
@@ -47,7 +48,7 @@ def objective(row: Algorithm, batch: TokenBatch, weight_T: Tensor) -> tuple[Tens
     """L = sum_t w_t·(c_t·l_t + kl.coef·k_t + distill.coef·d_t + sum of terms - entropy.coef·H_t).  -> scalar, {name:
     [T]}.
 
-    The gradient flows through `logprobs`, `entropy`, `top_logprobs` and `full_kl` (d) of the batch. The terms are detached and per
+    The gradient flows through `logprobs`, `entropy`, `top_logprobs`, `full_kl` (d) and `step_kl` (k) of the batch. The terms are detached and per
     token, for metrics: ratio, clipped, correction; kl where a reference was given, taught where a teacher was, gap
     (log proximal - log behavior) where a behavior was, and each loss term of the row by its name.
     """
@@ -70,6 +71,8 @@ def objective(row: Algorithm, batch: TokenBatch, weight_T: Tensor) -> tuple[Tens
     if batch.reference is not None:
         drift_T = batch.logprobs - batch.logprobs.detach() + tokens.log_drift
         terms["kl"] = row.kl(batch.logprobs, batch.reference, drift_T)
+    if batch.step_kl is not None:
+        terms["kl"] = batch.step_kl
     if row.kl.in_loss:
         token_T = token_T + counts_T * row.kl.coef * terms["kl"]
     if batch.full_kl is not None:
@@ -102,7 +105,7 @@ def explain_objective(row: Algorithm) -> str:
     penalty += f" + {taught:g}·d" if taught else ""
     penalty += "".join(f" + {term.coef:g}·{term.name}" for term in row.terms)
     bonus = f" - {row.entropy.coef:g}·H" if row.entropy.coef else ""
-    slope = f" + {row.kl.coef:g}·({row.kl.slope})" if row.kl.in_loss else ""
+    slope = f" + {row.kl.coef:g}·({row.kl.slope})" if row.kl.in_loss and not row.kl.push else ""
     cost = [f"  each token pays {row.kl.coef:g}·k of its reward, with logp of the behavior"] if row.kl.in_reward else []
     cost += (
         [f"  each token pays {row.kl.coef:g}·k of its own and of those behind it, after the baseline"]
@@ -115,6 +118,7 @@ def explain_objective(row: Algorithm) -> str:
         else []
     )
     push = f" + c·{row.surrogate.push}" if row.surrogate.push else ""
+    push += f" + {row.kl.coef:g}·{row.kl.push}" if row.kl.in_loss and row.kl.push else ""
     push += f" - {row.entropy.coef:g}·∇H" if row.entropy.coef else ""
     push += "".join(f" + {term.coef:g}·∇{term.name}" for term in row.terms)
     push += f" + {taught:g}·∇d" if taught else ""

@@ -101,6 +101,7 @@ class ScoredSamples:
     # did
     state_T: Tensor | None = None
     agents: tuple[str, ...] = ()  # N: who acted
+    tasks: tuple[str, ...] = ()  # N: what was asked; the same task comes back in later steps
 
     @property
     def token_rewards(self) -> Tensor:

@@ -39,6 +39,7 @@ from rondel.algos.mask_corrections import BinaryKlMask, Freshness, VariationMask
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
 from rondel.algos.off_policy_surrogates import CappedWeight, CenteredScore, Guided, SecondMoment, Tapered
 from rondel.algos.override import checked_bool, filter_names, loss_terms, override_knobs
+from rondel.algos.prompt_norm import PromptNorm
 from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from rondel.algos.reward_transforms import ClipReward, KimiLength, NoShaping, Overlong
 from rondel.algos.scored_samples import ScoredSamples
@@ -79,6 +80,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "turn_gae": TurnGae,
         "token_baseline": TokenBaseline,
         "preference": Preference,
+        "prompt_norm": PromptNorm,
     },
     "distill": {
         "distill": Distill,
@@ -460,6 +462,7 @@ TURN_PPO = replace(PPO, name="turn_ppo", paper="https://github.com/areal-project
 
 # points instead of tokens: ratios of log-densities, which are averages over the dimensions and move little
 FLOW_GRPO = replace(GRPO, name="flow_grpo", paper="arXiv:2505.05470", surrogate=Clip(low=1e-4, high=1e-4))
+DDPO = replace(FLOW_GRPO, name="ddpo", paper="arXiv:2305.13301", advantage=PromptNorm())
 DDRL = replace(FLOW_GRPO, name="ddrl", paper="arXiv:2512.04332", advantage=NegativeExp())
 
 TABLE = {
@@ -472,7 +475,7 @@ TABLE = {
         *(VESPO, LUSPO, DRPO, UP, FIPO, VACO, KPOP, A_STAR_PO, REAL, SCALERL),
         *(GAR, RAE, GIGPO, TURN_PPO, OTB, IW_OPD, SDAR, ECHO),
         *(SCORE_CENTERING, SDFT, OPSD, SDPO, RLSD),
-        *(FLOW_GRPO, DDRL),
+        *(FLOW_GRPO, DDRL, DDPO),
     )
 }
 

@@ -15,7 +15,7 @@ from rondel.algos.tensors import Tensor, torch
 class TokenBatch:
     """T trainable tokens of whole samples, in the order of the samples; [T] each, None while it is not known.
 
-    A sample has one, a micro-batch is the concatenation of its samples'; there `logprobs`, `entropy` and `full_kl` are
+    A sample has one, a micro-batch is the concatenation of its samples'; there `logprobs`, `entropy`, `full_kl` and `step_kl` are
     those of the forward pass and carry a gradient.
     """
 
@@ -41,6 +41,8 @@ class TokenBatch:
     top_behavior: Tensor | None = None  # log-probability, of the distribution that drew the token
     top_logprobs: Tensor | None = None  # log pi of the same ids, of the forward pass, with its gradient
     demonstration: Tensor | None = None  # bool: nobody drew it
+    reference_mean: Tensor | None = None  # [T, D] means of the steps of a flow, by the reference model
+    step_kl: Tensor | None = None  # KL(policy || reference) of the Gaussian of a step, of the forward pass
     full_kl: Tensor | None = None  # divergence of policy and teacher over the whole vocabulary, of the row's kind
     # decided over the whole update before its first micro-batch (`decide_update`):
     correction: Tensor | None = None  # weight of the surrogate

@@ -222,7 +222,9 @@ def _returning(job: Job, env: Any) -> ReplayBuffer | TransitionMemory | None:
     """What earlier steps bring into a later one."""
     if isinstance(env, Control) and env.model is not None:
         return TransitionMemory(env.model.memory) if env.model.memory else None
-    return ReplayBuffer(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None
+    again = job.loop.replays
+    max_lag = job.loop.max_staleness if again.max_lag is None else again.max_lag
+    return ReplayBuffer(again.groups, max_lag, job.loop.seed) if again.groups else None
 
 
 def order_of(job: Job, tasks: TaskSet) -> TaskAdmissions:
@@ -291,7 +293,7 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
         model = None if own.model is None else Imagination(**own.model.model_dump())
         return Control(turns=own.turns, model=model)
     if found is Flow:
-        return Flow(points=own.points, every=own.every, system=system)
+        return Flow(points=own.points, every=own.every, shared_noise=own.shared_noise, system=system)
     if found is Search:
         settings = own.model_dump()
         return Search(open_corpus(settings.pop("corpus")), **settings, system=system)

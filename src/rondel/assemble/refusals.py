@@ -43,6 +43,7 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     for row in rows.all_rows:
         _check_baseline(job, row)
         _check_reference(job, row)
+        _check_replays(job, row)
     if job.trainer.memory.offload and job.place.ranks > 1:
         raise ConfigError(
             f"trainer.memory.offload = true with place.ranks = {job.place.ranks}: the shards of several ranks stay "
@@ -521,8 +522,20 @@ def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
             raise ConfigError(f"algo.surrogate needs the likeliest tokens of every draw, and {rule}")
 
 
+def _check_replays(job: Job, row: Algorithm) -> None:
+    """Groups older than the bound of all others, for a row that does not look at who drew a token."""
+    lag, bound = job.loop.replays.max_lag, job.loop.max_staleness
+    if lag is not None and lag > bound and "advantages" in row.needs and not row.corrects_staleness:
+        raise ConfigError(
+            f"loop.replays.max_lag = {lag} is beyond loop.max_staleness = {bound}, and '{row.name}' trains tokens of old "
+            'weights as if they were fresh: set algo.correction = { kind = "importance" }, take a row that reads the '
+            "log-probabilities of the behavior (topr, aipo, dppo_tv, decoupled, ...), or leave max_lag out",
+            page="docs/train.md",
+        )
+
+
 def _check_reference(job: Job, row: Algorithm) -> None:
-    if job.loop.warmup.steps and "ref_logprobs" in row.needs:
+    if job.loop.warmup.steps and row.needs & {"ref_logprobs", "ref_means"}:
         asks = "algo.kl.coef" if row.kl.coef else f"algo.kind = '{row.name}'"
         raise ConfigError(
             f"{asks} with loop.warmup: the reference would be the model before its supervised phase. Run the warmup "

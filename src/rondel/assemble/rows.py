@@ -101,6 +101,11 @@ def _of_source(job: Job, name: str, table: dict[str, Any]) -> tuple[Algorithm, f
                 f"{where}.kind = '{row.name}': {why}. Make it the main row, algo.kind, and give the other sources "
                 "theirs"
             )
+    if row.advantage.remembers:
+        raise ConfigError(
+            f"{where}.kind = '{row.name}': its advantage follows what earlier steps have earned, and a run keeps that of "
+            "the main row, algo.kind, alone. Make it the main row, or give this one another advantage"
+        )
     for part in ("kl", "entropy"):
         if getattr(row, part).is_adaptive:
             raise ConfigError(

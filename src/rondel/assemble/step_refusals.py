@@ -36,7 +36,13 @@ Rules = list[tuple[bool, str]]
 def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     """ConfigError where model.path is a flow and the rest of the recipe is not, or the other way round."""
     kind = job.task.env_kind
+    closed = any("ref_means" in row.needs for row in rows.all_rows)
     if not is_flow(job.model.path):
+        if closed:
+            raise ConfigError(
+                'algo.kl.kind = "closed_form" is of the Gaussian steps of a flow, and model.path is none: use k1, k2 or k3',
+                page="docs/flows.md",
+            )
         if kind == "flow":
             raise ConfigError(
                 f'task.env = "flow" with model.path = {job.model.path!r}, which writes tokens: take a flow, '
@@ -49,6 +55,10 @@ def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         (
             job.place.mesh.cp == 1 or model_type_of(job.model.path) != FLOW_MLP,
             f"place.mesh has cp = {job.place.mesh.cp}: a {FLOW_MLP} has no tokens that ranks could share; leave cp out",
+        ),
+        (
+            job.place.mesh.cp == 1 or not closed,
+            'algo.kl.kind = "closed_form" compares whole points, which the ranks of cp cut up: use k3, or leave cp out',
         ),
     ]
     refuse_first(rules, "model.path is a flow", sampling, POINTS, "docs/flows.md")
@@ -159,7 +169,7 @@ def refuse_world_model(job: Job, rows: AlgorithmRows) -> None:
             f"algo.kind = '{rows.main.name}' has no critic, without which an episode that is cut off after a few steps "
             "is worth what it earned in them: use ppo",
         ),
-        (not job.loop.replays, "loop.replays brings back whole groups: use task.env.model.memory"),
+        (not job.loop.replays.groups, "loop.replays brings back whole groups: use task.env.model.memory"),
         (
             job.engine.sampling.temperature == 1.0,
             "a model is learned at temperature 1: leave engine.sampling.temperature out",
@@ -229,7 +239,10 @@ def refusals_of_steps(
         ),
         (not job.engine.compile, "engine.compile compiles the pass of one more token: leave it out"),
         (job.engine.speculative.kind == "off", "engine.speculative guesses the next tokens: leave it out"),
-        (job.engine.concurrency == "fixed", 'engine.concurrency = "auto" watches a cache, and there is none'),
+        (
+            job.engine.concurrency == "fixed",
+            'engine.concurrency = "auto" watches the pages of a cache, and there are none',
+        ),
         (job.model.adapter.kind == "off", "model.adapter is not carried over: leave it out"),
         (job.model.format == "none", "model.format is not carried over: leave it out"),
         (others or not job.policies, "policies are not carried over: leave them out"),
@@ -240,7 +253,10 @@ def refusals_of_steps(
         ),
         (job.place.engine_processes == 1, "an engine of several processes splits a model with a cache: use one"),
         (not job.run.record, "run.record replays caches of tokens: leave it out"),
-        (not job.trainer.memory.offload, "trainer.memory.offload makes room for a cache, and there is none"),
+        (
+            not job.trainer.memory.offload,
+            "trainer.memory.offload makes room for the pages of a cache, and there are none",
+        ),
     ]
     odd = {need: told for need, told in NEXT_TOKEN.items() if not (has_critic and need == "values")}
     for row in rows.all_rows:

@@ -142,7 +142,7 @@ BLOCK_ENGINE = "rondel.generate.engine.blocks.engine:BlockEngine"
 def _stepwise_engine(
     kind: str, job: Job, loaded: LoadedModel, device: Device, transports: dict[str, Transport], log: Path | None
 ) -> StepwiseEngine[Any]:
-    """Of a model without a cache: there is none to plan for."""
+    """Of a model without pages of a cache: there is nothing to plan for."""
     found, running = find_registered("engine", kind, {}), job.engine.max_running
     engine: StepwiseEngine[Any] = found(
         loaded, run=device.run, max_running=running, transports=transports, log=token_log_of(job, log)

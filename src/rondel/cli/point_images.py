@@ -70,6 +70,13 @@ def image_grid(rows: Iterable[dict[str, Any]]) -> np.ndarray:
 
 
 def write_png(path: str | Path, image: np.ndarray) -> None:
+    """`encode_png` into a file."""
+    data = encode_png(image)
+    with guard_write(path, len(data), UserError):
+        Path(path).write_bytes(data)
+
+
+def encode_png(image: np.ndarray) -> bytes:
     """[height, width] from 0, black, to 1, white, or [height, width, 3] of red, green and blue, as an image of 8 bits a
     number (https://www.w3.org/TR/png-3/).
     """
@@ -81,9 +88,8 @@ def write_png(path: str | Path, image: np.ndarray) -> None:
     flat = np.rint(image * 255).astype(np.uint8).reshape(height, -1)
     lines = np.pad(flat, ((0, 0), (1, 0)))  # 0 before each: not filtered
     head = struct.pack(">IIBBBBB", width, height, 8, 2 if colours else 0, 0, 0, 0)
-    parts = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines.tobytes(), 9)) + chunk(b"IEND", b"")
-    with guard_write(path, len(parts), UserError):
-        Path(path).write_bytes(b"\x89PNG\r\n\x1a\n" + parts)
+    data = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines.tobytes(), 9)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + data
 
 
 def describe_coverage(rows: Iterable[dict[str, Any]]) -> str:

@@ -33,10 +33,11 @@ def run(
     ] = None,
 ) -> None:
     """Show what the policy read and wrote."""
-    from rondel.cli.episode_frames import FRAMES, acted_steps, frame_grid
+    from rondel.cli.episode_frames import FRAMES, acted_steps, actions_per_step, frame_grid
     from rondel.cli.page import render_page
     from rondel.cli.point_images import describe_coverage, image_grid, write_png
     from rondel.core.errors import UserError
+    from rondel.runtime.journal.log import read_recipe
     from rondel.runtime.journal.store import read_step, stored_steps
 
     stored = stored_steps(folder)
@@ -47,7 +48,7 @@ def run(
         raise UserError(f"step {step} has no group {group}; it has {', '.join(map(str, numbers))}")
     chosen = [r for r in rows if _matches_filter(r, group, min_reward, max_reward, errors)]
     if png is not None and (acted := [row for row in chosen if acted_steps(row) is not None][:limit]):
-        write_png(png, frame_grid(acted))
+        write_png(png, frame_grid(acted, actions_per_step(folder, read_recipe(folder))))
         print(
             f"{png}: {FRAMES} frames of each of {len(acted)} episodes of step {step}, which were played again and showed the same"
         )

@@ -83,10 +83,11 @@ class GroupsTaken(Event):
 
 @dataclass(slots=True)
 class Replayed(Event):
-    """Groups of earlier steps that are trained once more, by their numbers."""
+    """Groups of earlier steps that are trained once more, by their numbers, and how many versions the oldest is old."""
 
     step: int
     groups: list[int]
+    oldest: int = 0
 
 
 @dataclass(slots=True)

@@ -643,7 +643,8 @@ class Request:
     `lines` are the stints of its recorded run, to be computed again: at each it stands
     still until those weights have gone. `media` are the pictures among its tokens, which only
     an engine with the capability "images" sees. `steps` are those of its continuation, where tokens have some.
-    `observation` is what a world shows [O], where a policy draws actions: it is asked for one.
+    `observation` is what a world shows [O], where a policy draws actions: it is asked for one. `start_key` is that of the
+    noise which a flow begins with, where that is not its own: answers of one group may share it.
     """
 
     tokens: Sequence[int]
@@ -660,6 +661,7 @@ class Request:
     media: tuple[ImagePlaceholder, ...] = ()
     steps: DrawnSteps | None = None
     observation: Any | None = None
+    start_key: int | None = None
 
 
 @dataclass(slots=True)

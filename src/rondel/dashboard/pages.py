@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from rondel.core.errors import RondelError, UserError
-from rondel.dashboard import plan_api, rollouts, views
+from rondel.dashboard import frames, plan_api, rollouts, views
 from rondel.dashboard.auth import DashboardAuth
 from rondel.dashboard.columns import StepGrid
 
@@ -108,6 +108,11 @@ class DashboardPages:
         asked = (_int_param(request, name, 0) for name in ("step", "at", "first"))
         return rollouts.read_answer(self.run(request).folder, *asked)
 
+    def frames(self, request: Request) -> Any:
+        folder, step = self.run(request).folder, _int_param(request, "step", 0)
+        written = rollouts.rollouts_written(folder, step)
+        return frames.episode_frames(folder, step, _int_param(request, "at", 0), written)
+
     def steps_of(self, request: Request) -> Any:
         return rollouts.steps_of(
             self.run(request).folder, request.query_params.get("task", ""), _int_param(request, "step", 0)
@@ -150,7 +155,10 @@ def build_app(pages: DashboardPages) -> Any:
     def make_endpoint(handler: Callable[[Request], Any]) -> Any:
         return partial(_run_handler, handler)
 
-    asked = ("state", "series", "books", "time", "findings", "card", "rollouts", "answer", "steps_of", "beside", "plan")
+    asked = (
+        *("state", "series", "books", "time", "findings", "card", "plan"),
+        *("rollouts", "answer", "frames", "steps_of", "beside"),
+    )
     routes = [
         Route("/", partial(_file_response, HERE / "page" / "index.html")),
         *(

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rondel.cli.episode_frames import acted_steps
 from rondel.cli.view import load_tokenizer, logprob_gap, prompt_text, supervised_steps, tokenizer_file, trajectory_view
 from rondel.core.errors import UserError
 from rondel.runtime.journal.store import path_of, read_step, stored_steps
@@ -29,8 +30,13 @@ def _read_rows_cached(folder: Path, step: int, written: float) -> list[Json]:
 
 def read_rows(folder: Path, step: int) -> list[Json]:
     """Read once, until the file is another one: training adds to it what it learned."""
+    return _read_rows_cached(folder, step, rollouts_written(folder, step))
+
+
+def rollouts_written(folder: Path, step: int) -> float:
+    """When the file of a step was, in seconds; 0 where there is none."""
     path = path_of(folder, step)
-    return _read_rows_cached(folder, step, path.stat().st_mtime if path.exists() else 0.0)
+    return path.stat().st_mtime if path.exists() else 0.0
 
 
 def rollout_table(folder: Path, step: int | None) -> Json:
@@ -76,10 +82,10 @@ def _prompt_excerpt(text: str) -> str:
 
 
 def read_answer(folder: Path, step: int, at: int, first: int = 0) -> Json:
-    """One answer: facts, prompt, and from token `first` on a page of (text, written,
-    version, logprob, trainer's logprob, advantage).
+    """One answer: facts, prompt, whether it is an episode in a world, and from token `first` on a page of (text,
+    written, version, logprob, trainer's logprob, advantage).
     """
-    row = _find_row(folder, step, at)
+    row = find_row(folder, step, at)
     read = _token_reader(folder)
     shown = is_supervised(folder, step)
     told = trajectory_view(row, read, supervised=shown)
@@ -100,12 +106,13 @@ def read_answer(folder: Path, step: int, at: int, first: int = 0) -> Json:
         "spelled": read is not None,
         "text": row["text"],
         "prompt": prompt_text(row["task_data"]),
+        "episode": acted_steps(row) is not None,
         "now": row["trained_at"],
         "born": row["born"],
     }
 
 
-def _find_row(folder: Path, step: int, at: int) -> Json:
+def find_row(folder: Path, step: int, at: int) -> Json:
     found = read_rows(folder, step)
     if not 0 <= at < len(found):
         raise UserError(f"step {step} has {len(found)} answers and no number {at}")

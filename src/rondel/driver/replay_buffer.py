@@ -1,6 +1,4 @@
-"""Groups that are trained a second time: a few of every step come back in a later
-one, while their lag allows it.
-"""
+"""Groups that are trained a second time: a few of every step come back in a later one, while their lag allows it."""
 
 from __future__ import annotations
 
@@ -16,20 +14,20 @@ from rondel.runtime.journal import store
 
 @dataclass
 class ReplayBuffer:
-    """`ReplayBuffer(groups=4, staleness=2, seed=0)`: 4 of the groups of every step are drawn,
-    without replacement, and each comes back once.
+    """`ReplayBuffer(groups=4, max_lag=2, seed=0)`: 4 of the groups of every step are drawn, without replacement, and each
+    comes back once.
 
-    A group that was lag versions old at its step t comes back at t + d, d drawn from 1 ..
-    staleness - lag: so it is never older than any other group may be (law 2), and one that was
-    as old as that already does not come back.
+    A group that was lag versions old at its step t comes back at t + d, d drawn from 1 .. max_lag - lag: so it is never
+    older than that (law 2), and one that was as old already does not come back. max_lag is loop.max_staleness, the bound
+    of every other group, or beyond it for a row that corrects for who drew a token.
     What is drawn depends on the seed and the group's number alone, so a resumed or repeated run draws the same.
     """
 
     groups: int
-    staleness: int
+    max_lag: int
     seed: int
     step: int = 0  # the one that is being prepared
-    taken: dict[int, list[Group]] = field(default_factory=dict)  # by step, as far back as somebody may come from
+    kept: dict[int, list[Group]] = field(default_factory=dict)  # by step, those that are still to come back
 
     def on_event(self, event: Event) -> None:
         """The learner took a batch."""
@@ -38,22 +36,25 @@ class ReplayBuffer:
 
     def record_step(self, step: int, groups: list[Group]) -> None:
         self.step = step
-        self.taken[step] = groups
-        self.taken = {t: own for t, own in self.taken.items() if step - self.staleness <= t <= step}
+        self.kept[step] = [group for group in self._draw_groups(groups) if self._replay_delay(group, step)]
+        for t, own in self.kept.items():
+            self.kept[t] = [group for group in own if t + self._replay_delay(group, t) >= step]
+        self.kept = {t: own for t, own in self.kept.items() if own and t <= step}
 
     def restore_steps(self, folder: Path, steps: Iterable[int]) -> None:
         """What a run that goes on has trained before."""
         stored = set(store.stored_steps(folder))
-        for step in list(steps)[-self.staleness :]:
+        for step in list(steps)[-self.max_lag :]:
             if step in stored:
                 self.record_step(step, store.groups_of(store.read_step(folder, step)))
 
     def due_groups(self) -> list[Group]:
         """Who comes back in this step, in the order of their numbers."""
-        before = [(t, group) for t, own in self.taken.items() if t < self.step for group in self._draw_groups(own)]
+        before = [(t, group) for t, own in self.kept.items() for group in own]
         found = [group for t, group in before if t + self._replay_delay(group, t) == self.step]
         if found:
-            emit(Replayed(self.step, sorted(group.id for group in found)))
+            oldest = max(self.step - 1 - group.born for group in found)
+            emit(Replayed(self.step, sorted(group.id for group in found), oldest))
         return sorted(found, key=lambda group: group.id)
 
     def _draw_groups(self, own: list[Group]) -> list[Group]:
@@ -61,7 +62,7 @@ class ReplayBuffer:
 
     def _replay_delay(self, group: Group, t: int) -> int:
         """Steps until it comes back; 0: never. The version that step t trains is t - 1."""
-        room = self.staleness - (t - 1 - group.born)
+        room = self.max_lag - (t - 1 - group.born)
         return 1 + self._stable_hash(group, "when") % room if room > 0 else 0
 
     def _stable_hash(self, group: Group, what: str) -> int:

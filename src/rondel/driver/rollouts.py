@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
     from rondel.assemble.run_components import Components
 
+# in the place of a sample's number in a key: of demonstrations, of those among samples, of noise that a group shares
+DEMONSTRATED, SHOWN, SHARED = -1, -2, -3
 TURN = 1 << 17  # tokens of a batch after which others have their turn on the event loop
 
 
@@ -93,7 +95,9 @@ class GroupRollouts:
         section, env = self.parts.job.task, self.parts.env
         if isinstance(env, DemonstratingEnv):
             return [
-                self.demonstrate_by_env(env, slot.task, sample_key(self.parts.job.loop.seed, slot.number, -1), policy)
+                self.demonstrate_by_env(
+                    env, slot.task, sample_key(self.parts.job.loop.seed, slot.number, DEMONSTRATED), policy
+                )
             ]
         if isinstance(env, GoldEnv):
             return await GoldEpisode(env, policy=policy).run(slot.task, self.open_chat(lambda turn: 0))
@@ -152,7 +156,13 @@ class GroupRollouts:
     async def _sample_episode(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
         sampling = replace(self.parts.sampling, temperature=0.0) if policy == GREEDY else None
         key = partial(sample_key, self.parts.job.loop.seed, slot.number, index)
-        episode = await self.run_episode(slot.task, lambda: self.open_chat(key, sampling, group=f"group-{slot.number}"))
+
+        def open_chat() -> TokenChat:
+            chat = self.open_chat(key, sampling, group=f"group-{slot.number}")
+            chat.group_key = sample_key(self.parts.job.loop.seed, slot.number, SHARED)
+            return chat
+
+        episode = await self.run_episode(slot.task, open_chat)
         for trajectory in episode:
             trajectory.policy = trajectory.policy if policy == POLICY else policy
             refuse_without_support(trajectory, self.parts.sampling)
@@ -351,7 +361,7 @@ def prepare_of(parts: Components) -> Callable[[list[Group]], Awaitable[TrainBatc
             for number in range(first, first + shown.groups):
                 task = ShuffledOrder(shown.tasks, parts.job.loop.seed).task_at(number)
                 if isinstance(parts.env, DemonstratingEnv):
-                    key = sample_key(parts.job.loop.seed, number, -2)
+                    key = sample_key(parts.job.loop.seed, number, SHOWN)
                     trajectory = rollouts.demonstrate_by_env(parts.env, task, key)
                 else:
                     shows = Demonstrate(suffix=shown.suffix, system=parts.job.task.system, examples=shown.examples)

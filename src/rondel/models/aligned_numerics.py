@@ -20,7 +20,7 @@ equal bits is proven at start: `check_invariance`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from rondel.algos.exponent import select_logprobs
 from rondel.core.errors import ConfigError
+from rondel.models.block_diffusion.block_cache import CachedLayout
 from rondel.models.cache_pools import PoolSlots
 from rondel.models.elementwise import fill_activations
 from rondel.models.packed_layout import PackedLayout, PackedSegment
@@ -123,7 +124,8 @@ class AlignedPacked:
         keys, values = k.transpose(0, 1), v.transpose(0, 1)
         out = torch.empty(len(q), q.shape[1], v.shape[2], dtype=q.dtype, device=q.device)
         for segment, context in self.fast.segment_contexts:
-            mine, places = slice(segment.start, segment.start + segment.length), context.to(q.device)
+            start = segment.start - self.fast.first  # the queries that are here begin there
+            mine, places = slice(start, start + segment.length), context.to(q.device)
             first = len(places) - segment.length if segment.causal else len(places) - 1
             lengths = torch.arange(first, first + segment.length, device=q.device).clamp_max_(len(places) - 1) + 1
             out[mine] = attend(q[mine], keys, values, places.expand(segment.length, -1), lengths, rule)
@@ -193,7 +195,10 @@ class AlignedPaged:
         return torch.cat(parts)
 
 
-def aligned_layout(layout: PackedLayout | PagedLayout) -> AlignedPacked | AlignedPaged:
+def aligned_layout(layout: Any) -> Any:
+    """A packed, paged or cached layout (models/block_diffusion/block_cache.py) as it is computed here."""
+    if isinstance(layout, CachedLayout):
+        return CachedLayout(aligned_layout(layout.packed), layout.held, layout.fresh)
     return AlignedPacked(layout) if isinstance(layout, PackedLayout) else AlignedPaged(layout)
 
 

@@ -169,10 +169,11 @@ class PackedLayout:
 
     @property
     def segment_contexts(self) -> list[tuple[PackedSegment, Tensor]]:
-        """Each segment with the places of its ancestors' tokens and its own."""
+        """Each segment whose queries are here, with the places of its ancestors' tokens and its own."""
         return [
-            (s, torch.from_numpy(np.concatenate([over, _segment_positions(s)])))
-            for s, over in zip(self.segments, self._above)
+            (s, torch.from_numpy(np.concatenate([self._above[i], _segment_positions(s)])))
+            for i in self._own
+            for s in [self.segments[i]]
         ]
 
     def _query_rows(self, heads: int) -> _Rows:

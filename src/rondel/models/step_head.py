@@ -59,6 +59,14 @@ class StepHead:
         """(log-probability or log-density [M], entropy [M]) of recorded steps under the weights of now."""
         raise NotImplementedError
 
+    def step_means(self, steps: PackedSteps) -> Tensor:
+        """[M, D] of each step's Gaussian, of a flow."""
+        raise NotImplementedError
+
+    def evaluate_with_reference(self, steps: PackedSteps, means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`evaluate_steps`, and KL(policy || reference) of each step, by the means of the reference."""
+        raise NotImplementedError
+
     def states(self, steps: PackedSteps) -> Tensor:
         """[M, W] what a critic reads of each step."""
         raise NotImplementedError

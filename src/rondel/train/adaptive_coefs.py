@@ -1,4 +1,4 @@
-"""Coefficients of KL and entropy that follow a target, and baselines that follow what was earned."""
+"""Coefficients of KL and entropy that follow a target, and what advantages remember of earlier steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rondel.algos.group_advantages import AgentBaseline
+from rondel.algos.prompt_norm import PromptNorm
 from rondel.algos.tokens import TokenBatch
 from rondel.train.pack import TrainBatch, TrainSample
 
@@ -20,22 +21,29 @@ if TYPE_CHECKING:
 
 STEERED = ("kl", "entropy")  # parts of a row whose coefficient follows a target
 BASELINE = "baseline of "  # what an agent has earned so far, by its name
+REWARDS = "rewards of "  # the last ones of a task, by its name
 
 
 @dataclass
 class AdaptiveCoefs:
-    """Where each coefficient with a target has got to, by its part of the row; a checkpoint keeps them."""
+    """Where each coefficient with a target has got to, by its part of the row, and the last rewards of each task, where
+    the row remembers them; a checkpoint keeps them.
+    """
 
     values: dict[str, float] = field(default_factory=dict)
+    rewards: dict[str, list[float]] = field(default_factory=dict)
 
     def stored(self) -> dict[str, Tensor]:
         """As a checkpoint keeps them, among tensors of other names."""
-        return {f"{name}_coef": torch.tensor(value, dtype=torch.float64) for name, value in self.values.items()}
+        known: dict[str, float | list[float]] = {**self.values, **{REWARDS + n: own for n, own in self.rewards.items()}}
+        return {f"{name}_coef": torch.tensor(value, dtype=torch.float64) for name, value in known.items()}
 
     def restore(self, found: Mapping[str, Tensor]) -> None:
         """From tensors whose names end in _coef: some may be those of weights with such a name."""
-        own = {name.removesuffix("_coef"): value for name, value in found.items() if value.numel() == 1}
-        self.values = {n: float(value) for n, value in own.items() if n in STEERED or n.startswith(BASELINE)}
+        own = {name.removesuffix("_coef"): value for name, value in found.items()}
+        single = {name: float(value) for name, value in own.items() if value.numel() == 1}
+        self.values = {n: value for n, value in single.items() if n in STEERED or n.startswith(BASELINE)}
+        self.rewards = {n.removeprefix(REWARDS): x.tolist() for n, x in own.items() if n.startswith(REWARDS)}
 
     def update_coefs(self, batch: TrainBatch, algo: Algorithm | Mixture, main: Algorithm) -> dict[str, float]:
         """Coefficients with a target follow what the step measured of their samples. ->
@@ -52,6 +60,9 @@ class AdaptiveCoefs:
         if isinstance(main.advantage, AgentBaseline):
             moved = main.advantage.next_baselines([s.agent for s in own], [s.reward for s in own])
             self.values |= {f"{BASELINE}{agent}": value for agent, value in moved.items()}
+        if isinstance(main.advantage, PromptNorm):
+            order = sorted(own, key=lambda s: (s.group, s.index))
+            self.rewards |= main.advantage.next_history([s.task for s in order], [s.reward for s in order])
         return told
 
     def apply_coefs(self, algo: Algorithm) -> Algorithm:
@@ -59,6 +70,8 @@ class AdaptiveCoefs:
         baselines = {n.removeprefix(BASELINE): b for n, b in self.values.items() if n.startswith(BASELINE)}
         if baselines and isinstance(algo.advantage, AgentBaseline):
             algo = replace(algo, advantage=replace(algo.advantage, baselines=algo.advantage.baselines | baselines))
+        if self.rewards and isinstance(algo.advantage, PromptNorm):
+            algo = replace(algo, advantage=replace(algo.advantage, history={**algo.advantage.history, **self.rewards}))
         known = {n: coef for n, coef in self.values.items() if n in STEERED and getattr(algo, n).is_adaptive}
         return replace(algo, **{name: replace(getattr(algo, name), coef=coef) for name, coef in known.items()})
 

@@ -24,7 +24,7 @@ from rondel.train.logprobs import (
 from rondel.train.pack import MicroBatchShapes, PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.row_share import RowShare, own_routes, own_share
-from rondel.train.step_policy import StepPolicy
+from rondel.train.step_policy import StepPolicy, steps_of
 from rondel.train.teacher_distributions import TeacherDistribution
 
 if TYPE_CHECKING:
@@ -140,6 +140,17 @@ def forward_with_top(
         return logprob_entropy_and_top(hidden, packed.target, head, top_ids, temperature=temperature, kept=packed.kept)
 
     return loaded.run_with_head(compute_logprobs)
+
+
+def forward_with_reference(loaded: LoadedModel, packed: PackedBatch, means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of the steps of a flow, and KL(policy || reference) of each [M], by the means of the reference [M, D]."""
+    steps = steps_of(packed)
+
+    def evaluate(head: Any) -> Any:
+        return head.evaluate_with_reference(steps, means)
+
+    found: tuple[Tensor, Tensor, Tensor] = loaded.run_with_head(evaluate)
+    return found
 
 
 def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | None = None) -> Tensor:
@@ -287,6 +298,23 @@ def annotate_collisions(
             done += packed.samples
             batch.write_tokens(packed.samples, collision=found)
     ranks.exchange_tokens(batch, done, "collision")
+
+
+@torch.no_grad()
+def annotate_step_means(loaded: LoadedModel, batch: TrainBatch, *, budget: int, ranks: SingleRank = ALONE) -> None:
+    """Write the means of the steps of a flow under `loaded` as `reference_mean` of every sample's tokens."""
+    done: list[int] = []
+    for packed in micro_batches(batch, budget, device=loaded.device, rank=ranks.data_rank, ranks=ranks.data_size):
+        steps = steps_of(packed)
+
+        def step_means(head: Any, steps: Any = steps) -> Any:
+            return head.step_means(steps)
+
+        found = loaded.run_with_head(step_means)
+        if not packed.idle:
+            done += packed.samples
+            batch.write_tokens(packed.samples, reference_mean=found)
+    ranks.exchange_tokens(batch, done, "reference_mean")
 
 
 def annotate_ages(batch: TrainBatch, version: int) -> None:

@@ -56,6 +56,7 @@ class TrainSample:
     agent: str = ""  # who acts; it is compared with the same one's other episodes
     parent: int | None = None  # the `index` of the trajectory whose credit it shares: a branch of the same episode
     stream: str = ""  # of its task, by which a mixture finds its row
+    task: str = ""  # its name
     truncated: bool = False  # the token limit cut it off
     guided: bool = False  # a demonstration among the policy's own samples
     baseline: float | None = None  # the reward of the greedy answer to its prompt, where the row wants it
@@ -72,7 +73,14 @@ class TrainSample:
 
     @classmethod
     def from_trajectory(
-        cls, trajectory: Trajectory, *, group: int, index: int, baseline: float | None = None, stream: str = ""
+        cls,
+        trajectory: Trajectory,
+        *,
+        group: int,
+        index: int,
+        baseline: float | None = None,
+        stream: str = "",
+        task: str = "",
     ) -> TrainSample:
         # four bytes a token on the way, where nonzero() and a row of float64 take eight
         trainable = np.arange(len(trajectory.tokens), dtype=np.int32)[np.asarray(trajectory.mask, dtype=bool)]
@@ -105,6 +113,7 @@ class TrainSample:
             agent=trajectory.agent,
             parent=trajectory.parent,
             stream=stream,
+            task=task,
             truncated=trajectory.finish_reason == "length",
             guided=trajectory.is_demonstration,
             baseline=baseline,
@@ -211,6 +220,7 @@ class TrainBatch:
             proximal_T=_double(tokens.proximal),
             collision_T=_double(tokens.collision),
             agents=tuple(s.agent for s in self.samples),
+            tasks=tuple(s.task for s in self.samples),
             **self._turns(),
         )
 
@@ -278,7 +288,12 @@ def train_samples(groups: Iterable[Group]) -> Iterator[TrainSample]:
         for i, trajectory in enumerate(group.trajectories):
             if trajectory.reward is not None and trajectory.written and trajectory.policy != GREEDY:
                 yield TrainSample.from_trajectory(
-                    trajectory, group=group.id, index=i, baseline=group.baseline, stream=group.task.stream
+                    trajectory,
+                    group=group.id,
+                    index=i,
+                    baseline=group.baseline,
+                    stream=group.task.stream,
+                    task=group.task.id,
                 )
 
 

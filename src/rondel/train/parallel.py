@@ -104,7 +104,7 @@ class SingleRank:
             for name in names:
                 value = getattr(tokens, name)
                 parts = value if name == "teachers" else {"": value}
-                found |= {f"{i} {name} {number}": part for number, part in parts.items()}
+                found |= {f"{i} {name} {number}": part.flatten() for number, part in parts.items()}
         for theirs in self.gather_arrays(found):
             for key, values in theirs.items():
                 at, name, number = key.split(" ")
@@ -112,7 +112,8 @@ class SingleRank:
                 if number:
                     tokens.teachers[int(number)] = values
                 else:
-                    setattr(tokens, name, values)
+                    n = len(tokens.sample)
+                    setattr(tokens, name, values if len(values) == n else values.view(n, -1))
 
     def exchange_hidden_states(self, batch: TrainBatch, mine: Iterable[int], number: int, like: Tensor) -> None:
         """Give the others the hidden states [m, D] of a teacher that this rank computed; `like` [V, D]: its head."""

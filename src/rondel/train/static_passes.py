@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from rondel.algos.group_advantages import AgentBaseline
 from rondel.algos.scored_samples import dense_group_ids
 from rondel.algos.tokens import TokenBatch
 from rondel.core.errors import ConfigError
@@ -142,7 +141,7 @@ class StaticPasses:
 
 def refuse_changing_row(row: Algorithm) -> None:
     """A graph holds the numbers of its row, and these must not change from step to step."""
-    if row.kl.is_adaptive or row.entropy.is_adaptive or isinstance(row.advantage, AgentBaseline):
+    if row.kl.is_adaptive or row.entropy.is_adaptive or row.advantage.remembers:
         raise ConfigError(
             f"trainer.micro_tokens.compile: coefficients or baselines of '{row.name}' follow what was measured, and each "
             "step would be compiled anew; give them fixed values, or set compile = false"

@@ -106,7 +106,7 @@ class LocalTrainer:
         self.critic = critic
         self.ranks = ranks
         self.account = TimeAccount("trainer")
-        wants_start = "ref_logprobs" in needs or settings.start_probe > 0
+        wants_start = bool(needs & {"ref_logprobs", "ref_means"}) or settings.start_probe > 0
         self.start = ranks.shard_model(_frozen_start(loaded)) if wants_start else None
         if "teacher_hidden" not in needs:  # whole distributions need a teacher's whole head on every rank
             teachers = [replace(t, loaded=ranks.shard_model(t.loaded)) if t.loaded else t for t in teachers]
@@ -229,6 +229,10 @@ class LocalTrainer:
                     notes.annotate_logprobs(
                         source, batch, FIELDS.get(need, need.removesuffix("_logprobs")), replay=replay, drawn=own, **how
                     )
+        if "ref_means" in needs:
+            assert self.start is not None, "the row needs the reference, and the trainer was built without it"
+            with self.offload.on_device(self.start):
+                notes.annotate_step_means(self.start, batch, budget=settings.micro_tokens, ranks=self.ranks)
         if "collisions" in needs:
             notes.annotate_collisions(self.loaded, batch, replay=settings.replay_routes, **how)
         if "ages" in needs:
@@ -474,11 +478,14 @@ class LocalTrainer:
                 loss, tokens, terms = self.static.evaluate(
                     token_loss, packed, known, weight_M, algo, temperature=self.settings.temperature
                 )
-            elif algo.needs & {"teacher_hidden", "behavior_top"}:
+            elif algo.needs & {"teacher_hidden", "behavior_top", "ref_means"}:
                 if "teacher_hidden" in algo.needs:
                     taught = self.teachers.teacher_distribution(batch, packed, self.settings.temperature)
                     found = notes.forward_taught(self.loaded, packed, taught, algo.divergence, **how)
                     more = {"full_kl": found[2]}
+                elif "ref_means" in algo.needs:
+                    found = notes.forward_with_reference(self.loaded, packed, known_means(own))
+                    more = {"step_kl": found[2]}
                 else:
                     found = notes.forward_with_top(self.loaded, packed, known_top(own), **how)
                     more = {"top_logprobs": found[2]}
@@ -566,6 +573,12 @@ def begin_gradients(trainer: LocalTrainer) -> None:
         if stack.is_trained:
             stack.drop_packed()
     release_freed_memory()
+
+
+def known_means(tokens: TokenBatch) -> Tensor:
+    """[T, D] means by the reference, which a row with "ref_means" needs of every step."""
+    assert tokens.reference_mean is not None, "ask for ref_means before a pass compares with them"
+    return tokens.reference_mean
 
 
 def known_top(tokens: TokenBatch) -> Tensor:

@@ -25,12 +25,7 @@ class StepPolicy:
     def evaluate(
         self, packed: PackedBatch, *, temperature: float, tape: RoutingTape | None, drawn: bool
     ) -> tuple[Tensor, Tensor]:
-        if not isinstance(packed.steps, PackedSteps):
-            raise TrainError(
-                "trajectories without points or actions for a model that draws them: an environment that builds "
-                "trajectories itself must hand Completion.steps to extend()"
-            )
-        steps = packed.steps
+        steps = steps_of(packed)
 
         def evaluate_steps(head: Any) -> Any:
             return head.evaluate_steps(steps, temperature=temperature)
@@ -45,3 +40,13 @@ class StepPolicy:
 
         found: list[float] = self.loaded.run_with_head(score_prompt)
         return found
+
+
+def steps_of(packed: PackedBatch) -> PackedSteps:
+    """Those of a micro-batch. TrainError where its trajectories have none."""
+    if not isinstance(packed.steps, PackedSteps):
+        raise TrainError(
+            "trajectories without points or actions for a model that draws them: an environment that builds "
+            "trajectories itself must hand Completion.steps to extend()"
+        )
+    return packed.steps

@@ -70,7 +70,7 @@ class AlgorithmConfig(ConfigSection):
     kl: dict[str, Any] = Field(
         {},
         description="distance to the starting weights, in the loss, charged to the reward, or to the advantage behind "
-        "the baseline: kind k1, k2, k3; coef; where; target; through; unbiased",
+        "the baseline: kind k1, k2, k3, closed_form (of flows); coef; where; target; through; unbiased",
     )
     aggregate: dict[str, Any] = Field(
         {},

@@ -195,6 +195,7 @@ class FlowConfig(BaseModel):
     model_config = CLOSED
     points: int = Field(32, ge=1, description="data points of one demonstration, each at a noise level of its own")
     every: int = Field(1, ge=1, description="one denoising step of so many is trained, counted back from the last one")
+    shared_noise: bool = Field(False, description="in training all chains of a group begin with the same noise")
 
 
 class ImaginationConfig(BaseModel):

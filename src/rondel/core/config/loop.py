@@ -39,6 +39,25 @@ class OversampleConfig(SettingsTable):
         return self
 
 
+class ReplaysConfig(SettingsTable):
+    """Groups that are trained once more, in a later step; `replays = 4` is `replays = { groups = 4 }`."""
+
+    groups: int = Field(0, ge=0, description="of each step, that come back in a later one, once")
+    max_lag: int | None = Field(
+        None,
+        ge=1,
+        le=1000,
+        description="versions that a group may be old when it comes back; unset, max_staleness. More than that needs a row "
+        "that weighs, masks or drops by who drew a token",
+    )
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> ReplaysConfig:
+        if self.__dict__["max_lag"] is not None and not self.__dict__["groups"]:
+            raise ValueError("max_lag has no effect without groups that come back: set groups, or remove it")
+        return self
+
+
 class LoopConfig(ConfigSection):
     steps: int | None = Field(
         None, ge=0, description="training steps after the supervised phase; this or passes is needed"
@@ -57,8 +76,8 @@ class LoopConfig(ConfigSection):
         description="how often a step goes over its own batch, each time in updates_per_step updates; passes over the "
         "data are loop.passes",
     )
-    replays: int = Field(
-        0, ge=0, description="groups of each step that come back in a later one, once and within max_staleness"
+    replays: ReplaysConfig = Field(
+        ReplaysConfig(), description="groups of each step that come back in a later one; a number is its `groups`"
     )
     max_staleness: int = Field(
         0, ge=0, le=1000, description="S, versions between a group's admission and its training; 0 is on-policy"
@@ -81,10 +100,11 @@ class LoopConfig(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _read_shorthand(cls, given: Any) -> Any:
-        told = given.get("oversample") if isinstance(given, dict) else None
-        return (
-            given | {"oversample": {"groups": told}} if isinstance(told, int) and not isinstance(told, bool) else given
-        )
+        if not isinstance(given, dict):
+            return given
+        tables = ("oversample", "replays")
+        numbers = {n: v for n in tables if isinstance(v := given.get(n), int) and not isinstance(v, bool)}
+        return given | {name: {"groups": number} for name, number in numbers.items()}
 
     @model_validator(mode="after")
     def _check_together(self) -> LoopConfig:
@@ -101,14 +121,15 @@ class LoopConfig(ConfigSection):
                 f"steps = {mine['steps']} and passes = {mine['passes']:g} both say how long the run is: remove one of "
                 f"them"
             )
-        if mine["replays"] and not mine["max_staleness"]:
+        again = mine["replays"].__dict__
+        if again["groups"] and not mine["max_staleness"] and again["max_lag"] is None:
             raise ValueError(
                 "replays has no effect at max_staleness = 0: what is trained again is at least one version old. Set "
-                "max_staleness"
+                "max_staleness, or replays.max_lag"
             )
-        if mine["replays"] > mine["groups_per_step"]:
+        if again["groups"] > mine["groups_per_step"]:
             raise ValueError(
-                f"replays = {mine['replays']} is more than a step has: groups_per_step = {mine['groups_per_step']}"
+                f"replays = {again['groups']} is more than a step has: groups_per_step = {mine['groups_per_step']}"
             )
         oversample = mine["oversample"].__dict__["groups"]
         if oversample and mine["window"] != "auto":

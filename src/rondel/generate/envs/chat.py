@@ -96,6 +96,8 @@ class TokenChat:
         self.episode = episode or EpisodeState()
         self.sent = list[SentTurn]()  # the same as messages, for what a server would make of them
         self.tools: Schemas = ()
+        self.group_key: int | None = None  # of noise that the answers of one group may share; None: it is no one's
+        self.start_key: int | None = None  # of the noise that a flow begins with; None: its own
         # whether its first messages hold what others wrote: too much of that is no fault of the data
         self.others = False
         self.turn = 0
@@ -193,7 +195,9 @@ class TokenChat:
         began, key = now(), self.key(self.turn)
         media = tuple(self.trajectory.media)
         with self.episode.watched_turn(self, key):
-            done = await self.generate(Request(tokens, sampling, key=key, policy=self.trajectory.policy, media=media))
+            request = Request(tokens, sampling, key=key, policy=self.trajectory.policy, media=media)
+            request.start_key = self.start_key
+            done = await self.generate(request)
         took = now() - began
         if done.text is None:  # before its tokens are there twice
             done.text = await decode_answer(self.tokenizer, done.tokens)

@@ -10,7 +10,6 @@ import numpy as np
 
 from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.errors import DataError
-from rondel.core.protocols import Chat
 from rondel.core.types import FLAGS, IDS, NUMBERS, Task, TokenColumn, Trajectory
 from rondel.generate.envs.points import find_points
 from rondel.generate.envs.single_turn import opening_messages
@@ -22,20 +21,26 @@ class Flow:
 
     points  data points of one demonstration, each at a noise level of its own
     every   one denoising step of so many is trained, counted back from the last one, whose point is the answer
+    shared_noise  all chains of a group begin with the same noise, in training (arXiv:2505.07818, DanceGRPO)
     """
 
-    def __init__(self, *, points: int = 32, every: int = 1, system: str | None = None) -> None:
-        self.points, self.every, self.system = points, every, system
+    def __init__(
+        self, *, points: int = 32, every: int = 1, shared_noise: bool = False, system: str | None = None
+    ) -> None:
+        self.points, self.every, self.shared_noise, self.system = points, every, shared_noise, system
 
     def prompt(self, task: Task) -> tuple[Messages, Schemas]:
         return opening_messages(task, system=self.system), ()
 
-    async def run(self, task: Task, chat: Chat) -> Trajectory:
+    async def run(self, task: Task, chat: Any) -> Trajectory:
         chat.give(*self.prompt(task))
+        if self.shared_noise:
+            chat.start_key = chat.group_key
         done = await chat.reply()
         if done.steps is None:
             raise DataError('task.env = "flow" with a model that writes tokens: set model.path to a flow')
-        return chat.trajectory if self.every == 1 else _thinned(chat.trajectory, self.every)
+        trajectory: Trajectory = chat.trajectory
+        return trajectory if self.every == 1 else _thinned(trajectory, self.every)
 
     def demonstrate(self, task: Task, chat: Any, key: int) -> Trajectory:
         """Data points of the task, chosen and noised by `key` alone, as the policy's own steps: their log-density is

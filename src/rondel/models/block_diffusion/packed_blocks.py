@@ -66,15 +66,6 @@ class BlockRow:
                 above = self.place(answer[first : first + size], len(prompt) + first, above)
         return source
 
-    def place_state(self, prompt: np.ndarray, answer: np.ndarray, state: np.ndarray) -> int:
-        """`answer`: whole blocks of len(state) tokens, behind which one is in this state. -> where its first token lies"""
-        above, size = self.place_prompt(prompt), len(state)
-        for first in range(0, len(answer), size):
-            above = self.place(answer[first : first + size], len(prompt) + first, above)
-        at = self.at
-        self.place(state[state != ABSENT], len(prompt) + len(answer), above)
-        return at
-
 
 @dataclass(slots=True)
 class PackedBlocks:
@@ -94,8 +85,7 @@ class PackedBlocks:
 
     def hidden_states(self, loaded: LoadedModel) -> Tensor:
         """[M, D] of the positions where tokens are predicted."""
-        assert loaded.blocks is not None
-        tokens = self.tokens.masked_fill(self.tokens == MASKED, loaded.blocks.mask_token)
+        tokens = hide_masks(self.tokens, loaded)
         return loaded.hidden_states(tokens, self.positions, self.layout).index_select(0, self.source)
 
     @classmethod
@@ -122,3 +112,9 @@ class PackedBlocks:
             PackedLayout(row.segments, device),
             torch.from_numpy(np.concatenate(source)).long().to(device),
         )
+
+
+def hide_masks(tokens: Tensor, loaded: LoadedModel) -> Tensor:
+    """The id of the mask where MASKED stands.  [T] -> [T]"""
+    assert loaded.blocks is not None
+    return tokens.masked_fill(tokens == MASKED, loaded.blocks.mask_token)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from rondel.models.control.kinds import FLOW_POLICY
+from rondel.models.control.kinds import CHUNK, FLOW_POLICY
 from rondel.models.control.observation_mlp import ObservationConfig, ObservationMlp
 from rondel.models.elementwise import silu
 from rondel.models.flow.transition import sinusoidal
@@ -22,7 +22,7 @@ class FlowPolicyConfig(ObservationConfig):
 
     model_type = FLOW_POLICY
     discrete: bool = False
-    chunk: int = 4
+    chunk: int = CHUNK
     denoising_steps: int = 4
     num_denoising_layers: int = 1
     frequencies: int = 6

@@ -13,7 +13,14 @@ from rondel.core.errors import ConfigError
 from rondel.models.collectives import RankGroup
 from rondel.models.flow.patch_transformer import PatchTransformer
 from rondel.models.flow.token_share import TokenShare
-from rondel.models.flow.transition import density_of, entropy, log_density, step_coefficients, step_mean
+from rondel.models.flow.transition import (
+    density_of,
+    entropy,
+    gaussian_kl,
+    log_density,
+    step_coefficients,
+    step_mean,
+)
 from rondel.models.noise import draw_normal
 from rondel.models.packed_steps import PackedSteps
 from rondel.models.step_head import StepHead
@@ -67,15 +74,32 @@ class FlowHead(StepHead):
         """(log-density [M], entropy [M]) of recorded steps under the weights of now, a dimension; in the dtype of the
         rows, which is at least float32. Their noise is recorded with them, so no temperature is read.
         """
-        dim, rows = self.dim, steps.rows
-        if rows.shape[1] != 2 * dim + SCALARS:
-            raise ValueError(f"steps of {(rows.shape[1] - SCALARS) / 2:g} dimensions for a flow of {dim}")
-        x, drawn, numbers = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim :]
-        std = numbers[:, 3]
+        std = steps.rows[:, -1]
         if self.ranks is not None:
+            self._check_width(steps)
             return self._shared_density(steps, TokenShare.of(self.model.token_count, self.ranks)), entropy(std)
-        velocity = self.velocity(x, numbers[:, 0], steps).to(rows.dtype)
-        return log_density(drawn, step_mean(x, velocity, numbers[:, 1:]), std), entropy(std)
+        return log_density(self._drawn(steps), self.step_means(steps), std), entropy(std)
+
+    def step_means(self, steps: PackedSteps) -> Tensor:
+        """[M, D] of the Gaussian of each step."""
+        self._check_width(steps)
+        x, numbers = steps.rows[:, : self.dim], steps.rows[:, 2 * self.dim :]
+        velocity = self.velocity(x, numbers[:, 0], steps).to(steps.rows.dtype)
+        return step_mean(x, velocity, numbers[:, 1:])
+
+    def evaluate_with_reference(self, steps: PackedSteps, means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same as `evaluate_steps`, and KL(policy || reference) of each step [M], by the means of the reference
+        [M, D].
+        """
+        own, std = self.step_means(steps), steps.rows[:, -1]
+        return log_density(self._drawn(steps), own, std), entropy(std), gaussian_kl(own, means.view_as(own), std)
+
+    def _drawn(self, steps: PackedSteps) -> Tensor:
+        return steps.rows[:, self.dim : 2 * self.dim]
+
+    def _check_width(self, steps: PackedSteps) -> None:
+        if (width := steps.rows.shape[1]) != 2 * self.dim + SCALARS:
+            raise ValueError(f"steps of {(width - SCALARS) / 2:g} dimensions for a flow of {self.dim}")
 
     def _shared_density(self, steps: PackedSteps, share: TokenShare) -> Tensor:
         """[M] on every rank, of which each computes its tokens' part of the mean over the dimensions."""

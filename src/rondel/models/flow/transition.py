@@ -58,6 +58,14 @@ def density_of(mean_square: Tensor, std: Tensor) -> Tensor:
     return -0.5 * mean_square - std.log() - 0.5 * LOG_2PI
 
 
+def gaussian_kl(mean: Tensor, other: Tensor, std: Tensor) -> Tensor:
+    """KL(N(mean, std²) || N(other, std²)), averaged over the D dimensions: mean of (mean - other)² / (2·std²).
+    [M, D], [M, D], [M] -> [M].  arXiv:2505.05470 (Flow-GRPO), whose two policies have the noise in common.
+    """
+    z = (mean - other) / std[:, None]
+    return 0.5 * (z * z).mean(-1)
+
+
 def entropy(std: Tensor) -> Tensor:
     """Differential entropy of such a Gaussian, a dimension.  [M] -> [M]  The weights do not move it."""
     return std.log() + 0.5 * (LOG_2PI + 1)

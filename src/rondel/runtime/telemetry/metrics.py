@@ -138,6 +138,7 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "loop/lag_mean": ("versions", "weights' age at training: version trained minus version at admission"),
     "loop/lag_max": ("versions", "largest of the same; never above loop.max_staleness"),
     "loop/replayed_groups": ("groups", "of earlier steps, trained once more in this one (loop.replays)"),
+    "loop/replayed_lag_max": ("versions", "age of the oldest of these; never above loop.replays.max_lag"),
     "loop/lag_limit": ("versions", "loop.max_staleness in this phase"),
     "loop/late_fraction": (
         "share",
@@ -420,7 +421,7 @@ class StepMetrics:
             case GroupsTaken():
                 self._row |= from_taken(event) | from_scored(g for g in event.groups if not g.supervised)
             case Replayed():
-                self._row["loop/replayed_groups"] = len(event.groups)
+                self._row |= {"loop/replayed_groups": len(event.groups), "loop/replayed_lag_max": event.oldest}
             case Synced():
                 self._row |= {"sync/seconds": event.seconds, "sync/bytes_copied": event.bytes_copied}
                 self._row |= {"sync/probe_gap": event.probe_gap, "sync/paused": event.paused}

@@ -5,14 +5,15 @@ positions, draws tokens at those where its distribution is most certain, and lea
 these are follows from the distributions alone, so the log-probability of what was drawn is exact. Token t of a sample
 draws with its own noise (`draw_uniform`), in whichever step that is.
 
-Every step computes prompt and whole blocks again, by the layout in which the trainer packs them.
+Keys and values of prompts and whole blocks are cached while an answer reads them: a step computes the blocks that are
+being filled in, and what has become whole since the last one.
 """
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,11 +23,13 @@ from rondel.generate.engine.blocks.block_log import BlockLog
 from rondel.generate.engine.blocks.block_sequence import BlockSequence
 from rondel.generate.engine.builtin.sampler import draw_uniform, sample_tokens, sampling_weights
 from rondel.generate.engine.stepwise.engine import StepwiseEngine
-from rondel.models.block_diffusion.packed_blocks import BlockRow, PackedBlocks
+from rondel.models.block_diffusion.block_cache import BlockCache, BlockState, CachedPass
+from rondel.models.block_diffusion.packed_blocks import hide_masks
 from rondel.models.block_diffusion.probe import score_prompt
 
 if TYPE_CHECKING:
     from rondel.models.block_diffusion.settings import BlockSettings
+    from rondel.models.loaded_model import LoadedModel
 
 Drawn = tuple[list[int], list[int], list[float]]  # positions of a block, tokens, log-probabilities
 
@@ -36,6 +39,17 @@ class BlockEngine(StepwiseEngine[BlockSequence]):
 
     log_kind = BlockLog
     log: BlockLog
+
+    def __init__(self, loaded: LoadedModel, **how: Any) -> None:
+        super().__init__(loaded, **how)
+        self.cache, self.computed = BlockCache(), 0
+
+    def forget_weights(self) -> None:
+        self.cache.clear()
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.cache.bytes_held
 
     @property
     def settings(self) -> BlockSettings:
@@ -50,14 +64,12 @@ class BlockEngine(StepwiseEngine[BlockSequence]):
     @torch.no_grad()
     def draw_step(self, answers: list[BlockSequence]) -> list[Drawn]:
         """Of each block the most certain of its masked positions, in one pass of the model."""
-        row = BlockRow()
-        masked = [sequence.masked for sequence in answers]
-        source = [
-            row.place_state(own.prompt, np.asarray(own.read, np.int32), own.state) + places
-            for own, places in zip(answers, masked, strict=True)
-        ]
-        packed = PackedBlocks.of_row(row, source, self.loaded.device)
-        logits = self.loaded.head.logits(packed.hidden_states(self.loaded))
+        loaded, masked = self.loaded, [sequence.masked for sequence in answers]
+        row = CachedPass.of(self.cache, [state_of(own) for own in answers], loaded.device)
+        source = np.concatenate([first + places for first, places in zip(row.states, masked, strict=True)])
+        hidden = loaded.hidden_states(hide_masks(row.tokens, loaded), row.positions, row.layout)
+        self.computed = len(row.tokens)
+        logits = loaded.head.logits(hidden.index_select(0, torch.from_numpy(source).to(loaded.device)))
         samplings = [own.request.sampling for own, places in zip(answers, masked, strict=True) for _ in places]
         weights = sampling_weights(logits, samplings)
         certainty = (1 / weights.sum(-1, dtype=torch.float64)).cpu().numpy()  # the largest weight of a row is 1
@@ -80,7 +92,14 @@ class BlockEngine(StepwiseEngine[BlockSequence]):
         for sequence, (places, tokens, logprobs) in zip(answers, steps, strict=True):
             if sequence.append_step(places, tokens, logprobs, version):
                 self.log.record_block(sequence, sequence.close_block())
+        self.cache.keep_only(state_of(own) for own in self.answers if not own.is_whole)
+        self.account.counts["computed"] += self.computed
         return sum(len(tokens) for _, tokens, _ in steps)
 
     def score_tokens(self, tokens: list[int]) -> list[float]:
         return score_prompt(self.loaded, tokens)
+
+
+def state_of(sequence: BlockSequence) -> BlockState:
+    """What the next step of a request reads."""
+    return BlockState(sequence.prompt, np.asarray(sequence.read, np.int32), sequence.state)

@@ -46,7 +46,8 @@ class Chain(StepRequest):
             raise UserError(f"a chain that goes on from step {first} with the points of {drawn} steps: bring them all")
         steps = first + request.sampling.max_tokens
         numbers = step_coefficients(steps, request.sampling.temperature).astype(np.float32)
-        point = draw_normal(request.key, 0, dim) if given is None else given.drawn[-1]
+        begins = request.key if request.start_key is None else request.start_key
+        point = draw_normal(begins, 0, dim) if given is None else given.drawn[-1]
         prompt = list(request.tokens[: len(request.tokens) - first])
         if not prompt:
             raise UserError("a request without a prompt: a flow needs one token at least to be asked with")

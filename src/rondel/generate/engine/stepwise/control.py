@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -18,6 +19,9 @@ class StepwiseControl(StepTask, Generic[A]):
     """Half of the Engine protocol, over the answers in flight and the task that takes their steps."""
 
     answers: list[A]
+
+    @abstractmethod
+    def forget_weights(self) -> None: ...
 
     @property
     def is_busy(self) -> bool:
@@ -47,9 +51,10 @@ class StepwiseControl(StepTask, Generic[A]):
         return len(found)
 
     async def sleep(self, tags: Tags) -> None:
-        """There is no cache; parked requests keep what they have drawn."""
+        """Parked requests keep what they have drawn; what was computed of them is computed again."""
         if self.is_busy:
             raise EngineError("sleep while requests run: pause the engine first")
+        self.forget_weights()
         self.lifecycle.asleep.update(tags)
         self.update_account()
 

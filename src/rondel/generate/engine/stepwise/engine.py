@@ -1,7 +1,7 @@
 """An engine that answers in steps: all requests in flight take their next one together, in one pass of the model.
 
-Noise is counter-based, so when a step is taken does not change what it draws. There is no cache: a parked request keeps
-what it has drawn, and nothing else.
+Noise is counter-based, so when a step is taken does not change what it draws. A parked request keeps what it has drawn;
+an engine may cache what its answers read, and forgets it with the weights.
 
 generate ──> answers ──_step──> the device's thread ──> log ──> completions
 receive  ──> StepwiseUpdate ──> weight receiver
@@ -72,6 +72,14 @@ class StepwiseEngine(StepwiseControl[A]):
     @abstractmethod
     def score_tokens(self, tokens: list[int]) -> list[float]:
         """On the device's thread: what both sides of a weight update must agree on, for each token."""
+
+    def forget_weights(self) -> None:
+        """Nothing that was computed with earlier weights is used again."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of keys and values that it holds."""
+        return 0
 
     @property
     def version(self) -> int:
@@ -171,7 +179,7 @@ class StepwiseEngine(StepwiseControl[A]):
             capabilities=frozenset({*CAN, *kinds}),
             root=self.arrivals.root,
             bytes_copied=self.arrivals.bytes_copied,
-            memory={"kv_cache": 0},
+            memory={"kv_cache": self.cache_bytes},
         )
 
     async def receive(self, message: Message) -> int:

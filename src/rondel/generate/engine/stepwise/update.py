@@ -1,4 +1,4 @@
-"""The engine's side of a commit: what is not the weights themselves, for an engine without a cache."""
+"""The engine's side of a commit: what is not the weights themselves, for an engine that answers in steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rondel.models.main_grad import weights_changed
 
 
 class StepwiseUpdate(EngineUpdate):
-    """The transaction of the token engine, whose commit has no cache and no draft to forget."""
+    """The transaction of the token engine, whose commit has no draft to forget."""
 
     def __init__(self, engine: Any) -> None:
         """`engine`: a StepwiseEngine, which is its own serving loop."""
@@ -21,6 +21,7 @@ class StepwiseUpdate(EngineUpdate):
         engine = self.engine
         await engine.run(engine.arrivals.commit_update, commit)
         weights_changed()
+        engine.forget_weights()
         engine.lifecycle.version, engine.lifecycle.broken = commit.version, ""
         engine.log.record_version(commit.version, commit.root)
         engine.wake_up()
@@ -29,4 +30,4 @@ class StepwiseUpdate(EngineUpdate):
         account = self.engine.account
         if steps := account.counts["steps"]:
             account.counts["room"] = steps * self.engine.max_running
-        account.report_time({"kv_cache": 0})
+        account.report_time({"kv_cache": self.engine.cache_bytes})

@@ -1,0 +1,42 @@
+"""`python -m rondel.dashboard.frame_process RUN STEP AT`: the frames of one episode, or why there are none, as JSON.
+
+It ends with the process at the other end of its standard input.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+from rondel.cli.episode_frames import actions_per_step, frame_grid
+from rondel.cli.point_images import encode_png
+from rondel.core.errors import RondelError
+from rondel.dashboard.rollouts import find_row
+from rondel.runtime.journal.log import read_recipe
+
+
+def main(folder: str, step: str, at: str) -> None:
+    """What libraries print goes to standard error, the one answer to standard output."""
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)
+        threading.Thread(target=_end_with_input, daemon=True).start()
+        try:
+            actions = actions_per_step(folder, read_recipe(folder))
+            image = frame_grid([find_row(Path(folder), int(step), int(at))], actions)
+            told = {"png": f"data:image/png;base64,{base64.b64encode(encode_png(image)).decode()}"}
+        except RondelError as error:
+            told = {"error": str(error)}
+        answer.write(json.dumps(told))
+
+
+def _end_with_input() -> None:
+    os.read(0, 1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
