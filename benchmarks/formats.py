@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"seed {seed} {name:<10} {curve[0]:.2f} -> {mean(curve[-10:]):.3f}", file=sys.stderr, flush=True)
     table: dict[str, Any] = {}
     for name, runs in found.items():
-        bits = PLAIN.get(name) or 8 * format_of(name).stored_bytes((4096, 4096)) / 4096**2
+        bits = PLAIN.get(name) or format_of(name).bits
         table[name] = {
             "first": round(mean([run["first"] for run in runs]), 3),
             "reward": round(mean([run["reward"] for run in runs]), 3),

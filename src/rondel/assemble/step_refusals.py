@@ -231,7 +231,7 @@ def refusals_of_steps(
         (job.engine.speculative.kind == "off", "engine.speculative guesses the next tokens: leave it out"),
         (job.engine.concurrency == "fixed", 'engine.concurrency = "auto" watches a cache, and there is none'),
         (job.model.adapter.kind == "off", "model.adapter is not carried over: leave it out"),
-        (job.model.format == "none", "model.format is not carried over: leave it out"),
+        (job.model.engine_format == "none", "model.format is not carried over: leave it out"),
         (others or not job.policies, "policies are not carried over: leave them out"),
         (mesh.world == 1 or bool(axes), f"place.ranks = {mesh.world}: it is trained by one rank"),
         (

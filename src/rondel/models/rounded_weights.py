@@ -27,11 +27,18 @@ class WeightFormat:
     form: Rounding
     transposed: bool = False
 
+    def encode(self, weight: Tensor) -> dict[str, Tensor]:
+        """Codes and scales of a weight in the parameter's own layout."""
+        return self.form.encode(weight.mT.contiguous() if self.transposed else weight)
+
+    def decode(self, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The reverse."""
+        whole = self.form.decode(parts, dtype)
+        return whole.mT if self.transposed else whole
+
     def fake(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """What the format decodes `weight` to, in the parameter's own layout."""
-        if not self.transposed:
-            return self.form.decode(self.form.encode(weight), dtype)
-        return self.form.decode(self.form.encode(weight.mT.contiguous()), dtype).mT
+        return self.decode(self.encode(weight), dtype)
 
 
 _formats: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> WeightFormat

@@ -276,7 +276,12 @@ def sync_options(setting: Workload | FlowWorkload) -> list[SyncTime]:
     on = setting.hardware
     full = setting.sync_bytes
     if not setting.split and setting.gpus == 1:
-        return [SyncTime("tensor", 0.0, 0.0, "one module for both sides: 0 bytes move")]
+        if setting.has_one_module:
+            return [SyncTime("tensor", 0.0, 0.0, "one module for both sides: 0 bytes move")]
+        numbers = setting.shape.parameter_count * setting.width
+        seconds = transfer_seconds(2 * (full + numbers), on.bandwidth)
+        why = f"{full / GB:.2f} GB encoded and decoded in one process, at {on.bandwidth / GB:.0f} GB/s of memory"
+        return [SyncTime("tensor", seconds, seconds, why)]
     inside = setting.gpus <= on.in_node
     road, name = (on.link, "the node's links") if inside else (on.network, "the network")
     what = f"{full / GB:.2f} GB{' (the adapter alone)' if setting.rank else ''}"

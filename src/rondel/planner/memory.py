@@ -332,6 +332,7 @@ def packed_bytes(setting: Workload, *, training: bool) -> float:
     if setting.hardware.on_gpu or setting.train_devices > 1 or setting.four_bits:
         return 0.0
     read = [setting.shape] * (setting.rank > 0 or not training) + [setting.teacher] * setting.teachers
+    read += [setting.shape] * (setting.engine_rounds and not setting.split)  # the engine's own
     return setting.packed_width * sum(
         shape.body_parameters + shape.embedding_parameters - shape.expert_parameters
         for shape in read
@@ -367,7 +368,7 @@ def _route_bytes(setting: Workload) -> int:
 def _engine_without_cache(setting: Workload) -> dict[str, dict[str, float]]:
     """The same without the cache."""
     s = setting.shape
-    own = setting.split or setting.gpus > 1
+    own = not setting.has_one_module
     weights = setting.weight_bytes / setting.tensor
     asleep = ("train", "logprob", "sync") if setting.offload and not setting.split else ()
     rows: dict[str, dict[str, float]] = {}
@@ -376,6 +377,8 @@ def _engine_without_cache(setting: Workload) -> dict[str, dict[str, float]]:
         rows["engine weights"] = {phase: 0.0 if phase in away else weights for phase in PHASES}
         rows["sync buckets"] = {"sync": 0.0 if staged_bytes(setting) else 2.0 * BUCKET}
         rows["staged weights"] = {"sync": staged_bytes(setting)}
+        if not setting.split and setting.gpus == 1:  # handed over in one process, as they travel
+            rows["sync buckets"] = {"sync": setting.sync_bytes}
         if setting.four_bits:
             rows["decoded layer"] = {"generate": decoded_layer_bytes(setting)}
     if setting.reward is not None:
@@ -422,7 +425,7 @@ def kv_tokens(setting: Workload) -> int:
         if not setting.split:
             stays = sum(row.get("generate", 0.0) for row in trainer_memory(setting).values())
             # on one device the engine reads the trainer's
-            left -= stays if setting.gpus > 1 else stays - setting.weight_bytes
+            left -= stays - setting.weight_bytes if setting.has_one_module else stays
     else:
         left -= SPARE * on.memory + state_slots(setting.running) * s.state_bytes(setting.width)
     return kv_pages(

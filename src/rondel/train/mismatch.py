@@ -27,14 +27,22 @@ TENTHS = 10  # parts of an answer, by position
 BOUNDS = {torch.float32: 1e-6, torch.float16: 5e-5, torch.bfloat16: 3e-3}
 ROUNDED = {torch.float16: 2e-4, torch.bfloat16: 1e-2}
 MIXTURE = 1e-1  # where rounding sends a token to another expert
+# of an engine whose weights are rounded alone, by their bits
+QUANTISED = {8: 2e-2, 4: 2e-1}
 
 
-def bound_of(dtype: torch.dtype, *, mixture: bool, foreign: bool, rounded: bool = False) -> float:
+def bound_of(
+    dtype: torch.dtype, *, mixture: bool, foreign: bool, rounded: bool = False, engine_bits: float = 32
+) -> float:
     """K3 of fresh tokens, in nats a token, above which trainer and engine disagree.
     rounded: a model of 16 bits that rounds its residual stream; foreign: a server, whose precision is not known.
+    engine_bits: of a weight of an engine that rounds its weights alone.
     """
+    quantised = max((bound for bits, bound in QUANTISED.items() if engine_bits < bits + 1), default=0.0)
     if mixture:
-        return MIXTURE
+        return max(MIXTURE, quantised)
+    if quantised:
+        return quantised
     own = ROUNDED.get(dtype, BOUNDS[dtype]) if rounded else BOUNDS[dtype]
     return max(own, ROUNDED[torch.bfloat16] if foreign else 0.0)
 

@@ -64,6 +64,10 @@ class MasterWeights:
         self._graded: list[Tensor] = []
         self._install_gradient_hooks()
 
+    def rounded_from(self, name: str) -> Tensor | None:
+        """The master of a parameter that lies in a number format here; None of any other."""
+        return self.masters[self.names.index(name)] if name in self.formatted_names else None
+
     def _make_masters(self) -> list[Tensor]:
         def make_master(name: str, parameter: Tensor) -> Tensor:
             if (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from rondel.core.protocols import PartTransport, SeveralWays
 from rondel.core.tensor_parts import Block, TensorPart
 from rondel.core.types import Manifest, Route, TensorInfo
 from rondel.models import names
-from rondel.models.names import DigestSums, digest_length
+from rondel.models.names import DigestSums, digest_length, encoding_of
 
 if TYPE_CHECKING:
     from rondel.core.protocols import Transport
@@ -26,11 +26,20 @@ if TYPE_CHECKING:
 
 class WeightPublisher:
     """Gives the weights of a trainer to its transport. Of several ranks each gives its own shards, where the transport
-    takes parts and all are on one machine; else they are gathered once an update, one tensor at a time.
+    takes parts and all are on one machine; else they are gathered once an update, one tensor at a time. Weights in a
+    number format travel as codes and scales, each from the whole tensor.
+
+    master  of a parameter that the trainer rounds, too, by its name: what it is encoded from; None of any other
     """
 
-    def __init__(self, loaded: LoadedModel, ranks: SingleRank, transport: Transport | None) -> None:
-        self.loaded, self.ranks, self.transport = loaded, ranks, transport
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        ranks: SingleRank,
+        transport: Transport | None,
+        master: Callable[[str], Tensor | None] = lambda name: None,
+    ) -> None:
+        self.loaded, self.ranks, self.transport, self._master = loaded, ranks, transport, master
         self.held: list[tuple[str, Tensor]] = []  # gathered for a publication, and still to be sent
         self.gathered = 0  # bytes of other ranks that came to this one for the last publication
         # by the kind of a route, asked of all ranks at its first publication; None where they gather
@@ -70,7 +79,7 @@ class WeightPublisher:
         return transport.way_of(route) if isinstance(transport, SeveralWays) else transport
 
     def _find_parts(self, transport: Transport, route: Route) -> PublishedParts | None:
-        if self.ranks.size == 1:
+        if self.ranks.size == 1 or encoding_of(self.loaded.model) is not None:
             return None
         if route.kind not in self._parts:
             takes = isinstance(transport, PartTransport)
@@ -96,7 +105,14 @@ class WeightPublisher:
                 pass
         elif self.ranks.size > 1:
             tensors = self._count_gathered(tensors)
+        if (encoding := encoding_of(model)) is not None:
+            checkpoint = transport.names == "checkpoint"
+            return encoding.publish(model, tensors, checkpoint=checkpoint, whole=self._whole_weight)
         return names.published_tensors(model, tensors) if transport.names == "checkpoint" else tensors
+
+    def _whole_weight(self, name: str, tensor: Tensor) -> Tensor:
+        master = self._master(name)
+        return tensor if master is None else master
 
     def _count_gathered(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         own = {name: part.numel for name, part in self.ranks.weight_parts(self.loaded.model).items()}

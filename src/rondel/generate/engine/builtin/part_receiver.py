@@ -111,7 +111,7 @@ class PartReceiver(WeightReceiver):
     def _arriving_shape(self, row: TensorInfo) -> tuple[int, ...]:
         return row.shape if self.proof is None else self.proof.parts[row.name].shape
 
-    def _expected_tensors(self, asked: list[str]) -> dict[str, tuple[tuple[int, ...], str]]:
+    def _expected_tensors(self, asked: list[str]) -> dict[str, names.TensorShape]:
         return self.part.checkpoint if names.tensor_slices(self.loaded.model, asked) else self.part.module
 
     def _own_tensors(self) -> dict[str, Tensor]:
