@@ -32,6 +32,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 def test_each_side_has_its_own_logprobs(tmp_path):
     """What a token was drawn with is what the rounded weights say of it, and what the trainer notes what the whole ones do:
     computed again from the checkpoint of the version that drew it, by transformers.
