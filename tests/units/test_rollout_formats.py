@@ -9,6 +9,7 @@ import torch
 
 from kits.engine import plain_logprobs
 from kits.runs import events, final, run, run_and_die, tiny
+from kits.sweeps import covering
 from rondel.algos.correction import Importance
 from rondel.algos.table import GRPO, resolve_algorithm
 from rondel.assemble import evaluate_checkpoint, train
@@ -29,6 +30,8 @@ PLACES = {
     "workers": {"place__kind": "split"},
     "two ranks": {"place__kind": "split", "place__ranks": 2, "sync__kind": "ipc"},
     "beside": {"place__ranks": 2},
+    "parts of an engine": {"place__kind": "split", "place__engines": {"tp": 2}},
+    "prefill apart": {"place__kind": "split", "place__engines": {"prefill": True}},
 }
 
 
@@ -61,7 +64,7 @@ def test_each_side_has_its_own_logprobs(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", covering(PLACES, ["shared", "two ranks", "parts of an engine"]))
 def test_wherever_engine_and_trainer_are(tmp_path, place):
     """Encoded weights arrive at every update, and K3 is that of the format: below its alarm, far above rounding in fp32."""
     run(tmp_path, **SHORT, **ROUNDED, **PLACES[place])

@@ -311,7 +311,14 @@ def _deploy_shared(plan: DeploymentPlan) -> Deployment:
     draft = speculation.draft if speculation else None
     claim = OneAtATime("engine") if job.trainer.memory.offload else None
     engine, ours = engine_of(
-        job, served, device, plan.longest(known), speculation, transports={}, log=plan.wal_path(), claim=claim
+        job,
+        served,
+        device,
+        plan.longest(known),
+        speculation,
+        transports={} if served is loaded else plan.new_transports(),
+        log=plan.wal_path(),
+        claim=claim,
     )
     trainer, theirs = trainer_of(
         job, plan.needs, plan.sampling, loaded, device, draft=draft, transport=transport, claim=claim

@@ -26,11 +26,7 @@ def _check_trained_format(job: Job) -> None:
     """A format on both sides: where the two would compute with different weights."""
     odd = {
         f'model.adapter.kind = "{job.model.adapter.kind}", whose base is not trained': job.model.adapter.kind != "off",
-        "trainer ranks (place.ranks, place.mesh), whose shards cut blocks": job.place.mesh.to_mesh(
-            job.place.ranks
-        ).world
-        > 1,
-        "an engine of several processes (place.engines), whose parts cut blocks": job.place.engine_processes > 1,
+        f"place.mesh.pp = {job.place.mesh.pp}, whose stages do not gather masters": job.place.mesh.pp > 1,
         f'engine.kind = "{job.engine.kind}", which rounds by rules of its own': job.engine.kind != "builtin",
     }
     for what, found in odd.items():
@@ -48,9 +44,6 @@ def _check_rollout_format(job: Job, rows: AlgorithmRows) -> None:
     odd = {
         f'model.adapter.kind = "{job.model.adapter.kind}": only the adapter travels, and it is not rounded': (
             job.model.adapter.kind != "off"
-        ),
-        "an engine of several processes (place.engines), which reads its weights in parts": (
-            job.place.engine_processes > 1
         ),
         f'engine.kind = "{job.engine.kind}": a server rounds by rules of its own, which it is told as it starts': (
             job.engine.kind != "builtin"

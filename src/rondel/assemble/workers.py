@@ -252,7 +252,7 @@ class EngineHost:
         if self.ranks is None:
             self.loaded = self.device.call(served_policy_of, job, self.device.name)
         else:
-            self.loaded = self.ranks.load(job.model.path, job.model.dtype, self.device)
+            self.loaded = self.ranks.load(job.model.path, job.model.dtype, self.device, job.model.engine_format)
 
     def known(self) -> ModelInfo:
         return ModelInfo.from_model(self.loaded)
@@ -444,7 +444,11 @@ def policy_of(job: Job, device: str, *, deferred: bool = False) -> LoadedModel:
         dtype=job.model.dtype,
         device=device,
         four_bits=wanted.kind == "qlora",
-        deferred=deferred and wanted.kind == "off" and job.engine.numerics != "aligned" and job.sync.probe,
+        deferred=deferred
+        and wanted.kind == "off"
+        and job.engine.numerics != "aligned"
+        and job.sync.probe
+        and job.model.trained_format == "none",
     )
     return prepare_policy(job, loaded)
 

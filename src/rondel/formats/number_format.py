@@ -43,6 +43,11 @@ class NumberFormat(ABC):
         """Of a weight [..., O, I]: codes, scales, shapes."""
 
     @property
+    def scales_tensor(self) -> bool:
+        """Whether a scale depends on all numbers of a tensor, over every matrix in it."""
+        return False
+
+    @property
     def bits(self) -> float:
         """Of one weight of a large matrix, with its share of the scales."""
         side = 1 << 12

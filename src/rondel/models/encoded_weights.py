@@ -10,7 +10,7 @@ too, and else what the trainer computes with. Parts have the names of the module
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -38,14 +38,11 @@ class EncodedWeights:
         tensors: Iterable[tuple[str, Tensor]],
         *,
         checkpoint: bool,
-        whole: Callable[[str, Tensor], Tensor],
     ) -> Iterator[tuple[str, Tensor]]:
-        """Parts of what travels encoded, the others as they are, under the checkpoint's names or the module's.
-        `whole(name, tensor)`: what a parameter is encoded from.
-        """
+        """Parts of what travels encoded, the others as they are, under the checkpoint's names or the module's."""
         for name, tensor in tensors:
             if (form := self.forms.get(name)) is not None:
-                for part, encoded in form.encode(whole(name, tensor)).items():
+                for part, encoded in form.encode(tensor).items():
                     yield part_name(name, part), encoded
             elif checkpoint:
                 yield from names.checkpoint_views(model, name, tensor)
@@ -56,10 +53,18 @@ class EncodedWeights:
                 yield from names.checkpoint_views(model, name, buffer)
 
     def open_arrival(
-        self, model: nn.Module, asked: Collection[str], *, keep: bool, held: Mapping[str, Tensor]
+        self,
+        model: nn.Module,
+        asked: Collection[str],
+        *,
+        keep: bool,
+        held: Mapping[str, Tensor],
+        shapes: Mapping[str, names.TensorShape],
     ) -> EncodedArrival:
-        """The engine's side of an update that announces the names `asked`."""
-        return EncodedArrival(model, self.forms, asked, keep=keep, held=held)
+        """The engine's side of an update that announces the names `asked`. `shapes`: of whole parameters, where a rank
+        holds a part of some.
+        """
+        return EncodedArrival(model, self.forms, asked, keep=keep, held=held, shapes=shapes)
 
 
 class EncodedArrival:
@@ -78,6 +83,7 @@ class EncodedArrival:
         *,
         keep: bool,
         held: Mapping[str, Tensor],
+        shapes: Mapping[str, names.TensorShape],
     ) -> None:
         self.model, self.forms, self.keep = model, forms, keep
         self.shapes: dict[str, names.TensorShape] = {}
@@ -86,8 +92,10 @@ class EncodedArrival:
         self._held = held
         self._owner: dict[str, tuple[str, str]] = {}
         self._parts: dict[str, dict[str, Tensor]] = {}
+        own = {name: names.shape_of(model.get_parameter(name)) for name in self.forms}
+        self._whole = {name: shapes.get(name, shape)[0] for name, shape in own.items()}
         for name, form in self.forms.items():
-            for part, shape in part_shapes(form, tuple(model.get_parameter(name).shape)).items():
+            for part, shape in part_shapes(form, self._whole[name]).items():
                 full = part_name(name, part)
                 self.shapes[full], self._owner[full] = shape, (name, part)
         # what decoded weights are written to
@@ -117,6 +125,13 @@ class EncodedArrival:
             for piece, view in names.checkpoint_views(self.model, name, tensor)
         }
 
+    def plain_shapes(self, whole: Mapping[str, names.TensorShape]) -> dict[str, names.TensorShape]:
+        """Of these shapes, by the module's names or the checkpoint's, those of what does not travel encoded."""
+        encoded = set(self.forms)
+        if not self.under_module:
+            encoded = {piece.name for of in self.forms for piece in names.checkpoint_pieces(self.model)[of]}
+        return {name: shape for name, shape in whole.items() if name not in encoded}
+
     def base_tensors(self) -> dict[str, Tensor]:
         """Parts of the version that serves, for a transport that changes them; before the first update placeholders."""
         if not self.keep:
@@ -130,7 +145,7 @@ class EncodedArrival:
         of, part = self._owner[name]
         form, like = self.forms[of], self.model.get_parameter(of)
         own = self._parts.setdefault(of, {})
-        last = len(own) + 1 == len(part_shapes(form, tuple(like.shape)))
+        last = len(own) + 1 == len(part_shapes(form, self._whole[of]))
         own[part] = tensor if last else tensor.clone()  # a transport may write over what it gave
         if not last:
             return None

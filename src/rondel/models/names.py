@@ -12,7 +12,7 @@ A tensor of the checkpoint is a view of one of the module's, so that none of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -47,11 +47,16 @@ class WeightEncoding(Protocol):
         tensors: Iterable[tuple[str, Tensor]],
         *,
         checkpoint: bool,
-        whole: Callable[[str, Tensor], Tensor],
     ) -> Iterator[tuple[str, Tensor]]: ...
 
     def open_arrival(
-        self, model: nn.Module, asked: Collection[str], *, keep: bool, held: Mapping[str, Tensor]
+        self,
+        model: nn.Module,
+        asked: Collection[str],
+        *,
+        keep: bool,
+        held: Mapping[str, Tensor],
+        shapes: Mapping[str, TensorShape],
     ) -> Any: ...
 
 

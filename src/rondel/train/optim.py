@@ -64,9 +64,11 @@ class MasterWeights:
         self._graded: list[Tensor] = []
         self._install_gradient_hooks()
 
-    def rounded_from(self, name: str) -> Tensor | None:
-        """The master of a parameter that lies in a number format here; None of any other."""
-        return self.masters[self.names.index(name)] if name in self.formatted_names else None
+    def rounded_masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole masters of the parameters that lie in a number format here; all ranks ask."""
+        for i, name in enumerate(self.names):
+            if name in self.formatted_names:
+                yield name, self.gather_full(i, self.masters[i].detach())
 
     def _make_masters(self) -> list[Tensor]:
         def make_master(name: str, parameter: Tensor) -> Tensor:

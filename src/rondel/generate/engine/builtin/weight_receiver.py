@@ -98,8 +98,8 @@ class WeightReceiver:
         asked = [row.name for row in begin.manifest.tensors]
         self._encoded = None
         if (encoding := names.encoding_of(self.loaded.model)) is not None:
-            keep = "delta" in self._transports
-            self._encoded = encoding.open_arrival(self.loaded.model, asked, keep=keep, held=self._held)
+            how: dict[str, Any] = {"keep": "delta" in self._transports, "held": self._held}
+            self._encoded = encoding.open_arrival(self.loaded.model, asked, shapes=self._whole_shapes(), **how)
         self._check_manifest(begin.manifest)
         if begin.manifest.version < version and not begin.anew:
             raise SyncError(f"version {begin.manifest.version} is older than {version}, which the engine serves")
@@ -120,6 +120,10 @@ class WeightReceiver:
     def _find_slices(self, asked: list[str]) -> Mapping[str, tuple[str, names.TensorSlice]]:
         """Where each of the checkpoint's tensors lies in the module; empty if the module's own names are asked for."""
         return self._encoded.plain_slices() if self._encoded else names.tensor_slices(self.loaded.model, asked)
+
+    def _whole_shapes(self) -> Mapping[str, names.TensorShape]:
+        """Of parameters of which only a part is here."""
+        return {}
 
     def _updatable(self, asked: Collection[str]) -> dict[str, Tensor]:
         """What an update writes and does not come encoded."""
