@@ -278,8 +278,7 @@ def sync_options(setting: Workload | FlowWorkload) -> list[SyncTime]:
     if not setting.split and setting.gpus == 1:
         if setting.has_one_module:
             return [SyncTime("tensor", 0.0, 0.0, "one module for both sides: 0 bytes move")]
-        numbers = setting.shape.parameter_count * setting.width
-        seconds = transfer_seconds(2 * (full + numbers), on.bandwidth)
+        seconds = transfer_seconds(2 * (full + setting.weight_bytes), on.bandwidth)
         why = f"{full / GB:.2f} GB encoded and decoded in one process, at {on.bandwidth / GB:.0f} GB/s of memory"
         return [SyncTime("tensor", seconds, seconds, why)]
     inside = setting.gpus <= on.in_node

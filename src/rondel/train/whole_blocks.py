@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def refuse_cut_blocks(ranks: SingleRank, model: nn.Module) -> None:
     """ConfigError on every rank where one has a part of a block. All ranks ask."""
     forms: dict[str, WeightFormat] = {
-        name: form for name, p in model.named_parameters() if (form := weight_format(p)) is not None
+        name: found for name, p in model.named_parameters() if (found := weight_format(p)) is not None
     }
     told = ranks.all_gather_object({n: part for n, part in ranks.weight_parts(model).items() if n in forms})
     shapes: dict[str, tuple[int, ...]] = {}
