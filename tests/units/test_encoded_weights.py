@@ -19,10 +19,16 @@ from rondel.core.errors import SyncError
 from rondel.core.types import Begin, Commit, Route
 from rondel.formats import FORMATS, format_of
 from rondel.models import names
+from rondel.models.encoded_linear import encoded_layers
 from rondel.models.encoded_weights import part_name, part_shapes
 from rondel.models.names import encoding_of
 from rondel.models.rounded_weights import WeightFormat
-from rondel.models.weight_formats import apply_rollout_format, formatted_parameters, send_rollout_format
+from rondel.models.weight_formats import (
+    apply_rollout_format,
+    formatted_parameters,
+    hold_format,
+    send_rollout_format,
+)
 from rondel.sync.delta import Delta
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.from_distributed import FromDistributed
@@ -75,10 +81,11 @@ async def in_thread(f, *args):
     return await asyncio.to_thread(f, *args)
 
 
-def both_ends(kind, loaded, form, folder):
+def both_ends(kind, loaded, form, folder, *, held=False):
+    """`held`: the engine keeps codes and scales."""
     served = twin(loaded)
     send_rollout_format(loaded.model, form)
-    apply_rollout_format(served.model, form)
+    (hold_format if held else apply_rollout_format)(served.model, form)
     trainer = TrainerEnd(loaded, transport(kind, folder))
     e = engine(served, transports={kind: transport(kind, folder)}, run=in_thread)
     return trainer, e, WeightUpdate(trainer.transport, probe=[], score=None, tolerance=1.0, moved=lambda: True)
@@ -157,6 +164,74 @@ def test_an_update_has_the_bytes_of_the_format(kind, tmp_path):
 
     asyncio.run(main())
     close(trainer, e)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "form"),
+    covering(
+        product(KINDS, ["bf16", "llama", "qwen3_moe"], FORMATS),
+        [
+            *((kind, "bf16", "fp8") for kind in KINDS),
+            *(("ipc", "llama", form) for form in FORMATS),
+            ("delta", "qwen3_moe", "int4"),
+        ],
+    ),
+)
+def test_an_engine_that_holds_codes_draws_the_same(kind, name, form, tmp_path):
+    """Beside one that holds what they decode to: the same weights, tokens and logprobs, in the bytes of the format, at every
+    update; what is mapped from a trainer's memory is not copied.
+    """
+    trainer, e, sync = both_ends(kind, MODELS[name](), form, tmp_path, held=True)
+    layers = encoded_layers(e.loaded.model)
+    chosen = {
+        n: p for n, p in trainer.loaded.model.named_parameters() if n in formatted_parameters(trainer.loaded.model)
+    }
+    assert layers and set(layers) == {n for n in chosen if "experts" not in n}
+
+    async def main():
+        for version in (1, 2, 3):
+            trainer.train()
+            assert await sync(trainer, e) == version == e.version
+            truth = twin(trainer.loaded)
+            with torch.no_grad():
+                for own, expected in rounded(trainer.loaded, form):
+                    truth.model.get_parameter(own).copy_(expected)
+                    if own in layers:
+                        assert torch.equal(layers[own].weight, expected), own
+            told = await e.generate(ask(prompt(2, 9), n=6))
+            other = await engine(truth).generate(ask(prompt(2, 9), n=6))
+            near = 1e-5 if name != "bf16" else 0.02
+            assert told.tokens == other.tokens and told.logprobs == pytest.approx(other.logprobs, abs=near)
+        idle(e)
+        whole = sum(p.nbytes for _, p in names.named_weights(trainer.loaded.model))
+        saved = sum(p.nbytes - format_of(form).stored_bytes(tuple(p.shape)) for n, p in chosen.items() if n in layers)
+        room = 4096 + 4 * 64 * len(chosen)  # a segment's head, and where its tensors may begin
+        assert (await e.status()).memory["weights"] == pytest.approx(whole - saved, abs=room)
+        assert room < saved / 2
+
+    asyncio.run(main())
+    close(trainer, e)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_broken_part_of_what_is_held(beside):
+    loaded = model("llama")
+    trainer, e, _ = both_ends("tensor", loaded, "int4", None, held=True)
+    trainer.train()
+    manifest, route = trainer.publisher.publish(Route("tensor"), 1)
+    name = next(n for n in reversed(route.data) if n.endswith("weight_scale"))
+    before = {n: {p: t.clone() for p, t in layer.parts.items()} for n, layer in encoded_layers(e.loaded.model).items()}
+
+    async def main():
+        with pytest.raises(SyncError, match="other bits"):
+            await e.receive(Begin(manifest, beside=beside))
+            await e.receive(replace(route, data=route.data | {name: route.data[name] * 2}))
+            await e.receive(Commit(manifest.version, manifest.root))
+        after = encoded_layers(e.loaded.model)
+        same = all(torch.equal(t, after[n].parts[p]) for n, parts in before.items() for p, t in parts.items())
+        assert same == beside, "beside the old version it goes on serving; over it, the engine refuses"
+
+    asyncio.run(main())
 
 
 def test_shapes_of_parts_are_told_without_a_weight():

@@ -16,10 +16,26 @@ PAGE = "docs/train.md#number-formats"
 
 def refuse_formats(job: Job, rows: AlgorithmRows) -> None:
     """What cannot be carried with the formats of this recipe."""
+    if job.model.engine_holds_codes:
+        _check_held_codes(job)
     if job.model.trained_format != "none":
         _check_trained_format(job)
     if job.model.rollout_format != "none":
         _check_rollout_format(job, rows)
+
+
+def _check_held_codes(job: Job) -> None:
+    """An engine that keeps codes and scales."""
+    odd = {
+        "place.engines.tp or prefill, whose processes cut decoded weights": job.place.engine_processes > 1,
+        "engine.compile, which records where weights lie": bool(job.engine.compile),
+        'trainer = "rounded" on one device, where the engine reads the trainer\'s own tensors (use place.kind = "split")': (
+            job.place.one_module and job.model.rollout_format == "none"
+        ),
+    }
+    for what, found in odd.items():
+        if found:
+            raise ConfigError(f'model.format: held = "encoded" with {what}. Leave one of them out', page=PAGE)
 
 
 def _check_trained_format(job: Job) -> None:

@@ -27,6 +27,7 @@ def format_fact(job: Job) -> str:
     if (name := job.model.engine_format) == "none":
         return "none: whole weights on both sides"
     bits = f"{name}, {format_of(name).bits:.4g} bits a weight"
+    bits += ", held encoded" if job.model.engine_holds_codes else ""
     if job.model.rollout_format == "none":
         return f"{bits}, in engine, trainer and reference"
     return f"{bits}, in the engine alone: rollouts and evaluations are of rounded weights, training is of whole ones"

@@ -41,7 +41,13 @@ from rondel.models.rendezvous import Rendezvous
 from rondel.models.rounded_weights import forget_whole
 from rondel.models.step_head import StepHead
 from rondel.models.vocabulary import same_words
-from rondel.models.weight_formats import apply_format, apply_rollout_format, forget_format, send_rollout_format
+from rondel.models.weight_formats import (
+    apply_format,
+    apply_rollout_format,
+    forget_format,
+    hold_format,
+    send_rollout_format,
+)
 from rondel.planner import resolve as planner
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import Device
@@ -456,7 +462,9 @@ def policy_of(job: Job, device: str, *, deferred: bool = False) -> LoadedModel:
 def served_policy_of(job: Job, device: str) -> LoadedModel:
     """The same as an engine computes with it, in a module of its own: nothing is trained there."""
     loaded = policy_of(job, device)
-    if job.model.rollout_format != "none":
+    if job.model.engine_holds_codes:
+        hold_format(loaded.model, job.model.engine_format)
+    elif job.model.rollout_format != "none":
         apply_rollout_format(loaded.model, job.model.rollout_format)
     forget_whole(loaded.model)
     return loaded

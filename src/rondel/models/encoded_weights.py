@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rondel.models import names
+from rondel.models.encoded_linear import encoded_layers
 from rondel.models.rounded_weights import WeightFormat
 
 
@@ -92,16 +93,22 @@ class EncodedArrival:
         self._held = held
         self._owner: dict[str, tuple[str, str]] = {}
         self._parts: dict[str, dict[str, Tensor]] = {}
-        own = {name: names.shape_of(model.get_parameter(name)) for name in self.forms}
-        self._whole = {name: shapes.get(name, shape)[0] for name, shape in own.items()}
+        self._layers = encoded_layers(model)  # whose parts are kept as they come
+        self._ready: dict[str, dict[str, Tensor]] = {}  # what they take at the commit
+        self._whole = {name: shapes[name][0] if name in shapes else self._own_shape(name) for name in self.forms}
         for name, form in self.forms.items():
             for part, shape in part_shapes(form, self._whole[name]).items():
                 full = part_name(name, part)
                 self.shapes[full], self._owner[full] = shape, (name, part)
         # what decoded weights are written to
-        self.targets = {name: model.get_parameter(name).detach() for name in self.forms}
+        self.targets = {n: model.get_parameter(n).detach() for n in self.forms if n not in self._layers}
         plain = {name for name, _ in names.named_weights(model) if name not in self.forms}
         self.under_module = plain >= {name for name in asked if name not in self.shapes}
+
+    def _own_shape(self, name: str) -> tuple[int, ...]:
+        if (layer := self._layers.get(name)) is not None:
+            return layer.out_features, layer.in_features
+        return tuple(self.model.get_parameter(name).shape)
 
     def __contains__(self, name: str) -> bool:
         return name in self._owner
@@ -136,29 +143,49 @@ class EncodedArrival:
         """Parts of the version that serves, for a transport that changes them; before the first update placeholders."""
         if not self.keep:
             return {}
-        missing = {name: shape for name, shape in self.shapes.items() if name not in self._held}
+        own = {part_name(of, p): value for of, layer in self._layers.items() for p, value in layer.parts.items()}
+        missing = {name: shape for name, shape in self.shapes.items() if name not in self._held | own}
         empty = {n: torch.empty(s, dtype=getattr(torch, d), device="meta") for n, (s, d) in missing.items()}
-        return {**self._held, **empty}
+        return {**self._held, **own, **empty}
 
-    def add_part(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-        """The next part. -> the parameter's name and its numbers, in its own layout, once all of its parts are here."""
+    def add_part(self, name: str, tensor: Tensor, *, beside: bool) -> tuple[str, Tensor] | None:
+        """The next part. -> the parameter's name and its numbers, in its own layout, once all of its parts are here and it
+        is not kept encoded. `beside`: what is goes on serving until the commit.
+        """
         of, part = self._owner[name]
-        form, like = self.forms[of], self.model.get_parameter(of)
-        own = self._parts.setdefault(of, {})
+        form, own = self.forms[of], self._parts.setdefault(of, {})
         last = len(own) + 1 == len(part_shapes(form, self._whole[of]))
-        own[part] = tensor if last else tensor.clone()  # a transport may write over what it gave
+        own[part] = tensor if last or beside else tensor.clone()  # else its transport may write over it
         if not last:
             return None
         parts = self._parts.pop(of)
+        if (layer := self._layers.get(of)) is not None:
+            device = next(iter(layer.parts.values())).device
+            if beside and device == tensor.device:
+                self._ready[of] = parts
+            else:
+                self._ready[of] = {part: value.to(device, copy=True) for part, value in parts.items()}
+            if not beside:
+                self.swap_in()
+            return None
+        like = self.model.get_parameter(of)
         if self.keep:
             self.kept |= {part_name(of, part): value.cpu().clone() for part, value in parts.items()}
         decoded = form.decode({part: value.to(like.device) for part, value in parts.items()}, like.dtype).contiguous()
         self.digests[of] = names.tensor_digest(decoded)
         return of, decoded
 
-    def wrong_weights(self) -> list[str]:
-        """Names of parameters that are not what was decoded."""
-        return [n for n, digest in self.digests.items() if names.tensor_digest(self.model.get_parameter(n)) != digest]
+    def swap_in(self) -> None:
+        """Layers that keep their weights encoded take what has come."""
+        for of, parts in self._ready.items():
+            self._layers[of].set_parts(parts)
+        self._ready = {}
+
+    def wrong_weights(self, sent: Mapping[str, str]) -> list[str]:
+        """Names of parameters that are not what was decoded, and of parts that are not what was sent."""
+        kept = {part_name(of, p): value for of, layer in self._layers.items() for p, value in layer.parts.items()}
+        wrong = [n for n, digest in self.digests.items() if names.tensor_digest(self.model.get_parameter(n)) != digest]
+        return wrong + [name for name, part in kept.items() if names.tensor_digest(part) != sent[name]]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -21,10 +21,11 @@ from transformers.pytorch_utils import Conv1D
 
 from rondel.core.errors import ConfigError
 from rondel.formats import format_of
+from rondel.models.encoded_linear import hold_encoded
 from rondel.models.encoded_weights import EncodedWeights
 from rondel.models.expert_parallel import routed_experts
 from rondel.models.names import send_encoded
-from rondel.models.rounded_weights import WeightFormat, round_weight
+from rondel.models.rounded_weights import WeightFormat, round_weight, take_whole
 from rondel.models.vision_families import tower_parts
 
 MARK = "rondel_number_format"  # in a config: what the matrices of the layers are rounded to
@@ -74,6 +75,18 @@ def apply_rollout_format(model: Any, name: str) -> None:
     parameters, chosen = dict(model.named_parameters()), formats_of(model, name)
     for own, form in chosen.items():
         parameters[own].copy_(form.fake(parameters[own], parameters[own].dtype))
+    send_encoded(model, EncodedWeights(chosen))
+
+
+@torch.no_grad()
+def hold_format(model: Any, name: str) -> None:
+    """The same of an engine that keeps codes and scales of its linear layers, and decodes them for each product; experts
+    and transposed layers are rounded in place.
+    """
+    parameters, chosen = dict(model.named_parameters()), formats_of(model, name)
+    wholes = {own: take_whole(parameters[own]) for own in chosen}
+    for own in hold_encoded(model, {own: (form, wholes[own]) for own, form in chosen.items()}):
+        parameters[own].copy_(chosen[own].fake(wholes[own], parameters[own].dtype))
     send_encoded(model, EncodedWeights(chosen))
 
 

@@ -107,12 +107,20 @@ class VisionConfig(SettingsTable):
     )
 
 
-class EngineFormatConfig(SettingsTable):
-    """Quantised rollouts: the engine alone computes with rounded weights."""
+class NumberFormatConfig(SettingsTable):
+    """Of the engine, and how much of it the trainer shares."""
 
-    engine: FormatName = Field(
-        description="number format of the engine's matrices; trainer and reference keep whole ones. The row has to weigh "
-        'tokens by both: algo.correction.kind = "importance", or algo.ratio.anchor = "behavior"'
+    engine: FormatName = Field(description="number format of the engine's matrices")
+    trainer: Literal["whole", "rounded"] = Field(
+        "whole",
+        description="whole: trainer and reference compute with whole weights (quantised rollouts), and the row has to "
+        'weigh tokens by both: algo.correction.kind = "importance", or algo.ratio.anchor = "behavior"; rounded: with what '
+        "the format decodes to, as the name of a format alone says",
+    )
+    held: Literal["decoded", "encoded"] = Field(
+        "decoded",
+        description="what the engine keeps of its linear layers: numbers in the model's dtype, or codes and scales, which "
+        "are decoded for each product: less memory, slower on a CPU, the same numbers up to rounding",
     )
 
     @field_validator("engine")
@@ -137,10 +145,10 @@ class ModelConfig(ConfigSection):
         description="compute dtype; master weights are always float32; float16 trains under a dynamic loss scale "
         "(arXiv:1710.03740)",
     )
-    format: Annotated[FormatName, Tag("text")] | Annotated[EngineFormatConfig, Tag("[table]")] = Field(
+    format: Annotated[FormatName, Tag("text")] | Annotated[NumberFormatConfig, Tag("[table]")] = Field(
         "none",
         discriminator=Discriminator(
-            lambda given: "[table]" if isinstance(given, (dict, EngineFormatConfig)) else "text"
+            lambda given: "[table]" if isinstance(given, (dict, NumberFormatConfig)) else "text"
         ),
         description="number format of the layers' matrices, in engine, trainer and reference alike: rounded to it at every "
         'update, while their masters stay whole (quantisation-aware training); or `{ engine = "fp8" }`: the engine\'s '
@@ -161,12 +169,17 @@ class ModelConfig(ConfigSection):
     @property
     def trained_format(self) -> FormatName:
         """The number format in which engine, trainer and reference alike compute."""
-        return self.format if isinstance(self.format, str) else "none"
+        return "none" if self.rollout_format != "none" else self.engine_format
 
     @property
     def rollout_format(self) -> FormatName:
         """The number format in which the engine alone computes."""
-        return "none" if isinstance(self.format, str) else self.format.engine
+        return "none" if isinstance(self.format, str) or self.format.trainer == "rounded" else self.format.engine
+
+    @property
+    def engine_holds_codes(self) -> bool:
+        """Whether an engine keeps its weights encoded."""
+        return not isinstance(self.format, str) and self.format.held == "encoded"
 
     @property
     def engine_format(self) -> FormatName:

@@ -213,10 +213,11 @@ class WeightReceiver:
         """Codes or scales; the weight is decoded with the last of them. What has come counts, not what it becomes."""
         self._check_digest(row, part)
         came = self.bytes_copied + part.nbytes
-        if (decoded := encoded.add_part(row.name, part)) is not None:
+        beside = not self.is_overwriting
+        if (decoded := encoded.add_part(row.name, part, beside=beside)) is not None:
             of, tensor = decoded
             whole = TensorInfo(of, *names.shape_of(tensor), encoded.digests[of])
-            self._take_tensor(whole, tensor, encoded.targets, beside=not self.is_overwriting)
+            self._take_tensor(whole, tensor, encoded.targets, beside=beside)
         self.bytes_copied = came
 
     def _arriving_shape(self, row: TensorInfo) -> tuple[int, ...]:
@@ -239,6 +240,8 @@ class WeightReceiver:
     def commit_update(self, commit: Commit) -> None:
         """On the device's thread, between two steps."""
         begun = self._check_commit(commit)
+        if self._encoded is not None:
+            self._encoded.swap_in()
         if not begun.beside or self._staged.swap_in():
             self._compare_manifest(begun.manifest)
         if self._encoded is not None:
@@ -268,7 +271,7 @@ class WeightReceiver:
         if self._encoded is not None:
             sent = {row.name: row.digest for row in manifest.tensors}
             wrong = [n for n, t in self._encoded.plain_tensors().items() if names.tensor_digest(t) != sent[n]]
-            if wrong := wrong + self._encoded.wrong_weights():
+            if wrong := wrong + self._encoded.wrong_weights(sent):
                 raise SyncError(f"{len(wrong)} tensors arrived with other bits than were sent, first {wrong[0]}")
             return
         arrived = names.build_manifest(self.loaded.model, manifest.version, [t.name for t in manifest.tensors])
