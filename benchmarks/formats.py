@@ -6,6 +6,7 @@ format.
 
 float32, bfloat16, ...  whole weights              int4, fp8, ...            engine, trainer and reference in the format
 engine:fp8              the engine alone, importance weights       engine:fp8:uncorrected    weights that are all 1
+engine:fp8:encoded      the same, held as codes and scales
 
 Engine and trainer have a module each in one process, so that every update is counted.
 
@@ -15,6 +16,7 @@ k3          mean nats a token between what the engine drew and the trainer score
 truncated   share of importance weights that the bound held, mean over the steps
 bits        of one matrix's weight as it travels, with its scales
 sync        bytes of one update
+memory      bytes of the engine's weights and of their packed copies
 rate        tokens a second of the rollouts, median over the steps, over that of the first format
 changed     share of compute weights whose bits a step changed, mean over the steps
 step        median seconds of the trainer's part of a step, over that of the first format
@@ -82,6 +84,7 @@ def main(argv: list[str] | None = None) -> None:
             "truncated": float(f"{mean([run['truncated'] for run in runs]):.2g}"),
             "bits": round(bits, 3),
             "sync": max(int(run["sync"]) for run in runs),
+            "memory": max(int(run["memory"]) for run in runs),
             "rate": round(mean([run["rate"] for run in runs]) / mean([run["rate"] for run in found[names[0]]]), 2),
             "changed": round(mean([run["changed"] for run in runs]), 3),
             "step": round(mean([run["train"] for run in runs]) / mean([run["train"] for run in found[names[0]]]), 2),
@@ -99,10 +102,11 @@ def settings_of(name: str) -> dict[str, Any]:
     if whose != "engine":
         return {"model.dtype": "bfloat16", "model.format": name}
     form, _, how = rest.partition(":")
+    held = "encoded" if how == "encoded" else "decoded"
     correction: dict[str, Any] = {"kind": "importance"}
-    if how:  # rejects a sample whose token became e^69 times less likely: none
+    if how == "uncorrected":  # rejects a sample whose token became e^69 times less likely: none
         correction |= {"level": "none", "veto": 1e-30}
-    return {"model.dtype": "bfloat16", "model.format": {"engine": form}, "algo.correction": correction}
+    return {"model.dtype": "bfloat16", "model.format": {"engine": form, "held": held}, "algo.correction": correction}
 
 
 def _steps(folder: Path) -> dict[str, float]:
@@ -119,6 +123,11 @@ def _steps(folder: Path) -> dict[str, float]:
         "held_out": [e["score"] for e in events if e["kind"] == "Evaluated"][-1],
         "truncated": statistics.mean(e["metrics"].get("train/correction_truncated", 0.0) for e in done),
         "sync": max(e["bytes_copied"] for e in events if e["kind"] == "Synced"),
+        "memory": max(
+            e["memory"]["engine weights"] + e["memory"]["engine packed"]
+            for e in events
+            if e["kind"] == "WorkerTime" and e["worker"].startswith("engine") and "engine weights" in e["memory"]
+        ),
         "rate": statistics.median(rates),
         "k3": max(e["metrics"].get("train/mismatch_k3_lag_0", 0.0) for e in done),
         "changed": statistics.mean(e["metrics"]["train/weights_changed"] for e in done),

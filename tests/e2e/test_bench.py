@@ -32,7 +32,7 @@ SMALL = {
     "long_answers": "--tokens 20000 --samples 2 --steps 1 --ranks 2",
     "families": "--families lfm2 --steps 2 --warmup 2 --rollout lfm2 --prompt 16 --new 2 --groups 1 --group 2 --rounds 1 "
     "--set loop.groups_per_step=2 --set algo.group_size=2 --set loop.warmup.groups_per_step=2",
-    "formats": f"--formats int4,engine:fp8:uncorrected --seeds 1 --steps 2 --warmup 2 {TINY}",
+    "formats": f"--formats int4,engine:fp8:encoded --seeds 1 --steps 2 --warmup 2 {TINY}",
     "gae": "--samples 2 --tokens 64 --repeat 1",
     "generate": "--model {model} --groups 1 --group 2 --repeat 1 --work equal --eager",
     "gpu": "--size tiny --running 1,2 --context 8 --new 4 --rounds 1 --prompt 16",
