@@ -339,5 +339,9 @@ def test_quantised_rollouts_are_counted(tmp_path):
         assert bill.rows["engine weights"]["train"] == 4 * plain.shape.parameter_count
         assert bill.rows["sync buckets"]["sync"] == setting.sync_bytes == sum(bill.rows["sync buckets"].values())
         assert cost.sync_options(setting)[0].seconds > 0 == cost.sync_options(plain)[0].seconds
+        held = of_job(tiny(tmp_path, model__format={"engine": name, "held": "encoded"}))
+        [smaller] = memory_bills(held)
+        assert smaller.rows["engine weights"]["generate"] == pytest.approx(setting.sync_bytes)
+        assert cost.generation_time(held).rate < cost.generation_time(setting).rate
         both = of_job(tiny(tmp_path, model__format=name, place__kind="split"))
         assert both.sync_bytes == setting.sync_bytes and not both.engine_rounds

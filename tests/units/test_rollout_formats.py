@@ -142,6 +142,45 @@ def test_what_does_not_go_with_it_is_refused_by_name(tmp_path, changes, said):
         train(tiny(tmp_path, **{**ROUNDED, **changes}), quiet=True)
 
 
+@pytest.mark.parametrize(
+    ("form", "changes", "said"),
+    [
+        ({}, {"engine__compile": True}, "records where weights lie"),
+        ({}, {"place__kind": "split", "place__engines": {"tp": 2}}, "cut decoded weights"),
+        ({"trainer": "rounded"}, {}, "the trainer's own tensors"),
+    ],
+    ids=str,
+)
+def test_an_engine_that_cannot_hold_codes_says_so(tmp_path, form, changes, said):
+    given = {"model__format": {"engine": "int4", "held": "encoded", **form}, "algo__correction": {"kind": "importance"}}
+    with pytest.raises(ConfigError, match=f'held = "encoded" with .*{said}'):
+        train(tiny(tmp_path, **given, **changes), quiet=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["whole", "rounded"])
+def test_an_engine_that_holds_codes_trains_the_same(tmp_path, trainer):
+    """Codes that stay codes: the same tokens, so the same checkpoint, in less memory. `rounded`: as the format's name alone."""
+    form, place = {"engine": "int4", "trainer": trainer}, {"place__kind": "split", "place__cluster": "local"}
+    told = {}
+    for held in ("decoded", "encoded"):
+        given = form if held == "decoded" and trainer == "whole" else form | {"held": held}
+        run(tmp_path / held, **SHORT, **ROUNDED | {"model__format": given}, **place)
+        rows = [e["memory"] for e in events(tmp_path / held, "WorkerTime") if e["worker"] == "engine"]
+        told[held] = final(tmp_path / held), rows[-1]["engine weights"] + rows[-1]["engine packed"]
+    if trainer == "rounded":
+        run(tmp_path / "name", **SHORT, **ROUNDED | {"model__format": "int4"}, **place)
+        told["name"] = final(tmp_path / "name"), told["decoded"][1]
+    (first, most), *others = told.values()
+    for tensors, size in others:
+        assert tensors.keys() == first.keys() and all(torch.equal(tensors[n], first[n]) for n in first)
+        assert size == most or size < 0.5 * most
+    assert told["encoded"][1] < 0.5 * most
+    if trainer == "rounded":
+        done = [e["metrics"] for e in events(tmp_path / "encoded", "StepDone")]
+        assert max(m["train/gap_max"] for m in done) < 1e-4
+
+
 def test_a_recipe_names_one_format_or_the_engines(tmp_path):
     for name in FORMATS:
         model = tiny(tmp_path, model__format={"engine": name}).model

@@ -333,10 +333,15 @@ def packed_bytes(setting: Workload, *, training: bool) -> float:
         return 0.0
     read = [setting.shape] * (setting.rank > 0 or not training) + [setting.teacher] * setting.teachers
     read += [setting.shape] * (setting.engine_rounds and not setting.split)  # the engine's own
-    return setting.packed_width * sum(
-        shape.body_parameters + shape.embedding_parameters - shape.expert_parameters
-        for shape in read
-        if shape is not None
+    held = setting.shape.matrix_parameters - setting.shape.expert_parameters
+    codes = held if setting.engine_rounds and setting.engine_holds_codes and not setting.split else 0  # are not packed
+    return setting.packed_width * (
+        sum(
+            shape.body_parameters + shape.embedding_parameters - shape.expert_parameters
+            for shape in read
+            if shape is not None
+        )
+        - codes
     )
 
 
@@ -369,7 +374,7 @@ def _engine_without_cache(setting: Workload) -> dict[str, dict[str, float]]:
     """The same without the cache."""
     s = setting.shape
     own = not setting.has_one_module
-    weights = setting.weight_bytes / setting.tensor
+    weights = setting.engine_weight_bytes / setting.tensor
     asleep = ("train", "logprob", "sync") if setting.offload and not setting.split else ()
     rows: dict[str, dict[str, float]] = {}
     if own:
@@ -379,7 +384,7 @@ def _engine_without_cache(setting: Workload) -> dict[str, dict[str, float]]:
         rows["staged weights"] = {"sync": staged_bytes(setting)}
         if not setting.split and setting.gpus == 1:  # handed over in one process, as they travel
             rows["sync buckets"] = {"sync": setting.sync_bytes}
-        if setting.four_bits:
+        if setting.four_bits or setting.engine_holds_codes:
             rows["decoded layer"] = {"generate": decoded_layer_bytes(setting)}
     if setting.reward is not None:
         rows["reward model"] = dict.fromkeys(PHASES, _weight_bytes(setting.reward, setting) / setting.tensor)
@@ -406,7 +411,7 @@ def kv_tokens(setting: Workload) -> int:
     request at its longest, as far as memory goes.
     """
     s, on = setting.shape, setting.hardware
-    left, reserve = on.memory - setting.weight_bytes / setting.tensor, None
+    left, reserve = on.memory - setting.engine_weight_bytes / setting.tensor, None
     if on.on_gpu and (setting.split or (setting.offload and not setting.policies)):
         reserve = engine_reserve(
             memory=on.memory,
