@@ -42,7 +42,7 @@ SMALL = {
     "parity": "--model {model} --prompts 1 --samples 1 --new 4",
     "placements": f"--placements split-colocate --rounds 1 --steps 3 --tokens 4 --hidden 32 {TINY}",
     "plan": "--steps 2",
-    "precision": "--model {model} --modes rounded fast --prompts 1 --samples 2 --new 4 --steps 1 --running 1 --rounds 1",
+    "precision": "--model {model} --modes rounded engine:int4:encoded --prompts 1 --samples 2 --new 4 --steps 1 --running 1 --rounds 1",
     "process_rewards": "--answers 2 --new 24 --hidden 32 --layers 2 --latency 0.01 --pairs 1 --cases 'judge at once'",
     "prefix": "--model {model} --prompt 16 --completion 4 --group 2 --repeat 1",
     "rewards": "--calls 50 --repeat 1",

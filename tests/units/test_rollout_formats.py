@@ -21,6 +21,7 @@ from rondel.models.weight_formats import formatted_parameters
 from rondel.runtime.journal.log import read
 from rondel.runtime.journal.store import read_step
 from rondel.runtime.telemetry.card import card_of, render_markdown
+from rondel.train.mismatch import MismatchAlarm, bound_of
 
 ROUNDED = {"model__format": {"engine": "int4"}, "algo__correction": {"kind": "importance"}}
 SHORT = {"loop__warmup__steps": 0, "loop__steps": 3}
@@ -194,6 +195,18 @@ def test_a_recipe_names_one_format_or_the_engines(tmp_path):
     ):
         with pytest.raises(ConfigError, match=said):
             tiny(tmp_path, model__format=wrong)
+
+
+def test_the_alarm_names_the_format_and_what_helps():
+    """At 0.04 nats, as SmolLM2 has in fp8, silent; at 0.6, as it has in int4, once."""
+    low = bound_of(torch.bfloat16, mixture=False, foreign=False, engine_bits=8.002)
+    high = bound_of(torch.bfloat16, mixture=False, foreign=False, engine_bits=4.5)
+    assert 0.04 < low < high < 0.6 and bound_of(torch.bfloat16, mixture=False, foreign=False) < 0.04
+    assert not MismatchAlarm(low, rounded="fp8").check_metrics({"train/mismatch_k3_lag_0": 0.04})
+    alarm = MismatchAlarm(high, rounded="int4")
+    said = alarm.check_metrics({"train/mismatch_k3_lag_0": 0.6})
+    assert "weights in int4" in said and 'model.format = "int4"' in said and "bits" in said
+    assert not alarm.check_metrics({"train/mismatch_k3_lag_0": 0.6})
 
 
 def test_the_share_of_weights_that_a_bound_held():

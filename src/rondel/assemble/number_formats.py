@@ -5,7 +5,7 @@ from __future__ import annotations
 from rondel.core.config.job import Job
 from rondel.formats import format_of
 
-PROBE_GAP = {8: 0.25, 4: 1.0}  # nats a token on the probe, by the bits of an engine that rounds its weights alone
+PROBE_GAP = {8: 1.0, 4: 6.0}  # nats a token on the probe, by the bits of an engine that rounds its weights alone
 
 
 def rollout_bits(job: Job) -> float:

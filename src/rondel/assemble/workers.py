@@ -609,6 +609,7 @@ def settings_of(
         critic_lr=t.critic.lr,
         critic_warmup=t.critic.warmup,
         mismatch_bound=mismatch_bound,
+        rollout_format="" if job.model.rollout_format == "none" else job.model.rollout_format,
         recompute=t.memory.recompute,
         activations=t.memory.activations,
         folder=str(job.run.folder),

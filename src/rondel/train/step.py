@@ -121,7 +121,7 @@ class LocalTrainer:
         self.publisher = WeightPublisher(self.loaded, ranks, transport, self.weights)
         self.step_number = self.bad_steps = 0
         self.version = 0
-        self.alarm = MismatchAlarm(settings.mismatch_bound)
+        self.alarm = MismatchAlarm(settings.mismatch_bound, rounded=settings.rollout_format)
         self.coefs = AdaptiveCoefs()
         self.static = static
         self._shapes = None if static is None else static.shapes  # that every micro-batch is padded to
