@@ -54,9 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     add_set(parser)
     a = parser.parse_args(argv)
 
-    from rows import half, last, mean, train
-
-    from rondel.formats import format_of
+    from rows import last, mean, train
 
     names, found = a.formats.split(","), {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -71,7 +69,21 @@ def main(argv: list[str] | None = None) -> None:
                     {"first": curve[0], "reward": mean(curve[-10:]), **_steps(home / name)}
                 )
                 print(f"seed {seed} {name:<10} {curve[0]:.2f} -> {mean(curve[-10:]):.3f}", file=sys.stderr, flush=True)
+            print(json.dumps(summarize(found)), file=sys.stderr, flush=True)  # of the seeds so far
+    table = summarize(found)
+    for name, row in table.items() if not a.json else ():
+        print(name, row)
+    report({"steps": a.steps, "formats": table}, only_json=True)
+
+
+def summarize(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """A row of the table for each format."""
+    from rows import half, mean
+
+    from rondel.formats import format_of
+
     table: dict[str, Any] = {}
+    first = next(iter(found.values()))
     for name, runs in found.items():
         bits = PLAIN.get(name) or format_of(name.removeprefix("engine:").partition(":")[0]).bits
         table[name] = {
@@ -85,13 +97,11 @@ def main(argv: list[str] | None = None) -> None:
             "bits": round(bits, 3),
             "sync": max(int(run["sync"]) for run in runs),
             "memory": max(int(run["memory"]) for run in runs),
-            "rate": round(mean([run["rate"] for run in runs]) / mean([run["rate"] for run in found[names[0]]]), 2),
+            "rate": round(mean([run["rate"] for run in runs]) / mean([run["rate"] for run in first]), 2),
             "changed": round(mean([run["changed"] for run in runs]), 3),
-            "step": round(mean([run["train"] for run in runs]) / mean([run["train"] for run in found[names[0]]]), 2),
+            "step": round(mean([run["train"] for run in runs]) / mean([run["train"] for run in first]), 2),
         }
-        if not a.json:
-            print(name, table[name])
-    report({"steps": a.steps, "formats": table}, only_json=True)
+    return table
 
 
 def settings_of(name: str) -> dict[str, Any]:
