@@ -1,11 +1,23 @@
-"""Number formats of the weights on the tiny task: each trains from the same supervised start, in engine, trainer and
-reference alike; nothing is tuned to a format.
+"""Number formats of the weights on the tiny task: each trains from the same supervised start, nothing is tuned to a
+format.
 
     rondel bench formats --seeds 3 --json
+    rondel bench formats --formats bfloat16,fp8,engine:fp8,engine:fp8:uncorrected --seeds 3 --json
+
+float32, bfloat16, ...  whole weights              int4, fp8, ...            engine, trainer and reference in the format
+engine:fp8              the engine alone, importance weights       engine:fp8:uncorrected    weights that are all 1
+engine:fp8:encoded      the same, held as codes and scales
+
+Engine and trainer have a module each in one process, so that every update is counted.
 
 reward      mean of the last ten steps, over the seeds
+held_out    score on held-out sums, measured with the engine's weights, over the seeds
 k3          mean nats a token between what the engine drew and the trainer scored, largest of all steps
-bits        of one matrix's weight, with its scales
+truncated   share of importance weights that the bound held, mean over the steps
+bits        of one matrix's weight as it travels, with its scales
+sync        bytes of one update
+memory      bytes of the engine's weights and of their packed copies
+rate        tokens a second of the rollouts, median over the steps, over that of the first format
 changed     share of compute weights whose bits a step changed, mean over the steps
 step        median seconds of the trainer's part of a step, over that of the first format
 """
@@ -32,8 +44,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--formats",
-        default="bfloat16,float16,fp8,fp8_row,mxfp8,int4,int4_128,mxfp4,nvfp4",
-        help="dtypes, and formats over bfloat16",
+        default="bfloat16,float16,fp8,fp8_row,mxfp8,int4,int4_128,mxfp4,nvfp4,engine:fp8,engine:fp8:uncorrected",
+        help="dtypes, and formats over bfloat16, of both sides or of the engine alone",
     )
     parser.add_argument("--seeds", type=int, default=3, choices=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=55)
@@ -42,9 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     add_set(parser)
     a = parser.parse_args(argv)
 
-    from rows import half, last, mean, train
-
-    from rondel.formats import format_of
+    from rows import last, mean, train
 
     names, found = a.formats.split(","), {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -52,34 +62,83 @@ def main(argv: list[str] | None = None) -> None:
             home = Path(scratch) / str(seed)
             train(home / "start", seed, {"loop.steps": 0, "loop.warmup.steps": a.warmup}, a.set)
             for name in names:
-                chosen = {"model.dtype": name} if name in PLAIN else {"model.dtype": "bfloat16", "model.format": name}
                 phases = {"loop.steps": a.steps, "loop.warmup.steps": 0, "model.path": last(home / "start")}
-                curve, _ = train(home / name, seed, chosen | phases, a.set)
+                apart = {"place.kind": "split", "place.cluster": "local", "task.eval.every": a.steps}
+                curve, _ = train(home / name, seed, settings_of(name) | phases | apart, a.set)
                 found.setdefault(name, []).append(
                     {"first": curve[0], "reward": mean(curve[-10:]), **_steps(home / name)}
                 )
                 print(f"seed {seed} {name:<10} {curve[0]:.2f} -> {mean(curve[-10:]):.3f}", file=sys.stderr, flush=True)
+            print(json.dumps(summarize(found)), file=sys.stderr, flush=True)  # of the seeds so far
+    table = summarize(found)
+    for name, row in table.items() if not a.json else ():
+        print(name, row)
+    report({"steps": a.steps, "formats": table}, only_json=True)
+
+
+def summarize(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """A row of the table for each format."""
+    from rows import half, mean
+
+    from rondel.formats import format_of
+
     table: dict[str, Any] = {}
+    first = next(iter(found.values()))
     for name, runs in found.items():
-        bits = PLAIN.get(name) or 8 * format_of(name).stored_bytes((4096, 4096)) / 4096**2
+        bits = PLAIN.get(name) or format_of(name.removeprefix("engine:").partition(":")[0]).bits
         table[name] = {
             "first": round(mean([run["first"] for run in runs]), 3),
             "reward": round(mean([run["reward"] for run in runs]), 3),
             "plus_minus": half([run["reward"] for run in runs]),
+            "held_out": round(mean([run["held_out"] for run in runs]), 3),
+            "held_out_plus_minus": half([run["held_out"] for run in runs]),
             "k3": float(f"{max(run['k3'] for run in runs):.2g}"),
+            "truncated": float(f"{mean([run['truncated'] for run in runs]):.2g}"),
             "bits": round(bits, 3),
+            "sync": max(int(run["sync"]) for run in runs),
+            "memory": max(int(run["memory"]) for run in runs),
+            "rate": round(mean([run["rate"] for run in runs]) / mean([run["rate"] for run in first]), 2),
             "changed": round(mean([run["changed"] for run in runs]), 3),
-            "step": round(mean([run["train"] for run in runs]) / mean([run["train"] for run in found[names[0]]]), 2),
+            "step": round(mean([run["train"] for run in runs]) / mean([run["train"] for run in first]), 2),
         }
-        if not a.json:
-            print(name, table[name])
-    report({"steps": a.steps, "formats": table}, only_json=True)
+    return table
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Of a recipe, for one entry of --formats."""
+    if name in PLAIN:
+        return {"model.dtype": name}
+    whose, _, rest = name.partition(":")
+    if whose != "engine":
+        return {"model.dtype": "bfloat16", "model.format": name}
+    form, _, how = rest.partition(":")
+    held = "encoded" if how == "encoded" else "decoded"
+    correction: dict[str, Any] = {"kind": "importance"}
+    if how == "uncorrected":  # rejects a sample whose token became e^69 times less likely: none
+        correction |= {"level": "none", "veto": 1e-30}
+    return {"model.dtype": "bfloat16", "model.format": {"engine": form, "held": held}, "algo.correction": correction}
 
 
 def _steps(folder: Path) -> dict[str, float]:
-    events = map(json.loads, (folder / "journal.jsonl").read_text(encoding="utf-8").splitlines())
+    events = [json.loads(line) for line in (folder / "journal.jsonl").read_text(encoding="utf-8").splitlines()]
     done = [e for e in events if e["kind"] == "StepDone"]
+    rates, drawn = [], 0
+    for e in events:
+        if e["kind"] == "GroupFinished":
+            drawn += sum(e["lengths"])
+        elif e["kind"] == "StepDone":
+            rates.append(drawn / max(1e-6, e["seconds"]["wait"]))
+            drawn = 0
     return {
+        "held_out": [e["score"] for e in events if e["kind"] == "Evaluated"][-1],
+        "truncated": statistics.mean(e["metrics"].get("train/correction_truncated", 0.0) for e in done),
+        "sync": max(e["bytes_copied"] for e in events if e["kind"] == "Synced"),
+        "memory": max(
+            e["memory"]["engine weights"] + e["memory"]["engine packed"]
+            for e in events
+            if e["kind"] == "WorkerTime" and e["worker"].startswith("engine") and "engine weights" in e["memory"]
+        ),
+        "rate": statistics.median(rates),
         "k3": max(e["metrics"].get("train/mismatch_k3_lag_0", 0.0) for e in done),
         "changed": statistics.mean(e["metrics"]["train/weights_changed"] for e in done),
         "train": statistics.median(e["seconds"]["train"] for e in done),

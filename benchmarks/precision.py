@@ -5,6 +5,7 @@
     rounded   logits and residual stream in the dtype of the products, as other engines have them
     logits    logits alone in float32            stream   the residual stream alone
     fast      both, the default                  aligned  the same bits in every batch
+    engine:fp8          fast, and the engine's matrices alone in a number format; engine:fp8:encoded  held as codes
 K3 is the mean of w - 1 - log w, w = pi_trainer / pi_engine of a sampled token, over --prompts x --samples answers whose
 prompt is shared in training; with --steps after so many steps of GRPO with random rewards, too. Training is one step over
 these answers, decoding the time between two tokens of --running requests.
@@ -22,6 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 MODES = ("rounded", "logits", "stream", "fast", "aligned")
+FORMATS = ("fp8", "fp8_row", "fp8_tensor", "mxfp8", "int4", "int4_128", "mxfp4", "nvfp4")
+ROUNDED = [f"engine:{name}{how}" for name in FORMATS for how in ("", ":encoded")]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -30,7 +33,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--model", default="smollm2-135m", help="folder, hub id or smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
-    parser.add_argument("--modes", nargs="+", default=["rounded", "logits", "stream", "fast"], choices=MODES)
+    parser.add_argument(
+        "--modes", nargs="+", default=["rounded", "logits", "stream", "fast"], choices=[*MODES, *ROUNDED]
+    )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=2, help="of each prompt")
     parser.add_argument("--new", type=int, default=64, help="longest answer")
@@ -84,6 +89,7 @@ class Case:
         from rondel.generate.engine.builtin.engine import BuiltinEngine
         from rondel.models.aligned_numerics import align_numerics
         from rondel.models.fp32_sums import keep_fp32_stream
+        from rondel.sync.from_tensor import FromTensor
         from rondel.train.settings import TrainSettings
         from rondel.train.step import LocalTrainer
 
@@ -95,11 +101,26 @@ class Case:
             self.loaded.head.rounded = self.loaded.model.rounded_logits = True
         if mode == "aligned":
             self.device.call(align_numerics, self.loaded)
-        settings = TrainSettings(lr=a.lr, start_probe=0)
-        self.trainer = self.device.call(lambda: LocalTrainer(self.loaded, settings, run=self.device.run))
+        settings, served = TrainSettings(lr=a.lr, start_probe=0), self.loaded
+        _, self.form, held = f"{mode}::".split(":")[:3]
+        if self.form:
+            served = self.device.call(self.rounded_copy, bool(held))
+        self.trainer = self.device.call(
+            lambda: LocalTrainer(self.loaded, settings, run=self.device.run, transport=FromTensor())
+        )
         most = max(*a.running, a.prompts * a.samples)
-        self.engine = BuiltinEngine(self.loaded, run=self.device.run, kv_pages=most * 512, max_running=most)
+        self.engine = BuiltinEngine(served, run=self.device.run, kv_pages=most * 512, max_running=most)
         self.version, self.batch = 0, None
+
+    def rounded_copy(self, held: bool) -> Any:
+        """What the engine computes with, where it rounds alone."""
+        from rondel.models import weight_formats
+        from rondel.models.load import load_model
+
+        served = load_model(self.a.model, dtype=self.a.dtype)
+        weight_formats.send_rollout_format(self.loaded.model, self.form)
+        (weight_formats.hold_format if held else weight_formats.apply_rollout_format)(served.model, self.form)
+        return served
 
     def measure_gap(self) -> dict[str, Any]:
         """K3 and the mean gap of freshly drawn answers, and how far the K3 of so many tokens may be off."""
@@ -148,11 +169,15 @@ class Case:
         asyncio.run(self.trainer.step(self.batch, resolve_algorithm({"kind": "grpo"})))
         spent = time.perf_counter() - began
         self.version += 1
-        manifest = self.device.call(names.build_manifest, self.loaded.model, self.version)
+        route = Route("tensor", dict(names.named_weights(self.loaded.model)))
+        if self.form:
+            manifest, route = asyncio.run(self.trainer.publish(Route("tensor")))
+        else:
+            manifest = self.device.call(names.build_manifest, self.loaded.model, self.version)
 
         async def publish() -> None:
             await self.engine.receive(Begin(manifest))
-            await self.engine.receive(Route("tensor", dict(names.named_weights(self.loaded.model))))
+            await self.engine.receive(route)
             await self.engine.receive(Commit(self.version, manifest.root))
 
         asyncio.run(publish())

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from rondel.core.config.algorithm import BesideConfig
 from rondel.core.config.environment import ENV_TABLES, EpisodeBudgetConfig, EpisodeConfig, ImaginationConfig
 from rondel.core.config.job import Job
-from rondel.core.config.model import TeacherConfig
+from rondel.core.config.model import NumberFormatConfig, TeacherConfig
 from rondel.core.config.place import EnginesConfig
 from rondel.core.config.policy import PolicyConfig
 from rondel.core.config.reward import RewardCallConfig
@@ -41,6 +41,7 @@ TABLES: dict[str, type[BaseModel]] = {  # beside those of keys that are tables t
     "task.reward, beside those of its kind": RewardCallConfig,
     "place.engines, as a table": EnginesConfig,
     "trainer.micro_tokens, as a table": StaticShapesConfig,
+    "model.format, as a table": NumberFormatConfig,
     "an entry of model.teacher": TeacherConfig,
     "an entry of algo.beside": BesideConfig,
     "policies.NAME": PolicyConfig,

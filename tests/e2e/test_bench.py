@@ -32,7 +32,7 @@ SMALL = {
     "long_answers": "--tokens 20000 --samples 2 --steps 1 --ranks 2",
     "families": "--families lfm2 --steps 2 --warmup 2 --rollout lfm2 --prompt 16 --new 2 --groups 1 --group 2 --rounds 1 "
     "--set loop.groups_per_step=2 --set algo.group_size=2 --set loop.warmup.groups_per_step=2",
-    "formats": f"--formats int4 --seeds 1 --steps 2 --warmup 2 {TINY}",
+    "formats": f"--formats int4,engine:fp8:encoded --seeds 1 --steps 2 --warmup 2 {TINY}",
     "gae": "--samples 2 --tokens 64 --repeat 1",
     "generate": "--model {model} --groups 1 --group 2 --repeat 1 --work equal --eager",
     "gpu": "--size tiny --running 1,2 --context 8 --new 4 --rounds 1 --prompt 16",
@@ -42,7 +42,7 @@ SMALL = {
     "parity": "--model {model} --prompts 1 --samples 1 --new 4",
     "placements": f"--placements split-colocate --rounds 1 --steps 3 --tokens 4 --hidden 32 {TINY}",
     "plan": "--steps 2",
-    "precision": "--model {model} --modes rounded fast --prompts 1 --samples 2 --new 4 --steps 1 --running 1 --rounds 1",
+    "precision": "--model {model} --modes rounded engine:int4:encoded --prompts 1 --samples 2 --new 4 --steps 1 --running 1 --rounds 1",
     "process_rewards": "--answers 2 --new 24 --hidden 32 --layers 2 --latency 0.01 --pairs 1 --cases 'judge at once'",
     "prefix": "--model {model} --prompt 16 --completion 4 --group 2 --repeat 1",
     "rewards": "--calls 50 --repeat 1",

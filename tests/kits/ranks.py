@@ -30,12 +30,14 @@ from rondel.core.errors import SyncError
 from rondel.core.mesh import Mesh
 from rondel.core.tensor_parts import TensorPart
 from rondel.core.types import Route
+from rondel.formats import FORMATS
 from rondel.models import adapters, names
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.rendezvous import Rendezvous
 from rondel.models.shard_cut import ShardCut, part_of, split_shards
+from rondel.models.weight_formats import apply_format
 from rondel.runtime.cluster import forkserver
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.sync.from_ipc import FromIpc
@@ -55,7 +57,7 @@ from rondel.train.weight_publisher import WeightPublisher
 
 def made(kind: str, dtype: str, *, deferred: bool = False) -> LoadedModel:
     """A kind of kits.train or a family of kits.families; "llama + fresh" with an adapter that changes nothing yet, "llama + used" with one that does,
-    "llama + aligned" with those numerics; "from FOLDER" a stored one; or a flow of kits.flows.
+    "llama + aligned" with those numerics, "llama + int4" in a number format; "from FOLDER" a stored one; or a flow of kits.flows.
     """
     kind, _, adapter = kind.partition(" + ")
     if kind.startswith("from "):
@@ -68,6 +70,8 @@ def made(kind: str, dtype: str, *, deferred: bool = False) -> LoadedModel:
         loaded = model(kind, dtype) if kind in KINDS else copy.deepcopy(family(kind))
     if adapter == "aligned":
         align_numerics(loaded)
+    elif adapter in FORMATS:
+        apply_format(loaded.model, adapter)
     elif adapter:
         adapters.add_adapter(loaded, rank=4, alpha=8)
         generator = torch.Generator().manual_seed(1)

@@ -9,6 +9,7 @@ import pytest
 
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
+from rondel.formats import FORMATS, format_of
 from rondel.planner import cost, memory, workload
 from rondel.planner.advice import bill_sentences, least_room, rank_changes
 from rondel.planner.hardware import GB, find_hardware
@@ -316,3 +317,31 @@ def test_a_rank_loads_its_shards_a_block_at_a_time():
         "train"
     ), "its shards fit, and it cannot be loaded"
     assert any("most in load" in line and "the whole model is 100%" in line for line in bill_sentences(large))
+
+
+def test_quantised_rollouts_are_counted(tmp_path):
+    """The engine's own weights beside the trainer's, and what an update sends: by hand for the tiny model."""
+    from kits.runs import tiny
+
+    plain = of_job(tiny(tmp_path))
+    assert plain.has_one_module and plain.sync_bytes == plain.weight_bytes
+    [before] = memory_bills(plain)
+    assert "engine weights" not in before.rows
+    layers, hidden, inner = 2, 32, 64
+    matrices = layers * (2 * hidden * hidden + 2 * hidden * hidden // 2 + 3 * hidden * inner)
+    rest = plain.shape.parameter_count - matrices
+    assert plain.shape.matrix_parameters == matrices
+    for name in FORMATS:
+        setting = of_job(tiny(tmp_path, model__format={"engine": name}))
+        assert setting.sent_bits == pytest.approx(format_of(name).bits, rel=1e-3)
+        assert setting.sync_bytes == pytest.approx(matrices * setting.sent_bits / 8 + rest * 4)
+        [bill] = memory_bills(setting)
+        assert bill.rows["engine weights"]["train"] == 4 * plain.shape.parameter_count
+        assert bill.rows["sync buckets"]["sync"] == setting.sync_bytes == sum(bill.rows["sync buckets"].values())
+        assert cost.sync_options(setting)[0].seconds > 0 == cost.sync_options(plain)[0].seconds
+        held = of_job(tiny(tmp_path, model__format={"engine": name, "held": "encoded"}))
+        [smaller] = memory_bills(held)
+        assert smaller.rows["engine weights"]["generate"] == pytest.approx(setting.sync_bytes)
+        assert cost.generation_time(held).rate < cost.generation_time(setting).rate
+        both = of_job(tiny(tmp_path, model__format=name, place__kind="split"))
+        assert both.sync_bytes == setting.sync_bytes and not both.engine_rounds

@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kits.engine import SIZE, plain_logprobs, prompt
 from kits.train import model
 from rondel.core.errors import ModelError
 from rondel.formats import format_of
 from rondel.formats.checkpoint_layouts import decode_stored
+from rondel.models.load import load_model
 from rondel.models.prepare import prepare_model
 from rondel.models.save import save_model
 
@@ -133,3 +135,73 @@ def test_a_quantised_model_is_prepared(tmp_path, monkeypatch, files):
     assert [n for n in got if not torch.equal(got[n], wanted[n])] == []
     assert all(torch.equal(got[n], wanted[n]) for n in got)
     assert any("stored in compressed-tensors" in text for _, text in said)
+
+
+def write_gptq(w, size=32):
+    """[O, I] -> the tensors of a GPTQ module, written here, and what they stand for."""
+    o, i = w.shape
+    scales, zeros = (w.abs().view(o, -1, size).amax(-1) / 7).half(), torch.full((o, i // size), 8)
+    codes = (w.view(o, -1, size) / scales.float()[..., None]).round().clamp(-8, 7).long() + 8
+    meant = ((codes - 8) * scales.float()[..., None]).view(o, i)
+    codes = codes.view(o, i)
+    stored = {
+        "qweight": words(codes).t().contiguous(),
+        "qzeros": words(zeros.t() - 1),
+        "scales": scales.t().contiguous(),
+        "g_idx": (torch.arange(i) // size).int(),
+    }
+    return stored, meant
+
+
+def write_awq(w, size=32):
+    """The same of AWQ."""
+    o, i = w.shape
+    low, high = w.view(o, -1, size).amin(-1), w.view(o, -1, size).amax(-1)
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales.float()).round().clamp(0, 15).long()
+    codes = (w.view(o, -1, size) / scales.float()[..., None]).round().long() + zeros[..., None]
+    codes = codes.clamp(0, 15)
+    meant = ((codes - zeros[..., None]) * scales.float()[..., None]).view(o, i)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    stored = {
+        "qweight": words(codes.view(o, i).t().contiguous(), order),
+        "qzeros": words(zeros.t().contiguous(), order),
+        "scales": scales.t().contiguous(),
+    }
+    return stored, meant
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "write", "more"),
+    [
+        ("gptq", write_gptq, {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}),
+        ("awq", write_awq, {"bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}),
+    ],
+)
+def test_a_model_of_gptq_or_awq_is_read(tmp_path, monkeypatch, method, write, more):
+    """Prepared, it computes with the numbers that its codes stand for; before, an error names the command."""
+    monkeypatch.setenv("RONDEL_CACHE", str(tmp_path / "cache"))
+    loaded = load_model({"random": "llama", **SIZE}, dtype="bfloat16")
+    source = tmp_path / "source"
+    save_model(loaded, source)
+    whole, stored = load_file(source / "model.safetensors"), {}
+    for name, w in whole.items():
+        if not name.endswith("proj.weight"):
+            stored[name] = w
+            continue
+        parts, meant = write(w.float())
+        assert float((meant - w.float()).abs().max()) < 0.2 * float(w.float().abs().max())
+        with torch.no_grad():
+            loaded.model.get_parameter(name).copy_(meant)
+        stored |= {name.removesuffix("weight") + part: t for part, t in parts.items()}
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method, **more}}))
+    with pytest.raises(ModelError, match=f"stored in {method}: decode it once, rondel prepare"):
+        load_model(str(source))
+    prepare_model(str(source), None, tmp_path / "cache", lambda *words: None)
+    got, tokens = load_model(str(source), dtype="bfloat16"), prompt(3, 12)
+    mine = dict(got.model.named_parameters())
+    assert all(torch.equal(mine[name], p) for name, p in loaded.model.named_parameters())
+    assert plain_logprobs(got, tokens) == pytest.approx(plain_logprobs(loaded, tokens), abs=0.01)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
 
 from kits.families import model as family
 from kits.runs import events, final, run, run_and_die, tiny
+from kits.sweeps import covering
 from kits.train import awkward_groups, batch, gradient, model, row, step, trainer
 from rondel.assemble import train
 from rondel.core.errors import ConfigError
@@ -16,6 +18,12 @@ from rondel.formats import FORMATS, format_of
 from rondel.models.rounded_weights import forget_whole, take_whole, weight_format
 from rondel.models.weight_formats import apply_format, formatted_parameters
 
+PLACES = {
+    "shared": {},
+    "split": {"place__kind": "split"},
+    "parts of an engine": {"place__kind": "split", "place__engines": {"tp": 2}},
+    "ranks": {"place__ranks": 2},
+}
 SMALL = {"loop__warmup__steps": 0, "loop__steps": 3, "algo__kl": {"coef": 0.05}}
 
 
@@ -79,10 +87,18 @@ def test_masters_move_between_the_codes(name, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [{}, {"place__kind": "split"}], ids=["shared", "split"])
-@pytest.mark.parametrize("name", ["int4", "mxfp4"])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    covering(
+        product(["int4", "mxfp4"], PLACES),
+        [("int4", "shared"), ("mxfp4", "split"), ("int4", "ranks")],
+    ),
+)
 def test_engine_trainer_and_reference_have_the_same_weights(tmp_path, name, place):
-    """In another process, too: the gap is that of fp32, and the KL of step 0 is 0."""
+    """In another process, too, to which codes travel, and in two that share every matrix: the gap is that of fp32, and the
+    KL of step 0 is 0.
+    """
+    place = PLACES[place]
     run(tmp_path, **SMALL, model__format=name, **place)
     done = [e["metrics"] for e in events(tmp_path, "StepDone") if "train/gap_max" in e["metrics"]]
     assert done and max(m["train/gap_max"] for m in done) < 1e-4, done
@@ -107,9 +123,8 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path):
     ("changes", "said"),
     [
         ({"model__adapter": {"kind": "lora"}}, "model.adapter.kind"),
-        ({"place__kind": "split", "place__ranks": 2}, "whose shards cut blocks"),
-        ({"place__kind": "split", "place__mesh": {"tp": 2}}, "whose shards cut blocks"),
-        ({"place__kind": "split", "place__engines": {"tp": 2}}, "engine of several processes"),
+        ({"place__kind": "split", "place__mesh": {"pp": 2}}, "place.mesh.pp = 2"),
+        ({"engine__kind": "vllm", "engine__url": "http://127.0.0.1:1", "place__kind": "split"}, "rules of its own"),
     ],
 )
 def test_what_is_not_carried_is_refused_by_name(tmp_path, changes, said):

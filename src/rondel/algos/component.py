@@ -104,6 +104,10 @@ class Component:
         """[T] bool: the chosen tokens, asked for once, over the whole update, at the proximal policy."""
         raise NotImplementedError(f"{type(self).__name__} has no `select`")
 
+    def truncated(self, log_weight_T: Tensor, sample_T: Tensor, weight_T: Tensor) -> Tensor | None:
+        """[T] bool: of a correction, whether a bound held the weight of a token; None where it has none."""
+        return None
+
     def weights_of(self, tokens: Tokens) -> Tensor:
         """[T]: of a correction, the weight of every token; overridden by one that looks at more than its call is
         given.

@@ -173,6 +173,21 @@ class Importance(Component):
             return self._accepted_mask(log_weight_T.detach(), sample_T)
         return weight_T != 0 if self.denominator == "kept" else torch.ones_like(weight_T, dtype=torch.bool)
 
+    def truncated(self, log_weight_T: Tensor, sample_T: Tensor, weight_T: Tensor) -> Tensor | None:
+        """Tokens whose weight `high` or `low` held; those that are dropped are not among them.  [T], [T], [T] -> [T]
+        bool. Under high = "auto" told from weight_T, as the update's bound has made them.
+        """
+        if self.level == "none" or self.action == "mask" or (self.high == "auto" and self.normalize != "none"):
+            return None
+        raw_T = bounded_exp(level_weights(log_weight_T, sample_T, self.level))
+        if isinstance(self.high, str):
+            held_T = weight_T < raw_T * (1 - 1e-5)
+        else:
+            held_T = raw_T > self.high
+        if self.action == "clip":
+            held_T = held_T | (raw_T < self.low)
+        return held_T & (weight_T != 0)
+
     def __call__(self, log_weight_T: Tensor, sample_T: Tensor, advantages_T: Tensor) -> Tensor:
         log_weight_T = log_weight_T.detach()
         weight_T = self._importance_weights(log_weight_T, sample_T)

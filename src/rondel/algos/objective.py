@@ -48,8 +48,9 @@ def objective(row: Algorithm, batch: TokenBatch, weight_T: Tensor) -> tuple[Tens
     """L = sum_t w_t·(c_t·l_t + kl.coef·k_t + distill.coef·d_t + sum of terms - entropy.coef·H_t).  -> scalar, {name:
     [T]}.
 
-    The gradient flows through `logprobs`, `entropy`, `top_logprobs`, `full_kl` (d) and `step_kl` (k) of the batch. The terms are detached and per
-    token, for metrics: ratio, clipped, correction; kl where a reference was given, taught where a teacher was, gap
+    The gradient flows through `logprobs`, `entropy`, `top_logprobs`, `full_kl` (d) and `step_kl` (k) of the batch. The
+    terms are detached and per token, for metrics: ratio, clipped, correction, truncated where a correction has a bound;
+    kl where a reference was given, taught where a teacher was, gap
     (log proximal - log behavior) where a behavior was, and each loss term of the row by its name.
     """
     missing = sorted(need for need, name in FIELDS.items() if need in row.needs and getattr(batch, name) is None)
@@ -66,6 +67,8 @@ def objective(row: Algorithm, batch: TokenBatch, weight_T: Tensor) -> tuple[Tens
     token_T = correction_T * surrogate.loss_T
     counts_T = 1.0 if batch.counts is None else batch.counts
     terms = {"ratio": bounded_exp(tokens.log_ratio), "clipped": surrogate.clipped_T, "correction": correction_T}
+    if (truncated_T := row.correction.truncated(tokens.log_weight.detach(), tokens.sample, correction_T)) is not None:
+        terms["truncated"] = truncated_T.to(correction_T.dtype)
     if batch.behavior is not None:
         terms["gap"] = tokens.log_weight
     if batch.reference is not None:

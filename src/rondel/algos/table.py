@@ -201,6 +201,13 @@ class Algorithm:
         """Whether tokens that an older policy drew are weighed, masked or dropped for it."""
         return self.uses_behavior_ratio or bool(self.correction.needs & {"behavior_logprobs", "ages"})
 
+    @property
+    def corrects_numerics(self) -> bool:
+        """Whether tokens that other numbers drew than the trainer computes with, at the same version, are weighed by the
+        ratio of both.
+        """
+        return self.uses_behavior_ratio or self.correction.weighs
+
     @cached_property
     def idle(self) -> dict[str, str]:
         """What cannot reach the loss as the row stands, and why: {"advantage": ..., "kl.kind": ...}."""

@@ -18,6 +18,7 @@ from rondel.algos.table import Algorithm
 from rondel.assemble.deployment import ENGINES, TOLERANCE, deploy_job, refuse_engine
 from rondel.assemble.episodes import command_log_of, episodes_of
 from rondel.assemble.model_info import ModelInfo
+from rondel.assemble.number_formats import probe_gap
 from rondel.assemble.one_base import deploy_on_one_base, shares_base
 from rondel.assemble.placement import Deployment
 from rondel.assemble.recipe_parts import load_run_tasks, sampling_of
@@ -608,7 +609,7 @@ def sync_of(job: Job, placed: Deployment) -> WeightUpdate:
         probe=probe,
         score=placed.trainer.logprobs,
         others=others,
-        tolerance=TOLERANCE[known.dtype],
+        tolerance=max(TOLERANCE[known.dtype], probe_gap(job)),
         how=job.loop.in_flight,
     )
 

@@ -42,6 +42,7 @@ from rondel.assemble.workers import (
     collective_patience,
     engine_of,
     policy_of,
+    served_policy_of,
     speculation_of,
     trainer_of,
 )
@@ -147,6 +148,8 @@ class DeploymentPlan:
         apart: planner.Apart = (
             "module" if where.one_module else of.get("ray" if where.on_ray else where.cluster, "process")
         )
+        if where.one_module and self.job.model.rollout_format != "none":
+            apart = "device"  # the engine's weights are its own
         if self.job.engine.kind != "builtin":
             apart = "server"
         # those of a GPU are read where they lie
@@ -298,6 +301,8 @@ def _deploy_shared(plan: DeploymentPlan) -> Deployment:
     if plan.beside is None:
         plan.ends.callback(device.close)
     loaded = device.call(policy_of, job, plan.device)
+    # quantised rollouts have a module of their own
+    served = loaded if job.model.rollout_format == "none" else device.call(served_policy_of, job, plan.device)
     known, speculation, transport = (
         ModelInfo.from_model(loaded),
         device.call(speculation_of, job, plan.device),
@@ -306,7 +311,14 @@ def _deploy_shared(plan: DeploymentPlan) -> Deployment:
     draft = speculation.draft if speculation else None
     claim = OneAtATime("engine") if job.trainer.memory.offload else None
     engine, ours = engine_of(
-        job, loaded, device, plan.longest(known), speculation, transports={}, log=plan.wal_path(), claim=claim
+        job,
+        served,
+        device,
+        plan.longest(known),
+        speculation,
+        transports={} if served is loaded else plan.new_transports(),
+        log=plan.wal_path(),
+        claim=claim,
     )
     trainer, theirs = trainer_of(
         job, plan.needs, plan.sampling, loaded, device, draft=draft, transport=transport, claim=claim
@@ -483,7 +495,7 @@ def _alone_here(plan: DeploymentPlan) -> Deployment:
     )
     if device is not plan.beside:
         plan.ends.callback(device.close)
-    loaded = device.call(policy_of, plan.job, device.name)
+    loaded = device.call(served_policy_of, plan.job, device.name)
     speculation = device.call(speculation_of, plan.job, device.name)
     known = ModelInfo.from_model(loaded)
     engine, resolved = engine_of(plan.job, loaded, device, plan.longest(known), speculation, transports={})

@@ -30,6 +30,7 @@ from rondel.models.load import load_model, pick_dtype
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.rendezvous import Rendezvous
 from rondel.models.serving_part import ServingPart, check_part, cut_for_serving, probe_logprobs
+from rondel.models.weight_formats import send_rollout_format
 from rondel.runtime.devices import Device
 
 HOST = "127.0.0.1"  # all ranks of an engine are on one machine
@@ -98,6 +99,14 @@ class FollowerHost:
         """The process ends, and with it whatever its device waits for."""
 
 
+def load_encoded(path: str | dict[str, Any], form: str, **how: Any) -> LoadedModel:
+    """A model whose new weights come in a number format, or as they are: "none"."""
+    loaded = load_model(path, **how)
+    if form != "none":
+        send_rollout_format(loaded.model, form)
+    return loaded
+
+
 def join_ranks(
     loaded: LoadedModel,
     meeting: Rendezvous,
@@ -145,11 +154,13 @@ class EngineRanks:
         ]
         self.lead: LeadRank | None = None
 
-    def load(self, path: str | dict[str, Any], dtype: str, device: Device) -> LoadedModel:
-        """The model of a recipe, as its first rank has it. It is loaded on the host: the parts alone go to devices."""
+    def load(self, path: str | dict[str, Any], dtype: str, device: Device, form: str = "none") -> LoadedModel:
+        """The model of a recipe, as its first rank has it. It is loaded on the host: the parts alone go to devices.
+        `form`: the number format in which new weights come, and as which they serve from the first update on.
+        """
         named = str(pick_dtype(dtype, device.name)).removeprefix("torch.")
         try:
-            return self.join(partial(load_model, path, dtype=named), device).model
+            return self.join(partial(load_encoded, path, form, dtype=named), device).model
         except BaseException:
             self.cluster.close()
             raise

@@ -108,6 +108,7 @@ def planned_memory(job: Job) -> dict[str, int]:
         "masters": "masters",
         "gradients": "gradients",
         "moments": "moments",
+        "engine weights": "engine weights",
         "KV cache": "kv_cache",
     }
     try:
@@ -116,7 +117,10 @@ def planned_memory(job: Job) -> dict[str, int]:
     except (ConfigError, UserError):
         return {}
     rows = [
-        (names[tenant], phases["train"]) for pool in bill for tenant, phases in pool.rows.items() if tenant in names
+        (names[tenant], phases.get("generate", 0.0) if tenant == "engine weights" else phases["train"])
+        for pool in bill
+        for tenant, phases in pool.rows.items()
+        if tenant in names
     ]
     return {name: round(max(n for other, n in rows if other == name)) for name in dict(rows)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from rondel.assemble.format_refusals import refuse_formats
 from rondel.core.config.job import Job
 from rondel.core.config.section import split_kind
 from rondel.core.config.task import EvaluationConfig
@@ -39,7 +40,7 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     _check_teacher(job, rows, sampling)
     _check_behavior_top(job, rows)
     _check_policies(job, rows)
-    _check_format(job)
+    refuse_formats(job, rows)
     for row in rows.all_rows:
         _check_baseline(job, row)
         _check_reference(job, row)
@@ -76,27 +77,6 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             "a draft learns only where trainer and engine share a module. "
             'Set engine.speculative.lr = 0, which keeps the draft as it is, or use place.kind = "shared" with one rank'
         )
-
-
-def _check_format(job: Job) -> None:
-    """Where a number format of the weights is not carried yet."""
-    if job.model.format == "none":
-        return
-    odd = {
-        f'model.adapter.kind = "{job.model.adapter.kind}", whose base is not trained': job.model.adapter.kind != "off",
-        "trainer ranks (place.ranks, place.mesh), whose shards cut blocks": job.place.mesh.to_mesh(
-            job.place.ranks
-        ).world
-        > 1,
-        "an engine of several processes (place.engines), whose parts cut blocks": job.place.engine_processes > 1,
-        f'engine.kind = "{job.engine.kind}", which rounds by rules of its own': job.engine.kind != "builtin",
-    }
-    for what, found in odd.items():
-        if found:
-            raise ConfigError(
-                f'model.format = "{job.model.format}" with {what}: the two sides would compute with different weights. '
-                "Leave one of them out"
-            )
 
 
 def refuse_idle_evaluation(job: Job, held_out: list[Task]) -> None:

@@ -244,7 +244,7 @@ def refusals_of_steps(
             'engine.concurrency = "auto" watches the pages of a cache, and there are none',
         ),
         (job.model.adapter.kind == "off", "model.adapter is not carried over: leave it out"),
-        (job.model.format == "none", "model.format is not carried over: leave it out"),
+        (job.model.engine_format == "none", "model.format is not carried over: leave it out"),
         (others or not job.policies, "policies are not carried over: leave them out"),
         (mesh.world == 1 or bool(axes), f"place.ranks = {mesh.world}: it is trained by one rank"),
         (

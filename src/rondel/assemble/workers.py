@@ -18,6 +18,7 @@ import torch
 
 from rondel.algos.tokens import TokenBatch
 from rondel.assemble.model_info import ModelInfo
+from rondel.assemble.number_formats import format_fact, rollout_bits
 from rondel.assemble.refusals import refuse_idle_memory, refuse_without_routes
 from rondel.core.config.job import Job
 from rondel.core.config.model import TeacherConfig
@@ -40,7 +41,13 @@ from rondel.models.rendezvous import Rendezvous
 from rondel.models.rounded_weights import forget_whole
 from rondel.models.step_head import StepHead
 from rondel.models.vocabulary import same_words
-from rondel.models.weight_formats import apply_format, forget_format
+from rondel.models.weight_formats import (
+    apply_format,
+    apply_rollout_format,
+    forget_format,
+    hold_format,
+    send_rollout_format,
+)
 from rondel.planner import resolve as planner
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import Device
@@ -224,6 +231,7 @@ def trainer_of(
         + "".join(f", {t}x{m}" for t, m in settings.shapes),
         "routing_replay": replay_fact(job, loaded),
         "model.adapter": adapter_fact(loaded),
+        "model.format": format_fact(job),
         "model.teacher": teachers_fact(job),
         "trainer.critic": critic_fact(job) if trainer.critic else "none",
     }
@@ -248,10 +256,9 @@ class EngineHost:
         self.samples = SampleEnd(self.device.name)
         self.ranks = None if ranks is None else ranks(transports)
         if self.ranks is None:
-            self.loaded = self.device.call(policy_of, job, self.device.name)
-            forget_whole(self.loaded.model)  # nothing is trained here
+            self.loaded = self.device.call(served_policy_of, job, self.device.name)
         else:
-            self.loaded = self.ranks.load(job.model.path, job.model.dtype, self.device)
+            self.loaded = self.ranks.load(job.model.path, job.model.dtype, self.device, job.model.engine_format)
 
     def known(self) -> ModelInfo:
         return ModelInfo.from_model(self.loaded)
@@ -443,9 +450,24 @@ def policy_of(job: Job, device: str, *, deferred: bool = False) -> LoadedModel:
         dtype=job.model.dtype,
         device=device,
         four_bits=wanted.kind == "qlora",
-        deferred=deferred and wanted.kind == "off" and job.engine.numerics != "aligned" and job.sync.probe,
+        deferred=deferred
+        and wanted.kind == "off"
+        and job.engine.numerics != "aligned"
+        and job.sync.probe
+        and job.model.trained_format == "none",
     )
     return prepare_policy(job, loaded)
+
+
+def served_policy_of(job: Job, device: str) -> LoadedModel:
+    """The same as an engine computes with it, in a module of its own: nothing is trained there."""
+    loaded = policy_of(job, device)
+    if job.model.engine_holds_codes:
+        hold_format(loaded.model, job.model.engine_format)
+    elif job.model.rollout_format != "none":
+        apply_rollout_format(loaded.model, job.model.rollout_format)
+    forget_whole(loaded.model)
+    return loaded
 
 
 def prepare_policy(job: Job, loaded: LoadedModel) -> LoadedModel:
@@ -457,10 +479,12 @@ def prepare_policy(job: Job, loaded: LoadedModel) -> LoadedModel:
     if wanted.kind != "off":
         nf4.refuse_other(loaded.model, loaded.name, wanted=wanted.kind == "qlora")
         adapters.add_adapter(loaded, rank=wanted.rank, alpha=wanted.alpha, targets=wanted.targets, seed=job.loop.seed)
-    if job.model.format != "none":
-        apply_format(loaded.model, job.model.format)
+    if job.model.trained_format != "none":
+        apply_format(loaded.model, job.model.trained_format, travels=not job.place.one_module)
     else:
         forget_format(loaded.model)
+    if job.model.rollout_format != "none":
+        send_rollout_format(loaded.model, job.model.rollout_format)
     if job.engine.numerics == "aligned":
         align_numerics(loaded)
     if job.engine.numerics == "rounded":
@@ -557,6 +581,7 @@ def mismatch_bound(job: Job, loaded: LoadedModel | ModelInfo) -> float:
         mixture=bool(loaded.routers),
         foreign=job.engine.kind != "builtin",
         rounded=not loaded.fp32_stream,
+        engine_bits=rollout_bits(job),
     )
 
 
@@ -584,6 +609,7 @@ def settings_of(
         critic_lr=t.critic.lr,
         critic_warmup=t.critic.warmup,
         mismatch_bound=mismatch_bound,
+        rollout_format="" if job.model.rollout_format == "none" else job.model.rollout_format,
         recompute=t.memory.recompute,
         activations=t.memory.activations,
         folder=str(job.run.folder),

@@ -108,6 +108,8 @@ def _print_result(whose: str, result: Any) -> None:
         f"profile {result.profile}, weights of version {result.version} after step {result.step}, {result.seconds:.1f} "
         f"s"
     )
+    if weights := result.request.get("weights"):
+        print(f"measured with weights {weights}")
 
 
 def _print_samples(result: Any) -> None:

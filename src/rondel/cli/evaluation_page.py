@@ -74,6 +74,7 @@ def _section(each: SetEvaluation) -> str:
     draws = f"{e.draws} draws each at" if e.draws > 1 else "one answer each at"
     failed = f", {e.request['failed']} answers could not be scored and count as 0" if e.request.get("failed") else ""
     facts = f"{e.n} tasks, {draws} temperature {e.request['temperature']:g}; 95 % intervals: {e.interval}{failed}"
+    facts += f"; weights {weights}" if (weights := e.request.get("weights")) else ""
     rows = [("score" if share else "mean reward", e.score, e.low, e.high, share)]
     for name, (value, low, high) in e.metrics.items():
         rows.append((name, value, low, high, share or not name.startswith("avg@")))

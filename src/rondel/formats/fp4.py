@@ -92,6 +92,10 @@ class Nvfp4(NumberFormat):
     source: ClassVar[str] = "NVIDIA, 'Pretraining large language models with NVFP4', arXiv:2509.25149"
     block: tuple[int, int] = (1, 16)
 
+    @property
+    def scales_tensor(self) -> bool:
+        return True
+
     def encode(self, weight: Tensor) -> Parts:
         blocks = cut_blocks(weight, *self.block)
         largest = largest_of(blocks, self.name)

@@ -42,6 +42,17 @@ class NumberFormat(ABC):
     def stored_bytes(self, shape: tuple[int, ...]) -> int:
         """Of a weight [..., O, I]: codes, scales, shapes."""
 
+    @property
+    def scales_tensor(self) -> bool:
+        """Whether a scale depends on all numbers of a tensor, over every matrix in it."""
+        return False
+
+    @property
+    def bits(self) -> float:
+        """Of one weight of a large matrix, with its share of the scales."""
+        side = 1 << 12
+        return 8 * self.stored_bytes((side, side)) / side**2
+
     def fake(self, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """decode(encode(weight)) in `dtype`, or that of the weight; its gradient goes to `weight` unchanged."""
         return _Fake.apply(weight, self, dtype or weight.dtype)

@@ -20,6 +20,7 @@ from transformers.utils import cached_file
 from rondel.core.errors import ModelError, error_boundary
 from rondel.core.media import ImageProcessorConfig
 from rondel.core.registry import ImportedOnUse
+from rondel.formats.checkpoint_layouts import METHODS
 from rondel.models import adapter_files, adapters, alibi, linear, nf4, processor, vision
 from rondel.models.architectures import auto_class, refuse_architecture
 from rondel.models.attention import NAME
@@ -109,6 +110,7 @@ def load_model(
         with error_boundary(ModelError, f"loading the model '{path}'"):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
             refuse_architecture(config)
+            _refuse_codes(path, config)
             model = auto_class(config).from_pretrained(
                 folder, config=config, dtype=wanted, attn_implementation="eager", trust_remote_code=trust_remote_code
             )
@@ -161,6 +163,18 @@ def load_model(
 
         loaded = with_block_head(loaded)
     return loaded
+
+
+def _refuse_codes(path: str, config: Any) -> None:
+    """Of layouts that `rondel prepare` decodes; transformers would ask for a package of each."""
+    told = getattr(config, "quantization_config", None) or {}
+    told = told if isinstance(told, dict) else told.to_dict()
+    method = str(getattr(told.get("quant_method"), "value", told.get("quant_method")))
+    if method in METHODS:
+        raise ModelError(
+            f"'{path}' is stored in {method}: decode it once, rondel prepare {path}, and recipes and commands that name it "
+            "read the whole weights"
+        )
 
 
 def _install(model: Any) -> tuple[list[Any], int, list[Any], list[int], CompressedLayers]:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,9 +31,33 @@ _ROWS = 128  # at a time: 1 MB, which the second pass finds in the cache
 _INSIDE, _ACROSS = 20261121, 20261122  # seeds of the multipliers of words in a row, and of rows
 _odd: dict[tuple[str, int, int], Tensor] = {}
 LORA = ".lora_"
+TensorShape = tuple[tuple[int, ...], str]  # shape and dtype, as a manifest has them
 _bases: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]] | None, str]] = WeakKeyDictionary()
 _pieces: WeakKeyDictionary[nn.Module, dict[str, tuple[TensorSlice, ...]]] = WeakKeyDictionary()
+_encoded: WeakKeyDictionary[nn.Module, WeightEncoding] = WeakKeyDictionary()
 _loaded_in: WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = WeakKeyDictionary()
+
+
+class WeightEncoding(Protocol):
+    """What models/encoded_weights.py does to weights on their way."""
+
+    def publish(
+        self,
+        model: nn.Module,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        checkpoint: bool,
+    ) -> Iterator[tuple[str, Tensor]]: ...
+
+    def open_arrival(
+        self,
+        model: nn.Module,
+        asked: Collection[str],
+        *,
+        keep: bool,
+        held: Mapping[str, Tensor],
+        shapes: Mapping[str, TensorShape],
+    ) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +97,7 @@ def _find_pieces(model: nn.Module) -> dict[str, tuple[TensorSlice, ...]]:
     named = [*named_weights(model)]
     adapted = any(LORA in name for name, _ in named)
     if not adapted:
-        named += _persistent_buffers(model)
+        named += persistent_buffers(model)
     shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in named}
     found: dict[str, Tensor] = shapes
     if hasattr(model, "save_pretrained") and not adapted:
@@ -96,7 +120,7 @@ def _find_pieces(model: nn.Module) -> dict[str, tuple[TensorSlice, ...]]:
     return {name: tuple(sorted(held, key=lambda piece: piece.offset)) for name, held in placed.items()}
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Persistent buffers, which a checkpoint holds too, in the dtype that they were loaded in."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -107,17 +131,21 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def remember_dtypes(model: nn.Module) -> None:
     """Before a model is computed with in another dtype: its buffers go on being published in that of now."""
-    _loaded_in[model] = {name: buffer.dtype for name, buffer in _persistent_buffers(model)}
+    _loaded_in[model] = {name: buffer.dtype for name, buffer in persistent_buffers(model)}
 
 
 def published_tensors(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The module's `tensors`, gathered where they lie in shards, under the checkpoint's
     names; behind them its persistent buffers.
     """
-    places = checkpoint_pieces(model)
-    for name, tensor in chain(tensors, _persistent_buffers(model)):
-        for piece in places.get(name, ()):
-            yield piece.name, piece.view(tensor)
+    for name, tensor in chain(tensors, persistent_buffers(model)):
+        yield from checkpoint_views(model, name, tensor)
+
+
+def checkpoint_views(model: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint's tensors in one of the module's, which has this name."""
+    for piece in checkpoint_pieces(model).get(name, ()):
+        yield piece.name, piece.view(tensor)
 
 
 def tensor_slices(model: nn.Module, asked: Collection[str]) -> dict[str, tuple[str, TensorSlice]]:
@@ -148,6 +176,16 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def published_name(name: str) -> str:
     """Under which name a parameter travels and is stored: an adapter's has peft's, any other its own."""
     return f"base_model.model.{name.replace('.default.', '.')}" if LORA in name else name
+
+
+def send_encoded(model: nn.Module, encoding: WeightEncoding) -> None:
+    """From now on some of the model's parameters are published and received encoded."""
+    _encoded[model] = encoding
+
+
+def encoding_of(model: nn.Module) -> WeightEncoding | None:
+    """How parameters of a model travel that do so encoded; None where all travel as they are."""
+    return _encoded.get(model)
 
 
 def base_digest(model: nn.Module, *, whole: bool = False) -> str:
@@ -301,8 +339,12 @@ def is_finite(tensor: Tensor) -> Tensor:
     return (tensor.to(torch.bfloat16) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor).isfinite()
 
 
+def shape_of(tensor: Tensor) -> TensorShape:
+    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
 def tensor_info(name: str, tensor: Tensor) -> TensorInfo:
-    return TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor_digest(tensor))
+    return TensorInfo(name, *shape_of(tensor), tensor_digest(tensor))
 
 
 def describe_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[TensorInfo, Tensor]]:

@@ -19,6 +19,12 @@ class Rounding(Protocol):
 
     def encode(self, weight: Tensor) -> dict[str, Tensor]: ...
 
+    @property
+    def block(self) -> tuple[int, int]: ...
+
+    @property
+    def scales_tensor(self) -> bool: ...
+
 
 @dataclass(frozen=True)
 class WeightFormat:
@@ -27,11 +33,18 @@ class WeightFormat:
     form: Rounding
     transposed: bool = False
 
+    def encode(self, weight: Tensor) -> dict[str, Tensor]:
+        """Codes and scales of a weight in the parameter's own layout."""
+        return self.form.encode(weight.mT.contiguous() if self.transposed else weight)
+
+    def decode(self, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The reverse."""
+        whole = self.form.decode(parts, dtype)
+        return whole.mT if self.transposed else whole
+
     def fake(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """What the format decodes `weight` to, in the parameter's own layout."""
-        if not self.transposed:
-            return self.form.decode(self.form.encode(weight), dtype)
-        return self.form.decode(self.form.encode(weight.mT.contiguous()), dtype).mT
+        return self.decode(self.encode(weight), dtype)
 
 
 _formats: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> WeightFormat
@@ -56,6 +69,18 @@ def round_weight(parameter: nn.Parameter, form: WeightFormat, *, done: bool = Fa
         return
     _whole[parameter] = parameter.detach().clone()
     parameter.copy_(form.fake(parameter, parameter.dtype))
+
+
+def rounded_parameters(model: nn.Module) -> dict[str, tuple[WeightFormat, Tensor]]:
+    """How each is rounded, and from what, by name: for who puts others in their place (`replace_rounded`)."""
+    return {name: (_formats[p], take_whole(p)) for name, p in model.named_parameters() if p in _formats}
+
+
+def replace_rounded(model: nn.Module, rounded: dict[str, tuple[WeightFormat, Tensor]]) -> None:
+    """The same of the parameters that are there now, as those of several ranks; their whole numbers are whole tensors."""
+    for name, parameter in model.named_parameters():
+        if name in rounded:
+            _formats[parameter], _whole[parameter] = rounded[name]
 
 
 def forget_whole(model: nn.Module) -> None:

@@ -74,6 +74,14 @@ def decode_seconds(
     return on.overhead * shape.layers + weights + cache / bandwidth
 
 
+def held_codes_seconds(setting: Workload) -> float:
+    """Of a decode step, to read codes and write what they decode to, where an engine keeps its layers so."""
+    if not setting.engine_holds_codes:
+        return 0.0
+    held = setting.shape.matrix_parameters - setting.shape.expert_parameters
+    return held * (setting.sent_bits / 8 + setting.width) / (setting.hardware.bandwidth * setting.hardware.stream)
+
+
 def decode_pass_bytes(shape: ModelShape, width: float) -> float:
     """Bytes that decoding all layers in 4 bits reads and writes."""
     return shape.nf4_bytes(0) + width * sum(i * o * count for (i, o), count in shape.linear_shapes.values())
@@ -121,6 +129,7 @@ def generation_time(setting: Workload) -> GenerationTime:
     middle = setting.prompt + setting.mean / 2
     arguments = {"tensor": setting.tensor, "width": setting.width}
     step = decode_seconds(setting.shape, setting.hardware, requests, middle, four_bits=setting.four_bits, **arguments)
+    step += held_codes_seconds(setting)
     scale = measured_decode_scale(setting)
     step *= scale
     prefill = prefill_seconds(
@@ -276,7 +285,11 @@ def sync_options(setting: Workload | FlowWorkload) -> list[SyncTime]:
     on = setting.hardware
     full = setting.sync_bytes
     if not setting.split and setting.gpus == 1:
-        return [SyncTime("tensor", 0.0, 0.0, "one module for both sides: 0 bytes move")]
+        if setting.has_one_module:
+            return [SyncTime("tensor", 0.0, 0.0, "one module for both sides: 0 bytes move")]
+        seconds = transfer_seconds(2 * (full + setting.weight_bytes), on.bandwidth)
+        why = f"{full / GB:.2f} GB encoded and decoded in one process, at {on.bandwidth / GB:.0f} GB/s of memory"
+        return [SyncTime("tensor", seconds, seconds, why)]
     inside = setting.gpus <= on.in_node
     road, name = (on.link, "the node's links") if inside else (on.network, "the network")
     what = f"{full / GB:.2f} GB{' (the adapter alone)' if setting.rank else ''}"

@@ -72,6 +72,11 @@ class FlowWorkload:
         return self.place == "split"
 
     @property
+    def has_one_module(self) -> bool:
+        """Whether engine and trainer compute with the same tensors."""
+        return not self.split and self.gpus == 1
+
+    @property
     def train_devices(self) -> int:
         return self.trainers if self.split else self.gpus
 

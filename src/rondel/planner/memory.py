@@ -332,10 +332,16 @@ def packed_bytes(setting: Workload, *, training: bool) -> float:
     if setting.hardware.on_gpu or setting.train_devices > 1 or setting.four_bits:
         return 0.0
     read = [setting.shape] * (setting.rank > 0 or not training) + [setting.teacher] * setting.teachers
-    return setting.packed_width * sum(
-        shape.body_parameters + shape.embedding_parameters - shape.expert_parameters
-        for shape in read
-        if shape is not None
+    read += [setting.shape] * (setting.engine_rounds and not setting.split)  # the engine's own
+    held = setting.shape.matrix_parameters - setting.shape.expert_parameters
+    codes = held if setting.engine_rounds and setting.engine_holds_codes and not setting.split else 0  # are not packed
+    return setting.packed_width * (
+        sum(
+            shape.body_parameters + shape.embedding_parameters - shape.expert_parameters
+            for shape in read
+            if shape is not None
+        )
+        - codes
     )
 
 
@@ -367,8 +373,8 @@ def _route_bytes(setting: Workload) -> int:
 def _engine_without_cache(setting: Workload) -> dict[str, dict[str, float]]:
     """The same without the cache."""
     s = setting.shape
-    own = setting.split or setting.gpus > 1
-    weights = setting.weight_bytes / setting.tensor
+    own = not setting.has_one_module
+    weights = setting.engine_weight_bytes / setting.tensor
     asleep = ("train", "logprob", "sync") if setting.offload and not setting.split else ()
     rows: dict[str, dict[str, float]] = {}
     if own:
@@ -376,7 +382,9 @@ def _engine_without_cache(setting: Workload) -> dict[str, dict[str, float]]:
         rows["engine weights"] = {phase: 0.0 if phase in away else weights for phase in PHASES}
         rows["sync buckets"] = {"sync": 0.0 if staged_bytes(setting) else 2.0 * BUCKET}
         rows["staged weights"] = {"sync": staged_bytes(setting)}
-        if setting.four_bits:
+        if not setting.split and setting.gpus == 1:  # handed over in one process, as they travel
+            rows["sync buckets"] = {"sync": setting.sync_bytes}
+        if setting.four_bits or setting.engine_holds_codes:
             rows["decoded layer"] = {"generate": decoded_layer_bytes(setting)}
     if setting.reward is not None:
         rows["reward model"] = dict.fromkeys(PHASES, _weight_bytes(setting.reward, setting) / setting.tensor)
@@ -403,7 +411,7 @@ def kv_tokens(setting: Workload) -> int:
     request at its longest, as far as memory goes.
     """
     s, on = setting.shape, setting.hardware
-    left, reserve = on.memory - setting.weight_bytes / setting.tensor, None
+    left, reserve = on.memory - setting.engine_weight_bytes / setting.tensor, None
     if on.on_gpu and (setting.split or (setting.offload and not setting.policies)):
         reserve = engine_reserve(
             memory=on.memory,
@@ -422,7 +430,7 @@ def kv_tokens(setting: Workload) -> int:
         if not setting.split:
             stays = sum(row.get("generate", 0.0) for row in trainer_memory(setting).values())
             # on one device the engine reads the trainer's
-            left -= stays if setting.gpus > 1 else stays - setting.weight_bytes
+            left -= stays - setting.weight_bytes if setting.has_one_module else stays
     else:
         left -= SPARE * on.memory + state_slots(setting.running) * s.state_bytes(setting.width)
     return kv_pages(

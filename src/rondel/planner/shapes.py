@@ -194,6 +194,16 @@ class ModelShape:
             matrices[name] = ((sides[i], sides[o]), self.dense_layers)
         return matrices
 
+    @property
+    def matrix_parameters(self) -> int:
+        """Numbers in matrices of layers and experts: what a number format of weights is applied to."""
+        return self.expert_parameters + sum(i * o * count for (i, o), count in self.linear_shapes.values())
+
+    def encoded_bytes(self, bits: float, width: float) -> float:
+        """Bytes with those matrices in a number format of so many bits, the rest at `width` bytes a number."""
+        inside = self.matrix_parameters
+        return inside * bits / 8 + (self.parameter_count - inside) * width
+
     def nf4_bytes(self, width: float) -> float:
         """Bytes with those layers in 4 bits, the rest at `width` bytes a number.
         arXiv:2305.14314: (4 + 8/64 + 32/(64·256)) / 8 a number.

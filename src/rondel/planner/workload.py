@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import ConfigError, UserError
 from rondel.core.registry import suggest_name
+from rondel.planner.format_bits import FORMAT_BITS
 from rondel.planner.hardware import Hardware, find_hardware
 from rondel.planner.shapes import ModelShape, hub_cache, model_shape, of_recipe
 
@@ -50,6 +51,9 @@ class Workload:
               has no bf16 products
     policies  those beside the main one, each with an engine and a trainer of its own
     rank      of an adapter, 0 for none;  four_bits: its base lies as NF4, and is decoded layer by layer for every pass
+    sent_bits  of a matrix's weight on its way to an engine, in a number format; 0: it travels as it computes
+    engine_rounds  the engine alone computes in that format, with weights of its own wherever it is;
+    engine_holds_codes  it keeps its linear layers so, and decodes each for a product
     activations  where inputs of layers wait;  host_optimizer: masters, gradients and moments lie in host memory
     teachers  of the size of the largest, that lie in memory at the same time
     replays   the engine records experts and chosen keys, and the trainer repeats them
@@ -80,6 +84,9 @@ class Workload:
     packed_width: int = 2
     rank: int = 0
     four_bits: bool = False
+    sent_bits: float = 0.0
+    engine_rounds: bool = False
+    engine_holds_codes: bool = False
     targets: str | tuple[str, ...] = "all-linear"
     offload: bool = False
     recompute: str = "none"
@@ -139,8 +146,27 @@ class Workload:
 
     @property
     def sync_bytes(self) -> float:
-        """Bytes of one version of the weights that an update sends: those of the adapter alone where there is one."""
+        """Bytes of one version of the weights that an update sends: those of the adapter alone where there is one, codes
+        and scales of a number format.
+        """
+        if self.sent_bits and not self.rank:
+            return self.shape.encoded_bytes(self.sent_bits, self.width)
         return (self.trained_parameters if self.rank else self.shape.parameter_count) * self.width
+
+    @property
+    def engine_weight_bytes(self) -> float:
+        """Bytes of a whole copy as an engine keeps it: in a number format without the experts, which it decodes as they
+        come.
+        """
+        if not self.engine_holds_codes:
+            return self.weight_bytes
+        s, held = self.shape, self.shape.matrix_parameters - self.shape.expert_parameters
+        return held * self.sent_bits / 8 + (s.parameter_count - held) * self.width
+
+    @property
+    def has_one_module(self) -> bool:
+        """Whether engine and trainer compute with the same tensors."""
+        return not self.split and self.gpus == 1 and not self.engine_rounds
 
     @property
     def unit(self) -> str:
@@ -225,6 +251,9 @@ def of_job(job: Job, device: str = "") -> Workload:
         packed_width=width if not on_cpu or (_has_bf16() and not half) else 4,
         rank=adapter.rank if adapter.kind != "off" else 0,
         four_bits=adapter.kind == "qlora",
+        sent_bits=FORMAT_BITS.get(job.model.engine_format, 0.0),
+        engine_rounds=job.model.rollout_format != "none",
+        engine_holds_codes=job.model.engine_holds_codes,
         targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),
         offload=job.trainer.memory.offload,
         recompute=job.trainer.memory.recompute,

@@ -201,7 +201,9 @@ class SharedDevice:
         that a pass needs while it runs.
         """
         mine = self.trainer.offload
-        held = {**mine.memory(), **(await self.engine.status()).memory}
+        held, own = mine.memory(), (await self.engine.status()).memory
+        # one with a module of its own has weights beside the trainer's
+        held = held | {f"engine {name}" if name in held else name: n for name, n in own.items()}
         if self.beside is not None:
             held["reward"] = self.beside.memory
         peak = max(sum(held.values()), mine.high + held["kv_cache"])

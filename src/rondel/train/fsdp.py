@@ -46,6 +46,7 @@ from rondel.models.load_check import PARITY
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.pipeline_stage import PipelineStage, StageLink
 from rondel.models.rendezvous import Rendezvous
+from rondel.models.rounded_weights import replace_rounded, rounded_parameters
 from rondel.models.step_head import StepHead
 from rondel.models.tensor_cuts import TensorCuts, join_cuts
 from rondel.models.tensor_parallel import cut_model
@@ -59,6 +60,7 @@ from rondel.train.pack import MicroBatches, PackedBatch
 from rondel.train.parallel import SingleRank
 from rondel.train.pipeline_schedule import one_forward_one_backward, run_schedule
 from rondel.train.rank_masters import ReplicatedWeights, ShardedWeights, computes_in
+from rondel.train.whole_blocks import refuse_cut_blocks
 
 
 class FsdpRank(SingleRank):
@@ -236,6 +238,7 @@ class FsdpRank(SingleRank):
     def _shard_model(self, loaded: LoadedModel) -> None:
         model, dtype = loaded.model, loaded.dtype
         linear.unpack_linears(model)
+        rounded = rounded_parameters(model)
         layers: StageLayers | None = None
         if loaded.adapter is not None:
             names.pin_digest(model)
@@ -256,7 +259,8 @@ class FsdpRank(SingleRank):
         elif any(p.requires_grad for p in model.parameters()):
             names.remember_dtypes(model)
             for name, parameter in model.named_parameters():
-                if parameter.requires_grad and parameter.dtype == dtype != torch.float32 and not parameter.is_meta:
+                halves = parameter.requires_grad and parameter.dtype == dtype != torch.float32
+                if halves and name not in rounded and not parameter.is_meta:
                     parameter.data = spread_within_rounding(name, parameter)
             model.float()
         if self.tensor is not None:
@@ -293,6 +297,7 @@ class FsdpRank(SingleRank):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        replace_rounded(model, rounded)
         _prefetch([block for block in blocks if isinstance(block, FSDPModule)], self.mesh.prefetch)
         if layers is not None:
             assert self.link is not None
@@ -331,6 +336,7 @@ class FsdpRank(SingleRank):
                 f'trainer.memory.optimizer = "host" is for one rank, and this trainer has {self.size}, which keep a '
                 "shard each: leave it out"
             )
+        refuse_cut_blocks(self, model)
         stage, experts = self._stages.get(model), self._expert_cuts.get(model)
         how["loss_scale"] = (
             LossScale() if computes_in(model) == torch.float16 else None

@@ -64,6 +64,12 @@ class MasterWeights:
         self._graded: list[Tensor] = []
         self._install_gradient_hooks()
 
+    def rounded_masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole masters of the parameters that lie in a number format here; all ranks ask."""
+        for i, name in enumerate(self.names):
+            if name in self.formatted_names:
+                yield name, self.gather_full(i, self.masters[i].detach())
+
     def _make_masters(self) -> list[Tensor]:
         def make_master(name: str, parameter: Tensor) -> Tensor:
             if (

@@ -98,7 +98,7 @@ def save_parts(
     _write_together(ranks, folder / "model.safetensors", plan.file, plan.pieces(apart), apart, needed)
     stored = {row.name for row in plan.file.rows} if loaded.dtype == torch.float32 else set()
     for file in optimizers:
-        masters = MasterPlan(file, ranks, set() if file.alone else stored)
+        masters = MasterPlan(file, ranks, set() if file.alone else stored - file.weights.formatted_names)
         _write_together(ranks, folder / f"{file.name}.safetensors", masters.file, masters.pieces(apart), apart, needed)
     if ranks.is_leader:
         with guard_write(folder, needed):

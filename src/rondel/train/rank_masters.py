@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from rondel.models.rounded_weights import take_whole
 from rondel.models.tensor_cuts import TensorCuts, join_cuts
 from rondel.train.optim import MasterWeights
 
@@ -50,7 +51,8 @@ class ReplicatedWeights(MasterWeights):
 
 class ShardedWeights(MasterWeights):
     """The shards of one rank. The module's parameters are the masters; a rounded copy of the
-    shard says whether a step moved any bits.
+    shard says whether a step moved any bits. Of a weight in a number format the parameter has what its master decodes
+    to, each rank by itself: blocks lie whole on one (train/whole_blocks.py).
 
     Where matrices are cut by tp, too, a shard is one of this rank's part. What a layer's part keeps whole has a part of
     its gradient on each of the tp ranks: summed once an update, when the norm is asked for.
@@ -74,10 +76,18 @@ class ShardedWeights(MasterWeights):
         super().__init__(model, **how)
         if stage is not None:
             self.share = stage.share_of(sum(m.numel() for n, m in zip(self.names, self.masters) if self._is_counted(n)))
-        self._rounded = [m.to(self.dtype, copy=True) for m in self.masters] if self.dtype != torch.float32 else []
+        # of each shard, as the last step left it; of one in a number format the parameter itself has it
+        self._rounded = [
+            None if form is not None or self.dtype == torch.float32 else m.to(self.dtype, copy=True)
+            for m, form in zip(self.masters, self._forms)
+        ]
 
     def _make_masters(self) -> list[Tensor]:
-        return [p.detach().to_local() for p in self.compute]
+        self.masters = [p.detach().to_local() for p in self.compute]
+        return [
+            held if form is None else self.local_shard(i, take_whole(p)).to(held.device, torch.float32, copy=True)
+            for i, (p, held, form) in enumerate(zip(self.compute, self.masters, self._forms))
+        ]
 
     def _install_gradient_hooks(self) -> None:
         """FSDP sums gradients in fp32 itself."""
@@ -125,11 +135,11 @@ class ShardedWeights(MasterWeights):
         return torch.stack(torch._foreach_norm(grads)).norm() ** 2 if grads else none
 
     def _changed_share(self) -> float:
-        if not self._rounded:
-            return 1.0
         counts = torch.zeros(2, dtype=torch.float64, device=self.masters[0].device)
-        for name, master, rounded in zip(self.names, self.masters, self._rounded):
-            fresh = master.to(self.dtype)
+        for i, (name, master, form) in enumerate(zip(self.names, self.masters, self._forms)):
+            if (rounded := self._rounded[i] if form is None else self._held(i)) is None:
+                continue
+            fresh = master.to(self.dtype) if form is None else form.fake(master, self.dtype).to(rounded.dtype)
             own = self.cuts is None or name in self.cuts.cuts or self.cuts.ranks.index == 0  # each number once
             if own and self._is_counted(name):
                 counts += torch.tensor([int((fresh != rounded).sum()), fresh.numel()], device=counts.device)
@@ -139,7 +149,12 @@ class ShardedWeights(MasterWeights):
             self.cuts.ranks.all_reduce(counts)
         if self.stage is not None:
             self.stage.link.ranks.all_reduce(counts)
-        return float(counts[0] / counts[1])
+        return float(counts[0] / counts[1]) if counts[1] else 1.0
+
+    def _held(self, i: int) -> Tensor:
+        """This rank's shard of parameter `i`."""
+        shard: Tensor = self.compute[i].detach().to_local()
+        return shard
 
     def zero_grad(self) -> None:
         self._summed = False
@@ -182,10 +197,12 @@ class ShardedWeights(MasterWeights):
 
     def load_masters(self, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
-            for i, (name, master) in enumerate(zip(self.names, self.masters)):
+            for i, (name, master, form) in enumerate(zip(self.names, self.masters, self._forms)):
                 master.copy_(self.local_shard(i, weights[name]))
-            for master, rounded in zip(self.masters, self._rounded):
-                rounded.copy_(master)
+                if form is not None:
+                    self._held(i).copy_(form.fake(master, self.dtype))
+                elif (rounded := self._rounded[i]) is not None:
+                    rounded.copy_(master)
 
 
 def _all_reduce_together(grads: list[Tensor], group: dist.ProcessGroup) -> None:

@@ -117,11 +117,11 @@ class LocalTrainer:
             [replace(t, loaded=self.loaded) if t.is_policy else t for t in teachers],
             keeps_heads="teacher_hidden" in needs,
         )
-        self.publisher = WeightPublisher(self.loaded, ranks, transport)
         self.weights = ranks.make_masters(self.loaded.model, **settings.optimizer_options)
+        self.publisher = WeightPublisher(self.loaded, ranks, transport, self.weights)
         self.step_number = self.bad_steps = 0
         self.version = 0
-        self.alarm = MismatchAlarm(settings.mismatch_bound)
+        self.alarm = MismatchAlarm(settings.mismatch_bound, rounded=settings.rollout_format)
         self.coefs = AdaptiveCoefs()
         self.static = static
         self._shapes = None if static is None else static.shapes  # that every micro-batch is padded to

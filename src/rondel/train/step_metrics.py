@@ -65,6 +65,7 @@ class StepMetricSums:
             "taught": "train/kl_teacher",
             "correction": "train/correction",
             "dropped": "train/correction_dropped",
+            "truncated": "train/correction_truncated",
             "value": "train/value_loss",
             "value_clipped": "train/value_clip_fraction",
         }

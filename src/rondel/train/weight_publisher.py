@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +17,31 @@ from rondel.core.protocols import PartTransport, SeveralWays
 from rondel.core.tensor_parts import Block, TensorPart
 from rondel.core.types import Manifest, Route, TensorInfo
 from rondel.models import names
-from rondel.models.names import DigestSums, digest_length
+from rondel.models.names import DigestSums, digest_length, encoding_of
 
 if TYPE_CHECKING:
     from rondel.core.protocols import Transport
     from rondel.models.loaded_model import LoadedModel
+    from rondel.train.optim import MasterWeights
     from rondel.train.parallel import SingleRank
 
 
 class WeightPublisher:
     """Gives the weights of a trainer to its transport. Of several ranks each gives its own shards, where the transport
-    takes parts and all are on one machine; else they are gathered once an update, one tensor at a time.
+    takes parts and all are on one machine; else they are gathered once an update, one tensor at a time. Weights in a
+    number format travel as codes and scales, each from the whole tensor.
+
+    masters  of the trainer: what it rounds, too, is encoded from them
     """
 
-    def __init__(self, loaded: LoadedModel, ranks: SingleRank, transport: Transport | None) -> None:
-        self.loaded, self.ranks, self.transport = loaded, ranks, transport
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        ranks: SingleRank,
+        transport: Transport | None,
+        masters: MasterWeights | None = None,
+    ) -> None:
+        self.loaded, self.ranks, self.transport, self._masters = loaded, ranks, transport, masters
         self.held: list[tuple[str, Tensor]] = []  # gathered for a publication, and still to be sent
         self.gathered = 0  # bytes of other ranks that came to this one for the last publication
         # by the kind of a route, asked of all ranks at its first publication; None where they gather
@@ -70,7 +81,7 @@ class WeightPublisher:
         return transport.way_of(route) if isinstance(transport, SeveralWays) else transport
 
     def _find_parts(self, transport: Transport, route: Route) -> PublishedParts | None:
-        if self.ranks.size == 1:
+        if self.ranks.size == 1 or encoding_of(self.loaded.model) is not None:
             return None
         if route.kind not in self._parts:
             takes = isinstance(transport, PartTransport)
@@ -90,13 +101,24 @@ class WeightPublisher:
         that do not lead give their shards at once.
         """
         model = self.loaded.model
-        tensors = self.ranks.full_weights(model)
+        encoding = encoding_of(model)
+        tensors = self.ranks.full_weights(model) if encoding is None else self._tensors_to_encode()
         if not self.ranks.is_leader:
             for _ in tensors:
                 pass
         elif self.ranks.size > 1:
             tensors = self._count_gathered(tensors)
+        if encoding is not None:
+            return encoding.publish(model, tensors, checkpoint=transport.names == "checkpoint")
         return names.published_tensors(model, tensors) if transport.names == "checkpoint" else tensors
+
+    def _tensors_to_encode(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors; of what the trainer rounds, too, its masters."""
+        model, masters = self.loaded.model, self._masters
+        if masters is None or not masters.formatted_names:
+            return self.ranks.full_weights(model)
+        plain = {name for name, _ in names.named_weights(model)} - masters.formatted_names
+        return chain(self.ranks.full_weights(model, plain), masters.rounded_masters())
 
     def _count_gathered(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         own = {name: part.numel for name, part in self.ranks.weight_parts(self.loaded.model).items()}

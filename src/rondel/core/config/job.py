@@ -106,7 +106,7 @@ class Job(ConfigSection):
     @property
     def may_share_base(self) -> bool:
         """Whether policies of one model would be adapters on one base in memory, served by one engine."""
-        plain = self.model.format == "none" and self.model.vision.tower == "frozen" and not self.engine.compile
+        plain = self.model.engine_format == "none" and self.model.vision.tower == "frozen" and not self.engine.compile
         return bool(self.policies) and self.place.one_module and self.model.adapter.kind != "off" and plain
 
     def of_policy(self, name: str) -> Job:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from string import Formatter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, field_validator, model_validator
 
 from rondel.core.config.section import CLOSED, ConfigSection, Count, SettingsTable
+
+FormatName = Literal["none", "fp8", "fp8_row", "fp8_tensor", "mxfp8", "int4", "int4_128", "mxfp4", "nvfp4"]
 
 
 class AdapterConfig(SettingsTable):
@@ -105,6 +107,30 @@ class VisionConfig(SettingsTable):
     )
 
 
+class NumberFormatConfig(SettingsTable):
+    """Of the engine, and how much of it the trainer shares."""
+
+    engine: FormatName = Field(description="number format of the engine's matrices")
+    trainer: Literal["whole", "rounded"] = Field(
+        "whole",
+        description="whole: trainer and reference compute with whole weights (quantised rollouts), and the row has to "
+        'weigh tokens by both: algo.correction.kind = "importance", or algo.ratio.anchor = "behavior"; rounded: with what '
+        "the format decodes to, as the name of a format alone says",
+    )
+    held: Literal["decoded", "encoded"] = Field(
+        "decoded",
+        description="what the engine keeps of its linear layers: numbers in the model's dtype, or codes and scales, which "
+        "are decoded for each product: less memory, slower on a CPU, the same numbers up to rounding",
+    )
+
+    @field_validator("engine")
+    @classmethod
+    def _require_format(cls, given: FormatName) -> FormatName:
+        if given == "none":
+            raise ValueError('engine = "none" rounds nothing: leave model.format out')
+        return given
+
+
 class ModelConfig(ConfigSection):
     path: str | dict[str, Any] = Field(
         description='folder, hub id, GGUF file, "smollm2-135m", or { random = "llama", ... }'
@@ -119,10 +145,14 @@ class ModelConfig(ConfigSection):
         description="compute dtype; master weights are always float32; float16 trains under a dynamic loss scale "
         "(arXiv:1710.03740)",
     )
-    format: Literal["none", "fp8", "fp8_row", "fp8_tensor", "mxfp8", "int4", "int4_128", "mxfp4", "nvfp4"] = Field(
+    format: Annotated[FormatName, Tag("text")] | Annotated[NumberFormatConfig, Tag("[table]")] = Field(
         "none",
+        discriminator=Discriminator(
+            lambda given: "[table]" if isinstance(given, (dict, NumberFormatConfig)) else "text"
+        ),
         description="number format of the layers' matrices, in engine, trainer and reference alike: rounded to it at every "
-        "update, while their masters stay whole (quantisation-aware training)",
+        'update, while their masters stay whole (quantisation-aware training); or `{ engine = "fp8" }`: the engine\'s '
+        "alone (quantised rollouts)",
     )
     adapter: AdapterConfig = Field(
         AdapterConfig(), description="few new weights beside the model's own, which alone are trained"
@@ -135,6 +165,34 @@ class ModelConfig(ConfigSection):
         if isinstance(teacher, dict) and "context" in teacher:
             raise ValueError("a teacher with a context is one of a list: model.teacher = [{ context = ... }]")
         return teacher
+
+    @property
+    def trained_format(self) -> FormatName:
+        """The number format in which engine, trainer and reference alike compute."""
+        return "none" if self.rollout_format != "none" else self.engine_format
+
+    @property
+    def rollout_format(self) -> FormatName:
+        """The number format in which the engine alone computes."""
+        return "none" if isinstance(self.format, str) or self.format.trainer == "rounded" else self.format.engine
+
+    @property
+    def engine_holds_codes(self) -> bool:
+        """Whether an engine keeps its weights encoded."""
+        return not isinstance(self.format, str) and self.format.held == "encoded"
+
+    @property
+    def engine_format(self) -> FormatName:
+        """The number format of the engine's matrices, whatever the trainer's are in."""
+        return self.format if isinstance(self.format, str) else self.format.engine
+
+    @property
+    def served_weights(self) -> str:
+        """What the engine's weights are where they are not the masters in the model's dtype, in words; else ""."""
+        if self.engine_format == "none":
+            return ""
+        whose = "in the engine alone" if self.rollout_format != "none" else "as the trainer's are"
+        return f"rounded to {self.engine_format}, {whose}"
 
     @property
     def teachers(self) -> list[TeacherConfig]:

@@ -245,6 +245,7 @@ def answer_questions(events: Events, job: dict[str, Any], facts: dict[str, Any])
     gap = f"largest |log p(trainer) - log p(engine)| of a trained token {max(gaps):.1e}" if gaps else "gap not measured"
     fresh = [k3 for e in done for name, k3 in e["metrics"].items() if name.endswith("/mismatch_k3_lag_0")]
     bound = f", a warning above {facts['mismatch_bound']:g}" if "mismatch_bound" in facts else ""
+    form = facts.get("resolved", {}).get("model.format", "none")
     gap += f"; largest K3 of fresh tokens in a step {max(fresh):.1e} nats{bound}" if fresh else ""
     probe = (
         f"largest mean difference a token on the probe prompt after {len(probes)} syncs {max(probes):.1e}"
@@ -259,7 +260,8 @@ def answer_questions(events: Events, job: dict[str, Any], facts: dict[str, Any])
         "framework": _format_facts(facts.get("versions")),
         "engine and topology": f"engine {recipe_value('engine.kind')}, placement {recipe_value('place.kind')}, {facts.get('device', UNKNOWN)}, "
         f"{facts.get('place', UNKNOWN)}",
-        "precision and what enforces consistency": f"{_format_facts(facts.get('dtypes'))}; one model definition on both sides; {gap}; {probe}",
+        "precision and what enforces consistency": f"{_format_facts(facts.get('dtypes'))}; one model definition on both sides; "
+        f"{gap}; {probe}" + ("" if form.startswith("none") else f"; weights in {form}{correction_sentence(done)}"),
         "on-policy or measured lag": f"{_summarize_lag(lags)}; cap {recipe_value('loop.max_staleness')}",
         "whose logprobs": "the engine's, stored for each token when it was drawn (after temperature and truncation of the support); "
         + (
@@ -273,6 +275,25 @@ def answer_questions(events: Events, job: dict[str, Any], facts: dict[str, Any])
         "multi-turn budgets": f"environment {env}, {turns} of at most {recipe_value('engine.sampling.max_tokens')} tokens",
         "where the time went": _format_facts(time_shares(done)) if done else "no step was finished",
     }
+
+
+def correction_sentence(done: Events) -> str:
+    """; the correction weighed tokens by 0.998 on average, held 0.4 % of the weights to its bound and dropped 0 %. Nothing
+    of a row without one.
+    """
+
+    def mean_of(name: str) -> float | None:
+        told = [e["metrics"][f"train/{name}"] for e in done if f"train/{name}" in e["metrics"]]
+        return math.fsum(told) / len(told) if told else None
+
+    weight, held, dropped = map(mean_of, ("correction", "correction_truncated", "correction_dropped"))
+    if held is None:
+        clipped = mean_of("clip_fraction")
+        return "" if clipped is None else f"; the surrogate clipped {clipped:.2%} of the tokens"
+    return (
+        f"; the correction weighed tokens by {weight:.4g} on average, held {held:.2%} of the weights to its bound and "
+        f"dropped {dropped:.2%}"
+    )
 
 
 def _summarize_lag(lags: list[int]) -> str:
@@ -332,6 +353,7 @@ def render_markdown(card: dict[str, Any]) -> str:
             ],
         ),
         _interval_verdict(before, after),
+        *([f"Measured with weights {weights}."] if before and (weights := before["request"].get("weights")) else []),
         *_set_tables(card["eval_sets"]),
         "## Reward while training",
         _curve_text(card["rewards"]),

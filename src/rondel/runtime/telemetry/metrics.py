@@ -98,6 +98,7 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "train/ratio_max_deviation": ("ratio", "largest |policy / proximal - 1|; 0 at the first update of a batch"),
     "train/correction": ("ratio", "mean weight of the proximal/behavior correction"),
     "train/correction_dropped": ("share", "tokens that the correction masked, rejected or vetoed: their weight is 0"),
+    "train/correction_truncated": ("share", "tokens whose importance weight the bound of the correction held"),
     "train/correction_high": ("1", 'the bound of importance weights that the update chose (high = "auto")'),
     "train/correction_bias_squared": ("1", "of the mean of truncated weights at that bound"),
     "train/correction_variance": ("1", "of the mean of truncated weights at that bound"),

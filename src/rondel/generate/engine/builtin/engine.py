@@ -111,7 +111,7 @@ class BuiltinEngine:
             concurrency=concurrency,
         )
         self.account = self.serving.account
-        self.update = EngineUpdate(self.arrivals, self.lifecycle, self.serving)
+        self.update = EngineUpdate(self.arrivals, self.lifecycle, self.serving, self._own_weight_bytes)
 
     @property
     def version(self) -> int:
@@ -124,6 +124,10 @@ class BuiltinEngine:
     @property
     def state(self) -> str:
         return self.lifecycle.state
+
+    def _own_weight_bytes(self) -> dict[str, int]:
+        """Of an engine that shares a trainer's module nothing."""
+        return self.resting.memory_bytes if self.resting.owns else {}
 
     # -- generate and score ----------------------------------------------------------------------
 
@@ -225,7 +229,7 @@ class BuiltinEngine:
             ),
             root=self.arrivals.root,
             bytes_copied=self.arrivals.bytes_copied,
-            memory={"kv_cache": self.runner.cache_bytes, **(self.resting.memory_bytes if self.resting.owns else {})},
+            memory={"kv_cache": self.runner.cache_bytes, **self._own_weight_bytes()},
         )
 
     async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:

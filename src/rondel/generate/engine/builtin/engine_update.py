@@ -7,6 +7,7 @@ anything fails, the engine refuses until a good update.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from rondel.core.errors import SyncError
@@ -25,9 +26,14 @@ class EngineUpdate:
     """The engine's part of an update: everything but the weights themselves, which are the receiver's."""
 
     def __init__(
-        self, arrivals: WeightReceiver | AdapterReceiver, lifecycle: EngineLifecycle, serving: ServingLoop
+        self,
+        arrivals: WeightReceiver | AdapterReceiver,
+        lifecycle: EngineLifecycle,
+        serving: ServingLoop,
+        weights: Callable[[], Mapping[str, int]],
     ) -> None:
-        self.arrivals, self.lifecycle, self.serving = arrivals, lifecycle, serving
+        """`weights`: bytes of those that are the engine's own, by name."""
+        self.arrivals, self.lifecycle, self.serving, self._weights = arrivals, lifecycle, serving, weights
         self._retracted = 0  # of the scheduler, when the account was told last
 
     async def receive(self, message: Message) -> None:
@@ -82,7 +88,8 @@ class EngineUpdate:
             account.counts["room"] = steps * scheduler.max_running
             account.counts["retracted"] = scheduler.retracted - self._retracted
             self._retracted = scheduler.retracted
-        account.report_time({"kv_cache": self.serving.runner.cache_bytes})
+        own = {f"engine {name}": n for name, n in self._weights().items()}
+        account.report_time({"kv_cache": self.serving.runner.cache_bytes, **own})
         concurrency = self.serving.concurrency
         if concurrency is not None and (found := concurrency.settled_limit()):
             emit(Advised(self.lifecycle.version, *found))

@@ -111,12 +111,19 @@ class PartReceiver(WeightReceiver):
     def _arriving_shape(self, row: TensorInfo) -> tuple[int, ...]:
         return row.shape if self.proof is None else self.proof.parts[row.name].shape
 
-    def _expected_tensors(self, asked: list[str]) -> dict[str, tuple[tuple[int, ...], str]]:
+    def _whole_shapes(self) -> dict[str, names.TensorShape]:
+        return self.part.module
+
+    def _expected_tensors(self, asked: list[str]) -> dict[str, names.TensorShape]:
+        if (encoded := self._encoded) is not None:
+            plain = self.part.module if encoded.under_module else self.part.checkpoint
+            return encoded.plain_shapes(plain) | encoded.shapes
         return self.part.checkpoint if names.tensor_slices(self.loaded.model, asked) else self.part.module
 
     def _own_tensors(self) -> dict[str, Tensor]:
         own = dict(self.loaded.model.named_parameters()) | dict(self.loaded.model.named_buffers())
-        return {name: own[self._parts[name][0] if self._parts else name].detach() for name in self._awaited}
+        plain = [name for name in self._awaited if self._encoded is None or name not in self._encoded]
+        return {name: own[self._parts[name][0] if self._parts else name].detach() for name in plain}
 
     def _take_tensor(self, row: TensorInfo, tensor: Tensor, mine: dict[str, Tensor], *, beside: bool) -> None:
         if self.proof is not None and row.name in self.proof.rows:

@@ -5,13 +5,14 @@
                                              beside  each is compared as it comes and laid beside; the commit lets
                                              the module point there
 
-Between two tensors the device is free: an engine that is not parked goes on decoding.
+Between two tensors the device is free: an engine that is not parked goes on decoding. Weights in a number format come
+as codes and scales, whose digests are compared, and are decoded here (models/encoded_weights.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from rondel.models import names
 
 if TYPE_CHECKING:
     from rondel.core.protocols import Transport
+    from rondel.models.encoded_weights import EncodedArrival
     from rondel.models.loaded_model import LoadedModel
 
 SLICE = 0.005  # seconds that the device takes tensors in before it looks for a step to do
@@ -79,6 +81,8 @@ class WeightReceiver:
         self._staged = StagedWeights(loaded.model)
         # where each of the checkpoint's tensors lies in one of the module's
         self._parts: Mapping[str, tuple[str, names.TensorSlice]] = {}
+        self._encoded: EncodedArrival | None = None  # of the update under way, where weights come encoded
+        self._held: Mapping[str, Tensor] = {}  # codes and scales that serve, for a transport that sends what changed
 
     @property
     def route_kinds(self) -> set[str]:
@@ -91,12 +95,17 @@ class WeightReceiver:
 
     def begin_update(self, begin: Begin, version: int) -> None:
         self._untouched = begin.beside
+        asked = [row.name for row in begin.manifest.tensors]
+        self._encoded = None
+        if (encoding := names.encoding_of(self.loaded.model)) is not None:
+            how: dict[str, Any] = {"keep": "delta" in self._transports, "held": self._held}
+            self._encoded = encoding.open_arrival(self.loaded.model, asked, shapes=self._whole_shapes(), **how)
         self._check_manifest(begin.manifest)
         if begin.manifest.version < version and not begin.anew:
             raise SyncError(f"version {begin.manifest.version} is older than {version}, which the engine serves")
         self._begun, self._came = begin, False
         self._staged = StagedWeights(self.loaded.model)
-        self._parts = names.tensor_slices(self.loaded.model, [row.name for row in begin.manifest.tensors])
+        self._parts = self._find_slices(asked)
         self._awaited = {row.name: row for row in begin.manifest.tensors}
 
     def _check_manifest(self, manifest: Manifest) -> None:
@@ -108,16 +117,26 @@ class WeightReceiver:
             if found:
                 raise SyncError(f"{len(found)} tensors are {what}, first {found[0]}")
 
-    def _expected_tensors(self, asked: list[str]) -> dict[str, tuple[tuple[int, ...], str]]:
+    def _find_slices(self, asked: list[str]) -> Mapping[str, tuple[str, names.TensorSlice]]:
+        """Where each of the checkpoint's tensors lies in the module; empty if the module's own names are asked for."""
+        return self._encoded.plain_slices() if self._encoded else names.tensor_slices(self.loaded.model, asked)
+
+    def _whole_shapes(self) -> Mapping[str, names.TensorShape]:
+        """Of parameters of which only a part is here."""
+        return {}
+
+    def _updatable(self, asked: Collection[str]) -> dict[str, Tensor]:
+        """What an update writes and does not come encoded."""
+        return self._encoded.plain_tensors() if self._encoded else names.updatable_tensors(self.loaded.model, asked)
+
+    def _expected_tensors(self, asked: list[str]) -> dict[str, names.TensorShape]:
         """(shape, dtype) of every tensor that an update must announce, under the names that are asked for."""
-        return {
-            name: (tuple(t.shape), str(t.dtype).removeprefix("torch."))
-            for name, t in names.updatable_tensors(self.loaded.model, asked).items()
-        }
+        plain = {name: names.shape_of(t) for name, t in self._updatable(asked).items()}
+        return plain | (self._encoded.shapes if self._encoded else {})
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """What the announced tensors are written to, by their names."""
-        return names.updatable_tensors(self.loaded.model, self._awaited)
+        return self._updatable(self._awaited) | (self._encoded.base_tensors() if self._encoded else {})
 
     async def receive_data(self, route: Route, run: Callable[..., Awaitable[Any]]) -> None:
         """All data of the route; `run` is the device's thread."""
@@ -185,7 +204,21 @@ class WeightReceiver:
             raise SyncError(
                 f"{name} was announced as {row.dtype} {list(shape)} and came as {tensor.dtype} {list(tensor.shape)}"
             )
-        self._take_tensor(row, tensor, mine, beside=not self.is_overwriting)
+        if self._encoded is not None and name in self._encoded:
+            self._accept_part(self._encoded, row, tensor)
+        else:
+            self._take_tensor(row, tensor, mine, beside=not self.is_overwriting)
+
+    def _accept_part(self, encoded: EncodedArrival, row: TensorInfo, part: Tensor) -> None:
+        """Codes or scales; the weight is decoded with the last of them. What has come counts, not what it becomes."""
+        self._check_digest(row, part)
+        came = self.bytes_copied + part.nbytes
+        beside = not self.is_overwriting
+        if (decoded := encoded.add_part(row.name, part, beside=beside)) is not None:
+            of, tensor = decoded
+            whole = TensorInfo(of, *names.shape_of(tensor), encoded.digests[of])
+            self._take_tensor(whole, tensor, encoded.targets, beside=beside)
+        self.bytes_copied = came
 
     def _arriving_shape(self, row: TensorInfo) -> tuple[int, ...]:
         return row.shape
@@ -207,8 +240,12 @@ class WeightReceiver:
     def commit_update(self, commit: Commit) -> None:
         """On the device's thread, between two steps."""
         begun = self._check_commit(commit)
+        if self._encoded is not None:
+            self._encoded.swap_in()
         if not begun.beside or self._staged.swap_in():
             self._compare_manifest(begun.manifest)
+        if self._encoded is not None:
+            self._held, self._encoded = self._encoded.kept, None
         self.root, self._untouched = commit.root, False
         self._begun, self._staged = None, StagedWeights(self.loaded.model)
 
@@ -231,6 +268,12 @@ class WeightReceiver:
         return begun
 
     def _compare_manifest(self, manifest: Manifest) -> None:
+        if self._encoded is not None:
+            sent = {row.name: row.digest for row in manifest.tensors}
+            wrong = [n for n, t in self._encoded.plain_tensors().items() if names.tensor_digest(t) != sent[n]]
+            if wrong := wrong + self._encoded.wrong_weights(sent):
+                raise SyncError(f"{len(wrong)} tensors arrived with other bits than were sent, first {wrong[0]}")
+            return
         arrived = names.build_manifest(self.loaded.model, manifest.version, [t.name for t in manifest.tensors])
         if arrived.root != manifest.root:
             sent = {t.name: t.digest for t in manifest.tensors}
@@ -240,5 +283,6 @@ class WeightReceiver:
     def drop_update(self) -> bool:
         """Forget the update under way. -> is the old version whole?"""
         whole = self._untouched and not self._staged.copied
+        self._encoded = None
         self._begun, self._staged, self._awaited = None, StagedWeights(self.loaded.model), {}
         return whole

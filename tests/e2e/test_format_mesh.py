@@ -1,0 +1,97 @@
+"""A number format on both sides over several ranks is one rank (law 3): each rounds what it holds, where blocks lie whole on it."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from kits.ranks import Rank, apart, end_alike
+from kits.sweeps import covering
+from kits.train import awkward_groups, batch, row
+from rondel.core.errors import ConfigError
+from rondel.core.mesh import Mesh
+from rondel.core.tensor_parts import Block, TensorPart
+from rondel.formats import FORMATS, format_of
+from rondel.models.rounded_weights import WeightFormat
+from rondel.train.whole_blocks import has_whole_blocks
+
+SHARDS, CP, TP = Mesh(shards=2), Mesh(cp=2), Mesh(tp=2)
+CASES = [
+    (SHARDS, "llama + int4"),
+    (SHARDS, "tied + mxfp8"),
+    (CP, "mixtral + mxfp4"),
+    (Mesh(replicas=2), "llama + nvfp4"),
+    (Mesh(shards=2, cp=2), "llama + fp8_row"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "kind"), covering(CASES, [CASES[0], CASES[2]]), ids=str)
+def test_ranks_have_the_gradient_of_one(ranks, mesh, kind):
+    algo, alone, every = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02}), Rank(0), ranks(mesh)
+    alone.make(kind, algo=algo)
+    every.make(kind, algo=algo)
+    for groups, micro_tokens in ((awkward_groups()[3:], 2), (awkward_groups(), 10**6)):
+        whole = alone.gradient(copy.deepcopy(batch(groups, algo)), algo)
+        assert np.linalg.norm(whole) > 1e-3
+        for got in every.gradient(copy.deepcopy(batch(groups, algo)), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "kind", "dtype"),
+    [(SHARDS, "llama + int4", "float32"), (SHARDS, "llama + mxfp8", "bfloat16")],
+    ids=str,
+)
+def test_ranks_end_where_one_ends(ranks, tmp_path, mesh, kind, dtype):
+    """Steps, checkpoints in either direction, and published codes: equal masters publish equal digests."""
+    algo = row("grpo", kl={"coef": 0.05})
+    alone, every = Rank(0), ranks(mesh)
+    how = {"dtype": dtype, "algo": algo, "lr": 1e-3, "micro_tokens": 40, "start_probe": 0, "clip": 0.5}
+    alone.make(kind, **how)
+    every.make(kind, **how)
+    end_alike(alone, every, algo, lambda n: batch(awkward_groups(n), algo), tmp_path, exact=dtype == "float32")
+    held, form = every.weights()[0], format_of(kind.partition(" + ")[2])
+    rounded = [torch.from_numpy(w) for name, w in held.items() if name.endswith("proj.weight")]
+    near = 0 if dtype == "float32" else 1e-2
+    assert rounded and all(torch.allclose(form.fake(w), w, rtol=near, atol=0) for w in rounded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "kind", "said"),
+    [
+        (SHARDS, "llama + fp8", "has blocks of 128 x 128.*which cuts some"),
+        (SHARDS, "llama + nvfp4", "a scale of the whole tensor"),
+        (SHARDS, "llama + fp8_tensor", "blocks of all x all"),
+        (TP, "llama + int4", r"blocks of 1 x 32.*\[48, 24\] of .*o_proj"),
+    ],
+)
+def test_a_block_that_ranks_would_share_is_refused_by_name(ranks, mesh, kind, said):
+    with pytest.raises(ConfigError, match=said):
+        ranks(mesh).make(kind)
+
+
+def test_which_parts_have_whole_blocks():
+    """Against rounding the part and the whole: where it says so, both are the same bits."""
+    weight = torch.randn(96, 160, generator=torch.Generator().manual_seed(0))
+    cases = [((0, 0), (96, 160)), ((0, 0), (48, 160)), ((48, 0), (48, 160)), ((0, 0), (96, 64)), ((0, 96), (96, 64))]
+    cases += [((0, 0), (96, 48)), ((5, 0), (7, 160)), ((0, 32), (96, 128))]
+    agreed = 0
+    for name in FORMATS:
+        form = format_of(name)
+        whole = form.fake(weight)
+        for (r, c), (rows, columns) in cases:
+            part = TensorPart((rows, columns), (Block((r, c), (rows, columns), (0, 0)),))
+            own = form.fake(weight[r : r + rows, c : c + columns].contiguous())
+            good = has_whole_blocks(WeightFormat(form), part, (96, 160))
+            if good:
+                assert torch.equal(own, whole[r : r + rows, c : c + columns]), (name, r, c, rows, columns)
+                agreed += 1
+            turned = TensorPart((columns, rows), (Block((c, r), (columns, rows), (0, 0)),))
+            assert has_whole_blocks(WeightFormat(form, True), turned, (160, 96)) == good
+    assert agreed > 20
