@@ -12,7 +12,8 @@ moved        bytes that a rank receives in one update, mean over the ranks, of o
              shards   m (3 P) 4 (n-1)/n                 gather for the forward and the backward pass, scatter of gradients
                       (what lies at the root is gathered once: 2 P)
              tp, sp   ((8 L + 2) T + 2 T + 2 M) D 4 (n-1)/n     L layers of two parts, T packed tokens, M targets
-             cp       6 L T 2 K d 4 (n-1)/n with its shards' P   K, V gathered twice and scattered once
+             cp       6 L S 2 K d 4 (n-1)/n with its shards' P   K, V gathered twice and scattered once, of the S tokens
+                      that are shared (core/row_dealing.py): none of short families, all of one long sample (--long)
              pp       (2 T D + M) 4 (n-1)/n             states forward, their gradient back, logprobs to all
              of flow_video, whose samples lie over cp: that of `rondel plan` (planner/flow_cost.py), composed, too
 All ranks are processes of this machine over gloo: their speed is not measured.
@@ -77,6 +78,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="+", default=ROWS)
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--long", type=int, default=0, help="tokens of one long sample beside the groups")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
 
@@ -118,7 +120,7 @@ def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, 
             if family == FLOW:
                 batch = batch_of(synthetic_chains(lively_model(_spec(family)), 0, **how, new=6))
             else:
-                batch = batch_of(synthetic_groups(0, **how, prompt=11, new=24))
+                batch = batch_of(synthetic_groups(0, **how, prompt=11, new=24, long=a.long))
             one = RankTrainer(0)
             one.make(_spec(family), algo)
             whole = one.gradient(copy.deepcopy(batch), algo, 10**6)[0]
@@ -194,8 +196,20 @@ def _formula(mesh: Any, size: dict[str, Any], batch: Any, tokens: int, parameter
     if mesh.tp == n and mesh.sp:
         return 4 * share * hidden * ((8 * layers + 2) * tokens + 2 * tokens + 2 * targets)
     if mesh.cp == n:
-        return sharded + 4 * share * 6 * layers * tokens * size["num_key_value_heads"] * size["head_dim"]
+        return (
+            sharded
+            + 4 * share * 6 * layers * _shared(mesh, batch, hidden) * size["num_key_value_heads"] * size["head_dim"]
+        )
     return sharded if mesh.shards == n else None
+
+
+def _shared(mesh: Any, batch: Any, hidden: int) -> int:
+    """Tokens that all ranks of a row have a part of."""
+    from rondel.core.row_dealing import PRODUCTS, deal_row
+    from rondel.train.pack import micro_batches
+
+    rows = (packed.layout.segments for packed in micro_batches(batch, 10**6, ranks=mesh.data, stages=mesh.pp))
+    return sum(deal_row(row, mesh.cp, PRODUCTS * hidden).shared_tokens for row in rows)
 
 
 def _flow_formula(mesh: Any, family: str, batch: Any) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from rondel.core.mesh import Mesh
+from rondel.core.row_dealing import PRODUCTS, deal_row
 from rondel.planner.cost import forward_flops, recomputed_flops
 from rondel.planner.memory import bytes_per_number
 from rondel.planner.resolve import SPARE
@@ -96,7 +97,8 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int)
             3 * (s.layers - s.dense_layers) / pp * expert_traffic(ep, mine / cp * ep * s.hidden * width, s.per_token)
         )
     if cp > 1:
-        inside += 3 * context_traffic(cp, mine * s.trained_kv_bytes(width) / (tp * pp))
+        shared = shared_share(setting, cp, micro)
+        inside += 3 * context_traffic(cp, shared * mine * s.trained_kv_bytes(width) / (tp * pp))
     root = s.embedding_parameters * (1 if s.tied else 2) / (tp * pp)
     layers = (s.body_parameters - s.expert_parameters * (1 - 1 / ep)) / (tp * pp)
     over = sharded_traffic(layers, root, ranks=dp * cp, micro_batches=m * setting.updates, width=width)
@@ -115,3 +117,29 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int)
     return ParallelLayout(
         dp, tp, pp, cp, ep, memory, memory <= on.memory * (1 - SPARE), idle, epochs * (inside + over), epochs * seconds
     )
+
+
+@dataclass(frozen=True, slots=True)
+class MeanSegment:
+    """A prompt, or an answer of the mean length to it."""
+
+    start: int
+    length: int
+    parent: int | None = None
+
+
+def shared_share(setting: Workload, cp: int, tokens: float) -> float:
+    """Of a row of so many tokens over cp ranks, the share whose keys and values are gathered (core/row_dealing.py), where
+    all answers have the mean length.
+    """
+    row: list[MeanSegment] = []
+    at, prompt, answer = 0, max(1, setting.prompt), max(1, round(setting.mean))
+    while at < tokens:
+        row.append(MeanSegment(at, prompt))
+        above, at = len(row) - 1, at + prompt
+        for _ in range(setting.group):
+            if at >= tokens and len(row) > 1:
+                break
+            row.append(MeanSegment(at, answer, above))
+            at += answer
+    return deal_row(row, cp, PRODUCTS * setting.shape.hidden).shared_tokens / at

@@ -32,11 +32,12 @@ from torch.distributed.tensor import DTensor
 
 from rondel.core.errors import ConfigError, ModelError, StalledError
 from rondel.core.mesh import Mesh
+from rondel.core.row_dealing import PRODUCTS
 from rondel.core.tensor_parts import TensorPart
 from rondel.models import linear, names, vision
 from rondel.models.blocks import model_blocks
 from rondel.models.collectives import RankGroup, gather_runs
-from rondel.models.context_parallel import PRODUCTS, ContextRanks
+from rondel.models.context_parallel import ContextRanks
 from rondel.models.deferred_weights import fill_parameters
 from rondel.models.expert_parallel import cut_experts, routed_experts
 from rondel.models.fp32_sums import keeps_fp32_stream
@@ -153,7 +154,10 @@ class FsdpRank(SingleRank):
             )
 
         head.stack = linear.UnpackedLinear()
-        context = None if self.context is None else ContextRanks(self.context, PRODUCTS * head.weight.shape[1])
+        context = None
+        if self.context is not None:
+            spreads = loaded.compressed or loaded.indexers > 0
+            context = ContextRanks(self.context, PRODUCTS * head.weight.shape[1], spreads)
         held = replace(
             loaded,
             model=model,
