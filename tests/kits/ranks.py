@@ -159,6 +159,19 @@ class Rank:
             self.gradient(b, algo)
         return sum(moved)
 
+    def dispatched_bytes(self, b, algo) -> int:
+        """Rows that came to this rank's experts, what came back from others', and the gradients of both, in one update."""
+        moved, own = [], collectives._all_to_all
+
+        def counting(x, sent, got, ranks):
+            moved.append((sum(got) - got[ranks.index]) * x.shape[1] * x.element_size())
+            return own(x, sent, got, ranks)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collectives, "_all_to_all", counting)
+            self.gradient(b, algo)
+        return sum(moved)
+
     def _whole(self, w, pieces: list[torch.Tensor]) -> np.ndarray:
         """Tensors that are kept like the masters, of all stages of a pipeline, in one vector in the order of the model; what
         two stages hold is the same on both.

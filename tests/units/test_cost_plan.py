@@ -198,7 +198,8 @@ def test_layouts_fill_the_devices_and_the_best_fits(words):
     setting = what_if([*words, "recompute=layers"])
     found = layout.parallel_layouts(setting)
     assert all(
-        row.dp * row.tp * row.pp * row.cp == setting.train_devices and row.dp * row.cp % row.ep == 0 for row in found
+        row.dp * row.tp * row.pp * row.cp == setting.train_devices and row.dp * row.cp * row.tp % row.ep == 0
+        for row in found
     )
     assert len({(row.dp, row.tp, row.pp, row.cp, row.ep) for row in found}) == len(found)
     assert found[0].fits and found[0].seconds == min(row.seconds for row in found if row.fits)

@@ -32,9 +32,7 @@ def translate_placement(
         for key in keys:
             size, parts = _size(s, key)
             yield from parts
-            if size > 1 and axis == "ep" and mesh.get("tp", 1) > 1:
-                yield MissingKeys((key,), "expert parallel together with tensor parallel is not supported here")
-            elif size > 1 and mesh.setdefault(axis, size) == size:
+            if size > 1 and mesh.setdefault(axis, size) == size:
                 sources.append(key)
             elif size > 1:
                 yield MissingKeys((key,), f"another key says {mesh[axis]}")

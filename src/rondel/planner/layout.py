@@ -1,7 +1,7 @@
 """Ways to lay a model over devices: data, tensor, pipeline, context and expert parallel;
 memory, bubble, traffic, time of each.
 
-world = dp·tp·pp·cp, experts over ep of the dp·cp.  Traffic order, the heaviest innermost: tp - cp - ep - dp - pp
+world = dp·tp·pp·cp, experts over ep of the dp·cp·tp.  Traffic order, the heaviest innermost: tp - cp - ep - dp - pp
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ class ParallelLayout:
     traffic: float  # bytes of one device in a step, over the node's links and the network
     seconds: float  # of a step: arithmetic, bubble, traffic that is not hidden
 
-    @property
-    def is_supported(self) -> bool:
-        """Whether Rondel trains in it: all but ep together with tp."""
-        return self.ep == 1 or self.tp == 1
+    is_supported = True  # Rondel trains in all of them
 
     @property
     def mesh(self) -> Mesh:
@@ -72,7 +69,7 @@ def parallel_layouts(setting: Workload) -> list[ParallelLayout]:
                     or (cp > 1 and setting.output + setting.prompt < 8192)
                 ):
                     continue
-                experts = [n for n in powers_of_two(dp * cp) if s.experts % n == 0] if s.experts else [1]
+                experts = [n for n in powers_of_two(dp * cp * tp) if s.experts % n == 0] if s.experts else [1]
                 found += [_make_layout(setting, dp, tp, pp, cp, ep) for ep in experts]
     return sorted(found, key=lambda row: (not row.fits, row.seconds))
 
@@ -86,7 +83,9 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int)
     m = ceil(update / micro)  # micro-batches of an update
     each = kept_bytes(s, width, s.activation_bytes(width), setting.recompute, setting.activations)
     alive = min(pp, m)  # micro-batches whose activations the first stage keeps
-    gathered = width * 2 * (s.body_parameters / s.layers) / tp if dp * cp > 1 else 0
+    # of a stage, what a rank gathers: matrices are cut by tp, experts lie apart or are cut, too
+    layers = ((s.body_parameters - s.expert_parameters) / tp + s.expert_parameters / (ep if ep > 1 else tp)) / pp
+    gathered = width * 2 * layers * pp / s.layers if dp * cp > 1 else 0
     memory = state.persistent_bytes * s.parameter_count / devices + gathered + each * micro * alive / (tp * pp * cp)
 
     inside = 0.0
@@ -94,13 +93,15 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int)
         inside += 4 * s.layers / pp * tensor_traffic(tp, mine / cp * s.hidden * width)
     if ep > 1:
         inside += (
-            3 * (s.layers - s.dense_layers) / pp * expert_traffic(ep, mine / cp * ep * s.hidden * width, s.per_token)
+            3
+            * (s.layers - s.dense_layers)
+            / pp
+            * expert_traffic(ep, mine / cp / tp * ep * s.hidden * width, s.per_token)
         )
     if cp > 1:
         shared = shared_share(setting, cp, micro)
         inside += 3 * context_traffic(cp, shared * mine * s.trained_kv_bytes(width) / (tp * pp))
     root = s.embedding_parameters * (1 if s.tied else 2) / (tp * pp)
-    layers = (s.body_parameters - s.expert_parameters * (1 - 1 / ep)) / (tp * pp)
     over = sharded_traffic(layers, root, ranks=dp * cp, micro_batches=m * setting.updates, width=width)
     if pp > 1:
         over += 2 * mine / cp * s.hidden * width

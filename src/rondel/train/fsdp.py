@@ -39,7 +39,7 @@ from rondel.models.blocks import model_blocks
 from rondel.models.collectives import RankGroup, gather_runs
 from rondel.models.context_parallel import ContextRanks
 from rondel.models.deferred_weights import fill_parameters
-from rondel.models.expert_parallel import cut_experts, routed_experts
+from rondel.models.expert_parallel import cut_experts, expert_parameters, routed_experts
 from rondel.models.fp32_sums import keeps_fp32_stream
 from rondel.models.head import LMHead
 from rondel.models.layer_split import StageLayers, drop_parameters, layers_of_stage
@@ -102,8 +102,8 @@ class FsdpRank(SingleRank):
             self.data_group = apart["data"].get_group()
             self.context = RankGroup.of(apart["cp"].get_group()) if mesh.cp > 1 else None
         if mesh.ep > 1:
-            assert mesh.tp == 1, mesh
-            apart = self._arrange(kind, both, pp=mesh.pp, replicas=mesh.replicas, shards=sharing // mesh.ep, ep=mesh.ep)
+            holders = sharing * mesh.tp // mesh.ep
+            apart = self._arrange(kind, both, pp=mesh.pp, replicas=mesh.replicas, shards=holders, ep=mesh.ep)
             # who holds the same experts: their gradients have the tokens of all others already
             self.expert_mesh = apart[both]
             self.experts = RankGroup.of(apart["ep"].get_group())
@@ -266,10 +266,11 @@ class FsdpRank(SingleRank):
         if self.tensor is not None:
             names.checkpoint_pieces(model)  # of whole tensors, asked for before they are cut
             own = None if layers is None else blocks
-            self._cuts[model] = cut_model(model, self.tensor, sequence=self.mesh.sp, blocks=own)
+            apart = [] if self.experts is None else expert_parameters(model)
+            self._cuts[model] = cut_model(model, self.tensor, sequence=self.mesh.sp, blocks=own, apart=apart)
         if self.experts is not None:
             names.checkpoint_pieces(model)
-            self._expert_cuts[model] = cut_experts(model, self.experts)
+            self._expert_cuts[model] = cut_experts(model, self.experts, self.tensor)
         eye = set(vision.vision_tower(model).modules()) if loaded.sight is not None else set()
         # whole on every rank, and frozen: no rank waits in a tower that another has no picture for
         if loaded.sight is not None:
