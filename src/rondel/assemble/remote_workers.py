@@ -167,6 +167,8 @@ class RemoteTrainer:
         if args and len(ways) == 1 and (pack := ways.pop()):
             args = await asyncio.to_thread(pack, args)  # once for all of them, and beside the event loop
         answers = [asyncio.ensure_future(getattr(rank, verb)(*args)) for rank in self._ranks]
+        await asyncio.sleep(0)  # they are sent
+        del args  # memory that ranks map is given up by the thread that sent it, and not here
         try:
             await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
             if any(answer.done() and answer.exception() for answer in answers):
