@@ -151,13 +151,13 @@ class RankTrainer:
         """Of weights, gradients and both moments of the policy, in fp32, on this rank."""
         return 16 * sum(m.numel() for m in self.trainer.weights.masters)
 
-    def stage_bytes(self, stages: int) -> int:
+    def stage_bytes(self, stages: int, chunks: int) -> int:
         """The same of the fullest of so many stages, where all ranks of a stage were one."""
         from rondel.models.layer_split import layers_of_stage
 
         loaded = self.trainer.loaded
         size = {name: p.numel() for name, p in loaded.model.named_parameters()}
-        held = [layers_of_stage(loaded.model, loaded.decoder, stages, i).held for i in range(stages)]
+        held = [layers_of_stage(loaded.model, loaded.decoder, stages, i, chunks=chunks).held for i in range(stages)]
         return 16 * max(sum(size[name] for name in names) for names in held)
 
     def gradient(self, batch: Any, algo: Any, micro_tokens: int) -> tuple[np.ndarray, dict[str, int], int]:

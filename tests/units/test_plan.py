@@ -69,7 +69,7 @@ def test_layouts_are_printed_as_a_recipe_says_them(capsys):
 def test_a_layout_exists_where_a_recipe_can_ask_for_it():
     rows = parallel_layouts(what_if(["model=235b-a22b", "gpus=64", "recompute=layers"]))
     for row in rows:
-        mesh = MeshConfig(pp=row.pp, shards=row.dp, cp=row.cp, tp=row.tp, ep=row.ep)
+        mesh = MeshConfig(pp=row.pp, shards=row.dp, cp=row.cp, tp=row.tp, ep=row.ep, chunks=row.chunks)
         assert row.is_supported and mesh.to_mesh(row.pp * row.dp * row.cp * row.tp) == row.mesh, row.name
     assert any(row.ep > 1 < row.pp for row in rows) and any(row.tp > 1 < row.ep for row in rows)
 

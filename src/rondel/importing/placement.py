@@ -32,7 +32,9 @@ def translate_placement(
         for key in keys:
             size, parts = _size(s, key)
             yield from parts
-            if size > 1 and mesh.setdefault(axis, size) == size:
+            if size > 1 and axis == "chunks" and mesh.get("pp", 1) == 1:
+                yield MissingKeys((key,), "chunks are of the stages of a pipeline, and here is one stage")
+            elif size > 1 and mesh.setdefault(axis, size) == size:
                 sources.append(key)
             elif size > 1:
                 yield MissingKeys((key,), f"another key says {mesh[axis]}")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,12 +59,12 @@ def cut_model(
     ranks: RankGroup,
     *,
     sequence: bool = True,
-    blocks: Sequence[nn.Module] | None = None,
+    runs: Sequence[Sequence[nn.Module]] | None = None,
     instead: str = MESH,
     apart: Collection[str] = (),
 ) -> TensorCuts:
     """Keep this rank's part of a whole model, in place. `sequence`: rows between the parts of a layer lie apart, too.
-    `blocks`: of a stage of a pipeline, its layers. `instead`: what is to be used where a model cannot be cut.
+    `runs`: of a stage of a pipeline, its runs of layers. `instead`: what is to be used where a model cannot be cut.
     `apart`: parameters that are not cut, of experts that lie whole on some rank each (models/expert_parallel.py).
 
     Raises ModelError where heads and ranks do not divide, or nothing could be cut.
@@ -72,11 +73,11 @@ def cut_model(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     above = next(name for name, module in model.named_modules() if module is decoder)
     prefix = f"{above}." if above else ""
-    blocks = decoder_blocks(model, decoder) if blocks is None else blocks
+    runs = [decoder_blocks(model, decoder)] if runs is None else runs
     planned = _planned_cuts(
         decoder, model.config.get_text_config(), ranks.size, {n.removeprefix(prefix) for n in apart}
     )
-    for block in blocks:
+    for block in chain.from_iterable(runs):
         name = next(n for n, module in decoder.named_modules() if module is block)
         for part_name, part in block.named_children():
             own = {n: cut for n, cut in planned.items() if n.startswith(f"{name}.{part_name}.")}
@@ -99,9 +100,9 @@ def cut_model(
             f"model type '{model.config.model_type}' has no plan for tensor parallelism, and no matrices under the names "
             f"that have one everywhere (q_proj ... down_proj): use {instead}"
         )
-    if sequence:
-        blocks[0].register_forward_pre_hook(functools.partial(_keep_own_rows, ranks), with_kwargs=True)
-        blocks[-1].register_forward_hook(functools.partial(_gather_all_rows, ranks))
+    for run in runs if sequence else ():
+        run[0].register_forward_pre_hook(functools.partial(_keep_own_rows, ranks), with_kwargs=True)
+        run[-1].register_forward_hook(functools.partial(_gather_all_rows, ranks))
     _cut_vocabulary(model, found)
     found.shapes = {name: shapes[name] for name in found.cuts}
     return found

@@ -25,6 +25,8 @@ from rondel.planner.traffic import (
 )
 from rondel.planner.workload import Workload
 
+CHUNKS = (1, 2, 4)  # of a stage, that are tried
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
@@ -38,18 +40,19 @@ class ParallelLayout:
     bubble: float
     traffic: float  # bytes of one device in a step, over the node's links and the network
     seconds: float  # of a step: arithmetic, bubble, traffic that is not hidden
+    chunks: int = 1  # of each stage of pp
 
     is_supported = True  # Rondel trains in all of them
 
     @property
     def mesh(self) -> Mesh:
         """The same for `place.mesh`."""
-        return Mesh(pp=self.pp, shards=self.dp, cp=self.cp, tp=self.tp, ep=self.ep)
+        return Mesh(pp=self.pp, shards=self.dp, cp=self.cp, tp=self.tp, ep=self.ep, chunks=self.chunks)
 
     @property
     def name(self) -> str:
         return (
-            " ".join(f"{key}{n}" for key in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(self, key)) > 1)
+            " ".join(f"{key}{n}" for key in ("dp", "tp", "pp", "chunks", "cp", "ep") if (n := getattr(self, key)) > 1)
             or "one device"
         )
 
@@ -70,11 +73,12 @@ def parallel_layouts(setting: Workload) -> list[ParallelLayout]:
                 ):
                     continue
                 experts = [n for n in powers_of_two(dp * cp * tp) if s.experts % n == 0] if s.experts else [1]
-                found += [_make_layout(setting, dp, tp, pp, cp, ep) for ep in experts]
+                chunks = [v for v in CHUNKS if pp * v <= s.layers] if pp > 1 else [1]
+                found += [_make_layout(setting, dp, tp, pp, cp, ep, v) for ep in experts for v in chunks]
     return sorted(found, key=lambda row: (not row.fits, row.seconds))
 
 
-def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int) -> ParallelLayout:
+def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int, chunks: int) -> ParallelLayout:
     s, on, state, width = setting.shape, setting.hardware, bytes_per_number(setting), setting.width
     devices = dp * tp * pp * cp
     mine = setting.packed_tokens / dp  # tokens of one replica in an epoch, cut over cp
@@ -82,7 +86,8 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int)
     micro = max(1, min(setting.micro * cp, update))
     m = ceil(update / micro)  # micro-batches of an update
     each = kept_bytes(s, width, s.activation_bytes(width), setting.recompute, setting.activations)
-    alive = min(pp, m)  # micro-batches whose activations the first stage keeps
+    # micro-batches whose activations the first stage keeps, those of a chunk as a part of one
+    alive = min(pp if chunks == 1 else (2 * (pp - 1) + (chunks - 1) * pp + 1) / chunks, m)
     # of a stage, what a rank gathers: matrices are cut by tp, experts lie apart or are cut, too
     layers = ((s.body_parameters - s.expert_parameters) / tp + s.expert_parameters / (ep if ep > 1 else tp)) / pp
     gathered = width * 2 * layers * pp / s.layers if dp * cp > 1 else 0
@@ -104,19 +109,29 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int)
     root = s.embedding_parameters * (1 if s.tied else 2) / (tp * pp)
     over = sharded_traffic(layers, root, ranks=dp * cp, micro_batches=m * setting.updates, width=width)
     if pp > 1:
-        over += 2 * mine / cp * s.hidden * width
+        over += 2 * (pp * chunks - 1) / pp * mine / cp * s.hidden * width  # each border once in either direction
 
     slow = on.link if devices <= on.in_node else on.network
     nested = on.link if tp * cp * ep <= on.in_node else on.network
     context = setting.prompt + setting.mean
     flops = 3 * forward_flops(s, context) + recomputed_flops(s, context, setting.recompute)
     work = flops * setting.packed_tokens / (devices * on.flops * on.efficiency * 2 / width)
-    idle = pipeline_bubble(pp, m)
+    idle = pipeline_bubble(pp, m, chunks)
     hidden = min(over / slow, 0.8 * work)  # sharding's traffic runs beside the arithmetic, as far as there is any
     seconds = work / (1 - idle) + inside / nested + over / slow - hidden
     epochs = setting.epochs
     return ParallelLayout(
-        dp, tp, pp, cp, ep, memory, memory <= on.memory * (1 - SPARE), idle, epochs * (inside + over), epochs * seconds
+        dp,
+        tp,
+        pp,
+        cp,
+        ep,
+        memory,
+        memory <= on.memory * (1 - SPARE),
+        idle,
+        epochs * (inside + over),
+        epochs * seconds,
+        chunks,
     )
 
 

@@ -247,7 +247,9 @@ class FsdpRank(SingleRank):
             decoder, tower = loaded.decoder, list[nn.Parameter]()
             if loaded.sight is not None:
                 decoder, tower = vision.language_model(model), [*vision.vision_tower(model).parameters()]
-            layers = layers_of_stage(model, decoder, self.link.size, self.link.index, whole=tower)
+            layers = layers_of_stage(
+                model, decoder, self.link.size, self.link.index, chunks=self.mesh.chunks, whole=tower
+            )
             drop_parameters(model, layers.held)
         blocks = model_blocks(model) if layers is None else layers.own_blocks
         whole: set[nn.Parameter] = set()
@@ -265,9 +267,9 @@ class FsdpRank(SingleRank):
             model.float()
         if self.tensor is not None:
             names.checkpoint_pieces(model)  # of whole tensors, asked for before they are cut
-            own = None if layers is None else blocks
+            own = None if layers is None else layers.own_runs
             apart = [] if self.experts is None else expert_parameters(model)
-            self._cuts[model] = cut_model(model, self.tensor, sequence=self.mesh.sp, blocks=own, apart=apart)
+            self._cuts[model] = cut_model(model, self.tensor, sequence=self.mesh.sp, runs=own, apart=apart)
         if self.experts is not None:
             names.checkpoint_pieces(model)
             self._expert_cuts[model] = cut_experts(model, self.experts, self.tensor)
@@ -390,12 +392,29 @@ class FsdpRank(SingleRank):
         self, packs: MicroBatches, forward: Callable[[PackedBatch, bool], Any], backward: Callable[[Any, bool], None]
     ) -> None:
         stages, stage = (1, 0) if self.link is None else (self.link.size, self.link.index)
-        run_schedule(one_forward_one_backward(stages, stage, len(packs)), packs, forward, backward)
+        order = one_forward_one_backward(stages, stage, len(packs), self.mesh.chunks)
+        try:
+            run_schedule(order, packs, forward, backward, self._enter_chunk)
+        finally:
+            self._enter_chunk(None)
+
+    def _enter_chunk(self, chunk: int | None) -> None:
+        """Which layers of a stage the next pass goes through; None: all of them in turn."""
+        for stage in self._stages.values():
+            stage.chunk = chunk
 
     def begin_pass(self, model: nn.Module, *, last: bool) -> None:
         if not isinstance(model, FSDPModule):
             return
-        if self.mesh.reduce == "update":
+        stage = self._stages.get(model)
+        if self.mesh.reduce == "update" and stage is not None and stage.chunk is not None:
+            own: list[list[Any]] = stage.layers.own_runs
+            for chunk, blocks in enumerate(own):
+                for block in blocks:
+                    block.set_requires_gradient_sync(last and chunk == stage.chunk)
+            # embedding, or last norm and head
+            model.set_requires_gradient_sync(last and stage.chunk == stage.root_chunk, recurse=False)
+        elif self.mesh.reduce == "update":
             model.set_requires_gradient_sync(last)
         if self.mesh.reshard == "update":
             model.set_reshard_after_forward(last)

@@ -16,6 +16,11 @@ CLUSTERS = ("auto", "local", "process", "torchrun", "ray")
 
 class MeshConfig(SettingsTable):
     pp: Count = Field(1, description="stages of layers, one behind the other (pipeline parallel)")
+    chunks: Count = Field(
+        1,
+        description="runs of layers of each stage, which take turns (interleaved pipeline): stages wait less, and hidden "
+        "states travel as many times; with pp",
+    )
     replicas: Count = Field(
         1, description="copies of all shards: weights are gathered within one, gradients summed over all"
     )
@@ -59,6 +64,7 @@ class MeshConfig(SettingsTable):
             cp=self.cp,
             tp=self.tp,
             ep=self.ep,
+            chunks=self.chunks,
             sp=self.sp,
             prefetch=self.prefetch,
             reduce=self.reduce,
