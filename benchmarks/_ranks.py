@@ -24,21 +24,26 @@ COLLECTIVES = (
 )
 
 
-def synthetic_groups(seed: int, *, groups: int, samples: int, prompt: int, new: int) -> list[Any]:
-    """Groups of random tokens: answers of different lengths to a prompt that their group shares."""
+def synthetic_groups(seed: int, *, groups: int, samples: int, prompt: int, new: int, long: int = 0) -> list[Any]:
+    """Groups of random tokens: answers of different lengths to a prompt that their group shares; and one of a single
+    answer of `long` tokens.
+    """
     from rondel.core.types import Group, Score, Task, Trajectory
 
     rng = np.random.default_rng(seed)
 
-    def answer(asked: list[int]) -> Any:
-        t, n = Trajectory(), int(rng.integers(max(1, new // 2), new + 1))
+    def answer(asked: list[int], exactly: int = 0) -> Any:
+        t, n = Trajectory(), exactly or int(rng.integers(max(1, new // 2), new + 1))
         t.extend(asked)
         t.extend(rng.integers(5, 90, n).tolist(), logprobs=(-rng.uniform(2.0, 7.0, n)).tolist(), versions=[0] * n)
         t.score = Score(float(rng.normal()))
         return t
 
     prompts = [rng.integers(5, 90, prompt).tolist() for _ in range(groups)]
-    return [Group(i, Task(f"t{i}", "none", {}), [answer(p) for _ in range(samples)], 0) for i, p in enumerate(prompts)]
+    found = [Group(i, Task(f"t{i}", "none", {}), [answer(p) for _ in range(samples)], 0) for i, p in enumerate(prompts)]
+    if long:
+        found.append(Group(groups, Task("long", "none", {}), [answer(prompts[0], exactly=long)], 0))
+    return found
 
 
 def synthetic_chains(loaded: Any, seed: int, *, groups: int, samples: int, new: int) -> list[Any]:
@@ -146,13 +151,13 @@ class RankTrainer:
         """Of weights, gradients and both moments of the policy, in fp32, on this rank."""
         return 16 * sum(m.numel() for m in self.trainer.weights.masters)
 
-    def stage_bytes(self, stages: int) -> int:
+    def stage_bytes(self, stages: int, chunks: int) -> int:
         """The same of the fullest of so many stages, where all ranks of a stage were one."""
         from rondel.models.layer_split import layers_of_stage
 
         loaded = self.trainer.loaded
         size = {name: p.numel() for name, p in loaded.model.named_parameters()}
-        held = [layers_of_stage(loaded.model, loaded.decoder, stages, i).held for i in range(stages)]
+        held = [layers_of_stage(loaded.model, loaded.decoder, stages, i, chunks=chunks).held for i in range(stages)]
         return 16 * max(sum(size[name] for name in names) for names in held)
 
     def gradient(self, batch: Any, algo: Any, micro_tokens: int) -> tuple[np.ndarray, dict[str, int], int]:

@@ -61,10 +61,10 @@ class LongEngine:
 
 
 class EchoRank:
-    """Says of every sample what a trainer would say, without one, after so many seconds."""
+    """Says of every sample what a trainer would say, without one, after so many seconds. The first rank says it."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, leads: bool) -> None:
+        self.seconds, self.leads = seconds, leads
 
     async def step(self, batch: Any, algo: Any) -> Any:
         import torch
@@ -75,7 +75,7 @@ class EchoRank:
         for sample in batch.samples:
             sample.known.trained = sample.known.behavior.clone()
             sample.known.advantages = torch.zeros(len(sample.trainable))
-        return StepStats(True, {}), True, [sample.known for sample in batch.samples]
+        return StepStats(True, {}), True, [sample.known for sample in batch.samples] if self.leads else []
 
 
 class Watch:
@@ -143,7 +143,7 @@ def measure(tokens: int, samples: int, steps: int, ranks: int, staleness: int, t
     cluster = ProcessCluster()
     own = importlib.import_module("long_answers")  # by the name under which workers find it
     engine = cluster.spawn("engine-0", own.LongEngine, tokens)
-    workers = [cluster.spawn(f"trainer-{i}", own.EchoRank, train) for i in range(ranks)]
+    workers = [cluster.spawn(f"trainer-{i}", own.EchoRank, train, i == 0) for i in range(ranks)]
     for worker in (engine, *workers):
         worker.now()
     parts.engine = EngineRouter({"engine-0": engine}, max_inflight=samples)

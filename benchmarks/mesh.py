@@ -12,8 +12,9 @@ moved        bytes that a rank receives in one update, mean over the ranks, of o
              shards   m (3 P) 4 (n-1)/n                 gather for the forward and the backward pass, scatter of gradients
                       (what lies at the root is gathered once: 2 P)
              tp, sp   ((8 L + 2) T + 2 T + 2 M) D 4 (n-1)/n     L layers of two parts, T packed tokens, M targets
-             cp       6 L T 2 K d 4 (n-1)/n with its shards' P   K, V gathered twice and scattered once
-             pp       (2 T D + M) 4 (n-1)/n             states forward, their gradient back, logprobs to all
+             cp       6 L S 2 K d 4 (n-1)/n with its shards' P   K, V gathered twice and scattered once, of the S tokens
+                      that are shared (core/row_dealing.py): none of short families, all of one long sample (--long)
+             pp       (2 T D (n v-1) + M (n-1)) 4/n     states forward, their gradient back, of v chunks; logprobs to all
              of flow_video, whose samples lie over cp: that of `rondel plan` (planner/flow_cost.py), composed, too
 All ranks are processes of this machine over gloo: their speed is not measured.
 """
@@ -59,8 +60,13 @@ MESHES = [
     "tp=4",
     "shards=2,ep=2",
     "shards=4,ep=2",
+    "tp=2,ep=2",
+    "shards=2,tp=2,ep=2",
+    "shards=2,tp=2,ep=4",
     "pp=2",
     "pp=4",
+    "pp=2,chunks=2",
+    "pp=2,chunks=3",
     "pp=2,shards=2",
     "pp=2,tp=2",
     "pp=2,cp=2",
@@ -77,6 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="+", default=ROWS)
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--long", type=int, default=0, help="tokens of one long sample beside the groups")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
 
@@ -101,7 +108,7 @@ def _difference(got: Any, whole: Any) -> float:
     return float(((got - whole) ** 2).sum() ** 0.5 / (whole**2).sum() ** 0.5)
 
 
-def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, dict[int, int], float]]:
+def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, dict[tuple[int, int], int], float]]:
     """Of a family and a row: the row, its batch, the gradient of one rank, the bytes that it and that one of so many stages
     holds, and how far its own gradient moves when the same rank computes it in smaller micro-batches.
     """
@@ -118,13 +125,16 @@ def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, 
             if family == FLOW:
                 batch = batch_of(synthetic_chains(lively_model(_spec(family)), 0, **how, new=6))
             else:
-                batch = batch_of(synthetic_groups(0, **how, prompt=11, new=24))
+                batch = batch_of(synthetic_groups(0, **how, prompt=11, new=24, long=a.long))
             one = RankTrainer(0)
             one.make(_spec(family), algo)
             whole = one.gradient(copy.deepcopy(batch), algo, 10**6)[0]
             split = _difference(one.gradient(copy.deepcopy(batch), algo, 60)[0], whole)
             layers = MODELS[family]["num_hidden_layers"]
-            stages = {n: one.stage_bytes(n) for n in range(1, layers + 1)} if family != FLOW else {1: one.held_bytes()}
+            stages = {(1, 1): one.held_bytes()}
+            if family != FLOW:
+                sizes = [(n, v) for n in range(1, layers + 1) for v in (1, 2, 3) if n * v <= layers]
+                stages |= {(n, v): one.stage_bytes(n, v) for n, v in sizes}
             found[family, name] = algo, batch, whole, stages, split
     return found
 
@@ -151,7 +161,7 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
             for (family, name), (algo, batch, whole, held, split) in alone.items():
                 if mesh.ep > 1 and "num_experts" not in MODELS[family]:
                     continue  # a dense model has nothing that could lie apart
-                if mesh.pp > MODELS[family]["num_hidden_layers"] or (
+                if mesh.pp * mesh.chunks > MODELS[family]["num_hidden_layers"] or (
                     family == FLOW and mesh.pp * mesh.tp * mesh.ep > 1
                 ):
                     continue
@@ -166,14 +176,14 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
                     "difference": max(differences),
                     "of_one_rank": split,
                     "held": max(every("held_bytes")),
-                    "planned": round(held[mesh.pp] / (mesh.shards * mesh.cp * mesh.tp)),
+                    "planned": round(held[mesh.pp, mesh.chunks] / (mesh.shards * mesh.cp * mesh.tp)),
                     "moved": round(moved[10**6]),
                     "moved_in_parts": round(moved[60]),
                 }
                 if family == FLOW:
                     formula: float | None = _flow_formula(mesh, family, batch)
                 else:
-                    formula = _formula(mesh, MODELS[family], batch, tokens, held[1] // 16)
+                    formula = _formula(mesh, MODELS[family], batch, tokens, held[1, 1] // 16)
                 if formula is not None and family in ("llama", "deep", FLOW):
                     cell["formula"] = round(formula)
                 cells[f"{family} {name}"] = cell
@@ -190,12 +200,24 @@ def _formula(mesh: Any, size: dict[str, Any], batch: Any, tokens: int, parameter
     root = (1 if size.get("tie_word_embeddings") else 2) * 100 * hidden + hidden  # embedding, head, last norm
     sharded = 4 * share * (3 * (parameters - root) + 2 * root)
     if mesh.pp == n:
-        return 4 * share * (2 * tokens * hidden + targets)
+        return 4 * (2 * tokens * hidden * (n * mesh.chunks - 1) / n + share * targets)
     if mesh.tp == n and mesh.sp:
         return 4 * share * hidden * ((8 * layers + 2) * tokens + 2 * tokens + 2 * targets)
     if mesh.cp == n:
-        return sharded + 4 * share * 6 * layers * tokens * size["num_key_value_heads"] * size["head_dim"]
+        return (
+            sharded
+            + 4 * share * 6 * layers * _shared(mesh, batch, hidden) * size["num_key_value_heads"] * size["head_dim"]
+        )
     return sharded if mesh.shards == n else None
+
+
+def _shared(mesh: Any, batch: Any, hidden: int) -> int:
+    """Tokens that all ranks of a row have a part of."""
+    from rondel.core.row_dealing import PRODUCTS, deal_row
+    from rondel.train.pack import micro_batches
+
+    rows = (packed.layout.segments for packed in micro_batches(batch, 10**6, ranks=mesh.data, stages=mesh.pp))
+    return sum(deal_row(row, mesh.cp, PRODUCTS * hidden).shared_tokens for row in rows)
 
 
 def _flow_formula(mesh: Any, family: str, batch: Any) -> float:

@@ -11,6 +11,7 @@ from rondel.buffer import Buffer
 from rondel.core.events import GroupFinished, GroupsTaken, StepDone, emit
 from rondel.core.time_account import PhaseTimer
 from rondel.core.types import DROPPED, Failed, Group, Slot, Task, Verdict
+from rondel.system.loop_turns import drop_in_turns
 
 
 async def feed_tasks(tasks: AsyncIterator[Task], buffer: Buffer) -> None:
@@ -60,7 +61,9 @@ async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: It
         buffer.settle_groups(failed="" if stats.stepped else stats.note.partition(":")[0])
         emit(StepDone(step, version, stats.metrics, clock.finish_step(), buffer.ledger(), stats.note))
         await milestone(step, version, batch)  # evaluate and checkpoint at a version, before anything new is admitted
+        held = [trajectory for group in groups for trajectory in group.trajectories] + [*getattr(batch, "samples", ())]
         del groups, batch  # as above
+        await drop_in_turns(held, lambda one: len(one.tokens))
         clock.record_phase("milestone")  # counted with the step that follows
         await buffer.advance(version)  # room appears, the feed wakes
 

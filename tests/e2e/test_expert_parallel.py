@@ -5,7 +5,7 @@ that starve experts and whole ranks; the same steps, checkpoints and published w
 from __future__ import annotations
 
 import copy
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -20,7 +20,9 @@ from kits.vision import model as looking
 from rondel.core.config.place import PlaceConfig
 from rondel.core.errors import RondelError
 from rondel.core.mesh import Mesh
+from rondel.core.row_dealing import PRODUCTS, deal_row
 from rondel.models.expert_parallel import _compute_some
+from rondel.train.pack import micro_batches
 
 EP, WIDE = Mesh(shards=2, ep=2), Mesh(shards=4, ep=2)
 SHARED = [
@@ -29,6 +31,16 @@ SHARED = [
     Mesh(replicas=2, shards=2, ep=2),
     Mesh(pp=2),
     Mesh(pp=2, shards=2, ep=2),
+]
+# whole experts over ranks that share every other matrix, alone and among shards, with rows apart and without
+TWINS = [
+    Mesh(tp=2, ep=2),
+    Mesh(tp=2, ep=2, sp=False),
+    Mesh(shards=2, tp=2, ep=2),
+    Mesh(shards=2, tp=2, ep=4),
+    Mesh(cp=2, tp=2, ep=4),
+    Mesh(pp=2, tp=2, ep=2),
+    Mesh(replicas=2, tp=2, ep=2),
 ]
 KINDS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 ROUTES = {  # of a token: its two experts of four, of which a rank holds two or one
@@ -98,6 +110,49 @@ def test_beside_other_axes_they_have_it_too(ranks, one, mesh, routes):
     same_gradient(ranks(mesh), "mixtral", routes, *one("mixtral", routes))
 
 
+BOTH = [(mesh, kind, routes) for mesh in TWINS for kind in KINDS for routes in ("own", "starved")]
+PLAIN = [
+    *((TWINS[0], kind, "own") for kind in KINDS),
+    (TWINS[1], "deepseek_v3", "own"),
+    (TWINS[3], "mixtral", "starved"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "kind", "routes"), covering(BOTH, PLAIN), ids=str)
+def test_beside_tensor_parallel_they_have_it_too(ranks, one, mesh, kind, routes):
+    same_gradient(ranks(mesh), kind, routes, *one(kind, routes))
+
+
+@pytest.mark.parametrize("mesh", covering([EP, *TWINS], [EP, TWINS[0], TWINS[3]]), ids=str)
+def test_what_travels_to_experts_elsewhere_is_what_the_routes_say(ranks, mesh):
+    """A row of H numbers there and one back for each expert of a token that another rank has, forward and backward; of
+    ranks that have the same rows, each sends its run.
+    """
+    algo, alone, every = row("grpo"), Rank(0), ranks(mesh)
+    alone.make("mixtral", algo=algo, replay_routes=True)
+    b = routed(batch(awkward_groups(), algo), alone, "skewed")
+    every.make("mixtral", algo=algo, replay_routes=True, start_probe=0)
+    hidden = alone.trainer.loaded.model.config.hidden_size
+    away = pairs_away(b, mesh, PRODUCTS * hidden)
+    assert away > 0 and sum(every.dispatched_bytes(copy.deepcopy(b), algo)) == 4 * away * hidden * 4
+
+
+def pairs_away(b, mesh: Mesh, cost: int) -> int:
+    """By the recorded routes: tokens and experts, in all layers, of which the rank that has the token has not the expert."""
+    away, inner = 0, mesh.world // mesh.pp
+    for rank in range(inner):
+        where = {"rank": mesh.data_index(rank), "ranks": mesh.data, "stages": mesh.pp}
+        for packed in micro_batches(b, 10**6, **where):
+            segments, rows = packed.layout.segments, np.arange(len(packed.tokens))
+            if mesh.cp > 1:
+                places = deal_row(segments, mesh.cp, cost).rank_places(segments)
+                rows = np.array([*chain(*places[mesh.coordinate("cp", rank)])])
+            run = np.array_split(rows, mesh.tp)[mesh.coordinate("tp", rank)]
+            holder = packed.routes[run].numpy() // (4 // mesh.ep)
+            away += int((holder != rank % (inner // mesh.replicas) % mesh.ep).sum())
+    return away
+
+
 def test_a_mixture_that_looks_has_it_too(ranks):
     algo, alone, every = row("grpo"), Rank(0), ranks(EP)
     b = batch(groups_with_images(looking("qwen3_vl_moe")), algo)
@@ -122,8 +177,8 @@ def test_what_is_computed_again_is_dispatched_again(ranks, one, recompute, mesh)
 @pytest.mark.parametrize(
     ("mesh", "dtype"),
     covering(
-        product((EP, WIDE, Mesh(pp=2)), ("float32", "bfloat16")),
-        [(WIDE, "float32"), (Mesh(pp=2), "bfloat16")],
+        product((EP, WIDE, Mesh(pp=2), TWINS[2], TWINS[3]), ("float32", "bfloat16")),
+        [(WIDE, "float32"), (Mesh(pp=2), "bfloat16"), (TWINS[2], "float32")],
     ),
     ids=str,
 )
@@ -144,7 +199,7 @@ def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
         assert told["train/grad_norm"] > how["clip"] and "train/expert_load_imbalance" in told
 
 
-@pytest.mark.parametrize("mesh", covering([EP, WIDE], [WIDE]), ids=str)
+@pytest.mark.parametrize("mesh", covering([EP, WIDE, TWINS[0], TWINS[2]], [WIDE, TWINS[2]]), ids=str)
 def test_weights_flow_to_an_engine_of_any_layout(ranks, mesh):
     every = ranks(mesh)
     every.make("mixtral")
@@ -156,7 +211,7 @@ def test_each_rank_holds_its_share(ranks):
     alone = Rank(0)
     alone.make("mixture")
     whole = alone.resident()["trained"]
-    for mesh, share in ((EP, 0.52), (WIDE, 0.27)):
+    for mesh, share in ((EP, 0.52), (WIDE, 0.27), (TWINS[0], 0.52)):
         every = ranks(mesh)
         every.make("mixture")
         assert max(rank["trained"] for rank in every.resident()) <= share * whole
@@ -205,9 +260,10 @@ def test_ranks_that_do_not_divide_the_experts_are_refused(ranks):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "said"), [({"ep": 2, "tp": 2}, "ep together with tp"), ({"ep": 3, "shards": 2}, "ep = 3")]
+    ("mesh", "said"), [({"ep": 4, "tp": 2, "shards": 1}, "ep = 4"), ({"ep": 3, "shards": 2}, "ep = 3")]
 )
 def test_a_recipe_is_told_which_meshes_there_are(mesh, said):
     with pytest.raises(ValueError, match=said):
         PlaceConfig(kind="split", mesh=mesh)
     assert PlaceConfig(kind="split", mesh={"ep": 4, "cp": 2}).ranks == 4
+    assert [PlaceConfig(kind="split", mesh={"ep": ep, "tp": 2}).ranks for ep in (2, 4)] == [2, 4]

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +47,7 @@ ELSEWHERE = [(TP, "llama"), (TP, "tied"), (CP, "llama"), (CP, "mixtral"), (PP, "
 AGAIN = [(TP, "gemma2"), (PLAIN_TP, "lfm2"), (PP, "qwen3")]  # by the paths of tied, lfm2 with sp, and gemma2
 ROWS = ("grpo", "gspo", "ppo", "dapo", "reinforce_pp")
 STEPS = [(mesh, dtype) for mesh in (TP, CP, PP, Mesh(shards=2, tp=2)) for dtype in ("float32", "bfloat16")]
+TURNS = [(Mesh(pp=2, chunks=2), dtype) for dtype in ("float32", "bfloat16")]
 FLOWS = [
     (Mesh(shards=2, tp=2), "llama", "bfloat16"),
     (Mesh(shards=2, tp=2), "tied", "float32"),
@@ -126,6 +128,42 @@ def test_when_shards_travel_does_not_matter(ranks, one, mesh):
             assert apart(got, whole) <= 1e-6
 
 
+CHUNKS = Mesh(pp=2, chunks=2)
+TAKING_TURNS = [
+    CHUNKS,
+    Mesh(pp=2, shards=2, chunks=2),
+    Mesh(pp=2, tp=2, chunks=2),
+    Mesh(pp=2, cp=2, chunks=2),
+    Mesh(pp=2, shards=2, ep=2, chunks=2),
+    Mesh(pp=2, shards=2, chunks=2, reduce="update", reshard="update"),
+]
+DEEP = [(mesh, kind) for mesh in TAKING_TURNS for kind in ("deep", "deep_mixture") if kind != "deep" or mesh.ep == 1]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind"),
+    covering(DEEP, [(CHUNKS, "deep"), (CHUNKS, "deep_mixture"), (TAKING_TURNS[1], "deep_mixture")]),
+    ids=str,
+)
+def test_chunks_of_stages_have_the_bits_of_plain_stages(ranks, mesh, kind):
+    """Of ragged micro-batches, in number even and odd, with a reference: what takes turns adds up in the same order."""
+    algo = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
+    b = batch(awkward_groups(), algo)
+    alone = Rank(0)
+    alone.make(kind, algo=algo)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    told = {}
+    for each in (replace(mesh, chunks=1), mesh):
+        every = ranks(each)
+        every.make(kind, algo=algo)
+        told[each] = [every.gradient(copy.deepcopy(b), algo, micro_tokens=n) for n in (20, 45, 10**6)]
+    plain, turns = told.values()
+    for ours, theirs in zip(turns, plain):
+        for got, expected in zip(ours, theirs):
+            np.testing.assert_array_equal(got, expected)
+            assert apart(got, whole) <= 1e-6
+
+
 def test_more_ranks_than_key_heads_share_them(ranks, one):
     _same_gradient(ranks(Mesh(tp=4)), "llama", *one("llama"), 1e-6)
 
@@ -151,15 +189,16 @@ def test_every_kind_of_row_has_it(ranks, name):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "dtype"), covering(STEPS, [STEPS[4], STEPS[7]]), ids=str
+    ("mesh", "dtype"), covering([*STEPS, *TURNS], [STEPS[4], STEPS[7], TURNS[0]]), ids=str
 )  # float32 with a critic, bfloat16 with masters; tp among shards
 def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
     """Metrics, masters, and what is published; a checkpoint of the mesh resumes on one rank, and the reverse."""
     algo = row("ppo", kl={"coef": 0.05}) if dtype == "float32" else row("grpo")
     alone, every = Rank(0), ranks(mesh)
     how = {"lr": 1e-3, "micro_tokens": 40, "updates_per_step": 2, "start_probe": 8}
-    alone.make("tied", dtype, algo, **how)
-    every.make("tied", dtype, algo, **how)
+    kind = "deep" if mesh.chunks > 1 else "tied"
+    alone.make(kind, dtype, algo, **how)
+    every.make(kind, dtype, algo, **how)
     end_alike(alone, every, algo, lambda n: batch(awkward_groups(n), algo), tmp_path, exact=dtype == "float32")
 
 

@@ -20,7 +20,7 @@ class LocalLink:
 
     def __init__(self, index: int, size: int, wires: dict) -> None:
         self.index, self.size, self.wires = index, size, wires
-        self.is_last = index == size - 1
+        self.is_last, self.next, self.before = index == size - 1, (index + 1) % size, (index - 1) % size
 
     def _wire(self, *key) -> deque:
         return self.wires.setdefault(key, deque())
@@ -40,8 +40,8 @@ class LocalLink:
         return self._wire(source, self.index).popleft()
 
 
-def stages_of(loaded, size: int) -> list:
-    """The same model in `size` stages, behind each other."""
+def stages_of(loaded, size: int, chunks: int = 1) -> list:
+    """The same model in `size` stages, behind each other, each of so many chunks."""
     wires: dict = {}
     made = []
     for index in range(size):
@@ -49,16 +49,22 @@ def stages_of(loaded, size: int) -> list:
         decoder, tower = own.decoder, []
         if own.sight is not None:
             decoder, tower = vision.language_model(own.model), [*vision.vision_tower(own.model).parameters()]
-        layers = layers_of_stage(own.model, decoder, size, index, whole=tower)
+        layers = layers_of_stage(own.model, decoder, size, index, chunks=chunks, whole=tower)
         drop_parameters(own.model, layers.held)
         made.append(replace(own, stage=PipelineStage(own.model, layers, LocalLink(index, size, wires), own.dtype)))
     return made
 
 
 def pass_through(stages: list, tokens, positions, layout) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Last hidden states of the last one, and what the others' backward passes begin with."""
-    sent = [s.stage.send_forward(s.hidden_states(tokens, positions, layout())) for s in stages[:-1]]
-    return stages[-1].hidden_states(tokens, positions, layout()), sent
+    """Last hidden states of the last one's last chunk, and what the other backward passes begin with."""
+    passes = [(s, chunk) for chunk in range(len(stages[0].stage.layers.runs)) for s in stages]
+    sent = []
+    for s, chunk in passes:
+        s.stage.chunk = chunk
+        hidden = s.hidden_states(tokens, positions, layout())
+        if (s, chunk) != passes[-1]:
+            sent.append(s.stage.send_forward(hidden))
+    return hidden, sent
 
 
 def siblings_row():

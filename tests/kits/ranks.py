@@ -31,7 +31,7 @@ from rondel.core.mesh import Mesh
 from rondel.core.tensor_parts import TensorPart
 from rondel.core.types import Route
 from rondel.formats import FORMATS
-from rondel.models import adapters, names
+from rondel.models import adapters, collectives, names
 from rondel.models.aligned_numerics import align_numerics
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
@@ -144,6 +144,37 @@ class Rank:
         t._accumulate_gradients(b, algo, StepMetricSums(), proximal_noted=noted)
         t.weights.gradient_norm()
         return self._whole(t.weights, [torch.zeros_like(m) if m.grad is None else m.grad for m in t.weights.masters])
+
+    def gathered_bytes(self, b, algo) -> int:
+        """Keys, values and their gradients that came to this rank of rows that ranks share, in one update."""
+        moved = []
+
+        def counting(own):
+            def call(x, lengths, ranks):
+                if x.ndim == 3:  # [tokens, heads, size]
+                    moved.append((sum(lengths) - lengths[ranks.index]) * x[:1].nbytes)
+                return own(x, lengths, ranks)
+
+            return call
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("gather_runs", "reduce_runs"):
+                patch.setattr(collectives, name, counting(getattr(collectives, name)))
+            self.gradient(b, algo)
+        return sum(moved)
+
+    def dispatched_bytes(self, b, algo) -> int:
+        """Rows that came to this rank's experts, what came back from others', and the gradients of both, in one update."""
+        moved, own = [], collectives._all_to_all
+
+        def counting(x, sent, got, ranks):
+            moved.append((sum(got) - got[ranks.index]) * x.shape[1] * x.element_size())
+            return own(x, sent, got, ranks)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collectives, "_all_to_all", counting)
+            self.gradient(b, algo)
+        return sum(moved)
 
     def _whole(self, w, pieces: list[torch.Tensor]) -> np.ndarray:
         """Tensors that are kept like the masters, of all stages of a pipeline, in one vector in the order of the model; what

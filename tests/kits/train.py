@@ -42,6 +42,7 @@ KINDS = {
     "deep": {"random": "llama", "num_hidden_layers": 5, "tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
     "mixture": {"random": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deep_mixture": {"random": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 4},
     "gemma3_text": {
         "head_dim": 16,
         "sliding_window": 6,

@@ -198,9 +198,13 @@ def test_layouts_fill_the_devices_and_the_best_fits(words):
     setting = what_if([*words, "recompute=layers"])
     found = layout.parallel_layouts(setting)
     assert all(
-        row.dp * row.tp * row.pp * row.cp == setting.train_devices and row.dp * row.cp % row.ep == 0 for row in found
+        row.dp * row.tp * row.pp * row.cp == setting.train_devices and row.dp * row.cp * row.tp % row.ep == 0
+        for row in found
     )
-    assert len({(row.dp, row.tp, row.pp, row.cp, row.ep) for row in found}) == len(found)
+    assert len({(row.dp, row.tp, row.pp, row.cp, row.ep, row.chunks) for row in found}) == len(found)
+    by = {(row.dp, row.tp, row.pp, row.cp, row.ep, row.chunks): row for row in found}
+    turns = [(row, by[(*place[:5], 1)]) for place, row in by.items() if row.chunks > 1]
+    assert turns and all(row.bubble < plain.bubble and row.traffic > plain.traffic for row, plain in turns)
     assert found[0].fits and found[0].seconds == min(row.seconds for row in found if row.fits)
     assert all(18 * setting.shape.parameter_count / setting.train_devices <= row.memory for row in found)
     assert any(row.tp > 1 for row in found) and any(row.pp > 1 and row.bubble > 0 for row in found)

@@ -22,6 +22,7 @@ from rondel.cli import main
 from rondel.cli.import_ import RecipeTable, import_config
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
+from rondel.core.mesh import Mesh
 from rondel.generate.envs.sources import load_tasks
 from rondel.importing import openrlhf, trl, verl
 from rondel.importing.openrlhf import OPENRLHF
@@ -175,17 +176,19 @@ def test_parallel_sizes_become_a_mesh_and_engines(name, given, place):
 
 
 def test_parallel_sizes_that_nothing_here_has_are_named():
+    sizes = [f"{MEGATRON}.{axis}_model_parallel_size" for axis in ("tensor", "expert")]
     given = {
-        f"{MEGATRON}.tensor_model_parallel_size": 2,
-        f"{MEGATRON}.expert_model_parallel_size": 2,
+        **dict.fromkeys(sizes, 2),
         f"{MEGATRON}.virtual_pipeline_model_parallel_size": 2,
         f"{VERL_ENGINE}.expert_parallel_size": 2,
         f"{VERL_ENGINE}.tensor_model_parallel_size": "$TP",
     }
     report = translate_config(VERL, given, ROWS)
     one_fate_each(report, given)
-    assert list(report.translated) == [f"{MEGATRON}.tensor_model_parallel_size"]
-    assert "together with tensor parallel" in report.missing[f"{MEGATRON}.expert_model_parallel_size"]
+    assert set(report.translated) == {*sizes}
+    assert "one stage" in report.missing[f"{MEGATRON}.virtual_pipeline_model_parallel_size"]
+    staged = {f"{MEGATRON}.{kind}pipeline_model_parallel_size": 2 for kind in ("", "virtual_")}
+    assert whole(translate_config(VERL, staged, ROWS)).place.mesh.to_mesh(2) == Mesh(pp=2, chunks=2)
     assert "variable" in report.missing[f"{VERL_ENGINE}.tensor_model_parallel_size"]
     shared = {f"{VERL_ENGINE}.tensor_model_parallel_size": 2}
     [line] = translate_config(VERL, shared, ROWS).open_questions[-1:]

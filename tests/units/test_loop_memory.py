@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from kits.chat import tokenizer
 from kits.fakes import CountingTrainer, Rollouts, endless, loop_kit
 from rondel import loop
 from rondel.buffer import Buffer
-from rondel.core.types import Completion, Group, Sampling, Score, Task, Trajectory
+from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.driver.phases import PerToken
 from rondel.driver.rollouts import prepare
-from rondel.generate.envs.chat import TokenChat
 from rondel.train.pack import batch_of
 
 
@@ -56,7 +54,7 @@ def long_trajectory(tokens: int) -> Trajectory:
 
 
 def test_long_groups_are_packed_beside_the_event_loop_and_alike(monkeypatch):
-    monkeypatch.setattr("rondel.driver.rollouts.TURN", 50)
+    monkeypatch.setattr("rondel.driver.rollouts.TURN_TOKENS", 50)
     groups = [Group(n, Task("t", "e", {}), [long_trajectory(size)] * 2, 0) for n, size in enumerate((10, 40, 9, 30))]
     for ours, plain in zip(asyncio.run(prepare(groups)).samples, batch_of(groups).samples, strict=True):
         assert (ours.group, ours.index) == (plain.group, plain.index) and np.array_equal(ours.tokens, plain.tokens)
@@ -72,33 +70,6 @@ def test_what_training_learned_is_laid_out_when_it_is_asked_for():
     assert np.isnan(unknown[7, 1]).tolist() == [False, False, True, True]
     batch.samples[1].known.advantages = None
     assert list(PerToken(batch, "advantages")) == [(7, 0)]
-
-
-def test_a_long_answer_is_appended_in_turns(monkeypatch):
-    """Others have their turn in between, and the trajectory is the same."""
-    monkeypatch.setattr("rondel.generate.envs.chat.TURN_TOKENS", 10)
-    n, turns = 25, 0
-    done = Completion(range(n), [-1.0] * n, [2] * n, "length", text="long")
-
-    async def generate(request):
-        return done
-
-    async def count():
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    async def go():
-        chat = TokenChat(tokenizer(), generate, sampling=Sampling(max_tokens=n), key=lambda turn: 0, max_context=2 * n)
-        chat.give_tokens([7])
-        counter = asyncio.create_task(count())
-        await chat.reply()
-        counter.cancel()
-        return chat.trajectory
-
-    t = asyncio.run(go())
-    assert t.tokens[1:] == done.tokens and t.logprobs[1:] == done.logprobs and t.written == n and turns == 2
 
 
 PROGRAM = """

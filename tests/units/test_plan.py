@@ -57,27 +57,21 @@ def test_the_table_says_what_dominates(capsys):
     assert "together they fit: " in ask(capsys, "--what-if", "model=14b gpus=8 critic=14b")[1]
 
 
-def test_layouts_that_rondel_does_not_have_are_marked(capsys):
+def test_layouts_are_printed_as_a_recipe_says_them(capsys):
+    """All of them, experts apart beside tensor parallel too."""
     words = ["model=235b-a22b", "gpus=64", "recompute=layers"]
     rows = make_plan(what_if(words))["layouts"]
-    assert [row["exists"] for row in rows] == [True] * 3 + [False] * 2
-    assert all(("tp" in row["name"] and "ep" in row["name"]) != row["exists"] for row in rows)
+    assert [row["exists"] for row in rows] == [True] * 3
     lines = [line for line in ask(capsys, "--what-if", " ".join(words))[1].splitlines() if line.startswith("layout")]
-    assert ["(not in Rondel yet)" in line for line in lines] == [False] * 3 + [True] * 2
-    assert "(place.mesh = { pp = " in lines[0]
+    assert len(lines) == 3 and all("(place.mesh = { " in line for line in lines)
 
 
 def test_a_layout_exists_where_a_recipe_can_ask_for_it():
     rows = parallel_layouts(what_if(["model=235b-a22b", "gpus=64", "recompute=layers"]))
     for row in rows:
-        try:
-            mesh = MeshConfig(pp=row.pp, shards=row.dp, cp=row.cp, tp=row.tp, ep=row.ep)
-            asked = mesh.to_mesh(row.pp * row.dp * row.cp * row.tp)
-        except ValueError:
-            assert not row.is_supported, row.name
-        else:
-            assert row.is_supported and asked == row.mesh, row.name
-    assert any(row.is_supported and row.ep > 1 < row.pp for row in rows) and any(row.tp > 1 < row.ep for row in rows)
+        mesh = MeshConfig(pp=row.pp, shards=row.dp, cp=row.cp, tp=row.tp, ep=row.ep, chunks=row.chunks)
+        assert row.is_supported and mesh.to_mesh(row.pp * row.dp * row.cp * row.tp) == row.mesh, row.name
+    assert any(row.ep > 1 < row.pp for row in rows) and any(row.tp > 1 < row.ep for row in rows)
 
 
 def test_a_policy_is_printed_once(capsys):

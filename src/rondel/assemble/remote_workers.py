@@ -13,6 +13,7 @@ from rondel.core.errors import EngineError, SilentError, StalledError, WorkerErr
 from rondel.core.events import Warned, emit, stalled_error
 from rondel.core.protocols import RemoteProxy
 from rondel.core.types import Completion, Message, Request, StepStats
+from rondel.system.loop_turns import drop_in_turns
 from rondel.train.pack import TrainBatch
 
 RESTARTS = 5  # of one engine in one run
@@ -136,12 +137,12 @@ class RemoteTrainer:
         self.moved = False
 
     async def annotate(self, batch: TrainBatch, needs: frozenset[str]) -> TrainBatch:
-        _copy_tokens(batch, await self._call_ranks("annotate", batch, needs))
+        await _copy_tokens(batch, await self._call_ranks("annotate", batch, needs))
         return batch
 
     async def step(self, batch: TrainBatch, algo: Any) -> StepStats:
         stats, self.moved, told = await self._call_ranks("step", batch, algo)
-        _copy_tokens(batch, told)
+        await _copy_tokens(batch, told)
         return stats
 
     def __getattr__(self, verb: str) -> Any:
@@ -166,6 +167,8 @@ class RemoteTrainer:
         if args and len(ways) == 1 and (pack := ways.pop()):
             args = await asyncio.to_thread(pack, args)  # once for all of them, and beside the event loop
         answers = [asyncio.ensure_future(getattr(rank, verb)(*args)) for rank in self._ranks]
+        await asyncio.sleep(0)  # they are sent
+        del args  # memory that ranks map is given up by the thread that sent it, and not here
         try:
             await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
             if any(answer.done() and answer.exception() for answer in answers):
@@ -192,10 +195,12 @@ class RemoteTrainer:
         )
 
 
-def _copy_tokens(batch: TrainBatch, told: list[TokenBatch]) -> None:
+async def _copy_tokens(batch: TrainBatch, told: list[TokenBatch]) -> None:
     """What the ranks found out about their copies of the samples."""
+    known = [sample.known for sample in batch.samples]
     for sample, learned in zip(batch.samples, told, strict=True):
         sample.known = learned
+    await drop_in_turns(known, lambda tokens: len(tokens.sample))
 
 
 def _packing_of(rank: RemoteProxy) -> Any:

@@ -2,7 +2,7 @@
 
     world = pp · replicas · shards · cp · tp, outermost to innermost: neighbours in rank speak most
 
-    pp        stages of layers, one behind the other
+    pp        stages of layers, one behind the other; each of several `chunks`, which take turns
     replicas  copies of all shards (HSDP): gradients are summed over them, weights are gathered within each
     shards    of parameters, gradients and moments (FSDP2)
     cp        parts of one packed row: contexts longer than a device holds (context parallel)
@@ -30,6 +30,7 @@ class Mesh:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    chunks: int = 1  # runs of layers of each stage of pp
     sp: bool = True  # rows between the parts of a layer lie apart over tp
     # when shards travel; none of these changes the gradient
     prefetch: int = 0  # layers that are gathered ahead of the one that computes
@@ -37,8 +38,10 @@ class Mesh:
     reshard: str = "layer"  # gathered weights go after each "layer", or stay until the end of an "update"
 
     def __post_init__(self) -> None:
-        if any(getattr(self, axis) < 1 for axis in (*AXES, "ep")):
+        if any(getattr(self, axis) < 1 for axis in (*AXES, "ep", "chunks")):
             raise ValueError(f"{self}: every axis is 1 or more")
+        if self.chunks > 1 == self.pp:
+            raise ValueError(f"chunks = {self.chunks} are of stages: set pp to more than 1, or leave chunks out")
         if self.shards * self.cp * self.tp % self.ep:
             raise ValueError(
                 f"ep = {self.ep} does not divide the {self.shards * self.cp * self.tp} ranks of a replica "
@@ -71,7 +74,7 @@ class Mesh:
 
     def __str__(self) -> str:
         """As a recipe says it: "{ shards = 2, tp = 4 }"."""
-        told = [f"{axis} = {n}" for axis in (*AXES, "ep") if (n := getattr(self, axis)) > 1]
+        told = [f"{axis} = {n}" for axis in (*AXES, "ep", "chunks") if (n := getattr(self, axis)) > 1]
         told += [] if self.sp or self.tp == 1 else ["sp = false"]
         told += [f"prefetch = {self.prefetch}"] if self.prefetch else []
         told += [f'{key} = "update"' for key in ("reduce", "reshard") if getattr(self, key) == "update"]

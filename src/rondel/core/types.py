@@ -395,7 +395,7 @@ class Trajectory:
         """The points so far and those of `n` more tokens: of all that the policy writes, or of none."""
         if more is not None and len(more) != n:
             raise ValueError(f"{n} tokens with {len(more)} steps: a step is one token")
-        if n and self.written and (more is None) != (self.steps is None):
+        if n and (more is None) != (self.steps is None) and self.written:
             raise ValueError(f"{n} tokens {'without' if more is None else 'with'} steps behind others: all have them")
         return more if self.steps is None else self.steps if more is None else self.steps + more  # type: ignore[operator]
 
@@ -417,10 +417,13 @@ class Trajectory:
     @property
     def written(self) -> int:
         """How many tokens the policy wrote."""
-        return self.mask.tobytes().count(1)
+        import numpy as np  # a tenth of the time of bytes.count; a reward's worker starts without it
+
+        return int(np.count_nonzero(np.asarray(self.mask).view(bool)))
 
 
 MOST = 1e-6  # of a log-probability, as rounding leaves it
+MAX = 1.7976931348623157e308  # the largest float that is finite
 
 
 def _first_impossible(logprobs: TokenColumn, most: float) -> int | None:
@@ -428,6 +431,8 @@ def _first_impossible(logprobs: TokenColumn, most: float) -> int | None:
     import numpy as np  # a reward's worker starts without it
 
     values = np.asarray(logprobs)
+    if len(values) and -inf < values.min() and values.max() <= min(most, MAX):  # two passes, NaN in neither
+        return None
     impossible = ~((values > -inf) & (values <= most) & (values < inf))
     return int(impossible.argmax()) if impossible.any() else None
 

@@ -48,6 +48,7 @@ from rondel.generate.envs.order import ShuffledOrder
 from rondel.generate.envs.sources import TaskSet, load_tasks
 from rondel.generate.template import Template
 from rondel.score.result import check_score
+from rondel.system.loop_turns import TURN_TOKENS
 from rondel.text.unicode import valid_unicode
 from rondel.train.pack import TrainBatch, TrainSample, train_samples
 
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
 
 # in the place of a sample's number in a key: of demonstrations, of those among samples, of noise that a group shares
 DEMONSTRATED, SHOWN, SHARED = -1, -2, -3
-TURN = 1 << 17  # tokens of a batch after which others have their turn on the event loop
 
 
 @dataclass
@@ -321,11 +321,11 @@ async def _batch_in_turns(groups: Iterable[Group]) -> TrainBatch:
     tokens = 0
     for group in groups:
         more = sum(len(trajectory.tokens) for trajectory in group.trajectories)
-        if more > TURN:
+        if more > TURN_TOKENS:
             samples += await asyncio.to_thread(list, train_samples([group]))
             continue
         samples += train_samples([group])
-        if (tokens := tokens + more) > TURN:
+        if (tokens := tokens + more) > TURN_TOKENS:
             await asyncio.sleep(0)
             tokens = 0
     return TrainBatch(samples)

@@ -32,8 +32,8 @@ def translate_placement(
         for key in keys:
             size, parts = _size(s, key)
             yield from parts
-            if size > 1 and axis == "ep" and mesh.get("tp", 1) > 1:
-                yield MissingKeys((key,), "expert parallel together with tensor parallel is not supported here")
+            if size > 1 and axis == "chunks" and mesh.get("pp", 1) == 1:
+                yield MissingKeys((key,), "chunks are of the stages of a pipeline, and here is one stage")
             elif size > 1 and mesh.setdefault(axis, size) == size:
                 sources.append(key)
             elif size > 1:

@@ -649,6 +649,7 @@ def _translate_placement(s: PeerSettings) -> Iterator[Part]:
     axes = {
         "tp": (f"{megatron}.tensor_model_parallel_size",),
         "pp": (f"{megatron}.pipeline_model_parallel_size",),
+        "chunks": (f"{megatron}.virtual_pipeline_model_parallel_size",),
         "cp": (
             f"{megatron}.context_parallel_size",
             f"{ACTOR}.ulysses_sequence_parallel_size",
@@ -658,7 +659,6 @@ def _translate_placement(s: PeerSettings) -> Iterator[Part]:
     }
     without = {
         f"{ROLLOUT}.data_parallel_size": "an engine is one copy of the weights here; place.engines says how many there are",
-        f"{megatron}.virtual_pipeline_model_parallel_size": "a stage is one run of layers here",
         f"{megatron}.expert_tensor_parallel_size": "an expert lies whole on a rank here",
         f"{ROLLOUT}.pipeline_model_parallel_size": "an engine of several devices divides every matrix here, not its layers",
         f"{ROLLOUT}.expert_parallel_size": "an engine of several devices divides every matrix here, not its experts",

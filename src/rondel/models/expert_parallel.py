@@ -4,8 +4,11 @@
     rank 0   router ─┐ dispatch ┌─ experts 0 ... E/n - 1 ─┐ combine  ┌─ sum of a token's k rows, each by its weight
     rank 1   router ─┘ [T k, H] └─ experts E/n ... E - 1  ─┘ [T k, H] └─ the same for the tokens of this rank
 
-Routers, shared experts and everything else stay whole on every rank. A replayed route (models/routing_tape.py) is the
+Routers, shared experts and everything else stay as they are. A replayed route (models/routing_tape.py) is the
 router's, so it is dispatched like any other. No capacity, no dropped token: what an expert gets is what was routed to it.
+
+Beside tensor parallel (models/tensor_parallel.py) experts are not cut, and each of the tp ranks, which all have the same
+rows, sends a run of them: what its experts make of these is its part of the sum that leaves the layer's part.
 
 The gradient of an expert has the tokens of all ranks already, and is summed over the ranks that hold the same one.
 
@@ -21,11 +24,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rondel.core.errors import ModelError
 from rondel.models.collectives import RankGroup, exchange_rows
-from rondel.models.shard_cut import ShardCut, split_shards
+from rondel.models.shard_cut import ShardCut, even_runs, split_shards
 from rondel.models.tensor_cuts import TensorCuts
 
 
@@ -44,8 +48,13 @@ def _is_joined(module: nn.Module) -> bool:
     )
 
 
-def cut_experts(model: Any, ranks: RankGroup) -> TensorCuts:
-    """Keep this rank's experts of a whole model, in place.
+def expert_parameters(model: nn.Module) -> list[str]:
+    """Names of all their tensors."""
+    return [f"{name}.{own}" for name, experts in routed_experts(model).items() for own, _ in experts.named_parameters()]
+
+
+def cut_experts(model: Any, ranks: RankGroup, twins: RankGroup | None = None) -> TensorCuts:
+    """Keep this rank's experts of a whole model, in place. `twins`: who has the same rows, by tensor parallel.
 
     Raises ModelError where there are none that can be cut, or ranks do not divide them.
     """
@@ -70,7 +79,8 @@ def cut_experts(model: Any, ranks: RankGroup) -> TensorCuts:
             setattr(experts, own, nn.Parameter(part, requires_grad=whole.requires_grad))
             found.cuts[f"{name}.{own}"], found.shapes[f"{name}.{own}"] = cut, whole.shape
         setattr(experts, "num_experts", count // ranks.size)  # noqa: B010
-        setattr(experts, "forward", functools.partial(_dispatch, experts.forward, ranks, count))  # noqa: B010
+        forward = functools.partial(_dispatch, experts.forward, ranks, count)
+        setattr(experts, "forward", forward if twins is None else functools.partial(_dispatch_run, forward, twins))  # noqa: B010
     return found
 
 
@@ -93,8 +103,25 @@ def _dispatch(
     here = torch.arange(arrive.shape[1], device=rows.device).repeat(ranks.size)
     expert_R = here.repeat_interleave(arrive.flatten(), output_size=len(rows))
     out = exchange_rows(_compute_some(compute, rows, expert_R), got, sent, ranks)  # [S, H]
-    out = out[order.argsort()].view(*chosen.shape, -1) * weights[..., None]  # [T, k, H]
+    out = out[order.argsort()].view(*chosen.shape, out.shape[-1]) * weights[..., None]  # [T, k, H]
     return out.sum(-2).to(hidden.dtype).view_as(hidden)
+
+
+def _dispatch_run(
+    dispatch: Callable[[Tensor, Tensor, Tensor], Tensor],
+    twins: RankGroup,
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """The same of rows that several ranks have: this one's run of them, zeros for the others', [.., H] again. The sum over
+    the ranks is the whole.
+    """
+    rows = hidden.flatten(0, -2)
+    runs = even_runs(len(rows), twins.size)
+    first, end = sum(runs[: twins.index]), sum(runs[: twins.index + 1])
+    own = dispatch(rows[first:end], chosen[first:end], weights[first:end])
+    return F.pad(own, (0, 0, first, len(rows) - end)).view_as(hidden)
 
 
 def _compute_some(compute: Callable[..., Tensor], rows: Tensor, expert_R: Tensor) -> Tensor:

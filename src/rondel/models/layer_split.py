@@ -46,40 +46,47 @@ def split_layers(costs: Sequence[float], stages: int, *, head: float = 0.0) -> l
 class StageLayers:
     """One stage's part of a model.
 
-    blocks    all layers of the decoder; `own` of them are this stage's
+    blocks    all layers of the decoder
+    runs      those of them that are this stage's: one run, or one for each of its chunks
     held      names of the parameters that it holds
     shared    names of those that several stages hold: a matrix that is embedding and head (of the first and the last), a
               tower that is frozen (of all)
     """
 
     blocks: list[nn.Module]
-    own: range
+    runs: list[range]
     held: frozenset[str]
     shared: frozenset[str]
 
     @property
+    def own_runs(self) -> list[list[nn.Module]]:
+        return [[self.blocks[i] for i in run] for run in self.runs]
+
+    @property
     def own_blocks(self) -> list[nn.Module]:
-        return [self.blocks[i] for i in self.own]
+        return [block for run in self.own_runs for block in run]
 
 
 def layers_of_stage(
-    model: Any, decoder: Any, stages: int, index: int, *, whole: Collection[nn.Parameter] = ()
+    model: Any, decoder: Any, stages: int, index: int, *, chunks: int = 1, whole: Collection[nn.Parameter] = ()
 ) -> StageLayers:
     """Stage `index` of `stages`: embedding and what else comes before the layers on the first, what comes behind them on
-    the last. A critic's backbone is split like that of its policy. `whole`: what all stages hold.
+    the last. A critic's backbone is split like that of its policy. `chunks`: runs of layers of each stage, of which the
+    first ones of all stages come before the second ones. `whole`: what all stages hold.
 
     Raises ModelError where there are fewer layers than stages, or layers share weights.
     """
     kind, blocks = model.config.model_type, decoder_blocks(model, decoder)
-    if len(blocks) < stages:
+    if len(blocks) < stages * chunks:
+        each = f"pp = {stages}" + (f" and chunks = {chunks}" if chunks > 1 else "")
         raise ModelError(
-            f"place.mesh has pp = {stages}, and a model of type '{kind}' here has {len(blocks)} layers: every stage "
-            "needs one. Use a smaller pp"
+            f"place.mesh has {each}, and a model of type '{kind}' here has {len(blocks)} layers: every "
+            f"{'chunk of a stage' if chunks > 1 else 'stage'} needs one. Use a smaller pp{' or fewer chunks' * (chunks > 1)}"
         )
     text = model.config.get_text_config()
     head = float(text.vocab_size * model.get_input_embeddings().weight.shape[1])
-    runs = split_layers([_block_cost(block, text) for block in blocks], stages, head=head)
-    stage_of = _stages_of_parameters(model, blocks, runs)
+    runs = split_layers([_block_cost(block, text) for block in blocks], stages * chunks, head=head)
+    stage_of = _stages_of_parameters(model, blocks, runs, stages)
     ends = {id(p) for end in (model.get_input_embeddings(), model.get_output_embeddings()) for p in end.parameters()}
     ends |= (everywhere := {id(p) for p in whole})
     tied = {name for name, p in model.named_parameters() if id(p) in ends}
@@ -88,7 +95,7 @@ def layers_of_stage(
         raise ModelError(f"layers of model type '{kind}' share {torn}, and pp would lay them apart. {INSTEAD}")
     return StageLayers(
         blocks,
-        runs[index],
+        runs[index::stages],
         frozenset(name for name, held in stage_of.items() if index in held),
         frozenset(name for name, held in stage_of.items() if len(held) > 1),
     )
@@ -104,10 +111,10 @@ def _block_cost(block: nn.Module, text: Any) -> float:
     )
 
 
-def _stages_of_parameters(model: Any, blocks: list[nn.Module], runs: list[range]) -> dict[str, set[int]]:
+def _stages_of_parameters(model: Any, blocks: list[nn.Module], runs: list[range], stages: int) -> dict[str, set[int]]:
     """Of each parameter the stages that compute with it; tied ones under their first name."""
-    last = len(runs) - 1
-    stage_of = {id(blocks[i]): stage for stage, run in enumerate(runs) for i in run}
+    last = stages - 1
+    stage_of = {id(blocks[i]): place % stages for place, run in enumerate(runs) for i in run}
     stage_of |= {id(model.get_input_embeddings()): 0, id(model.get_output_embeddings()): last}
     owners = {name: stage_of[id(module)] for name, module in model.named_modules() if id(module) in stage_of}
     first_names: dict[int, str] = {}

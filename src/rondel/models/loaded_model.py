@@ -87,7 +87,7 @@ class LoadedModel:
     @property
     def has_head(self) -> bool:
         """Whether a pass ends in its head, and not in hidden states for the next stage of a pipeline."""
-        return self.stage is None or self.stage.link.is_last
+        return self.stage is None or self.stage.ends_in_head
 
     @property
     def leads_ranks(self) -> bool:

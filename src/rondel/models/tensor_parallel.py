@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,11 +59,13 @@ def cut_model(
     ranks: RankGroup,
     *,
     sequence: bool = True,
-    blocks: Sequence[nn.Module] | None = None,
+    runs: Sequence[Sequence[nn.Module]] | None = None,
     instead: str = MESH,
+    apart: Collection[str] = (),
 ) -> TensorCuts:
     """Keep this rank's part of a whole model, in place. `sequence`: rows between the parts of a layer lie apart, too.
-    `blocks`: of a stage of a pipeline, its layers. `instead`: what is to be used where a model cannot be cut.
+    `runs`: of a stage of a pipeline, its runs of layers. `instead`: what is to be used where a model cannot be cut.
+    `apart`: parameters that are not cut, of experts that lie whole on some rank each (models/expert_parallel.py).
 
     Raises ModelError where heads and ranks do not divide, or nothing could be cut.
     """
@@ -70,31 +73,36 @@ def cut_model(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     above = next(name for name, module in model.named_modules() if module is decoder)
     prefix = f"{above}." if above else ""
-    blocks = decoder_blocks(model, decoder) if blocks is None else blocks
-    planned = _planned_cuts(decoder, model.config.get_text_config(), ranks.size)
-    for block in blocks:
+    runs = [decoder_blocks(model, decoder)] if runs is None else runs
+    planned = _planned_cuts(
+        decoder, model.config.get_text_config(), ranks.size, {n.removeprefix(prefix) for n in apart}
+    )
+    for block in chain.from_iterable(runs):
         name = next(n for n, module in decoder.named_modules() if module is block)
         for part_name, part in block.named_children():
             own = {n: cut for n, cut in planned.items() if n.startswith(f"{name}.{part_name}.")}
-            if own:
+            if own or any(n.startswith(f"{prefix}{name}.{part_name}.") for n in apart):
                 _cut_part(decoder, part, own, ranks)
                 _add_borders(part, found, cut=True)
                 found.cuts |= {prefix + n: cut for n, cut in own.items()}
-                found.partial |= {
-                    f"{prefix}{name}.{part_name}.{n}" for n, _ in part.named_parameters()
-                } - found.cuts.keys()
+                found.partial |= (
+                    {f"{prefix}{name}.{part_name}.{n}" for n, _ in part.named_parameters()}
+                    - found.cuts.keys()
+                    - {*apart}
+                )
             elif sequence and _needs_all_rows(part):
                 _add_borders(part, found, cut=False)
         if sequence:
-            found.partial |= {f"{prefix}{name}.{n}" for n, _ in block.named_parameters()} - found.cuts.keys()
+            every = {f"{prefix}{name}.{n}" for n, _ in block.named_parameters()}
+            found.partial |= every - found.cuts.keys() - {*apart}
     if not found.cuts:
         raise ModelError(
             f"model type '{model.config.model_type}' has no plan for tensor parallelism, and no matrices under the names "
             f"that have one everywhere (q_proj ... down_proj): use {instead}"
         )
-    if sequence:
-        blocks[0].register_forward_pre_hook(functools.partial(_keep_own_rows, ranks), with_kwargs=True)
-        blocks[-1].register_forward_hook(functools.partial(_gather_all_rows, ranks))
+    for run in runs if sequence else ():
+        run[0].register_forward_pre_hook(functools.partial(_keep_own_rows, ranks), with_kwargs=True)
+        run[-1].register_forward_hook(functools.partial(_gather_all_rows, ranks))
     _cut_vocabulary(model, found)
     found.shapes = {name: shapes[name] for name in found.cuts}
     return found
@@ -103,8 +111,8 @@ def cut_model(
 # -- what is cut how -----------------------------------------------------------------------------
 
 
-def _planned_cuts(decoder: Any, config: Any, tp: int) -> dict[str, ShardCut]:
-    """By the decoder's names. A part of a layer is cut only as a whole: into it and out of it."""
+def _planned_cuts(decoder: Any, config: Any, tp: int, apart: set[str]) -> dict[str, ShardCut]:
+    """By the decoder's names. A part of a layer is cut only as a whole: into it and out of it. `apart`: not to be cut."""
     plan = getattr(config, "base_model_tp_plan", None) or {}
     plan = {re.sub(r"^model\.", "", key): how for key, how in plan.items()}
     shapes = {name: parameter.shape for name, parameter in decoder.named_parameters()}
@@ -119,7 +127,8 @@ def _planned_cuts(decoder: Any, config: Any, tp: int) -> dict[str, ShardCut]:
     _check_heads(config, words, tp)
     cuts: dict[str, ShardCut] = {}
     for name, word in words.items():
-        if (cut := _cut_of(name, word, shapes[name])) is not None and not _shares_keys(config, name, tp):
+        cut = None if name in apart or _shares_keys(config, name, tp) else _cut_of(name, word, shapes[name])
+        if cut is not None:
             cuts[name] = cut
     into = {_part_of(n) for n, word in words.items() if word in COLUMNS and n in cuts}
     out = {_part_of(n) for n, word in words.items() if word in ROWS and n in cuts}

@@ -1,7 +1,7 @@
 """Ways to lay a model over devices: data, tensor, pipeline, context and expert parallel;
 memory, bubble, traffic, time of each.
 
-world = dp·tp·pp·cp, experts over ep of the dp·cp.  Traffic order, the heaviest innermost: tp - cp - ep - dp - pp
+world = dp·tp·pp·cp, experts over ep of the dp·cp·tp.  Traffic order, the heaviest innermost: tp - cp - ep - dp - pp
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from rondel.core.mesh import Mesh
+from rondel.core.row_dealing import PRODUCTS, deal_row
 from rondel.planner.cost import forward_flops, recomputed_flops
 from rondel.planner.memory import bytes_per_number
 from rondel.planner.resolve import SPARE
@@ -24,6 +25,8 @@ from rondel.planner.traffic import (
 )
 from rondel.planner.workload import Workload
 
+CHUNKS = (1, 2, 4)  # of a stage, that are tried
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
@@ -37,21 +40,19 @@ class ParallelLayout:
     bubble: float
     traffic: float  # bytes of one device in a step, over the node's links and the network
     seconds: float  # of a step: arithmetic, bubble, traffic that is not hidden
+    chunks: int = 1  # of each stage of pp
 
-    @property
-    def is_supported(self) -> bool:
-        """Whether Rondel trains in it: all but ep together with tp."""
-        return self.ep == 1 or self.tp == 1
+    is_supported = True  # Rondel trains in all of them
 
     @property
     def mesh(self) -> Mesh:
         """The same for `place.mesh`."""
-        return Mesh(pp=self.pp, shards=self.dp, cp=self.cp, tp=self.tp, ep=self.ep)
+        return Mesh(pp=self.pp, shards=self.dp, cp=self.cp, tp=self.tp, ep=self.ep, chunks=self.chunks)
 
     @property
     def name(self) -> str:
         return (
-            " ".join(f"{key}{n}" for key in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(self, key)) > 1)
+            " ".join(f"{key}{n}" for key in ("dp", "tp", "pp", "chunks", "cp", "ep") if (n := getattr(self, key)) > 1)
             or "one device"
         )
 
@@ -71,12 +72,13 @@ def parallel_layouts(setting: Workload) -> list[ParallelLayout]:
                     or (cp > 1 and setting.output + setting.prompt < 8192)
                 ):
                     continue
-                experts = [n for n in powers_of_two(dp * cp) if s.experts % n == 0] if s.experts else [1]
-                found += [_make_layout(setting, dp, tp, pp, cp, ep) for ep in experts]
+                experts = [n for n in powers_of_two(dp * cp * tp) if s.experts % n == 0] if s.experts else [1]
+                chunks = [v for v in CHUNKS if pp * v <= s.layers] if pp > 1 else [1]
+                found += [_make_layout(setting, dp, tp, pp, cp, ep, v) for ep in experts for v in chunks]
     return sorted(found, key=lambda row: (not row.fits, row.seconds))
 
 
-def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int) -> ParallelLayout:
+def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int, chunks: int) -> ParallelLayout:
     s, on, state, width = setting.shape, setting.hardware, bytes_per_number(setting), setting.width
     devices = dp * tp * pp * cp
     mine = setting.packed_tokens / dp  # tokens of one replica in an epoch, cut over cp
@@ -84,8 +86,11 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int)
     micro = max(1, min(setting.micro * cp, update))
     m = ceil(update / micro)  # micro-batches of an update
     each = kept_bytes(s, width, s.activation_bytes(width), setting.recompute, setting.activations)
-    alive = min(pp, m)  # micro-batches whose activations the first stage keeps
-    gathered = width * 2 * (s.body_parameters / s.layers) / tp if dp * cp > 1 else 0
+    # micro-batches whose activations the first stage keeps, those of a chunk as a part of one
+    alive = min(pp if chunks == 1 else (2 * (pp - 1) + (chunks - 1) * pp + 1) / chunks, m)
+    # of a stage, what a rank gathers: matrices are cut by tp, experts lie apart or are cut, too
+    layers = ((s.body_parameters - s.expert_parameters) / tp + s.expert_parameters / (ep if ep > 1 else tp)) / pp
+    gathered = width * 2 * layers * pp / s.layers if dp * cp > 1 else 0
     memory = state.persistent_bytes * s.parameter_count / devices + gathered + each * micro * alive / (tp * pp * cp)
 
     inside = 0.0
@@ -93,25 +98,64 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int)
         inside += 4 * s.layers / pp * tensor_traffic(tp, mine / cp * s.hidden * width)
     if ep > 1:
         inside += (
-            3 * (s.layers - s.dense_layers) / pp * expert_traffic(ep, mine / cp * ep * s.hidden * width, s.per_token)
+            3
+            * (s.layers - s.dense_layers)
+            / pp
+            * expert_traffic(ep, mine / cp / tp * ep * s.hidden * width, s.per_token)
         )
     if cp > 1:
-        inside += 3 * context_traffic(cp, mine * s.trained_kv_bytes(width) / (tp * pp))
+        shared = shared_share(setting, cp, micro)
+        inside += 3 * context_traffic(cp, shared * mine * s.trained_kv_bytes(width) / (tp * pp))
     root = s.embedding_parameters * (1 if s.tied else 2) / (tp * pp)
-    layers = (s.body_parameters - s.expert_parameters * (1 - 1 / ep)) / (tp * pp)
     over = sharded_traffic(layers, root, ranks=dp * cp, micro_batches=m * setting.updates, width=width)
     if pp > 1:
-        over += 2 * mine / cp * s.hidden * width
+        over += 2 * (pp * chunks - 1) / pp * mine / cp * s.hidden * width  # each border once in either direction
 
     slow = on.link if devices <= on.in_node else on.network
     nested = on.link if tp * cp * ep <= on.in_node else on.network
     context = setting.prompt + setting.mean
     flops = 3 * forward_flops(s, context) + recomputed_flops(s, context, setting.recompute)
     work = flops * setting.packed_tokens / (devices * on.flops * on.efficiency * 2 / width)
-    idle = pipeline_bubble(pp, m)
+    idle = pipeline_bubble(pp, m, chunks)
     hidden = min(over / slow, 0.8 * work)  # sharding's traffic runs beside the arithmetic, as far as there is any
     seconds = work / (1 - idle) + inside / nested + over / slow - hidden
     epochs = setting.epochs
     return ParallelLayout(
-        dp, tp, pp, cp, ep, memory, memory <= on.memory * (1 - SPARE), idle, epochs * (inside + over), epochs * seconds
+        dp,
+        tp,
+        pp,
+        cp,
+        ep,
+        memory,
+        memory <= on.memory * (1 - SPARE),
+        idle,
+        epochs * (inside + over),
+        epochs * seconds,
+        chunks,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class MeanSegment:
+    """A prompt, or an answer of the mean length to it."""
+
+    start: int
+    length: int
+    parent: int | None = None
+
+
+def shared_share(setting: Workload, cp: int, tokens: float) -> float:
+    """Of a row of so many tokens over cp ranks, the share whose keys and values are gathered (core/row_dealing.py), where
+    all answers have the mean length.
+    """
+    row: list[MeanSegment] = []
+    at, prompt, answer = 0, max(1, setting.prompt), max(1, round(setting.mean))
+    while at < tokens:
+        row.append(MeanSegment(at, prompt))
+        above, at = len(row) - 1, at + prompt
+        for _ in range(setting.group):
+            if at >= tokens and len(row) > 1:
+                break
+            row.append(MeanSegment(at, answer, above))
+            at += answer
+    return deal_row(row, cp, PRODUCTS * setting.shape.hidden).shared_tokens / at

@@ -103,9 +103,8 @@ def make_plan(setting: Workload | FlowWorkload) -> dict[str, Any]:
 
 
 def _listed_layouts(setting: Workload) -> list[ParallelLayout]:
-    """The three best that Rondel runs, and the two best that it does not."""
-    found = parallel_layouts(setting)
-    return [row for row in found if row.is_supported][:3] + [row for row in found if not row.is_supported][:2]
+    """The three best."""
+    return parallel_layouts(setting)[:3]
 
 
 def list_assumptions(setting: Workload) -> list[str]:

@@ -51,12 +51,17 @@ def prepare_process() -> bool:
     return _set_allocator({MMAP_MAX: 0, TRIM_THRESHOLD: -1, TOP_PAD: 64 << 20, ARENA_MAX: 1})
 
 
+TURN = 0.001  # that a thread of a controller has the interpreter while others wait; Python's own is five times as long
+
+
 def prepare_controller() -> bool:
     """The same of a process that computes nothing and passes on what others computed, a million tokens at times: a
     large array has pages of its own, which go back to the kernel with it. glibc would learn from the first one that
     was freed to take the next from its heap, where whatever lies behind keeps its pages. Arrow takes its memory there,
-    too.
+    too. And its event loop, which gives up the interpreter in every operation on an array, gets it back from a thread
+    that is busy after TURN seconds.
     """
+    sys.setswitchinterval(TURN)
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     return _set_allocator({MMAP_THRESHOLD: 1 << 20, TRIM_THRESHOLD: 8 << 20, ARENA_MAX: 1})
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 LONG = 2048  # tokens that are decoded at once: two or three milliseconds
 BEFORE = 8  # tokens that a piece is decoded behind: what one says depends on the one before
-_decoder = ThreadPoolExecutor(1, "decode")
+_reader = ThreadPoolExecutor(1, "long-answers")
 HALF = "\ufffd"  # how a decoder shows bytes that are not yet a character
 
 
@@ -21,8 +21,14 @@ async def decode_answer(tokenizer: Any, tokens: Sequence[int], *, skip_special_t
     """
     if len(tokens) <= LONG:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
-    decode = partial(decode_in_pieces, tokenizer, tokens, skip_special_tokens=skip_special_tokens)
-    return await asyncio.get_running_loop().run_in_executor(_decoder, decode)
+    return await beside_loop(partial(decode_in_pieces, tokenizer, tokens, skip_special_tokens=skip_special_tokens))
+
+
+async def beside_loop(work: Callable[..., Any], *args: Any) -> Any:
+    """What is read of a long answer, on the one thread that all of them share: a thread each, and the event loop would
+    wait for one turn of the interpreter after the other before its own.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_reader, work, *args)
 
 
 def decode_in_pieces(tokenizer: Any, ids: Sequence[int], size: int = LONG, *, skip_special_tokens: bool = True) -> str:

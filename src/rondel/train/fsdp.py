@@ -32,13 +32,14 @@ from torch.distributed.tensor import DTensor
 
 from rondel.core.errors import ConfigError, ModelError, StalledError
 from rondel.core.mesh import Mesh
+from rondel.core.row_dealing import PRODUCTS
 from rondel.core.tensor_parts import TensorPart
 from rondel.models import linear, names, vision
 from rondel.models.blocks import model_blocks
 from rondel.models.collectives import RankGroup, gather_runs
-from rondel.models.context_parallel import PRODUCTS, ContextRanks
+from rondel.models.context_parallel import ContextRanks
 from rondel.models.deferred_weights import fill_parameters
-from rondel.models.expert_parallel import cut_experts, routed_experts
+from rondel.models.expert_parallel import cut_experts, expert_parameters, routed_experts
 from rondel.models.fp32_sums import keeps_fp32_stream
 from rondel.models.head import LMHead
 from rondel.models.layer_split import StageLayers, drop_parameters, layers_of_stage
@@ -103,8 +104,8 @@ class FsdpRank(SingleRank):
             self.data_group = apart["data"].get_group()
             self.context = RankGroup.of(apart["cp"].get_group()) if mesh.cp > 1 else None
         if mesh.ep > 1:
-            assert mesh.tp == 1, mesh
-            apart = self._arrange(kind, both, pp=mesh.pp, replicas=mesh.replicas, shards=sharing // mesh.ep, ep=mesh.ep)
+            holders = sharing * mesh.tp // mesh.ep
+            apart = self._arrange(kind, both, pp=mesh.pp, replicas=mesh.replicas, shards=holders, ep=mesh.ep)
             # who holds the same experts: their gradients have the tokens of all others already
             self.expert_mesh = apart[both]
             self.experts = RankGroup.of(apart["ep"].get_group())
@@ -155,7 +156,10 @@ class FsdpRank(SingleRank):
             )
 
         head.stack = linear.UnpackedLinear()
-        context = None if self.context is None else ContextRanks(self.context, PRODUCTS * head.weight.shape[1])
+        context = None
+        if self.context is not None:
+            spreads = loaded.compressed or loaded.indexers > 0
+            context = ContextRanks(self.context, PRODUCTS * head.weight.shape[1], spreads)
         held = replace(
             loaded,
             model=model,
@@ -246,7 +250,9 @@ class FsdpRank(SingleRank):
             decoder, tower = loaded.decoder, list[nn.Parameter]()
             if loaded.sight is not None:
                 decoder, tower = vision.language_model(model), [*vision.vision_tower(model).parameters()]
-            layers = layers_of_stage(model, decoder, self.link.size, self.link.index, whole=tower)
+            layers = layers_of_stage(
+                model, decoder, self.link.size, self.link.index, chunks=self.mesh.chunks, whole=tower
+            )
             drop_parameters(model, layers.held)
         blocks = model_blocks(model) if layers is None else layers.own_blocks
         whole: set[nn.Parameter] = set()
@@ -265,11 +271,12 @@ class FsdpRank(SingleRank):
             model.float()
         if self.tensor is not None:
             names.checkpoint_pieces(model)  # of whole tensors, asked for before they are cut
-            own = None if layers is None else blocks
-            self._cuts[model] = cut_model(model, self.tensor, sequence=self.mesh.sp, blocks=own)
+            own = None if layers is None else layers.own_runs
+            apart = [] if self.experts is None else expert_parameters(model)
+            self._cuts[model] = cut_model(model, self.tensor, sequence=self.mesh.sp, runs=own, apart=apart)
         if self.experts is not None:
             names.checkpoint_pieces(model)
-            self._expert_cuts[model] = cut_experts(model, self.experts)
+            self._expert_cuts[model] = cut_experts(model, self.experts, self.tensor)
         eye = set(vision.vision_tower(model).modules()) if loaded.sight is not None else set()
         # whole on every rank, and frozen: no rank waits in a tower that another has no picture for
         if loaded.sight is not None:
@@ -391,12 +398,29 @@ class FsdpRank(SingleRank):
         self, packs: MicroBatches, forward: Callable[[PackedBatch, bool], Any], backward: Callable[[Any, bool], None]
     ) -> None:
         stages, stage = (1, 0) if self.link is None else (self.link.size, self.link.index)
-        run_schedule(one_forward_one_backward(stages, stage, len(packs)), packs, forward, backward)
+        order = one_forward_one_backward(stages, stage, len(packs), self.mesh.chunks)
+        try:
+            run_schedule(order, packs, forward, backward, self._enter_chunk)
+        finally:
+            self._enter_chunk(None)
+
+    def _enter_chunk(self, chunk: int | None) -> None:
+        """Which layers of a stage the next pass goes through; None: all of them in turn."""
+        for stage in self._stages.values():
+            stage.chunk = chunk
 
     def begin_pass(self, model: nn.Module, *, last: bool) -> None:
         if not isinstance(model, FSDPModule):
             return
-        if self.mesh.reduce == "update":
+        stage = self._stages.get(model)
+        if self.mesh.reduce == "update" and stage is not None and stage.chunk is not None:
+            own: list[list[Any]] = stage.layers.own_runs
+            for chunk, blocks in enumerate(own):
+                for block in blocks:
+                    block.set_requires_gradient_sync(last and chunk == stage.chunk)
+            # embedding, or last norm and head
+            model.set_requires_gradient_sync(last and stage.chunk == stage.root_chunk, recurse=False)
+        elif self.mesh.reduce == "update":
             model.set_requires_gradient_sync(last)
         if self.mesh.reshard == "update":
             model.set_reshard_after_forward(last)

@@ -19,15 +19,15 @@ def rank_part(
     sharded: bool = True,
 ) -> TensorPart:
     """Of a whole tensor of this shape: its part by tp or ep, and of that the rows of the rank's shard. Rows lie over
-    shards · cp, those of experts over what ep leaves of them; replicas have the same. `sharded` is False for what lies
-    whole on every rank.
+    shards · cp, those of experts over what ep leaves of shards · cp · tp; replicas have the same. `sharded` is False for
+    what lies whole on every rank.
     """
     part = TensorPart.whole(shape)
     if not sharded:
         return part
-    tp_index = mesh.coordinate("tp", rank)
-    apart = rank // mesh.tp % (mesh.shards * mesh.cp)  # among those that hold different shards
+    sharing = mesh.shards * mesh.cp
+    apart = rank % (sharing * mesh.tp)  # within its replica
     if ep is not None:
         part = part_of(part, ep, mesh.ep, apart % mesh.ep)
-        return part.shard(apart // mesh.ep, mesh.shards * mesh.cp // mesh.ep)
-    return part_of(part, tp, mesh.tp, tp_index).shard(apart, mesh.shards * mesh.cp)
+        return part.shard(apart // mesh.ep, sharing * mesh.tp // mesh.ep)
+    return part_of(part, tp, mesh.tp, apart % mesh.tp).shard(apart // mesh.tp, sharing)

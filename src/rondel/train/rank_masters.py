@@ -55,7 +55,8 @@ class ShardedWeights(MasterWeights):
     to, each rank by itself: blocks lie whole on one (train/whole_blocks.py).
 
     Where matrices are cut by tp, too, a shard is one of this rank's part. What a layer's part keeps whole has a part of
-    its gradient on each of the tp ranks: summed once an update, when the norm is asked for.
+    its gradient on each of the tp ranks: summed once an update, when the norm is asked for. Experts that lie apart have
+    no twins among these.
     """
 
     in_shards = True
@@ -123,13 +124,18 @@ class ShardedWeights(MasterWeights):
         """Whether the numbers of this parameter count here, and not on the first stage of a pipeline."""
         return self.stage is None or self.stage.link.index == 0 or name not in self.stage.layers.shared
 
+    def _is_apart(self, name: str) -> bool:
+        """Whether the tp ranks, if there are any, have different numbers of this parameter."""
+        if self.cuts is None:
+            return False
+        return name in self.cuts.cuts or (self.experts is not None and name in self.experts.cuts)
+
     def _squares(self, cut: bool) -> Tensor:
-        """Of the gradients that are cut by tp, or of the others."""
-        cuts = self.cuts.cuts if self.cuts is not None else {}
+        """Of the gradients of which the tp ranks have different numbers, or of the others."""
         grads = [
             m.grad
             for n, m in zip(self.names, self.masters)
-            if (n in cuts) == cut and m.grad is not None and self._is_counted(n)
+            if self._is_apart(n) == cut and m.grad is not None and self._is_counted(n)
         ]
         none = torch.zeros((), device=self.masters[0].device)
         return torch.stack(torch._foreach_norm(grads)).norm() ** 2 if grads else none
@@ -140,7 +146,7 @@ class ShardedWeights(MasterWeights):
             if (rounded := self._rounded[i] if form is None else self._held(i)) is None:
                 continue
             fresh = master.to(self.dtype) if form is None else form.fake(master, self.dtype).to(rounded.dtype)
-            own = self.cuts is None or name in self.cuts.cuts or self.cuts.ranks.index == 0  # each number once
+            own = self.cuts is None or self._is_apart(name) or self.cuts.ranks.index == 0  # each number once
             if own and self._is_counted(name):
                 counts += torch.tensor([int((fresh != rounded).sum()), fresh.numel()], device=counts.device)
             rounded.copy_(fresh)

@@ -1,4 +1,4 @@
-"""What one rank computes of a packed row that several share (context parallel): its run of the tokens, the targets that
+"""What one rank computes of a packed row that several share (context parallel): some of its tokens, the targets that
 these predict, and how what all found out becomes whole again.
 
 A loss sees whole samples on every rank, so no row of the table knows that its logprobs were computed apart.
@@ -6,6 +6,7 @@ A loss sees whole samples on every rank, so no row of the table knows that its l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,80 +17,102 @@ from rondel.core.errors import TrainError
 from rondel.models.collectives import RankGroup, gather_rows
 
 if TYPE_CHECKING:
-    from rondel.models.context_parallel import ContextRanks
+    from rondel.core.row_dealing import RowDealing
+    from rondel.models.context_parallel import ContextLayout, ContextRanks
     from rondel.models.loaded_model import LoadedModel
-    from rondel.models.packed_layout import PackedLayout
+    from rondel.models.packed_layout import PackedLayout, PackedSegment
     from rondel.train.pack import PackedBatch
     from rondel.train.sampling_mask import SupportMask
 
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
-    """`tokens`, `positions` [t] of the run, `source` [m] in it, `target` [m]: what a PackedBatch has of the whole row.
+    """`tokens`, `positions` [t] of this rank's part, `source` [m] in it, `target` [m]: what a PackedBatch has of the whole
+    row.
 
-    lengths  tokens of each rank's run
+    lengths  tokens of each rank's part
     counts   how many targets each rank has
     place    [M] where a target lies among those of all ranks, one rank's behind the other's
+    order    [T] the same of the row's tokens; None where every rank computes them all
     """
 
     tokens: Tensor
     positions: Tensor
     source: Tensor
     target: Tensor
-    layout: PackedLayout
+    layout: PackedLayout | ContextLayout
     kept: SupportMask | None
     ranks: RankGroup
     lengths: list[int]
     counts: list[int]
     place: Tensor
+    order: Tensor | None
 
     def join_targets(self, values_m: Tensor) -> Tensor:
         """Of the own targets -> of all [M], on every rank; the gradient of its own goes back to each."""
         return gather_rows(values_m, self.counts, self.ranks, summed=False).index_select(0, self.place)
 
     def join_rows(self, values_t: Tensor) -> Tensor:
-        """Of the tokens of the run -> of the whole row [T]."""
-        return values_t if 0 in self.lengths else gather_rows(values_t, self.lengths, self.ranks, summed=False)
+        """Of the own tokens -> of the whole row [T]."""
+        if self.order is None:
+            return values_t
+        return gather_rows(values_t, self.lengths, self.ranks, summed=False).index_select(0, self.order)
 
 
 def own_share(packed: PackedBatch, context: ContextRanks) -> RowShare:
-    """This rank's run of a micro-batch."""
+    """This rank's part of a micro-batch."""
     if packed.looks is not None:
         raise TrainError(
             "a row with images cannot be shared by several ranks yet: use place.mesh without cp for a model that looks"
         )
-    segments = packed.layout.segments
-    lengths = context.row_lengths(segments)
-    ends = torch.tensor(lengths, device=packed.source.device).cumsum(0)
-    owner = torch.searchsorted(ends, packed.source, right=True)
-    order = owner.argsort(stable=True)
-    index = context.ranks.index
-    if 0 in lengths:  # fewer tokens than ranks: all compute them, and the first one's count
-        first, rows, layout = 0, slice(None), packed.layout
-    else:
-        first = sum(lengths[:index])
-        rows = slice(first, first + lengths[index])
-        layout = context.own_layout(segments, lengths, packed.tokens.device)
-    mine = (owner == index).nonzero()[:, 0]
+    segments, device = packed.layout.segments, packed.source.device
+    dealing = context.deal_row(segments)
+    parts = _rank_rows(segments, dealing)
+    lengths, index = list(map(len, parts)), context.ranks.index
+    owner, place = torch.empty(2, sum(lengths), dtype=torch.int64)
+    for rank, rows in enumerate(parts):
+        owner[rows], place[rows] = rank, torch.arange(len(rows))
+    owner_M = owner.to(device)[packed.source]
+    mine = (owner_M == index).nonzero()[:, 0]
+    rows, order = torch.arange(sum(lengths), device=device), None
+    layout: PackedLayout | ContextLayout = packed.layout
+    if 0 not in lengths:  # or there are fewer tokens than ranks: all compute them, and the first one's count
+        rows, order = parts[index].to(device), torch.cat(parts).argsort().to(device)
+        layout = context.own_layout(segments, dealing, packed.tokens.device)
     return RowShare(
         packed.tokens[rows],
         packed.positions[..., rows],
-        packed.source[mine] - first,
+        place.to(device)[packed.source[mine]],
         packed.target[mine],
         layout,
         None if packed.kept is None else packed.kept.of_tokens(mine),
         context.ranks,
         lengths,
-        owner.bincount(minlength=len(lengths)).tolist(),
-        order.argsort(),
+        owner_M.bincount(minlength=len(lengths)).tolist(),
+        owner_M.argsort(stable=True).argsort(),
+        order,
     )
 
 
 def own_routes(loaded: LoadedModel, packed: PackedBatch) -> Tensor:
-    """Recorded routes of this rank's run."""
+    """Recorded routes of this rank's part."""
     assert packed.routes is not None
     if loaded.context is None:
         return packed.routes
-    lengths, index = loaded.context.row_lengths(packed.layout.segments), loaded.context.ranks.index
-    first = sum(lengths[:index])
-    return packed.routes if 0 in lengths else packed.routes[first : first + lengths[index]]
+    segments = packed.layout.segments
+    rows = _rank_rows(segments, loaded.context.deal_row(segments))
+    own = rows[loaded.context.ranks.index].to(packed.routes.device)
+    return packed.routes[own] if all(map(len, rows)) else packed.routes
+
+
+def _rank_rows(segments: Sequence[PackedSegment], dealing: RowDealing) -> list[Tensor]:
+    """Of each rank, where in the row its tokens lie."""
+    return [
+        torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(run.start, run.stop) for run in runs)])
+        for runs in dealing.rank_places(segments)
+    ]
+
+
+def count_shared(loaded: LoadedModel, packed: PackedBatch) -> int:
+    """Tokens of a micro-batch whose keys and values its ranks give each other."""
+    return 0 if loaded.context is None else loaded.context.deal_row(packed.layout.segments).shared_tokens

@@ -39,6 +39,7 @@ from rondel.train.observations import observed_batch
 from rondel.train.offload import Offload
 from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
+from rondel.train.row_share import count_shared
 from rondel.train.settings import TrainSettings
 from rondel.train.step_metrics import StepMetricSums
 from rondel.train.teachers import Teacher, TeacherEnsemble
@@ -512,6 +513,7 @@ class LocalTrainer:
                 done.extend(packed.samples)
                 batch.write_tokens(packed.samples, trained=found.pop("trained"))  # by the version that began the step
                 sums.packed += packed.token_count
+                sums.shared += count_shared(self.loaded, packed)
                 sums.add_terms(found.pop("loss"), found)
                 add_routes(packed, tape)
 

@@ -14,6 +14,7 @@ class StepMetricSums:
 
     def __init__(self) -> None:
         self.loss, self.packed = 0.0, 0
+        self.shared = 0  # tokens of these whose keys and values ranks of cp give each other
         self.terms: dict[str, list[Tensor]] = {}
         self.values: dict[str, float] = {}
         self.expert_counts: dict[int, Tensor] = {}  # of each layer, tokens that went to each of its experts [E]
@@ -39,9 +40,9 @@ class StepMetricSums:
     def gather_ranks(self, ranks: SingleRank) -> None:
         """All that the ranks have summed."""
         own = {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces}
-        counts = ranks.gather_data_ranks((self.loss, self.packed))
+        counts = ranks.gather_data_ranks((self.loss, self.packed, self.shared))
         told = ranks.gather_arrays(own)
-        self.loss, self.packed = sum(loss for loss, _ in counts), sum(packed for _, packed in counts)
+        self.loss, self.packed, self.shared = (sum(told) for told in zip(*counts))
         self.terms = {
             name: [terms[name] for terms in told if name in terms] for name in dict.fromkeys(n for t in told for n in t)
         }
@@ -55,6 +56,8 @@ class StepMetricSums:
 
     def to_metrics(self, updates: int) -> dict[str, float]:
         out = {"train/loss": self.loss / max(1, updates), "train/packed_tokens": float(self.packed), **self.values}
+        if self.shared:
+            out["train/shared_tokens"] = float(self.shared)
         terms = {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces}
         if "correction" in terms:
             terms["dropped"] = (terms["correction"] == 0).float()

@@ -16,6 +16,11 @@ CLUSTERS = ("auto", "local", "process", "torchrun", "ray")
 
 class MeshConfig(SettingsTable):
     pp: Count = Field(1, description="stages of layers, one behind the other (pipeline parallel)")
+    chunks: Count = Field(
+        1,
+        description="runs of layers of each stage, which take turns (interleaved pipeline): stages wait less, and hidden "
+        "states travel as many times; with pp",
+    )
     replicas: Count = Field(
         1, description="copies of all shards: weights are gathered within one, gradients summed over all"
     )
@@ -27,8 +32,8 @@ class MeshConfig(SettingsTable):
     tp: Count = Field(1, description="ranks that share each matrix (tensor parallel)")
     ep: Count = Field(
         1,
-        description="ranks, of the shards · cp of a replica, over which the experts of a mixture lie apart (expert "
-        "parallel); not with tp",
+        description="ranks, of the shards · cp · tp of a replica, over which the experts of a mixture lie apart (expert "
+        "parallel)",
     )
     sp: bool = Field(True, description="with tp, rows between the parts of a layer lie apart, too (sequence parallel)")
 
@@ -50,7 +55,7 @@ class MeshConfig(SettingsTable):
         """Over so many processes; 1 stands for as many as the axes need."""
         mine = self.__dict__
         rest = mine["pp"] * mine["replicas"] * mine["cp"] * mine["tp"]
-        least = mine["ep"] // gcd(mine["ep"], mine["cp"])  # shards that ep needs
+        least = mine["ep"] // gcd(mine["ep"], mine["cp"] * mine["tp"])  # shards that ep needs
         shards = max(least, ranks // rest) if mine["shards"] == "auto" else mine["shards"]
         mesh = Mesh(
             pp=self.pp,
@@ -59,14 +64,13 @@ class MeshConfig(SettingsTable):
             cp=self.cp,
             tp=self.tp,
             ep=self.ep,
+            chunks=self.chunks,
             sp=self.sp,
             prefetch=self.prefetch,
             reduce=self.reduce,
             reshard=self.reshard,
         )
         _ = self.shards  # read
-        if mesh.ep > 1 and mesh.tp > 1:
-            raise ValueError(f"mesh = {mesh}: ep together with tp is not supported; leave one of them out")
         if ranks not in (1, mesh.world):
             raise ValueError(
                 f"mesh = {mesh} has {mesh.world} ranks, and ranks = {ranks}: leave one of them out, or let them agree"

@@ -10,7 +10,6 @@ reply ─> ...
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -27,7 +26,8 @@ from rondel.generate.pictures import place_images
 from rondel.generate.template import Messages, Schemas, Template
 from rondel.generate.video import process_media, split_media
 from rondel.system.clock import now
-from rondel.text.decode import LONG, decode_answer
+from rondel.system.loop_turns import TURN_TOKENS, take_loop_turn
+from rondel.text.decode import LONG, beside_loop, decode_answer
 from rondel.text.unicode import valid_unicode
 
 
@@ -47,7 +47,6 @@ class ConversationMark:
 
 START = ConversationMark()
 TURNS = 1 << 20  # more than one conversation has
-TURN_TOKENS = 1 << 17  # of an answer that are appended at once: some three milliseconds
 
 
 class TokenChat:
@@ -255,7 +254,7 @@ class TokenChat:
         """The tools that a reply asks for, as the template writes calls; what it only thought of is not asked for."""
         said = await decode_answer(self.tokenizer, done.tokens, skip_special_tokens=False)
         form = self.template.call_format
-        return await asyncio.to_thread(read_calls, form, said) if len(done.tokens) > LONG else read_calls(form, said)
+        return await beside_loop(read_calls, form, said) if len(done.tokens) > LONG else read_calls(form, said)
 
     def write(
         self, text: str, *, version: int = 0, split_special_tokens: bool = True, steps: ContinuousSteps | None = None
@@ -420,10 +419,12 @@ def record_turns(trajectory: Trajectory, messages: Messages) -> None:
 
 
 async def extend_in_pieces(trajectory: Trajectory, done: Completion) -> None:
-    """An answer into the trajectory, in passes of the event loop that are short however many tokens it has."""
+    """An answer into the trajectory, in passes of the event loop that are short however many tokens it has, and however
+    many answers come at once.
+    """
     for at in range(0, len(done.tokens) or 1, TURN_TOKENS):
-        if at:
-            await asyncio.sleep(0)
+        if len(done.tokens) > LONG:
+            await take_loop_turn()
         part = slice(at, at + TURN_TOKENS)
         trajectory.extend(
             done.tokens[part],

@@ -12,7 +12,6 @@ share are trained in each (and computed once).
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from rondel.core.errors import EnvError, UserError, unwrap_exception_group
 from rondel.core.protocols import Chat
 from rondel.core.types import DROPPED, Failed, Ok, OutOfBudget, Score, Task, Trajectory
-from rondel.text.decode import LONG
+from rondel.text.decode import LONG, beside_loop
 
 if TYPE_CHECKING:
     from rondel.generate.envs.episode_budget import EpisodeBudget
@@ -89,7 +88,7 @@ class EpisodeState:
                 continue
             if trajectory.drift is None:
                 long = len(trajectory.tokens) > LONG  # others have their turn on the event loop
-                trajectory.drift = await asyncio.to_thread(chat.find_drift) if long else chat.find_drift()
+                trajectory.drift = await beside_loop(chat.find_drift) if long else chat.find_drift()
             found.append(_last_written(chat))
             closed += chat.closed
         if self.budget is not None and self.budget.over:

@@ -41,7 +41,9 @@ class RemoteWorker:
 
         async def call(*args: Any, **how: Any) -> Any:
             self._loop = asyncio.get_running_loop()
-            return await asyncio.wrap_future(self.ask(verb, *args, **how))
+            answer = self.ask(verb, *args, **how)
+            del args, how  # a call may take long, and what was sent is not needed here
+            return await asyncio.wrap_future(answer)
 
         return call
 

@@ -106,6 +106,10 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
         "answers",
         "answers that gave no gradient because the token limit cut them off: algo.mask_truncated",
     ),
+    "train/shared_tokens": (
+        "tokens",
+        "packed tokens whose keys and values the ranks of place.mesh.cp gave each other: of samples too long for one",
+    ),
     "train/expert_load_imbalance": (
         "ratio",
         "tokens of a layer's busiest expert by the mean of its experts, mean over the layers; 1 is even (MaxVio + 1, "
