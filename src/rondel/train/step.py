@@ -513,7 +513,8 @@ class LocalTrainer:
                 done.extend(packed.samples)
                 batch.write_tokens(packed.samples, trained=found.pop("trained"))  # by the version that began the step
                 sums.packed += packed.token_count
-                sums.shared += count_shared(self.loaded, packed)
+                if self.loaded.context is not None:
+                    sums.shared += count_shared(self.loaded.context, packed)
                 sums.add_terms(found.pop("loss"), found)
                 add_routes(packed, tape)
 
