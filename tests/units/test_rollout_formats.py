@@ -33,6 +33,7 @@ PLACES = {
     "beside": {"place__ranks": 2},
     "parts of an engine": {"place__kind": "split", "place__engines": {"tp": 2}},
     "prefill apart": {"place__kind": "split", "place__engines": {"prefill": True}},
+    "ray": {"place__kind": "split", "place__cluster": "ray", "place__patience": 120.0},
 }
 
 
@@ -68,6 +69,8 @@ def test_each_side_has_its_own_logprobs(tmp_path):
 @pytest.mark.parametrize("place", covering(PLACES, ["shared", "two ranks", "parts of an engine"]))
 def test_wherever_engine_and_trainer_are(tmp_path, place):
     """Encoded weights arrive at every update, and K3 is that of the format: below its alarm, far above rounding in fp32."""
+    if place == "ray":
+        pytest.importorskip("ray")
     run(tmp_path, **SHORT, **ROUNDED, **PLACES[place])
     done = [e["metrics"] for e in events(tmp_path, "StepDone")]
     assert all(1e-7 < m["train/mismatch_k3_lag_0"] < 0.2 for m in done), done

@@ -144,7 +144,7 @@ class EncodedArrival:
         if not self.keep:
             return {}
         own = {part_name(of, p): value for of, layer in self._layers.items() for p, value in layer.parts.items()}
-        missing = {name: shape for name, shape in self.shapes.items() if name not in self._held | own}
+        missing = {name: shape for name, shape in self.shapes.items() if name not in self._held and name not in own}
         empty = {n: torch.empty(s, dtype=getattr(torch, d), device="meta") for n, (s, d) in missing.items()}
         return {**self._held, **own, **empty}
 

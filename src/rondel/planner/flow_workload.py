@@ -120,6 +120,11 @@ class FlowWorkload:
         return max(1, min(self.running, ceil(self.samples * (self.staleness + 1) / self.engine_count)))
 
     @property
+    def weight_bytes(self) -> float:
+        """Of one whole copy that computes."""
+        return self.sync_bytes
+
+    @property
     def sync_bytes(self) -> float:
         return self.shape.parameter_count * WIDTH
 
