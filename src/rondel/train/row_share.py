@@ -113,6 +113,6 @@ def _rank_rows(segments: Sequence[PackedSegment], dealing: RowDealing) -> list[T
     ]
 
 
-def count_shared(loaded: LoadedModel, packed: PackedBatch) -> int:
+def count_shared(context: ContextRanks, packed: PackedBatch) -> int:
     """Tokens of a micro-batch whose keys and values its ranks give each other."""
-    return 0 if loaded.context is None else loaded.context.deal_row(packed.layout.segments).shared_tokens
+    return context.deal_row(packed.layout.segments).shared_tokens

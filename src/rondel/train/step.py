@@ -506,7 +506,7 @@ class LocalTrainer:
                 done.extend(packed.samples)
                 batch.write_tokens(packed.samples, trained=found.pop("trained"))  # by the version that began the step
                 sums.packed += packed.token_count
-                sums.shared += count_shared(self.loaded, packed)
+                sums.shared += 0 if self.loaded.context is None else count_shared(self.loaded.context, packed)
                 sums.add_terms(found.pop("loss"), found)
                 add_routes(packed, tape)
 
