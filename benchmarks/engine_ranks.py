@@ -30,6 +30,9 @@ def main(argv: list[str] | None = None) -> None:
         prog="rondel bench engine_ranks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument(
+        "--experts-apart", action="store_true", help="experts are not cut, each lies whole on one process"
+    )
     parser.add_argument("--families", nargs="*", default=["all"])
     parser.add_argument("--speed", default="", metavar="MODEL", help="a folder, or { random = ... }")
     parser.add_argument("--running", type=int, default=8)
@@ -43,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     from kits.engine_ranks import RankedEngines
 
     with tempfile.TemporaryDirectory() as folder:
-        engines = RankedEngines(Path(folder), tp=a.tp)
+        engines = RankedEngines(Path(folder), tp=a.tp, experts_apart=a.experts_apart)
         try:
             told = _compare_families(engines, a.families) if a.families else {}
             if a.speed:

@@ -11,7 +11,7 @@ from rondel.buffer import Buffer
 from rondel.core.events import GroupFinished, GroupsTaken, StepDone, emit
 from rondel.core.time_account import PhaseTimer
 from rondel.core.types import DROPPED, Failed, Group, Slot, Task, Verdict
-from rondel.system.loop_turns import drop_in_turns
+from rondel.system.loop_turns import TURN_TOKENS, drop_in_turns
 
 
 async def feed_tasks(tasks: AsyncIterator[Task], buffer: Buffer) -> None:
@@ -63,7 +63,9 @@ async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: It
         await milestone(step, version, batch)  # evaluate and checkpoint at a version, before anything new is admitted
         held = [trajectory for group in groups for trajectory in group.trajectories] + [*getattr(batch, "samples", ())]
         del groups, batch  # as above
-        await drop_in_turns(held, lambda one: len(one.tokens))
+        if sum(len(one.tokens) for one in held) > TURN_TOKENS:
+            await drop_in_turns(held, lambda one: len(one.tokens))
+        del held
         clock.record_phase("milestone")  # counted with the step that follows
         await buffer.advance(version)  # room appears, the feed wakes
 

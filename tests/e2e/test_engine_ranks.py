@@ -16,6 +16,7 @@ from kits.engine_ranks import RankedEngines, whole
 from kits.runs import check, events, final, run
 from kits.sync import Publisher, ShardedPublisher, wrote
 from kits.workers import alive
+from rondel.core.config.place import PlaceConfig
 from rondel.core.errors import ConfigError, EngineError, ModelError, SyncError
 from rondel.core.events import GroupFinished, subscribe
 from rondel.core.mesh import Mesh
@@ -332,6 +333,55 @@ def test_changes_alone_are_refused_by_name(engines, tmp_path):
     update = WeightUpdate(trainer.transport, probe=[], score=None, tolerance=1e-4)
     with pytest.raises(SyncError, match="'delta', which an engine of 2 processes does not take: use ipc, disk"):
         asyncio.run(update(trainer, e))
+
+
+# -- experts apart -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory):
+    made = RankedEngines(tmp_path_factory.mktemp("experts"), experts_apart=True)
+    yield made
+    made.close()
+    assert made.ended == []
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_whole_on_some_process_each(mixtures, kind, tmp_path):
+    """What one process writes, experts recorded alike, before and after updates; a process holds half of the experts, and
+    the whole of each.
+    """
+    wants = frozenset({"experts"})
+
+    async def scenario(e):
+        return await all_of(e, [Request(r.tokens, r.sampling, key=r.key, wants=wants) for r in mixed()])
+
+    settings = {"kv_pages": 512, "routes": True}
+    ours = mixtures.of(kind, transports={"ipc": FromIpc()}, **settings)
+    same(asyncio.run(scenario(watched(ours))), asyncio.run(scenario(watched(engine(whole(kind), **settings)))))
+    part = ours.loaded.lead.part
+    held = dict(part.loaded.model.named_parameters())
+    experts = [name for name in held if ".experts." in name]
+    assert experts and all(tuple(held[n].shape) == (part.module[n][0][0] // 2, *part.module[n][0][1:]) for n in experts)
+    trainer = CheckpointPublisher(whole(kind), transport=FromIpc())
+    for version in (1, 2):
+        trainer.train()
+        assert asyncio.run(updater_of(trainer)(trainer, ours)) == version
+        told, true = (asyncio.run(all_of(e, mixed(4))) for e in (ours, engine(twin(trainer.loaded))))
+        assert [a.tokens for a in told] == [b.tokens for b in true]
+
+
+def test_a_dense_model_has_no_experts_to_lay_apart(mixtures):
+    with pytest.raises(ModelError, match=r"'llama' has no experts that ep could lay apart.*leave ep out"):
+        mixtures.of("llama")
+
+
+def test_experts_lie_apart_over_all_processes_or_none():
+    assert PlaceConfig(kind="split", engines={"tp": 2, "ep": 2}).engine_experts_apart
+    assert not PlaceConfig(kind="split", engines={"tp": 2}).engine_experts_apart
+    for sizes in ({"tp": 4, "ep": 2}, {"ep": 2}):
+        with pytest.raises(ValueError, match=r"ep = 2 with tp = .*leave ep out"):
+            PlaceConfig(kind="split", engines=sizes)
 
 
 # -- prefill and decode apart --------------------------------------------------------------------

@@ -190,7 +190,7 @@ class EchoTrainer(CountingTrainer):
 
 def test_a_step_of_long_answers_dies_beside_the_event_loop(monkeypatch):
     """Trajectories, samples, and what was known of these before the ranks said more."""
-    for module in ("rondel.system.loop_turns", "rondel.driver.rollouts"):
+    for module in ("rondel.loop", "rondel.system.loop_turns", "rondel.driver.rollouts"):
         monkeypatch.setattr(f"{module}.TURN_TOKENS", 150)
     dead = []
     trainer, rollouts = EchoTrainer(dead), LongRollouts(dead)

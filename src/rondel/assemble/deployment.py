@@ -224,7 +224,14 @@ class DeploymentPlan:
         cluster = partial(ProcessCluster, self.folder / "logs" if self.folder else None, patience=where.patience)
         name = self.worker_name("engine", number)
         settings = RankSettings(
-            name, tuple(devices), cluster, threads, tuple(cores[1:]), where.patience, where.engine_prefill
+            name,
+            tuple(devices),
+            cluster,
+            threads,
+            tuple(cores[1:]),
+            where.patience,
+            where.engine_prefill,
+            where.engine_experts_apart,
         )
         return partial(EngineRanks, settings, stay_alive if where.cluster == "local" else end_process)
 

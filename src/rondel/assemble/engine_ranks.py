@@ -47,6 +47,7 @@ class RankSettings:
     cluster   makes what starts the followers
     patience  seconds that one rank waits for another
     prefill   the second rank computes prompts with the whole model; else all share every matrix
+    experts_apart  but experts, each of which lies whole on one rank
     """
 
     name: str
@@ -56,6 +57,7 @@ class RankSettings:
     cores: tuple[tuple[int, ...], ...] = ()
     patience: float = 60.0
     prefill: bool = False
+    experts_apart: bool = False
 
     @property
     def size(self) -> int:
@@ -74,14 +76,17 @@ class FollowerHost:
     async def load(self, load: Callable[[], LoadedModel]) -> None:
         self.loaded = await self.device.run(load)
 
-    async def join(self, address: tuple[str, int], transports: Mapping[str, Transport], prefill: bool) -> None:
+    async def join(
+        self, address: tuple[str, int], transports: Mapping[str, Transport], prefill: bool, experts_apart: bool
+    ) -> None:
         """Returns when all ranks have joined and hold their parts."""
 
         def join_here() -> EngineFollower:
             loaded, self.loaded = self.loaded, None
             assert loaded is not None, "load() comes first"
             meeting = Rendezvous.connect_to(address)
-            joined = join_ranks(loaded, meeting, self.rank, self.size, self.device.name, self.patience, prefill=prefill)
+            how = {"prefill": prefill, "experts_apart": experts_apart}
+            joined = join_ranks(loaded, meeting, self.rank, self.size, self.device.name, self.patience, **how)
             return EngineFollower(*joined, transports)
 
         self.follower = await self.device.run(join_here)
@@ -117,13 +122,14 @@ def join_ranks(
     expected: Tensor | None = None,
     *,
     prefill: bool = False,
+    experts_apart: bool = False,
 ) -> tuple[ServingPart, CommandChannel, RankGroup]:
     """Meet the other ranks and keep a part of the model. `expected`: what the whole one says of the probe."""
     control = meeting.make_group("control", rank, size, patience=patience)
     compute = control
     if device.startswith("cuda"):
         compute = meeting.make_group("compute", rank, size, device=device, patience=patience)
-    part = cut_for_serving(loaded, compute, device, whole=prefill)
+    part = cut_for_serving(loaded, compute, device, whole=prefill, experts_apart=experts_apart)
     if not prefill:
         check_part(part, expected)
     return part, CommandChannel(control), compute
@@ -173,10 +179,12 @@ class EngineRanks:
         for answer in loads:
             answer.result()  # a follower that hangs fails its calls
         meeting, s = Rendezvous(HOST), self.settings
-        joins = [follower.ask("join", meeting.address, self.transports, s.prefill) for follower in self.followers]
+        told = (meeting.address, self.transports, s.prefill, s.experts_apart)
+        joins = [follower.ask("join", *told) for follower in self.followers]
 
         def join_here() -> LeadRank:
-            joined = join_ranks(loaded, meeting, 0, s.size, device.name, s.patience, expected, prefill=s.prefill)
+            how = {"prefill": s.prefill, "experts_apart": s.experts_apart}
+            joined = join_ranks(loaded, meeting, 0, s.size, device.name, s.patience, expected, **how)
             rank, model = (PrefillLead, SplitModel) if s.prefill else (LeadRank, LeadModel)
             calls = {"tell": self._tell, "fate": self._wait_for_fate, "ended": self._ended}
             return rank(*joined, model=model, receiver=LeadReceiver, **calls)

@@ -7,6 +7,9 @@
 Routers, shared experts and everything else stay as they are. A replayed route (models/routing_tape.py) is the
 router's, so it is dispatched like any other. No capacity, no dropped token: what an expert gets is what was routed to it.
 
+In an engine every rank has the rows of all, and nothing travels: each computes those of its experts, and the sum that
+leaves the layer's part is the whole (`exchange` false).
+
 Beside tensor parallel (models/tensor_parallel.py) experts are not cut, and each of the tp ranks, which all have the same
 rows, sends a run of them: what its experts make of these is its part of the sum that leaves the layer's part.
 
@@ -53,17 +56,19 @@ def expert_parameters(model: nn.Module) -> list[str]:
     return [f"{name}.{own}" for name, experts in routed_experts(model).items() for own, _ in experts.named_parameters()]
 
 
-def cut_experts(model: Any, ranks: RankGroup, twins: RankGroup | None = None) -> TensorCuts:
-    """Keep this rank's experts of a whole model, in place. `twins`: who has the same rows, by tensor parallel.
+def cut_experts(model: Any, ranks: RankGroup, twins: RankGroup | None = None, *, exchange: bool = True) -> TensorCuts:
+    """Keep this rank's experts of a whole model, in place. `twins`: who has the same rows, by tensor parallel. `exchange`:
+    tokens travel; else all ranks have the same ones.
 
     Raises ModelError where there are none that can be cut, or ranks do not divide them.
     """
     found, kind = TensorCuts(ranks, sequence=False), model.config.model_type
     mixtures = routed_experts(model)
     if not mixtures:
+        instead = "use place.mesh with shards, cp or tp instead of ep" if exchange else "leave ep out"
         raise ModelError(
             f"model type '{kind}' has no experts that ep could lay apart (it has none, or their weights are not joined "
-            "in tensors [experts, ...]): use place.mesh with shards, cp or tp instead of ep"
+            f"in tensors [experts, ...]): {instead}"
         )
     for name, experts in mixtures.items():
         count = next(experts.parameters()).shape[0]
@@ -79,7 +84,7 @@ def cut_experts(model: Any, ranks: RankGroup, twins: RankGroup | None = None) ->
             setattr(experts, own, nn.Parameter(part, requires_grad=whole.requires_grad))
             found.cuts[f"{name}.{own}"], found.shapes[f"{name}.{own}"] = cut, whole.shape
         setattr(experts, "num_experts", count // ranks.size)  # noqa: B010
-        forward = functools.partial(_dispatch, experts.forward, ranks, count)
+        forward = functools.partial(_dispatch if exchange else _compute_own, experts.forward, ranks, count)
         setattr(experts, "forward", forward if twins is None else functools.partial(_dispatch_run, forward, twins))  # noqa: B010
     return found
 
@@ -122,6 +127,21 @@ def _dispatch_run(
     first, end = sum(runs[: twins.index]), sum(runs[: twins.index + 1])
     own = dispatch(rows[first:end], chosen[first:end], weights[first:end])
     return F.pad(own, (0, 0, first, len(rows) - end)).view_as(hidden)
+
+
+def _compute_own(
+    compute: Callable[..., Tensor], ranks: RankGroup, count: int, hidden: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """Of rows that all ranks have, what the experts of this one make of them: [.., H], [T, k], [T, k] -> [.., H], whose sum
+    over the ranks is the whole.
+    """
+    tokens, each = hidden.flatten(0, -2), count // ranks.size
+    row, place = (chosen // each == ranks.index).nonzero(as_tuple=True)
+    expert = chosen[row, place] - ranks.index * each
+    out = _compute_some(compute, tokens[row], expert) * weights[row, place, None]
+    every = out.new_zeros(*chosen.shape, out.shape[-1])  # [T, k, H], which sums in a fixed order
+    every[row, place] = out
+    return every.sum(-2).to(hidden.dtype).view_as(hidden)
 
 
 def _compute_some(compute: Callable[..., Tensor], rows: Tensor, expert_R: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from rondel.core.errors import ConfigError, ModelError
 from rondel.models import names
 from rondel.models.collectives import RankGroup, gather_columns
 from rondel.models.deferred_weights import fill_parameters
+from rondel.models.expert_parallel import cut_experts, expert_parameters
 from rondel.models.head import LMHead
 from rondel.models.load_check import PARITY, CountingLayout
 from rondel.models.loaded_model import LoadedModel
@@ -66,17 +67,27 @@ def probe_logprobs(loaded: LoadedModel) -> Tensor:
     return loaded.head.logits(hidden).log_softmax(-1)
 
 
-def cut_for_serving(loaded: LoadedModel, ranks: RankGroup, device: str, *, whole: bool = False) -> ServingPart:
+def cut_for_serving(
+    loaded: LoadedModel, ranks: RankGroup, device: str, *, whole: bool = False, experts_apart: bool = False
+) -> ServingPart:
     """Keep this rank's part of a model that lies whole on the host or is still in its checkpoint. -> the part, on
     `device`.
 
-    whole  every rank keeps all of it: they share passes, and not matrices
+    whole          every rank keeps all of it: they share passes, and not matrices
+    experts_apart  experts of a mixture are not cut: each lies whole on one rank
     """
     _refuse(loaded, ranks.size)
     model = loaded.model
     module, checkpoint = _shapes_of(names.named_weights(model)), _checkpoint_shapes(model)
     vocabulary, token_count = loaded.vocabulary, loaded.token_count
-    cuts = TensorCuts(ranks, False) if whole else cut_model(model, ranks, sequence=False, instead=INSTEAD)
+    if whole:
+        cuts = TensorCuts(ranks, False)
+    else:
+        apart = expert_parameters(model) if experts_apart else []
+        cuts = cut_model(model, ranks, sequence=False, instead=INSTEAD, apart=apart)
+    if experts_apart:
+        own = cut_experts(model, ranks, exchange=False)
+        cuts.cuts, cuts.shapes = cuts.cuts | own.cuts, cuts.shapes | own.shapes
     if (weights := loaded.weights) is not None:
 
         def read(name: str, like: nn.Parameter) -> Tensor:

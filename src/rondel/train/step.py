@@ -513,8 +513,7 @@ class LocalTrainer:
                 done.extend(packed.samples)
                 batch.write_tokens(packed.samples, trained=found.pop("trained"))  # by the version that began the step
                 sums.packed += packed.token_count
-                if self.loaded.context is not None:
-                    sums.shared += count_shared(self.loaded.context, packed)
+                sums.shared += 0 if self.loaded.context is None else count_shared(self.loaded.context, packed)
                 sums.add_terms(found.pop("loss"), found)
                 add_routes(packed, tape)
 

@@ -85,6 +85,11 @@ class EnginesConfig(SettingsTable):
         description="processes of each, which share every matrix (tensor parallel): for models that one device does not "
         "hold, or not fast enough; the built-in engine's, on one machine",
     )
+    ep: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="as many as tp: experts of a mixture are not cut, each lies whole on one of these processes (expert "
+        "parallel)",
+    )
     prefill: bool = Field(
         False,
         description="each has a second process, which computes prompts while the first one decodes; on a CPU, not with tp",
@@ -147,6 +152,11 @@ class PlaceConfig(ConfigSection):
         return 1 if isinstance(self.engines, int) else self.engines.tp
 
     @property
+    def engine_experts_apart(self) -> bool:
+        """Whether experts lie whole on one process of each."""
+        return not isinstance(self.engines, int) and self.engines.ep > 1
+
+    @property
     def engine_prefill(self) -> bool:
         """Whether each has a process for prompts."""
         return not isinstance(self.engines, int) and self.engines.prefill
@@ -186,6 +196,11 @@ class PlaceConfig(ConfigSection):
             )
         if each.get("prefill") and each["tp"] > 1:
             raise ValueError(f"engines: prefill = true with tp = {each['tp']} is not supported; leave one of them out")
+        if each.get("ep", 1) not in (1, each.get("tp", 1)):
+            raise ValueError(
+                f"engines: ep = {each['ep']} with tp = {each['tp']}: experts lie apart over all processes of an engine; let "
+                "them agree, or leave ep out"
+            )
         if mine["cluster"] == "local" and (several, mine["ranks"]) != (1, 1):
             raise ValueError('more than one engine or rank needs kind = "split" and cluster = "process"')
         return self
