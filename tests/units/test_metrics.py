@@ -48,6 +48,8 @@ def test_one_step_by_hand():
 def test_a_failed_reward_is_no_zero_and_nothing_is_no_number():
     assert "score/reward_mean" not in from_groups([GroupFinished(0, "a", 0, False, "failed", [], [3, 3], failed=2)])
     assert from_groups([]) == {}
+    single = from_groups([GroupFinished(i, "a", 0, True, "", [float(i)], [3]) for i in range(2)])
+    assert "filter/signal_fraction" not in single and single["score/reward_mean"] == 0.5, "a critic compares no answers"
 
 
 def test_every_source_has_its_mean_reward_and_a_column_of_the_data_is_no_source():

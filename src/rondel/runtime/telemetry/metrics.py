@@ -36,7 +36,7 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "score/reward_max": ("reward", "largest of the same"),
     "score/length_correlation": ("number", "of reward and length within the groups that were trained, from -1 to 1"),
     "score/failed_fraction": ("share", "trajectories whose reward could not be computed; they are in no other number"),
-    "filter/signal_fraction": ("share", "groups whose rewards differ; only these can teach"),
+    "filter/signal_fraction": ("share", "of groups of several answers, those whose rewards differ; where answers are compared, only these teach"),
     "filter/dropped_fraction": ("share", "groups a filter refused, for any reason"),
     "generate/length_mean": ("tokens", "tokens the policy wrote in one trajectory"),
     "generate/length_p95": ("tokens", "95 % of the trajectories are at most this long"),
@@ -254,7 +254,8 @@ def from_groups(finished: Iterable[GroupFinished]) -> dict[str, float]:
     lengths = sorted(n for group in finished for n in group.lengths)
     row: dict[str, float] = {}
     if finished:
-        row["filter/signal_fraction"] = sum(len(set(g.rewards)) > 1 for g in finished) / len(finished)
+        if several := [group for group in finished if len(group.lengths) > 1]:
+            row["filter/signal_fraction"] = sum(len(set(g.rewards)) > 1 for g in several) / len(several)
         row["filter/dropped_fraction"] = sum(not g.kept for g in finished) / len(finished)
     if rewards:
         mean = math.fsum(rewards) / len(rewards)
