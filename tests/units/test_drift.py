@@ -4,13 +4,16 @@ task.env.drift. The template is Qwen3's own."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from functools import lru_cache
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
+from kits import vision
 from kits.chat import Engine, chat, tokenizer
 from kits.engine import engine, plain_logprobs, tiny
 from rondel.core.errors import EnvError
@@ -218,3 +221,56 @@ def user_of(text):
 
 def said_by_policy(text):
     return {"role": "assistant", "content": text}
+
+
+class Shows:
+    """Three questions, the first two with a picture of another size each."""
+
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        pictures = [rng.integers(0, 256, (28 * n, 56, 3), dtype=np.uint8) for n in (2, 4)]
+        self.asked = [
+            [{"role": "user", "content": [{"type": "image", "image": shown}, {"type": "text", "text": "3 + 4"}]}]
+            for shown in pictures
+        ] + [[{"role": "user", "content": "7 - 2"}]]
+
+    async def run(self, task, talk):
+        for messages in self.asked:
+            talk.give(messages)
+            await talk.reply()
+        return talk.trajectory
+
+
+@pytest.mark.parametrize("policy", ["keep", "branch"])
+def test_a_conversation_with_images_is_compared_too(policy):
+    """A template that drops what stands before = in earlier turns: found where it stands, behind images of several
+    tokens; a branch is what the template writes, with its images."""
+    seer = vision.model()
+    tok = copy.deepcopy(seer.tokenizer)
+    plain = "{{ m['content'] }}{% else %}"
+    dropped = "{{ m['content'] if m['role'] == 'user' or loop.last else m['content'].split('=')[-1] }}{% else %}"
+    assert plain in tok.chat_template
+    tok.chat_template = tok.chat_template.replace(plain, dropped)
+    answers = ["7", "3 = 7", "5"]
+    engine = Engine(*([*tok.encode(text, add_special_tokens=False), tok.eos_token_id] for text in answers))
+    env, talk = Shows(), chat(tok, engine, sight=seer.sight, episode=EpisodeState(drift=policy))
+
+    async def episode():
+        return await talk.episode.finish(await episode_of(env, TASK, talk))
+
+    last, *closed = asyncio.run(episode())
+    said = [m for asked, text in zip(env.asked, answers) for m in (*asked, {"role": "assistant", "content": text})]
+    fresh = chat(tok, engine, sight=seer.sight)
+    fresh.give(said[:5])
+    wanted, written = fresh.trajectory, engine.requests[2].tokens
+    first = closed[0] if closed else last
+    media = fresh.trajectory.media
+    assert len(media) == 2 and all(place.image.tokens > 1 for place in media)
+    if policy == "keep":
+        assert not closed and last.drift.turn == 2
+        assert last.drift.at == first_difference(written, wanted.tokens) > media[1].end
+        return
+    assert [t.drift and t.drift.kind for t in (last, first)] == [None, "other"]
+    assert written == wanted.tokens and [(p.start, p.image) for p in engine.requests[2].media] == [
+        (p.start, p.image) for p in media
+    ]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from rondel.core.continuous_steps import ContinuousSteps
@@ -21,7 +22,7 @@ from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, message_te
 from rondel.core.types import POLICY, Completion, Drift, FinishReason, Request, Sampling, Trajectory, Turn
 from rondel.generate.calls import THOUGHT_ENDS, ToolCall, read_calls
 from rondel.generate.envs.episode import EpisodeState
-from rondel.generate.envs.sent_messages import SentTurn, branch_tokens, find_drift, sent_messages
+from rondel.generate.envs.sent_messages import SentTurn, find_drift, rendered_branch, sent_messages
 from rondel.generate.pictures import place_images
 from rondel.generate.template import Messages, Schemas, Template
 from rondel.generate.video import process_media, split_media
@@ -93,6 +94,7 @@ class TokenChat:
         self.sight, self.cast = sight, cast or {}
         self.trajectory, self.closed = Trajectory(policy=policy), list[Trajectory]()
         self.episode = episode or EpisodeState()
+        self.split = partial(split_images, sight=sight)
         self.sent = list[SentTurn]()  # the same as messages, for what a server would make of them
         self.tools: Schemas = ()
         self.group_key: int | None = None  # of noise that the answers of one group may share; None: it is no one's
@@ -121,14 +123,14 @@ class TokenChat:
             self._give_opening(messages, tools)
             return
         try:
-            plain, sources = split_images(messages, self.sight)
+            plain, sources = self.split(messages)
         except DataError as error:  # what came in the middle of an episode is its world's, and no fault of the data
             raise EnvError(str(error)) from error
         later = self.template.render_after_turn(self.last_turn, plain)
-        if (rendered := branch_tokens(self, messages, later, policy=self.episode.drift)) is not None:
+        if (found := rendered_branch(self, messages, later, policy=self.episode.drift)) is not None:
             self._close_trajectory()
             self.sent += messages
-            self._append_tokens(rendered)
+            self._append_tokens(found.tokens, found.sources)
             record_turns(self.trajectory, messages)
             return
         self._append_tokens(later, sources)
@@ -143,7 +145,7 @@ class TokenChat:
         if self.system is not None and not any(m.get("role") == "system" for m in messages):
             messages = [{"role": "system", "content": self.system}, *messages]
         self.sent, self.tools = [], tools or self.tools
-        plain, sources = split_images(messages, self.sight)
+        plain, sources = self.split(messages)
         tokens = self.template.render_opening(plain, self.tools)
         if first:
             tokens, media = images_in(tokens, sources, self.sight)

@@ -4,8 +4,8 @@ the policy reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rondel.core.errors import EnvError
 from rondel.core.types import Drift, Trajectory, Turn
@@ -13,10 +13,12 @@ from rondel.generate.calls import read_calls, text_before_calls
 from rondel.generate.drift import drift_kind, first_difference
 
 if TYPE_CHECKING:
+    from rondel.core.media import ImagePlaceholder
     from rondel.generate.template import Messages, Schemas, Template
 
 # a message that was given, or tokens and text of what the policy wrote
 SentTurn = dict[str, Any] | tuple[Sequence[int], str]
+SplitImages = Callable[["Messages"], "tuple[Messages, list[Any]]"]
 
 
 def sent_messages(turns: Sequence[SentTurn], template: Template, *, tools: bool) -> Messages:
@@ -25,39 +27,64 @@ def sent_messages(turns: Sequence[SentTurn], template: Template, *, tools: bool)
     return [turn if isinstance(turn, dict) else _written_message(*turn, template, tools=tools) for turn in turns]
 
 
-def renders_whole(turns: Sequence[SentTurn]) -> bool:
-    """Whether a template can write it: a conversation that begins with a message, and has no images."""
-    return (
-        bool(turns)
-        and isinstance(turns[0], dict)
-        and all(isinstance(turn.get("content"), str) for turn in turns if isinstance(turn, dict))
-    )
+class AnotherRendering(NamedTuple):
+    """Where a conversation differs from what its template writes now: that, as tokens with one placeholder an image, and
+    the images in order.
+    """
+
+    drift: Drift
+    tokens: list[int]
+    sources: list[Any]
 
 
 def compare_with_template(
-    template: Template, written: Sequence[int], sent: Sequence[SentTurn], tools: Schemas, conversation: Sequence[Turn]
-) -> tuple[Drift, list[int]] | None:
-    """Where `written` differs from the tokens that the template writes of these messages, and those tokens; None where
-    it does not, or where that cannot be said. `conversation` tells the turns of the policy among the written ones.
+    template: Template,
+    written: Sequence[int],
+    sent: Sequence[SentTurn],
+    tools: Schemas,
+    conversation: Sequence[Turn],
+    *,
+    split: SplitImages,
+    media: Sequence[ImagePlaceholder] = (),
+) -> AnotherRendering | None:
+    """How the template writes these messages, where that is not `written`; None where it is, or where that cannot be
+    said. `conversation` tells the turns of the policy among the written ones, `media` where its images lie.
     """
-    if template.plain or not renders_whole(sent):
+    if template.plain or not sent or not isinstance(sent[0], dict):
         return None
-    messages = sent_messages(sent, template, tools=bool(tools))
+    messages, sources = split(sent_messages(sent, template, tools=bool(tools)))
     rendered = template.render_opening(messages, tools, remember=False)
-    if (at := first_difference(written, rendered)) is None:
+    short = one_token_an_image(written, media)
+    if (at := first_difference(short, rendered)) is None:
         return None
     text, wanted, before = (
-        template.tokenizer.decode(list(t), skip_special_tokens=False) for t in (written, rendered, written[:at])
+        template.tokenizer.decode(list(t), skip_special_tokens=False) for t in (short, rendered, short[:at])
     )
+    for place in media:
+        at += place.image.tokens - 1 if place.start < at else 0
     turn = sum(turn.written and turn.start <= at for turn in conversation)
-    return Drift(drift_kind(text, wanted, len(before), template.call_format), at, turn), rendered
+    kind = drift_kind(text, wanted, len(before), template.call_format)
+    return AnotherRendering(Drift(kind, at, turn), rendered, sources)
 
 
-def describe_drift(tokenizer: Any, drift: Drift, written: Sequence[int], rendered: Sequence[int]) -> str:
+def one_token_an_image(tokens: Sequence[int], media: Sequence[ImagePlaceholder]) -> Sequence[int]:
+    """Tokens with room for each image -> with one placeholder each, as a template writes them."""
+    if not media:
+        return tokens
+    out, done = list[int](), 0
+    for place in media:
+        out += tokens[done : place.start + 1]
+        done = place.end
+    return [*out, *tokens[done:]]
+
+
+def describe_drift(chat: RenderedChat, found: AnotherRendering) -> str:
     """A difference in words, with the remedy."""
+    drift, t = found.drift, chat.trajectory
+    before = len(one_token_an_image(t.tokens[: drift.at], [p for p in t.media if p.end <= drift.at]))
     here, there = (
-        tokenizer.decode(list(tokens[drift.at : drift.at + 16]), skip_special_tokens=False)
-        for tokens in (written, rendered)
+        chat.template.tokenizer.decode(list(tokens[at : at + 16]), skip_special_tokens=False)
+        for tokens, at in ((t.tokens, drift.at), (found.tokens, before))
     )
     return (
         f"drift ({drift.kind}): from token {drift.at} on, in turn {drift.turn}, the policy's context is {here!r}, and "
@@ -70,30 +97,31 @@ class RenderedChat(Protocol):
     """What is read of a conversation here.
 
     sent       its messages, as a client would send them
+    split      messages -> the same with a placeholder for each image, and the images
     asked      (tokens, messages) that the last reply answers
     last_turn  tokens of the policy's last turn
     """
 
     template: Template
     trajectory: Trajectory
+    split: SplitImages
     sent: list[SentTurn]
     tools: Schemas
     asked: tuple[int, int]
     last_turn: Sequence[int]
 
 
-def drift_before(
-    chat: RenderedChat, messages: Messages, later: Sequence[int] | None = None
-) -> tuple[Drift, list[int]] | None:
-    """Where the template would write other tokens of the conversation with these messages behind it, and which.
-    `later`: the tokens that would be given for them.
+def drift_before(chat: RenderedChat, messages: Messages, later: Sequence[int] | None = None) -> AnotherRendering | None:
+    """How the template would write the conversation with these messages behind it, where otherwise. `later`: the tokens
+    that would be given for them, with one placeholder an image.
     """
     if later is None:
-        later = chat.template.render_after_turn(chat.last_turn, messages)
-    written = [*chat.trajectory.tokens, *later]
+        later = chat.template.render_after_turn(chat.last_turn, chat.split(messages)[0])
+    t = chat.trajectory
     return compare_with_template(
-        chat.template, written, [*chat.sent, *messages], chat.tools, chat.trajectory.conversation
-    )
+        chat.template, [*t.tokens, *later], [*chat.sent, *messages], chat.tools, t.conversation,
+        split=chat.split, media=t.media,
+    )  # fmt: skip
 
 
 def find_drift(chat: RenderedChat) -> Drift | None:
@@ -102,22 +130,25 @@ def find_drift(chat: RenderedChat) -> Drift | None:
     if sum(turn.written for turn in chat.trajectory.conversation) < 2 or not n:
         return None
     t = chat.trajectory
-    found = compare_with_template(chat.template, t.tokens[:n], chat.sent[:known], chat.tools, t.conversation)
-    return None if found is None else found[0]
+    media = [place for place in t.media if place.end <= n]
+    found = compare_with_template(
+        chat.template, t.tokens[:n], chat.sent[:known], chat.tools, t.conversation, split=chat.split, media=media
+    )
+    return None if found is None else found.drift
 
 
-def branch_tokens(
+def rendered_branch(
     chat: RenderedChat, messages: Messages, later: Sequence[int] | None = None, *, policy: str
-) -> list[int] | None:
+) -> AnotherRendering | None:
     """The conversation as it is rendered, where that is not what stands there; `policy`: task.env.drift. EnvError where
     it is "refuse".
     """
     if policy == "keep" or (found := drift_before(chat, messages, later)) is None:
         return None
-    chat.trajectory.drift, rendered = found
+    chat.trajectory.drift = found.drift
     if policy == "refuse":
-        raise EnvError(describe_drift(chat.template.tokenizer, found[0], chat.trajectory.tokens, rendered))
-    return rendered
+        raise EnvError(describe_drift(chat, found))
+    return found
 
 
 def _written_message(tokens: Sequence[int], text: str, template: Template, *, tools: bool) -> dict[str, Any]:

@@ -36,7 +36,10 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "score/reward_max": ("reward", "largest of the same"),
     "score/length_correlation": ("number", "of reward and length within the groups that were trained, from -1 to 1"),
     "score/failed_fraction": ("share", "trajectories whose reward could not be computed; they are in no other number"),
-    "filter/signal_fraction": ("share", "of groups of several answers, those whose rewards differ; where answers are compared, only these teach"),
+    "filter/signal_fraction": (
+        "share",
+        "of groups of several answers, those whose rewards differ; where answers are compared, only these teach",
+    ),
     "filter/dropped_fraction": ("share", "groups a filter refused, for any reason"),
     "generate/length_mean": ("tokens", "tokens the policy wrote in one trajectory"),
     "generate/length_p95": ("tokens", "95 % of the trajectories are at most this long"),

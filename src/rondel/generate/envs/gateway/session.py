@@ -114,11 +114,9 @@ class GatewaySession:
             found = drift_before(chat, later)
         if found is None:
             return False
-        chat.trajectory.drift = found[0]
+        chat.trajectory.drift = found.drift
         if policy == "refuse":
-            self.fault = self.fault or EnvError(
-                describe_drift(chat.template.tokenizer, found[0], chat.trajectory.tokens, found[1])
-            )
+            self.fault = self.fault or EnvError(describe_drift(chat, found))
             raise RequestRefusal(500, str(self.fault)) from self.fault
         return True
 
