@@ -23,19 +23,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 MODES = ("rounded", "logits", "stream", "fast", "aligned")
-FORMATS = ("fp8", "fp8_row", "fp8_tensor", "mxfp8", "int4", "int4_128", "mxfp4", "nvfp4")
-ROUNDED = [f"engine:{name}{how}" for name in FORMATS for how in ("", ":encoded")]
 
 
 def main(argv: list[str] | None = None) -> None:
+    from rondel.planner.format_bits import FORMAT_BITS
+
+    modes = [*MODES, *(f"engine:{name}{how}" for name in FORMAT_BITS for how in ("", ":encoded"))]
     parser = argparse.ArgumentParser(
         prog="rondel bench precision", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m", help="folder, hub id or smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
-    parser.add_argument(
-        "--modes", nargs="+", default=["rounded", "logits", "stream", "fast"], choices=[*MODES, *ROUNDED]
-    )
+    parser.add_argument("--modes", nargs="+", default=["rounded", "logits", "stream", "fast"], choices=modes)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=2, help="of each prompt")
     parser.add_argument("--new", type=int, default=64, help="longest answer")
