@@ -93,6 +93,7 @@ class TokenChat:
         self.sight, self.cast = sight, cast or {}
         self.trajectory, self.closed = Trajectory(policy=policy), list[Trajectory]()
         self.episode = episode or EpisodeState()
+        self.split = lambda messages: split_images(messages, self.sight)
         self.sent = list[SentTurn]()  # the same as messages, for what a server would make of them
         self.tools: Schemas = ()
         self.group_key: int | None = None  # of noise that the answers of one group may share; None: it is no one's
@@ -135,10 +136,6 @@ class TokenChat:
         if not self._full:
             self.sent += messages
             record_turns(self.trajectory, messages)
-
-    def split(self, messages: Messages) -> tuple[Messages, list[Any]]:
-        """Messages with a placeholder for each image, and the images."""
-        return split_images(messages, self.sight)
 
     def _give_opening(self, messages: Messages, tools: Schemas) -> None:
         """The first messages of a trajectory, rendered whole."""

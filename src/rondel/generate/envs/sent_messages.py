@@ -97,6 +97,7 @@ class RenderedChat(Protocol):
     """What is read of a conversation here.
 
     sent       its messages, as a client would send them
+    split      messages -> the same with a placeholder for each image, and the images
     asked      (tokens, messages) that the last reply answers
     last_turn  tokens of the policy's last turn
     """
@@ -107,8 +108,7 @@ class RenderedChat(Protocol):
     tools: Schemas
     asked: tuple[int, int]
     last_turn: Sequence[int]
-
-    def split(self, messages: Messages) -> tuple[Messages, list[Any]]: ...
+    split: SplitImages
 
 
 def drift_before(chat: RenderedChat, messages: Messages, later: Sequence[int] | None = None) -> AnotherRendering | None:
