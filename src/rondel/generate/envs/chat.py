@@ -93,7 +93,6 @@ class TokenChat:
         self.sight, self.cast = sight, cast or {}
         self.trajectory, self.closed = Trajectory(policy=policy), list[Trajectory]()
         self.episode = episode or EpisodeState()
-        self.split = lambda messages: split_images(messages, self.sight)
         self.sent = list[SentTurn]()  # the same as messages, for what a server would make of them
         self.tools: Schemas = ()
         self.group_key: int | None = None  # of noise that the answers of one group may share; None: it is no one's
@@ -122,11 +121,11 @@ class TokenChat:
             self._give_opening(messages, tools)
             return
         try:
-            plain, sources = self.split(messages)
+            plain, sources = split_sources(messages, self.sight)
         except DataError as error:  # what came in the middle of an episode is its world's, and no fault of the data
             raise EnvError(str(error)) from error
         later = self.template.render_after_turn(self.last_turn, plain)
-        if (found := rendered_branch(self, messages, later, policy=self.episode.drift)) is not None:
+        if (found := rendered_branch(self, messages, split_sources, later, policy=self.episode.drift)) is not None:
             self._close_trajectory()
             self.sent += messages
             self._append_tokens(found.tokens, found.sources)
@@ -144,7 +143,7 @@ class TokenChat:
         if self.system is not None and not any(m.get("role") == "system" for m in messages):
             messages = [{"role": "system", "content": self.system}, *messages]
         self.sent, self.tools = [], tools or self.tools
-        plain, sources = self.split(messages)
+        plain, sources = split_sources(messages, self.sight)
         tokens = self.template.render_opening(plain, self.tools)
         if first:
             tokens, media = images_in(tokens, sources, self.sight)
@@ -238,7 +237,7 @@ class TokenChat:
 
     def find_drift(self) -> Drift | None:
         """Where the template would write other tokens than those that the last reply answers, from the second reply on."""
-        return find_drift(self) if self.turn > 1 else None
+        return find_drift(self, split_sources) if self.turn > 1 else None
 
     def _close_trajectory(self) -> None:
         """What was read and written so far is set aside, and the same object goes on empty: with all that was said."""
@@ -437,7 +436,7 @@ async def extend_in_pieces(trajectory: Trajectory, done: Completion) -> None:
         )
 
 
-def split_images(messages: Messages, sight: ImageProcessorConfig | None) -> tuple[Messages, list[Any]]:
+def split_sources(messages: Messages, sight: ImageProcessorConfig | None) -> tuple[Messages, list[Any]]:
     """Messages with a placeholder for each image, and the images. DataError where the model reads text alone."""
     if all(isinstance(m.get("content"), str) for m in messages):
         return messages, []

@@ -13,12 +13,13 @@ from rondel.generate.calls import read_calls, text_before_calls
 from rondel.generate.drift import drift_kind, first_difference
 
 if TYPE_CHECKING:
-    from rondel.core.media import ImagePlaceholder
+    from rondel.core.media import ImagePlaceholder, ImageProcessorConfig
     from rondel.generate.template import Messages, Schemas, Template
 
 # a message that was given, or tokens and text of what the policy wrote
 SentTurn = dict[str, Any] | tuple[Sequence[int], str]
-SplitImages = Callable[["Messages"], "tuple[Messages, list[Any]]"]
+# messages, and how a model sees images -> the messages with a placeholder for each image, and the images
+SplitImages = Callable[["Messages", "ImageProcessorConfig | None"], "tuple[Messages, list[Any]]"]
 
 
 def sent_messages(turns: Sequence[SentTurn], template: Template, *, tools: bool) -> Messages:
@@ -45,6 +46,7 @@ def compare_with_template(
     conversation: Sequence[Turn],
     *,
     split: SplitImages,
+    sight: ImageProcessorConfig | None = None,
     media: Sequence[ImagePlaceholder] = (),
 ) -> AnotherRendering | None:
     """How the template writes these messages, where that is not `written`; None where it is, or where that cannot be
@@ -52,7 +54,7 @@ def compare_with_template(
     """
     if template.plain or not sent or not isinstance(sent[0], dict):
         return None
-    messages, sources = split(sent_messages(sent, template, tools=bool(tools)))
+    messages, sources = split(sent_messages(sent, template, tools=bool(tools)), sight)
     rendered = template.render_opening(messages, tools, remember=False)
     short = one_token_an_image(written, media)
     if (at := first_difference(short, rendered)) is None:
@@ -97,7 +99,7 @@ class RenderedChat(Protocol):
     """What is read of a conversation here.
 
     sent       its messages, as a client would send them
-    split      messages -> the same with a placeholder for each image, and the images
+    sight      how its model sees images
     asked      (tokens, messages) that the last reply answers
     last_turn  tokens of the policy's last turn
     """
@@ -108,23 +110,25 @@ class RenderedChat(Protocol):
     tools: Schemas
     asked: tuple[int, int]
     last_turn: Sequence[int]
-    split: SplitImages
+    sight: ImageProcessorConfig | None
 
 
-def drift_before(chat: RenderedChat, messages: Messages, later: Sequence[int] | None = None) -> AnotherRendering | None:
+def drift_before(
+    chat: RenderedChat, messages: Messages, split: SplitImages, later: Sequence[int] | None = None
+) -> AnotherRendering | None:
     """How the template would write the conversation with these messages behind it, where otherwise. `later`: the tokens
     that would be given for them, with one placeholder an image.
     """
     if later is None:
-        later = chat.template.render_after_turn(chat.last_turn, chat.split(messages)[0])
+        later = chat.template.render_after_turn(chat.last_turn, split(messages, chat.sight)[0])
     t = chat.trajectory
     return compare_with_template(
         chat.template, [*t.tokens, *later], [*chat.sent, *messages], chat.tools, t.conversation,
-        split=chat.split, media=t.media,
+        split=split, sight=chat.sight, media=t.media,
     )  # fmt: skip
 
 
-def find_drift(chat: RenderedChat) -> Drift | None:
+def find_drift(chat: RenderedChat, split: SplitImages) -> Drift | None:
     """Where the template would write other tokens than those that the last reply answers."""
     n, known = chat.asked
     if sum(turn.written for turn in chat.trajectory.conversation) < 2 or not n:
@@ -132,18 +136,19 @@ def find_drift(chat: RenderedChat) -> Drift | None:
     t = chat.trajectory
     media = [place for place in t.media if place.end <= n]
     found = compare_with_template(
-        chat.template, t.tokens[:n], chat.sent[:known], chat.tools, t.conversation, split=chat.split, media=media
-    )
+        chat.template, t.tokens[:n], chat.sent[:known], chat.tools, t.conversation,
+        split=split, sight=chat.sight, media=media,
+    )  # fmt: skip
     return None if found is None else found.drift
 
 
 def rendered_branch(
-    chat: RenderedChat, messages: Messages, later: Sequence[int] | None = None, *, policy: str
+    chat: RenderedChat, messages: Messages, split: SplitImages, later: Sequence[int] | None = None, *, policy: str
 ) -> AnotherRendering | None:
     """The conversation as it is rendered, where that is not what stands there; `policy`: task.env.drift. EnvError where
     it is "refuse".
     """
-    if policy == "keep" or (found := drift_before(chat, messages, later)) is None:
+    if policy == "keep" or (found := drift_before(chat, messages, split, later)) is None:
         return None
     chat.trajectory.drift = found.drift
     if policy == "refuse":

@@ -17,7 +17,7 @@ from rondel.core.types import Completion
 from rondel.generate.calls import text_before_calls
 from rondel.generate.chat_apis.chat_request import ChatReply, ChatRequest
 from rondel.generate.chat_apis.messages import canonical_messages, key_of
-from rondel.generate.envs.chat import TokenChat
+from rondel.generate.envs.chat import TokenChat, split_sources
 from rondel.generate.envs.gateway.conversation_tree import AnsweredTurn, ConversationBranch, ConversationTree
 from rondel.generate.envs.gateway.errors import TooLong
 from rondel.generate.envs.sent_messages import describe_drift, drift_before
@@ -111,7 +111,7 @@ class GatewaySession:
             return False
         chat = branch.chat
         with _encoding_errors():
-            found = drift_before(chat, later)
+            found = drift_before(chat, later, split_sources)
         if found is None:
             return False
         chat.trajectory.drift = found.drift
