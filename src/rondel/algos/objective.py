@@ -132,7 +132,8 @@ def explain_objective(row: Algorithm) -> str:
         *(f"  {SYMBOLS[family]} = {part}" for family, part in shown.items()),
         *(f"  {term.name} = {term}" for term in row.terms),
         *cost,
-        f"  w counts {'what the correction keeps of ' if kept else ''}the whole batch before the first forward pass: micro-batches and ranks cannot change it",
+        f"  w counts {'what the correction keeps of ' if kept else ''}the whole batch before the first forward pass: "
+        "micro-batches and ranks cannot change it",
         f"gradient  at r = 1: sum of w·((c·({row.surrogate.slope}){slope})·∇logp{push})",
         *critic,
         *([] if row.reading is None else [f"reading   beside it, not weighed by w: {row.reading[1]:g}·{row.distill}"]),

@@ -66,7 +66,8 @@ class Overlong(Component):
             raise ConfigError(f"buffer = {self.buffer}; it must be at least 1 token")
         if self.max_tokens is not None and self.buffer is not None and self.buffer > self.max_tokens:
             raise ConfigError(
-                f"buffer = {self.buffer}; it must not exceed max_tokens = {self.max_tokens}, or empty answers would pay "
+                f"buffer = {self.buffer}; it must not exceed max_tokens = {self.max_tokens}, or empty answers would "
+                "pay "
                 f"too"
             )
         if not self.factor >= 0:

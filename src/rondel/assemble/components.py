@@ -508,7 +508,8 @@ def _that_fit(job: Job, tasks: TaskSet, env: Any) -> TaskSet:
     sources = tuple((weight, [task for task in own if id(task) in fits]) for weight, own in tasks.sources)
     if empty := [i for i, (_, own) in enumerate(sources, 1) if not own]:
         raise DataError(
-            f"task.max_prompt_tokens = {most} leaves no task of task.data.sources[{empty[0]}]; raise it, or remove the source"
+            f"task.max_prompt_tokens = {most} leaves no task of task.data.sources[{empty[0]}]; raise it, or remove "
+            "the source"
         )
     sets = {name: [task for task in own if id(task) in fits] for name, own in tasks.sets.items()}
     if empty_sets := [name for name, own in sets.items() if not own]:

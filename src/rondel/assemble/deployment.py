@@ -250,7 +250,8 @@ def deploy_job(
     """The parts of a run; of several policies each as if it were alone, and then joined (those on one base: one_base.py)."""
     if reward is not None and (not job.place.one_module or job.policies):
         raise ConfigError(
-            "task.reward: offload = true is for one policy with place.kind = 'shared' and one rank, whose trainer wants the reward "
+            "task.reward: offload = true is for one policy with place.kind = 'shared' and one rank, whose trainer "
+            "wants the reward "
             "model's device: "
             "leave it out, and give it a device of its own"
         )
@@ -416,7 +417,8 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
     ranks = torchrun.rank_and_size()[1] if led else job.place.ranks
     if led and job.place.ranks not in (1, ranks):
         raise ConfigError(
-            f"place.ranks = {job.place.ranks}, but torchrun started {ranks}: leave it out, torchrun says how many there "
+            f"place.ranks = {job.place.ranks}, but torchrun started {ranks}: leave it out, torchrun says how many "
+            "there "
             f"are"
         )
     engines = job.place.engine_count if mine else 0

@@ -54,7 +54,8 @@ class Trainer:
         refuse_job(job, rows, sampling)
         if not job.place.one_module or job.policies or job.trainer.memory.offload or job.model.teachers:
             raise UserError(
-                "rondel.Trainer has one policy, whose engine and trainer share the weights in this process: leave out policies, "
+                "rondel.Trainer has one policy, whose engine and trainer share the weights in this process: leave out "
+                "policies, "
                 "teachers, trainer.memory.offload and place, or use rondel.run"
             )
         self.algo, self.temperature = rows.main, sampling.temperature
@@ -103,8 +104,10 @@ class Trainer:
         chosen = own if sampling is None else sampling
         if chosen.temperature not in (0.0, self.temperature) or (chosen.temperature and chosen.untrainable_settings):
             raise UserError(
-                f"the policy is trained at temperature {self.temperature:g} without {chosen.untrainable_settings or 'other settings'}: "
-                "say engine={'sampling': {'temperature': ...}} where the Trainer is made, or sample with temperature 0 to evaluate"
+                f"the policy is trained at temperature {self.temperature:g} without "
+                f"{chosen.untrainable_settings or 'other settings'}: "
+                "say engine={'sampling': {'temperature': ...}} where the Trainer is made, or sample with temperature "
+                "0 to evaluate"
             )
         return self._wait(self._sample([self._encode(p) for p in prompts], chosen))
 

@@ -214,7 +214,8 @@ def refuse_unrepeatable(job: Job, device: str, ranks: int) -> None:
         ),
         (
             job.task.curriculum.get("kind") not in ("priority", "band"),
-            "task.curriculum draws by what has ended so far, and when that was is not recorded: use shuffle or easy_first",
+            "task.curriculum draws by what has ended so far, and when that was is not recorded: use shuffle or "
+            "easy_first",
         ),
         (not job.engine.compile, "engine.compile chooses kernels by the size of the batch: set it to false"),
     ]
@@ -253,7 +254,8 @@ def _check_foreign(job: Job, sampling: Sampling) -> None:
         ),
         (
             job.loop.max_staleness == 0 or not any(isinstance(s, str) for s in sampling.stop),
-            "may interrupt a sample in the middle of a stop string when max_staleness is above 0: give its token ids in engine.sampling.stop",
+            "may interrupt a sample in the middle of a stop string when max_staleness is above 0: give its token ids "
+            "in engine.sampling.stop",
         ),
     ]
     for holds, rule in rules:
@@ -359,7 +361,8 @@ def _check_policies(job: Job, rows: AlgorithmRows) -> None:
         ),
         (
             not job.loop.warmup.steps,
-            "loop.warmup shows answers to one: run it first as a run of its own (loop.steps = 0), and start from its checkpoint with model.path",
+            "loop.warmup shows answers to one: run it first as a run of its own (loop.steps = 0), and start from its "
+            "checkpoint with model.path",
         ),
         (not job.run.record, "run.record writes the schedule of one engine: set it to false"),
     ]
@@ -428,7 +431,8 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         ),
         (
             job.loop.updates_per_step * job.loop.epochs == 1 or not any(t.is_policy for t in job.model.teachers),
-            "reads the head of the policy that began the step, which the first update moves: set loop.updates_per_step = "
+            "reads the head of the policy that began the step, which the first update moves: set "
+            "loop.updates_per_step = "
             "1 and loop.epochs = 1, or use kind = 'distill'",
         ),
         (
@@ -447,7 +451,8 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         ),
         (
             not job.trainer.memory.offload,
-            "multiplies with the teacher's head in every pass: set trainer.memory.offload = false, or use kind = 'distill'",
+            "multiplies with the teacher's head in every pass: set trainer.memory.offload = false, or use kind = "
+            "'distill'",
         ),
     ]
     for holds, rule in rules:
@@ -507,7 +512,8 @@ def _check_replays(job: Job, row: Algorithm) -> None:
     lag, bound = job.loop.replays.max_lag, job.loop.max_staleness
     if lag is not None and lag > bound and "advantages" in row.needs and not row.corrects_staleness:
         raise ConfigError(
-            f"loop.replays.max_lag = {lag} is beyond loop.max_staleness = {bound}, and '{row.name}' trains tokens of old "
+            f"loop.replays.max_lag = {lag} is beyond loop.max_staleness = {bound}, and '{row.name}' trains tokens of "
+            "old "
             'weights as if they were fresh: set algo.correction = { kind = "importance" }, take a row that reads the '
             "log-probabilities of the behavior (topr, aipo, dppo_tv, decoupled, ...), or leave max_lag out",
             page="docs/train.md",

@@ -149,13 +149,15 @@ def _rank_devices(device: str, settings: ServerSettings) -> tuple[str, ...]:
         return (device,)
     if settings.compile:
         raise UserError(
-            f"--compile with --tp {settings.tp}: an engine of several processes runs its passes operation by operation; leave it out"
+            f"--compile with --tp {settings.tp}: an engine of several processes runs its passes operation by "
+            "operation; leave it out"
         )
     if device == "cpu":
         return (device,) * settings.tp
     first, there = int(device.partition(":")[2] or 0), torch.cuda.device_count()
     if first + settings.tp > there:
         raise UserError(
-            f"--tp {settings.tp} asks for that many GPUs from number {first} on, and this machine has {there}: use fewer"
+            f"--tp {settings.tp} asks for that many GPUs from number {first} on, and this machine has {there}: use "
+            "fewer"
         )
     return tuple(f"cuda:{first + i}" for i in range(settings.tp))

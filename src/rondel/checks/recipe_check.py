@@ -216,7 +216,8 @@ def _check_disk(parts: Components) -> CheckFinding:
     return CheckFinding(
         "disk",
         True,
-        f"a checkpoint takes {_format_bytes(needed)}; the newest {kept.keep} are kept{', and the best' * bool(kept.best)}",
+        f"a checkpoint takes {_format_bytes(needed)}; the newest {kept.keep} are "
+        f"kept{', and the best' * bool(kept.best)}",
     )
 
 

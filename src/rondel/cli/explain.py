@@ -82,7 +82,8 @@ def loss_formula(job: Any) -> str:
         for name, (row, weight) in rows.of.items()
     ]
     beside = [
-        f"\nbeside    {b.weight:g} · the loss below, over {b.groups_per_step} demonstrations a step and with their own count\n\n{explain_objective(resolve_algorithm({'kind': b.kind}))}"
+        f"\nbeside    {b.weight:g} · the loss below, over {b.groups_per_step} demonstrations a step and with their "
+        f"own count\n\n{explain_objective(resolve_algorithm({'kind': b.kind}))}"
         for b in job.algo.beside
     ]
     policies = [

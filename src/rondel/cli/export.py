@@ -46,11 +46,13 @@ def run(
         raise UserError(f"{checkpoint} is neither a run folder nor one of its checkpoints")
     if is_flow(str(checkpoint)) or is_control(str(checkpoint)):
         raise UserError(
-            f"{checkpoint} draws points or actions, and no other tool loads it: its folder is a model as it lies there, for model.path"
+            f"{checkpoint} draws points or actions, and no other tool loads it: its folder is a model as it lies "
+            "there, for model.path"
         )
     if has_blocks(str(checkpoint)):
         raise UserError(
-            f"{checkpoint} fills in blocks of masks, and other tools would write token after token with it: its folder is a "
+            f"{checkpoint} fills in blocks of masks, and other tools would write token after token with it: its "
+            "folder is a "
             "model as it lies there, for model.path"
         )
     before = _weight_bytes(checkpoint)

@@ -25,7 +25,8 @@ def make_shop(out: Path, n: int, seed: int) -> None:
     (out / "rules.md").write_text(POLICY + "\n", encoding="utf-8")
     variants = sum(len(product["variants"]) for product in shop.products.values())
     print(
-        f"{len(shop.products)} products in {variants} variants, {len(shop.users)} customers, {len(shop.orders)} orders, "
+        f"{len(shop.products)} products in {variants} variants, {len(shop.users)} customers, {len(shop.orders)} "
+        "orders, "
         f"digest {shop.digest[:16]}"
     )
     levels = Counter(row["level"] for row in rows)

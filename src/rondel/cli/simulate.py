@@ -193,7 +193,8 @@ def show_rows(setting: Any, rows: list[dict[str, Any]]) -> None:
 
     console = Console(highlight=False, soft_wrap=True, width=140)
     console.print(
-        f"{setting.shape.name} on {setting.gpus} x {setting.hardware.name}: {setting.prompts} prompts x {setting.group} "
+        f"{setting.shape.name} on {setting.gpus} x {setting.hardware.name}: {setting.prompts} prompts x "
+        f"{setting.group} "
         f"answers a step, "
         f"{rows[0]['mean_length']:.0f} {setting.unit} on average\n"
     )
@@ -228,7 +229,8 @@ def show_rows(setting: Any, rows: list[dict[str, Any]]) -> None:
     if len(rows) > 1:
         worst = min(rows, key=lambda row: row["samples_per_second"])
         console.print(
-            f"\nfastest: {best['split']} at S = {best['staleness']}, {best['samples_per_second'] / worst['samples_per_second']:.2f} times the slowest"
+            f"\nfastest: {best['split']} at S = {best['staleness']}, "
+            f"{best['samples_per_second'] / worst['samples_per_second']:.2f} times the slowest"
         )
     if failures := sum(row["failures"] for row in rows):
         console.print(f"{failures} engines failed; what they wrote went on elsewhere")

@@ -26,7 +26,8 @@ def run(
         TaskFamily,
         typer.Argument(
             help="search: a corpus, and questions that it answers. repositories: packages of PyPI with seeded bugs. "
-            "shop: a shop's database, and users who want something of it. check: whether the repository tasks of PATH are good."
+            "shop: a shop's database, and users who want something of it. check: whether the repository tasks of PATH "
+            "are good."
         ),
     ],
     path: Annotated[str, typer.Argument(metavar="[PATH]", help="For check: a folder of tasks, or one.")] = "",

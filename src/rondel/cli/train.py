@@ -45,14 +45,16 @@ def closing_summary(folder: str, card: dict[str, Any]) -> str:
     share, found = card["score_is_share"], _list_evaluations(card)
     width = max((len(name) for name, _ in found), default=0)
     rows = [
-        f"  {name:<{width}} {score_text(e['score'], share):>7}   95 % interval {interval_text(e['low'], e['high'], share)}   n = {e['n']}"
+        f"  {name:<{width}} {score_text(e['score'], share):>7}   95 % interval "
+        f"{interval_text(e['low'], e['high'], share)}   n = {e['n']}"
         for name, e in found
     ]
     temperature = found[0][1]["request"].get("temperature", 0) if found else 0
     drawn = f"temperature {temperature:g}" if temperature else "greedy"
     pairs = list(zip(card["samples_before"], card["samples_after"]))[:3]
     answers = [
-        f"  asked   {was.get('prompt', '')}\n  before  {_one_line(was)}\n  after   {_one_line(now)}\n  correct {was.get('answer', '')}\n"
+        f"  asked   {was.get('prompt', '')}\n  before  {_one_line(was)}\n  after   {_one_line(now)}\n  correct "
+        f"{was.get('answer', '')}\n"
         for was, now in pairs
     ]
     return "\n".join(

@@ -50,7 +50,8 @@ def run(
     if png is not None and (acted := [row for row in chosen if acted_steps(row) is not None][:limit]):
         write_png(png, frame_grid(acted, actions_per_step(folder, read_recipe(folder))))
         print(
-            f"{png}: {FRAMES} frames of each of {len(acted)} episodes of step {step}, which were played again and showed the same"
+            f"{png}: {FRAMES} frames of each of {len(acted)} episodes of step {step}, which were played again and "
+            "showed the same"
         )
         return
     if png is not None:

@@ -99,7 +99,8 @@ def pack_given() -> bytes:
             packed[name] = cloudpickle.dumps(found)
         except Exception as error:
             packed[name] = (
-                f"'{name}' cannot be sent to the process that calls it ({type(error).__name__}: {error}): what it holds, a lock or a "
+                f"'{name}' cannot be sent to the process that calls it ({type(error).__name__}: {error}): what it "
+                "holds, a lock or a "
                 "connection say, should be made when it is called first"
             )
     return pickle.dumps(packed)

@@ -64,7 +64,8 @@ def find_registered(what: str, kind: str, known: dict[str, Any], *, called: bool
             raise ConfigError(f"{what} '{kind}' is {found!r:.60}, and no function or class")
         return found
     raise ConfigError(
-        f"{what} '{kind}' does not exist.{suggest_name(kind, list(known))} Known: {', '.join(sorted(known))}; or your own as "
+        f"{what} '{kind}' does not exist.{suggest_name(kind, list(known))} Known: {', '.join(sorted(known))}; or your "
+        "own as "
         f"'module:name'.",
         page=EXPLAINED.get(what, ""),
     )
@@ -184,7 +185,8 @@ def import_attribute(what: str, path: str) -> Any:
         raise ConfigError(f"{what} '{path}': your own is written 'module:name'")
     if not can_be_imported(path):
         raise ConfigError(
-            f"{what} '{path}' was given as an object of Python, and this process does not have it: continue where it is defined, by "
+            f"{what} '{path}' was given as an object of Python, and this process does not have it: continue where it "
+            "is defined, by "
             "the same call of rondel.run, or put it into a file and name it 'module:name'"
         )
     _add_to_path(Path.cwd())

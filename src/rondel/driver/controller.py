@@ -263,7 +263,8 @@ def _same_recipe(job: Job, folder: Path) -> None:
         differ = {k: pair for k, pair in differ.items() if k not in moved}
     if differ:
         raise ConfigError(
-            f"{folder} was begun with another recipe ({changed_text(differ)}). Continue it with the old values, or train into "
+            f"{folder} was begun with another recipe ({changed_text(differ)}). Continue it with the old values, or "
+            "train into "
             "another folder: --run.folder=..."
         )
     before, now, schedule = old.loop.steps, job.loop.steps, job.trainer.schedule

@@ -152,7 +152,8 @@ class Template:
                 common = sum(1 for _ in takewhile(lambda ends: ends[0] == ends[1], zip(reversed(one), reversed(two))))
                 return one[len(one) - common : self._goes_on(one)]
         raise DataError(
-            "the chat template writes different answers alike, so the end of a turn cannot be told; look at how it uses "
+            "the chat template writes different answers alike, so the end of a turn cannot be told; look at how it "
+            "uses "
             "'content'"
         )
 
@@ -199,7 +200,8 @@ class Template:
     def _encode_plain(self, messages: Messages, *, opening: bool) -> list[int]:
         if any(isinstance(m["content"], list) for m in messages):
             raise DataError(
-                "images for a tokenizer without a chat template, which alone says where they stand; take an instruct model"
+                "images for a tokenizer without a chat template, which alone says where they stand; take an instruct "
+                "model"
             )
         return self.special.encode("".join(m["content"] for m in messages), add_special_tokens=opening)
 

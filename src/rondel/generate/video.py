@@ -180,7 +180,8 @@ def _process(video: VideoFrames, sight: ImageProcessorConfig) -> list[Image]:
 
 def _unequal(at: int, size: Sequence[int], first: Sequence[int]) -> DataError:
     return DataError(
-        f"frame {at} of a video has {size[0]}x{size[1]} pixels and frame 0 {first[0]}x{first[1]}: give frames of one size"
+        f"frame {at} of a video has {size[0]}x{size[1]} pixels and frame 0 {first[0]}x{first[1]}: give frames of one "
+        "size"
     )
 
 

@@ -299,7 +299,8 @@ def _correction_lines(s: PeerSettings) -> Iterator[Part]:
     if s["loss_type"] == "vespo":
         yield MissingKeys(
             ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"),
-            "the weight of an answer reaches from the engine to the policy here, uncut; there the part between the engine "
+            "the weight of an answer reaches from the engine to the policy here, uncut; there the part between the "
+            "engine "
             "and the trainer is cut first",
         )
         return

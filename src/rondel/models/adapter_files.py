@@ -76,7 +76,8 @@ def read_adapter(loaded: LoadedModel, folder: str | Path) -> dict[str, Tensor]:
     with error_boundary(ModelError, f"reading the adapter in '{folder}'"):
         if not is_adapter(folder):
             raise ModelError(
-                f"'{folder}' holds no {CONFIG}, and '{loaded.name}' is an adapted model: only its adapter can be replaced"
+                f"'{folder}' holds no {CONFIG}, and '{loaded.name}' is an adapted model: only its adapter can be "
+                "replaced"
             )
         config = json.loads((folder / CONFIG).read_text())
         tensors = {n: t.float() for n, t in load_file(folder / WEIGHTS).items()}
@@ -92,7 +93,8 @@ def read_adapter(loaded: LoadedModel, folder: str | Path) -> dict[str, Tensor]:
         base = _read_base_note(folder)
         if base.get("dtype") == str(loaded.dtype) and base["digest"] != names.base_digest(loaded.model):
             raise ModelError(
-                f"the adapter in '{folder}' was trained on {base['path']} with other bits than the base of '{loaded.name}' has"
+                f"the adapter in '{folder}' was trained on {base['path']} with other bits than the base of "
+                f"'{loaded.name}' has"
             )
     return tensors
 

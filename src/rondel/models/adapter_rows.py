@@ -100,7 +100,8 @@ class AdapterPass:
         flat, wide = x.flatten(0, -2), out.flatten(0, -2)
         if len(flat) != self.total:
             raise LawError(
-                f"layer {name} reads {len(flat)} rows in a pass of {self.total} tokens: whose they are is not known, so "
+                f"layer {name} reads {len(flat)} rows in a pass of {self.total} tokens: whose they are is not known, "
+                "so "
                 "adapters of single requests cannot reach it"
             )
         return self.add_rows(name, flat, wide).view_as(out)

@@ -208,7 +208,8 @@ def align_numerics(loaded: LoadedModel) -> None:
     """
     if loaded.routers:
         raise ConfigError(
-            f"engine.numerics = 'aligned': '{loaded.name}' is a mixture of experts, and what an expert computes depends "
+            f"engine.numerics = 'aligned': '{loaded.name}' is a mixture of experts, and what an expert computes "
+            "depends "
             f"on how many tokens it "
             "gets; use numerics = 'fast' with routing replay",
             page="docs/train.md#precision",
@@ -221,13 +222,15 @@ def align_numerics(loaded: LoadedModel) -> None:
         )
     if loaded.indexers or loaded.compressed:
         raise ConfigError(
-            f"engine.numerics = 'aligned': '{loaded.name}' has indexers that choose keys, or compressed ones, and the aligned attention reads "
+            f"engine.numerics = 'aligned': '{loaded.name}' has indexers that choose keys, or compressed ones, and the "
+            "aligned attention reads "
             f"whole contexts; use numerics = 'fast'",
             page="docs/train.md#precision",
         )
     if loaded.state_bytes and not keep_sums_in_order(loaded.model):
         raise ConfigError(
-            f"engine.numerics = 'aligned': '{loaded.name}' has recurrent layers, whose sums depend on how a prompt is cut "
+            f"engine.numerics = 'aligned': '{loaded.name}' has recurrent layers, whose sums depend on how a prompt is "
+            "cut "
             f"into chunks (short convolutions alone do not); use numerics = 'fast'",
             page="docs/train.md#precision",
         )
@@ -251,8 +254,10 @@ def check_invariance(loaded: LoadedModel) -> None:
         for i, got in zip(order, _packed_logprobs(loaded, [rows[i] for i in order])):
             if not torch.equal(got, alone[i]):
                 raise ConfigError(
-                    f"engine.numerics = 'aligned': '{loaded.name}' in {loaded.dtype} on this {loaded.device.type} gives other bits in another "
-                    f"batch (largest difference of a probe {float((got - alone[i]).abs().max()):.2g}). Its kernels or odd sizes "
+                    f"engine.numerics = 'aligned': '{loaded.name}' in {loaded.dtype} on this {loaded.device.type} "
+                    "gives other bits in another "
+                    f"batch (largest difference of a probe {float((got - alone[i]).abs().max()):.2g}). Its kernels or "
+                    "odd sizes "
                     "depend on the batch; use numerics = 'fast'"
                 )
 

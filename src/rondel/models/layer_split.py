@@ -81,7 +81,8 @@ def layers_of_stage(
         each = f"pp = {stages}" + (f" and chunks = {chunks}" if chunks > 1 else "")
         raise ModelError(
             f"place.mesh has {each}, and a model of type '{kind}' here has {len(blocks)} layers: every "
-            f"{'chunk of a stage' if chunks > 1 else 'stage'} needs one. Use a smaller pp{' or fewer chunks' * (chunks > 1)}"
+            f"{'chunk of a stage' if chunks > 1 else 'stage'} needs one. Use a smaller "
+            f"pp{' or fewer chunks' * (chunks > 1)}"
         )
     text = model.config.get_text_config()
     head = float(text.vocab_size * model.get_input_embeddings().weight.shape[1])

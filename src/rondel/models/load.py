@@ -128,7 +128,8 @@ def load_model(
     elif odd := next((n for n, p in model.named_parameters() if not p.is_floating_point()), None):
         raise ModelError(
             f"'{name}' is stored in 4 bits, or otherwise quantised (first {odd}), and whole weights cannot be "
-            "trained or served from that: make whole ones with `rondel prepare` where it is compressed-tensors, gptq or awq, "
+            "trained or served from that: make whole ones with `rondel prepare` where it is compressed-tensors, gptq "
+            "or awq, "
             'train an adapter over it with model.adapter.kind = "qlora" if it is nf4 of bitsandbytes, or take the '
             "model in 16 bits"
         )
@@ -172,7 +173,8 @@ def _refuse_codes(path: str, config: Any) -> None:
     method = str(getattr(told.get("quant_method"), "value", told.get("quant_method")))
     if method in METHODS:
         raise ModelError(
-            f"'{path}' is stored in {method}: decode it once, rondel prepare {path}, and recipes and commands that name it "
+            f"'{path}' is stored in {method}: decode it once, rondel prepare {path}, and recipes and commands that "
+            "name it "
             "read the whole weights"
         )
 

@@ -93,7 +93,8 @@ def check_attention(
             ) from error
         except Exception as error:
             raise ModelError(
-                f"'{name}' ({model.config.model_type}) does not go through transformers' attention interface as packed tokens: "
+                f"'{name}' ({model.config.model_type}) does not go through transformers' attention interface as "
+                "packed tokens: "
                 f"{type(error).__name__}: {error}"
             ) from error
     _refuse_silent_layers(model.config, name, layout, recurrent)
@@ -102,7 +103,8 @@ def check_attention(
     gap = float((packed - torch.cat(own)).abs().mean())
     if not gap <= tolerance:
         raise ModelError(
-            f"'{name}' ({model.config.model_type}): packed attention differs from the model's own by {gap:.3g} in logprob "
+            f"'{name}' ({model.config.model_type}): packed attention differs from the model's own by {gap:.3g} in "
+            "logprob "
             f"(limit {tolerance}); "
             "some part of its attention or head is not carried by the built-in path"
         )

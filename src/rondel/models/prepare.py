@@ -184,7 +184,8 @@ def _write_converted(source: Path, draft: Path) -> None:
                 return _write_converted(Path(scratch), draft)
         else:
             raise ModelError(
-                f"{source} is stored in {method}, which is not decoded here (fp8, mxfp4, {', '.join(METHODS)} are): take the "
+                f"{source} is stored in {method}, which is not decoded here (fp8, mxfp4, {', '.join(METHODS)} are): "
+                "take the "
                 "model in 16 bits"
             )
     loaded = auto_class(config).from_pretrained(source, dtype=torch.bfloat16 if more else "auto", **more)

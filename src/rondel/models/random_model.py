@@ -16,7 +16,8 @@ from rondel.models.vision_families import FAMILIES
 from rondel.planner.shapes import refuse_sizes
 
 CHAT = (
-    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% if m['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% if m['role'] == 'assistant' %}{{ '<eos>' "
+    "}}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
 

@@ -97,7 +97,8 @@ def cut_model(
             found.partial |= every - found.cuts.keys() - {*apart}
     if not found.cuts:
         raise ModelError(
-            f"model type '{model.config.model_type}' has no plan for tensor parallelism, and no matrices under the names "
+            f"model type '{model.config.model_type}' has no plan for tensor parallelism, and no matrices under the "
+            "names "
             f"that have one everywhere (q_proj ... down_proj): use {instead}"
         )
     for run in runs if sequence else ():

@@ -141,7 +141,8 @@ class StageReader:
         for needed in needs:
             if needed not in self.given.stages:
                 raise ConfigError(
-                    f"{self._where(name)} needs the stage '{needed}', and there is none.{suggest_name(needed, list(self.given.stages))} "
+                    f"{self._where(name)} needs the stage '{needed}', and there is "
+                    f"none.{suggest_name(needed, list(self.given.stages))} "
                     f"The stages are: {', '.join(self.given.stages)}"
                 )
         return StageRecipe(name, own.kind, job, needs, origin)

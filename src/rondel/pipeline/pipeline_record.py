@@ -36,7 +36,8 @@ class PipelineRecord:
             return {}
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise CheckpointError(
-                f"{self.path} cannot be read ({error}): put a copy of it back, or begin again in another folder: --folder=..."
+                f"{self.path} cannot be read ({error}): put a copy of it back, or begin again in another folder: "
+                "--folder=..."
             ) from error
 
     def save(self) -> None:
@@ -90,7 +91,8 @@ def refuse_changed(record: PipelineRecord, redo: set[str]) -> None:
         said = "; ".join(f"{name} {why}" for name, why in faults.items())
         flags = " ".join(f"--redo {name}" for name in faults)
         raise ConfigError(
-            f"{said}. Put the old values back, or do these stages again: rondel pipeline {record.pipeline.path} {flags} "
+            f"{said}. Put the old values back, or do these stages again: rondel pipeline {record.pipeline.path} "
+            f"{flags} "
             f"(what they had is kept in {record.pipeline.folder / REPLACED}), or begin in another folder: --folder=..."
         )
 

@@ -71,7 +71,8 @@ def suggest_changes(setting: Workload) -> Iterator[tuple[str, Workload]]:
     if on_gpu and setting.split and setting.tensor * 2 <= setting.engine_devices and not setting.rank:
         tp = 2 * setting.tensor
         yield (
-            f"place.engines = {{ count = {setting.engine_devices // tp}, tp = {tp} }}: engines whose devices share the weights",
+            f"place.engines = {{ count = {setting.engine_devices // tp}, tp = {tp} }}: engines whose devices share "
+            "the weights",
             replace(setting, tensor=tp),
         )
     if on_gpu and setting.split:

@@ -113,9 +113,11 @@ def list_assumptions(setting: Workload) -> list[str]:
         f"host memory at {cost.HOST_STREAM / 1e9:.0f} GB/s, {cost.HOST_LINK / 1e9:.0f} GB/s between it and a device"
     ]
     return [
-        f"{on.name}: {on.flops / 1e12:.3g} TFLOP/s, of which training reaches {on.efficiency:.0%} and decoding {on.decode_efficiency:.0%}; "
+        f"{on.name}: {on.flops / 1e12:.3g} TFLOP/s, of which training reaches {on.efficiency:.0%} and decoding "
+        f"{on.decode_efficiency:.0%}; "
         f"memory at {on.bandwidth / 1e9:.0f} GB/s, of which decoding reaches {on.stream:.0%} ({on.source})",
-        f"a step takes at least its longest answer{f' / {setting.staleness + 1}' if setting.staleness else ''}; what other unequal answers cost is for "
+        f"a step takes at least its longest answer{f' / {setting.staleness + 1}' if setting.staleness else ''}; what "
+        "other unequal answers cost is for "
         "`rondel simulate`",
         "prompts are computed once for their group, in the engine and in training",
         *(host if setting.host_optimizer else []),

@@ -113,7 +113,8 @@ def resolve_transport(
     if apart == "device":
         if wanted not in ("auto", "tensor"):
             raise ConfigError(
-                f"sync.kind = '{wanted}' is for workers of their own; place.cluster = 'local' has one process. Leave it "
+                f"sync.kind = '{wanted}' is for workers of their own; place.cluster = 'local' has one process. Leave "
+                "it "
                 f"at 'auto'"
             )
         return ResolvedValue("tensor", "one process: copied from memory to memory")
@@ -133,12 +134,14 @@ def resolve_transport(
         return ResolvedValue("disk", "engines of others read new weights from a folder")
     if wanted == "tensor":
         raise ConfigError(
-            "sync.kind = 'tensor' hands over the tensors of one process; trainer and engines are apart. Leave it at 'auto'"
+            "sync.kind = 'tensor' hands over the tensors of one process; trainer and engines are apart. Leave it at "
+            "'auto'"
         )
     short = f"two versions need {2 * weights / 1e9:.1f} GB of shared memory, and {room / 1e9:.1f} GB are free"
     if wanted == "ipc" and apart == "process" and room < 2 * weights:
         raise ConfigError(
-            f"sync.kind = 'ipc': {short}. Leave it at 'auto', which sends them by broadcast, or give this machine more memory"
+            f"sync.kind = 'ipc': {short}. Leave it at 'auto', which sends them by broadcast, or give this machine "
+            "more memory"
         )
     if wanted != "auto":
         return ResolvedValue(wanted, "set")

@@ -225,7 +225,8 @@ def of_job(job: Job, device: str = "") -> Workload:
     if others:
         beside = ", on devices beside these" if split else ""
         assumed.append(
-            f"{', '.join(o.name for o in others)}: memory is counted for each policy, time as if the main one wrote and "
+            f"{', '.join(o.name for o in others)}: memory is counted for each policy, time as if the main one wrote "
+            "and "
             f"trained all{beside}"
         )
     return Workload(
@@ -396,7 +397,8 @@ def parse_questions(words: list[str]) -> dict[str, Any]:
         name, equals, text = word.partition("=")
         if name not in QUESTIONS or not equals:
             raise ConfigError(
-                f"--what-if {word}: it is NAME=VALUE with NAME one of {', '.join(QUESTIONS)}.{suggest_name(name, list(QUESTIONS))}"
+                f"--what-if {word}: it is NAME=VALUE with NAME one of "
+                f"{', '.join(QUESTIONS)}.{suggest_name(name, list(QUESTIONS))}"
             )
         field, read = QUESTIONS[name]
         try:

@@ -47,7 +47,8 @@ def _device_lines() -> list[str]:
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return []
     return [
-        f"  cuda:{i}: allocated {_format_mb(torch.cuda.memory_allocated(i))}, reserved {_format_mb(torch.cuda.memory_reserved(i))}, "
+        f"  cuda:{i}: allocated {_format_mb(torch.cuda.memory_allocated(i))}, reserved "
+        f"{_format_mb(torch.cuda.memory_reserved(i))}, "
         f"at most {_format_mb(torch.cuda.max_memory_allocated(i))}"
         for i in range(torch.cuda.device_count())
     ]

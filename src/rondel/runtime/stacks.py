@@ -62,7 +62,8 @@ class StackDumper:
             self.logs.mkdir(parents=True, exist_ok=True)
             with (self.logs / "controller.log").open("a") as file:
                 file.write(
-                    f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}  stacks: {why}\n{format_task_stacks()}\n\n{self.memory_report()}\n"
+                    f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}  stacks: "
+                    f"{why}\n{format_task_stacks()}\n\n{self.memory_report()}\n"
                 )
                 file.write(format_thread_stacks())
 

@@ -99,7 +99,8 @@ class RewardPool:
         if self.groupwise and self.separators:
             self._end()
             raise ConfigError(
-                "reward 'process': pipelined = true has no effect beside a groupwise part, which is asked when the last "
+                "reward 'process': pipelined = true has no effect beside a groupwise part, which is asked when the "
+                "last "
                 "answer of a group is written; leave it out"
             )
         if worker.together > 1 and workers > 1:

@@ -75,7 +75,8 @@ def format_chain(rows: dict[str, Any]) -> str:
         ]
     lines += [
         "",
-        "asynchrony (split, S = 4, best of four splits) over all devices in turn (S = 0), 32 devices, by the sigma of log-normal lengths:",
+        "asynchrony (split, S = 4, best of four splits) over all devices in turn (S = 0), 32 devices, by the sigma of "
+        "log-normal lengths:",
     ]
     lines.append("    " + ", ".join(f"{row['sigma']:g}: {row['gain']:.2f}x" for row in rows["gains"]))
     for name, at in rows["published"].items():

@@ -344,7 +344,8 @@ class Checkpoints:
             emit(Warned(f"checkpoint {folder.name} is skipped: {fault}"))
         if flaws:
             raise CheckpointError(
-                f"no checkpoint in {self.folder} is whole ({'; '.join(flaws)}): put a whole copy of one there under its "
+                f"no checkpoint in {self.folder} is whole ({'; '.join(flaws)}): put a whole copy of one there under "
+                "its "
                 f"own name, "
                 "or begin again in another folder: --run.folder=..."
             )
@@ -356,7 +357,8 @@ class Checkpoints:
         for number, folder in numbered_paths(self.folder, "step-").items():
             if number > step and (of := step_of(folder)) not in (None, number):
                 raise CheckpointError(
-                    f"{folder} is a copy of step {of}, and the run will write its step {number} there: rename it, to {folder.name}-copy say"
+                    f"{folder} is a copy of step {of}, and the run will write its step {number} there: rename it, to "
+                    f"{folder.name}-copy say"
                 )
 
 

@@ -179,7 +179,8 @@ class FsdpRank(SingleRank):
         mesh, model = self.mesh, loaded.model
         if mesh.tp * mesh.pp * mesh.ep > 1:
             raise ConfigError(
-                f"place.mesh = {mesh}: {model.config.model_type} is trained in shards, replicas and cp; leave tp, pp and "
+                f"place.mesh = {mesh}: {model.config.model_type} is trained in shards, replicas and cp; leave tp, pp "
+                "and "
                 "ep out"
             )
         head = loaded.head.shared_by(self.context)

@@ -41,7 +41,8 @@ class JointGraph:
             self._run = compiler(self.graph, [*self._held, *inputs.values()])
         except Exception as error:
             raise ConfigError(
-                f"trainer.micro_tokens.compile: a training pass cannot be compiled here: {_first_line(error)}. It needs a "
+                f"trainer.micro_tokens.compile: a training pass cannot be compiled here: {_first_line(error)}. It "
+                "needs a "
                 "C++ compiler (apt install g++, xcode-select --install); or set compile = false"
             ) from error
 
@@ -62,7 +63,8 @@ class JointGraph:
             return make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(*self._held, *inputs)
         except Exception as error:
             raise ConfigError(
-                f"trainer.micro_tokens.compile: a training pass cannot be made a graph: {_first_line(error)}; set compile = false"
+                f"trainer.micro_tokens.compile: a training pass cannot be made a graph: {_first_line(error)}; set "
+                "compile = false"
             ) from error
 
     def __call__(self, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -170,7 +170,8 @@ class MasterPlan:
                     own.parts[key], own.dtypes[key] = parts[name], tensor.dtype
                     if tuple(tensor.shape) != parts[name].shape:
                         raise CheckpointError(
-                            f"rank {ranks.rank} holds {list(tensor.shape)} of {name}, and by its mesh {parts[name].shape}"
+                            f"rank {ranks.rank} holds {list(tensor.shape)} of {name}, and by its mesh "
+                            f"{parts[name].shape}"
                         )
                 else:
                     own.scalars[key] = tensor.cpu()

@@ -65,7 +65,8 @@ class ShapeBuckets:
         if shape not in self.buckets:
             known = ", ".join(map(str, self.buckets))
             raise TrainError(
-                f"a pass of the shape {shape} is outside of the static shapes {known}: it would be compiled again. This "
+                f"a pass of the shape {shape} is outside of the static shapes {known}: it would be compiled again. "
+                "This "
                 "is a fault of Rondel, please report it; trainer.micro_tokens without buckets trains the same"
             )
         self._met[shape] += 1
@@ -86,7 +87,8 @@ class ShapeBuckets:
         told = f"{whose} has {tokens} tokens, {targets} of them to be trained, and the static shapes are {known}"
         if not self.grows:
             raise TrainError(
-                f"{told}. No sample is cut: add a larger one to trainer.micro_tokens.buckets, let it be 'auto', or lower "
+                f"{told}. No sample is cut: add a larger one to trainer.micro_tokens.buckets, let it be 'auto', or "
+                "lower "
                 "engine.sampling.max_tokens"
             )
         size = 1 << (max(tokens, targets) - 1).bit_length()

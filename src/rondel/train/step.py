@@ -419,7 +419,8 @@ class LocalTrainer:
             for whose, _, size in sizes:
                 if not math.isfinite(float(size)):
                     raise NotFinite(
-                        f"gradient{whose}: its norm is {float(size)} over {_name_samples(update, range(len(update.samples)))}"
+                        f"gradient{whose}: its norm is {float(size)} over "
+                        f"{_name_samples(update, range(len(update.samples)))}"
                     )
         with _timed_phase(seconds, "optimizer"):
             release_freed_memory()  # of the activations

@@ -94,7 +94,8 @@ class TeacherEnsemble(Sequence[Teacher]):
             shares = self._teacher_weights(sample)
             if not shares or not shares.keys() <= sample.known.teachers.keys():
                 raise TrainError(
-                    f"no teacher of '{sample.stream}' has spoken of {batch.sample_name(i)}; model.teacher needs one for this "
+                    f"no teacher of '{sample.stream}' has spoken of {batch.sample_name(i)}; model.teacher needs one "
+                    "for this "
                     f"source, or for all"
                 )
             opinions = torch.stack([sample.known.teachers[number].double() for number in shares])

@@ -325,7 +325,8 @@ async def optim_step(clients: Clients, request: Request, sent: dict[str, Any]) -
         and adam.clip >= 0
     ):
         raise UserError(
-            f"adam_params {given}: learning_rate, eps, weight_decay and grad_clip_norm are not negative, betas in [0, 1)"
+            f"adam_params {given}: learning_rate, eps, weight_decay and grad_clip_norm are not negative, betas in [0, "
+            "1)"
         )
     return clients.optim_step(clients.model(_text(sent, "model_id")), sent.get("seq_id"), adam)
 

@@ -154,7 +154,8 @@ class InOrder:
                     self._move_on(number)  # the ones before were never sent: their client has been told so
         if number < self.next:
             raise UserError(
-                f"seq_id {number} comes too late: this server is at {self.next} of this client, and an earlier gradient "
+                f"seq_id {number} comes too late: this server is at {self.next} of this client, and an earlier "
+                "gradient "
                 "would now be part of a later step. Go on from a saved state"
             )
 

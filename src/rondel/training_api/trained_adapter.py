@@ -75,7 +75,8 @@ class TrainedAdapter:
         shapes = [{name: (a.shape, b.shape) for name, (a, b) in w.layers.items()} for w in (mine, theirs)]
         if shapes[0] != shapes[1] or mine.scale != theirs.scale:
             raise UserError(
-                f"these weights are of rank {theirs.rank} on {len(theirs.layers)} layers, the adapter of this client of "
+                f"these weights are of rank {theirs.rank} on {len(theirs.layers)} layers, the adapter of this client "
+                "of "
                 f"rank {mine.rank} on {len(mine.layers)}: create it from the state instead of loading into it"
             )
         moments = None if folder is None else self._read_moments(folder)

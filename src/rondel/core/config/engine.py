@@ -79,7 +79,8 @@ class EngineConfig(ConfigSection):
     numerics: Literal["fast", "aligned", "rounded"] = Field(
         "fast",
         description="of engine, trainer and reference. `fast`: a model of 16 bits keeps its residual stream and its logits "
-        "in float32; `rounded`: rounds them, too, as other engines do; `aligned`: the same bits in every batch and in the "
+        "in float32; `rounded`: rounds them, too, as other engines do; `aligned`: the same bits in every batch and in "
+        "the "
         "trainer; slower, dense models, refused where it does not hold",
     )
     compile: bool | Literal["static"] = Field(

@@ -198,7 +198,8 @@ class PlaceConfig(ConfigSection):
             raise ValueError(f"engines: prefill = true with tp = {each['tp']} is not supported; leave one of them out")
         if each.get("ep", 1) not in (1, each.get("tp", 1)):
             raise ValueError(
-                f"engines: ep = {each['ep']} with tp = {each['tp']}: experts lie apart over all processes of an engine; let "
+                f"engines: ep = {each['ep']} with tp = {each['tp']}: experts lie apart over all processes of an "
+                "engine; let "
                 "them agree, or leave ep out"
             )
         if mine["cluster"] == "local" and (several, mine["ranks"]) != (1, 1):

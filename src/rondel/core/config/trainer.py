@@ -57,7 +57,8 @@ class MemoryConfig(SettingsTable):
     offload: bool = Field(
         False,
         description="shared device: while the engine writes, optimizer, critic, reference and teacher lie in host "
-        "memory, while the trainer works there is no KV cache; reference and teacher are on the device for their own pass only",
+        "memory, while the trainer works there is no KV cache; reference and teacher are on the device for their own "
+        "pass only",
     )
 
     teachers: Literal["all", "one"] = Field(

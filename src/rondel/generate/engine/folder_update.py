@@ -28,7 +28,8 @@ class FolderUpdate:
         """The folder must hold what was begun. It is read by a process that may have another working folder."""
         if self._begun is None or route.kind != "disk":
             raise SyncError(
-                f"a route of kind '{route.kind}' {'before its begin' if self._begun is None else ''}: {self.server} reads disk"
+                f"a route of kind '{route.kind}' {'before its begin' if self._begun is None else ''}: {self.server} "
+                "reads disk"
             )
         with error_boundary(SyncError, f"reading {route.data}/manifest.json"):
             found = json.loads((Path(route.data) / "manifest.json").read_text())["root"]

@@ -24,7 +24,8 @@ FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": 
 PROCESSED = "processed_logprobs"
 HEAD = "lm_head.weight"
 TIED_HEAD = (
-    f"vLLM on a CPU would go on with the old {HEAD} of a model whose head is tied to its embeddings: train a copy that was "
+    f"vLLM on a CPU would go on with the old {HEAD} of a model whose head is tied to its embeddings: train a copy "
+    "that was "
     'saved with tie_word_embeddings = false, or use a GPU or engine.kind = "sglang"'
 )
 WAIT = 300.0  # seconds that a worker waits for the trainer's group
@@ -51,7 +52,8 @@ class VllmServer:
             config = self.link.get_blocking("/server_info?config_format=json")["vllm_config"]
         except ServerRefusal as error:
             raise ConfigError(
-                f"engine.url = '{self.link.url}': weights change only through the endpoints of vLLM's development mode, "
+                f"engine.url = '{self.link.url}': weights change only through the endpoints of vLLM's development "
+                "mode, "
                 f"which it does not "
                 f"have ({error}). {self.__doc__}"
             ) from error

@@ -112,7 +112,8 @@ def load_taskset(name: str, args: str) -> tuple[Any, list[Any], str]:
     mine = [role for role, spec in agent_config_fields(config).items() if spec.client is None]
     if len(mine) != 1:
         raise ConfigError(
-            f"task.data.name = '{name}': its roles {', '.join(mine)} would all ask the policy, and one is trained here: "
+            f"task.data.name = '{name}': its roles {', '.join(mine)} would all ask the policy, and one is trained "
+            "here: "
             f"give the others a client of "
             "their own, args = { ROLE = { client = { base_url = ... } } }"
         )
@@ -130,7 +131,8 @@ def _local_harness(name: str, role: str, spec: dict[str, Any]) -> dict[str, Any]
     harness.setdefault("id", "null" if own == "bash" else own)
     if "runtime" not in spec and harness_class(harness["id"]).EXECUTES_CODE:
         raise ConfigError(
-            f"the harness '{harness['id']}' carries out what the policy writes: say where, args = {{ {role} = {{ runtime = {{ type = 'docker' }} }} }} "
+            f"the harness '{harness['id']}' carries out what the policy writes: say where, args = "
+            f"{{ {role} = {{ runtime = {{ type = 'docker' }} }} }} "
             "('subprocess' is this machine, with the rights of the run)"
         )
     return {"runtime": LOCAL, **spec, "harness": harness}

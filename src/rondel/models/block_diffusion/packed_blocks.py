@@ -95,7 +95,8 @@ class PackedBlocks:
         for own, prompt, answer in zip(found.steps, found.prompts, found.answers, strict=True):
             if len(own) != len(answer):
                 raise ValueError(
-                    f"{len(own)} unmasking steps in {len(answer)} tokens behind the prompt: a policy that fills in blocks "
+                    f"{len(own)} unmasking steps in {len(answer)} tokens behind the prompt: a policy that fills in "
+                    "blocks "
                     "answers once"
                 )
             source.append(row.place_answer(prompt, answer, own.seen))

@@ -30,7 +30,8 @@ class ChunkHead(ControlHead):
     def describe(self, max_tokens: int, temperature: float) -> str:
         config = self.model.config
         return (
-            f"control: {config.observation_size} numbers of an observation, {config.denoising_steps} denoising steps with "
+            f"control: {config.observation_size} numbers of an observation, {config.denoising_steps} denoising steps "
+            "with "
             f"noise {temperature:g} to a chunk of {config.chunk} actions of {config.action_size} numbers"
         )
 

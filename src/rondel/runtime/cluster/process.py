@@ -200,7 +200,8 @@ class ProcessWorker(RemoteWorker):
                 waiting := self._pending_verbs()
             ):
                 self._mark_lost(
-                    f"worker {self._name} ({self._describe_process()}) gives no sign of life since {silent:.0f} s (limit "
+                    f"worker {self._name} ({self._describe_process()}) gives no sign of life since {silent:.0f} s "
+                    "(limit "
                     f"{limit:g} s), asked for: {waiting}",
                     SilentError,
                     self._dump_stacks,

@@ -110,7 +110,8 @@ class KubernetesScheduler:
     def submit(self, file: Path) -> SubmittedJob:
         if not run_tool(*self._kubectl("get", "pvc", self.claim, "--output=name"), fails=True).strip():
             raise UserError(
-                f"there is no volume claim '{self.claim}', which keeps the run folder: kubectl get pvc lists those that "
+                f"there is no volume claim '{self.claim}', which keeps the run folder: kubectl get pvc lists those "
+                "that "
                 "there are; name one that every node can mount (ReadWriteMany) with --claim"
             )
         job = SubmittedJob(self.to, self.name, namespace=self.namespace, time=time.time())

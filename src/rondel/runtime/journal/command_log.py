@@ -59,7 +59,8 @@ class EpisodeCommandLog:
             self.replayed += 1
             if then != now:
                 raise EnvError(
-                    f"command {n} of the episode ({text:.200}) was run again after an interruption and ended otherwise: "
+                    f"command {n} of the episode ({text:.200}) was run again after an interruption and ended "
+                    "otherwise: "
                     f"exit code {then.exit} and folder {then.folder:.12} then, {exit} and {folder:.12} now; such a "
                     f"command depends on time, chance or what lies outside of the folder"
                 )

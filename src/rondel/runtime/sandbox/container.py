@@ -38,7 +38,8 @@ def find_container_tool(image: str, tool: str = "auto") -> str:
     if found is None:
         listed, small = " or ".join(names), names[0] if tool != "auto" else "crun" if is_folder else "podman"
         raise SandboxError(
-            f"substrate 'container' needs {listed}, and none is on the PATH: apt install {small}, or use kind = 'process'"
+            f"substrate 'container' needs {listed}, and none is on the PATH: apt install {small}, or use kind = "
+            "'process'"
         )
     return found
 

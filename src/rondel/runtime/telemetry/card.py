@@ -572,6 +572,7 @@ def _escape_cell(text: str) -> str:
 def shared_text(shared: float, packed: float) -> str:
     """What context parallel ranks exchanged: 12.5 % of the tokens."""
     return (
-        f"Tokens whose keys and values the ranks of cp gave each other: {shared / packed:.1%} of {packed:.0f}; all others "
+        f"Tokens whose keys and values the ranks of cp gave each other: {shared / packed:.1%} of {packed:.0f}; all "
+        "others "
         "lay whole on one rank."
     )

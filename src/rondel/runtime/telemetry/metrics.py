@@ -121,7 +121,8 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "train/starved_experts": ("share", "experts to which no token of the step went"),
     "train/shapes": (
         "shapes",
-        "different ones among the training passes of the step, where micro-batches have fixed shapes (trainer.micro_tokens)",
+        "different ones among the training passes of the step, where micro-batches have fixed shapes "
+        "(trainer.micro_tokens)",
     ),
     "train/padding_share": ("share", "padding among the tokens that these passes computed"),
     "train/compiled_graphs": ("graphs", "compiled in this process so far, one for each shape and row"),
@@ -174,7 +175,8 @@ FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
     "eval/score_of_": ("reward", "mean reward on the held-out tasks of one source, at this version"),
     "eval/": (
         "reward",
-        "of one held-out set at this version: score, low and high; with task.eval.samples above 1 avg@k, and pass@k and "
+        "of one held-out set at this version: score, low and high; with task.eval.samples above 1 avg@k, and pass@k "
+        "and "
         "majority@k, which are shares",
     ),
     "score/part_": ("reward", "mean of a named part, with its weight, over the trained answers"),
@@ -217,7 +219,8 @@ FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
         "nats",
         "the K3 of tokens that were so many versions old; at lag 0 the run warns above the bound of its precision, "
         "which its card names: "
-        "1e-06 in float32, 5e-05 in float16, 0.003 in bfloat16, with a rounded residual stream 0.0002 and 0.01, which is "
+        "1e-06 in float32, 5e-05 in float16, 0.003 in bfloat16, with a rounded residual stream 0.0002 and 0.01, which "
+        "is "
         "that of servers of others, too, 0.1 for mixtures of experts",
     ),
     "loop/lag_is_": ("share", "groups of this step that were so many versions old: the histogram of lag"),

@@ -67,7 +67,8 @@ class ReplayGate:
                     break
                 if at < version and (live.computed_tokens, live.written) != (computed, written):
                     raise LawError(
-                        f"version {version} came when a request stood at {live.computed_tokens} computed, {live.written} "
+                        f"version {version} came when a request stood at {live.computed_tokens} computed, "
+                        f"{live.written} "
                         f"written tokens; in the run that is "
                         f"replayed version {at} took it to {computed}, {written}"
                     )

@@ -86,7 +86,8 @@ class VisionEncoderCache:
             ):
                 if sight.placeholder_of(place.image) is None:
                     raise UserError(
-                        f"a step of {place.image.frames} frames for '{self.loaded.name}', which does not read videos in "
+                        f"a step of {place.image.frames} frames for '{self.loaded.name}', which does not read videos "
+                        "in "
                         f"such steps: send each frame as an image"
                     )
                 raise UserError(

@@ -134,7 +134,8 @@ class RequestFields:
         ):
             raise self.field_error(
                 name,
-                f"this server does not offer it{f' beyond {shorten_json(allowed[0])}' if allowed else ''}; leave it out",
+                f"this server does not offer it{f' beyond {shorten_json(allowed[0])}' if allowed else ''}; leave it "
+                "out",
             )
 
     def refuse_unknown_fields(self) -> None:

@@ -125,7 +125,8 @@ class GenerationService:
             return model
         raise RequestRefusal(
             404,
-            f"no model '{model[:200]}' here; this server serves {', '.join(repr(n) for n in [self.name, *self.adapters])}",
+            f"no model '{model[:200]}' here; this server serves "
+            f"{', '.join(repr(n) for n in [self.name, *self.adapters])}",
             param="model",
             code="model_not_found",
         )
@@ -160,7 +161,8 @@ class GenerationService:
         if self.open + n > self.limits.queue:
             raise RequestRefusal(
                 429,
-                f"{self.open} answers are being written or wait, {self.limits.queue} are this server's limit: come back "
+                f"{self.open} answers are being written or wait, {self.limits.queue} are this server's limit: come "
+                "back "
                 f"later",
                 code="queue_full",
                 headers={"Retry-After": "1"},
@@ -204,8 +206,10 @@ class GenerationService:
             if asked.top and not _is_untransformed(sampling):
                 raise RequestRefusal(
                     400,
-                    "the likeliest tokens are told under the model alone, the drawn one under what it was drawn from: to have both in one "
-                    "scale, ask with temperature 1 or 0 and without top_k, top_p, min_p, penalties, logit_bias, min_tokens or a schema",
+                    "the likeliest tokens are told under the model alone, the drawn one under what it was drawn from: "
+                    "to have both in one "
+                    "scale, ask with temperature 1 or 0 and without top_k, top_p, min_p, penalties, logit_bias, "
+                    "min_tokens or a schema",
                     param="top_logprobs",
                 )
             for j in range(asked.n):
@@ -238,7 +242,8 @@ class GenerationService:
                 return tokens, _place_images(tokens, images, sight)
             if images and n > len(images):
                 raise DataError(
-                    f"{n} image placeholders for {len(images)} images of {cells} cells: one for each image, or one for each cell"
+                    f"{n} image placeholders for {len(images)} images of {cells} cells: one for each image, or one "
+                    "for each cell"
                 )
             whole, media = place_images(tokens, images, sight)
             return whole, tuple(media)
@@ -256,7 +261,8 @@ class GenerationService:
         if left < (wanted or 1):
             raise RequestRefusal(
                 400,
-                f"{prompt} prompt tokens + max_tokens {wanted or 1} exceed the {self.max_context_tokens} that this server holds for one request",
+                f"{prompt} prompt tokens + max_tokens {wanted or 1} exceed the {self.max_context_tokens} that this "
+                "server holds for one request",
                 param="max_tokens" if left > 0 else "prompt",
                 code="context_length_exceeded",
             )

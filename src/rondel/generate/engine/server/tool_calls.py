@@ -94,7 +94,8 @@ def call_grammar(tools: OfferedTools, form: CallFormat, tokenizer: Any) -> dict[
     if not isinstance(form, JsonCalls) or form.opens in special or form.closes in special:
         raise RequestRefusal(
             400,
-            f"this model writes calls in a form that cannot be demanded here ({type(form).__name__}): use tool_choice 'auto'",
+            f"this model writes calls in a form that cannot be demanded here ({type(form).__name__}): use tool_choice "
+            "'auto'",
             param="tool_choice",
         )
     schemas = [

@@ -58,6 +58,7 @@ def refuse_sampling(sampling: Sampling, what: str) -> None:
     odd = [name for name in Sampling.__slots__ if name not in READ and getattr(sampling, name) != getattr(plain, name)]
     if odd:
         raise UserError(
-            f"sampling.{odd[0]} = {getattr(sampling, odd[0])!r} with {what}: it is about text that is written token after "
+            f"sampling.{odd[0]} = {getattr(sampling, odd[0])!r} with {what}: it is about text that is written token "
+            "after "
             "token; leave it out"
         )

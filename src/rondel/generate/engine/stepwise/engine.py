@@ -117,7 +117,8 @@ class StepwiseEngine(StepwiseControl[A]):
         """Of a model that reads its prompt by positions."""
         if len(request.tokens) + request.sampling.max_tokens > self.loaded.max_context:
             raise UserError(
-                f"{len(request.tokens)} tokens and max_tokens = {request.sampling.max_tokens} do not fit into a context of "
+                f"{len(request.tokens)} tokens and max_tokens = {request.sampling.max_tokens} do not fit into a "
+                "context of "
                 f"{self.loaded.max_context}; set max_position_embeddings of the model"
             )
 

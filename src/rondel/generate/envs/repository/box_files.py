@@ -136,7 +136,8 @@ def edit(root, path, old, new):
     if places > 1:
         lines = [str(text[:at].count("\n") + 1) for at in range(len(text)) if text.startswith(old, at)]
         raise Refused(
-            f"old stands {places} times in {path} (lines {', '.join(lines[:8])}): take more lines with it, so that it is "
+            f"old stands {places} times in {path} (lines {', '.join(lines[:8])}): take more lines with it, so that it "
+            "is "
             "one place"
         )
     if not places:

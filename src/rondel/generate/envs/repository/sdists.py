@@ -30,7 +30,8 @@ def sdist_of(package: SourcePackage, cache: Path) -> Path:
         if (found := _in_cache(package, cache)) is None:
             said = ran.stderr.strip().rpartition("\n")[2] or f"exit code {ran.returncode}"
             raise DataError(
-                f"pip cannot fetch the source of {package.title}: {said}. Is the machine online? Or put the file into {cache}"
+                f"pip cannot fetch the source of {package.title}: {said}. Is the machine online? Or put the file into "
+                f"{cache}"
             )
     held = hashlib.sha256(found.read_bytes()).hexdigest()
     if held != package.sha256:

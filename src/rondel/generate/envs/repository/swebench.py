@@ -80,7 +80,8 @@ def _tests(row: Mapping[str, Any], key: str) -> list[str]:
 def _checkout(row: Mapping[str, Any], source: str) -> Path:
     if not source:
         raise DataError(
-            f"row {row['instance_id']}: nothing is downloaded: set task.data.source to a folder that holds {row['repo']} "
+            f"row {row['instance_id']}: nothing is downloaded: set task.data.source to a folder that holds "
+            f"{row['repo']} "
             f"at {row['base_commit']:.12} as {row['instance_id']}/"
         )
     folder = locate_path(source)
@@ -89,6 +90,7 @@ def _checkout(row: Mapping[str, Any], source: str) -> Path:
             if path.exists():
                 return path
     raise DataError(
-        f"row {row['instance_id']}: {folder} has neither {row['instance_id']}/ nor a tar file of that name: put the files "
+        f"row {row['instance_id']}: {folder} has neither {row['instance_id']}/ nor a tar file of that name: put the "
+        "files "
         f"of {row['repo']} at {row['base_commit']:.12} there (git archive {row['base_commit']:.12} | tar -x -C ...)"
     )

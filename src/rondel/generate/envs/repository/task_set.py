@@ -50,7 +50,8 @@ def make_task_set(
             continue
         bugs.append((package, files, found))
         say(
-            f"{number}/{len(packages)} {package.title}: {told['tests']} tests, {told['tried']} bugs tried, {len(found)} found "
+            f"{number}/{len(packages)} {package.title}: {told['tests']} tests, {told['tried']} bugs tried, "
+            f"{len(found)} found "
             f"by them, {time.monotonic() - began:.0f} s"
         )
     made: list[dict[str, Any]] = []
@@ -69,7 +70,8 @@ def make_task_set(
         say(f"{len(made)}/{n} {name}: untouched {checked.untouched:g}, solved {checked.solved:g}")
     if len(made) < n:
         raise DataError(
-            f"{len(made)} tasks were found in {len(packages)} packages, and {n} were asked for; they are in {out}: ask for "
+            f"{len(made)} tasks were found in {len(packages)} packages, and {n} were asked for; they are in {out}: "
+            "ask for "
             f"fewer, or name more packages"
         )
     index = json.dumps({"seed": seed, "tasks": made}, indent=1)

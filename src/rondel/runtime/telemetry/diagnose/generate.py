@@ -36,7 +36,8 @@ def failing_reward(story: Story) -> Iterator[Finding]:
             "error" if failed > MOSTLY_FAILED else "warning",
             f"{failed:.0%} of the answers have no score ({story.recent_span}){': ' + last if last else ''}",
             "What the reward cannot judge is not trained on: what is left is a choice of the reward, not of the tasks.",
-            "`rondel view RUN --errors`, `rondel check RUN.toml`; task.reward.timeout if it is slow; task.reward.max_failures "
+            "`rondel view RUN --errors`, `rondel check RUN.toml`; task.reward.timeout if it is slow; "
+            "task.reward.max_failures "
             "ends such a run",
             weight=2,
         )

@@ -107,9 +107,11 @@ def length_bias(story: Story) -> Iterator[Finding]:
             "length_bias",
             "warning",
             f"within groups reward and length correlate at {paid:+.2f} ({story.recent_span})",
-            f"The {more} of two answers to the same task is the better paid one: length will drift that way whatever it "
+            f"The {more} of two answers to the same task is the better paid one: length will drift that way whatever "
+            "it "
             f"is worth.",
-            "look with `rondel view RUN`; if length is not the point, algo.kind = 'dr_grpo' and a reward that does not see it",
+            "look with `rondel view RUN`; if length is not the point, algo.kind = 'dr_grpo' and a reward that does "
+            "not see it",
         )
 
 
@@ -129,7 +131,8 @@ def find_overfitting(story: Story) -> Iterator[Finding]:
         yield Finding(
             "overfit",
             "error" if last["high"] < best["low"] else "warning",
-            f"held-out score {score_text(best['score'], story.scores_are_shares)} after step {best['step']}, {score_text(last['score'], story.scores_are_shares)} after "
+            f"held-out score {score_text(best['score'], story.scores_are_shares)} after step {best['step']}, "
+            f"{score_text(last['score'], story.scores_are_shares)} after "
             f"step {last['step']}, while the training "
             f"reward went from {statistics.fmean(then):.3g} to {statistics.fmean(now):.3g}",
             "The policy learns the training tasks, or the reward, and not the skill.",
