@@ -13,6 +13,7 @@ from rondel.formats import FORMATS, format_of
 from rondel.formats.blocks import to_e4m3
 from rondel.formats.fold import fold_to_fp8
 from rondel.formats.fp4 import VALUES, Mxfp4, from_e2m1, pack_pairs, to_e2m1, unpack_pairs
+from rondel.formats.fp8 import Fp8, widen_codes
 from rondel.formats.int4 import pack_nibbles, unpack_nibbles
 
 # -> the largest relative error of a matrix of normal numbers, and bits a weight of a large one
@@ -133,3 +134,22 @@ def test_mxfp4_is_fp8_without_loss_up_to_2_to_14(apart):
     assert lost.tolist() == [[apart > 14, False], [False, False]]
     if apart <= 14:
         assert torch.equal(format_of("fp8").decode(folded), w)
+
+
+def test_bits_of_fp8_are_those_of_a_cast():
+    """Every code under many scales; where a scale has more bits, is huge, or a code is no number, the cast itself is taken."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(16, 1).view(torch.float8_e4m3fn)
+    numbers = codes[:, [i for i in range(256) if i & 0x7F != 0x7F]].contiguous()
+    g = torch.Generator().manual_seed(0)
+    form = Fp8((1, 128))
+    for exponent in (-100, -60, -20, -3, 0, 5):
+        scale = torch.ldexp(torch.rand(16, 2, generator=g) + 0.5, torch.tensor(exponent)).bfloat16().float()
+        spread = scale.repeat_interleave(128, 1)[:, : numbers.shape[1]]
+        got = form.decode({"weight": numbers, "weight_scale_inv": scale}, torch.bfloat16)
+        assert widen_codes(numbers, scale) is not None
+        assert torch.equal(got.view(torch.int16), (numbers.float() * spread).bfloat16().view(torch.int16))
+    odd = torch.rand(16, 2, generator=g)
+    assert widen_codes(numbers, odd) is None and widen_codes(numbers, scale * 2**9) is None
+    assert widen_codes(codes, scale) is None
+    got = form.decode({"weight": numbers, "weight_scale_inv": odd}, torch.bfloat16)
+    assert torch.equal(got, (numbers.float() * odd.repeat_interleave(128, 1)[:, : numbers.shape[1]]).bfloat16())
