@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from kits.families import FAMILIES
 from kits.families import model as family
 from kits.ranks import Rank, apart
 from kits.sweeps import covering
@@ -35,7 +36,7 @@ def stored(tmp_path_factory):
     def of(kind: str):
         if kind not in made:
             made[kind] = tmp_path_factory.mktemp(kind)
-            loaded = family(kind)
+            loaded = family(kind) if kind in FAMILIES else model(kind)
             state = {n: p.detach() for n, p in loaded.model.state_dict().items()}
             save_model(loaded, made[kind], state)
         return made[kind]
@@ -79,10 +80,14 @@ READ = [
     *[(Mesh(shards=2, tp=2), "llama", "bfloat16"), (Mesh(shards=2, tp=2), "mixtral", "float32")],
     *[(Mesh(shards=2, ep=2), "mixtral", "bfloat16"), (Mesh(shards=2, ep=2), "mixtral", "float32")],
     *[(Mesh(pp=2), "llama", "bfloat16"), (Mesh(pp=2), "mixtral", "float32")],
+    *[(Mesh(tp=2, ep=2), "mixtral", "float32"), (Mesh(shards=2, tp=2, ep=4), "mixtral", "float32")],
+    (Mesh(pp=2, chunks=2), "deep", "float32"),
 ]
 
 
-@pytest.mark.parametrize(("mesh", "kind", "dtype"), covering(READ, [READ[0], READ[3], READ[5], READ[6]]), ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "kind", "dtype"), covering(READ, [READ[0], READ[3], READ[5], READ[6], READ[8], READ[10]]), ids=str
+)
 def test_ranks_that_read_their_shards_train_as_one_rank(stored, ranks, mesh, kind, dtype):
     """Masters are those of one rank bit for bit, gradients to 1e-6, with a reference and a critic beside the policy."""
     algo, alone, every = row("ppo", kl={"coef": 0.1}), Rank(0), ranks(mesh)
@@ -146,7 +151,9 @@ def equal_files(ours, theirs) -> bool:
     [
         (Mesh(shards=2, tp=2), "tied", "bfloat16"),
         (Mesh(shards=2, ep=2), "mixtral", "float32"),
+        (Mesh(shards=2, tp=2, ep=2), "mixtral", "float32"),
         (Mesh(pp=2), "tied", "float32"),
+        (Mesh(pp=2, chunks=2), "deep", "float32"),
         (Mesh(shards=2), "gpt_oss", "float32"),
         (Mesh(shards=2), "qwen3_5_text", "bfloat16"),
     ],

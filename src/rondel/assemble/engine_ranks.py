@@ -85,8 +85,8 @@ class FollowerHost:
             loaded, self.loaded = self.loaded, None
             assert loaded is not None, "load() comes first"
             meeting = Rendezvous.connect_to(address)
-            how = {"prefill": prefill, "experts_apart": experts_apart}
-            joined = join_ranks(loaded, meeting, self.rank, self.size, self.device.name, self.patience, **how)
+            where = (self.rank, self.size, self.device.name, self.patience)
+            joined = join_ranks(loaded, meeting, *where, prefill=prefill, experts_apart=experts_apart)
             return EngineFollower(*joined, transports)
 
         self.follower = await self.device.run(join_here)
