@@ -18,9 +18,11 @@ from rondel.core.types import Task
 from rondel.dashboard.rollouts import read_answer, rollout_table
 from rondel.runtime.journal.log import read_history
 from rondel.runtime.telemetry.card import (
+    count_shared_tokens,
     normal_interval,
     render_markdown,
     run_summary,
+    shared_text,
     sparkline,
     wilson_interval,
     write_card,
@@ -254,3 +256,16 @@ def test_the_card_names_the_interval_and_has_every_set():
     old = [{k: v for k, v in e.items() if k not in drawn} for e in raw[::2]]
     assert "95 % interval (Wilson)" in render_markdown(run_summary(old, {}))
     assert "Every set" not in render_markdown(run_summary(old, {}))
+
+
+def test_the_card_says_how_many_tokens_context_parallel_ranks_shared():
+    """Over all steps, those without any among them; nothing where rows lay whole."""
+
+    def step(shared: float | None) -> dict:
+        return {
+            "metrics": {"train/packed_tokens": 1000.0, **({} if shared is None else {"train/shared_tokens": shared})}
+        }
+
+    found = count_shared_tokens([step(250.0), step(None), step(150.0)])
+    assert found == [400.0, 3000.0] and "13.3% of 3000" in shared_text(*found)
+    assert count_shared_tokens([step(None)]) == []
