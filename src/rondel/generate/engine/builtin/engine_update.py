@@ -30,7 +30,7 @@ class EngineUpdate:
         arrivals: WeightReceiver | AdapterReceiver,
         lifecycle: EngineLifecycle,
         serving: ServingLoop,
-        weights: Callable[[], Mapping[str, int]],
+        weights: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         """`weights`: bytes of those that are the engine's own, by name."""
         self.arrivals, self.lifecycle, self.serving, self._weights = arrivals, lifecycle, serving, weights

@@ -14,7 +14,7 @@ class StepwiseUpdate(EngineUpdate):
 
     def __init__(self, engine: Any) -> None:
         """`engine`: a StepwiseEngine, which is its own serving loop."""
-        super().__init__(engine.arrivals, engine.lifecycle, engine, dict)
+        super().__init__(engine.arrivals, engine.lifecycle, engine)
         self.engine = engine
 
     async def _commit(self, commit: Commit) -> None:
