@@ -19,7 +19,7 @@ from rondel.runtime.journal import store
 
 gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: rondel[control]")
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "cartpole_tokens.toml"
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.toml"
 VISION = Path(__file__).parents[2] / "recipes" / "vision.toml"
 ENV = {"kind": "control", "actions": "tokens", "turns": 3, "bins": 4, "frames": True, "pixels": 28}
 DATA = {"kind": "gym", "name": "kits.control:Column", "n": 50}
@@ -51,12 +51,14 @@ def test_a_model_that_looks_acts_in_a_world(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_of_text_acts_by_the_recipe(tmp_path):
-    """CartPole in numbers, smaller: each turn's token is the action that the world took, and shows what came of it."""
+def test_a_model_of_text_reads_numbers_and_acts(tmp_path):
+    """CartPole: each turn's token is the action that the world took, and the next turn shows what came of it."""
+    data = {"kind": "gym", "name": "CartPole-v1", "n": 50, "eval_seed": 1000, "eval_n": 2}
+    env = {"kind": "control", "actions": "tokens", "turns": 6}
     changes = {
-        "loop.steps": 2, "loop.groups_per_step": 2, "algo.group_size": 3, "task.env.turns": 6, "task.eval.every": 0,
-        "task.data.n": 50, "task.data.eval_n": 2, "place.threads": 1, "run.checkpoint.every": 0, "run.sinks": [],
-        "run.folder": str(tmp_path / "run"),
+        "task": {"env": env, "data": data}, "loop.warmup": {}, "loop.steps": 2, "loop.groups_per_step": 2,
+        "algo.group_size": 3, "engine.sampling.max_tokens": 1, "model.path.max_position_embeddings": 256,
+        "place.threads": 1, "run.checkpoint.every": 0, "run.sinks": [], "run.folder": str(tmp_path / "run"),
     }  # fmt: skip
     job = Job.read(RECIPE, changes)
     train(job, quiet=True)
