@@ -19,6 +19,7 @@ from rondel.runtime.journal import store
 
 gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: rondel[control]")
 
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.toml"
 VISION = Path(__file__).parents[2] / "recipes" / "vision.toml"
 ENV = {"kind": "control", "actions": "tokens", "turns": 3, "bins": 4, "frames": True, "pixels": 28}
 DATA = {"kind": "gym", "name": "kits.control:Column", "n": 50}
@@ -47,6 +48,32 @@ def test_a_model_that_looks_acts_in_a_world(tmp_path):
             assert len(said) == 3
             assert [value for _, value in t.score.steps] == pytest.approx(paid)
     assert all(len(row["media"]) == 3 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_model_of_text_reads_numbers_and_acts(tmp_path):
+    """CartPole: each turn's token is the action that the world took, and the next turn shows what came of it."""
+    data = {"kind": "gym", "name": "CartPole-v1", "n": 50, "eval_seed": 1000, "eval_n": 2}
+    env = {"kind": "control", "actions": "tokens", "turns": 6}
+    changes = {
+        "task": {"env": env, "data": data}, "loop.warmup": {}, "loop.steps": 2, "loop.groups_per_step": 2,
+        "algo.group_size": 3, "engine.sampling.max_tokens": 1, "model.path.max_position_embeddings": 256,
+        "place.threads": 1, "run.checkpoint.every": 0, "run.sinks": [], "run.folder": str(tmp_path / "run"),
+    }  # fmt: skip
+    job = Job.read(RECIPE, changes)
+    train(job, quiet=True)
+    rows = check(tmp_path / "run", staleness=0, total=2, size=3)
+    assert all(e["metrics"]["train/gap_max"] < 1e-4 for e in events(tmp_path / "run", "StepDone"))
+    assert {sum(row["mask"]) for row in rows} == {6}
+    tokenizer, _, _ = tokenizer_of(job.model.path)
+    for row in rows:
+        world = TokenWorlds()("CartPole-v1")()
+        seen = [world.reset(seed=row["task_data"]["seed"])[0]]
+        for token, own in zip(row["tokens"], row["mask"], strict=True):
+            if own:
+                seen.append(world.step(tokenizer.decode([token]))[0])
+        text = tokenizer.decode(row["tokens"])
+        assert all(f"<user>{shown}<assistant>" in text for shown in seen[:-1])
 
 
 def test_what_is_written_is_the_middle_of_a_bin():

@@ -141,3 +141,5 @@ def test_it_needs_staleness_and_no_more_than_a_step_has(tmp_path):
         tiny(tmp_path, loop__replays={"max_lag": 3})
     with pytest.raises(ConfigError, match=r"beyond loop.max_staleness = 0, and 'grpo' trains tokens of old weights"):
         build(tiny(tmp_path, loop__replays=OLD))
+    with pytest.raises(ConfigError, match="would be counted twice"):
+        build(tiny(tmp_path, recipe=FLOW, loop__replays=OLD, algo__kind="ddpo"))

@@ -508,7 +508,13 @@ def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
 
 
 def _check_replays(job: Job, row: Algorithm) -> None:
-    """Groups older than the bound of all others, for a row that does not look at who drew a token."""
+    """Groups that come back, for a row that does not look at who drew a token, or that counts rewards over steps."""
+    if job.loop.replays.groups and row.advantage.remembers:
+        raise ConfigError(
+            f"loop.replays with '{row.name}', whose advantage remembers what earlier steps have earned: a group that comes "
+            "back would be counted twice. Leave replays out, or take another advantage",
+            page="docs/train.md",
+        )
     lag, bound = job.loop.replays.max_lag, job.loop.max_staleness
     if lag is not None and lag > bound and "advantages" in row.needs and not row.corrects_staleness:
         raise ConfigError(
