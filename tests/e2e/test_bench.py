@@ -25,6 +25,7 @@ TINY = " ".join(
 SMALL = {
     "adapters": "--model {model} --clients 2 --steps 1 --samples 2 --new 4 --threads 1",
     "activations": "--model {model} --tokens 32 --recompute layers --activations disk --case",
+    "contention": "--model {model} --pairs 1 --prompts 1 --group 2 --new 4",
     "controller": "--rollouts 200 --hours 1",
     "dashboard": "--events 1000 --repeat 1",
     "decode": "--model {model} --running 1 --new 4 --rounds 1 --profile 0 --threads 1",

@@ -154,7 +154,9 @@ def test_what_cannot_be_simulated(capsys, words, says):
     with pytest.raises(SystemExit) as end:
         main(["simulate", "--what-if", "model=7b", "gpus=2", "place=split", *words])
     err = capsys.readouterr().err
-    assert end.value.code == 1 and says in err.split("\nMore: ")[0] and err.split("\nMore: ")[0].rstrip().count("\n") == 0
+    assert (
+        end.value.code == 1 and says in err.split("\nMore: ")[0] and err.split("\nMore: ")[0].rstrip().count("\n") == 0
+    )
 
 
 def test_a_sweep(capsys):

@@ -33,8 +33,10 @@ def widen_codes(codes: Tensor, scale: Tensor) -> Tensor | None:
     long. None where the product with the scale, rounded once, would have other bits than in float32.
     """
     raw = codes.view(torch.uint8)
+    if not raw.numel():
+        return None
     exact = bool((scale.to(torch.bfloat16).float() == scale).all()) and float(scale.max()) < 2.0**7
-    if not raw.numel() or not exact or int((raw & 0x7F).max()) == 0x7F:  # the code of no number
+    if not exact or int((raw & 0x7F).max()) == 0x7F:  # the code of no number
         return None
     bits = raw.to(torch.int16)
     return (((bits & 0x80) << 8) | ((bits & 0x7F) << 4)).view(torch.bfloat16)
