@@ -33,7 +33,7 @@ from rondel.core.errors import ConfigError
 
 
 def test_the_rows_are_what_their_papers_say():
-    assert list(TABLE)[:7] == ["grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce", "sft"] and len(TABLE) == 59
+    assert list(TABLE)[:7] == ["grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce", "sft"] and len(TABLE) == 60
     assert GRPO.advantage == advantage.GroupNorm(1e-6) and GRPO.aggregate == aggregate.SeqMeanTokenMean()
     assert DR_GRPO.advantage == advantage.GroupCenter() and DR_GRPO.aggregate == aggregate.FixedNorm()
     assert DR_GRPO.surrogate == GRPO.surrogate == surrogate.Clip(0.2, 0.2) and DR_GRPO.kl == GRPO.kl == kl.Kl("k3", 0.0)
@@ -224,7 +224,7 @@ MISTAKES = [
     ({"kind": "grpo", "surrogate": {"high": float("nan")}}, "algo.surrogate.high = nan is not a number"),
     ({"kind": "dapo", "shaping": {"buffer": 3.5}}, "algo.shaping.buffer = 3.5 is not a whole number"),
     ({"kind": "grpo", "kl": {"kind": 2, "coef": 0.1}}, "algo.kl.kind = 2 is not a text"),
-    ({"kind": "grpo", "kl": {"kind": "k4", "coef": 0.1}}, "algo.kl: kind = 'k4'; it must be one of k1, k2, k3."),
+    ({"kind": "grpo", "kl": {"kind": "k4", "coef": 0.1}}, "algo.kl: kind = 'k4'; it must be one of k1, k2, k3, closed_form."),
     ({"kind": "grpo", "kl": {"coef": -0.1}}, "algo.kl: coef = -0.1; it must not be negative"),
     ({"kind": "grpo", "surrogate": {"low": 1.5}}, "algo.surrogate: low = 1.5; it must lie in [0, 1]"),
     ({"kind": "grpo", "surrogate": {"high": -0.1}}, "algo.surrogate: high = -0.1; it must not be negative"),
