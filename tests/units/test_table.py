@@ -224,14 +224,10 @@ MISTAKES = [
     ({"kind": "grpo", "surrogate": {"high": float("nan")}}, "algo.surrogate.high = nan is not a number"),
     ({"kind": "dapo", "shaping": {"buffer": 3.5}}, "algo.shaping.buffer = 3.5 is not a whole number"),
     ({"kind": "grpo", "kl": {"kind": 2, "coef": 0.1}}, "algo.kl.kind = 2 is not a text"),
-<<<<<<< HEAD
     (
         {"kind": "grpo", "kl": {"kind": "k4", "coef": 0.1}},
         "algo.kl: kind = 'k4'; it must be one of k1, k2, k3, closed_form.",
     ),
-=======
-    ({"kind": "grpo", "kl": {"kind": "k4", "coef": 0.1}}, "algo.kl: kind = 'k4'; it must be one of k1, k2, k3, closed_form."),
->>>>>>> beyond
     ({"kind": "grpo", "kl": {"coef": -0.1}}, "algo.kl: coef = -0.1; it must not be negative"),
     ({"kind": "grpo", "surrogate": {"low": 1.5}}, "algo.surrogate: low = 1.5; it must lie in [0, 1]"),
     ({"kind": "grpo", "surrogate": {"high": -0.1}}, "algo.surrogate: high = -0.1; it must not be negative"),
