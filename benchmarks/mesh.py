@@ -13,7 +13,7 @@ moved        bytes that a rank receives in one update, mean over the ranks, of o
                       (what lies at the root is gathered once: 2 P)
              tp, sp   ((8 L + 2) T + 2 T + 2 M) D 4 (n-1)/n     L layers of two parts, T packed tokens, M targets
              cp       6 L S 2 K d 4 (n-1)/n with its shards' P   K, V gathered twice and scattered once, of the S tokens
-                      that are shared (core/row_dealing.py): none of short families, all of one long sample (--long)
+                      that are shared (core/row_split.py): none of short families, all of one long sample (--long)
              pp       (2 T D (n v-1) + M (n-1)) 4/n     states forward, their gradient back, of v chunks; logprobs to all
              of flow_video, whose samples lie over cp: that of `rondel plan` (planner/flow_cost.py), composed, too
 All ranks are processes of this machine over gloo: their speed is not measured.
@@ -213,7 +213,7 @@ def _formula(mesh: Any, size: dict[str, Any], batch: Any, tokens: int, parameter
 
 def _shared(mesh: Any, batch: Any, hidden: int) -> int:
     """Tokens that all ranks of a row have a part of."""
-    from rondel.core.row_dealing import PRODUCTS, deal_row
+    from rondel.core.row_split import PRODUCTS, deal_row
     from rondel.train.pack import micro_batches
 
     rows = (packed.layout.segments for packed in micro_batches(batch, 10**6, ranks=mesh.data, stages=mesh.pp))

@@ -14,7 +14,7 @@ from kits.ranks import Rank, apart
 from kits.sweeps import covering
 from kits.train import batch, model, row, trajectory
 from rondel.core.mesh import Mesh
-from rondel.core.row_dealing import PRODUCTS, deal_row
+from rondel.core.row_split import PRODUCTS, deal_row
 from rondel.core.types import Group, Task
 from rondel.train.pack import micro_batches
 

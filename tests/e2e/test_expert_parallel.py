@@ -20,7 +20,7 @@ from kits.vision import model as looking
 from rondel.core.config.place import PlaceConfig
 from rondel.core.errors import RondelError
 from rondel.core.mesh import Mesh
-from rondel.core.row_dealing import PRODUCTS, deal_row
+from rondel.core.row_split import PRODUCTS, deal_row
 from rondel.models.expert_parallel import _compute_some
 from rondel.train.pack import micro_batches
 

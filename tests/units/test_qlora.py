@@ -32,6 +32,7 @@ from rondel.models.loaded_model import LoadedModel
 from rondel.models.merge import merge
 from rondel.models.save import save_model as save_model
 from rondel.planner.shapes import ModelShape, model_shape
+from rondel.planner.stored_bytes import nf4_bytes
 from rondel.planner.workload import of_job, what_if
 
 pytest.importorskip("bitsandbytes")
@@ -122,7 +123,7 @@ def test_what_is_decoded_is_nf4(size, dtype):
 
 def shape_bytes(size: tuple[int, int]) -> float:
     """The planner's, which may not import the other."""
-    from rondel.planner.shapes import _nf4_layer_bytes
+    from rondel.planner.stored_bytes import _nf4_layer_bytes
 
     return _nf4_layer_bytes(size[0] * size[1])
 
@@ -297,9 +298,9 @@ def test_smollm2_is_that_of_bitsandbytes(tmp_path):
         wanted = other(ids[None]).logits[0]
         # logits reach 30, and processors differ in their last bits: 1.05e-4 was seen on one without AVX-512
         assert float((ours.head.logits(hidden) - wanted).abs().max()) < 5e-6 * float(wanted.abs().max())
-    assert bytes_of(ours) == pytest.approx(model_shape(str(tmp_path)).nf4_bytes(4), rel=1e-4)
+    assert bytes_of(ours) == pytest.approx(nf4_bytes(model_shape(str(tmp_path)), 4), rel=1e-4)
     shape = model_shape("smollm2-135m")
-    assert shape.nf4_bytes(2) < 0.42 * 2 * shape.parameter_count, "of which 57 MB are the embedding"
+    assert nf4_bytes(shape, 2) < 0.42 * 2 * shape.parameter_count, "of which 57 MB are the embedding"
 
 
 def bytes_of(loaded: LoadedModel) -> int:
@@ -467,7 +468,7 @@ def test_what_if_a_base_lay_in_four_bits():
 
     lora, four = what_if(["model=7b", "lora=16"]), what_if(["model=7b", "lora=16", "nf4=yes"])
     [wide], [narrow] = memory_bills(lora), memory_bills(four)
-    assert narrow.rows["policy weights"]["train"] - 4 * four.trained_parameters == model_shape("7b").nf4_bytes(2)
+    assert narrow.rows["policy weights"]["train"] - 4 * four.trained_parameters == nf4_bytes(model_shape("7b"), 2)
     inside = sum(i * o * n for (i, o), n in model_shape("7b").linear_shapes.values())
     saved = wide.rows["policy weights"]["train"] - narrow.rows["policy weights"]["train"]
     assert saved / inside == pytest.approx(2 - 4.127 / 8, rel=1e-3)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondel.core.row_dealing import RowDealing, deal_row, spread_row
+from rondel.core.row_split import RowDealing, deal_row, spread_row
 from rondel.models.collectives import RankGroup, computed_again, gather_rows
 from rondel.models.compressed_entries import CompressedEntries
 from rondel.models.key_choice import IndexedTokens, choose_in_pack

@@ -15,6 +15,7 @@ from rondel.planner.memory import bytes_per_number, memory_bills
 from rondel.planner.overlap import longest_answer_bound
 from rondel.planner.resolve import COMMIT, SPARE
 from rondel.planner.shapes import ModelShape
+from rondel.planner.stored_bytes import nf4_bytes
 from rondel.planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def held_codes_seconds(setting: Workload) -> float:
 
 def decode_pass_bytes(shape: ModelShape, width: float) -> float:
     """Bytes that decoding all layers in 4 bits reads and writes."""
-    return shape.nf4_bytes(0) + width * sum(i * o * count for (i, o), count in shape.linear_shapes.values())
+    return nf4_bytes(shape, 0) + width * sum(i * o * count for (i, o), count in shape.linear_shapes.values())
 
 
 def prefill_seconds(

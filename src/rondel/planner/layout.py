@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from rondel.core.mesh import Mesh
-from rondel.core.row_dealing import PRODUCTS, deal_row
+from rondel.core.row_split import PRODUCTS, deal_row
 from rondel.planner.cost import forward_flops, recomputed_flops
 from rondel.planner.memory import bytes_per_number
 from rondel.planner.resolve import SPARE
@@ -145,7 +145,7 @@ class MeanSegment:
 
 
 def shared_share(setting: Workload, cp: int, tokens: float) -> float:
-    """Of a row of so many tokens over cp ranks, the share whose keys and values are gathered (core/row_dealing.py), where
+    """Of a row of so many tokens over cp ranks, the share whose keys and values are gathered (core/row_split.py), where
     all answers have the mean length.
     """
     row: list[MeanSegment] = []

@@ -28,6 +28,7 @@ from rondel.planner.resolve import (
     state_slots,
 )
 from rondel.planner.shapes import kept_bytes, route_bytes
+from rondel.planner.stored_bytes import nf4_bytes
 from rondel.planner.workload import OtherPolicy, Workload
 
 PHASES = ("generate", "logprob", "train", "sync", "wake")
@@ -254,7 +255,7 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
     stored = setting.weight_bytes if s.bits == 16 or setting.four_bits else s.parameter_count * s.bits / 8
     weights = (stored + (trained * 4 if setting.rank else 0)) / ranks
     if setting.four_bits and ranks > 1:  # what is packed lies whole on every rank, like the adapter
-        weights = s.nf4_bytes(0) + (stored - s.nf4_bytes(0)) / ranks + trained * 4
+        weights = nf4_bytes(s, 0) + (stored - nf4_bytes(s, 0)) / ranks + trained * 4
     here = 0 if setting.host_optimizer else 1  # of the optimizer; what is on the host: planner/host_memory.py
     rows = {
         "policy weights": _scale_phases(always, weights),

@@ -199,19 +199,6 @@ class ModelShape:
         """Numbers in matrices of layers and experts: what a number format of weights is applied to."""
         return self.expert_parameters + sum(i * o * count for (i, o), count in self.linear_shapes.values())
 
-    def encoded_bytes(self, bits: float, width: float) -> float:
-        """Bytes with those matrices in a number format of so many bits, the rest at `width` bytes a number."""
-        inside = self.matrix_parameters
-        return inside * bits / 8 + (self.parameter_count - inside) * width
-
-    def nf4_bytes(self, width: float) -> float:
-        """Bytes with those layers in 4 bits, the rest at `width` bytes a number.
-        arXiv:2305.14314: (4 + 8/64 + 32/(64·256)) / 8 a number.
-        """
-        inside = [(i * o, count) for (i, o), count in self.linear_shapes.values()]
-        rest = self.parameter_count - sum(numbers * count for numbers, count in inside)
-        return rest * width + sum(_nf4_layer_bytes(numbers) * count for numbers, count in inside)
-
     def lora_parameters(self, rank: int, targets: str | list[str] = "all-linear") -> int:
         """Numbers of an adapter: sum of r·(d_in + d_out) over the matrices it stands beside.  arXiv:2106.09685."""
         matrices = self.linear_shapes
@@ -462,12 +449,6 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> ModelShape:
         tower=eye,
         bits=bits,
     )
-
-
-def _nf4_layer_bytes(numbers: int) -> int:
-    """Bytes of one layer, as models/nf4.py packs it."""
-    blocks = -(-numbers // 64)
-    return blocks * 33 + 4 * -(-blocks // 256) + 4
 
 
 def of_recipe(model: str | dict[str, Any], cache: Path) -> ModelShape:

@@ -12,6 +12,7 @@ from rondel.core.registry import suggest_name
 from rondel.planner.format_bits import FORMAT_BITS
 from rondel.planner.hardware import Hardware, find_hardware
 from rondel.planner.shapes import ModelShape, hub_cache, model_shape, of_recipe
+from rondel.planner.stored_bytes import encoded_bytes, nf4_bytes
 
 if TYPE_CHECKING:
     from rondel.core.config.job import Job
@@ -142,7 +143,7 @@ class Workload:
     @property
     def weight_bytes(self) -> float:
         """Bytes of one whole copy that computes, without an adapter."""
-        return self.shape.nf4_bytes(self.width) if self.four_bits else self.shape.parameter_count * self.width
+        return nf4_bytes(self.shape, self.width) if self.four_bits else self.shape.parameter_count * self.width
 
     @property
     def sync_bytes(self) -> float:
@@ -150,7 +151,7 @@ class Workload:
         and scales of a number format.
         """
         if self.sent_bits and not self.rank:
-            return self.shape.encoded_bytes(self.sent_bits, self.width)
+            return encoded_bytes(self.shape, self.sent_bits, self.width)
         return (self.trained_parameters if self.rank else self.shape.parameter_count) * self.width
 
     @property

@@ -12,9 +12,7 @@ adapter  fp32, whole on every rank: 1-2 % of the numbers. The base under it lies
 from __future__ import annotations
 
 import datetime
-import math
 import os
-import statistics
 import traceback
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
@@ -30,9 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from rondel.core.errors import ConfigError, ModelError, StalledError
+from rondel.core.errors import ConfigError, StalledError
 from rondel.core.mesh import Mesh
-from rondel.core.row_dealing import PRODUCTS
+from rondel.core.row_split import PRODUCTS
 from rondel.core.tensor_parts import TensorPart
 from rondel.models import linear, names, vision
 from rondel.models.blocks import model_blocks
@@ -54,6 +52,7 @@ from rondel.models.tensor_parallel import cut_model
 from rondel.system import sockets
 from rondel.train.annotate import logprobs_of
 from rondel.train.loss_scale import LossScale
+from rondel.train.mesh_checks import check_cut, is_timeout, refuse_mesh
 from rondel.train.mesh_layout import rank_part
 from rondel.train.optim import MasterWeights, spread_within_rounding
 from rondel.train.optimizers import ONE_RANK
@@ -135,7 +134,7 @@ class FsdpRank(SingleRank):
         probe = [(7 * i + 3) % loaded.head.weight.shape[0] for i in range(11)]
         expected: list[float] = []
         if not isinstance(model, FSDPModule):  # a reference that is the policy without its adapter is held already
-            self._refuse_mesh(loaded)
+            refuse_mesh(loaded, self.mesh)
             cut = self.tensor is not None or self.experts is not None or self.link is not None
             # a critic says one number and no logprobs, and what is not here yet says none
             if cut and len(loaded.head.weight) > 1 and loaded.weights is None:
@@ -171,7 +170,7 @@ class FsdpRank(SingleRank):
             weights=None,
         )
         if expected or (stage is not None and len(head.weight) > 1):
-            self._check_cut(held, probe, expected)
+            check_cut(held, self.mesh, probe, expected, PARITY[dtype], logprobs_of, self.all_gather_object)
         return held
 
     def _shard_steps(self, loaded: LoadedModel) -> LoadedModel:
@@ -191,54 +190,6 @@ class FsdpRank(SingleRank):
             return model.enter_pass(lambda: work(head))
 
         return replace(loaded, head=head, enter=enter_with_head, compute=loaded.dtype)
-
-    def _check_cut(self, held: LoadedModel, probe: list[int], expected: list[float]) -> None:
-        """Cut over the ranks, a model must give the logprobs that it gave whole; without those, it must run."""
-        mesh, fault = self.mesh, ""
-        axis = next(f"{name} = {n}" for name in ("tp", "ep", "pp") if (n := getattr(mesh, name)) > 1)
-        name = f"'{held.name}' ({held.model.config.model_type}): cut over {axis} ranks,"
-        remedy = "some part of it cannot be cut that way. Use place.mesh with shards or cp instead"
-        if mesh.sp and mesh.tp > 1:
-            remedy += ", or try sp = false"
-        try:
-            found = logprobs_of(held, probe)
-        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError) as error:
-            if _is_timeout(error) or sockets.is_lost_peer(error):
-                raise
-            fault = f"{type(error).__name__}: {error}"
-            found = [math.nan] if held.stage is None else held.stage.give_up(len(probe)).tolist()
-        if fault := next(filter(None, self.all_gather_object(fault)), ""):
-            raise ModelError(f"{name} it does not run ({fault}): {remedy}")
-        held.model.reshard()  # what lies at the root waits for a backward pass
-        gap = statistics.fmean(abs(a - b) for a, b in zip(found, expected or found))
-        if not gap <= PARITY[held.dtype]:
-            raise ModelError(
-                f"{name} its logprobs differ by {gap:.3g} from those of the whole model (limit "
-                f"{PARITY[held.dtype]}): {remedy}"
-            )
-
-    def _refuse_mesh(self, loaded: LoadedModel) -> None:
-        """What a model cannot do yet where several ranks compute one sample."""
-        if self.mesh.tp * self.mesh.cp * self.mesh.ep * self.mesh.pp == 1:
-            return
-        for found, what in (
-            (self.mesh.tp > 1 and loaded.adapter is not None, "an adapter cannot be cut by tp"),
-            (self.mesh.ep > 1 and loaded.adapter is not None, "experts under an adapter cannot lie apart"),
-            (
-                self.mesh.tp * self.mesh.cp > 1 and loaded.sight is not None,
-                "a model with images needs whole rows and matrices",
-            ),
-            (
-                self.mesh.tp * self.mesh.cp * self.mesh.ep > 1 and loaded.aligned,
-                'numerics = "aligned" is proved for whole rows and matrices',
-            ),
-            (self.mesh.tp > 1 and loaded.indexers > 0, "an indexer cannot be cut by tp"),
-            (self.mesh.tp > 1 and loaded.compressed, "compressed attention cannot be cut by tp"),
-            (self.mesh.pp > 1 and loaded.compressed, "several residual streams cannot go from stage to stage of pp"),
-            (self.mesh.pp > 1 and loaded.indexers > 0, "indexers cannot be laid apart by pp"),
-        ):
-            if found:
-                raise ConfigError(f"place.mesh = {self.mesh}: {what}. Use shards or replicas instead")
 
     def _shard_model(self, loaded: LoadedModel) -> None:
         model, dtype = loaded.model, loaded.dtype
@@ -446,7 +397,7 @@ class FsdpRank(SingleRank):
         try:
             yield
         except RuntimeError as error:
-            if not _is_timeout(error):
+            if not is_timeout(error):
                 raise
             raise StalledError(
                 f"rank {self.rank} of {self.size} waits for another one since {self.patience:g} s, "
@@ -462,11 +413,6 @@ def _prefetch(blocks: list[Any], ahead: int) -> None:
     for i, block in enumerate(blocks if ahead else ()):
         block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
         block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
-
-
-def _is_timeout(error: BaseException) -> bool:
-    """Whether a collective waited for a rank that did not come."""
-    return "timed out" in (said := str(error).lower()) or "timeout" in said
 
 
 def _gather_objects(value: Any, group: Any) -> list[Any]:

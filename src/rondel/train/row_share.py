@@ -17,7 +17,7 @@ from rondel.core.errors import TrainError
 from rondel.models.collectives import RankGroup, gather_rows
 
 if TYPE_CHECKING:
-    from rondel.core.row_dealing import RowDealing
+    from rondel.core.row_split import RowDealing
     from rondel.models.context_parallel import ContextLayout, ContextRanks
     from rondel.models.loaded_model import LoadedModel
     from rondel.models.packed_layout import PackedLayout, PackedSegment

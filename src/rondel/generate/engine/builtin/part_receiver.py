@@ -20,7 +20,7 @@ from rondel.core.errors import SyncError
 from rondel.core.protocols import PartSource
 from rondel.core.tensor_parts import TensorPart
 from rondel.core.types import Begin, Manifest, Route, TensorInfo
-from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
+from rondel.generate.engine.builtin.weight_receiver import WeightReceiver, check_digest
 from rondel.models import names
 from rondel.models.names import DigestSums, digest_length
 from rondel.models.shard_cut import part_of
@@ -130,7 +130,7 @@ class PartReceiver(WeightReceiver):
             self.proof.add_part(row.name, tensor)
             self._keep_part(row.name, tensor, mine[row.name], beside=beside)
             return
-        self._check_digest(row, tensor)
+        check_digest(row, tensor)
         of, piece = self._parts.get(row.name, (row.name, None))
         whole: Tensor | None = tensor
         if piece is not None and not piece.all:

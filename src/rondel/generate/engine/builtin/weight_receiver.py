@@ -100,26 +100,14 @@ class WeightReceiver:
         if (encoding := names.encoding_of(self.loaded.model)) is not None:
             how: dict[str, Any] = {"keep": "delta" in self._transports, "held": self._held}
             self._encoded = encoding.open_arrival(self.loaded.model, asked, shapes=self._whole_shapes(), **how)
-        self._check_manifest(begin.manifest)
+        _compare_announced(begin.manifest, self._expected_tensors(asked))
         if begin.manifest.version < version and not begin.anew:
             raise SyncError(f"version {begin.manifest.version} is older than {version}, which the engine serves")
         self._begun, self._came = begin, False
         self._staged = StagedWeights(self.loaded.model)
-        self._parts = self._find_slices(asked)
+        # where each of the checkpoint's tensors lies in the module; empty if the module's own names are asked for
+        self._parts = self._encoded.plain_slices() if self._encoded else names.tensor_slices(self.loaded.model, asked)
         self._awaited = {row.name: row for row in begin.manifest.tensors}
-
-    def _check_manifest(self, manifest: Manifest) -> None:
-        mine = self._expected_tensors([t.name for t in manifest.tensors])
-        theirs = {t.name: (t.shape, t.dtype) for t in manifest.tensors}
-        missing, unknown = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
-        wrong = sorted(n for n in set(mine) & set(theirs) if mine[n] != theirs[n])
-        for what, found in (("missing", missing), ("unknown", unknown), ("of another shape or dtype", wrong)):
-            if found:
-                raise SyncError(f"{len(found)} tensors are {what}, first {found[0]}")
-
-    def _find_slices(self, asked: list[str]) -> Mapping[str, tuple[str, names.TensorSlice]]:
-        """Where each of the checkpoint's tensors lies in the module; empty if the module's own names are asked for."""
-        return self._encoded.plain_slices() if self._encoded else names.tensor_slices(self.loaded.model, asked)
 
     def _whole_shapes(self) -> Mapping[str, names.TensorShape]:
         """Of parameters of which only a part is here."""
@@ -142,7 +130,7 @@ class WeightReceiver:
         """All data of the route; `run` is the device's thread."""
         mine, stream = self.open_route(route)
         try:
-            while await run(self._receive_some, stream, mine):
+            while await run(_receive_some, self.accept_tensor, stream, mine):
                 pass
         finally:
             await run(stream.close)  # there, because a cancelled wait leaves the thread inside it
@@ -183,15 +171,6 @@ class WeightReceiver:
                 f"weights come by '{route.kind}'; this engine takes them by {', '.join(sorted(self.route_kinds))}"
             )
 
-    def _receive_some(self, stream: Iterator[tuple[str, Tensor]], mine: dict[str, Tensor]) -> bool:
-        """Tensors for a few milliseconds. -> is there more?"""
-        until = time.perf_counter() + SLICE
-        for name, tensor in stream:
-            self.accept_tensor(name, tensor, mine)
-            if time.perf_counter() > until:
-                return True
-        return False
-
     def accept_tensor(self, name: str, tensor: Tensor, mine: dict[str, Tensor]) -> None:
         """The next tensor of the stream."""
         if name not in self._awaited:
@@ -211,7 +190,7 @@ class WeightReceiver:
 
     def _accept_part(self, encoded: EncodedArrival, row: TensorInfo, part: Tensor) -> None:
         """Codes or scales; the weight is decoded with the last of them. What has come counts, not what it becomes."""
-        self._check_digest(row, part)
+        check_digest(row, part)
         came = self.bytes_copied + part.nbytes
         beside = not self.is_overwriting
         if (decoded := encoded.add_part(row.name, part, beside=beside)) is not None:
@@ -226,16 +205,12 @@ class WeightReceiver:
     def _take_tensor(self, row: TensorInfo, tensor: Tensor, mine: dict[str, Tensor], *, beside: bool) -> None:
         name = row.name
         if beside:
-            self._check_digest(row, tensor)
+            check_digest(row, tensor)
             of, piece = self._parts.get(name, (name, None))
             self._staged.add(of, piece, tensor)
         elif tensor.data_ptr() != mine[name].data_ptr() or tensor.device != mine[name].device:
             mine[name].copy_(tensor)
             self.bytes_copied += tensor.numel() * tensor.element_size()
-
-    def _check_digest(self, row: TensorInfo, tensor: Tensor) -> None:
-        if names.tensor_digest(tensor) != row.digest:
-            raise SyncError(f"1 tensors arrived with other bits than were sent, first {row.name}")
 
     def commit_update(self, commit: Commit) -> None:
         """On the device's thread, between two steps."""
@@ -286,3 +261,28 @@ class WeightReceiver:
         self._encoded = None
         self._begun, self._staged, self._awaited = None, StagedWeights(self.loaded.model), {}
         return whole
+
+
+def check_digest(row: TensorInfo, tensor: Tensor) -> None:
+    if names.tensor_digest(tensor) != row.digest:
+        raise SyncError(f"1 tensors arrived with other bits than were sent, first {row.name}")
+
+
+def _compare_announced(manifest: Manifest, mine: Mapping[str, names.TensorShape]) -> None:
+    """SyncError unless exactly the tensors of this engine are announced."""
+    theirs = {t.name: (t.shape, t.dtype) for t in manifest.tensors}
+    missing, unknown = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
+    wrong = sorted(n for n in set(mine) & set(theirs) if mine[n] != theirs[n])
+    for what, found in (("missing", missing), ("unknown", unknown), ("of another shape or dtype", wrong)):
+        if found:
+            raise SyncError(f"{len(found)} tensors are {what}, first {found[0]}")
+
+
+def _receive_some(accept: Callable[..., None], stream: Iterator[tuple[str, Tensor]], mine: dict[str, Tensor]) -> bool:
+    """Tensors for a few milliseconds. -> is there more?"""
+    until = time.perf_counter() + SLICE
+    for name, tensor in stream:
+        accept(name, tensor, mine)
+        if time.perf_counter() > until:
+            return True
+    return False

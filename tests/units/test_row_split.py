@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rondel.core.row_dealing import EVEN, deal_row, segment_depths, spread_row, work_of
+from rondel.core.row_split import EVEN, deal_row, segment_depths, spread_row, work_of
 from rondel.models.block_indexer import TokenCount
 from rondel.models.context_parallel import ContextLayout, ContextRanks
 from rondel.models.packed_layout import PackedLayout, PackedSegment
