@@ -18,6 +18,7 @@ from rondel.core.errors import ConfigError, LawError
 from rondel.core.events import Resident, emit
 from rondel.core.protocols import Interrupt, RolloutEngine
 from rondel.runtime.busy import mark_busy
+from rondel.runtime.neighbours import watch_neighbours
 
 
 def pick_device(wanted: str) -> str:
@@ -89,13 +90,15 @@ class Device:
     All arithmetic belongs on it. OpenMP gives every thread that computes a pool of its
     own, and as soon as there are more of them than cores each parallel region waits to be
     woken: decoding ran at half its speed with one
-    tensor cast on the main thread (docs/LOG.md).
+    tensor cast on the main thread (docs/LOG.md). Beside other busy programs that is what is wanted
+    (runtime/neighbours.py).
     """
 
     def __init__(self, name: str = "cpu", threads: int | None = None) -> None:
         self.name = name
         self.threads = threads or default_threads()
         self._thread = ThreadPoolExecutor(1, f"rondel-{name}", initializer=self._init_thread)
+        self._watch = watch_neighbours(self.threads) if name == "cpu" else None
 
     def _init_thread(self) -> None:
         torch.set_num_threads(self.threads)
@@ -111,6 +114,8 @@ class Device:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._watch is not None:
+            self._watch.close()
 
 
 def _call_guarded(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -47,8 +47,3 @@ class LossScale:
 def loss_scale_of(model: nn.Module) -> LossScale | None:
     """One for a model that computes in float16, under an adapter in float32 too; None for all others."""
     return LossScale() if any(p.dtype == torch.float16 for p in model.parameters()) else None
-
-
-def scale_of(loss_scale: LossScale | None) -> float:
-    """By what a gradient is too large."""
-    return 1.0 if loss_scale is None else loss_scale.value

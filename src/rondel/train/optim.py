@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rondel.models.main_grad import own_parameter, weights_changed
 from rondel.models.rounded_weights import take_whole, weight_format
-from rondel.train.loss_scale import LossScale, scale_of
+from rondel.train.loss_scale import LossScale
 from rondel.train.optimizers import TABLES, build_optimizers, bytes_each, is_hidden
 
 PIECE = 1 << 20  # weights spread or rounded at a time: temporary tensors of 4 MB
@@ -64,12 +64,6 @@ class MasterWeights:
         self._graded: list[Tensor] = []
         self._install_gradient_hooks()
 
-    def rounded_masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole masters of the parameters that lie in a number format here; all ranks ask."""
-        for i, name in enumerate(self.names):
-            if name in self.formatted_names:
-                yield name, self.gather_full(i, self.masters[i].detach())
-
     def _make_masters(self) -> list[Tensor]:
         def make_master(name: str, parameter: Tensor) -> Tensor:
             if (
@@ -110,10 +104,14 @@ class MasterWeights:
         """Add the gradient of a micro-batch to the accumulators, in float16 under the loss scale."""
         (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()
 
+    @property
+    def _gradient_scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
     def gradient_norm(self) -> Tensor:
         """Global 2-norm of the accumulated gradient, in fp32."""
         grads = [m.grad for m in self.masters if m.grad is not None]
-        return torch.stack(torch._foreach_norm(grads)).norm() / scale_of(self.loss_scale) if grads else torch.zeros(())
+        return torch.stack(torch._foreach_norm(grads)).norm() / self._gradient_scale if grads else torch.zeros(())
 
     def overflowed(self, norm: Tensor) -> bool:
         """Whether a gradient of this norm outgrew float16 under the loss scale, which then halves; the step is not
@@ -131,7 +129,7 @@ class MasterWeights:
         In float32 there is no cast that could swallow an update, so nothing is counted: 1 if lr > 0.
         """
         grads = [m.grad for m in self.masters if m.grad is not None]
-        if (scale := min(1.0, clip / (float(norm) + 1e-6)) / scale_of(self.loss_scale)) < 1:
+        if (scale := min(1.0, clip / (float(norm) + 1e-6)) / self._gradient_scale) < 1:
             torch._foreach_mul_(grads, scale)
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed=False)

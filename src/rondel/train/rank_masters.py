@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from rondel.models.rounded_weights import take_whole
 from rondel.models.tensor_cuts import TensorCuts, join_cuts
-from rondel.train.loss_scale import scale_of
 from rondel.train.optim import MasterWeights
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ class ShardedWeights(MasterWeights):
         dist.all_reduce(square, group=self.group)
         if self.stage is not None:
             self.stage.link.ranks.all_reduce(square)
-        return square.sqrt() / scale_of(self.loss_scale)
+        return square.sqrt() / self._gradient_scale
 
     def _sum_parts(self) -> None:
         """Gradients of which several ranks have a part, in place: tp of what its parts keep whole, the two ends of a

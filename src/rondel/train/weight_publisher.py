@@ -118,7 +118,7 @@ class WeightPublisher:
         if masters is None or not masters.formatted_names:
             return self.ranks.full_weights(model)
         plain = {name for name, _ in names.named_weights(model)} - masters.formatted_names
-        return chain(self.ranks.full_weights(model, plain), masters.rounded_masters())
+        return chain(self.ranks.full_weights(model, plain), _rounded_masters(masters))
 
     def _count_gathered(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         own = {name: part.numel for name, part in self.ranks.weight_parts(self.loaded.model).items()}
@@ -202,3 +202,10 @@ def _box(tensor: Tensor, block: Block) -> Tensor:
     for dim, (first, n) in enumerate(zip(block.here, block.size)):
         tensor = tensor.narrow(dim, first, n)
     return tensor
+
+
+def _rounded_masters(weights: MasterWeights) -> Iterator[tuple[str, Tensor]]:
+    """Whole masters of the parameters that lie in a number format here; all ranks ask."""
+    for i, name in enumerate(weights.names):
+        if name in weights.formatted_names:
+            yield name, weights.gather_full(i, weights.masters[i].detach())

@@ -1,0 +1,75 @@
+"""How threads wait follows what other programs do on the same processors; no bit follows it."""
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from rondel.runtime.devices import Device
+from rondel.runtime.neighbours import QUIET, IdleThreads, NeighbourWatch, seconds_of_others
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc/stat")
+
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+
+def until(asked):
+    end = time.monotonic() + 30
+    while not asked():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_idle_threads_are_there_until_they_are_closed_and_change_no_bit():
+    x = torch.randn(300, 300, generator=torch.Generator().manual_seed(0))
+    before, alone = tasks(), x @ x
+    idle = IdleThreads(3)
+    assert tasks() == before + 3, "one that holds the pool, and two in it"
+    assert torch.equal(x @ x, alone)
+    idle.close()
+    until(lambda: tasks() == before)
+
+
+def test_a_neighbour_is_noticed_at_once_and_forgotten_when_it_has_been_quiet_for_a_while():
+    used = iter([0.0, 0.1, 1.0, 1.9, 2.0, 2.1, 2.2, 3.2, *[3.2 + 0.05 * i for i in range(1, QUIET + 1)]])
+    watch = NeighbourWatch(2, cores=2, others=lambda: next(used))
+    begun, found = watch._seen[0], []
+    for second in range(1, 8 + QUIET):
+        watch.look(begun + second)
+        found.append(watch.has_neighbours)
+    assert found == [False, *[True] * (6 + QUIET - 1), False]
+    watch.close()
+
+
+def test_who_leaves_processors_free_has_no_neighbours():
+    """One of four threads is enough room for one busy program, and not for two."""
+    for busy, noticed in ((1.0, False), (2.0, True)):
+        used = iter([0.0, busy])
+        watch = NeighbourWatch(3, cores=4, others=lambda used=used: next(used))
+        watch.look(watch._seen[0] + 1.0)
+        assert watch.has_neighbours == noticed
+        watch.close()
+        assert not watch.has_neighbours
+
+
+def test_what_this_process_computes_is_not_of_others():
+    mine, others, total = time.process_time(), seconds_of_others(), time.monotonic()
+    while time.process_time() < mine + 0.3:
+        sum(range(1000))
+    most = (time.monotonic() - total) * len(os.sched_getaffinity(0))
+    assert seconds_of_others() - others <= most - 0.3 + 0.1, "jiffies of 10 ms"
+
+
+def test_a_device_looks_while_it_has_threads_that_wait_for_each_other():
+    before = {t.name for t in threading.enumerate()}
+    single, several = Device(threads=1), Device(threads=2)
+    assert single._watch is None and several._watch is not None
+    assert several.call(torch.get_num_threads) == 2
+    for device in (single, several):
+        device.close()
+    assert "neighbours" not in {t.name for t in threading.enumerate()} - before
