@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from rondel.runtime.devices import Device
-from rondel.runtime.neighbours import QUIET, IdleThreads, NeighbourWatch, seconds_of_others
+from rondel.runtime.neighbours import (
+    QUIET,
+    SETTINGS,
+    IdleThreads,
+    NeighbourWatch,
+    seconds_of_others,
+    watch_neighbours,
+)
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc/stat")
 
@@ -65,7 +72,10 @@ def test_what_this_process_computes_is_not_of_others():
     assert seconds_of_others() - others <= most - 0.3 + 0.1, "jiffies of 10 ms"
 
 
-def test_a_device_looks_while_it_has_threads_that_wait_for_each_other():
+def test_a_device_looks_while_it_has_threads_that_wait_for_each_other(monkeypatch):
+    assert watch_neighbours(2) is None, "the tests have said how threads wait"
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
     before = {t.name for t in threading.enumerate()}
     single, several = Device(threads=1), Device(threads=2)
     assert single._watch is None and several._watch is not None

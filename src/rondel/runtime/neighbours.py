@@ -21,6 +21,7 @@ from typing import Any
 
 EVERY = 0.5  # seconds between two looks
 QUIET = 4  # looks without neighbours after which threads spin again
+SETTINGS = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # of who decides it for good
 ROOM = 0.25  # of a processor that others may use unnoticed
 
 
@@ -108,8 +109,11 @@ class NeighbourWatch:
 
 
 def watch_neighbours(threads: int) -> NeighbourWatch | None:
-    """Started, where threads wait for each other and the system tells what others do; else nothing."""
-    if threads < 2 or not sys.platform.startswith("linux") or not os.access("/proc/stat", os.R_OK) or not libgomp():
+    """Started, where threads wait for each other, nobody has said how, and the system tells what others do."""
+    told = SETTINGS & os.environ.keys()
+    if threads < 2 or told or not sys.platform.startswith("linux") or not os.access("/proc/stat", os.R_OK):
+        return None
+    if libgomp() is None:
         return None
     watch = NeighbourWatch(threads)
     watch.start()
