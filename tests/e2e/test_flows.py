@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import pytest
@@ -13,6 +14,7 @@ from rondel.cli import export, main, view
 from rondel.cli.view import token_pieces
 from rondel.core.errors import UserError
 from rondel.core.types import Score
+from rondel.dashboard.rollouts import read_answer, run_images
 from rondel.driver import replay
 from rondel.models.load import load_model
 from rondel.models.packed_steps import PackedSteps
@@ -162,6 +164,12 @@ def test_digits_are_drawn_and_shown(tmp_path, capsys):
     view.run(str(tmp_path / "run"), step=4, png=str(tmp_path / "grid.png"), limit=1)
     assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
     assert "16 points are nearest to" in capsys.readouterr().out
+    shown = run_images(tmp_path / "run")
+    assert (shown["first"], shown["last"]) == (3, 4) and shown["png"].startswith("data:image/png;base64,")
+    assert read_answer(tmp_path / "run", 4, 0)["image"].startswith("data:image/png")
+    assert "![above: the first step, below: the last one](images.png)" in (tmp_path / "run/card.md").read_text()
+    wanted = base64.b64decode(shown["png"].partition(",")[2])
+    assert (tmp_path / "run/images.png").read_bytes() == wanted, "the card's is the dashboard's"
     with pytest.raises(UserError, match="of a step of RL"):
         view.run(str(tmp_path / "run"), step=1, png=str(tmp_path / "grid.png"), limit=1)
 

@@ -7,12 +7,14 @@ import sys
 import numpy as np
 import pytest
 
-from rondel.cli.point_images import as_image, describe_coverage, draw_as_text, image_grid, write_png
+from rondel.cli.point_coverage import describe_coverage
 from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.digits import load_digit_images
 from rondel.core.errors import ConfigError, DataError, UserError
 from rondel.core.types import Task, Trajectory
 from rondel.generate.envs.points import find_points
+from rondel.runtime.telemetry.drawn_images import as_image, draw_as_text, image_grid, write_png
+from rondel.runtime.telemetry.run_images import before_and_after
 from rondel.score import build_reward
 
 
@@ -87,3 +89,18 @@ def test_images_are_shown_in_characters_and_as_a_file(tmp_path):
     assert np.array_equal(read, np.rint(grid * 255).astype(np.uint8))
     with pytest.raises(UserError, match="no image"):
         image_grid(rows_of(np.zeros((1, 2))))
+
+
+def test_the_first_and_the_last_step_of_rl_are_set_below_each_other():
+    point = np.linspace(-1, 1, 16)
+    drawn = {2: np.stack([point] * 20), 3: np.stack([point, -point]), 7: np.stack([-point] * 3)}
+    job = {"task": {"env": {"kind": "flow"}}, "loop": {"warmup": {"steps": 2}}}
+    found, steps = before_and_after(job, [1, 2, 3, 7], lambda step: rows_of(drawn[step], prompt="3"))
+    assert steps == (3, 7) and found.shape == (4 * (6 + 2 + 11), 4 * 11)
+    above, below = (image_grid(rows_of(drawn[step], prompt="3")) for step in steps)
+    assert np.array_equal(found[:24, : above.shape[1]], above) and np.array_equal(found[32:], below)
+    many = rows_of(np.stack([point] * 20), prompt="3")
+    assert image_grid(many, most=(6, 1)).shape == (4 * 31, 4 * 6)
+    assert before_and_after(job, [1, 2], lambda step: many) is None, "demonstrations are nobody's drawing"
+    assert before_and_after({"task": {"env": "single_turn"}}, [3], lambda step: many) is None
+    assert before_and_after(job, [3], lambda step: rows_of(np.zeros((2, 2)))) is None, "points of a plane"

@@ -13,7 +13,6 @@ import pytest
 from starlette.testclient import TestClient
 
 from rondel.cli.episode_frames import FRAMES, acted_steps, actions_per_step, frame_grid
-from rondel.cli.point_images import encode_png
 from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.errors import UserError
 from rondel.core.types import Group, Score, Task, Trajectory
@@ -21,6 +20,7 @@ from rondel.dashboard.pages import DashboardPages, build_app
 from rondel.dashboard.run import DashboardRun
 from rondel.planner.plan import make_plan
 from rondel.runtime.journal.store import read_step, write_step
+from rondel.runtime.telemetry.drawn_images import encode_png
 
 gymnasium = pytest.importorskip("gymnasium", reason="pip install gymnasium")
 

@@ -35,10 +35,11 @@ def run(
     """Show what the policy read and wrote."""
     from rondel.cli.episode_frames import FRAMES, acted_steps, actions_per_step, frame_grid
     from rondel.cli.page import render_page
-    from rondel.cli.point_images import describe_coverage, image_grid, write_png
+    from rondel.cli.point_coverage import describe_coverage
     from rondel.core.errors import UserError
     from rondel.runtime.journal.log import read_recipe
     from rondel.runtime.journal.store import read_step, stored_steps
+    from rondel.runtime.telemetry.drawn_images import image_grid, write_png
 
     stored = stored_steps(folder)
     if step is None and stored:
@@ -171,7 +172,7 @@ def token_pieces(row: dict[str, Any], read_tokens: Any) -> list[tuple[bool, str]
 
 def _describe_answer(row: dict[str, Any]) -> str:
     """The point that a flow drew: an image in characters where it is one, else its first numbers."""
-    from rondel.cli.point_images import as_image, draw_as_text, last_point
+    from rondel.runtime.telemetry.drawn_images import as_image, draw_as_text, last_point
 
     point = last_point(row)
     image = None if point is None else as_image(point)

@@ -5,7 +5,6 @@ It ends with the process at the other end of its standard input.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import sys
@@ -13,10 +12,10 @@ import threading
 from pathlib import Path
 
 from rondel.cli.episode_frames import actions_per_step, frame_grid
-from rondel.cli.point_images import encode_png
 from rondel.core.errors import RondelError
 from rondel.dashboard.rollouts import find_row
 from rondel.runtime.journal.log import read_recipe
+from rondel.runtime.telemetry.drawn_images import png_address
 
 
 def main(folder: str, step: str, at: str) -> None:
@@ -27,7 +26,7 @@ def main(folder: str, step: str, at: str) -> None:
         try:
             actions = actions_per_step(folder, read_recipe(folder))
             image = frame_grid([find_row(Path(folder), int(step), int(at))], actions)
-            told = {"png": f"data:image/png;base64,{base64.b64encode(encode_png(image)).decode()}"}
+            told = {"png": png_address(image)}
         except RondelError as error:
             told = {"error": str(error)}
         answer.write(json.dumps(told))

@@ -108,6 +108,9 @@ class DashboardPages:
         asked = (_int_param(request, name, 0) for name in ("step", "at", "first"))
         return rollouts.read_answer(self.run(request).folder, *asked)
 
+    def images(self, request: Request) -> Any:
+        return rollouts.run_images(self.run(request).folder)
+
     def frames(self, request: Request) -> Any:
         folder, step = self.run(request).folder, _int_param(request, "step", 0)
         written = rollouts.rollouts_written(folder, step)
@@ -157,7 +160,7 @@ def build_app(pages: DashboardPages) -> Any:
 
     asked = (
         *("state", "series", "books", "time", "findings", "card", "plan"),
-        *("rollouts", "answer", "frames", "steps_of", "beside"),
+        *("rollouts", "answer", "frames", "images", "steps_of", "beside"),
     )
     routes = [
         Route("/", partial(_file_response, HERE / "page" / "index.html")),

@@ -7,14 +7,17 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from rondel.cli.episode_frames import acted_steps
 from rondel.cli.view import load_tokenizer, logprob_gap, prompt_text, supervised_steps, tokenizer_file, trajectory_view
 from rondel.core.errors import UserError
+from rondel.runtime.journal.log import read_recipe
 from rondel.runtime.journal.store import path_of, read_step, stored_steps
+from rondel.runtime.telemetry.drawn_images import ZOOM, image_of, png_address
+from rondel.runtime.telemetry.run_images import before_and_after
 
 EXCERPT = 80  # characters of a prompt in the table
 PAGE = 1500  # tokens that are sent at once
@@ -82,7 +85,7 @@ def _prompt_excerpt(text: str) -> str:
 
 
 def read_answer(folder: Path, step: int, at: int, first: int = 0) -> Json:
-    """One answer: facts, prompt, whether it is an episode in a world, and from token `first` on a page of (text,
+    """One answer: facts, prompt, whether it is an episode in a world, the image that it is, and from token `first` on a page of (text,
     written, version, logprob, trainer's logprob, advantage).
     """
     row = find_row(folder, step, at)
@@ -107,9 +110,18 @@ def read_answer(folder: Path, step: int, at: int, first: int = 0) -> Json:
         "text": row["text"],
         "prompt": prompt_text(row["task_data"]),
         "episode": acted_steps(row) is not None,
+        "image": None if (drawn := image_of(row)) is None else png_address(drawn.repeat(ZOOM, 0).repeat(ZOOM, 1)),
         "now": row["trained_at"],
         "born": row["born"],
     }
+
+
+def run_images(folder: Path) -> Json:
+    """{"png", "first", "last"}: what the first and the last step drew."""
+    if (found := before_and_after(read_recipe(folder), stored_steps(folder), partial(read_step, folder))) is None:
+        raise UserError("no step of this run drew images")
+    image, (first, last) = found
+    return {"png": png_address(image), "first": first, "last": last}
 
 
 def find_row(folder: Path, step: int, at: int) -> Json:

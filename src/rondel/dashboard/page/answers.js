@@ -64,6 +64,7 @@ class Answer extends Component {
     const row = rows.find(r => r.at === at), paint = painter(shade, told), token = here !== null ? told.tokens[here] : null;
     return html`<h2 class="task">${told.task}</h2><p class="hint">${told.facts.join(" · ")}${told.answer !== null && told.answer !== undefined ? ` · answer: ${told.answer}` : ""}</p>
       ${told.episode ? html`<${Load} path="frames" words=${{ run, step, at }} high=${90}>${data => html`<img class="frames" src=${data.png} alt="frames of the episode, from its first observation to its last" />`}<//>` : ""}
+      ${told.image ? html`<img class="frames" src=${told.image} alt="the image that was drawn" />` : ""}
       <fieldset class="which"><legend>colour</legend>${Object.entries(SHADES).map(([key, title]) => html`<label><input type="radio" name="shade" checked=${shade === key} onChange=${() => set({ shade: key })} />${title}</label>`)}</fieldset>
       <p class="legend">${paint.legend.map(([css, text]) => html`<span><span class=${`key ${css}`}></span>${text}</span>`)}</p>
       ${told.spelled ? "" : note("No checkpoint of this run has a tokenizer yet: tokens are shown by number, and the text below them.")}

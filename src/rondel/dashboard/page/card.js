@@ -4,7 +4,7 @@ import { dot, percent, plain, seconds } from "./format.js";
 
 export function Card({ run, tick, of }) {
   return html`<${Load} key=${run} path="card" words=${{ run }} tick=${`${run}.${of.state}.${of.step}`} rest=${5000} high=${500}>${data => html`<${Differs} differs=${data.differs} names=${data.names} />
-    ${data.card ? html`<${Report} card=${data.card} written=${data.written} />` : empty("No card yet", data.large ? "It is written when the run ends; of a journal as long as this, rondel card writes it at any time." : "It is made from the first events on.")}`}<//>`;
+    ${data.card ? html`<${Report} run=${run} card=${data.card} written=${data.written} />` : empty("No card yet", data.large ? "It is written when the run ends; of a journal as long as this, rondel card writes it at any time." : "It is made from the first events on.")}`}<//>`;
 }
 
 function Differs({ differs, names }) {
@@ -17,11 +17,12 @@ function Differs({ differs, names }) {
 const said = v => (v === null ? "" : typeof v === "object" ? JSON.stringify(v) : String(v));
 const scored = (e, of) => (e ? html`<b>${of(e.score)}</b> <span class="hint">${of(e.low)} to ${of(e.high)}, ${e.n} tasks, step ${plain(e.step)}</span>` : html`<span class="hint">not evaluated</span>`);
 
-function Report({ card, written }) {
+function Report({ run, card, written }) {
   const of = card.score_is_share === false ? plain : percent;
   const rows = (title, entries) => entries.length > 0 && html`<section><h2>${title}</h2><dl class="facts">${entries.map(([k, v]) => html`<dt>${k}</dt><dd>${v}</dd>`)}</dl></section>`;
   return html`${written ? "" : note("The run has not ended; this is its card as of now.")}
     ${rows("Result", [["held out, before", scored(card.eval_before, of)], ["held out, after", scored(card.eval_after, of)], ["steps", plain(card.steps)], ["trained groups", plain(card.trained_groups)], ["time", seconds(card.seconds)], ["cost", `${card.cost.device_hours} device-hours on ${card.cost.devices} device${card.cost.devices === 1 ? "" : "s"}`], ["ended", card.ended], ["resumed", plain(card.resumes)]])}
+    ${card.images ? html`<section><h2>What it drew</h2><${Load} path="images" words=${{ run }} high=${90}>${data => html`<p class="hint">above: step ${plain(data.first)}, below: step ${plain(data.last)}; a prompt a line</p><img class="frames" src=${data.png} alt="images of the first and of the last step" />`}<//></section>` : ""}
     ${rows("Nine questions", Object.entries(card.questions))}
     <section><h2>Loss</h2><pre tabindex="0" aria-label="the formula of the loss">${card.loss}</pre></section>
     ${rows("To do it again", [...Object.entries(card.seeds).map(([k, v]) => [`seed, ${k}`, said(v)]), ...Object.entries(card.data).map(([k, v]) => [k, said(v)])])}

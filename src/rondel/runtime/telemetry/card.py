@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from rondel.core.config.old_recipe import translate_moved_keys
 from rondel.core.config.section import split_kind
 from rondel.core.errors import UserError
 from rondel.runtime.journal.log import drop_repeated_events, read_history, read_recipe
+from rondel.runtime.journal.store import read_step, stored_steps
 from rondel.runtime.telemetry.accounts import seconds_of, seconds_to_shares
+from rondel.runtime.telemetry.drawn_images import encode_png
 from rondel.runtime.telemetry.metrics import add_boxes
+from rondel.runtime.telemetry.run_images import before_and_after, draws_images
 from rondel.runtime.telemetry.scores import interval_text, is_share, score_text, within_unit
 from rondel.runtime.telemetry.world_card import world_rows, world_sentence, world_summary
 from rondel.system.files import replace_file
@@ -27,6 +31,7 @@ Events = list[dict[str, Any]]
 EVAL = ("score", "low", "high", "n", "step", "version", "profile", "request")
 DRAWN = {"draws": 1, "interval": "", "metrics": {}, "of": {}}  # what older journals lack; of: the score by source
 UNKNOWN = "not recorded"
+IMAGES = "images.png"
 
 
 def wilson_interval(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]:
@@ -89,6 +94,12 @@ def card_of(folder: str | Path) -> dict[str, Any]:
 
 
 def save_card(folder: str | Path, card: dict[str, Any]) -> None:
+    """card.json and card.md; where the policy draws images, images.png: those of its first and of its last step."""
+    read = partial(read_step, folder)
+    if card["images"] and (found := before_and_after(card["recipe"], stored_steps(folder), read)) is not None:
+        replace_file(Path(folder) / IMAGES, encode_png(found[0]))
+    else:
+        card = card | {"images": False}
     for name, text in (("card.json", write_json(card) + "\n"), ("card.md", render_markdown(card))):
         replace_file(Path(folder) / name, text.encode("utf-8", "replace"))
 
@@ -116,6 +127,7 @@ def run_summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
         "score_is_share": all(map(is_share, evals)) and all(map(within_unit, finished)),
         "seconds": round(_wall_seconds(raw), 1),
         "steps": done[-1]["step"] if done else 0,
+        "images": draws_images(job),
         "trained_groups": ledger.get("trained", 0),
         "ledger": ledger,
         "resumes": sum(e["kind"] == "Resumed" for e in raw),
@@ -362,6 +374,7 @@ def render_markdown(card: dict[str, Any]) -> str:
         _interval_verdict(before, after),
         *([f"Measured with weights {weights}."] if before and (weights := before["request"].get("weights")) else []),
         *_set_tables(card["eval_sets"]),
+        *(["## What it drew", f"![above: the first step, below: the last one]({IMAGES})"] if card["images"] else []),
         "## Reward while training",
         _curve_text(card["rewards"]),
         *(

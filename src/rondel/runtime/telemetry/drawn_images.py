@@ -1,7 +1,8 @@
-"""Points that a flow drew, as a reader sees them: square grayscale images, and how many of the data they stand for."""
+"""Points that a flow drew, as a reader sees them: square grayscale images."""
 
 from __future__ import annotations
 
+import base64
 import math
 import struct
 import zlib
@@ -14,7 +15,7 @@ import numpy as np
 
 from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.drawn_steps import steps_from_rows
-from rondel.core.errors import RondelError, UserError
+from rondel.core.errors import UserError
 from rondel.system.files import guard_write
 
 SMALLEST = 16  # numbers of a point that is shown as an image
@@ -43,19 +44,25 @@ def draw_as_text(image: np.ndarray) -> str:
     return "\n".join("".join(2 * SHADES[shade] for shade in line) for line in shades)
 
 
-def image_grid(rows: Iterable[dict[str, Any]]) -> np.ndarray:
-    """[height, width] from 0 to 1: groups below each other by their prompts, samples beside each other. UserError
-    without images.
+def image_of(row: dict[str, Any]) -> np.ndarray | None:
+    """[side, side] what a stored trajectory drew, where that is an image."""
+    point = last_point(row)
+    return None if point is None else as_image(point)
+
+
+def image_grid(rows: Iterable[dict[str, Any]], *, most: tuple[int | None, int | None] = (None, None)) -> np.ndarray:
+    """[height, width] from 0 to 1: groups below each other by their prompts, samples beside each other; `most` of
+    each. UserError without images.
     """
 
     def place(row: dict[str, Any]) -> tuple[str, int]:
         return str(row["task_data"].get("prompt", row["task"])), row["group"]
 
     lines = [
-        [image for row in own if (point := last_point(row)) is not None and (image := as_image(point)) is not None]
+        [image for row in own if (image := image_of(row)) is not None][: most[1]]
         for _, own in groupby(sorted(rows, key=lambda row: (*place(row), row["sample"])), key=place)
     ]
-    if not (lines := [line for line in lines if line]):
+    if not (lines := [line for line in lines if line][: most[0]]):
         raise UserError(
             f"--png: there is no image among these trajectories; it draws square points of {SMALLEST} numbers or more, "
             "of a step of RL"
@@ -67,6 +74,11 @@ def image_grid(rows: Iterable[dict[str, Any]]) -> np.ndarray:
             top, left = i * (side + 1) + 1, j * (side + 1) + 1
             grid[top : top + side, left : left + side] = image
     return grid.repeat(ZOOM, 0).repeat(ZOOM, 1)
+
+
+def png_address(image: np.ndarray) -> str:
+    """An image as the source of an <img>."""
+    return f"data:image/png;base64,{base64.b64encode(encode_png(image)).decode()}"
 
 
 def write_png(path: str | Path, image: np.ndarray) -> None:
@@ -90,34 +102,3 @@ def encode_png(image: np.ndarray) -> bytes:
     head = struct.pack(">IIBBBBB", width, height, 8, 2 if colours else 0, 0, 0, 0)
     data = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines.tobytes(), 9)) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + data
-
-
-def describe_coverage(rows: Iterable[dict[str, Any]]) -> str:
-    """ "120 points are nearest to 97 of the 1797 data points, 3.02 away on average; 110 of 120 to one of their own prompt";
-    "" where there are no points, or those to learn from are a user's own: to look at a run imports no code that it names.
-    """
-    from rondel.generate.envs.points import POINTS, find_points
-
-    drawn = [(row["task_data"], point) for row in rows if (point := last_point(row)) is not None]
-    told = drawn[0][0].get("points") if drawn else None
-    if not isinstance(told, dict) or told.get("name") not in POINTS:
-        return ""
-    try:
-        known = find_points(told["name"], told["args"])
-    except RondelError as error:
-        return f"the data points were not compared: {error}"
-    prompts = np.repeat(list(known), [len(own) for own in known.values()])
-    points, known_points = np.stack([point for _, point in drawn]), np.concatenate(list(known.values()))
-    nearest = nearest_of(points, known_points)
-    away = np.linalg.norm(points - known_points[nearest], axis=1).mean()
-    covered = (
-        f"{len(drawn)} points are nearest to {len(set(nearest.tolist()))} of the {len(prompts)} data points, "
-        f"{away:.2f} away on average"
-    )
-    right = sum(prompts[at] == data["prompt"] for at, (data, _) in zip(nearest, drawn))
-    return covered + (f"; {right} of {len(drawn)} to one of their own prompt" if len(known) > 1 else "")
-
-
-def nearest_of(points: np.ndarray, data: np.ndarray) -> np.ndarray:
-    """[N] which of the data [M, D] is nearest to each of the points [N, D]."""
-    return np.array([int(((data - point) ** 2).sum(1).argmin()) for point in points])
