@@ -16,25 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from rondel.core.row_split import RowSegment
+
+
 ALIKE = 0.5  # of the longest of a batch: shorter runs get a batch of their own
-
-
-class Segment(Protocol):
-    """A run of packed tokens that continues its parent, given by its place in the list."""
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def length(self) -> int: ...
-
-    @property
-    def parent(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +121,7 @@ class TokenGrids:
 class SegmentStates:
     """States of a packed row: every segment continues its parent, nothing passes between trees."""
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device | str) -> None:
+    def __init__(self, segments: Sequence[RowSegment], device: torch.device | str) -> None:
         depth: list[int] = []
         for segment in segments:
             depth.append(0 if segment.parent is None else depth[segment.parent] + 1)

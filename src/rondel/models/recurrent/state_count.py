@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rondel.models.recurrent.layout import Segment, SegmentStates, StateRule
+from rondel.models.recurrent.layout import SegmentStates, StateRule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
+    from rondel.core.row_split import RowSegment
+
 
 class StateCount(SegmentStates):
     """States of a packed row, with the layers that asked and the bytes of one sequence's states."""
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device | str) -> None:
+    def __init__(self, segments: Sequence[RowSegment], device: torch.device | str) -> None:
         super().__init__(segments, device)
         self.bytes = 0
         self._asked: list[tuple[int, str]] = []  # (layer, which of its states)
