@@ -27,8 +27,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rondel.core.row_split import RowSegment
-
 if TYPE_CHECKING:
     from rondel.models.score_rule import ScoreRule
 
@@ -36,9 +34,15 @@ if TYPE_CHECKING:
 NEGATIVE = tl.constexpr(-1.0e30)
 
 
-class TreeSegment(RowSegment, Protocol):
+class TreeSegment(Protocol):
     """What models/packed_layout.py says of a run of packed tokens."""
 
+    @property
+    def start(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def parent(self) -> int | None: ...
     @property
     def causal(self) -> bool: ...
 
