@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any
 
 EVERY = 0.5  # seconds between two looks
-QUIET = 4  # looks without neighbours after which threads spin again
+QUIET = 2  # looks without neighbours after which threads spin again
 SETTINGS = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # of who decides it for good
 ROOM = 0.25  # of a processor that others may use unnoticed
 
