@@ -35,8 +35,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def learned(run: str, steps: int) -> dict[str, Any]:
-    from rondel.cli.point_images import last_point
     from rondel.runtime.journal.store import read_step, stored_steps
+    from rondel.runtime.telemetry.drawn_images import last_point
 
     told = []
     for step in stored_steps(run):
@@ -52,8 +52,9 @@ def learned(run: str, steps: int) -> dict[str, Any]:
 
 
 def of_step(rows: list[dict[str, Any]]) -> dict[str, float]:
-    from rondel.cli.point_images import last_point, nearest_of
+    from rondel.cli.point_coverage import nearest_of
     from rondel.generate.envs.points import find_points
+    from rondel.runtime.telemetry.drawn_images import last_point
 
     points = np.stack([last_point(row) for row in rows])
     groups = np.array([row["group"] for row in rows])
