@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from rondel.runtime import neighbours
 from rondel.runtime.devices import Device
 from rondel.runtime.neighbours import (
     QUIET,
@@ -76,6 +77,9 @@ def test_a_device_looks_while_it_has_threads_that_wait_for_each_other(monkeypatc
     assert watch_neighbours(2) is None, "the tests have said how threads wait"
     for name in SETTINGS:
         monkeypatch.delenv(name, raising=False)
+    with monkeypatch.context() as other:
+        other.setattr(neighbours, "seconds_of_others", lambda: int("cpu"))
+        assert watch_neighbours(2) is None, "a system that tells it in another way"
     before = {t.name for t in threading.enumerate()}
     single, several = Device(threads=1), Device(threads=2)
     assert single._watch is None and several._watch is not None

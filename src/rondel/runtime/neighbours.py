@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -96,8 +97,9 @@ class NeighbourWatch:
                 self._idle = None
 
     def _watch(self) -> None:
-        while not self._over.wait(self._every):
-            self.look(time.monotonic())
+        with suppress(OSError, ValueError):  # what cannot be read any more changes nothing any more
+            while not self._over.wait(self._every):
+                self.look(time.monotonic())
 
     def close(self) -> None:
         self._over.set()
@@ -115,7 +117,10 @@ def watch_neighbours(threads: int) -> NeighbourWatch | None:
         return None
     if libgomp() is None:
         return None
-    watch = NeighbourWatch(threads)
+    try:
+        watch = NeighbourWatch(threads)
+    except (OSError, ValueError):  # a system that tells it in another way
+        return None
     watch.start()
     return watch
 
