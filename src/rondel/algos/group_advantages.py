@@ -122,9 +122,8 @@ class Classify(Component):
 
     def __str__(self) -> str:
         return (
-            f"± N/({self.tau:g}·groups)·its share of 1 + sum of exp(∓s/{self.tau:g}) over the good, or the bad, of "
-            "its group, "
-            f"s = mean of logp_proximal - logp_behavior"
+            f"± N/({self.tau:g}·groups)·its share of 1 + sum of exp(∓s/{self.tau:g}) over the good, or the bad, of its "
+            "group, s = mean of logp_proximal - logp_behavior"
         )
 
 
@@ -176,8 +175,7 @@ class Redistribute(Component):
     def __str__(self) -> str:
         return (
             f"R - mean of its group, above it times λ·({self.least:g} + {1 - self.least:g}·{self.part}), λ ≤ "
-            f"{self.most:g} "
-            f"so that their sum stays"
+            f"{self.most:g} so that their sum stays"
         )
 
 

@@ -67,8 +67,7 @@ class Overlong(Component):
         if self.max_tokens is not None and self.buffer is not None and self.buffer > self.max_tokens:
             raise ConfigError(
                 f"buffer = {self.buffer}; it must not exceed max_tokens = {self.max_tokens}, or empty answers would "
-                "pay "
-                f"too"
+                "pay too"
             )
         if not self.factor >= 0:
             raise ConfigError(f"factor = {self.factor}; it must not be negative: that would reward running over")

@@ -166,10 +166,9 @@ class Algorithm:
             if not isinstance(part, Component) or not is_dataclass(part):
                 raise ConfigError(
                     f"the {family} of the algorithm '{self.name}' is {part!r}; a part is an instance of a frozen "
-                    "dataclass "
-                    f"that derives from rondel.algos.component.{'LossTerm' if family == 'terms' else 'Component'}, "
-                    "and its "
-                    f"fields are the knobs of [algo.{family}]. Put a function into one as its __call__"
+                    "dataclass that derives from "
+                    f"rondel.algos.component.{'LossTerm' if family == 'terms' else 'Component'}, and its fields are "
+                    f"the knobs of [algo.{family}]. Put a function into one as its __call__"
                 )
         if self.surrogate.token_ratio and type(self.ratio) is not TokenRatio:
             raise ConfigError(

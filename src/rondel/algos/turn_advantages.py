@@ -99,9 +99,8 @@ class StepGroups(Component):
     def __str__(self) -> str:
         over = f" / (std + {self.eps:g})" if self.divide else ""
         return (
-            f"(R - mean){over} over its group + {self.weight:g}·(G - mean){over} over the turns that began in the "
-            "same state, "
-            f"G = sum of {self.gamma:g}^k·reward over the k turns that follow"
+            f"(R - mean){over} over its group + {self.weight:g}·(G - mean){over} over the turns that began in the same "
+            f"state, G = sum of {self.gamma:g}^k·reward over the k turns that follow"
         )
 
 
@@ -146,8 +145,7 @@ class TokenBaseline(Component):
     def __str__(self) -> str:
         return (
             "G - mean of G over its group at the same place, weighed by the squared gradients of the logits so far, G "
-            "= the "
-            "rewards of the token and of those behind it"
+            "= the rewards of the token and of those behind it"
         )
 
 

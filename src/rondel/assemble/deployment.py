@@ -251,9 +251,7 @@ def deploy_job(
     if reward is not None and (not job.place.one_module or job.policies):
         raise ConfigError(
             "task.reward: offload = true is for one policy with place.kind = 'shared' and one rank, whose trainer "
-            "wants the reward "
-            "model's device: "
-            "leave it out, and give it a device of its own"
+            "wants the reward model's device: leave it out, and give it a device of its own"
         )
     if not job.policies:
         return deploy_plan(DeploymentPlan(job, needs, sampling, longest, folder, reward=reward))
@@ -418,8 +416,7 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
     if led and job.place.ranks not in (1, ranks):
         raise ConfigError(
             f"place.ranks = {job.place.ranks}, but torchrun started {ranks}: leave it out, torchrun says how many "
-            "there "
-            f"are"
+            "there are"
         )
     engines = job.place.engine_count if mine else 0
     n = job.place.engine_processes

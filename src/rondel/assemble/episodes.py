@@ -26,14 +26,12 @@ def episodes_of(section: EpisodeConfig, env: Any, tokenizer: Any) -> Callable[[]
     if drift != "keep" and isinstance(env, SingleTurn):
         raise ConfigError(
             f"task.env.drift = '{drift}' with an environment of one turn, whose prompt is always what the chat "
-            "template "
-            f"writes; leave it out, or choose an environment with several turns"
+            "template writes; leave it out, or choose an environment with several turns"
         )
     if drift != "keep" and not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             f"task.env.drift = '{drift}' with a tokenizer without a chat template, which alone could differ; leave it "
-            "out, or "
-            f"take an instruct model"
+            "out, or take an instruct model"
         )
     if all(limit is None for limit in limits):
         return partial(EpisodeState, drift=drift)

@@ -74,8 +74,8 @@ def _check_rollout_format(job: Job, rows: AlgorithmRows) -> None:
         raise ConfigError(
             f"{form}: the engine draws from other weights than are trained, and algo.kind = '{bare[0].name}' takes its "
             f"tokens for the trainer's own{_what_it_has(bare[0])}. Set algo.correction.kind = 'importance', which "
-            "weighs "
-            "each token by proximal / behavior, or algo.ratio.anchor = 'behavior', whose clipped ratio starts at the "
+            "weighs each token by proximal / behavior, or algo.ratio.anchor = 'behavior', whose clipped ratio starts "
+            "at the "
             f'engine\'s logprobs, or round both sides: model.format = "{job.model.rollout_format}"',
             page=PAGE,
         )

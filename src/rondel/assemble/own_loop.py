@@ -55,8 +55,7 @@ class Trainer:
         if not job.place.one_module or job.policies or job.trainer.memory.offload or job.model.teachers:
             raise UserError(
                 "rondel.Trainer has one policy, whose engine and trainer share the weights in this process: leave out "
-                "policies, "
-                "teachers, trainer.memory.offload and place, or use rondel.run"
+                "policies, teachers, trainer.memory.offload and place, or use rondel.run"
             )
         self.algo, self.temperature = rows.main, sampling.temperature
         self._loop = asyncio.new_event_loop()

@@ -431,9 +431,8 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         ),
         (
             job.loop.updates_per_step * job.loop.epochs == 1 or not any(t.is_policy for t in job.model.teachers),
-            "reads the head of the policy that began the step, which the first update moves: set "
-            "loop.updates_per_step = "
-            "1 and loop.epochs = 1, or use kind = 'distill'",
+            "reads the head of the policy that began the step, which the first update moves: set loop.updates_per_step "
+            "= 1 and loop.epochs = 1, or use kind = 'distill'",
         ),
         (
             not sampling.truncates_support,
@@ -518,8 +517,7 @@ def _check_replays(job: Job, row: Algorithm) -> None:
     lag, bound = job.loop.replays.max_lag, job.loop.max_staleness
     if lag is not None and lag > bound and "advantages" in row.needs and not row.corrects_staleness:
         raise ConfigError(
-            f"loop.replays.max_lag = {lag} is beyond loop.max_staleness = {bound}, and '{row.name}' trains tokens of "
-            "old "
+            f"loop.replays.max_lag = {lag} is beyond loop.max_staleness = {bound}, and '{row.name}' trains tokens of old "
             'weights as if they were fresh: set algo.correction = { kind = "importance" }, take a row that reads the '
             "log-probabilities of the behavior (topr, aipo, dppo_tv, decoupled, ...), or leave max_lag out",
             page="docs/train.md",

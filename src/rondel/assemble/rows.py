@@ -104,8 +104,7 @@ def _of_source(job: Job, name: str, table: dict[str, Any]) -> tuple[Algorithm, f
     if row.advantage.remembers:
         raise ConfigError(
             f"{where}.kind = '{row.name}': its advantage follows what earlier steps have earned, and a run keeps that "
-            "of "
-            "the main row, algo.kind, alone. Make it the main row, or give this one another advantage"
+            "of the main row, algo.kind, alone. Make it the main row, or give this one another advantage"
         )
     for part in ("kl", "entropy"):
         if getattr(row, part).is_adaptive:

@@ -51,9 +51,8 @@ def run(
         )
     if has_blocks(str(checkpoint)):
         raise UserError(
-            f"{checkpoint} fills in blocks of masks, and other tools would write token after token with it: its "
-            "folder is a "
-            "model as it lies there, for model.path"
+            f"{checkpoint} fills in blocks of masks, and other tools would write token after token with it: its folder "
+            "is a model as it lies there, for model.path"
         )
     before = _weight_bytes(checkpoint)
     form = export_model(checkpoint, into)

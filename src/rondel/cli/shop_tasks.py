@@ -26,8 +26,7 @@ def make_shop(out: Path, n: int, seed: int) -> None:
     variants = sum(len(product["variants"]) for product in shop.products.values())
     print(
         f"{len(shop.products)} products in {variants} variants, {len(shop.users)} customers, {len(shop.orders)} "
-        "orders, "
-        f"digest {shop.digest[:16]}"
+        f"orders, digest {shop.digest[:16]}"
     )
     levels = Counter(row["level"] for row in rows)
     print(f"{len(rows)} tasks; by level: {', '.join(f'{level}: {levels[level]}' for level in sorted(levels))}")

@@ -100,8 +100,7 @@ def pack_given() -> bytes:
         except Exception as error:
             packed[name] = (
                 f"'{name}' cannot be sent to the process that calls it ({type(error).__name__}: {error}): what it "
-                "holds, a lock or a "
-                "connection say, should be made when it is called first"
+                "holds, a lock or a connection say, should be made when it is called first"
             )
     return pickle.dumps(packed)
 

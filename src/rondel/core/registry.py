@@ -65,8 +65,7 @@ def find_registered(what: str, kind: str, known: dict[str, Any], *, called: bool
         return found
     raise ConfigError(
         f"{what} '{kind}' does not exist.{suggest_name(kind, list(known))} Known: {', '.join(sorted(known))}; or your "
-        "own as "
-        f"'module:name'.",
+        "own as 'module:name'.",
         page=EXPLAINED.get(what, ""),
     )
 
@@ -186,8 +185,7 @@ def import_attribute(what: str, path: str) -> Any:
     if not can_be_imported(path):
         raise ConfigError(
             f"{what} '{path}' was given as an object of Python, and this process does not have it: continue where it "
-            "is defined, by "
-            "the same call of rondel.run, or put it into a file and name it 'module:name'"
+            "is defined, by the same call of rondel.run, or put it into a file and name it 'module:name'"
         )
     _add_to_path(Path.cwd())
     try:

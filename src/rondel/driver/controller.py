@@ -264,8 +264,7 @@ def _same_recipe(job: Job, folder: Path) -> None:
     if differ:
         raise ConfigError(
             f"{folder} was begun with another recipe ({changed_text(differ)}). Continue it with the old values, or "
-            "train into "
-            "another folder: --run.folder=..."
+            "train into another folder: --run.folder=..."
         )
     before, now, schedule = old.loop.steps, job.loop.steps, job.trainer.schedule
     if before != now and schedule != "constant":

@@ -151,9 +151,7 @@ class RunPhases:
         if failures.why and not self.ending.asked:
             raise RewardError(
                 f"the run stopped {state}: {failures.why}. The limit is task.reward.max_failures = {failures.most:g}. "
-                "Mend the "
-                f"reward or the environment and "
-                "give the same command: it goes on from there"
+                "Mend the reward or the environment and give the same command: it goes on from there"
             )
         raise self.ending.stopped_at(state)
 
@@ -226,9 +224,8 @@ class RunPhases:
         if plan.max_staleness and bare:
             emit(
                 Warned(
-                    f"max_staleness = {plan.max_staleness} without a correction in {', '.join(bare)}: stale tokens "
-                    "are trained as if they were "
-                    "fresh. Set algo.correction.kind = 'importance'"
+                    f"max_staleness = {plan.max_staleness} without a correction in {', '.join(bare)}: stale tokens are "
+                    "trained as if they were fresh. Set algo.correction.kind = 'importance'"
                 )
             )
         if saved and saved.get("order") is not None:

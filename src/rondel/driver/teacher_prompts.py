@@ -34,8 +34,7 @@ def write_teacher_prompts(group: Group, contexts: Sequence[str | None], template
                 if prompt is not None and len(prompt) + answer > max_context:
                     raise DataError(
                         f"task {group.task.id}: with its context a teacher would read {len(prompt) + answer} tokens, "
-                        "and "
-                        f"the model reads {max_context}. Shorten the context, or lower engine.sampling.max_tokens"
+                        f"and the model reads {max_context}. Shorten the context, or lower engine.sampling.max_tokens"
                     )
 
 

@@ -168,9 +168,8 @@ def read_off(write: Callable[[list[dict[str, Any]], Sequence[dict[str, Any]]], s
     at = next((i for i in _brace_positions(written) if NAME in str(_read_object(written, i))), None)
     if at is None:
         raise DataError(
-            "the chat template writes tool calls in a form that is none of those that are read back. Use a model "
-            "whose template does, "
-            "or a tokenizer whose chat_template knows no tools: they are then described in words"
+            "the chat template writes tool calls in a form that is none of those that are read back. Use a model whose "
+            "template does, or a tokenizer whose chat_template knows no tools: they are then described in words"
         )
     value, end = _read_object(written, at) or ({}, at)
     listed = written[:at].rstrip().endswith("[")

@@ -153,8 +153,7 @@ class Template:
                 return one[len(one) - common : self._goes_on(one)]
         raise DataError(
             "the chat template writes different answers alike, so the end of a turn cannot be told; look at how it "
-            "uses "
-            "'content'"
+            "uses 'content'"
         )
 
     def _goes_on(self, ended: list[int]) -> int:

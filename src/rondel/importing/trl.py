@@ -300,8 +300,7 @@ def _correction_lines(s: PeerSettings) -> Iterator[Part]:
         yield MissingKeys(
             ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"),
             "the weight of an answer reaches from the engine to the policy here, uncut; there the part between the "
-            "engine "
-            "and the trainer is cut first",
+            "engine and the trainer is cut first",
         )
         return
     level, _, action = str(s["vllm_importance_sampling_mode"]).partition("_")

@@ -101,8 +101,7 @@ class AdapterPass:
         if len(flat) != self.total:
             raise LawError(
                 f"layer {name} reads {len(flat)} rows in a pass of {self.total} tokens: whose they are is not known, "
-                "so "
-                "adapters of single requests cannot reach it"
+                "so adapters of single requests cannot reach it"
             )
         return self.add_rows(name, flat, wide).view_as(out)
 

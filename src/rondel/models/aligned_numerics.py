@@ -209,9 +209,7 @@ def align_numerics(loaded: LoadedModel) -> None:
     if loaded.routers:
         raise ConfigError(
             f"engine.numerics = 'aligned': '{loaded.name}' is a mixture of experts, and what an expert computes "
-            "depends "
-            f"on how many tokens it "
-            "gets; use numerics = 'fast' with routing replay",
+            "depends on how many tokens it gets; use numerics = 'fast' with routing replay",
             page="docs/train.md#precision",
         )
     if loaded.sight is not None and loaded.sight.mutual:
@@ -223,15 +221,13 @@ def align_numerics(loaded: LoadedModel) -> None:
     if loaded.indexers or loaded.compressed:
         raise ConfigError(
             f"engine.numerics = 'aligned': '{loaded.name}' has indexers that choose keys, or compressed ones, and the "
-            "aligned attention reads "
-            f"whole contexts; use numerics = 'fast'",
+            "aligned attention reads whole contexts; use numerics = 'fast'",
             page="docs/train.md#precision",
         )
     if loaded.state_bytes and not keep_sums_in_order(loaded.model):
         raise ConfigError(
             f"engine.numerics = 'aligned': '{loaded.name}' has recurrent layers, whose sums depend on how a prompt is "
-            "cut "
-            f"into chunks (short convolutions alone do not); use numerics = 'fast'",
+            "cut into chunks (short convolutions alone do not); use numerics = 'fast'",
             page="docs/train.md#precision",
         )
     fill_activations(loaded.model)
@@ -255,10 +251,9 @@ def check_invariance(loaded: LoadedModel) -> None:
             if not torch.equal(got, alone[i]):
                 raise ConfigError(
                     f"engine.numerics = 'aligned': '{loaded.name}' in {loaded.dtype} on this {loaded.device.type} "
-                    "gives other bits in another "
-                    f"batch (largest difference of a probe {float((got - alone[i]).abs().max()):.2g}). Its kernels or "
-                    "odd sizes "
-                    "depend on the batch; use numerics = 'fast'"
+                    "gives other bits in another batch (largest difference of a probe "
+                    f"{float((got - alone[i]).abs().max()):.2g}). Its kernels or odd sizes depend on the batch; use "
+                    "numerics = 'fast'"
                 )
 
 

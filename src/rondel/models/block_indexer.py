@@ -157,6 +157,5 @@ def check_block_indexers(model: Any, name: str, indexers: list[Any]) -> None:
         if not gap <= TOLERANCE[model.dtype] * float(scores.max()):
             raise ModelError(
                 f"'{name}' ({model.config.model_type}): its indexer of layer {indexer.layer_idx} chooses blocks that "
-                "score "
-                f"{gap:.3g} lower here than the best ones; the choice is not carried by the built-in path"
+                f"score {gap:.3g} lower here than the best ones; the choice is not carried by the built-in path"
             )

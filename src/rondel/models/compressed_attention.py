@@ -156,6 +156,5 @@ def check_compressors(model: Any, name: str) -> None:
             if not gap <= TOLERANCE[model.dtype] * float(other.abs().max()):
                 raise ModelError(
                     f"'{name}' ({model.config.model_type}): what layer {module.layer_idx} compresses its windows to, "
-                    "or "
-                    f"chooses of them, differs by {gap:.3g} here; its attention is not carried by the built-in path"
+                    f"or chooses of them, differs by {gap:.3g} here; its attention is not carried by the built-in path"
                 )

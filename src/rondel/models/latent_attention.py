@@ -121,8 +121,6 @@ def check_up_projections(model: Any, name: str, projections: list[UpProjection])
             if not gap <= TOLERANCE[model.dtype] * most:
                 raise ModelError(
                     f"'{name}' ({model.config.model_type}): keys and values that layer {up.module.layer_idx} makes of "
-                    "its "
-                    f"latents differ by {gap:.3g} from the absorbed products (largest {most:.3g}); its latent "
-                    "attention "
-                    "is not carried by the built-in path"
+                    f"its latents differ by {gap:.3g} from the absorbed products (largest {most:.3g}); its latent "
+                    "attention is not carried by the built-in path"
                 )

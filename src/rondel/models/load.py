@@ -174,8 +174,7 @@ def _refuse_codes(path: str, config: Any) -> None:
     if method in METHODS:
         raise ModelError(
             f"'{path}' is stored in {method}: decode it once, rondel prepare {path}, and recipes and commands that "
-            "name it "
-            "read the whole weights"
+            "name it read the whole weights"
         )
 
 

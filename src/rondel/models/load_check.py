@@ -93,9 +93,8 @@ def check_attention(
             ) from error
         except Exception as error:
             raise ModelError(
-                f"'{name}' ({model.config.model_type}) does not go through transformers' attention interface as "
-                "packed tokens: "
-                f"{type(error).__name__}: {error}"
+                f"'{name}' ({model.config.model_type}) does not go through transformers' attention interface as packed "
+                f"tokens: {type(error).__name__}: {error}"
             ) from error
     _refuse_silent_layers(model.config, name, layout, recurrent)
     if keeps_fp32_stream(model) and not stream.is_fp32:
@@ -104,9 +103,7 @@ def check_attention(
     if not gap <= tolerance:
         raise ModelError(
             f"'{name}' ({model.config.model_type}): packed attention differs from the model's own by {gap:.3g} in "
-            "logprob "
-            f"(limit {tolerance}); "
-            "some part of its attention or head is not carried by the built-in path"
+            f"logprob (limit {tolerance}); some part of its attention or head is not carried by the built-in path"
         )
     return layout.cached, layout.counted.bytes
 

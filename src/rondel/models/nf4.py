@@ -226,10 +226,8 @@ def _replace_layer(parent: nn.Module, name: str, module: Any, device: str) -> No
         if like != ("nf4", BLOCK, OUTER) or state.shape.numel() % BLOCK:
             raise ModelError(
                 f"the layer '{name}' was stored as {like[0]} in blocks of "
-                f"{like[1]}{'' if like[2] else ', without double quantisation'}: what is "
-                "carried is nf4 in blocks of 64 with double quantisation. Take the model in 16 bits, which is "
-                "quantised "
-                "as it is loaded"
+                f"{like[1]}{'' if like[2] else ', without double quantisation'}: what is carried is nf4 in blocks of "
+                "64 with double quantisation. Take the model in 16 bits, which is quantised as it is loaded"
             )
         packed, (o, i) = _join_parts(weight.data, state).to(device), state.shape
     else:

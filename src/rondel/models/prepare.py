@@ -185,8 +185,7 @@ def _write_converted(source: Path, draft: Path) -> None:
         else:
             raise ModelError(
                 f"{source} is stored in {method}, which is not decoded here (fp8, mxfp4, {', '.join(METHODS)} are): "
-                "take the "
-                "model in 16 bits"
+                "take the model in 16 bits"
             )
     loaded = auto_class(config).from_pretrained(source, dtype=torch.bfloat16 if more else "auto", **more)
     config = loaded.config

@@ -72,8 +72,7 @@ def export_quantized(checkpoint: Path, into: Path) -> tuple[str, int, int]:
             if not torch.equal(form.decode(parts, weight.dtype), weight):
                 raise CheckpointError(
                     f"{key} of {checkpoint} is not what {name} decodes to: its files are of different runs, or were "
-                    "changed. "
-                    "Take another checkpoint"
+                    "changed. Take another checkpoint"
                 )
             if name not in ("int4", "int4_128"):
                 parts.pop("weight_shape", None)
@@ -122,14 +121,12 @@ def _linear_weights(checkpoint: Path, name: str) -> set[str]:
     for key, transposed in chosen.items():
         if transposed or len(shapes[key]) != 2:
             raise ModelError(
-                f"{key} of '{config.model_type}' is no matrix of a linear layer [O, I]: other tools have no such "
-                "entry in "
-                f"{name}. Serve it with rondel serve"
+                f"{key} of '{config.model_type}' is no matrix of a linear layer [O, I]: other tools have no such entry "
+                f"in {name}. Serve it with rondel serve"
             )
         if name != "fp8" and shapes[key][1] % columns:
             raise ModelError(
                 f"{key} has {shapes[key][1]} columns, and other tools read {name} in whole blocks of {columns}: train "
-                "with "
-                "another model.format"
+                "with another model.format"
             )
     return set(chosen)

@@ -98,8 +98,7 @@ def cut_model(
     if not found.cuts:
         raise ModelError(
             f"model type '{model.config.model_type}' has no plan for tensor parallelism, and no matrices under the "
-            "names "
-            f"that have one everywhere (q_proj ... down_proj): use {instead}"
+            f"names that have one everywhere (q_proj ... down_proj): use {instead}"
         )
     for run in runs if sequence else ():
         run[0].register_forward_pre_hook(functools.partial(_keep_own_rows, ranks), with_kwargs=True)

@@ -70,8 +70,7 @@ LIBRARY.impl("attend", _attend_now, "CPU")
 torch.library.register_fake("rondel::attend", lambda q, k, v, *how: q.new_empty(*q.shape[:2], v.shape[2]), lib=LIBRARY)
 LIBRARY.define(
     "attend_latents(Tensor q, Tensor c, Tensor r, int layer, int up, int value, float scale, int? window, float? "
-    "softcap, "
-    "int? chunk, Tensor? sinks, Tensor? slopes) -> Tensor"
+    "softcap, int? chunk, Tensor? sinks, Tensor? slopes) -> Tensor"
 )
 LIBRARY.impl("attend_latents", _attend_latents_now, "CPU")
 torch.library.register_fake(

@@ -92,8 +92,8 @@ def refuse_changed(record: PipelineRecord, redo: set[str]) -> None:
         flags = " ".join(f"--redo {name}" for name in faults)
         raise ConfigError(
             f"{said}. Put the old values back, or do these stages again: rondel pipeline {record.pipeline.path} "
-            f"{flags} "
-            f"(what they had is kept in {record.pipeline.folder / REPLACED}), or begin in another folder: --folder=..."
+            f"{flags} (what they had is kept in {record.pipeline.folder / REPLACED}), or begin in another folder: "
+            "--folder=..."
         )
 
 

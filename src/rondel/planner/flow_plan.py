@@ -89,10 +89,9 @@ def make_flow_plan(setting: FlowWorkload) -> dict[str, Any]:
             "seconds": trained,
             "samples_per_second": samples / trained,
             "text": f"{samples / trained:.4g} samples/s in {setting.passes} passes of {setting.pass_steps} steps a rank; "
-            f"in one pass a rank receives {flow_cost.context_bytes(setting, setting.mesh) / GB:.4g} GB of keys, "
-            "values and "
-            f"their gradients, in an update {flow_cost.shard_bytes(setting, setting.mesh) / GB:.4g} GB of weights and "
-            "gradients",
+            f"in one pass a rank receives {flow_cost.context_bytes(setting, setting.mesh) / GB:.4g} GB of keys, values "
+            f"and their gradients, in an update {flow_cost.shard_bytes(setting, setting.mesh) / GB:.4g} GB of weights "
+            "and gradients",
         },
         "sync": [way._asdict() for way in ways],
         "interrupt": flow_cost.interrupt_seconds(setting),
@@ -167,8 +166,7 @@ def advice_sentences(setting: FlowWorkload) -> list[str]:
     if least_room(setting) < 0:
         told.append(
             f"no change that exists makes it fit: {-least_room(setting) / GB:.1f} GB too much remain; take a smaller "
-            "model "
-            "or larger devices (an engine is one device, and has the whole model)"
+            "model or larger devices (an engine is one device, and has the whole model)"
         )
     elif len(taken) > 1:
         told.append(f"together they fit: {'; '.join(taken)}")
@@ -179,8 +177,7 @@ def _assumptions(setting: FlowWorkload) -> list[str]:
     on = setting.hardware
     return [
         f"{on.name}: {on.flops / 1e12:.3g} TFLOP/s in 16 bits and half of that in float32, of which "
-        f"{on.efficiency:.0%} are "
-        f"reached ({on.source})",
+        f"{on.efficiency:.0%} are reached ({on.source})",
         f"prompts of {PROMPT} tokens, whose work is not counted; attention never writes its scores out",
         "points lie whole on every rank, activations and keys in parts; no figure was compared with a GPU",
     ]

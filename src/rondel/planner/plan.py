@@ -114,11 +114,10 @@ def list_assumptions(setting: Workload) -> list[str]:
     ]
     return [
         f"{on.name}: {on.flops / 1e12:.3g} TFLOP/s, of which training reaches {on.efficiency:.0%} and decoding "
-        f"{on.decode_efficiency:.0%}; "
-        f"memory at {on.bandwidth / 1e9:.0f} GB/s, of which decoding reaches {on.stream:.0%} ({on.source})",
+        f"{on.decode_efficiency:.0%}; memory at {on.bandwidth / 1e9:.0f} GB/s, of which decoding reaches "
+        f"{on.stream:.0%} ({on.source})",
         f"a step takes at least its longest answer{f' / {setting.staleness + 1}' if setting.staleness else ''}; what "
-        "other unequal answers cost is for "
-        "`rondel simulate`",
+        "other unequal answers cost is for `rondel simulate`",
         "prompts are computed once for their group, in the engine and in training",
         *(host if setting.host_optimizer else []),
     ]

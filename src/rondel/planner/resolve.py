@@ -114,8 +114,7 @@ def resolve_transport(
         if wanted not in ("auto", "tensor"):
             raise ConfigError(
                 f"sync.kind = '{wanted}' is for workers of their own; place.cluster = 'local' has one process. Leave "
-                "it "
-                f"at 'auto'"
+                "it at 'auto'"
             )
         return ResolvedValue("tensor", "one process: copied from memory to memory")
     if apart == "server":

@@ -366,9 +366,8 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> ModelShape:
         kind = config.get("model_type")
     if kind not in DEFAULTS:
         raise ModelError(
-            f"the planner does not know the layers of model type '{kind}'.{suggest_name(str(kind), list(DEFAULTS))} "
-            "It knows "
-            f"{', '.join(sorted(DEFAULTS))}"
+            f"the planner does not know the layers of model type '{kind}'.{suggest_name(str(kind), list(DEFAULTS))} It "
+            f"knows {', '.join(sorted(DEFAULTS))}"
         )
     refuse_sizes(str(kind), config)
     numbers: dict[str, Any] = {**DEFAULTS[kind], **{k: v for k, v in config.items() if v is not None}}

@@ -227,8 +227,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         beside = ", on devices beside these" if split else ""
         assumed.append(
             f"{', '.join(o.name for o in others)}: memory is counted for each policy, time as if the main one wrote "
-            "and "
-            f"trained all{beside}"
+            f"and trained all{beside}"
         )
     return Workload(
         model,

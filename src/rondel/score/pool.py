@@ -100,8 +100,7 @@ class RewardPool:
             self._end()
             raise ConfigError(
                 "reward 'process': pipelined = true has no effect beside a groupwise part, which is asked when the "
-                "last "
-                "answer of a group is written; leave it out"
+                "last answer of a group is written; leave it out"
             )
         if worker.together > 1 and workers > 1:
             self._end()

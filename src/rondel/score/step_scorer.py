@@ -78,8 +78,7 @@ class StepScorer:
             self.warning = (
                 f"steps are no longer valued while answers are written: the scorer gave step {at + 1} of an answer "
                 f"{known[at]:g} before the next one was written, and {values[at]:g} afterwards. Leave pipelined out "
-                "where "
-                f"a value depends on later steps, or on chance"
+                "where a value depends on later steps, or on chance"
             )
         return values
 

@@ -345,9 +345,7 @@ class Checkpoints:
         if flaws:
             raise CheckpointError(
                 f"no checkpoint in {self.folder} is whole ({'; '.join(flaws)}): put a whole copy of one there under "
-                "its "
-                f"own name, "
-                "or begin again in another folder: --run.folder=..."
+                "its own name, or begin again in another folder: --run.folder=..."
             )
         self._refuse_in_the_way(0)
         return None

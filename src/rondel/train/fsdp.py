@@ -179,8 +179,7 @@ class FsdpRank(SingleRank):
         if mesh.tp * mesh.pp * mesh.ep > 1:
             raise ConfigError(
                 f"place.mesh = {mesh}: {model.config.model_type} is trained in shards, replicas and cp; leave tp, pp "
-                "and "
-                "ep out"
+                "and ep out"
             )
         head = loaded.head.shared_by(self.context)
         if not isinstance(model, FSDPModule):

@@ -42,8 +42,7 @@ class JointGraph:
         except Exception as error:
             raise ConfigError(
                 f"trainer.micro_tokens.compile: a training pass cannot be compiled here: {_first_line(error)}. It "
-                "needs a "
-                "C++ compiler (apt install g++, xcode-select --install); or set compile = false"
+                "needs a C++ compiler (apt install g++, xcode-select --install); or set compile = false"
             ) from error
 
     def _trace(self, loss_of: nn.Module, names: list[str], inputs: list[Tensor]) -> GraphModule:

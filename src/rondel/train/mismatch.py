@@ -159,9 +159,8 @@ class MismatchAlarm:
             return ""
         if self.rounded:
             return (
-                f"the engine's weights in {self.rounded} draw another policy than is trained: K3 is {fresh:.1e} nats "
-                "a token "
-                f"on tokens of the current version, above {self.most:g}, and few samples are worth their weight "
+                f"the engine's weights in {self.rounded} draw another policy than is trained: K3 is {fresh:.1e} nats a "
+                f"token on tokens of the current version, above {self.most:g}, and few samples are worth their weight "
                 "(train/mismatch_ess_token). Take a format of more bits, or let the trainer round, too: model.format = "
                 f'"{self.rounded}"'
             )

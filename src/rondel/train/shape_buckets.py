@@ -66,8 +66,7 @@ class ShapeBuckets:
             known = ", ".join(map(str, self.buckets))
             raise TrainError(
                 f"a pass of the shape {shape} is outside of the static shapes {known}: it would be compiled again. "
-                "This "
-                "is a fault of Rondel, please report it; trainer.micro_tokens without buckets trains the same"
+                "This is a fault of Rondel, please report it; trainer.micro_tokens without buckets trains the same"
             )
         self._met[shape] += 1
         self._real, self._computed = self._real + tokens, self._computed + shape.tokens
@@ -88,8 +87,7 @@ class ShapeBuckets:
         if not self.grows:
             raise TrainError(
                 f"{told}. No sample is cut: add a larger one to trainer.micro_tokens.buckets, let it be 'auto', or "
-                "lower "
-                "engine.sampling.max_tokens"
+                "lower engine.sampling.max_tokens"
             )
         size = 1 << (max(tokens, targets) - 1).bit_length()
         found = ShapeBucket(size, size)

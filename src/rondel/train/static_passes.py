@@ -144,8 +144,7 @@ def refuse_changing_row(row: Algorithm) -> None:
     if row.kl.is_adaptive or row.entropy.is_adaptive or row.advantage.remembers:
         raise ConfigError(
             f"trainer.micro_tokens.compile: coefficients or baselines of '{row.name}' follow what was measured, and "
-            "each "
-            "step would be compiled anew; give them fixed values, or set compile = false"
+            "each step would be compiled anew; give them fixed values, or set compile = false"
         )
 
 

@@ -95,8 +95,7 @@ class TeacherEnsemble(Sequence[Teacher]):
             if not shares or not shares.keys() <= sample.known.teachers.keys():
                 raise TrainError(
                     f"no teacher of '{sample.stream}' has spoken of {batch.sample_name(i)}; model.teacher needs one "
-                    "for this "
-                    f"source, or for all"
+                    "for this source, or for all"
                 )
             opinions = torch.stack([sample.known.teachers[number].double() for number in shares])
             weights = torch.tensor(list(shares.values()), dtype=torch.float64)

@@ -41,8 +41,7 @@ def refuse_cut_blocks(ranks: SingleRank, model: nn.Module) -> None:
                 raise ConfigError(
                     f'model.format = "{form.name}" {why}, and a rank of the trainer holds {list(part.shape)} of '
                     f"{name} {list(shapes[name])}, which cuts some: take a format whose blocks lie in rows (int4, "
-                    "mxfp4, "
-                    "mxfp8, fp8_row), or fewer ranks (place.ranks, place.mesh)",
+                    "mxfp4, mxfp8, fp8_row), or fewer ranks (place.ranks, place.mesh)",
                     page="docs/train.md#number-formats",
                 )
 

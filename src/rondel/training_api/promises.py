@@ -155,8 +155,7 @@ class InOrder:
         if number < self.next:
             raise UserError(
                 f"seq_id {number} comes too late: this server is at {self.next} of this client, and an earlier "
-                "gradient "
-                "would now be part of a later step. Go on from a saved state"
+                "gradient would now be part of a later step. Go on from a saved state"
             )
 
     async def _run(self, number: int | None, work: Callable[[], Awaitable[Result]]) -> Result:

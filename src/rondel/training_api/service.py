@@ -169,8 +169,7 @@ class AdapterService:
                 if ids.min() < 0 or ids.max() >= limit:
                     raise UserError(
                         f"example {i} has the {what} {ids.min() if ids.min() < 0 else ids.max()}: this model's are 0 "
-                        "to "
-                        f"{limit - 1}. Was it made by another tokenizer?"
+                        f"to {limit - 1}. Was it made by another tokenizer?"
                     )
             if strange := [key for key, array in example.inputs.items() if not np.isfinite(array).all()]:
                 raise UserError(f"example {i}: {strange[0]} has a number that is not finite")

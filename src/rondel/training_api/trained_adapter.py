@@ -76,8 +76,7 @@ class TrainedAdapter:
         if shapes[0] != shapes[1] or mine.scale != theirs.scale:
             raise UserError(
                 f"these weights are of rank {theirs.rank} on {len(theirs.layers)} layers, the adapter of this client "
-                "of "
-                f"rank {mine.rank} on {len(mine.layers)}: create it from the state instead of loading into it"
+                f"of rank {mine.rank} on {len(mine.layers)}: create it from the state instead of loading into it"
             )
         moments = None if folder is None else self._read_moments(folder)
         with torch.no_grad():

@@ -80,8 +80,7 @@ class EngineConfig(ConfigSection):
         "fast",
         description="of engine, trainer and reference. `fast`: a model of 16 bits keeps its residual stream and its logits "
         "in float32; `rounded`: rounds them, too, as other engines do; `aligned`: the same bits in every batch and in "
-        "the "
-        "trainer; slower, dense models, refused where it does not hold",
+        "the trainer; slower, dense models, refused where it does not hold",
     )
     compile: bool | Literal["static"] = Field(
         False,

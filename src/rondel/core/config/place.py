@@ -199,8 +199,7 @@ class PlaceConfig(ConfigSection):
         if each.get("ep", 1) not in (1, each.get("tp", 1)):
             raise ValueError(
                 f"engines: ep = {each['ep']} with tp = {each['tp']}: experts lie apart over all processes of an "
-                "engine; let "
-                "them agree, or leave ep out"
+                "engine; let them agree, or leave ep out"
             )
         if mine["cluster"] == "local" and (several, mine["ranks"]) != (1, 1):
             raise ValueError('more than one engine or rank needs kind = "split" and cluster = "process"')

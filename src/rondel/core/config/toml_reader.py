@@ -64,8 +64,7 @@ def refuse_odd_text(node: Any, source: str, dotted: str = "") -> None:
     elif isinstance(node, str) and (odd := next((c for c in node if c == "\0" or "\ud800" <= c <= "\udfff"), None)):
         raise ConfigError(
             f"{source}: {dotted} = {node[:80]!r} has the character {odd!r}, which is no text: remove it, or write it "
-            "as "
-            f"UTF-8"
+            "as UTF-8"
         )
 
 

@@ -24,8 +24,7 @@ FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": 
 PROCESSED = "processed_logprobs"
 HEAD = "lm_head.weight"
 TIED_HEAD = (
-    f"vLLM on a CPU would go on with the old {HEAD} of a model whose head is tied to its embeddings: train a copy "
-    "that was "
+    f"vLLM on a CPU would go on with the old {HEAD} of a model whose head is tied to its embeddings: train a copy that was "
     'saved with tie_word_embeddings = false, or use a GPU or engine.kind = "sglang"'
 )
 WAIT = 300.0  # seconds that a worker waits for the trainer's group
@@ -53,9 +52,7 @@ class VllmServer:
         except ServerRefusal as error:
             raise ConfigError(
                 f"engine.url = '{self.link.url}': weights change only through the endpoints of vLLM's development "
-                "mode, "
-                f"which it does not "
-                f"have ({error}). {self.__doc__}"
+                f"mode, which it does not have ({error}). {self.__doc__}"
             ) from error
         if sampling.temperature != 1 and config["model_config"]["logprobs_mode"] != PROCESSED:
             raise ConfigError(

@@ -131,9 +131,7 @@ def as_trajectories(episode: Any) -> list[Trajectory]:
     if odd := [one for one in found if not isinstance(one, Trajectory)]:
         raise UserError(
             f"the environment returned {'nothing' if odd[0] is None else f'a {type(odd[0]).__name__}'}; an episode is "
-            "a "
-            f"trajectory or a list "
-            "of them: end its run with `return chat.trajectory`"
+            "a trajectory or a list of them: end its run with `return chat.trajectory`"
         )
     if not found:
         raise EnvError(

@@ -321,8 +321,7 @@ def _existing_path(path: str) -> Path:
     if not os.path.isfile(file):  # False, too, of what could be no name
         raise DataError(
             f"no file '{path[:200]}' (from {' or '.join(map(str, search_folders()))}).{_suggest_file(file)} Give a "
-            "path from there, "
-            f"or an absolute one"
+            "path from there, or an absolute one"
         )
     return file
 

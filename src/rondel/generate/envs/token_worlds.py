@@ -42,8 +42,7 @@ class TokenWorlds:
         bounds = [side for side in (spaces.low, spaces.high) if side is not None]
         if not all(np.isfinite(side).all() for side in bounds):
             raise ConfigError(
-                f"the world '{name}' has actions without bounds, which no bins can cut: wrap it with bounds "
-                "(gymnasium's "
+                f"the world '{name}' has actions without bounds, which no bins can cut: wrap it with bounds (gymnasium's "
                 'RescaleAction), or take task.env.actions = "arrays"'
             )
         if self.frames and not callable(getattr(world, "render", None)):

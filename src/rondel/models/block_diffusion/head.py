@@ -45,13 +45,11 @@ def with_block_head(loaded: LoadedModel) -> LoadedModel:
     if not plain or window or loaded.state_bytes or loaded.indexers or loaded.compressed or loaded.sight:
         raise ModelError(
             f"'{name}' ({config.model_type}) with blocks of masks: within a block every layer must look both ways, so "
-            "it "
-            "has full attention alone, and reads text alone; take llama or qwen3"
+            "it has full attention alone, and reads text alone; take llama or qwen3"
         )
     if loaded.routers:
         raise ModelError(
             f"'{name}' ({config.model_type}) with blocks of masks is a mixture of experts, whose routes would have to "
-            "be "
-            "recorded for every step of a block: take a dense model"
+            "be recorded for every step of a block: take a dense model"
         )
     return replace(loaded, head=BlockHead.from_model(loaded.model), blocks=block_settings(config))

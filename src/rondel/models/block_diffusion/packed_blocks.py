@@ -96,8 +96,7 @@ class PackedBlocks:
             if len(own) != len(answer):
                 raise ValueError(
                     f"{len(own)} unmasking steps in {len(answer)} tokens behind the prompt: a policy that fills in "
-                    "blocks "
-                    "answers once"
+                    "blocks answers once"
                 )
             source.append(row.place_answer(prompt, answer, own.seen))
         packed = cls.of_row(row, source, device)

@@ -31,8 +31,7 @@ class ChunkHead(ControlHead):
         config = self.model.config
         return (
             f"control: {config.observation_size} numbers of an observation, {config.denoising_steps} denoising steps "
-            "with "
-            f"noise {temperature:g} to a chunk of {config.chunk} actions of {config.action_size} numbers"
+            f"with noise {temperature:g} to a chunk of {config.chunk} actions of {config.action_size} numbers"
         )
 
     @property

@@ -201,8 +201,7 @@ class ProcessWorker(RemoteWorker):
             ):
                 self._mark_lost(
                     f"worker {self._name} ({self._describe_process()}) gives no sign of life since {silent:.0f} s "
-                    "(limit "
-                    f"{limit:g} s), asked for: {waiting}",
+                    f"(limit {limit:g} s), asked for: {waiting}",
                     SilentError,
                     self._dump_stacks,
                 )

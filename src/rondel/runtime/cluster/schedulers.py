@@ -111,8 +111,7 @@ class KubernetesScheduler:
         if not run_tool(*self._kubectl("get", "pvc", self.claim, "--output=name"), fails=True).strip():
             raise UserError(
                 f"there is no volume claim '{self.claim}', which keeps the run folder: kubectl get pvc lists those "
-                "that "
-                "there are; name one that every node can mount (ReadWriteMany) with --claim"
+                "that there are; name one that every node can mount (ReadWriteMany) with --claim"
             )
         job = SubmittedJob(self.to, self.name, namespace=self.namespace, time=time.time())
         if not (state := self.state(job)).over:

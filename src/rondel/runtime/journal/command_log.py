@@ -60,9 +60,8 @@ class EpisodeCommandLog:
             if then != now:
                 raise EnvError(
                     f"command {n} of the episode ({text:.200}) was run again after an interruption and ended "
-                    "otherwise: "
-                    f"exit code {then.exit} and folder {then.folder:.12} then, {exit} and {folder:.12} now; such a "
-                    f"command depends on time, chance or what lies outside of the folder"
+                    f"otherwise: exit code {then.exit} and folder {then.folder:.12} then, {exit} and {folder:.12} now; "
+                    "such a command depends on time, chance or what lies outside of the folder"
                 )
         self._append({"episode": name, "n": n, **now._asdict()})
 

@@ -93,8 +93,7 @@ class SandboxSession:
             if before["begin"] != what:
                 raise UserError(
                     f"command {n} of the session was {before['begin']}, and is now {what}: only the same session can "
-                    "be "
-                    f"continued"
+                    "be continued"
                 )
             if (row := self.log.ran.get(n)) is not None:
                 self.replayed += 1
@@ -155,9 +154,8 @@ def _exclusive_lock(path: Path, patience: float) -> Any:
 
 def _unknown_outcome(n: int, what: dict[str, Any]) -> UnknownOutcome:
     return UnknownOutcome(
-        f"command {n} ({json.dumps(what)[:200]}) was begun before the session was cut off, and its outcome is "
-        "unknown; look at its effect, "
-        "or declare it idempotent if it may be done twice"
+        f"command {n} ({json.dumps(what)[:200]}) was begun before the session was cut off, and its outcome is unknown; "
+        "look at its effect, or declare it idempotent if it may be done twice"
     )
 
 

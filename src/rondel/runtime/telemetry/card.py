@@ -586,6 +586,5 @@ def shared_text(shared: float, packed: float) -> str:
     """What context parallel ranks exchanged: 12.5 % of the tokens."""
     return (
         f"Tokens whose keys and values the ranks of cp gave each other: {shared / packed:.1%} of {packed:.0f}; all "
-        "others "
-        "lay whole on one rank."
+        "others lay whole on one rank."
     )

@@ -176,8 +176,7 @@ FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
     "eval/": (
         "reward",
         "of one held-out set at this version: score, low and high; with task.eval.samples above 1 avg@k, and pass@k "
-        "and "
-        "majority@k, which are shares",
+        "and majority@k, which are shares",
     ),
     "score/part_": ("reward", "mean of a named part, with its weight, over the trained answers"),
     "episode/drift_": (
@@ -218,10 +217,8 @@ FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
     "train/mismatch_k3_lag_": (
         "nats",
         "the K3 of tokens that were so many versions old; at lag 0 the run warns above the bound of its precision, "
-        "which its card names: "
-        "1e-06 in float32, 5e-05 in float16, 0.003 in bfloat16, with a rounded residual stream 0.0002 and 0.01, which "
-        "is "
-        "that of servers of others, too, 0.1 for mixtures of experts",
+        "which its card names: 1e-06 in float32, 5e-05 in float16, 0.003 in bfloat16, with a rounded residual stream "
+        "0.0002 and 0.01, which is that of servers of others, too, 0.1 for mixtures of experts",
     ),
     "loop/lag_is_": ("share", "groups of this step that were so many versions old: the histogram of lag"),
 }

@@ -68,9 +68,8 @@ class ReplayGate:
                 if at < version and (live.computed_tokens, live.written) != (computed, written):
                     raise LawError(
                         f"version {version} came when a request stood at {live.computed_tokens} computed, "
-                        f"{live.written} "
-                        f"written tokens; in the run that is "
-                        f"replayed version {at} took it to {computed}, {written}"
+                        f"{live.written} written tokens; in the run that is replayed version {at} took it to "
+                        f"{computed}, {written}"
                     )
                 if live.computed_tokens and not computed:
                     self._retract(live, version)

@@ -87,8 +87,7 @@ class VisionEncoderCache:
                 if sight.placeholder_of(place.image) is None:
                     raise UserError(
                         f"a step of {place.image.frames} frames for '{self.loaded.name}', which does not read videos "
-                        "in "
-                        f"such steps: send each frame as an image"
+                        "in such steps: send each frame as an image"
                     )
                 raise UserError(
                     f"an image of {place.image.tokens} tokens at token {place.start}, where the prompt has no such run "

@@ -162,8 +162,7 @@ class GenerationService:
             raise RequestRefusal(
                 429,
                 f"{self.open} answers are being written or wait, {self.limits.queue} are this server's limit: come "
-                "back "
-                f"later",
+                "back later",
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )
@@ -207,9 +206,8 @@ class GenerationService:
                 raise RequestRefusal(
                     400,
                     "the likeliest tokens are told under the model alone, the drawn one under what it was drawn from: "
-                    "to have both in one "
-                    "scale, ask with temperature 1 or 0 and without top_k, top_p, min_p, penalties, logit_bias, "
-                    "min_tokens or a schema",
+                    "to have both in one scale, ask with temperature 1 or 0 and without top_k, top_p, min_p, "
+                    "penalties, logit_bias, min_tokens or a schema",
                     param="top_logprobs",
                 )
             for j in range(asked.n):

@@ -59,6 +59,5 @@ def refuse_sampling(sampling: Sampling, what: str) -> None:
     if odd:
         raise UserError(
             f"sampling.{odd[0]} = {getattr(sampling, odd[0])!r} with {what}: it is about text that is written token "
-            "after "
-            "token; leave it out"
+            "after token; leave it out"
         )

@@ -118,8 +118,7 @@ class StepwiseEngine(StepwiseControl[A]):
         if len(request.tokens) + request.sampling.max_tokens > self.loaded.max_context:
             raise UserError(
                 f"{len(request.tokens)} tokens and max_tokens = {request.sampling.max_tokens} do not fit into a "
-                "context of "
-                f"{self.loaded.max_context}; set max_position_embeddings of the model"
+                f"context of {self.loaded.max_context}; set max_position_embeddings of the model"
             )
 
     async def score(self, request: Request) -> TokenScores:

@@ -137,8 +137,7 @@ def edit(root, path, old, new):
         lines = [str(text[:at].count("\n") + 1) for at in range(len(text)) if text.startswith(old, at)]
         raise Refused(
             f"old stands {places} times in {path} (lines {', '.join(lines[:8])}): take more lines with it, so that it "
-            "is "
-            "one place"
+            "is one place"
         )
     if not places:
         lines = text.splitlines()

@@ -38,8 +38,7 @@ def task_specs(path: str, format: str, source: str, test: str) -> Iterator[tuple
     if not found:
         raise DataError(
             f"{path}: no repository task there. A task is a folder or a tar file with task.toml and statement.md "
-            "(ours), "
-            f"task.toml and instruction.md (Harbor) or task.yaml (terminal-bench); rows are in a .jsonl file"
+            "(ours), task.toml and instruction.md (Harbor) or task.yaml (terminal-bench); rows are in a .jsonl file"
         )
     for folder in found:
         yield str(folder), {"path": str(folder), "format": format}

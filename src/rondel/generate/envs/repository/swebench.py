@@ -81,8 +81,7 @@ def _checkout(row: Mapping[str, Any], source: str) -> Path:
     if not source:
         raise DataError(
             f"row {row['instance_id']}: nothing is downloaded: set task.data.source to a folder that holds "
-            f"{row['repo']} "
-            f"at {row['base_commit']:.12} as {row['instance_id']}/"
+            f"{row['repo']} at {row['base_commit']:.12} as {row['instance_id']}/"
         )
     folder = locate_path(source)
     for name in (row["instance_id"], str(row["repo"]).replace("/", "__")):
@@ -91,6 +90,6 @@ def _checkout(row: Mapping[str, Any], source: str) -> Path:
                 return path
     raise DataError(
         f"row {row['instance_id']}: {folder} has neither {row['instance_id']}/ nor a tar file of that name: put the "
-        "files "
-        f"of {row['repo']} at {row['base_commit']:.12} there (git archive {row['base_commit']:.12} | tar -x -C ...)"
+        f"files of {row['repo']} at {row['base_commit']:.12} there (git archive {row['base_commit']:.12} | tar -x -C "
+        "...)"
     )

@@ -51,8 +51,7 @@ def make_task_set(
         bugs.append((package, files, found))
         say(
             f"{number}/{len(packages)} {package.title}: {told['tests']} tests, {told['tried']} bugs tried, "
-            f"{len(found)} found "
-            f"by them, {time.monotonic() - began:.0f} s"
+            f"{len(found)} found by them, {time.monotonic() - began:.0f} s"
         )
     made: list[dict[str, Any]] = []
     for package, files, bug, name in _in_turn(bugs, seed):
@@ -70,9 +69,8 @@ def make_task_set(
         say(f"{len(made)}/{n} {name}: untouched {checked.untouched:g}, solved {checked.solved:g}")
     if len(made) < n:
         raise DataError(
-            f"{len(made)} tasks were found in {len(packages)} packages, and {n} were asked for; they are in {out}: "
-            "ask for "
-            f"fewer, or name more packages"
+            f"{len(made)} tasks were found in {len(packages)} packages, and {n} were asked for; they are in {out}: ask "
+            "for fewer, or name more packages"
         )
     index = json.dumps({"seed": seed, "tasks": made}, indent=1)
     (out / INDEX).write_text(index + "\n")

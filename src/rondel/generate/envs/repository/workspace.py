@@ -170,8 +170,7 @@ def open_workspace(task: RepositoryTask, sandbox: SandboxFactory, **settings: An
     """EnvError where no box can be made for the task."""
     if task.unmet and shows_host(sandbox):
         raise DataError(
-            f"{task.name}: its image is made with '{task.unmet[0]}', which a box of this machine has not: build the "
-            "image "
+            f"{task.name}: its image is made with '{task.unmet[0]}', which a box of this machine has not: build the image "
             f'and name it, task.env.sandbox = {{ kind = "container", image = ... }}'
         )
     try:

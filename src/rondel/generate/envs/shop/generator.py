@@ -38,14 +38,12 @@ KINDS: dict[str, tuple[dict[str, tuple[str, ...]], int, int]] = {
 SYLLABLES = ("al", "ber", "cor", "dun", "el", "fin", "gar", "hol", "is", "jor", "kel", "lum")
 FIRST = (
     "Ada Ana Ben Carla Chen Dario Ella Emil Eva Felix Finn Greta Hana Hugo Ida Ivan Jana Joel Kira Lars Lea Leo Lina "
-    "Luca "
-    "Maja Marco Mia Milan Nina Noah Nora Olga Omar Paul Petra Rosa Sara Tara Theo Zoe"
+    "Luca Maja Marco Mia Milan Nina Noah Nora Olga Omar Paul Petra Rosa Sara Tara Theo Zoe"
 )
 LAST = (
     "Adler Bauer Berger Brandt Costa Dietz Ebner Fischer Frank Gruber Haas Hofer Jansen Keller Klein Koch Kraus Lang "
-    "Lorenz "
-    "Maier Marin Moser Novak Okafor Pohl Reiter Rossi Roth Sato Schmid Silva Sommer Steiner Suzuki Thaler Urban Vogel "
-    "Wagner Weber Winter"
+    "Lorenz Maier Marin Moser Novak Okafor Pohl Reiter Rossi Roth Sato Schmid Silva Sommer Steiner Suzuki Thaler Urban "
+    "Vogel Wagner Weber Winter"
 )
 STREETS = (
     "Elm Road",

@@ -37,8 +37,7 @@ def failing_reward(story: Story) -> Iterator[Finding]:
             f"{failed:.0%} of the answers have no score ({story.recent_span}){': ' + last if last else ''}",
             "What the reward cannot judge is not trained on: what is left is a choice of the reward, not of the tasks.",
             "`rondel view RUN --errors`, `rondel check RUN.toml`; task.reward.timeout if it is slow; "
-            "task.reward.max_failures "
-            "ends such a run",
+            "task.reward.max_failures ends such a run",
             weight=2,
         )
 

@@ -108,8 +108,7 @@ def length_bias(story: Story) -> Iterator[Finding]:
             "warning",
             f"within groups reward and length correlate at {paid:+.2f} ({story.recent_span})",
             f"The {more} of two answers to the same task is the better paid one: length will drift that way whatever "
-            "it "
-            f"is worth.",
+            "it is worth.",
             "look with `rondel view RUN`; if length is not the point, algo.kind = 'dr_grpo' and a reward that does "
             "not see it",
         )

@@ -29,9 +29,8 @@ def find_starvation(story: Story) -> Iterator[Finding]:
     yield Finding(
         f"starved_{told.waiting}",
         "note" if told.gain < 1.25 else "warning",
-        f"the learner waits {wait:.0%} of its time, the engines have nothing to do {engine_idle_share(engines):.0%} "
-        "of theirs "
-        f"({story.recent_span})",
+        f"the learner waits {wait:.0%} of its time, the engines have nothing to do {engine_idle_share(engines):.0%} of "
+        f"theirs ({story.recent_span})",
         "One side sets the pace and the other stands still.",
         told.message,
         weight=told.gain / 4,
