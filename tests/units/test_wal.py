@@ -192,7 +192,7 @@ def test_a_token_that_is_read_back_takes_an_entry_of_an_array(tmp_path):
     again.close()
     left, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert taken < 64 * n and left < 20_000 and said(again, 5) == []
+    assert taken < 64 * n and left < n and said(again, 5) == [], "less than a byte a token; other threads allocate, too"
     other = TokenLog(tmp_path)
     other.record_version(1, "root-1")
     assert said(other, 5) == [5] * 600 and said(other, 5) == []
