@@ -187,8 +187,14 @@ def trainer_of(
 ) -> tuple[LocalTrainer, dict[str, str]]:
     """-> the trainer, and what was resolved for it."""
     refuse_idle_memory(job.trainer.memory, device.name)
-    micro = planner.micro_tokens(job.trainer.micro_budget, on_gpu=device.name.startswith("cuda"))
     each = loaded.step_tokens
+    vocab = loaded.model.config.get_text_config().vocab_size if each == 1 else 1
+    micro = planner.micro_tokens(
+        job.trainer.micro_budget,
+        on_gpu=device.name.startswith("cuda"),
+        vocab=vocab,
+        answers=job.algo.group_size * sampling.max_tokens,
+    )
     settings = settings_of(
         job,
         sampling,

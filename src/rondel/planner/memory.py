@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from rondel.planner.hardware import GB, Hardware
 from rondel.planner.resolve import (
     BUCKET,
+    LOGITS,
     SPARE,
     engine_reserve,
     kv_pages,
@@ -38,7 +39,6 @@ LIBRARIES = 0.55 * GB  # resident of a process with torch and transformers befor
 KEPT = 0.15
 DENSE = 1 << 24  # scores of one call that are written out on a CPU (models/dense_attention.py)
 SHORT = 256  # tokens of a segment whose scores are not, since a kernel is as fast
-LOGITS = 1 << 25  # entries of a chunk of logits in fp32 (train/logprobs.py); three of that size are alive at once
 
 
 class BytesPerNumber(NamedTuple):

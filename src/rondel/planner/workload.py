@@ -11,6 +11,7 @@ from rondel.core.errors import ConfigError, UserError
 from rondel.core.registry import suggest_name
 from rondel.planner.format_bits import FORMAT_BITS
 from rondel.planner.hardware import Hardware, find_hardware
+from rondel.planner.resolve import micro_tokens
 from rondel.planner.shapes import ModelShape, hub_cache, model_shape, of_recipe
 from rondel.planner.stored_bytes import encoded_bytes, nf4_bytes
 
@@ -210,7 +211,6 @@ def of_job(job: Job, device: str = "") -> Workload:
     ]
     if not device and job.place.device == "auto":
         assumed.append(ON_THIS_CPU)
-    micro = job.trainer.micro_budget
     wants_reference = bool(job.algo.kl.get("coef")) or row in REFERENCES
     output = job.engine.sampling.max_tokens
     one_base = job.may_share_base and all(p.model in (None, job.model.path) for p in job.policies.values())
@@ -242,7 +242,9 @@ def of_job(job: Job, device: str = "") -> Workload:
         prompt=prompt,
         output=output,
         mean=max(1, output / 2),
-        micro=(4096 if on_cpu else 16384) if micro == "auto" else int(micro),
+        micro=micro_tokens(
+            job.trainer.micro_budget, on_gpu=where.on_gpu, vocab=model.vocab, answers=job.algo.group_size * output
+        ).value,
         running=job.engine.max_running,
         staleness=job.loop.max_staleness,
         in_flight=job.loop.in_flight,

@@ -48,6 +48,15 @@ def release_freed_memory() -> None:
         library.malloc_trim(0)
 
 
+def heap_bytes() -> dict[str, int]:
+    """{"used": bytes of live blocks, "free": of freed ones, resident or given back} of the heap; nothing without glibc."""
+    library = _glibc()
+    if library is None:
+        return {}
+    counts = library.mallinfo2()
+    return {"used": counts.uordblks, "free": counts.fordblks}
+
+
 def _resident_bytes() -> int:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -13,21 +13,27 @@ the same, so laws that hold here hold there.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rondel.core.errors import TrainError
+from rondel.core.errors import RondelError, TrainError
+from rondel.core.events import Warned, emit
 from rondel.models.host import HostMemory
+from rondel.models.mapped_weights import MappedWeights
 from rondel.system.process_memory import release_freed_memory
 
 if TYPE_CHECKING:
     from rondel.core.protocols import MemoryClaim
     from rondel.models.loaded_model import LoadedModel
     from rondel.train.optim import MasterWeights
+
+LEAST_MAPPED = 64 << 20  # bytes of a reference that are worth a file
 
 
 class Offload:
@@ -37,6 +43,7 @@ class Offload:
     owners   optimizers: of the policy, of a critic, of a draft
     beside   other models by what they are: "critic" is awake with the trainer; "reference" and
              teachers are there for their own pass only
+    mapped   the file that the reference is read from; without a claim, on a CPU
     claim    on the memory of a device that an engine wants, too. With one the trainer begins
              asleep, without one nothing moves by itself
     high     most bytes on the device that were seen, until somebody sets it to 0 again
@@ -48,18 +55,36 @@ class Offload:
         owners: list[MasterWeights],
         beside: dict[str, LoadedModel | None],
         claim: MemoryClaim | None,
+        folder: str = "",
     ) -> None:
+        """`folder`: where the reference may have a file to be mapped from; empty, the system's for temporary files."""
         self.policy, self.owners, self.beside, self.claim = policy, owners, beside, claim
         self.host, self.asleep, self.high = HostMemory(), False, 0
+        self.mapped = self._map_reference(folder) if claim is None else None
         if claim is not None:
             for name, model in beside.items():
                 if name != "critic":
                     self.host.put(self._own_tensors(model))
             self.sleep()
 
+    def _map_reference(self, folder: str) -> MappedWeights | None:
+        """The reference in a mapped file, where it is large and lies in host memory; None where it stays."""
+        reference = self.beside.get("reference")
+        own = [t for t in self._own_tensors(reference) if isinstance(t, torch.nn.Parameter)]
+        own = [t for t in own if type(t.data) is Tensor and t.is_cpu and not t.requires_grad]
+        if reference is None or sum(t.nbytes for t in own) < LEAST_MAPPED:
+            return None
+        try:
+            place = folder if Path(folder or "?").is_dir() else tempfile.gettempdir()
+            return MappedWeights(reference.model, own, place)
+        except RondelError as fault:
+            emit(Warned(f"the starting weights stay in memory: {fault}"))
+            return None
+
     def memory(self, seen: set[int] | None = None) -> dict[str, int]:
         """Bytes on the device by what they are, each storage once; those of `seen`, by address, were counted before."""
         seen = set() if seen is None else seen
+        seen |= self.mapped.addresses if self.mapped is not None else set()
         models = {name: self._own_tensors(model) for name, model in self.beside.items()}
         states = {owner: owner.state_tensors() for owner in self.owners}
         optimizers = {
@@ -110,6 +135,8 @@ class Offload:
             yield
         finally:
             self.host.put(mine, changed=False)
+            if self.mapped is not None and model is self.beside["reference"]:
+                self.mapped.release()
 
     def refuse_asleep(self, verb: str) -> None:
         if self.asleep:

@@ -131,7 +131,7 @@ class LocalTrainer:
         beside = {"critic": self.critic.loaded if self.critic is not None else None, "reference": self.start}
         beside |= {"teacher" if i == 0 else f"teacher {i + 1}": teacher.loaded for i, teacher in enumerate(teachers)}
         owners = [self.weights, *(other.weights for other in (critic, draft) if other is not None)]
-        self.offload = Offload(self.loaded, owners, beside, claim)
+        self.offload = Offload(self.loaded, owners, beside, claim, settings.folder)
 
     @property
     def settings(self) -> TrainSettings:
@@ -571,10 +571,10 @@ def begin_gradients(trainer: LocalTrainer) -> None:
     """Nothing is added up yet. What is stale as soon as the weights move goes, for it is in the way of the
     activations.
     """
-    trainer.weights.zero_grad()
     for stack in linear.packed_linears(trainer.loaded.model):
         if stack.is_trained:
             stack.drop_packed()
+    trainer.weights.zero_grad()  # in the place of what was packed
     release_freed_memory()
 
 
