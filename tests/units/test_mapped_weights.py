@@ -88,7 +88,9 @@ def test_a_trainer_with_a_mapped_reference_trains_the_same_bits(tmp_path, monkey
         t = trainer(model("llama", dtype), algo, start_probe=4, lr=1e-2, folder=str(tmp_path))
         assert (t.offload.mapped is not None) == (least == 0)
         metrics = [step(t, batch(awkward_groups(), algo), algo).metrics for _ in range(2)]
-        shown = [{k: m[k] for k in ("train/kl_ref", "train/kl_to_start", "train/loss", "train/grad_norm")} for m in metrics]
+        shown = [
+            {k: m[k] for k in ("train/kl_ref", "train/kl_to_start", "train/loss", "train/grad_norm")} for m in metrics
+        ]
         told.append((shown, [p.detach().clone() for p in t.loaded.model.parameters()], t.offload.memory()["reference"]))
     assert told[0][0] == told[1][0] and told[0][0][1]["train/kl_ref"] > 0
     assert all(torch.equal(a, b) for a, b in zip(told[0][1], told[1][1]))

@@ -10,7 +10,7 @@ import pytest
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
 from rondel.formats import FORMATS, format_of
-from rondel.planner import cost, memory, workload
+from rondel.planner import cost, memory, resolve, workload
 from rondel.planner.advice import bill_sentences, least_room, rank_changes
 from rondel.planner.hardware import GB, find_hardware
 from rondel.planner.memory import (
@@ -256,24 +256,44 @@ def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width):
 
 
 def test_the_bill_of_the_quickstart_is_its_resident_memory():
-    """9.09 GB at most in a run of two steps on one thread (35b81e3, 2 cores with amx_bf16), as
-    the recipe was then: each part is a row, and their sum is within 15 %."""
-    then = {
-        "model.dtype": "bfloat16",
-        "trainer.micro_tokens": 4096,
-        "task.env": "single_turn",
-        "engine.sampling.max_tokens": 32,
-    }
-    job = Job.read(Path(__file__).parents[2] / "recipes" / "quickstart.toml", then)
+    """3.89 GB at most in a run of two steps of four groups, one thread (`rondel bench memory`, benchmarks/README.md):
+    each part is a row, and their sum is within 15 %.
+    """
+    job = Job.read(Path(__file__).parents[2] / "recipes" / "quickstart.toml", {"model.dtype": "float32"})
     [bill] = memory_bills(of_job(job))
     assert {
         "packed weights",
         "starting weights",
         "Python and libraries",
+        "compiled products",
         "activations",
         "freed and kept",
     } <= bill.rows.keys()
-    assert bill.peak_phase[1] == pytest.approx(9.09 * GB, rel=0.15)
+    assert bill.peak_phase[0] == "train" and bill.peak_phase[1] == pytest.approx(3.89 * GB, rel=0.15)
+    assert bill.rows["gradients"]["generate"] == bill.rows["packed weights"]["train"] == 0
+    assert 0 < bill.rows["starting weights"]["logprob"] < 0.25 * bill.rows["policy weights"]["logprob"], "from a file"
+
+
+def test_a_micro_batch_of_a_cpu_holds_a_group_and_one_chunk_of_logits():
+    def chosen(**how) -> int:
+        return resolve.micro_tokens("auto", **how).value
+
+    assert chosen(on_gpu=True, vocab=49152, answers=8 * 64) == 16384
+    assert chosen(on_gpu=False, vocab=50, answers=8) == 4096, "whose logits are small"
+    assert chosen(on_gpu=False, vocab=49152, answers=64) == (1 << 25) // 49152 == 682
+    assert chosen(on_gpu=False, vocab=49152, answers=8 * 64) == 8 * 64 + 512
+    assert chosen(on_gpu=False, vocab=49152, answers=8 * 4096) == 4096
+    assert resolve.micro_tokens(7, on_gpu=False, vocab=49152).value == 7
+    whole = replace(Workload(model_shape("0.5b"), find_hardware("cpu")), prompt=64, group=8, output=64, mean=64)
+    assert memory.micro_batch_tokens(replace(whole, micro=1200)) == 2 * (64 + 8 * 64), "two groups, and no part of one"
+    assert memory.micro_batch_tokens(replace(whole, micro=300)) == 300, "a part of one"
+
+
+def test_rows_that_stand_elsewhere_too():
+    from rondel.runtime import devices
+    from rondel.train import offload
+
+    assert resolve.PROGRAMS == devices.PRODUCTS and memory.LEAST_MAPPED == offload.LEAST_MAPPED
 
 
 @pytest.mark.slow

@@ -39,9 +39,10 @@ class MappedWeights:
         if not held:
             return
         folder = make_folder(Path(folder))
-        with guard_write(folder, self.size, ModelError, "writing frozen weights to"), tempfile.TemporaryFile(
-            dir=folder, buffering=0
-        ) as file:
+        with (
+            guard_write(folder, self.size, ModelError, "writing frozen weights to"),
+            tempfile.TemporaryFile(dir=folder, buffering=0) as file,
+        ):
             file.truncate(self.size)
             for p in held:
                 file.seek(self._ranges[id(p)][0])

@@ -21,6 +21,7 @@ from rondel.planner.hardware import GB, Hardware
 from rondel.planner.resolve import (
     BUCKET,
     LOGITS,
+    PROGRAMS,
     SPARE,
     engine_reserve,
     kv_pages,
@@ -36,7 +37,9 @@ PHASES = ("generate", "logprob", "train", "sync", "wake")
 LIBRARIES = 0.55 * GB  # resident of a process with torch and transformers before it has a model
 # of a CPU's largest phase: gradients of activations in a backward pass, and freed memory
 # that the allocator keeps (runtime/devices.py)
-KEPT = 0.15
+KEPT = 0.10
+PROGRAM = 0.62e6  # bytes that oneDNN keeps of a product of one shape, whatever its size
+LEAST_MAPPED = 64 << 20  # bytes of a frozen model that a CPU maps from a file (train/offload.py)
 DENSE = 1 << 24  # scores of one call that are written out on a CPU (models/dense_attention.py)
 SHORT = 256  # tokens of a segment whose scores are not, since a kernel is as fast
 
@@ -252,6 +255,7 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
     training = {**dict.fromkeys(PHASES, 0.0), "train": 1.0, "logprob": 1.0} if setting.offload else always
     passing = {**dict.fromkeys(PHASES, 0.0), "logprob": 1.0}
     frozen = passing if setting.offload else always
+    learning = {"train": 1.0}  # gradients are let go when a step ends
     stored = setting.weight_bytes if s.bits == 16 or setting.four_bits else s.parameter_count * s.bits / 8
     weights = (stored + (trained * 4 if setting.rank else 0)) / ranks
     if setting.four_bits and ranks > 1:  # what is packed lies whole on every rank, like the adapter
@@ -260,11 +264,11 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
     rows = {
         "policy weights": _scale_phases(always, weights),
         "masters": _scale_phases(training, here * trained * (0 if setting.rank else state.master) / ranks),
-        "gradients": _scale_phases(training, here * trained * state.gradient / ranks),
+        "gradients": _scale_phases(learning, here * trained * state.gradient / ranks),
         "moments": _scale_phases(training, here * trained * state.moments / ranks),
-        "reference": _scale_phases(frozen, _weight_bytes(setting.reference, setting) / ranks),
-        "starting weights": _scale_phases(
-            frozen, 0 if setting.rank or setting.reference == s else setting.weight_bytes / ranks
+        "reference": reference_bytes(setting, frozen, _weight_bytes(setting.reference, setting)),
+        "starting weights": reference_bytes(
+            setting, frozen, 0 if setting.rank or setting.reference == s else setting.weight_bytes
         ),
         "packed weights": {phase: packed_bytes(setting, training=phase == "train") for phase in PHASES},
         "teacher": _scale_phases(frozen, _weight_bytes(setting.teacher, setting) * setting.teachers / ranks),
@@ -278,8 +282,8 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
         ),
     }
     if setting.rank:  # a base under an adapter has neither master nor gradient; the adapter lies whole on every rank
-        for name, each in (("gradients", state.gradient), ("moments", state.moments)):
-            rows[name] = _scale_phases(training, here * trained * each)
+        rows["gradients"] = _scale_phases(learning, here * trained * state.gradient)
+        rows["moments"] = _scale_phases(training, here * trained * state.moments)
     whole = 0.0
     if ranks > 1:  # embedding and head stay gathered through a pass, a layer and the next one come and go
         largest: float = 0 if setting.four_bits else max(1, s.body_parameters / s.layers)
@@ -299,6 +303,8 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
         ]
         rows["images"] = {"train": own[0], "logprob": own[1]}
     rows["logits chunk"] = {"train": chunk, "logprob": chunk}
+    if not setting.hardware.on_gpu:
+        rows["compiled products"] = dict.fromkeys(PHASES, compiled_bytes(setting))
     if each := _route_bytes(setting):
         rows["replayed routes"] = dict.fromkeys(("train", "logprob"), 4.0 * each * tokens)  # int64 of a micro-batch
         if not setting.hardware.on_gpu:
@@ -306,10 +312,33 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
     return rows
 
 
+def reference_bytes(setting: Workload, frozen: dict[str, float], weights: float) -> dict[str, float]:
+    """A frozen copy of the policy. A CPU maps a large one from a file: a pass has its embedding and a layer at a time
+    (models/mapped_weights.py).
+    """
+    s, ranks = setting.shape, setting.train_devices
+    if setting.hardware.on_gpu or ranks > 1 or setting.offload or weights < LEAST_MAPPED:
+        return _scale_phases(frozen, weights / ranks)
+    ends = s.embedding_parameters * (1 if s.tied else 2)
+    return {"logprob": (ends + s.body_parameters / s.layers) * setting.width}
+
+
+def compiled_bytes(setting: Workload) -> float:
+    """Products of oneDNN, each compiled for one number of rows: those of every number of requests that a step of an
+    engine may have, and of a forward and a backward pass for each micro-batch.
+    """
+    passes = setting.packed_tokens / micro_batch_tokens(setting)
+    return PROGRAM * min(PROGRAMS, 5 * min(setting.running, setting.samples) + 15 * passes)
+
+
 def micro_batch_tokens(setting: Workload) -> float:
-    """Of the largest micro-batch of a step whose answers all reach their limit; one sample is never divided."""
-    longest = setting.samples * setting.output + setting.prompts * setting.prompt
-    return max(min(setting.micro, longest / setting.train_devices), setting.prompt + setting.output)
+    """Of the largest micro-batch of a step whose answers all reach their limit: whole groups where one fits. One sample
+    is never divided.
+    """
+    longest = (setting.samples * setting.output + setting.prompts * setting.prompt) / setting.train_devices
+    group = setting.prompt + setting.group * setting.output
+    most = setting.micro // group * group if group <= setting.micro else setting.micro
+    return max(min(most, longest), setting.prompt + setting.output)
 
 
 def activation_bytes(setting: Workload, tokens: float) -> float:

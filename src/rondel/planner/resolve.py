@@ -20,6 +20,7 @@ SPARE = 0.06  # of a GPU: what the driver, the allocator's rests and the kernels
 BUCKET = 64 << 20  # of a broadcast, two at a time (sync/from_distributed.py)
 ROWS = 512  # of logits that one step of an engine makes at once (generate/engine/builtin/runner.py)
 LOGITS = 1 << 25  # entries of a chunk of logits in fp32 (train/logprobs.py)
+PROGRAMS = 512  # compiled products that oneDNN keeps (runtime/devices.py)
 PROMPT = 512  # tokens of a prompt for which a micro-batch of a CPU has room beside the answers of its group
 MOST_MICRO = 4096  # tokens of a micro-batch on a CPU
 
