@@ -39,6 +39,8 @@ def main(argv: list[str] | None = None) -> None:
     from rondel.assemble.worker_devices import usable_cores
     from rondel.core.config.job import Job
     from rondel.core.events import StepDone, subscribe
+    from rondel.planner.memory import memory_bills
+    from rondel.planner.workload import of_job
 
     parts, rows = [], []
 
@@ -59,7 +61,8 @@ def main(argv: list[str] | None = None) -> None:
             "place": {"threads": a.threads or "auto"},
             "run": {"folder": folder, "checkpoint": {"every": 0}, "sinks": []},
         }
-        train(Job.parse(tree, "rondel bench step"), quiet=True, built=parts.append)
+        job = Job.parse(tree, "rondel bench step")
+        train(job, quiet=True, built=parts.append)
     loaded, threads = parts[0].trainer.loaded, a.threads or len(usable_cores())
     dtype = str(loaded.dtype).removeprefix("torch.")
     body, head = multiplications(loaded.model)
@@ -84,6 +87,7 @@ def main(argv: list[str] | None = None) -> None:
         "annotate_s": round(median([e.metrics["train/annotate_s"] for e in used]), 2),
         "dtype": dtype, "threads": threads, "prompts": a.prompts, "group": a.group, "new": a.new, "force_len": a.force_len, "steps": len(used),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "planned_rss_mb": int(memory_bills(of_job(job))[0].peak_phase[1] / 1024**2),
     }  # fmt: skip
     report(out, only_json=a.json)
 

@@ -274,19 +274,19 @@ def test_the_bill_of_the_quickstart_is_its_resident_memory():
     assert 0 < bill.rows["starting weights"]["logprob"] < 0.25 * bill.rows["policy weights"]["logprob"], "from a file"
 
 
-def test_a_micro_batch_of_a_cpu_holds_a_group_and_one_chunk_of_logits():
-    def chosen(**how) -> int:
-        return resolve.micro_tokens("auto", **how).value
+def test_a_micro_batch_of_a_cpu_has_one_chunk_of_logits(tmp_path):
+    def chosen(wanted="auto", **how) -> int:
+        return resolve.micro_tokens(wanted, **how).value
 
-    assert chosen(on_gpu=True, vocab=49152, answers=8 * 64) == 16384
-    assert chosen(on_gpu=False, vocab=50, answers=8) == 4096, "whose logits are small"
-    assert chosen(on_gpu=False, vocab=49152, answers=64) == (1 << 25) // 49152 == 682
-    assert chosen(on_gpu=False, vocab=49152, answers=8 * 64) == 8 * 64 + 512
-    assert chosen(on_gpu=False, vocab=49152, answers=8 * 4096) == 4096
-    assert resolve.micro_tokens(7, on_gpu=False, vocab=49152).value == 7
-    whole = replace(Workload(model_shape("0.5b"), find_hardware("cpu")), prompt=64, group=8, output=64, mean=64)
-    assert memory.micro_batch_tokens(replace(whole, micro=1200)) == 2 * (64 + 8 * 64), "two groups, and no part of one"
-    assert memory.micro_batch_tokens(replace(whole, micro=300)) == 300, "a part of one"
+    assert chosen(on_gpu=True, vocab=49152) == 16384 and chosen(7, on_gpu=False, vocab=49152) == 7
+    assert chosen(on_gpu=False, vocab=50) == 4096, "whose logits are small"
+    assert chosen(on_gpu=False, vocab=49152) == (1 << 25) // 49152 == 682 and chosen(on_gpu=False, vocab=151936) == 512
+    path = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
+
+    def planned(tokens: int) -> int:
+        return of_job(Job.read(path, {"trainer.micro_tokens": "auto", "engine.sampling.max_tokens": tokens})).micro
+
+    assert [planned(n) for n in (16, 64, 256, 1024)] == [682, 682, 64 + 8 * 256, 4096], "a larger group stays whole"
 
 
 def test_rows_that_stand_elsewhere_too():

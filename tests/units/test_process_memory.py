@@ -36,3 +36,21 @@ def test_freed_memory_goes_back_where_it_is_much():
     full, kept, given_back = (int(word) for word in told.split())
     assert kept > full - (100 << 20), "200 MB are not worth it"
     assert given_back < full - (150 << 20)
+
+
+@pytest.mark.skipif(process_memory._glibc() is None, reason="glibc's heap")
+def test_bytes_of_the_heap():
+    """A block of 64 MB is used while it lives. Before a mapping of its own is taken, the heap is asked for it."""
+    program = (
+        "from rondel.runtime.devices import prepare_process\n"
+        "prepare_process()\n"
+        "from rondel.system.process_memory import heap_bytes\n"
+        "before = heap_bytes()['used']\n"
+        "block = bytearray(64 << 20)\n"
+        "held = heap_bytes()['used']\n"
+        "del block\n"
+        "print(held - before, heap_bytes()['used'] - before, heap_bytes()['free'])"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    held, after, free = (int(word) for word in told.split())
+    assert 0 <= held - (64 << 20) < 1 << 20 and abs(after) < 1 << 20 and free >= 60 << 20

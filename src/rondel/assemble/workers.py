@@ -188,13 +188,10 @@ def trainer_of(
     """-> the trainer, and what was resolved for it."""
     refuse_idle_memory(job.trainer.memory, device.name)
     each = loaded.step_tokens
-    vocab = loaded.model.config.get_text_config().vocab_size if each == 1 else 1
-    micro = planner.micro_tokens(
-        job.trainer.micro_budget,
-        on_gpu=device.name.startswith("cuda"),
-        vocab=vocab,
-        answers=job.algo.group_size * sampling.max_tokens,
-    )
+    budget, on_gpu = job.trainer.micro_budget, device.name.startswith("cuda")
+    is_text = each == 1 and job.trainer.static_shapes is None
+    vocab = loaded.model.config.get_text_config().vocab_size if is_text else 1
+    micro = planner.micro_tokens(budget, on_gpu=on_gpu, vocab=vocab)
     settings = settings_of(
         job,
         sampling,
@@ -202,6 +199,8 @@ def trainer_of(
         replay_routes=replays_routing(job, loaded),
         mismatch_bound=mismatch_bound(job, loaded),
     )
+    if budget == "auto" and is_text and not on_gpu:
+        settings = replace(settings, micro_group=planner.MOST_MICRO)
     if is_world_model(job.model.path):  # it is to leave its start, and a KL of densities is without bound
         settings = replace(settings, start_probe=0)
     if job.trainer.static_shapes is not None:

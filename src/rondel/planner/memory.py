@@ -324,21 +324,17 @@ def reference_bytes(setting: Workload, frozen: dict[str, float], weights: float)
 
 
 def compiled_bytes(setting: Workload) -> float:
-    """Products of oneDNN, each compiled for one number of rows: those of every number of requests that a step of an
-    engine may have, and of a forward and a backward pass for each micro-batch.
+    """Products of oneDNN, each compiled for one number of rows: those of the numbers of requests that steps of an engine
+    have, two in the time of a token, and of a forward and a backward pass for each micro-batch.
     """
     passes = setting.packed_tokens / micro_batch_tokens(setting)
-    return PROGRAM * min(PROGRAMS, 5 * min(setting.running, setting.samples) + 15 * passes)
+    return PROGRAM * min(PROGRAMS, 5 * min(setting.running, setting.samples, 2 * setting.output) + 15 * passes)
 
 
 def micro_batch_tokens(setting: Workload) -> float:
-    """Of the largest micro-batch of a step whose answers all reach their limit: whole groups where one fits. One sample
-    is never divided.
-    """
-    longest = (setting.samples * setting.output + setting.prompts * setting.prompt) / setting.train_devices
-    group = setting.prompt + setting.group * setting.output
-    most = setting.micro // group * group if group <= setting.micro else setting.micro
-    return max(min(most, longest), setting.prompt + setting.output)
+    """Of the largest micro-batch of a step whose answers all reach their limit; one sample is never divided."""
+    longest = setting.samples * setting.output + setting.prompts * setting.prompt
+    return max(min(setting.micro, longest / setting.train_devices), setting.prompt + setting.output)
 
 
 def activation_bytes(setting: Workload, tokens: float) -> float:

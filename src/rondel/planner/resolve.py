@@ -21,8 +21,7 @@ BUCKET = 64 << 20  # of a broadcast, two at a time (sync/from_distributed.py)
 ROWS = 512  # of logits that one step of an engine makes at once (generate/engine/builtin/runner.py)
 LOGITS = 1 << 25  # entries of a chunk of logits in fp32 (train/logprobs.py)
 PROGRAMS = 512  # compiled products that oneDNN keeps (runtime/devices.py)
-PROMPT = 512  # tokens of a prompt for which a micro-batch of a CPU has room beside the answers of its group
-MOST_MICRO = 4096  # tokens of a micro-batch on a CPU
+LEAST_MICRO, MOST_MICRO = 512, 4096  # tokens of a micro-batch on a CPU
 
 FEWEST_SNAPSHOTS = 4
 
@@ -88,20 +87,17 @@ def logits_bytes(vocab: int, max_running: int) -> float:
     return 3.0 * 4 * min(max_running, ROWS) * vocab
 
 
-def micro_tokens(wanted: int | str, *, on_gpu: bool, vocab: int = 1, answers: int = 0) -> ResolvedValue:
-    """Tokens in one forward and backward pass; it cannot change the result, only speed and memory.
-
-    `answers`: tokens of a group's at their longest.
+def micro_tokens(wanted: int | str, *, on_gpu: bool, vocab: int = 1) -> ResolvedValue:
+    """Tokens in one forward and backward pass; it cannot change the result, only speed and memory. On a CPU a group that
+    is larger stays whole up to MOST_MICRO, so that its prompt is computed once (TrainSettings.micro_group).
     """
     if wanted != "auto":
         return ResolvedValue(int(wanted), "set")
     if on_gpu:
         return ResolvedValue(16384, "a GPU is filled by then")
-    least, group = LOGITS // vocab, answers + PROMPT
-    if max(least, group) >= MOST_MICRO:
+    if (chunk := LOGITS // vocab) >= MOST_MICRO:
         return ResolvedValue(MOST_MICRO, "every pass also goes over all gradients once, so few large ones")
-    why = "a group and its prompt" if group > least else "the logits of a pass are one chunk"
-    return ResolvedValue(max(least, group), f"{why}; more tokens need more memory and are no faster")
+    return ResolvedValue(max(LEAST_MICRO, chunk), "their logits are one chunk; more need more memory and are no faster")
 
 
 def resolve_transport(

@@ -11,7 +11,7 @@ from rondel.core.errors import ConfigError, UserError
 from rondel.core.registry import suggest_name
 from rondel.planner.format_bits import FORMAT_BITS
 from rondel.planner.hardware import Hardware, find_hardware
-from rondel.planner.resolve import micro_tokens
+from rondel.planner.resolve import MOST_MICRO, micro_tokens
 from rondel.planner.shapes import ModelShape, hub_cache, model_shape, of_recipe
 from rondel.planner.stored_bytes import encoded_bytes, nf4_bytes
 
@@ -242,9 +242,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         prompt=prompt,
         output=output,
         mean=max(1, output / 2),
-        micro=micro_tokens(
-            job.trainer.micro_budget, on_gpu=where.on_gpu, vocab=model.vocab, answers=job.algo.group_size * output
-        ).value,
+        micro=planned_micro(job, where, model, prompt + job.algo.group_size * output),
         running=job.engine.max_running,
         staleness=job.loop.max_staleness,
         in_flight=job.loop.in_flight,
@@ -282,6 +280,13 @@ def of_job(job: Job, device: str = "") -> Workload:
         tower=job.model.vision.tower == "trained",
         assumed=tuple(assumed),
     )
+
+
+def planned_micro(job: Job, where: Hardware, model: ModelShape, group: int) -> int:
+    """Tokens of a micro-batch; `group`: of one at its longest."""
+    budget = job.trainer.micro_budget
+    chosen = int(micro_tokens(budget, on_gpu=where.on_gpu, vocab=model.vocab).value)
+    return chosen if where.on_gpu or budget != "auto" else max(chosen, min(group, MOST_MICRO))
 
 
 def _has_bf16() -> bool:

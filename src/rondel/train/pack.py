@@ -234,6 +234,14 @@ class TrainBatch:
     def total_tokens(self) -> int:
         return sum(len(s.trainable) for s in self.samples)
 
+    @property
+    def largest_group(self) -> int:
+        """Tokens of the largest group in one row, its prompt once."""
+        tokens: dict[int, int] = {}
+        for s in self.samples:
+            tokens[s.group] = tokens.get(s.group, s.prompt_length) + s.packed_length - s.prompt_length
+        return max(tokens.values(), default=0)
+
     def tokens(self, chosen: Sequence[int] | None = None, device: torch.device | str = "cpu") -> TokenBatch:
         """The tokens of all samples, or of the chosen ones, in their order, with all that is known of every one."""
         picked = self.samples if chosen is None else [self.samples[i] for i in chosen]

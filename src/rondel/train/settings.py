@@ -26,6 +26,7 @@ class TrainSettings:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.99)
     micro_tokens: int = 4096
+    micro_group: int = 0  # a larger group stays whole, with its prompt once, up to so many tokens
     shapes: tuple[tuple[int, int], ...] = ()  # (tokens, targets) that micro-batches are padded to; none: no padding
     shapes_grow: bool = False  # a sample that none of them holds adds one
     compile_passes: bool = False  # each of these shapes as one compiled graph

@@ -120,7 +120,7 @@ class LocalTrainer:
         )
         self.weights = ranks.make_masters(self.loaded.model, **settings.optimizer_options)
         self.publisher = WeightPublisher(self.loaded, ranks, transport, self.weights)
-        self.step_number = self.bad_steps = 0
+        self.step_number = self.bad_steps = self._largest_group = 0
         self.version = 0
         self.alarm = MismatchAlarm(settings.mismatch_bound, rounded=settings.rollout_format)
         self.coefs = AdaptiveCoefs()
@@ -135,8 +135,10 @@ class LocalTrainer:
 
     @property
     def settings(self) -> TrainSettings:
-        """Those of the step that comes: a supervised phase has its own."""
-        return self.warmup if self.warmup is not None and self.step_number < self.main.first_step else self.main
+        """Those of the step that comes: a supervised phase has its own, and a large group a micro-batch of its size."""
+        chosen = self.warmup if self.warmup is not None and self.step_number < self.main.first_step else self.main
+        whole = min(self._largest_group, chosen.micro_group)
+        return replace(chosen, micro_tokens=whole) if whole > chosen.micro_tokens else chosen
 
     @property
     def transport(self) -> Transport:
@@ -269,6 +271,7 @@ class LocalTrainer:
         self.offload.refuse_asleep("step")
         if not batch.samples:
             return self._skip_step()
+        self._largest_group = batch.largest_group
         settings, sums, seconds = (
             self.settings,
             StepMetricSums(),
