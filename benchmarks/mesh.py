@@ -46,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "flow_video": {"frames": 4, "height": 8, "width": 8, "hidden_size": 64, "intermediate_size": 192}
     | {"num_hidden_layers": 3, "num_attention_heads": 4},
 }
+VOCABULARY = 100  # of random models
 FLOW = "flow_video"
 FLOW_ROW = "flow_grpo"  # the row that a flow is trained with
 MESHES = [
@@ -183,7 +184,7 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
                 if family == FLOW:
                     formula: float | None = _flow_formula(mesh, family, batch)
                 else:
-                    formula = _formula(mesh, MODELS[family], batch, tokens, held[1, 1] // 16)
+                    formula = _formula(mesh, MODELS[family], batch, tokens)
                 if formula is not None and family in ("llama", "deep", FLOW):
                     cell["formula"] = round(formula)
                 cells[f"{family} {name}"] = cell
@@ -193,31 +194,47 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
     return cells
 
 
-def _formula(mesh: Any, size: dict[str, Any], batch: Any, tokens: int, parameters: int) -> float | None:
-    """Bytes of one rank in an update of one micro-batch; None where axes are composed."""
-    layers, hidden, n = size["num_hidden_layers"], size["hidden_size"], mesh.world
-    share, targets = (n - 1) / n, batch.total_tokens
-    root = (1 if size.get("tie_word_embeddings") else 2) * 100 * hidden + hidden  # embedding, head, last norm
-    sharded = 4 * share * (3 * (parameters - root) + 2 * root)
-    if mesh.pp == n:
-        return 4 * (2 * tokens * hidden * (n * mesh.chunks - 1) / n + share * targets)
-    if mesh.tp == n and mesh.sp:
-        return 4 * share * hidden * ((8 * layers + 2) * tokens + 2 * tokens + 2 * targets)
-    if mesh.cp == n:
-        return (
-            sharded
-            + 4 * share * 6 * layers * _shared(mesh, batch, hidden) * size["num_key_value_heads"] * size["head_dim"]
-        )
-    return sharded if mesh.shards == n else None
+def _formula(mesh: Any, size: dict[str, Any], batch: Any, tokens: int) -> float | None:
+    """Bytes of one rank in an update of one micro-batch a data rank, mean over the ranks; None for experts apart."""
+    return None if mesh.ep > 1 else bytes_of_axes(mesh, size, tokens, batch.total_tokens, _shared(mesh, batch, size))
 
 
-def _shared(mesh: Any, batch: Any, hidden: int) -> int:
-    """Tokens that all ranks of a row have a part of."""
+def bytes_of_axes(mesh: Any, size: dict[str, Any], tokens: int, targets: int, shared: int) -> float:
+    """The sum of what each axis moves, fp32, of a dense decoder whose heads tp divides.
+
+    tokens, targets, shared   packed, trained, and shared over cp, of the whole batch
+    """
+    layers, hidden, n = size["num_hidden_layers"], size["hidden_size"], mesh.shards * mesh.cp
+    keys = 2 * size["num_key_value_heads"] * size["head_dim"]
+    heads = size["num_attention_heads"] * size["head_dim"]
+    each = hidden * (2 * heads + keys + 3 * size["intermediate_size"]) / mesh.tp + 2 * hidden
+    # embedding, head, last norm
+    root = (1 if size.get("tie_word_embeddings") else 2) * VOCABULARY * hidden / mesh.tp + hidden
+    rows, chosen, run = tokens / mesh.data / mesh.cp, targets / mesh.data / mesh.cp, shared / mesh.data
+    moved = _received(n) * (3 * layers * each + 2 * root) / mesh.pp
+    moved += 2 * _received(mesh.replicas) * (layers * each + root) / n / mesh.pp
+    moved += _received(mesh.cp) * 6 * layers / mesh.pp * run * keys / mesh.tp
+    moved += 2 * rows * hidden * (mesh.pp * mesh.chunks - 1) / mesh.pp + _received(mesh.pp) * chosen
+    if mesh.tp > 1:
+        passes = (8 * layers / mesh.pp + 2 * mesh.chunks * mesh.sp) * rows + 2 * (rows + chosen) / mesh.pp
+        moved += _received(mesh.tp) * passes * hidden
+    return 4 * moved
+
+
+def _received(ranks: int) -> float:
+    """The share of a tensor that comes from the others."""
+    return (ranks - 1) / ranks
+
+
+def _shared(mesh: Any, batch: Any, size: dict[str, Any]) -> int:
+    """Tokens that all ranks of a row have a part of, in the rows of all data ranks."""
     from rondel.core.row_split import PRODUCTS, deal_row
     from rondel.train.pack import micro_batches
 
-    rows = (packed.layout.segments for packed in micro_batches(batch, 10**6, ranks=mesh.data, stages=mesh.pp))
-    return sum(deal_row(row, mesh.cp, PRODUCTS * hidden).shared_tokens for row in rows)
+    how = {"ranks": mesh.data, "stages": mesh.pp}
+    packs = (packed for rank in range(mesh.data) for packed in micro_batches(batch, 10**6, rank=rank, **how))
+    dealt = (deal_row(packed.layout.segments, mesh.cp, PRODUCTS * size["hidden_size"]) for packed in packs)
+    return sum(dealing.shared_tokens for dealing in dealt)
 
 
 def _flow_formula(mesh: Any, family: str, batch: Any) -> float:
