@@ -47,6 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 3, "num_attention_heads": 4},
 }
 VOCABULARY = 100  # of random models
+FORMULAS = ("llama", "tied", "deep", "qwen3_moe")
 FLOW = "flow_video"
 FLOW_ROW = "flow_grpo"  # the row that a flow is trained with
 MESHES = [
@@ -182,11 +183,10 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
                     "moved_in_parts": round(moved[60]),
                 }
                 if family == FLOW:
-                    formula: float | None = _flow_formula(mesh, family, batch)
-                else:
-                    formula = _formula(mesh, MODELS[family], batch, tokens)
-                if formula is not None and family in ("llama", "deep", FLOW):
-                    cell["formula"] = round(formula)
+                    cell["formula"] = round(_flow_formula(mesh, family, batch))
+                elif family in FORMULAS and name not in ("ppo", "reinforce_pp"):
+                    size, counted = MODELS[family], (tokens, batch.total_tokens)
+                    cell["formula"] = round(bytes_of_axes(mesh, size, *counted, _shared(mesh, batch, size)))
                 cells[f"{family} {name}"] = cell
                 print(f"{mesh!s:<28} {family:<13} {name:<13} {cell}", file=sys.stderr, flush=True)
         finally:
@@ -194,30 +194,36 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
     return cells
 
 
-def _formula(mesh: Any, size: dict[str, Any], batch: Any, tokens: int) -> float | None:
-    """Bytes of one rank in an update of one micro-batch a data rank, mean over the ranks; None for experts apart."""
-    return None if mesh.ep > 1 else bytes_of_axes(mesh, size, tokens, batch.total_tokens, _shared(mesh, batch, size))
-
-
 def bytes_of_axes(mesh: Any, size: dict[str, Any], tokens: int, targets: int, shared: int) -> float:
-    """The sum of what each axis moves, fp32, of a dense decoder whose heads tp divides.
+    """Bytes of one rank in an update of one micro-batch a data rank, mean over the ranks: the sum of what each axis moves,
+    of a decoder in fp32 whose heads tp divides.
 
     tokens, targets, shared   packed, trained, and shared over cp, of the whole batch
     """
     layers, hidden, n = size["num_hidden_layers"], size["hidden_size"], mesh.shards * mesh.cp
-    keys = 2 * size["num_key_value_heads"] * size["head_dim"]
-    heads = size["num_attention_heads"] * size["head_dim"]
-    each = hidden * (2 * heads + keys + 3 * size["intermediate_size"]) / mesh.tp + 2 * hidden
+    keys, heads = (2 * size[f"num_{kind}_heads"] * size["head_dim"] for kind in ("key_value", "attention"))
+    each, router, apart = hidden * (heads + keys) / mesh.tp + 2 * hidden, 0, 0.0
+    if count := size.get("num_experts", 0):
+        router, apart = count * hidden + 2 * size["head_dim"], count * 3 * hidden * size["moe_intermediate_size"]
+    else:
+        each += 3 * hidden * size["intermediate_size"] / mesh.tp
+    if mesh.ep == 1:  # experts are cut like any matrix
+        each, apart = each + apart / mesh.tp, 0.0
+    each += router
     # embedding, head, last norm
     root = (1 if size.get("tie_word_embeddings") else 2) * VOCABULARY * hidden / mesh.tp + hidden
     rows, chosen, run = tokens / mesh.data / mesh.cp, targets / mesh.data / mesh.cp, shared / mesh.data
     moved = _received(n) * (3 * layers * each + 2 * root) / mesh.pp
-    moved += 2 * _received(mesh.replicas) * (layers * each + root) / n / mesh.pp
+    moved += _received(n * mesh.tp // mesh.ep) * 3 * layers * apart / mesh.ep / mesh.pp
+    moved += 2 * _received(mesh.replicas) * (layers * (each / n + apart / (n * mesh.tp)) + root / n) / mesh.pp
     moved += _received(mesh.cp) * 6 * layers / mesh.pp * run * keys / mesh.tp
     moved += 2 * rows * hidden * (mesh.pp * mesh.chunks - 1) / mesh.pp + _received(mesh.pp) * chosen
     if mesh.tp > 1:
         passes = (8 * layers / mesh.pp + 2 * mesh.chunks * mesh.sp) * rows + 2 * (rows + chosen) / mesh.pp
         moved += _received(mesh.tp) * passes * hidden
+    if mesh.ep > 1:
+        sent = size["num_experts_per_tok"] * rows / mesh.tp * hidden
+        moved += 4 * _received(mesh.ep) * layers / mesh.pp * sent
     return 4 * moved
 
 
