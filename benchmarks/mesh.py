@@ -8,14 +8,23 @@ of_one_rank  the same of one rank that computes in smaller micro-batches: what r
 held         bytes of weights, gradients and both moments on the fullest rank, and of one rank / (shards · cp · tp); with
              pp of the fullest stage, whose layers are whole ones
 moved        bytes that a rank receives in one update, mean over the ranks, of one micro-batch (`in_parts`: of several, of
-             at most 60 tokens), and of the one by formula for a single axis:
-             shards   m (3 P) 4 (n-1)/n                 gather for the forward and the backward pass, scatter of gradients
+             at most 60 tokens)
+formula      the same by the sum of what each axis moves, L layers of two parts, D wide, of P numbers, T packed tokens and M
+             targets of one data rank, 4 bytes each, where n is the size of the axis:
+             shards   m (3 P) (n-1)/n over shards · cp      gather for the forward and the backward pass, scatter of gradients
                       (what lies at the root is gathered once: 2 P)
-             tp, sp   ((8 L + 2) T + 2 T + 2 M) D 4 (n-1)/n     L layers of two parts, T packed tokens, M targets
-             cp       6 L S 2 K d 4 (n-1)/n with its shards' P   K, V gathered twice and scattered once, of the S tokens
-                      that are shared (core/row_split.py): none of short families, all of one long sample (--long)
-             pp       (2 T D (n v-1) + M (n-1)) 4/n     states forward, their gradient back, of v chunks; logprobs to all
-             of flow_video, whose samples lie over cp: that of `rondel plan` (planner/flow_cost.py), composed, too
+             replicas 2 P (n-1)/n of a shard's numbers      sum of its gradients
+             tp, sp   ((8 L + 2) T D + 2 T D + 2 M D + 8 M) (n-1)/n     borders of parts and of the run of layers, embedding,
+                      head, four sums a target; of matrices, vocabulary, keys and values / n
+             cp       6 L S K d (n-1)/n     K, V gathered twice and scattered once, of the S tokens that are shared
+                      (core/row_split.py): none of short families, all of one long sample (--long); T / n, M / n
+             pp       2 T D (n v-1)/n + M (n-1)/n     states forward, their gradient back, of v chunks; logprobs to all;
+                      L / n, embedding and head once; of tp a run of layers a chunk
+             ep       4 k L T D (n-1)/n and experts over shards · cp · tp / n     k rows of each token to its experts and
+                      back, in both passes: where the router sends tokens evenly, which an untrained one does not quite
+             Left out: what data ranks tell each other of their tokens, and sums of norms whose matrices are cut: below 1 %.
+             Of a row without a critic. Of flow_video, whose samples lie over cp, that of `rondel plan`
+             (planner/flow_cost.py).
 All ranks are processes of this machine over gloo: their speed is not measured.
 """
 
@@ -216,11 +225,11 @@ def bytes_of_axes(mesh: Any, size: dict[str, Any], tokens: int, targets: int, sh
     moved = _received(n) * (3 * layers * each + 2 * root) / mesh.pp
     moved += _received(n * mesh.tp // mesh.ep) * 3 * layers * apart / mesh.ep / mesh.pp
     moved += 2 * _received(mesh.replicas) * (layers * (each / n + apart / (n * mesh.tp)) + root / n) / mesh.pp
-    moved += _received(mesh.cp) * 6 * layers / mesh.pp * run * keys / mesh.tp
+    moved += _received(mesh.cp) * 3 * layers / mesh.pp * run * keys / mesh.tp
     moved += 2 * rows * hidden * (mesh.pp * mesh.chunks - 1) / mesh.pp + _received(mesh.pp) * chosen
     if mesh.tp > 1:
         passes = (8 * layers / mesh.pp + 2 * mesh.chunks * mesh.sp) * rows + 2 * (rows + chosen) / mesh.pp
-        moved += _received(mesh.tp) * passes * hidden
+        moved += _received(mesh.tp) * (passes * hidden + 8 * chosen / mesh.pp)
     if mesh.ep > 1:
         sent = size["num_experts_per_tok"] * rows / mesh.tp * hidden
         moved += 4 * _received(mesh.ep) * layers / mesh.pp * sent
