@@ -50,7 +50,8 @@ WORKER = re.compile(r"(trainer|engine)-\d+(-rank-\d+)?")
 class RankStrike:
     """One signal and what came of it.
 
-    steps, delay   when: so many steps after the last one has passed, and so many seconds; 0: once its victim is there
+    steps, delay   when: so many steps after the last one has passed, and so many seconds; 0: once its victim is there,
+                   which one that stands still never is
     """
 
     signal: signal.Signals
@@ -125,6 +126,8 @@ class MeshChaos:
     def strike_all(self) -> dict[str, Any]:
         kinds = [signal.SIGKILL] * self.args.kills + [signal.SIGSTOP] * self.args.stops
         strikes = [RankStrike(kind, self.draw.choice((0, 0, 1, 2, 3)), self.draw.uniform(0.0, 1.0)) for kind in kinds]
+        for strike in strikes:  # a worker may be silent for minutes while it is built, from a busy disk
+            strike.steps = max(strike.steps, int(strike.signal == signal.SIGSTOP))
         self.start()
         for n, strike in enumerate(strikes, start=1):
             self.strike(strike)
