@@ -61,10 +61,12 @@ class TrainerState(Protocol):
     ranks: SingleRank
     critic: Critic | None
     draft: DraftTrainer | None
-    coefs: AdaptiveCoefs
+    coefs: AdaptiveCoefs | None
     step_number: int
     version: int
     bad_steps: int
+
+    def restore_coefs(self, stored: Mapping[str, Tensor]) -> None: ...
 
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -82,7 +84,7 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
         "rng": torch.get_rng_state(),
         "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps]),
     }
-    optimizer |= trainer.coefs.stored()
+    optimizer |= {} if trainer.coefs is None else trainer.coefs.stored()
     critic = trainer.critic
     trained = [weights, *([] if critic is None else [critic.weights])]
     if trainer.ranks.size > 1 and lies_in_shards(loaded, trained):
@@ -215,7 +217,7 @@ def load_trainer(trainer: TrainerState, folder: Path) -> None:
         weights.load_masters(StoredTensors(folder / OPTIMIZER, "master.", behind=model))
         _load_moments(weights, optimizer)
         trainer.step_number, trainer.version, trainer.bad_steps = optimizer["numbers"].tolist()
-        trainer.coefs.restore({name: optimizer[name] for name in optimizer if name.endswith("_coef")})
+        trainer.restore_coefs({name: optimizer[name] for name in optimizer if name.endswith("_coef")})
         torch.set_rng_state(optimizer["rng"])
         if trainer.critic is not None:
             path = folder / "critic.safetensors"

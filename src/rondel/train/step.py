@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondel.algos.aggregate import masked_scale, sample_weights
-from rondel.algos.kl import k3
+from rondel.algos.aggregate import counted_tokens, masked_scale, sample_weights
+from rondel.algos.exponent import k3
 from rondel.algos.mixture import Mixture
-from rondel.algos.objective import FIELDS, objective
-from rondel.algos.precompute import counted_tokens, decide_update
+from rondel.algos.objective import FIELDS, decide_update, objective
 from rondel.algos.tokens import TokenBatch
 from rondel.core.errors import TrainError, UserError
 from rondel.core.events import Warned, emit
@@ -123,7 +122,7 @@ class LocalTrainer:
         self.step_number = self.bad_steps = 0
         self.version = 0
         self.alarm = MismatchAlarm(settings.mismatch_bound, rounded=settings.rollout_format)
-        self.coefs = AdaptiveCoefs()
+        self.coefs: AdaptiveCoefs | None = None  # of rows that adapt
         self.static = static
         self._shapes = None if static is None else static.shapes  # that every micro-batch is padded to
         self.whose = ""  # " of 'critic'" where there are several policies
@@ -203,6 +202,10 @@ class LocalTrainer:
 
     # -- on the device's thread ------------------------------------------------------------------
 
+    def restore_coefs(self, stored: Mapping[str, Tensor]) -> None:
+        """From a checkpoint, by name; nothing where no row adapted."""
+        self.coefs = AdaptiveCoefs.from_stored(stored) if stored else None
+
     def _load(self, path: Path) -> None:
         checkpoint.load_trainer(self, path)
         self.offload.offload_new_state()
@@ -274,8 +277,11 @@ class LocalTrainer:
             StepMetricSums(),
             {"forward_backward": 0.0, "optimizer": 0.0, "annotate": 0.0},
         )
-        main = self.coefs.apply_coefs(algo.main if isinstance(algo, Mixture) else algo)
-        algo = replace(algo, main=main) if isinstance(algo, Mixture) else main
+        main = algo.main if isinstance(algo, Mixture) else algo
+        if main.is_adaptive:
+            self.coefs = self.coefs or AdaptiveCoefs()
+            main = self.coefs.apply_coefs(main)
+            algo = replace(algo, main=main) if isinstance(algo, Mixture) else main
         critic = self.critic if "values" in main.needs else None
         if critic is not None:
             critic.copy_backbone(self.weights)
@@ -326,9 +332,9 @@ class LocalTrainer:
             metrics["train/critic_lr"] = self.settings.learning_rate(settings.critic_lr, self.step_number)
             critic.steps += 1
         if stepped:
-            metrics |= self.coefs.update_coefs(batch, algo, main) | self.alarm.check_step(
-                _drawn_samples(batch, algo), self.version, name
-            )
+            if self.coefs is not None and main.is_adaptive:
+                metrics |= self.coefs.update_coefs(batch, algo, main)
+            metrics |= self.alarm.check_step(_drawn_samples(batch, algo), self.version, name)
         if self.start is not None and stepped and settings.start_probe:
             with _timed_phase(seconds, "annotate"):
                 trained = [s for s in batch.samples if s.known.trained is not None]

@@ -13,9 +13,8 @@ from kits.algos_oracle import naive
 from rondel.algos import aggregate as aggregates
 from rondel.algos import correction, group_advantages, kl, mask_corrections, table, turn_advantages
 from rondel.algos.entropy import EntropyBonus
-from rondel.algos.objective import objective
+from rondel.algos.objective import objective, tokens_of
 from rondel.algos.off_policy_surrogates import Tapered
-from rondel.algos.precompute import tokens_of
 from rondel.algos.ratio import SequenceRatio, TokenRatio
 from rondel.algos.surrogate import Clip
 from rondel.algos.tokens import TokenBatch
