@@ -509,7 +509,13 @@ def test_no_text_makes_room_for_an_image():
 
 
 def tried(env: Any) -> Trajectory:
-    rollouts = GroupRollouts(SimpleNamespace(env=env, job=SimpleNamespace(agent_policies={})), 1)  # type: ignore[arg-type]
+    job = SimpleNamespace(
+        loop=SimpleNamespace(seed=0),
+        task=SimpleNamespace(system=""),
+        model=SimpleNamespace(teacher=None),
+        agent_policies={},
+    )
+    rollouts = GroupRollouts(SimpleNamespace(env=env, job=job), 1)  # type: ignore[arg-type]
     (trajectory,) = asyncio.run(rollouts.run_episode(Task("t/1", "x", {"prompt": "go"}), lambda: chat(tok(), Policy())))
     return trajectory
 
