@@ -21,9 +21,11 @@ from rondel.core.types import (
     DROPPED,
     GREEDY,
     POLICY,
+    Completion,
     EnvFault,
     Failed,
     Group,
+    Request,
     Sampling,
     Score,
     Slot,
@@ -77,6 +79,7 @@ class GroupRollouts:
         """What the recipe says of every episode is read here, once."""
         job = self.parts.job
         self.seed, self.system, self.cast = job.loop.seed, job.task.system, job.agent_policies
+        self.failures = None if self.parts.failures.is_unlimited else self.parts.failures
         self.contexts = [] if job.model.teacher is None else [teacher.context for teacher in job.model.teachers]
 
     async def generate_group(self, slot: Slot) -> Group:
@@ -132,7 +135,7 @@ class GroupRollouts:
         if self.scores_together:  # when its siblings are there
             return episode
         await self.score_episode(episode, slot.task)
-        while not _is_dropped(episode[0]) and await self.parts.failures.should_retry(episode[0].score):
+        while not _is_dropped(episode[0]) and self.failures and await self.failures.should_retry(episode[0].score):
             if isinstance(episode[0].outcome, EnvFault):
                 episode = assign_parents(await self._sample_episode(slot, index, policy))
             for trajectory in episode:
@@ -148,7 +151,7 @@ class GroupRollouts:
         while True:
             await self.score_episodes(episodes, slot.task)
             scores = [episode[0].score for episode in episodes if not _is_dropped(episode[0])]
-            if not any([await self.parts.failures.should_retry(score) for score in scores]):
+            if self.failures is None or not any([await self.failures.should_retry(score) for score in scores]):
                 return
             for i in asked:
                 if isinstance(episodes[i][0].outcome, EnvFault):
@@ -197,6 +200,12 @@ class GroupRollouts:
     ) -> TokenChat:
         p = self.parts
 
+        async def ask_engine(request: Request) -> Completion:
+            done = await p.engine.generate(request)
+            return (
+                done if done.finish_reason != "abort" else await generate_until_done(p.engine.generate, request, done)
+            )
+
         async def generate(request):
             request.namespace, request.id = namespace, group
             if sampling is None:  # an environment may have changed it
@@ -206,9 +215,9 @@ class GroupRollouts:
             if p.behavior_top and sampling is None:
                 request.wants |= {f"behavior_top:{p.behavior_top}"}
             if sampling is not None or not (p.sampling.truncates_support or request.sampling.truncates_support):
-                return await generate_until_done(p.engine.generate, request)
+                return await ask_engine(request)
             request.wants |= {"support"}
-            done = await generate_until_done(p.engine.generate, request)
+            done = await ask_engine(request)
             refuse_wide(done.support or [], request.sampling)
             done.support = [None if ids is None else np.asarray(ids, np.int32) for ids in done.support or []]
             return done
