@@ -30,7 +30,7 @@ from rondel.buffer.admission import SHORT, AdmissionRule
 from rondel.buffer.ledger import GroupLedger
 from rondel.buffer.open_groups import OpenGroups
 from rondel.buffer.state import decode, encode
-from rondel.buffer.turn_waiters import ScheduledWaiters, TurnWaiters
+from rondel.buffer.turn_waiters import make_waiters
 from rondel.core.errors import LawError
 from rondel.core.events import Admitted, emit
 from rondel.core.schedule_gate import ScheduleGate
@@ -69,9 +69,7 @@ class Buffer:
         self.rule = AdmissionRule(groups_per_step, max_staleness, window, oversample, max_refills)
         self.version, self.retry = version, retry
         self.counts, self.groups = GroupLedger(), OpenGroups()
-        self.waiters = TurnWaiters(patience, self._describe)
-        if gate is not None and gate.keeps_order:
-            self.waiters = ScheduledWaiters(gate, patience, self._describe)
+        self.waiters = make_waiters(gate, patience, lambda: f"{self.groups.describe()}, version {self.version}")
         self._serving: int | None = None  # what engines serve while they still fetch a newer version
         self._batch_complete = False  # take() has returned the batch of this version
         self._closed = False
@@ -220,9 +218,6 @@ class Buffer:
         self._refund_late(*self.rule.remove_late(self.groups, version))
         self.waiters.wake_one("feed")
         self.waiters.wake_all("late")
-
-    def _describe(self) -> str:
-        return f"{self.groups.describe()}, version {self.version}"
 
     # -- the ledger ------------------------------------------------------------------------------
 

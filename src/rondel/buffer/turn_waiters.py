@@ -109,3 +109,10 @@ class ScheduledWaiters(TurnWaiters):
 
     def ended_in_time(self, number: int) -> bool | None:
         return self.gate.in_time(number)
+
+
+def make_waiters(gate: ScheduleGate | None, patience: float, describe: Callable[[], str]) -> TurnWaiters:
+    """Those of a schedule where one is kept."""
+    if gate is None or not gate.keeps_order:
+        return TurnWaiters(patience, describe)
+    return ScheduledWaiters(gate, patience, describe)

@@ -95,8 +95,7 @@ def _run_training(
     with ExitStack() as ends:
         ending = ends.enter_context(GracefulStop())
         progress = ends.enter_context(ProgressPrinter(total, quiet=quiet))
-        shown = (Warned,) if quiet else ()
-        ends.callback(subscribe(drop_on_failure("the console", progress.on_event, tell=warn_aloud), *shown))
+        ends.callback(subscribe(drop_on_failure("the console", progress.on_event, tell=warn_aloud), *progress.kinds))
         if why:
             progress.print_line(f"loop.steps = {job.steps}: {why}")
         found = checkpoints.find_latest()

@@ -38,14 +38,12 @@ class AdaptiveCoefs:
         known: dict[str, float | list[float]] = {**self.values, **{REWARDS + n: own for n, own in self.rewards.items()}}
         return {f"{name}_coef": torch.tensor(value, dtype=torch.float64) for name, value in known.items()}
 
-    @classmethod
-    def from_stored(cls, found: Mapping[str, Tensor]) -> AdaptiveCoefs:
+    def restore(self, found: Mapping[str, Tensor]) -> None:
         """From tensors whose names end in _coef: some may be those of weights with such a name."""
         own = {name.removesuffix("_coef"): value for name, value in found.items()}
         single = {name: float(value) for name, value in own.items() if value.numel() == 1}
-        values = {n: value for n, value in single.items() if n in STEERED or n.startswith(BASELINE)}
-        rewards = {n.removeprefix(REWARDS): x.tolist() for n, x in own.items() if n.startswith(REWARDS)}
-        return cls(values, rewards)
+        self.values = {n: value for n, value in single.items() if n in STEERED or n.startswith(BASELINE)}
+        self.rewards = {n.removeprefix(REWARDS): x.tolist() for n, x in own.items() if n.startswith(REWARDS)}
 
     def update_coefs(self, batch: TrainBatch, algo: Algorithm | Mixture, main: Algorithm) -> dict[str, float]:
         """Coefficients with a target follow what the step measured of their samples. ->

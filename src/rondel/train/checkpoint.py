@@ -61,12 +61,10 @@ class TrainerState(Protocol):
     ranks: SingleRank
     critic: Critic | None
     draft: DraftTrainer | None
-    coefs: AdaptiveCoefs | None
+    coefs: AdaptiveCoefs
     step_number: int
     version: int
     bad_steps: int
-
-    def restore_coefs(self, stored: Mapping[str, Tensor]) -> None: ...
 
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -84,7 +82,8 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
         "rng": torch.get_rng_state(),
         "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps]),
     }
-    optimizer |= {} if trainer.coefs is None else trainer.coefs.stored()
+    if trainer.coefs.values or trainer.coefs.rewards:
+        optimizer |= trainer.coefs.stored()
     critic = trainer.critic
     trained = [weights, *([] if critic is None else [critic.weights])]
     if trainer.ranks.size > 1 and lies_in_shards(loaded, trained):
@@ -217,7 +216,7 @@ def load_trainer(trainer: TrainerState, folder: Path) -> None:
         weights.load_masters(StoredTensors(folder / OPTIMIZER, "master.", behind=model))
         _load_moments(weights, optimizer)
         trainer.step_number, trainer.version, trainer.bad_steps = optimizer["numbers"].tolist()
-        trainer.restore_coefs({name: optimizer[name] for name in optimizer if name.endswith("_coef")})
+        trainer.coefs.restore({name: optimizer[name] for name in optimizer if name.endswith("_coef")})
         torch.set_rng_state(optimizer["rng"])
         if trainer.critic is not None:
             path = folder / "critic.safetensors"

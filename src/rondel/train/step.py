@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -122,7 +122,7 @@ class LocalTrainer:
         self.step_number = self.bad_steps = 0
         self.version = 0
         self.alarm = MismatchAlarm(settings.mismatch_bound, rounded=settings.rollout_format)
-        self.coefs: AdaptiveCoefs | None = None  # of rows that adapt
+        self.coefs = AdaptiveCoefs()
         self.static = static
         self._shapes = None if static is None else static.shapes  # that every micro-batch is padded to
         self.whose = ""  # " of 'critic'" where there are several policies
@@ -202,10 +202,6 @@ class LocalTrainer:
 
     # -- on the device's thread ------------------------------------------------------------------
 
-    def restore_coefs(self, stored: Mapping[str, Tensor]) -> None:
-        """From a checkpoint, by name; nothing where no row adapted."""
-        self.coefs = AdaptiveCoefs.from_stored(stored) if stored else None
-
     def _load(self, path: Path) -> None:
         checkpoint.load_trainer(self, path)
         self.offload.offload_new_state()
@@ -279,7 +275,6 @@ class LocalTrainer:
         )
         main = algo.main if isinstance(algo, Mixture) else algo
         if main.is_adaptive:
-            self.coefs = self.coefs or AdaptiveCoefs()
             main = self.coefs.apply_coefs(main)
             algo = replace(algo, main=main) if isinstance(algo, Mixture) else main
         critic = self.critic if "values" in main.needs else None
@@ -332,7 +327,7 @@ class LocalTrainer:
             metrics["train/critic_lr"] = self.settings.learning_rate(settings.critic_lr, self.step_number)
             critic.steps += 1
         if stepped:
-            if self.coefs is not None and main.is_adaptive:
+            if main.is_adaptive:
                 metrics |= self.coefs.update_coefs(batch, algo, main)
             metrics |= self.alarm.check_step(_drawn_samples(batch, algo), self.version, name)
         if self.start is not None and stepped and settings.start_probe:

@@ -9,7 +9,7 @@ waiting ──admit──> prefilling ──last chunk──> decoding ──don
 from __future__ import annotations
 
 from collections import deque
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 from math import inf
 
 from rondel.core.errors import LawError
@@ -50,10 +50,6 @@ class Scheduler:
     def has_begun(self) -> bool:
         """Whether some answer is half written."""
         return bool(self.running) or any(live.written for live in self.waiting)
-
-    def may_move(self, version: int) -> bool:
-        """Whether anyone has work left under these weights."""
-        return any(not live.stands_still(version) for live in chain(self.running, self.waiting))
 
     # -- the lines of a replayed run ----------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import EngineError, LawError, UserError
@@ -122,10 +123,11 @@ class ServingLoop(StepTask):
 
     @property
     def _may_step(self) -> bool:
+        everyone = chain(self.scheduler.running, self.scheduler.waiting)
         return (
             self.lifecycle.state == "serving"
             and (self.lifecycle.admits or self.scheduler.has_begun)
-            and self.scheduler.may_move(self.lifecycle.version)
+            and any(not live.stands_still(self.lifecycle.version) for live in everyone)
         )
 
     async def _step_until_done(self) -> None:
